@@ -1,0 +1,66 @@
+"""Errors meant for people, and how a script ends on one.
+
+Owns: the one exception type for bad input, its wording, and exit code 2.
+Leaves out: errors of our own logic, which stay `assert` and show a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+
+EXIT_BAD_INPUT = 2
+# "Temporary failure, try again" (sysexits.h): a signal stopped the run after a committed checkpoint.
+EXIT_STOPPED_RESUMABLE = 75
+
+
+class UserError(ValueError):
+    """Bad input, told once: what is wrong, where, what is allowed, what to do next."""
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: str | None = None,
+        allowed: str | None = None,
+        next_step: str | None = None,
+    ) -> None:
+        self.what, self.where, self.allowed, self.next_step = what, where, allowed, next_step
+        super().__init__(self.text())
+
+    def text(self) -> str:
+        lines = [f"{self.where}: {self.what}" if self.where else self.what]
+        if self.allowed:
+            lines.append(f"  allowed: {self.allowed}")
+        if self.next_step:
+            lines.append(f"  next: {self.next_step}")
+        return "\n".join(lines)
+
+
+class UserErrors(UserError):
+    """Several errors found in one pass, reported together."""
+
+    def __init__(self, errors: Sequence[UserError]) -> None:
+        assert errors
+        self.errors = tuple(errors)
+        super().__init__("\n".join(error.text() for error in errors))
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known name most like `name`, or None when nothing is close."""
+    matches = get_close_matches(name, known, n=1, cutoff=0.6)
+    return matches[0] if matches else None
+
+
+def run_script(main: Callable[[], None]) -> None:
+    """Run a script's `main`; on a `UserError` print it (once per job, from rank 0) and exit 2."""
+    try:
+        main()
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            num = len(error.errors) if isinstance(error, UserErrors) else 1
+            heading = "error" if num == 1 else f"{num} errors"
+            print(f"{heading}:\n{error.text()}", file=sys.stderr, flush=True)
+        raise SystemExit(EXIT_BAD_INPUT) from None

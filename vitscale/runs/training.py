@@ -1,0 +1,149 @@
+"""What pre-training and fine-tuning runs share, and the plan derived from them.
+
+Owns: the sections both have, conflicts between sections, and `TrainingPlan`.
+Leaves out: anything that needs torch; the plan is made on login nodes too.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from vitscale.checkpoint.settings import CheckpointSettings
+from vitscale.config.section import Run
+from vitscale.data.settings import DataSettings
+from vitscale.engine.settings import EngineSettings
+from vitscale.errors import UserError
+from vitscale.models.settings import ModelSettings, model_problems
+from vitscale.optim.settings import ObjectiveSettings, OptimSettings
+from vitscale.runs.launching import LaunchSettings
+from vitscale.schedules import ScheduleSettings
+from vitscale.tracking.settings import TrackingSettings
+
+RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class TrainingRun(Run):
+    """Sections of a run that trains a model. Concrete types: `PretrainRun`, `FinetuneRun`."""
+
+    name: str
+    """Name in MLflow and of the run folder: letters, digits, dot, dash, underscore."""
+    output: str | None = None
+    """Run folder; null: runs/NAME."""
+    seed: int = Field(default=0, ge=0)
+    data: DataSettings
+    model: ModelSettings
+    objective: ObjectiveSettings = ObjectiveSettings()
+    optim: OptimSettings
+    schedule: ScheduleSettings
+    engine: EngineSettings = EngineSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    tracking: TrackingSettings = TrackingSettings()
+    launch: LaunchSettings = LaunchSettings()
+    deepspeed: dict[str, Any] = {}
+    """Raw DeepSpeed keys, merged over the generated configuration. For experts."""
+
+    @property
+    def folder(self) -> str:
+        return self.output or f"runs/{self.name}"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from model_problems(self.model)
+        yield from _section_problems(self)
+
+
+def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
+    if not RUN_NAME.fullmatch(run.name):
+        yield ("name", f"{run.name!r}: use letters, digits, '.', '-', '_', at most 100 of them")
+    schedule, data, engine = run.schedule, run.data, run.engine
+    if (schedule.epochs is None) == (schedule.steps is None):
+        yield (
+            "schedule",
+            f"give either epochs or steps (epochs={schedule.epochs}, steps={schedule.steps})",
+        )
+    if schedule.steps is not None and schedule.warmup_steps >= schedule.steps:
+        yield (
+            "schedule.warmup_steps",
+            f"{schedule.warmup_steps} warm-up steps leave nothing of {schedule.steps} steps",
+        )
+    if schedule.final_lr > run.optim.lr:
+        yield ("schedule.final_lr", f"{schedule.final_lr} exceeds the peak optim.lr {run.optim.lr}")
+    for key, (low, high), bound in (
+        ("data.crop_area", data.crop_area, 1.0),
+        ("data.crop_aspect", data.crop_aspect, math.inf),
+    ):
+        if not 0 < low <= high <= bound:
+            yield (key, f"({low}, {high}) is not an increasing pair above 0, at most {bound}")
+    if min(data.std) <= 0:
+        yield ("data.std", f"{data.std} must be positive")
+    if run.objective.label_smoothing and run.objective.loss != "softmax":
+        yield ("objective.label_smoothing", "has no effect on the sigmoid loss; set it to 0")
+    if engine.precision == "bf16" and engine.device == "cpu":
+        yield ("engine.precision", "bf16 is for GPUs; use fp32 (or auto) with engine.device=cpu")
+    if run.checkpoint.resume not in ("auto", "never"):
+        yield ("checkpoint.resume", f"{run.checkpoint.resume!r} is not one of auto, never")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingPlan:
+    """Values derived from a run, a number of ranks and a number of samples; never written back."""
+
+    world_size: int
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    num_samples: int
+    total_steps: int
+    warmup_steps: int
+
+    @property
+    def equation(self) -> str:
+        return (
+            f"global batch {self.global_batch} = {self.world_size} ranks "
+            f"x {self.micro_batch} images x {self.accumulation} accumulated"
+        )
+
+
+def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> TrainingPlan:
+    """Derive micro-batch, accumulation and steps.
+
+    The micro-batch is the largest that fits `engine.max_micro_batch` and divides the ranks' share,
+    so a changed number of GPUs keeps the optimisation identical.
+    Raises UserError when the ranks do not divide the global batch, or the warm-up eats the run.
+    """
+    batch = run.data.global_batch
+    if batch % world_size:
+        below, above = batch // world_size * world_size, -(-batch // world_size) * world_size
+        raise UserError(
+            f"{batch} images do not divide over {world_size} ranks",
+            where="data.global_batch",
+            allowed=f"multiples of {world_size}: {' or '.join(str(b) for b in (below, above) if b)}",
+            next_step="change data.global_batch or the number of processes",
+        )
+    share = batch // world_size
+    micro = max(m for m in range(1, share + 1) if share % m == 0 and m <= run.engine.max_micro_batch)
+    if run.schedule.steps is not None:
+        total = run.schedule.steps
+    else:
+        assert run.schedule.epochs is not None
+        total = max(1, int(run.schedule.epochs * num_samples) // batch)
+    if run.schedule.warmup_steps >= total:
+        raise UserError(
+            f"{run.schedule.warmup_steps} warm-up steps leave nothing of {total} steps",
+            where="schedule.warmup_steps",
+            next_step="lower schedule.warmup_steps or raise schedule.epochs",
+        )
+    return TrainingPlan(
+        world_size=world_size,
+        global_batch=batch,
+        micro_batch=micro,
+        accumulation=share // micro,
+        num_samples=num_samples,
+        total_steps=total,
+        warmup_steps=run.schedule.warmup_steps,
+    )

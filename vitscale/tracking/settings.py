@@ -1,0 +1,19 @@
+"""Settings of the `tracking` group. Needs no mlflow."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from vitscale.config.section import Section
+
+
+class TrackingSettings(Section):
+    uri: str | None = "sqlite:///runs/mlflow.db"
+    """MLflow tracking URI; null: journal.jsonl only."""
+    experiment: str = "vitscale"
+    log_every_steps: int = Field(default=50, gt=0)
+    """Steps between log lines; metrics are means over these steps."""
+    eval_every_steps: int | None = Field(default=None, gt=0)
+    """Steps between evaluations of `data.val_split`; null: after the last step only."""
+    tags: dict[str, str] = {}
+    """Extra MLflow tags."""
