@@ -1,0 +1,335 @@
+"""The shard folder: its index, its manifest and timm's `_info.json`.
+
+Owns: names, columns and checks of the files that say which sample lies where.
+Leaves out: reading image bytes (`loader`), writing tars (data_prep). Needs no torch; pyarrow is
+imported only where the index itself is read or written, so that `read_manifest` stays light.
+See docs/data_format.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitscale.atomic_files import atomic_file, write_json
+from vitscale.errors import UserError, UserErrors
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+FORMAT_VERSION = 1
+INDEX_NAME = "index.parquet"
+INFO_NAME = "_info.json"
+MANIFEST_NAME = "manifest.json"
+# Rows per parquet row group: small enough that one split of many is read without the others.
+ROW_GROUP_ROWS = 1 << 18
+MAX_ERRORS_SHOWN = 10
+MAKE_SHARDS = (
+    "python data_prep/make_shards.py --config configs/data/image_folder.yaml "
+    "source.path=IMAGES output={folder}"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShardEntry:
+    """One tar file."""
+
+    name: str
+    samples: int
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitEntry:
+    """One split: its tars in order, and a hash of its samples in order."""
+
+    num_samples: int
+    num_bytes: int
+    fingerprint: str
+    shards: tuple[ShardEntry, ...]
+
+    @property
+    def shard_lengths(self) -> tuple[int, ...]:
+        return tuple(shard.samples for shard in self.shards)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest:
+    """What a shard folder holds, in one small JSON file."""
+
+    format_version: int
+    tool_version: str
+    fingerprint: str
+    """Hash over the fingerprints of all splits and the label map."""
+    source_fingerprint: str
+    """Hash over every input file's path and content, kept or rejected."""
+    label_map_sha256: str
+    classes: tuple[str, ...]
+    """Class names; the position is the label."""
+    index_bytes: int
+    index_sha256: str
+    splits: dict[str, SplitEntry]
+    config: dict[str, Any]
+    """The resolved configuration of the preparation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitIndex:
+    """Where each sample of one split lies. Arrays have one entry per sample, in stored order."""
+
+    folder: Path
+    split: str
+    shard_of: np.ndarray
+    """int32: position in `shard_paths`."""
+    offset: np.ndarray
+    """int64: first byte of the image inside its tar."""
+    length: np.ndarray
+    """int64: bytes of the image."""
+    label: np.ndarray
+    """int32: position in `classes`."""
+    shard_paths: tuple[Path, ...]
+    shard_lengths: tuple[int, ...]
+    """Samples per tar; samples of one tar are neighbours, so these are block sizes too."""
+    classes: tuple[str, ...]
+    fingerprint: str
+    """Names this split's samples, labels, order and division into tars."""
+    label_map_sha256: str
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.label)
+
+    @cached_property
+    def keys(self) -> list[str]:
+        """Sample keys, read at first use: training needs them only to name a broken sample."""
+        return _read_columns(self.folder, self.split, ["key"]).column("key").to_pylist()
+
+
+def label_map_sha256(classes: Sequence[str]) -> str:
+    """Hash of the class names in label order."""
+    text = json.dumps(list(classes), ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def split_fingerprint(
+    content: Iterable[bytes], *, labels: Iterable[int], shard_lengths: Sequence[int]
+) -> str:
+    """Hash of a split: each image's SHA-256 and label in order, then the samples per tar."""
+    digest = hashlib.sha256()
+    for sha256, label in zip(content, labels, strict=True):
+        assert len(sha256) == 32
+        digest.update(sha256 + int(label).to_bytes(4, "little"))
+    digest.update(b"".join(int(length).to_bytes(8, "little") for length in shard_lengths))
+    return digest.hexdigest()
+
+
+def folder_fingerprint(splits: Mapping[str, SplitEntry], *, classes: Sequence[str]) -> str:
+    """Hash of the whole corpus as stored."""
+    parts = {name: entry.fingerprint for name, entry in splits.items()}
+    text = json.dumps([parts, label_map_sha256(classes)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def index_schema() -> pa.Schema:
+    """Columns of index.parquet."""
+    import pyarrow as pa
+
+    names = pa.dictionary(pa.int32(), pa.string())
+    return pa.schema(
+        [
+            ("key", pa.string()),
+            ("split", names),
+            ("shard", names),
+            ("offset", pa.int64()),
+            ("length", pa.int64()),
+            ("format", names),
+            ("label", pa.int32()),
+            ("width", pa.int32()),
+            ("height", pa.int32()),
+            ("sha256", pa.binary(32)),
+        ]
+    )
+
+
+def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
+    """Write index.parquet from one table per split, in the order given."""
+    import pyarrow.parquet as pq
+
+    with atomic_file(folder / INDEX_NAME) as file:
+        with pq.ParquetWriter(file, index_schema(), compression="zstd") as writer:
+            for table in tables:
+                writer.write_table(table, row_group_size=ROW_GROUP_ROWS)
+
+
+def write_info(folder: Path, *, splits: Mapping[str, SplitEntry]) -> None:
+    """Write `_info.json` in the form timm's WebDataset reader takes."""
+    info = {
+        name: {
+            "name": name,
+            "num_samples": entry.num_samples,
+            "filenames": [shard.name for shard in entry.shards],
+            "shard_lengths": list(entry.shard_lengths),
+        }
+        for name, entry in splits.items()
+    }
+    write_json(folder / INFO_NAME, {"splits": info})
+
+
+def write_manifest(folder: Path, *, manifest: Manifest) -> None:
+    write_json(folder / MANIFEST_NAME, asdict(manifest))
+
+
+def read_manifest(folder: Path | str) -> Manifest:
+    """Read manifest.json. Raises UserError when `folder` is not a finished shard folder."""
+    folder = Path(folder)
+    path = folder / MANIFEST_NAME
+    next_step = MAKE_SHARDS.format(folder=folder)
+    if not folder.is_dir():
+        what = "is a file, not a folder of shards" if folder.exists() else "no such folder"
+        raise UserError(what, where=str(folder), next_step=f"set data.path, or run: {next_step}")
+    if not path.is_file():
+        tars = sum(1 for _ in folder.glob("*.tar"))
+        what = (
+            f"holds {tars} tar files but no {MANIFEST_NAME}"
+            if tars
+            else f"is not a shard folder: it holds no {MANIFEST_NAME}"
+        )
+        raise UserError(what, where=str(folder), next_step=f"set data.path, or run: {next_step}")
+    try:
+        raw = json.loads(path.read_text())
+        version = raw["format_version"]
+        if version == FORMAT_VERSION:
+            return _manifest_from_json(raw)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"cannot be read as a manifest ({type(error).__name__}: {error})",
+            where=str(path),
+            next_step="remove the folder and make the shards again",
+        ) from None
+    raise UserError(
+        f"format version {version!r} is unknown",
+        where=str(path),
+        allowed=str(FORMAT_VERSION),
+        next_step="install the vitscale version that wrote it, or make the shards again",
+    )
+
+
+def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
+    splits = {
+        name: SplitEntry(
+            **{
+                **entry,
+                "shards": tuple(ShardEntry(**shard) for shard in entry["shards"]),
+            }
+        )
+        for name, entry in raw["splits"].items()
+    }
+    return Manifest(**{**raw, "classes": tuple(raw["classes"]), "splits": splits})
+
+
+def read_split(folder: Path | str, *, split: str) -> SplitIndex:
+    """Read one split's index and check it against the files on disk (existence and size).
+
+    Raises UserError (all problems at once) before anything is trained on a damaged folder.
+    """
+    folder = Path(folder)
+    manifest = read_manifest(folder)
+    if split not in manifest.splits:
+        raise UserError(
+            f"no split {split!r}",
+            where=str(folder),
+            allowed=", ".join(sorted(manifest.splits)),
+            next_step="set data.train_split or data.val_split (null: none)",
+        )
+    _check_files(folder, manifest, split)
+    entry = manifest.splits[split]
+    table = _read_columns(folder, split, ["shard", "offset", "length", "label"])
+    positions = {shard.name: position for position, shard in enumerate(entry.shards)}
+    shard_column = table.column("shard").combine_chunks()
+    stored_names = shard_column.dictionary.to_pylist()
+    to_position = np.array([positions.get(name, -1) for name in stored_names], dtype=np.int32)
+    index = SplitIndex(
+        folder=folder,
+        split=split,
+        shard_of=to_position[shard_column.indices.to_numpy()],
+        offset=table.column("offset").to_numpy(),
+        length=table.column("length").to_numpy(),
+        label=table.column("label").to_numpy(),
+        shard_paths=tuple(folder / shard.name for shard in entry.shards),
+        shard_lengths=entry.shard_lengths,
+        classes=manifest.classes,
+        fingerprint=entry.fingerprint,
+        label_map_sha256=manifest.label_map_sha256,
+    )
+    _check_index(index, entry)
+    return index
+
+
+def _read_columns(folder: Path, split: str, columns: list[str]) -> pa.Table:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = folder / INDEX_NAME
+    try:
+        # Without filters on row groups every split would be decoded to read a small one.
+        return pq.read_table(path, columns=columns, filters=[("split", "==", split)])
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(
+            f"cannot be read ({error})", where=str(path), next_step="make the shards again"
+        ) from None
+
+
+def _check_files(folder: Path, manifest: Manifest, split: str) -> None:
+    """Refuse missing and wrongly sized files; all of them are named (the first ten in full)."""
+    expected = {INDEX_NAME: manifest.index_bytes} | {
+        shard.name: shard.bytes for shard in manifest.splits[split].shards
+    }
+    errors = []
+    for name, num_bytes in expected.items():
+        path = folder / name
+        try:
+            found = path.stat().st_size
+        except OSError as error:
+            errors.append(UserError(f"missing ({error.strerror})", where=str(path)))
+            continue
+        if found != num_bytes:
+            what = f"{found} bytes, but the manifest says {num_bytes}"
+            errors.append(UserError(what, where=str(path)))
+    if not errors:
+        return
+    shown = errors[:MAX_ERRORS_SHOWN]
+    rest = f"{len(errors) - len(shown)} more such files; " if len(errors) > len(shown) else ""
+    advice = UserError(
+        f"{rest}{len(errors)} of {len(expected)} files of split {split!r} cannot be used",
+        where=str(folder),
+        next_step="copy the folder again, or make the shards again",
+    )
+    raise UserErrors([*shown, advice])
+
+
+def _check_index(index: SplitIndex, entry: SplitEntry) -> None:
+    """Refuse an index that contradicts the manifest; cheap enough for 14 million rows."""
+    shard_bytes = np.array([shard.bytes for shard in entry.shards], dtype=np.int64)
+    counts = np.bincount(index.shard_of[index.shard_of >= 0], minlength=len(entry.shards))
+    agrees = (
+        index.num_samples == entry.num_samples
+        and tuple(counts) == entry.shard_lengths
+        and bool(np.all(np.diff(index.shard_of) >= 0))
+        and bool(np.all((index.label >= 0) & (index.label < len(index.classes))))
+        and bool(np.all((index.offset >= 0) & (index.length > 0)))
+        and bool(np.all(index.offset + index.length <= shard_bytes[index.shard_of]))
+    )
+    if not agrees:
+        raise UserError(
+            f"contradicts {MANIFEST_NAME} (samples, tars, labels or offsets of {index.split!r})",
+            where=str(index.folder / INDEX_NAME),
+            next_step="make the shards again",
+        )
