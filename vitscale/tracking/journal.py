@@ -1,0 +1,131 @@
+"""The journal: every metric of a run, one JSON object per line, in the run folder.
+
+Owns: writing, truncating to a resumed step, and reading `journal.jsonl`. It is the truth about a
+run; MLflow is filled from it and can always be filled again.
+Leaves out: MLflow (`mlflow_store`) and when lines are sent there (`delivery`).
+
+A line: {"step": 120, "time": 1763700000.25, "train/loss": 1.25}. JSON has no NaN, so values that
+are not finite are the strings "NaN", "Infinity", "-Infinity": float() in Python and Number() in
+JavaScript read them back.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitscale.atomic_files import atomic_file
+
+JOURNAL_NAME = "journal.jsonl"
+RESERVED_KEYS = ("step", "time")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One line: metrics of one step. `time` is unix seconds."""
+
+    step: int
+    time: float
+    metrics: dict[str, float]
+
+
+def encode(row: Row) -> bytes:
+    """One line of JSON with its line end."""
+    values: dict[str, Any] = {"step": row.step, "time": round(row.time, 3)}
+    for key, value in row.metrics.items():
+        assert key not in RESERVED_KEYS, key
+        values[key] = value if math.isfinite(value) else _not_finite(value)
+    return (json.dumps(values, allow_nan=False) + "\n").encode()
+
+
+def _not_finite(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"
+
+
+def decode(line: bytes) -> Row | None:
+    """The row of one line; None for a torn or foreign line."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        values = json.loads(line)
+        step, moment = values.pop("step"), values.pop("time")
+        if type(step) is not int:
+            return None
+        metrics = {str(key): float(value) for key, value in values.items()}
+        return Row(step=step, time=float(moment), metrics=metrics)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def read_rows(path: Path | str, *, offset: int = 0) -> Iterator[tuple[Row, int]]:
+    """Yield (row, offset behind it) from `offset` on. Unreadable lines are left out."""
+    with open(path, "rb") as file:
+        file.seek(offset)
+        while (line := file.readline()).endswith(b"\n"):
+            offset += len(line)
+            row = decode(line)
+            if row is not None:
+                yield row, offset
+
+
+class Journal:
+    """The open journal of a run. Lines behind `resume_step` are dropped when it is opened."""
+
+    def __init__(self, path: Path | str, *, resume_step: int) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.num_dropped = _truncate(self.path, resume_step) if self.path.exists() else 0
+        # Keys of the newest step: an evaluation repeated after a resume is not written twice.
+        self._step, self._keys = -1, set[str]()
+        if self.path.exists():
+            for row, _ in read_rows(self.path):
+                self._remember(row.step, set(row.metrics))
+        self._file = open(self.path, "ab")
+
+    def _remember(self, step: int, keys: set[str]) -> None:
+        if step != self._step:
+            self._step, self._keys = step, set()
+        self._keys |= keys
+
+    def append(self, metrics: dict[str, float], *, step: int) -> Row | None:
+        """Write and flush one line; None when this step already has all these keys."""
+        assert step >= self._step, f"step {step} logged after step {self._step}"
+        if step == self._step:
+            metrics = {key: value for key, value in metrics.items() if key not in self._keys}
+        if not metrics:
+            return None
+        values = {key: float(value) for key, value in metrics.items()}
+        row = Row(step=step, time=time.time(), metrics=values)
+        self._file.write(encode(row))
+        self._file.flush()
+        self._remember(step, set(values))
+        return row
+
+    def close(self) -> None:
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def _truncate(path: Path, resume_step: int) -> int:
+    """Keep readable lines up to `resume_step`, byte for byte. Returns the number dropped.
+
+    The file is replaced as a whole, and only when something has to go: a kill in between leaves
+    the old file.
+    """
+    with open(path, "rb") as file:
+        lines = file.readlines()
+    rows = [(line, decode(line)) for line in lines]
+    kept = [line for line, row in rows if row is not None and row.step <= resume_step]
+    if len(kept) < len(lines):
+        with atomic_file(path) as file:
+            file.writelines(kept)
+    return len(lines) - len(kept)

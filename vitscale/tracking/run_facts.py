@@ -1,0 +1,139 @@
+"""What is told to MLflow about a run, as plain strings.
+
+Owns: flattening a configuration to parameters, removing secrets, tags about this process, and
+which tracking URIs are understood.
+Leaves out: sending any of it (`mlflow_store`). Environment variables are never dumped.
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from vitscale.errors import UserError, nearest
+
+# Limits of MLflow's servers and stores (mlflow/utils/validation.py, 3.17).
+MAX_KEY_CHARS = 250
+MAX_PARAM_CHARS = 6000
+MAX_TAG_CHARS = 5000
+
+URI_SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
+
+_USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/\s?#'\"]*@")
+_SECRET_QUERY = re.compile(
+    r"(?P<key>[?&;](?:[\w-]*(?:password|passwd|secret|token|key|signature|credential)[\w-]*|sig|pwd)=)"
+    r"[^&;\s'\"]+",
+    re.IGNORECASE,
+)
+_SECRET_NAME = r"(?:[\w-]*_)?(?:password|passwd|secret|token|api_?key|credentials?)"
+_SECRET_KEY = re.compile(rf"(?:^|\.){_SECRET_NAME}$", re.IGNORECASE)
+_SECRET_LINE = re.compile(rf"^(?P<key>\s*{_SECRET_NAME}:[ ]+)\S.*$", re.IGNORECASE | re.MULTILINE)
+_ODD_KEY_CHARS = re.compile(r"[^\w\-. :/]")
+
+
+def redact(text: str) -> str:
+    """Remove user:password from URLs, and values of query keys that sound secret."""
+    return _SECRET_QUERY.sub(r"\g<key>***", _USERINFO.sub(r"\g<scheme>", text))
+
+
+def redact_yaml(text: str) -> str:
+    """`redact` for a whole configuration file: values of keys that sound secret go, too."""
+    return _SECRET_LINE.sub(r"\g<key>'***'", redact(text))
+
+
+def flatten_params(config: Mapping[str, Any]) -> dict[str, str]:
+    """Nested configuration -> {dotted key: text}, spelled as in YAML, within MLflow's limits."""
+    params = {}
+    for key, value in _leaves(config, ""):
+        text = "***" if _SECRET_KEY.search(key) and value is not None else redact(_spell(value))
+        if len(text) > MAX_PARAM_CHARS:
+            note = f"... ({len(text)} characters)"
+            text = text[: MAX_PARAM_CHARS - len(note)] + note
+        params[_ODD_KEY_CHARS.sub("_", key)[:MAX_KEY_CHARS]] = text
+    return params
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping) and (value or not key):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _spell(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, default=str)
+
+
+def process_tags() -> dict[str, str]:
+    """Tags about this process: who, from which commit, how many ranks, which job."""
+    tags = {
+        "mlflow.user": _user(),
+        "mlflow.source.name": Path(sys.argv[0]).name or "python",
+        "mlflow.source.type": "LOCAL",
+        "vitscale.world_size": os.environ.get("WORLD_SIZE", "1"),
+    }
+    commit = _git_commit()
+    if commit:
+        tags["mlflow.source.git.commit"] = commit
+    job = os.environ.get("SLURM_JOB_ID")
+    if job:
+        tags["mlflow.source.type"] = "JOB"
+        tags["vitscale.job_id"] = job
+    return tags
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # containers run under ids without a name
+        return str(os.getuid())
+
+
+def _git_commit() -> str | None:
+    """Commit of the source tree; None outside a git checkout or without git."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def absolute_uri(uri: str, *, where: str = "tracking.uri") -> str:
+    """`uri` with a relative SQLite path made absolute. UserError for one MLflow cannot use."""
+    scheme, colon, rest = uri.partition(":")
+    base = scheme.partition("+")[0]
+    if not colon or base not in URI_SCHEMES:
+        close = nearest(base, URI_SCHEMES) if colon else None
+        raise UserError(
+            f"{redact(uri)!r} is not a tracking URI"
+            + (f"; did you mean {close}:?" if close else ""),
+            where=where,
+            allowed=", ".join(f"{name}:" for name in URI_SCHEMES) + ", or null for no MLflow",
+            next_step="write sqlite:///runs/mlflow.db, or http://HOST:PORT for a server",
+        )
+    if base != "sqlite":
+        return uri
+    if not rest.startswith("///") or len(rest) == 3:
+        raise UserError(
+            f"{uri!r} names no SQLite file",
+            where=where,
+            allowed="sqlite:///relative/path.db, sqlite:////absolute/path.db",
+        )
+    return "sqlite:///" + str(Path(rest[3:]).absolute())
+
+
+def sqlite_path(uri: str) -> Path | None:
+    """The database file of an absolute SQLite URI; None for other URIs."""
+    prefix = "sqlite:///"
+    return Path(uri[len(prefix) :]) if uri.startswith(prefix) else None

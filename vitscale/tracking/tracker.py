@@ -1,0 +1,142 @@
+"""What a training loop sees of tracking: `log`, `artifact`, `close`.
+
+Owns: the rule that only one rank writes, and that a run is told how it ended.
+Leaves out: the journal's format (`journal`), sending (`delivery`), MLflow (`mlflow_store`).
+
+Importing this module imports neither mlflow nor torch.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from vitscale.errors import EXIT_STOPPED_RESUMABLE
+from vitscale.tracking.delivery import Delivery
+from vitscale.tracking.journal import JOURNAL_NAME, Journal, read_rows
+from vitscale.tracking.mlflow_store import RunDescription, Say
+from vitscale.tracking.run_facts import absolute_uri, redact
+from vitscale.tracking.settings import TrackingSettings
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+# First contact includes importing mlflow (2 s) and, once, creating the database (2.5 s; 2 cores,
+# November 2026). A server that stays silent holds the start no longer than this.
+OPEN_WAIT_S = 30.0
+CLOSE_WAIT_S = 30.0
+
+
+def print_to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Tracker:
+    """Metrics of one run, to journal and MLflow. On other ranks every call does nothing."""
+
+    def __init__(
+        self, *, folder: Path, journal: Journal | None, delivery: Delivery | None, say: Say
+    ) -> None:
+        self.folder, self._journal, self._delivery, self._say = folder, journal, delivery, say
+
+    @classmethod
+    def open(
+        cls,
+        *,
+        folder: str | Path,
+        settings: TrackingSettings,
+        run_name: str,
+        stage: str,
+        params: dict[str, Any],
+        tags: dict[str, str],
+        config_yaml: str,
+        resume_step: int,
+        is_writer: bool,
+        say: Say = print_to_stderr,
+    ) -> Tracker:
+        """Open the journal at `resume_step` (0: from the start) and begin sending it to MLflow.
+
+        Raises UserError for a URI that MLflow cannot use; a server that is away is no error.
+        """
+        folder = Path(folder)
+        if not is_writer:
+            return cls(folder=folder, journal=None, delivery=None, say=say)
+        uri = None if settings.uri is None else absolute_uri(settings.uri)
+        journal = Journal(folder / JOURNAL_NAME, resume_step=resume_step)
+        if uri is None:
+            return cls(folder=folder, journal=journal, delivery=None, say=say)
+        first = next(read_rows(journal.path), None)
+        description = RunDescription(
+            folder=folder,
+            uri=uri,
+            experiment=settings.experiment,
+            run_name=run_name,
+            params=params,
+            tags=settings.tags | tags | {"vitscale.stage": stage},
+            config_yaml=config_yaml,
+            resume_step=resume_step,
+            start_time=first[0].time if first else time.time(),
+        )
+        delivery = Delivery(description, journal_path=journal.path, say=say)
+        if not delivery.start(wait_s=OPEN_WAIT_S):
+            say(f"MLflow at {redact(uri)} is silent for {OPEN_WAIT_S:.0f} s; not waiting for it")
+        return cls(folder=folder, journal=journal, delivery=delivery, say=say)
+
+    @property
+    def run_id(self) -> str | None:
+        """The MLflow run; None on other ranks, without MLflow, and before first contact."""
+        return None if self._delivery is None else self._delivery.run_id
+
+    def log(self, metrics: dict[str, float], *, step: int) -> None:
+        """Record metrics of a step. Never waits for MLflow."""
+        if self._journal is None:
+            return
+        self._journal.append(metrics, step=step)
+        if self._delivery is not None:
+            self._delivery.notify()
+
+    def artifact(self, path: str | Path) -> None:
+        """Upload a file of the run folder to MLflow, later and beside the loop."""
+        if self._delivery is not None:
+            self._delivery.add_artifact(Path(path))
+
+    def close(self, *, status: Status) -> None:
+        """Flush within a bounded time and record how the run ended. A second call does nothing."""
+        if self._journal is not None:
+            self._journal.close()
+        if self._delivery is not None and not self._delivery.finish(status, wait_s=CLOSE_WAIT_S):
+            self._say(
+                "warning: MLflow did not receive everything; all metrics are in "
+                f"{self.folder / JOURNAL_NAME}, and the same command again sends the rest"
+            )
+        self._journal = self._delivery = None
+
+    def __enter__(self) -> Tracker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close(status=ending(error))
+
+
+def ending(error: BaseException | None) -> Status:
+    """Status of a run whose block ended with `error`.
+
+    A run stopped to be resumed (exit code 75) is KILLED until the resume makes it RUNNING again.
+    """
+    if error is None:
+        return "FINISHED"
+    if isinstance(error, KeyboardInterrupt):
+        return "KILLED"
+    if isinstance(error, SystemExit):
+        code = error.code
+        if code is None or code == 0:
+            return "FINISHED"
+        return "KILLED" if code == EXIT_STOPPED_RESUMABLE else "FAILED"
+    return "FAILED"
