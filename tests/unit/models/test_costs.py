@@ -1,0 +1,87 @@
+"""Costs against published figures and against a model built by timm."""
+
+from __future__ import annotations
+
+import pytest
+
+from vitscale.models.costs import (
+    activation_bytes_per_image,
+    memory_estimate,
+    num_parameters,
+    train_flops_per_image,
+)
+from vitscale.models.settings import Architecture, ModelSettings, architecture
+
+
+def arch_of(preset: str, num_classes: int = 1000, **settings: object) -> Architecture:
+    model = ModelSettings.model_validate({"preset": preset, **settings})
+    return architecture(model, num_classes=num_classes)
+
+
+def test_b16_has_the_published_number_of_parameters() -> None:
+    assert num_parameters(arch_of("B/16")) == 86_567_656
+
+
+@pytest.mark.parametrize(("preset", "millions"), [("L/16", 304.3), ("H/14", 632.0)])
+def test_larger_sizes_have_the_published_number_of_parameters(
+    preset: str, millions: float
+) -> None:
+    assert num_parameters(arch_of(preset)) / 1e6 == pytest.approx(millions, abs=0.06)
+
+
+@pytest.mark.parametrize("pool", ["cls", "gap"])
+@pytest.mark.parametrize("representation_layer", [False, True])
+def test_parameters_equal_those_of_timm(pool: str, representation_layer: bool) -> None:
+    from timm.models.vision_transformer import VisionTransformer
+
+    arch = arch_of(
+        "Ti/4", num_classes=7, image_size=16, depth=2, mlp_width=100, pool=pool,
+        representation_layer=representation_layer,
+    )  # fmt: skip
+    model = VisionTransformer(
+        img_size=16, patch_size=4, embed_dim=192, depth=2, num_heads=3, mlp_ratio=100 / 192,
+        num_classes=7, class_token=pool == "cls", global_pool="token" if pool == "cls" else "avg",
+    )  # fmt: skip
+    expected = sum(parameter.numel() for parameter in model.parameters())
+    if representation_layer:
+        expected += 192 * 192 + 192
+    assert num_parameters(arch) == expected
+
+
+# Forward GMACs as timm's benchmark tables list them.
+@pytest.mark.parametrize(
+    ("preset", "gmacs"), [("B/16", 17.58), ("L/16", 61.6), ("L/14", 81.08), ("H/14", 167.4)]
+)
+def test_flops_match_published_multiply_adds(preset: str, gmacs: float) -> None:
+    assert train_flops_per_image(arch_of(preset)) / 6e9 == pytest.approx(gmacs, rel=2e-3)
+
+
+def test_activations_match_34_bytes_per_token_channel_and_block() -> None:
+    arch = arch_of("L/16")
+    kept = activation_bytes_per_image(arch, precision="bf16", activation_checkpointing=False)
+    assert kept == 34 * 197 * 1024 * 24
+    less = activation_bytes_per_image(arch, precision="bf16", activation_checkpointing=True)
+    assert less < kept / 6
+
+
+@pytest.mark.parametrize(
+    ("stage", "bytes_per_parameter"),
+    [(0, 16), (1, 4 + 12 / 8), (2, 2 + 14 / 8), (3, 16 / 8)],
+)
+def test_zero_stages_shard_what_the_paper_says(stage: int, bytes_per_parameter: float) -> None:
+    arch = arch_of("L/16")
+    memory = memory_estimate(
+        arch, zero_stage=stage, world_size=8, precision="bf16", micro_batch=1,
+        activation_checkpointing=False,
+    )  # fmt: skip
+    states = memory.total - memory.activations
+    assert states == pytest.approx(bytes_per_parameter * num_parameters(arch), rel=1e-6)
+
+
+def test_fp32_adam_needs_sixteen_bytes_without_sharding_too() -> None:
+    arch = arch_of("S/16")
+    memory = memory_estimate(
+        arch, zero_stage=0, world_size=1, precision="fp32", micro_batch=2,
+        activation_checkpointing=False,
+    )  # fmt: skip
+    assert memory.total - memory.activations == 16 * num_parameters(arch)
