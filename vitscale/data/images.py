@@ -1,0 +1,86 @@
+"""Image bytes to pixels: decode, crop, flip, resize. Pure functions; uint8 throughout.
+
+Leaves out: reading bytes (`loader`) and normalising, which runs on the device (`engine`).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from vitscale.data.order import CounterRandom
+
+FORMATS = ("JPEG", "PNG", "WEBP")
+CROP_ATTEMPTS = 10
+
+# H height, W width, S output side
+
+
+@dataclass(frozen=True, slots=True)
+class CropBox:
+    """A rectangle in pixels."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+
+
+def decode(data: bytes) -> torch.Tensor:
+    """Bytes of a JPEG, PNG or WebP as RGB pixels, uint8 [H, W, 3]. Raises OSError if unreadable."""
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        return torch.from_numpy(np.array(image.convert("RGB")))
+
+
+def random_crop_box(
+    width: int,
+    height: int,
+    *,
+    area: tuple[float, float],
+    aspect: tuple[float, float],
+    random: CounterRandom,
+) -> CropBox:
+    """A box of random area share and aspect ratio; the largest allowed centre box if none fits.
+
+    Source: the inception crop, Szegedy et al. 2015, sec. 6; aspect log-uniform as in torchvision.
+    """
+    for _ in range(CROP_ATTEMPTS):
+        pixels = random.uniform(*area) * width * height
+        ratio = math.exp(random.uniform(math.log(aspect[0]), math.log(aspect[1])))
+        w, h = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
+        x, y = random.uniform(), random.uniform()
+        if 0 < w <= width and 0 < h <= height:
+            return CropBox(int(x * (width - w + 1)), int(y * (height - h + 1)), w, h)
+    ratio = min(max(width / height, aspect[0]), aspect[1])
+    w, h = min(width, round(height * ratio)), min(height, round(width / ratio))
+    return CropBox((width - w) // 2, (height - h) // 2, w, h)
+
+
+def center_crop_box(width: int, height: int, *, fraction: float) -> CropBox:
+    """The centre square whose side is `fraction` of the short side."""
+    side = max(1, round(min(width, height) * fraction))
+    return CropBox((width - side) // 2, (height - side) // 2, side, side)
+
+
+def crop_and_resize(
+    pixels_HW3: torch.Tensor,
+    box: CropBox,
+    *,
+    size: int,
+    interpolation: str,
+    antialias: bool,
+    flip: bool,
+) -> torch.Tensor:
+    """Cut `box`, resample it to `size` x `size`, mirror it if asked. Returns uint8 [3, S, S]."""
+    crop = pixels_HW3[box.top : box.top + box.height, box.left : box.left + box.width]
+    crop_1CHW = crop.permute(2, 0, 1)[None]
+    resized = F.interpolate(
+        crop_1CHW, size=(size, size), mode=interpolation, antialias=antialias, align_corners=False
+    )[0]
+    return resized.flip(-1) if flip else resized

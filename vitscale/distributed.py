@@ -1,0 +1,162 @@
+"""Ranks: who I am, joining the others, and agreeing with them.
+
+Owns: the environment of launchers (deepspeed, SLURM job, plain python), the process group, and the
+small collectives every stage needs.
+Leaves out: gradient traffic (`engine`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from vitscale.errors import UserError
+
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """This process among the processes of the job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def _complete_environment() -> None:
+    """Fill in what the launcher left open: LOCAL_WORLD_SIZE, and everything for a plain `python`."""
+    env = os.environ
+    if "RANK" not in env:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+        env.setdefault("MASTER_PORT", str(port))
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise UserError(
+            f"RANK is set but {', '.join(missing)} is not",
+            where="environment",
+            next_step="start through deepspeed, launch/slurm.py or launch/local.py",
+        )
+    env.setdefault("LOCAL_RANK", "0")
+    # The deepspeed launcher says LOCAL_SIZE, torchrun and submitit LOCAL_WORLD_SIZE.
+    env.setdefault("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", "1"))
+
+
+def _pick_device(wanted: Literal["auto", "cuda", "cpu"], local_rank: int) -> torch.device:
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"local rank {local_rank} has no GPU: torch finds {torch.cuda.device_count()} here",
+            where="engine.device",
+            next_step="start as many processes per node as it has GPUs, or set engine.device=cpu",
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def process_group(
+    *, device: Literal["auto", "cuda", "cpu"], timeout_min: float, num_threads: int | None
+) -> Iterator[Ranks]:
+    """Join the other ranks for the length of the block. gloo on CPU, NCCL on GPU."""
+    _complete_environment()
+    env = os.environ
+    local_rank, local_world = int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
+    ranks = Ranks(
+        rank=int(env["RANK"]),
+        world_size=int(env["WORLD_SIZE"]),
+        local_rank=local_rank,
+        local_world_size=local_world,
+        device=_pick_device(device, local_rank),
+    )
+    if ranks.device.type == "cuda":
+        torch.cuda.set_device(ranks.device)
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads or max(1, cores // local_world))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo",
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=timedelta(minutes=timeout_min),
+    )
+    try:
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def agree_no_error(error: str | None) -> None:
+    """Raise the first rank's error on every rank, so that none waits for one that gave up."""
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for rank, text in enumerate(errors):
+        if text is not None:
+            raise UserError(text if len(errors) == 1 else f"rank {rank}: {text}")
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """`value` of every rank, in rank order, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's `value` on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Elementwise sum over ranks, as a new tensor."""
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
+class StopRequest:
+    """Remembers that a stop signal came; asking is collective, so all ranks stop at the same step.
+
+    While the block runs, SIGUSR2 (SLURM's warning) and SIGTERM only set a flag.
+    """
+
+    def __init__(self) -> None:
+        self._received = False
+
+    def __enter__(self) -> StopRequest:
+        self._previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _remember(self, *_: object) -> None:
+        self._received = True
+
+    def agreed(self) -> bool:
+        """Whether any rank received a stop signal."""
+        flag = torch.tensor([int(self._received)])
+        return bool(sum_over_ranks(flag).item())

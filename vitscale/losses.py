@@ -1,0 +1,37 @@
+"""Classification losses.
+
+Owns: the loss of logits against labels, as the recipes define it.
+Leaves out: how a stage makes logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+# B batch, C classes
+
+
+def softmax_loss(logits_BC: torch.Tensor, labels_B: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """Mean cross-entropy with optional label smoothing (Szegedy et al. 2016, sec. 7). Scalar, fp32."""
+    return F.cross_entropy(logits_BC.float(), labels_B, label_smoothing=smoothing)
+
+
+def sigmoid_loss(logits_BC: torch.Tensor, labels_B: torch.Tensor, smoothing: float) -> torch.Tensor:
+    """Binary cross-entropy SUMMED over classes, then averaged over the batch. Scalar, fp32.
+
+    PyTorch's mean over classes would divide gradients by their number: at 21,843 classes a
+    gradient clip at norm 1 would never act. Source: big_vision's `sigmoid_xent`.
+    """
+    assert smoothing == 0.0, "refused by the configuration check"
+    target_BC = F.one_hot(labels_B, logits_BC.shape[1]).to(torch.float32)
+    each_BC = F.binary_cross_entropy_with_logits(logits_BC.float(), target_BC, reduction="none")
+    return each_BC.sum(dim=1).mean()
+
+
+LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
+    "softmax": softmax_loss,
+    "sigmoid": sigmoid_loss,
+}

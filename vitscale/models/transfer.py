@@ -1,0 +1,69 @@
+"""Weights of one model into another of the same trunk.
+
+Owns: which tensors carry over, the new grid of position embeddings, and the report of misfits.
+Leaves out: reading files (`checkpoint`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from vitscale.errors import UserError
+from vitscale.models.position_embedding import resize_position_embedding
+
+HEAD_PREFIX = "head."
+POSITION_NAME = "pos_embed"
+MAX_ROWS = 12
+
+
+def transfer_weights(
+    model: nn.Module,
+    *,
+    weights: Mapping[str, torch.Tensor],
+    source_grid: tuple[int, int],
+    target_grid: tuple[int, int],
+    num_prefix_tokens: int,
+    convention: str,
+    where: str,
+) -> None:
+    """Load a trunk; the head (with a representation layer, if any) keeps its fresh values.
+
+    Raises UserError with a table of every missing, unknown or misshapen tensor; then nothing was
+    loaded.
+    """
+    own = {name: value for name, value in model.state_dict().items() if not _is_head(name)}
+    given = {name: value for name, value in weights.items() if not _is_head(name)}
+    if POSITION_NAME in given:
+        try:
+            resized_LD = resize_position_embedding(
+                given[POSITION_NAME][0],
+                source_grid=source_grid,
+                target_grid=target_grid,
+                num_prefix_tokens=num_prefix_tokens,
+                convention=convention,
+            )
+        except ValueError as error:
+            raise UserError(str(error), where=where) from None
+        given[POSITION_NAME] = resized_LD[None]
+    rows = []
+    for name in sorted(own.keys() | given.keys()):
+        ours = tuple(own[name].shape) if name in own else "not in this model"
+        theirs = tuple(given[name].shape) if name in given else "not in the checkpoint"
+        if ours != theirs:
+            rows.append(f"    {name}: model {ours}, checkpoint {theirs}")
+    if rows:
+        more = [f"    ... {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
+        table = "\n".join(rows[:MAX_ROWS] + more)
+        raise UserError(
+            f"{len(rows)} tensors do not fit: this is a checkpoint of another model\n{table}",
+            where=where,
+            next_step="set model.preset, patch_size and pool to those of the checkpoint's run",
+        )
+    model.load_state_dict(given, strict=False)
+
+
+def _is_head(name: str) -> bool:
+    return name.startswith(HEAD_PREFIX)

@@ -1,0 +1,101 @@
+"""The Vision Transformer: timm's modules, the papers' initialisation. The only owner of timm.
+
+Leaves out: sizes (`settings`), costs (`costs`), loading weights (`transfer`).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from vitscale.models.settings import Architecture, ModelSettings
+
+LAYER_NORM_EPS = 1e-6  # Flax's default; torch's is 1e-5
+MLP_BIAS_STD = 1e-6  # vision_transformer, MlpBlock
+POSITION_STD = 0.02  # vision_transformer, AddPositionEmbs
+
+
+class RepresentationHead(nn.Sequential):
+    """Dense + tanh + dense: the pre-training head of the ViT paper (sec. 3.1)."""
+
+    def __init__(self, width: int, num_classes: int) -> None:
+        super().__init__(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, num_classes))
+
+
+def build_vit(settings: ModelSettings, arch: Architecture, *, seed: int) -> VisionTransformer:
+    """Build and initialise a model on the CPU in fp32. The same seed gives the same weights.
+
+    Input: normalised images [B, 3, image_size, image_size]; output: logits [B, num_classes].
+    """
+    model = VisionTransformer(
+        img_size=arch.image_size,
+        patch_size=arch.patch_size,
+        num_classes=arch.num_classes,
+        global_pool={"cls": "token", "gap": "avg"}[settings.pool],
+        class_token=settings.pool == "cls",
+        # timm would add a second norm behind the mean; the papers' GAP models have one, before it.
+        fc_norm=False,
+        final_norm=True,
+        embed_dim=arch.width,
+        depth=arch.depth,
+        num_heads=arch.num_heads,
+        mlp_ratio=arch.mlp_width / arch.width,
+        norm_layer=partial(nn.LayerNorm, eps=LAYER_NORM_EPS),
+        act_layer=partial(nn.GELU, approximate="tanh" if settings.gelu == "tanh" else "none"),
+        pos_drop_rate=settings.dropout,
+        proj_drop_rate=settings.dropout,
+        drop_path_rate=settings.drop_path,
+        weight_init="skip",
+    )
+    if settings.representation_layer:
+        model.head = RepresentationHead(arch.width, arch.num_classes)
+    initialize(model, seed=seed, head_bias=settings.head_bias)
+    return model
+
+
+@torch.no_grad()
+def initialize(model: VisionTransformer, *, seed: int, head_bias: float) -> None:
+    """Initialise as vision_transformer (Flax) does.
+
+    Xavier-uniform kernels, with Q, K and V as three matrices: initialised as one fused matrix
+    their bounds would be 0.707 times too small. MLP biases N(0, 1e-6), position N(0, 0.02), class
+    token and final head zero, head bias `head_bias`.
+    """
+    random = torch.Generator().manual_seed(seed)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            parts = module.weight.chunk(3) if name.endswith("attn.qkv") else (module.weight,)
+            for part in parts:
+                nn.init.xavier_uniform_(part, generator=random)
+            if ".mlp." in name:
+                nn.init.normal_(module.bias, std=MLP_BIAS_STD, generator=random)
+            else:
+                nn.init.zeros_(module.bias)
+        elif isinstance(module, nn.LayerNorm):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+    # Flax draws the patch kernel LeCun-normal: truncated at 2 sigma, variance 1 / fan-in.
+    patch = model.patch_embed.proj
+    std = patch.weight[0].numel() ** -0.5 / 0.87962566103423978  # std of a unit normal cut at 2
+    nn.init.trunc_normal_(patch.weight, std=std, a=-2 * std, b=2 * std, generator=random)
+    nn.init.zeros_(patch.bias)
+    nn.init.normal_(model.pos_embed, std=POSITION_STD, generator=random)
+    if model.cls_token is not None:
+        nn.init.zeros_(model.cls_token)
+    reset_head(model, bias=head_bias)
+
+
+@torch.no_grad()
+def reset_head(model: VisionTransformer, *, bias: float) -> None:
+    """Zero the last layer; with zero weights every class starts at the same probability."""
+    last = model.head[-1] if isinstance(model.head, RepresentationHead) else model.head
+    nn.init.zeros_(last.weight)
+    nn.init.constant_(last.bias, bias)
+
+
+def decayed(name: str, parameter: torch.Tensor) -> bool:
+    """Whether weight decay acts on it: kernels only; no bias, norm, class token or position."""
+    return parameter.ndim >= 2 and name not in ("pos_embed", "cls_token")
