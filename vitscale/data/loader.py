@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -217,9 +218,23 @@ def evaluation_batches(
     own = np.arange(num_batches * stride).reshape(num_batches, world_size, micro_batch)[:, rank]
     positions = np.minimum(own, index.num_samples - 1).tolist()
     dataset = EvaluationSamples(index, settings=settings, image_size=image_size)
-    loader = _batches(
-        dataset, positions, num_workers=settings.num_workers, pin_memory=pin_memory
-    )
-    for batch, stored in zip(loader, own, strict=True):
-        weights = torch.from_numpy((stored < index.num_samples).astype(np.float32))
-        yield Batch(batch.images, batch.labels, weights)
+    loader = _batches(dataset, positions, num_workers=settings.num_workers, pin_memory=pin_memory)
+    with open_loader(loader) as batches:
+        for batch, stored in zip(batches, own, strict=True):
+            weights = torch.from_numpy((stored < index.num_samples).astype(np.float32))
+            yield Batch(batch.images, batch.labels, weights)
+
+
+@contextmanager
+def open_loader(loader: DataLoader[Batch]) -> Iterator[Iterator[Batch]]:
+    """Iterate a loader and end its workers with the block.
+
+    They ignore SIGTERM, so Python's own clean-up at exit would wait for them for ever.
+    """
+    batches = iter(loader)
+    try:
+        yield batches
+    finally:
+        shutdown = getattr(batches, "_shutdown_workers", None)  # absent without workers
+        if shutdown is not None:
+            shutdown()

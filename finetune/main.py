@@ -1,0 +1,103 @@
+"""Fine-tune: checkpoint -> model for other labels, usually at a higher resolution.
+
+    deepspeed finetune/main.py --config configs/finetune/demo.yaml init=runs/demo-pretrain
+
+Position embeddings are resampled to the new grid, the old head is dropped, a zero head attached.
+Source: Dosovitskiy et al. 2021, sec. 3.2. This file is the training loop.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+try:
+    from vitscale.config.command_line import load_command
+    from vitscale.errors import EXIT_STOPPED_RESUMABLE, run_script
+    from vitscale.runs.finetune import FinetuneRun
+    from vitscale.schedules import learning_rate
+except ModuleNotFoundError as error:
+    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    raise SystemExit(2) from None
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vitscale.models.settings import Architecture
+
+
+def initial_model(run: FinetuneRun, arch: Architecture) -> nn.Module:
+    """The pre-trained trunk under a fresh zero head; random weights when `init` is null."""
+    from vitscale.checkpoint.store import resolve_weights
+    from vitscale.models.transfer import transfer_weights
+    from vitscale.models.vit import build_vit
+
+    model = build_vit(run.model, arch, seed=run.seed)
+    if run.init is not None:
+        source = resolve_weights(run.init)
+        rows, columns = source.description["grid"]
+        transfer_weights(
+            model,
+            weights=source.tensors(prefix="model."),
+            source_grid=(rows, columns),
+            target_grid=arch.grid,
+            num_prefix_tokens=source.description["num_prefix_tokens"],
+            convention=run.position_embedding,
+            where=str(source.folder),
+        )
+    return model
+
+
+def train(run: FinetuneRun) -> None:
+    # Imported late: torch and deepspeed take seconds, and a wrong configuration fails before them.
+    from vitscale.losses import LOSSES
+    from vitscale.training import open_training, seed_step
+
+    loss_of = LOSSES[run.objective.loss]
+    with open_training(run, initial_model=lambda arch: initial_model(run, arch)) as t:
+        for step in range(t.start_step, t.plan.total_steps):
+            lr = learning_rate(
+                step,
+                peak=run.optim.lr,
+                final=run.schedule.final_lr,
+                warmup_steps=t.plan.warmup_steps,
+                total_steps=t.plan.total_steps,
+                decay=run.schedule.decay,
+            )
+            t.engine.set_learning_rate(lr)
+            for micro_step in range(t.plan.accumulation):
+                batch = t.next_batch()
+                seed_step(run.seed, step=step, micro_step=micro_step, rank=t.ranks.rank)
+                logits = t.engine.logits(batch.images)
+                loss = loss_of(logits, batch.labels, run.objective.label_smoothing)
+                t.engine.backward(loss)
+                t.engine.step()
+                t.meter.add_loss(loss)
+            done = step + 1
+            t.progress.advance(done)
+            stopping = False
+            if t.log_due(done):
+                t.log_interval(done, lr=lr)
+                stopping = t.stop.agreed() and not t.is_last(done)
+            if t.evaluation_due(done):
+                t.log_evaluation(done)
+            # Saved last: a checkpoint says that everything up to its step was logged.
+            if t.checkpoint_due(done) or stopping:
+                t.save(done)
+            if stopping:
+                t.progress.message(f"stopped by a signal at step {done}; run it again to go on")
+                raise SystemExit(EXIT_STOPPED_RESUMABLE)
+
+
+def main() -> None:
+    command = load_command(
+        FinetuneRun,
+        script="finetune/main.py",
+        description="Fine-tune a pre-trained Vision Transformer on a folder of shards.",
+        default_config="configs/finetune/demo.yaml",
+    )
+    train(command.run)
+
+
+if __name__ == "__main__":
+    run_script(main)
