@@ -1,0 +1,59 @@
+"""Compare runs: which settings differ, how the metrics came out, and a report with curves.
+
+    python launch/compare.py runs/a runs/b [--output FILE.html] [--uri URI]
+
+Owns: the command line. Leaves out: reading and comparing (`comparison`), printing
+(`comparison_text`), and the HTML (`report`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+try:
+    from launch.comparison import compare, load_runs
+    from launch.comparison_text import print_comparison
+    from launch.report import default_output, write_report
+    from vitscale.errors import UserError, run_script
+except ModuleNotFoundError as error:
+    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Compare runs: differing parameters, metrics, and an HTML report with curves."
+    )
+    parser.add_argument(
+        "runs",
+        nargs="*",
+        metavar="RUN",
+        help="run folder, name of a folder under runs/, or id or name of an MLflow run; "
+        "the first is what the others are measured against",
+    )
+    parser.add_argument("--output", metavar="FILE.html", help="report to write")
+    parser.add_argument(
+        "--uri", help="MLflow tracking URI to look in first (otherwise sqlite:///runs/mlflow.db)"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if not arguments.runs:
+        raise UserError(
+            "no run given",
+            where="RUN",
+            allowed="one or more run folders, names under runs/, or MLflow runs",
+            next_step="python launch/compare.py runs/FIRST runs/SECOND",
+        )
+    runs = load_runs(arguments.runs, uri=arguments.uri)
+    comparison = compare(runs)
+    print_comparison(comparison)
+    output = write_report(comparison, path=arguments.output or default_output(runs))
+    print(f"report: {output}")
+
+
+if __name__ == "__main__":
+    run_script(main)
