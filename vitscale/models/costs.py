@@ -71,9 +71,10 @@ def activation_bytes_per_image(
 ) -> int:
     """Activations kept for the backward pass of one image, without the T x T attention matrix.
 
-    34 bytes per token and channel of a block in bf16 for m = 4d, here split into 18d + 4m: Korthikanti
-    et al. 2022 (Reducing Activation Recomputation), table 2, without the 5aT^2 term that a fused
-    attention kernel never stores. Checkpointing keeps each block's input and one block in full.
+    34 bytes per token and channel of a block in bf16 for m = 4d, here split into 18d + 4m:
+    Korthikanti et al. 2022 (Reducing Activation Recomputation), table 2, without the 5aT^2 term
+    that a fused attention kernel never stores. Checkpointing keeps each block's input and one
+    block in full.
     """
     block = arch.num_tokens * (18 * arch.width + 4 * arch.mlp_width)
     block_input = arch.num_tokens * 2 * arch.width

@@ -1,0 +1,66 @@
+"""Questions and orders to SLURM from inside a job.
+
+Owns: the calls of `scontrol`, and the two environment variables read with them.
+Leaves out: submitting (`submission`) and deciding when to requeue (`job`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+from collections.abc import Mapping
+
+SCONTROL_SECONDS = 60
+
+
+def restart_count(environment: Mapping[str, str] = os.environ) -> int:
+    """How often this job was requeued before; SLURM leaves the variable out the first time."""
+    return int(environment.get("SLURM_RESTART_COUNT", "0"))
+
+
+def requeue(job_id: str) -> None:
+    """Put this job back into the queue; it keeps its id and replays its batch script.
+
+    Raises RuntimeError with SLURM's own words when it refuses.
+    """
+    try:
+        done = subprocess.run(
+            ["scontrol", "requeue", job_id],
+            capture_output=True,
+            text=True,
+            timeout=SCONTROL_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"job {job_id} was not requeued: {error}") from error
+    if done.returncode:
+        raise RuntimeError(f"job {job_id} was not requeued: {done.stderr.strip()}")
+
+
+def reachable_address(node: str) -> str:
+    """`node` where its name resolves, else the address SLURM itself uses for it.
+
+    Node names need not be host names, and some sites keep them out of DNS. Every rank asks for the
+    same node, so all agree.
+    """
+    try:
+        socket.getaddrinfo(node, None)
+    except OSError:
+        return _node_address(node) or node
+    return node
+
+
+def _node_address(node: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["scontrol", "--oneliner", "show", "node", node],
+            capture_output=True,
+            text=True,
+            timeout=SCONTROL_SECONDS,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        # The caller goes on with the name; torch then reports that it cannot be resolved.
+        return None
+    found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
+    return found[1] if found else None

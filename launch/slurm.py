@@ -1,0 +1,62 @@
+"""Submit any stage to SLURM, after checking everything that can be checked before.
+
+python launch/slurm.py --config configs/vit_h14.yaml [key=value ...] [--dry-run]
+"""
+
+from __future__ import annotations
+
+import sys
+
+try:
+    from launch.dry_run import check_data, describe
+    from launch.preparation import (
+        RUN_TYPES,
+        LaunchableRun,
+        check_job,
+        launchable,
+        prepare_job,
+        run_name,
+    )
+    from launch.submission import Submission, require_slurm, submit_to_slurm
+    from vitscale.config.command_line import load_command
+    from vitscale.errors import run_script
+    from vitscale.runs.training import TrainingRun
+except ModuleNotFoundError as error:
+    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
+def main() -> None:
+    command = load_command(
+        RUN_TYPES,
+        script="launch/slurm.py",
+        description="Submit a stage to SLURM. The job requeues itself and goes on where it was.",
+        switches={"--dry-run": "show the run, its plan and the batch script; submit nothing"},
+    )
+    run = launchable(command.run)
+    check_job(run, num_tasks=run.launch.nodes * run.launch.tasks_per_node, cluster="slurm")
+    if "--dry-run" in command.switches:
+        print(describe(run, show_script=True))
+        return
+    if isinstance(run, TrainingRun):
+        check_data(run)
+    require_slurm()
+    job, folder = prepare_job(run, cluster="slurm")
+    submission = submit_to_slurm(job, launch=run.launch, name=run_name(run), folder=folder)
+    print_next_steps(run, submission)
+
+
+def print_next_steps(run: LaunchableRun, submission: Submission) -> None:
+    job_id = submission.job_id
+    print(
+        f"submitted job {job_id}: {run_name(run)}, {submission.num_tasks} task(s)\n"
+        f"  log      {submission.log(0)}\n"
+        f"  watch    tail -F {submission.log(0)}\n"
+        f"  state    squeue -j {job_id}\n"
+        f"  cancel   scancel {job_id}\n"
+        f"  pause    scancel --signal=USR2 {job_id}   (checkpoint, then requeue)"
+    )
+
+
+if __name__ == "__main__":
+    run_script(main)

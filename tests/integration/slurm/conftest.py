@@ -1,0 +1,257 @@
+"""A real SLURM on this machine: munged, one slurmctld and two slurmd.
+
+Owns: configuration, start, readiness and complete removal of the daemons.
+Leaves out: what is run on it (the tests in this folder).
+
+Everything lies in one temporary folder: own munge key and socket, own ports, own spools. A SLURM or
+munge that the machine runs already is not touched. Both nodes are this host under two names, so
+processes are tracked by their ancestry (`linuxproc`) and CPU counts are invented
+(`config_overrides`); neither cgroups nor accounting are needed.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+DAEMONS = ("munged", "slurmctld", "slurmd")
+NODES = ("n1", "n2")
+READY_SECONDS = 30.0
+
+# A requeued job waits until its old credential has expired: 120 s unless cred_expire says less.
+CONFIGURATION = """\
+ClusterName=vitscaletest
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ctld_port}
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
+CredType=cred/munge
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+ReturnToService=2
+KillWait=2
+MinJobAge=300
+SchedulerParameters=sched_interval=2,bf_interval=2,batch_sched_delay=0
+StateSaveLocation={folder}/state
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdSpoolDir={folder}/spool-%n
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmdLogFile={folder}/slurmd-%n.log
+{nodes}
+PartitionName=test Nodes={names} Default=YES MaxTime=60 State=UP
+"""
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=2000"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmCluster:
+    """A running cluster; commands find it through `environment`."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    def run(self, command: Sequence[str], *, cwd: Path | None = None) -> str:
+        """Standard output of a command; its errors are part of the exception."""
+        done = subprocess.run(
+            command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What the controller says of a job, for example JobState, ExitCode and Restarts."""
+        words = self.run(["scontrol", "--oneliner", "show", "job", job_id]).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def wait(self, job_id: str, *, states: Sequence[str], seconds: float) -> dict[str, str]:
+        """Wait until the job is in one of `states`; tell everything known when it does not."""
+        deadline = time.monotonic() + seconds
+        while (job := self.job(job_id))["JobState"] not in states:
+            assert time.monotonic() < deadline, f"job {job_id} is {job}\n{self.logs()}"
+            time.sleep(0.2)
+        return job
+
+    def logs(self) -> str:
+        """The last lines of every daemon's log."""
+        parts = []
+        for path in sorted(self.folder.glob("*.log")):
+            lines = path.read_text(errors="replace").splitlines()[-15:]
+            parts.append("\n".join([f"--- {path.name}", *lines]))
+        return "\n".join(parts)
+
+
+def missing_daemons() -> list[str]:
+    """Programs that this machine lacks; empty where the cluster can start."""
+    return [name for name in DAEMONS if _program(name) is None]
+
+
+def _program(name: str) -> str | None:
+    # /usr/sbin is not on every user's PATH.
+    return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
+
+
+def _free_ports(num: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(num)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+@contextmanager
+def _daemon(
+    name: str, *arguments: str, environment: dict[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a daemon in the foreground as our child, so that ending it needs no search."""
+    program = _program(name)
+    assert program is not None
+    with open(log, "ab") as output:
+        process = subprocess.Popen(
+            [program, *arguments], env=environment, stdout=output, stderr=output
+        )
+    try:
+        yield process
+    finally:
+        process.terminate()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _write_configuration(folder: Path) -> Path:
+    host = socket.gethostname().split(".")[0]
+    ctld_port, *node_ports = _free_ports(1 + len(NODES))
+    nodes = [
+        NODE.format(name=name, host=host, port=port)
+        for name, port in zip(NODES, node_ports, strict=True)
+    ]
+    path = folder / "slurm.conf"
+    path.write_text(
+        CONFIGURATION.format(
+            folder=folder,
+            host=host,
+            user=pwd.getpwuid(os.getuid()).pw_name,
+            ctld_port=ctld_port,
+            nodes="\n".join(nodes),
+            names=",".join(NODES),
+        )
+    )
+    return path
+
+
+def _start_munge(stack: ExitStack, folder: Path, environment: dict[str, str]) -> None:
+    munge = folder / "munge"
+    munge.mkdir(mode=0o755)
+    key = munge / "key"
+    key.touch(mode=0o600)
+    key.write_bytes(os.urandom(128))
+    stack.enter_context(
+        _daemon(
+            "munged",
+            "--foreground",
+            # The temporary folder's parents may be writable by others; the key itself is not.
+            "--force",
+            f"--socket={munge}/socket",
+            f"--key-file={key}",
+            f"--log-file={folder}/munged.log",
+            f"--pid-file={munge}/pid",
+            f"--seed-file={munge}/seed",
+            environment=environment,
+            log=folder / "munged-output.log",
+        )
+    )
+
+
+@contextmanager
+def slurm_cluster() -> Iterator[SlurmCluster]:
+    """A cluster of two idle nodes; nothing of it is left when the block ends, however it ends."""
+    # Short, since the munge socket's path must stay below 108 characters.
+    folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+    folder.chmod(0o755)
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        (folder / "state").mkdir()
+        configuration = _write_configuration(folder)
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("SLURM")
+        } | {"SLURM_CONF": str(configuration)}
+        cluster = SlurmCluster(folder=folder, environment=environment)
+        _start_munge(stack, folder, environment)
+        _wait_for(lambda: (folder / "munge" / "socket").exists(), cluster, "munged")
+        stack.enter_context(
+            _daemon(
+                "slurmctld", "-D", "-i", environment=environment, log=folder / "slurmctld-out.log"
+            )
+        )
+        for name in NODES:
+            stack.enter_context(
+                _daemon(
+                    "slurmd", "-D", "-N", name, environment=environment,
+                    log=folder / f"slurmd-{name}-out.log",
+                )
+            )  # fmt: skip
+        # Runs first at the end: jobs are gone before the daemons that could end them.
+        stack.callback(_end_jobs, cluster)
+        _wait_for(lambda: _num_idle(cluster) == len(NODES), cluster, "two idle nodes")
+        yield cluster
+
+
+def _wait_for(condition: Callable[[], bool], cluster: SlurmCluster, what: str) -> None:
+    deadline = time.monotonic() + READY_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, f"no {what} in time\n{cluster.logs()}"
+        time.sleep(0.2)
+
+
+def _num_idle(cluster: SlurmCluster) -> int:
+    done = subprocess.run(
+        ["sinfo", "--noheader", "--Node", "--format=%T"],
+        env=cluster.environment, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    return done.stdout.split().count("idle")
+
+
+def _end_jobs(cluster: SlurmCluster) -> None:
+    done = subprocess.run(
+        ["squeue", "--noheader", "--format=%i"],
+        env=cluster.environment, capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    for job_id in done.stdout.split():
+        subprocess.run(["scancel", job_id], env=cluster.environment, timeout=30)
+    deadline = time.monotonic() + 15
+    while done.stdout.split() and _num_idle(cluster) < len(NODES) and time.monotonic() < deadline:
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="session")
+def slurm() -> Iterator[SlurmCluster]:
+    """The cluster, started once. Where it may not be missing, VITSCALE_REQUIRE_SLURM=1 says so."""
+    if missing := missing_daemons():
+        reason = f"no {', '.join(missing)} here (Debian, Ubuntu: apt-get install slurm-wlm munge)"
+        if os.environ.get("VITSCALE_REQUIRE_SLURM") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with slurm_cluster() as cluster:
+        yield cluster

@@ -1,0 +1,189 @@
+"""Jobs on a real SLURM: environment, collectives, exit codes, requeueing."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.job import StageJob, read_task_record, task_record_path
+from launch.submission import Submission, sbatch_text, submit_to_slurm
+from vitscale.errors import UserError
+from vitscale.runs.launching import LaunchSettings
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(120)]
+
+LAUNCH = LaunchSettings(nodes=2, tasks_per_node=1, timeout_min=5, signal_delay_s=30, max_requeues=3)
+
+# Behaves as a stage does: its own handlers, a flag read between steps, 75 after the checkpoint.
+STOPPABLE = """
+    import os, pathlib, signal, sys, time
+    stop = []
+    for name in (signal.SIGUSR2, signal.SIGTERM):
+        signal.signal(name, lambda *_: stop.append(1))
+    folder = pathlib.Path(sys.argv[2]).parent
+    rank = os.environ["RANK"]
+    checkpoint = folder / f"checkpoint-{rank}"
+    if checkpoint.exists():
+        print("resumed")
+        (folder / f"finished-{rank}").touch()
+        sys.exit(0)
+    (folder / f"ready-{rank}").touch()
+    while not stop:
+        time.sleep(0.05)
+    checkpoint.touch()
+    sys.exit(75)
+"""
+
+
+@pytest.fixture
+def submit(slurm, tmp_path, monkeypatch):
+    """Submit a stand-in script as a stage; returns (submission, folder)."""
+    for name in ("PATH", "SLURM_CONF"):
+        monkeypatch.setenv(name, slurm.environment[name])
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+
+    def submit_script(text: str, launch: LaunchSettings = LAUNCH) -> Submission:
+        script = folder / "main.py"
+        script.write_text(textwrap.dedent(text))
+        config = folder / "config.yaml"
+        config.touch()
+        job = StageJob(script=str(script), config=str(config), max_requeues=launch.max_requeues)
+        return submit_to_slurm(job, launch=launch, name="stand-in", folder=folder)
+
+    return submit_script
+
+
+def wait_for_files(folder: Path, *names: str, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while not all((folder / name).exists() for name in names):
+        assert time.monotonic() < deadline, f"no {names} in {sorted(folder.iterdir())}"
+        time.sleep(0.1)
+
+
+def test_tasks_on_two_nodes_know_each_other(slurm, submit, tmp_path) -> None:
+    job = submit("""
+        import json, os, sys, pathlib
+        import torch.distributed as dist
+        import torch
+        dist.init_process_group("gloo")
+        total = torch.tensor(float(dist.get_rank() + 1))
+        dist.all_reduce(total)
+        names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+                 "MASTER_PORT", "SLURMD_NODENAME"]
+        seen = {name: os.environ.get(name) for name in names} | {"total": total.item()}
+        path = pathlib.Path(sys.argv[2]).parent / f"seen-{os.environ['RANK']}.json"
+        path.write_text(json.dumps(seen))
+        dist.destroy_process_group()
+    """)
+    ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"], seconds=90)
+    assert ended["JobState"] == "COMPLETED", job.log(0).read_text() + job.log(1).read_text()
+    seen = [json.loads((tmp_path / f"slurm/seen-{rank}.json").read_text()) for rank in range(2)]
+    assert [task["total"] for task in seen] == [3.0, 3.0]
+    assert [task["RANK"] for task in seen] == ["0", "1"]
+    assert {task["WORLD_SIZE"] for task in seen} == {"2"}
+    assert {task["LOCAL_RANK"] for task in seen} == {"0"}
+    assert {task["LOCAL_WORLD_SIZE"] for task in seen} == {"1"}
+    assert {task["SLURMD_NODENAME"] for task in seen} == {"n1", "n2"}
+    # n1 is no host name here: the address comes from SLURM.
+    assert {task["MASTER_ADDR"] for task in seen} == {"127.0.0.1"}
+    assert len({task["MASTER_PORT"] for task in seen}) == 1
+
+
+def test_a_failing_rank_ends_the_job_visibly_and_takes_the_others_along(slurm, submit) -> None:
+    started = time.monotonic()
+    job = submit("""
+        import os, sys, time
+        if os.environ["RANK"] == "1":
+            sys.exit(2)
+        time.sleep(100)
+    """)
+    # The job's own code is the highest of all tasks: 137 of the killed one.
+    slurm.wait(job.job_id, states=["FAILED"], seconds=40)
+    assert time.monotonic() - started < 40
+    record = read_task_record(task_record_path(job.folder, job_id=job.job_id, rank=1))
+    assert record is not None and record.exit_code == 2
+
+
+def test_an_exception_fails_the_job_and_is_in_its_log(slurm, submit) -> None:
+    job = submit("raise RuntimeError('no such tensor')")
+    slurm.wait(job.job_id, states=["FAILED"], seconds=40)
+    logs = job.log(0).read_text() + job.log(1).read_text()
+    assert "no such tensor" in logs
+
+
+def test_a_stopped_job_is_requeued_once_and_finishes(slurm, submit, tmp_path) -> None:
+    job = submit(STOPPABLE)
+    folder = tmp_path / "slurm"
+    wait_for_files(folder, "ready-0", "ready-1")
+    slurm.run(["scancel", "--signal=USR2", job.job_id])
+    wait_for_files(folder, "finished-0", "finished-1", seconds=80)
+    ended = slurm.wait(job.job_id, states=["COMPLETED"], seconds=30)
+    assert ended["Restarts"] == "1"
+    log = job.log(0).read_text()
+    assert "attempt 1" in log and "attempt 2" in log and "resumed" in log
+    assert f"requeueing job {job.job_id} (1 of 3)" in log
+
+
+def test_requeueing_stops_at_its_limit(slurm, submit, tmp_path) -> None:
+    job = submit(STOPPABLE, LAUNCH.model_copy(update={"max_requeues": 0}))
+    wait_for_files(tmp_path / "slurm", "ready-0", "ready-1")
+    slurm.run(["scancel", "--signal=USR2", job.job_id])
+    ended = slurm.wait(job.job_id, states=["FAILED"], seconds=30)
+    assert ended["ExitCode"] != "0:0"
+    assert ended["Restarts"] == "0"
+    assert "launch.max_requeues=0 is reached" in job.log(0).read_text()
+
+
+def test_awkward_but_allowed_values_reach_slurm_unchanged(slurm, submit, tmp_path) -> None:
+    comment = 'it\'s $(touch canary) `touch canary`; "quoted" # é'
+    launch = LAUNCH.model_copy(
+        update={"comment": comment, "setup": ("export FROM_SETUP=1",), "gpu_request": "none"}
+    )
+    job = submit("import os, sys; sys.exit(os.environ.get('FROM_SETUP') != '1')", launch)
+    shown = slurm.run(["scontrol", "show", "job", job.job_id])
+    assert f"Comment={comment}" in shown
+    ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"], seconds=40)
+    assert ended["JobState"] == "COMPLETED"
+    assert not list(tmp_path.rglob("canary"))
+
+
+def test_the_script_of_a_dry_run_is_accepted(slurm, tmp_path) -> None:
+    text = sbatch_text(LAUNCH, name="dry", folder=tmp_path)
+    script = tmp_path / "job.sh"
+    script.write_text(text)
+    assert re.search(r"^#SBATCH --signal=USR2@30$", text, re.M)
+    done = subprocess.run(
+        ["sbatch", "--test-only", str(script)],
+        env=slurm.environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_refusal_is_passed_on_and_leaves_nothing(submit, tmp_path) -> None:
+    with pytest.raises(UserError, match="(?s)sbatch refused.*partition"):
+        submit("", LAUNCH.model_copy(update={"partition": "nowhere"}))
+    assert sorted(path.name for path in (tmp_path / "slurm").iterdir()) == [
+        "config.yaml",
+        "main.py",
+    ]
+
+
+def test_submitting_from_inside_a_job_takes_nothing_over(slurm, submit, monkeypatch) -> None:
+    for name, value in {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "7", "SBATCH_PARTITION": "x"}.items():
+        monkeypatch.setenv(name, value)
+    job = submit("pass")
+    ended = slurm.wait(job.job_id, states=["COMPLETED", "FAILED"], seconds=40)
+    assert ended["JobState"] == "COMPLETED"
+    assert ended["NumTasks"] == "2"
+
+
+def test_interpreter_of_the_tests_runs_the_tasks(tmp_path) -> None:
+    assert sys.executable in sbatch_text(LAUNCH, name="dry", folder=tmp_path)
