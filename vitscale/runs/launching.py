@@ -1,7 +1,15 @@
-"""Settings of the `launch` group: what one job asks of SLURM (or of this machine)."""
+"""Settings of the `launch` group: what one job asks of SLURM (or of this machine).
+
+Owns: the fields and what each may hold. A batch script is shell, and sbatch reads option lines from
+it: a newline inside any value would end its comment line and be run. Hence every field has its own
+alphabet here, and nothing that cannot be printed passes.
+Leaves out: the script itself (launch/submission.py).
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -40,3 +48,117 @@ class LaunchSettings(Section):
     """Interpreter command on the nodes, for example a container call; null: this interpreter."""
     sbatch: dict[str, str | int | bool] = {}
     """Further sbatch options, passed as they are."""
+
+
+# One name, or several with commas: partitions, accounts and the like.
+_NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,+@-]*")
+FIELD_PATTERNS = {
+    "gpu_type": (re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*"), "letters, digits, '_', '.', '-'"),
+    "partition": (_NAMES, "names separated by commas"),
+    "account": (_NAMES, "a name"),
+    "qos": (_NAMES, "a name"),
+    "reservation": (_NAMES, "names separated by commas"),
+    "constraint": (
+        re.compile(r"[A-Za-z0-9_.,&|*()\[\]:=!-]+"),
+        "features joined by & | , * ( ) [ ]",
+    ),
+    "exclude": (re.compile(r"[A-Za-z0-9_.,\[\]-]+"), "node names such as node[3,5-7]"),
+    "comment": (re.compile(r".{1,200}"), "printable text of at most 200 characters"),
+    "python": (re.compile(r".+"), "a command on one line"),
+}
+SBATCH_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+# Set from other keys, or fixed because files, signals and requeueing depend on them.
+SBATCH_OWNED = {
+    "account": "launch.account",
+    "array": None,
+    "comment": "launch.comment",
+    "constraint": "launch.constraint",
+    "cpus-per-task": "launch.cpus_per_task",
+    "error": None,
+    "exclude": "launch.exclude",
+    "gpus-per-node": "launch.gpus_per_node",
+    "gres": "launch.gpus_per_node with launch.gpu_request=gres",
+    "job-name": "name",
+    "mem": "launch.mem_gb",
+    "no-requeue": None,
+    "nodes": "launch.nodes",
+    "ntasks": "launch.nodes and launch.tasks_per_node",
+    "ntasks-per-node": "launch.tasks_per_node",
+    "open-mode": None,
+    "output": None,
+    "partition": "launch.partition",
+    "qos": "launch.qos",
+    "requeue": None,
+    "reservation": "launch.reservation",
+    "signal": "launch.signal_delay_s",
+    "time": "launch.timeout_min",
+    "wrap": None,
+}
+# SLURM may send the warning this much early (man sbatch, --signal).
+SIGNAL_EARLY_S = 60
+# submitit takes a signal that comes earlier than this share of the limit (or these seconds) before
+# the end for a preemption, which it repeats without counting.
+SIGNAL_SHARE, SIGNAL_FLOOR_S = 0.2, 600
+
+
+def launch_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
+    """What no job could be started with, as (dotted key, what is wrong and what to do)."""
+    yield from _text_problems(launch)
+    yield from _sbatch_problems(launch.sbatch)
+    yield from _signal_problems(launch)
+    if launch.gpus_per_node and launch.tasks_per_node != launch.gpus_per_node:
+        yield (
+            "launch.tasks_per_node",
+            f"{launch.tasks_per_node} processes for {launch.gpus_per_node} GPUs a node; "
+            "one process drives one GPU, so make the two equal",
+        )
+
+
+def _text_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
+    for field, (pattern, meaning) in FIELD_PATTERNS.items():
+        value = getattr(launch, field)
+        if value is not None and not (value.isprintable() and pattern.fullmatch(value)):
+            yield (f"launch.{field}", f"{value!r} is not {meaning}")
+    for position, line in enumerate(launch.setup):
+        # Shell by design, tabs included; but one entry is one line.
+        if not line.replace("\t", " ").isprintable():
+            yield (f"launch.setup[{position}]", f"{line!r} is not one line; give one entry a line")
+    for position, argument in enumerate(launch.srun_args):
+        if not (argument.isprintable() and argument.startswith("-")):
+            yield (
+                f"launch.srun_args[{position}]",
+                f"{argument!r} is not an option of srun such as --cpu-bind=none",
+            )
+
+
+def _sbatch_problems(options: dict[str, str | int | bool]) -> Iterator[tuple[str, str]]:
+    for option, value in options.items():
+        key = f"launch.sbatch.{option}" if option.isprintable() else "launch.sbatch"
+        name = option.replace("_", "-")
+        if not SBATCH_OPTION.fullmatch(name):
+            yield (key, f"{option!r} is not the long name of an sbatch option, such as mail-type")
+        elif name in SBATCH_OWNED:
+            owner = SBATCH_OWNED[name]
+            advice = f"set {owner} instead" if owner else "vitscale sets it; remove it"
+            yield (key, f"cannot be given here: {advice}")
+        if isinstance(value, str) and not (value and value.isprintable()):
+            yield (key, f"{value!r} is not printable text on one line")
+
+
+def _signal_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
+    limit_s = 60 * launch.timeout_min
+    longest = int(max(SIGNAL_FLOOR_S, SIGNAL_SHARE * limit_s))
+    if launch.signal_delay_s + SIGNAL_EARLY_S >= limit_s:
+        yield (
+            "launch.signal_delay_s",
+            f"a warning {launch.signal_delay_s} s before the end (SLURM may give it "
+            f"{SIGNAL_EARLY_S} s earlier) leaves nothing of launch.timeout_min="
+            f"{launch.timeout_min}; lower it or ask for more time",
+        )
+    elif launch.signal_delay_s > longest:
+        yield (
+            "launch.signal_delay_s",
+            f"{launch.signal_delay_s} s is more than {longest} s, the larger of {SIGNAL_FLOOR_S} s "
+            f"and {SIGNAL_SHARE:.0%} of launch.timeout_min={launch.timeout_min}: the end of the "
+            "time would be taken for a preemption; lower it",
+        )

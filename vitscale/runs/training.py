@@ -21,7 +21,7 @@ from vitscale.engine.settings import EngineSettings
 from vitscale.errors import UserError
 from vitscale.models.settings import ModelSettings, model_problems
 from vitscale.optim.settings import ObjectiveSettings, OptimSettings
-from vitscale.runs.launching import LaunchSettings
+from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.schedules import ScheduleSettings
 from vitscale.tracking.settings import TrackingSettings
 
@@ -55,6 +55,7 @@ class TrainingRun(Run):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from model_problems(self.model)
         yield from _section_problems(self)
+        yield from launch_problems(self.launch)
 
 
 def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
