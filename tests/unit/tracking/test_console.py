@@ -1,0 +1,49 @@
+"""The log's lines keep their format; nothing is printed on other ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from vitscale.tracking.console import ProgressLine, format_duration, plain_line
+
+
+def test_plain_line_keeps_its_format() -> None:
+    line = plain_line(
+        step=120,
+        total_steps=2000,
+        loss=1.23449,
+        lr=1e-3,
+        images_per_s=811.7,
+        data_wait=0.031,
+        eta_s=80.4,
+    )
+    assert line == "step 120/2000 loss 1.2345 lr 1.0e-03 img/s 812 wait 3% eta 0:01:20"
+    assert format_duration(90061) == "25:01:01"
+
+
+def test_off_terminals_lines_go_to_output_and_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for start in (0, 10):  # a resume goes on in the same log
+        with ProgressLine.open(
+            folder=tmp_path, total_steps=20, start_step=start, is_writer=True
+        ) as progress:
+            progress.message("reading 3 shards")
+            progress.advance(start + 5)
+            progress.update(start + 10, loss=1.0, lr=1e-3, images_per_s=5.0)
+    log = (tmp_path / "logs/rank0.log").read_text()
+    assert capsys.readouterr().out == log
+    assert [re.split(r"[ /]", line)[1] for line in log.splitlines() if line.startswith("step")] == [
+        "10",
+        "20",
+    ]
+
+
+def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressLine.open(folder=tmp_path, total_steps=2, is_writer=False) as progress:
+        progress.message("hello")
+        progress.update(1, loss=1.0, lr=1e-3, images_per_s=5.0)
+    assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())

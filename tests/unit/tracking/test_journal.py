@@ -1,0 +1,89 @@
+"""The journal: each step once, whatever a kill left behind."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vitscale.tracking.journal import Journal, Row, decode, encode, read_rows
+
+NUMBERS = st.floats(allow_nan=True, allow_infinity=True)
+
+
+def steps_in(path: Path) -> list[int]:
+    return [row.step for row, _ in read_rows(path)]
+
+
+@given(num_steps=st.integers(0, 12), resume_step=st.integers(0, 12), torn_bytes=st.integers(0, 60))
+def test_resumed_journal_has_each_step_once(
+    num_steps: int, resume_step: int, torn_bytes: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "journal.jsonl")
+        journal = Journal(path, resume_step=0)
+        for step in range(1, num_steps + 1):
+            journal.append({"train/loss": step / 7}, step=step)
+        journal.close()
+        data = path.read_bytes()
+        path.write_bytes(data[: max(0, len(data) - torn_bytes)])  # a kill amid a line
+        before = steps_in(path)
+
+        journal = Journal(path, resume_step=resume_step)
+        kept = steps_in(path)
+        assert kept == [step for step in before if step <= resume_step]
+        for step in range(resume_step + 1, 15):
+            journal.append({"train/loss": step / 7}, step=step)
+        journal.close()
+        assert steps_in(path) == kept + list(range(resume_step + 1, 15))
+        assert path.read_bytes().startswith(b"".join(data.splitlines(True)[: len(kept)]))
+
+
+@given(value=NUMBERS, step=st.integers(0, 2**40))
+def test_any_number_survives_as_strict_json(value: float, step: int) -> None:
+    line = encode(Row(step=step, time=1.5, metrics={"train/loss": value}))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    json.loads(line, parse_constant=refuse)
+    row = decode(line)
+    assert row is not None and row.step == step
+    back = row.metrics["train/loss"]
+    assert back == value or (math.isnan(back) and math.isnan(value))
+
+
+@given(st.binary(max_size=200))
+def test_foreign_bytes_are_left_out_and_never_raise(junk: bytes) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "journal.jsonl")
+        good = encode(Row(step=3, time=1.0, metrics={"a": 1.0}))
+        path.write_bytes(junk + b"\n" + good)
+        assert steps_in(path)[-1] == 3
+        Journal(path, resume_step=3).close()
+        assert good in path.read_bytes()
+
+
+def test_an_evaluation_repeated_at_its_step_is_written_once(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    journal = Journal(path, resume_step=0)
+    journal.append({"train/loss": 1.0}, step=5)
+    journal.append({"val/top1": 0.5}, step=5)
+    journal.close()
+    journal = Journal(path, resume_step=5)
+    assert journal.append({"val/top1": 0.5}, step=5) is None
+    assert steps_in(path) == [5, 5]
+    journal.close()
+
+
+def test_steps_never_go_back(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", resume_step=0)
+    journal.append({"a": 1.0}, step=5)
+    with pytest.raises(AssertionError, match="step 4"):
+        journal.append({"a": 1.0}, step=4)
+    journal.close()

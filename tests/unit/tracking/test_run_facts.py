@@ -1,0 +1,86 @@
+"""What MLflow is told: flat, within limits, without secrets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vitscale.errors import UserError
+from vitscale.tracking.run_facts import (
+    MAX_PARAM_CHARS,
+    absolute_uri,
+    flatten_params,
+    redact,
+    redact_yaml,
+    sqlite_path,
+)
+
+
+def test_nested_configuration_becomes_dotted_keys_spelled_as_in_yaml() -> None:
+    config = {
+        "optim": {"lr": 1e-4, "betas": (0.9, 0.999), "clip_norm": None},
+        "launch": {"sbatch": {"mail-user!": "me"}, "setup": []},
+        "data": {"flip": True},
+        "deepspeed": {},
+    }
+    assert flatten_params(config) == {
+        "optim.lr": "0.0001",
+        "optim.betas": "[0.9, 0.999]",
+        "optim.clip_norm": "null",
+        "launch.sbatch.mail-user_": "me",
+        "launch.setup": "[]",
+        "data.flip": "true",
+        "deepspeed": "{}",
+    }
+
+
+def test_long_values_are_cut_and_say_so() -> None:
+    text = flatten_params({"a": "x" * 9000})["a"]
+    assert len(text) == MAX_PARAM_CHARS and text.endswith("(9000 characters)")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("http://me:hunter2@host:5000/x", "http://host:5000/x"),
+        ("see s3://key:pw@bucket and http://h/a@b", "see s3://bucket and http://h/a@b"),
+        (
+            "postgresql+psycopg://u:p@h/db?password=p&x=1",
+            "postgresql+psycopg://h/db?password=***&x=1",
+        ),
+        ("https://h/d?X-Amz-Signature=abc", "https://h/d?X-Amz-Signature=***"),
+        ("mail me@host", "mail me@host"),
+    ],
+)
+def test_secrets_in_urls_are_removed(text: str, expected: str) -> None:
+    assert redact(text) == expected
+
+
+def test_values_of_secret_keys_are_removed_and_tokens_of_a_model_stay() -> None:
+    config = {"hub": {"api_key": "abc", "token": None}, "model": {"num_prefix_tokens": 1}}
+    assert flatten_params(config) == {
+        "hub.api_key": "***",
+        "hub.token": "null",
+        "model.num_prefix_tokens": "1",
+    }
+    text = redact_yaml("a:\n  hub_token: abc\n  tokens: 3\n  uri: http://u:p@h/\n")
+    assert text == "a:\n  hub_token: '***'\n  tokens: 3\n  uri: http://h/\n"
+
+
+def test_relative_sqlite_paths_become_absolute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    uri = absolute_uri("sqlite:///runs/mlflow.db")
+    assert sqlite_path(uri) == tmp_path / "runs/mlflow.db"
+    assert absolute_uri(uri) == uri
+    assert sqlite_path("http://host") is None
+
+
+@pytest.mark.parametrize(
+    "uri", ["sqlite://runs/mlflow.db", "sqlite:///", "sqlight:///a", "runs/mlflow", "file:///runs"]
+)
+def test_uris_mlflow_cannot_use_are_refused(uri: str) -> None:
+    with pytest.raises(UserError, match="tracking.uri"):
+        absolute_uri(uri)

@@ -1,0 +1,198 @@
+"""One MLflow run over resumes, in a real SQLite store."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitscale.errors import UserError
+from vitscale.tracking.mlflow_store import read_link
+from vitscale.tracking.settings import TrackingSettings
+from vitscale.tracking.tracker import Tracker, ending
+
+PARAMS = {"optim": {"lr": 0.001}, "data": {"path": "http://me:hunter2@host/x"}}
+
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store") / "mlflow.db"  # made once: its first use takes seconds
+
+
+@pytest.fixture
+def open_tracker(database: Path, tmp_path: Path) -> Callable[..., Tracker]:
+    def open_it(**changes: Any) -> Tracker:
+        arguments: dict[str, Any] = {
+            "folder": tmp_path / "run",
+            "settings": TrackingSettings(uri=f"sqlite:///{database}"),
+            "run_name": "digits",
+            "stage": "pretrain",
+            "params": PARAMS,
+            "tags": {},
+            "config_yaml": "path: http://me:hunter2@host/x\n",
+            "resume_step": 0,
+            "is_writer": True,
+            "say": lambda text: None,
+        }
+        return Tracker.open(**(arguments | changes))
+
+    return open_it
+
+
+def log_steps(tracker: Tracker, steps: range) -> None:
+    for step in steps:
+        tracker.log({"train/loss": 1 / step, "train/lr": 0.1}, step=step)
+
+
+def query(database: Path, sql: str, *values: str) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(database) as connection:
+        return connection.execute(sql, values).fetchall()
+
+
+def points(database: Path, run_id: str | None) -> list[tuple[Any, ...]]:
+    sql = "select key, step from metrics where run_uuid = ? order by key, step"
+    return query(database, sql, str(run_id))
+
+
+def test_a_resumed_run_is_one_run_without_duplicate_steps(
+    open_tracker: Callable[..., Tracker], database: Path
+) -> None:
+    with pytest.raises(SystemExit), open_tracker() as first:
+        log_steps(first, range(1, 11))
+        run_id = first.run_id
+        raise SystemExit(75)
+    status = "select status from runs where run_uuid = ?"
+    assert query(database, status, str(run_id)) == [("KILLED",)]
+
+    second = open_tracker(resume_step=6)  # the checkpoint was older than the last line
+    assert query(database, status, str(run_id)) == [("RUNNING",)]
+    log_steps(second, range(7, 15))
+    assert second.run_id == run_id
+    second.close(status="FINISHED")
+    assert query(database, status, str(run_id)) == [("FINISHED",)]
+    assert points(database, run_id) == [
+        (key, step) for key in ("train/loss", "train/lr") for step in range(1, 15)
+    ]
+    # Finished for good: the tracker may be closed twice, and a new start is another run.
+    second.close(status="FAILED")
+    third = open_tracker()
+    assert third.run_id not in (None, run_id)
+    third.close(status="FINISHED")
+
+
+def test_the_run_says_what_it_is_and_keeps_secrets(
+    open_tracker: Callable[..., Tracker], database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "4711")
+    with open_tracker(tags={"model": "B/16"}) as tracker:
+        log_steps(tracker, range(1, 3))
+        run_id = str(tracker.run_id)
+    tags = dict(query(database, "select key, value from tags where run_uuid = ?", run_id))
+    params = dict(query(database, "select key, value from params where run_uuid = ?", run_id))
+    assert tags["mlflow.runName"] == "digits" and tags["vitscale.stage"] == "pretrain"
+    assert tags["vitscale.job_id"] == "4711" and tags["model"] == "B/16"
+    assert params == {"optim.lr": "0.001", "data.path": "http://host/x"}
+    config = database.parent / "mlflow-artifacts" / run_id / "artifacts" / "config.yaml"
+    assert config.read_text() == "path: http://host/x\n"
+
+
+def test_changed_parameters_of_a_resume_are_told_in_a_tag(
+    open_tracker: Callable[..., Tracker], database: Path
+) -> None:
+    with open_tracker() as tracker:
+        log_steps(tracker, range(1, 3))
+    with open_tracker(resume_step=2, params={"optim": {"lr": 0.5}}) as tracker:
+        run_id = str(tracker.run_id)
+    tags = dict(query(database, "select key, value from tags where run_uuid = ?", run_id))
+    assert tags["vitscale.changed_params"] == "optim.lr: 0.001 -> 0.5"
+    assert tags["vitscale.resumed_from_step"] == "2"
+
+
+def test_a_run_gone_from_the_store_is_restored_from_the_journal(
+    open_tracker: Callable[..., Tracker], database: Path, tmp_path: Path
+) -> None:
+    with open_tracker() as tracker:
+        log_steps(tracker, range(1, 5))
+    link = read_link(tmp_path / "run")
+    assert link is not None
+    for table in ("metrics", "latest_metrics", "params", "tags", "runs"):
+        query(database, f"delete from {table} where run_uuid = ?", link["run_id"])
+    with open_tracker(resume_step=4) as tracker:
+        log_steps(tracker, range(5, 7))
+        run_id = tracker.run_id
+    assert run_id != link["run_id"]
+    assert [step for key, step in points(database, run_id) if key == "train/loss"] == [*range(1, 7)]
+    tags = dict(query(database, "select key, value from tags where run_uuid = ?", str(run_id)))
+    assert tags["vitscale.restored_from_journal"] == "true"
+
+
+def test_other_ranks_leave_no_trace(open_tracker: Callable[..., Tracker], tmp_path: Path) -> None:
+    with open_tracker(is_writer=False) as tracker:
+        log_steps(tracker, range(1, 3))
+        tracker.artifact(tmp_path / "missing")
+        assert tracker.run_id is None
+    assert not (tmp_path / "run").exists()
+
+
+def test_without_uri_only_the_journal_is_written(
+    open_tracker: Callable[..., Tracker], tmp_path: Path
+) -> None:
+    with open_tracker(settings=TrackingSettings(uri=None)) as tracker:
+        log_steps(tracker, range(1, 3))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["journal.jsonl"]
+
+
+def test_a_missing_artifact_does_not_hold_up_metrics(
+    open_tracker: Callable[..., Tracker], database: Path, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    with open_tracker(say=said.append) as tracker:
+        tracker.artifact(tmp_path / "missing.html")
+        log_steps(tracker, range(1, 3))
+        run_id = tracker.run_id
+    assert len(points(database, run_id)) == 4
+    assert any("missing.html was not uploaded" in text for text in said)
+
+
+def test_logging_costs_the_loop_no_waiting(open_tracker: Callable[..., Tracker]) -> None:
+    with open_tracker() as tracker:
+        start = time.perf_counter()
+        log_steps(tracker, range(1, 101))
+        assert time.perf_counter() - start < 1.0  # 100 SQLite transactions alone take about that
+
+
+def test_a_wrong_uri_is_refused_before_anything_is_written(
+    open_tracker: Callable[..., Tracker], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError):
+        open_tracker(settings=TrackingSettings(uri="htp://host"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, "FINISHED"),
+        (SystemExit(0), "FINISHED"),
+        (SystemExit(75), "KILLED"),
+        (KeyboardInterrupt(), "KILLED"),
+        (SystemExit(2), "FAILED"),
+        (RuntimeError(), "FAILED"),
+    ],
+)
+def test_how_a_run_ended_is_told_truthfully(error: BaseException | None, status: str) -> None:
+    assert ending(error) == status
+
+
+def test_importing_the_tracker_imports_neither_mlflow_nor_torch() -> None:
+    code = (
+        "import sys, vitscale.tracking.tracker, vitscale.tracking.console\n"
+        "assert not {'mlflow', 'torch', 'rich'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
