@@ -24,8 +24,8 @@ from launch.comparison_text import format_value, tables
 from vitscale.atomic_files import write_text
 from vitscale.errors import UserError
 
-# After Okabe and Ito, without black and yellow, the blue lighter for dark ground: apart for all common
-# kinds of colour vision, readable on light and on dark. Dashes tell further runs apart.
+# After Okabe and Ito, without black and yellow, the blue lighter for dark ground: apart for all
+# common kinds of colour vision, readable on light and on dark. Dashes tell further runs apart.
 COLOURS = ("#1f83c9", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 INK = "#0a0b0c"  # stands for the page's text colour until the SVG is embedded
