@@ -49,16 +49,16 @@ def watch(submission: Submission) -> int:
     signal.signal(signal.SIGTERM, forward)
     signal.signal(signal.SIGUSR2, forward)
     try:
-        code = follow(submission, output=sys.stdout)
+        ending = follow(submission, output=sys.stdout)
     except KeyboardInterrupt:
         print("\ninterrupted: ending all processes", file=sys.stderr, flush=True)
         end(submission, wait_first=CONTROLLER_SECONDS)
         return EXIT_INTERRUPTED
-    if code == EXIT_STOPPED_RESUMABLE:
+    if ending.exit_code == EXIT_STOPPED_RESUMABLE:
         print("stopped with a checkpoint; the same command goes on", flush=True)
-    elif (report := failure_report(submission)) is not None:
-        print(report, file=sys.stderr, flush=True)
-    return code
+    elif ending.exit_code:
+        print(failure_report(submission, ending), file=sys.stderr, flush=True)
+    return ending.exit_code
 
 
 def _num_procs(argv: list[str]) -> int:

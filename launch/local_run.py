@@ -12,6 +12,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
@@ -24,8 +25,16 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0
 # The controller gives its tasks one second after SIGINT, then kills them.
 CONTROLLER_SECONDS = 5.0
-LAST_LINES = 20
+LAST_LINES = 40
 NO_FAILURE = (0, EXIT_STOPPED_RESUMABLE, RESTART_EXIT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How a job ended: its exit code, and the task that failed first, if one did."""
+
+    exit_code: int
+    failure: TaskRecord | None
 
 
 class LogTail:
@@ -47,15 +56,17 @@ class LogTail:
         self.output.flush()
 
 
-def follow(submission: Submission, *, output: TextIO) -> int:
-    """Show rank 0's log until all tasks have ended; return the job's exit code."""
+def follow(submission: Submission, *, output: TextIO) -> Ending:
+    """Show rank 0's log until all tasks have ended."""
     controller = submission.controller
     assert controller is not None
     tail = LogTail(submission.log(0), output=output)
+    # Remembered from the moment it is seen: ending the other tasks makes failures of them too.
+    failure: TaskRecord | None = None
     failed_at: float | None = None
     while controller.poll() is None:
         tail.copy()
-        if failed_at is None and first_failure(records(submission)) is not None:
+        if failure is None and (failure := first_failure(records(submission))) is not None:
             failed_at = time.monotonic()
         if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
             controller.send_signal(signal.SIGINT)
@@ -63,7 +74,12 @@ def follow(submission: Submission, *, output: TextIO) -> int:
         time.sleep(POLL_SECONDS)
     end(submission, wait_first=CONTROLLER_SECONDS)
     tail.copy()
-    return exit_code(submission)
+    tasks = records(submission)
+    failure = failure or first_failure(tasks)
+    return Ending(
+        exit_code=_exit_code(tasks, failure=failure, num_tasks=submission.num_tasks),
+        failure=failure,
+    )
 
 
 def end(submission: Submission, *, wait_first: float) -> None:
@@ -117,29 +133,24 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def exit_code(submission: Submission) -> int:
+def _exit_code(tasks: Sequence[TaskRecord], *, failure: TaskRecord | None, num_tasks: int) -> int:
     """0, 2 for bad input, 75 for stopped with a checkpoint, 1 for everything else."""
-    tasks = records(submission)
-    failure = first_failure(tasks)
     if failure is not None:
         return EXIT_BAD_INPUT if failure.exit_code == EXIT_BAD_INPUT else 1
-    if len(tasks) < submission.num_tasks:
+    if len(tasks) < num_tasks:
         return 1
     stopped = any(task.exit_code == EXIT_STOPPED_RESUMABLE for task in tasks)
     return EXIT_STOPPED_RESUMABLE if stopped else int(any(task.exit_code for task in tasks))
 
 
-def failure_report(submission: Submission) -> str | None:
+def failure_report(submission: Submission, ending: Ending) -> str:
     """Which task failed and its last lines; only the name when the terminal has shown them."""
-    tasks = records(submission)
-    failure = first_failure(tasks)
-    if failure is None and len(tasks) == submission.num_tasks:
-        return None
-    if failure is None:
-        rank = min(set(range(submission.num_tasks)) - {task.rank for task in tasks})
-        how = "never started"
+    if ending.failure is None:
+        started = {task.rank for task in records(submission)}
+        rank = min(set(range(submission.num_tasks)) - started, default=0)
+        how = "never started" if rank not in started else "did not finish"
     else:
-        rank, code = failure.rank, failure.exit_code
+        rank, code = ending.failure.rank, ending.failure.exit_code
         how = "was killed" if code is None else f"ended with code {code}"
     log = submission.log(rank)
     heading = f"rank {rank} {how}; log: {log}"

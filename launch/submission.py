@@ -68,7 +68,7 @@ class Submission:
         return self.folder / f"{self.job_id}_{rank}_log.out"
 
 
-class _TextExecutor(SlurmExecutor):  # type: ignore[misc]
+class _TextExecutor(SlurmExecutor):
     """Writes batch scripts on machines without SLURM."""
 
     @classmethod
@@ -203,7 +203,7 @@ def start_locally(
         helpers.environment_variables(**settings),
         _errors_go_to(folder / "controller.log"),
     ):
-        submitted = executor.submit(job)
+        submitted: Any = executor.submit(job)
     return Submission(
         job_id=submitted.job_id,
         num_tasks=num_procs,

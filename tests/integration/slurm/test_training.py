@@ -1,0 +1,86 @@
+"""The demo model trained through SLURM on two nodes: log, checkpoint and tracking are checked."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
+
+ROOT = Path(__file__).resolve().parents[3]
+STEPS = 20
+
+
+def script(*command: str | Path, cwd: Path, environment: dict[str, str]) -> str:
+    """Run one of the project's scripts; its output."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def write_corpus(folder: Path) -> None:
+    """Two classes of small noise, dark and light."""
+    import numpy as np
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    for split, count in (("train", 32), ("test", 8)):
+        for label, brightness in (("dark", 60), ("light", 200)):
+            (folder / split / label).mkdir(parents=True)
+            for number in range(count):
+                noise = random.integers(-30, 30, (16, 16, 3)) + brightness
+                image = Image.fromarray(noise.astype(np.uint8))
+                image.save(folder / split / label / f"{number}.png")
+
+
+def test_the_demo_model_trains_on_two_nodes(slurm, tmp_path) -> None:
+    write_corpus(tmp_path / "images")
+    script(
+        ROOT / "data_prep/make_shards.py", "--config", ROOT / "configs/data/image_folder.yaml",
+        "source.path=images", "output=shards", "source.splits={train: train, test: test}", "source.holdout_fraction=0",
+        cwd=tmp_path, environment=slurm.environment,
+    )  # fmt: skip
+    output = script(
+        ROOT / "launch/slurm.py", "--config", ROOT / "configs/demo/pretrain.yaml",
+        "name=slurm-demo", "output=runs/slurm-demo", "data.path=shards", "data.global_batch=8",
+        "tracking.uri=sqlite:///runs/mlflow.db", "tracking.log_every_steps=5",
+        "schedule.epochs=null", f"schedule.steps={STEPS}", "schedule.warmup_steps=2",
+        "launch.nodes=2", "launch.tasks_per_node=1", "launch.timeout_min=10",
+        cwd=tmp_path, environment=slurm.environment,
+    )  # fmt: skip
+    found = re.search(r"submitted job (\d+)", output)
+    assert found, output
+    job_id = found[1]
+    log = tmp_path / f"runs/slurm-demo/slurm/{job_id}/{job_id}_0_log.out"
+    assert str(log) in output
+    ended = slurm.wait(job_id, states=["COMPLETED", "FAILED"], seconds=200)
+    assert ended["JobState"] == "COMPLETED", log.read_text()
+    assert ended["NumNodes"] == "2"
+
+    run = tmp_path / "runs/slurm-demo"
+    assert "2 task(s), attempt 1" in log.read_text()
+    journal = [json.loads(line) for line in (run / "journal.jsonl").read_text().splitlines()]
+    assert "train/loss" in json.dumps(journal)
+    assert (run / "config.yaml").exists()
+    assert [path.name for path in run.glob(f"checkpoints/step-{STEPS:08d}")]
+    assert_tracked(tmp_path / "runs/mlflow.db", steps=STEPS)
+
+
+def assert_tracked(database: Path, *, steps: int) -> None:
+    """Exactly one finished MLflow run, whose loss was logged up to the last step."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{database}")
+    experiments = [each.experiment_id for each in client.search_experiments()]
+    runs = client.search_runs(experiments)
+    assert [(run.info.run_name, run.info.status) for run in runs] == [("slurm-demo", "FINISHED")]
+    history = client.get_metric_history(runs[0].info.run_id, "train/loss")
+    assert max(point.step for point in history) == steps

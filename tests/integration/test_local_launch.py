@@ -1,0 +1,139 @@
+"""Local jobs: stand-in stages as real processes through launch/local.py's parts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
+
+# What launch/local.py does after reading its configuration.
+PROGRAM = """
+import sys
+from pathlib import Path
+from launch.job import StageJob
+from launch.submission import start_locally
+from vitscale.runs.launching import LaunchSettings
+sys.path.insert(0, "{launch}")
+from local import watch
+folder = Path("jobs").absolute()
+folder.mkdir()
+job = StageJob(script=str(Path("stage.py").absolute()), config="c", max_requeues=0)
+launch = LaunchSettings(timeout_min=5, signal_delay_s=30)
+sys.exit(watch(start_locally(job, launch=launch, num_procs=2, folder=folder)))
+"""
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def start(folder: Path, stage: str) -> subprocess.Popen[str]:
+    (folder / "stage.py").write_text(textwrap.dedent(stage))
+    program = PROGRAM.format(launch=ROOT / "launch")
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def run(folder: Path, stage: str) -> tuple[int, str, str]:
+    process = start(folder, stage)
+    output, errors = process.communicate(timeout=50)
+    return process.returncode, output, errors
+
+
+def pids(folder: Path) -> list[int]:
+    """Process ids written by the stages, once both have."""
+    deadline = time.monotonic() + 20
+    while len(found := list(folder.glob("pid-*"))) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(0.1)
+    return [int(path.name.removeprefix("pid-")) for path in found]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+WAITING = """
+    import os, pathlib, signal, sys, time
+    stop = []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    pathlib.Path(f"pid-{os.getpid()}").touch()
+    while not stop:
+        time.sleep(0.05)
+    sys.exit(75)
+"""
+
+
+def test_ranks_meet_and_rank_0_is_shown(tmp_path: Path) -> None:
+    code, output, errors = run(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(())
+        dist.all_reduce(total)
+        print(f"rank {dist.get_rank()} of {total.item():.0f}")
+        dist.destroy_process_group()
+        """,
+    )
+    assert code == 0, errors
+    assert "rank 0 of 2" in output and "rank 1 of 2" not in output
+
+
+@pytest.mark.parametrize(("ends_with", "expected"), [("2", 2), ("75", 75), ("3", 1)])
+def test_the_exit_code_is_passed_on(tmp_path: Path, ends_with: str, expected: int) -> None:
+    code, _, _ = run(tmp_path, f"import sys; sys.exit({ends_with})")
+    assert code == expected
+
+
+@pytest.mark.parametrize(
+    "death", ["raise RuntimeError('out of ideas')", "os.kill(os.getpid(), signal.SIGKILL)"]
+)
+def test_one_failing_rank_ends_the_others_and_is_named(tmp_path: Path, death: str) -> None:
+    started = time.monotonic()
+    code, _, errors = run(
+        tmp_path,
+        f"""
+        import os, signal, time
+        print("rank", os.environ["RANK"], "was here")
+        if os.environ["RANK"] == "1":
+            {death}
+        time.sleep(100)
+        """,
+    )
+    assert code == 1
+    assert time.monotonic() - started < 30
+    assert "rank 1" in errors and "rank 1 was here" in errors
+    assert ("out of ideas" in errors) == ("out of ideas" in death)
+
+
+def test_sigterm_stops_with_a_checkpoint(tmp_path: Path) -> None:
+    process = start(tmp_path, WAITING)
+    tasks = pids(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 75
+    assert "the same command goes on" in output
+    assert not any(map(is_alive, tasks))
+
+
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    process = start(tmp_path, WAITING)
+    tasks = pids(tmp_path)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert not any(map(is_alive, tasks))
