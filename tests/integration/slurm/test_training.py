@@ -45,7 +45,8 @@ def test_the_demo_model_trains_on_two_nodes(slurm, tmp_path) -> None:
     write_corpus(tmp_path / "images")
     script(
         ROOT / "data_prep/make_shards.py", "--config", ROOT / "configs/data/image_folder.yaml",
-        "source.path=images", "output=shards", "source.splits={train: train, test: test}", "source.holdout_fraction=0",
+        "source.path=images", "output=shards", "source.splits={train: train, test: test}",
+        "source.holdout_fraction=0",
         cwd=tmp_path, environment=slurm.environment,
     )  # fmt: skip
     output = script(
