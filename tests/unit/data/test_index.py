@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from vitscale.data.index import (
+    FORMAT_VERSION,
+    INDEX_NAME,
+    Manifest,
+    ShardEntry,
+    SplitEntry,
+    index_schema,
+    read_manifest,
+    read_split,
+    split_fingerprint,
+    write_index,
+    write_info,
+    write_manifest,
+)
+from vitscale.errors import UserError
+
+SPLITS = {"test": (3, 1), "train": (3, 3, 1)}
+SHARD_BYTES = 4096
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A shard folder with real side files and tars of zeros (their content is not read here)."""
+    tables, entries = [], {}
+    for split, lengths in SPLITS.items():
+        names = [f"{split}-{number:06d}.tar" for number in range(len(lengths))]
+        rows = [
+            {
+                "key": f"{split}-{name[-5]}-{i}",
+                "split": split,
+                "shard": name,
+                "offset": 512 + 1024 * i,
+                "length": 100 + i,
+                "format": "jpg",
+                "label": i % 2,
+                "width": 8,
+                "height": 8,
+                "sha256": bytes(32),
+            }
+            for name, length in zip(names, lengths, strict=True)
+            for i in range(length)
+        ]
+        tables.append(pa.Table.from_pylist(rows, schema=index_schema()))
+        shards = []
+        for name, length in zip(names, lengths, strict=True):
+            (tmp_path / name).write_bytes(bytes(SHARD_BYTES))
+            shards.append(ShardEntry(name=name, samples=length, bytes=SHARD_BYTES, sha256=""))
+        entries[split] = SplitEntry(
+            num_samples=sum(lengths), num_bytes=0, fingerprint=split, shards=tuple(shards)
+        )
+    write_index(tmp_path, tables=tables)
+    write_info(tmp_path, splits=entries)
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        tool_version="",
+        fingerprint="",
+        source_fingerprint="",
+        label_map_sha256="",
+        classes=("cat", "dog"),
+        index_bytes=(tmp_path / INDEX_NAME).stat().st_size,
+        index_sha256="",
+        splits=entries,
+        config={"seed": 1},
+    )
+    write_manifest(tmp_path, manifest=manifest)
+    assert read_manifest(tmp_path) == manifest
+    return tmp_path
+
+
+def edit_manifest(folder: Path, **changes: object) -> None:
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_split_is_read_without_the_others(folder: Path) -> None:
+    index = read_split(folder, split="train")
+    assert index.num_samples == 7
+    assert index.shard_of.tolist() == [0, 0, 0, 1, 1, 1, 2]
+    assert index.offset.tolist() == [512, 1536, 2560, 512, 1536, 2560, 512]
+    assert index.length.tolist() == [100, 101, 102, 100, 101, 102, 100]
+    assert index.label.tolist() == [0, 1, 0, 0, 1, 0, 0]
+    assert index.keys[:4] == ["train-0-0", "train-0-1", "train-0-2", "train-1-0"]
+    assert (index.classes, index.fingerprint) == (("cat", "dog"), "train")
+    assert (index.shard_of.dtype, index.offset.dtype, index.label.dtype) == (
+        "int32",
+        "int64",
+        "int32",
+    )
+
+
+def test_missing_and_shortened_tars_are_all_named(folder: Path) -> None:
+    (folder / "train-000000.tar").unlink()
+    (folder / "train-000002.tar").write_bytes(b"short")
+    with pytest.raises(UserError) as caught:
+        read_split(folder, split="train")
+    text = str(caught.value)
+    assert "train-000000.tar: missing" in text
+    assert "train-000002.tar: 5 bytes, but the manifest says 4096" in text
+    assert "make the shards again" in text
+    assert read_split(folder, split="test").num_samples == 4
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"format_version": 99}, "format version 99 is unknown"),
+        ({"splits": {"train": {}}}, "cannot be read as a manifest"),
+        ({"classes": ["cat"]}, "contradicts manifest.json"),
+        ({"index_bytes": 3}, "but the manifest says 3"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(
+    folder: Path, changes: dict[str, object], message: str
+) -> None:
+    edit_manifest(folder, **changes)
+    with pytest.raises(UserError, match=message):
+        read_split(folder, split="train")
+
+
+def test_wrong_folders_and_splits_say_what_to_do(folder: Path) -> None:
+    with pytest.raises(UserError, match="(?s)no such folder.*make_shards.py"):
+        read_split(folder / "nowhere", split="train")
+    with pytest.raises(UserError, match="(?s)no split 'val'.*allowed: test, train"):
+        read_split(folder, split="val")
+    (folder / "manifest.json").unlink()
+    with pytest.raises(UserError, match="(?s)5 tar files but no manifest.json.*make_shards.py"):
+        read_split(folder, split="train")
+
+
+def test_the_fingerprint_depends_on_content_labels_order_and_division() -> None:
+    a, b = bytes(32), bytes([1]) * 32
+    variants = [
+        split_fingerprint([a, b], labels=[0, 1], shard_lengths=[2]),
+        split_fingerprint([b, a], labels=[1, 0], shard_lengths=[2]),
+        split_fingerprint([a, b], labels=[0, 0], shard_lengths=[2]),
+        split_fingerprint([a, b], labels=[0, 1], shard_lengths=[1, 1]),
+    ]
+    assert len(set(variants)) == len(variants)
+
+
+def test_the_manifest_is_read_without_torch_and_pyarrow(folder: Path) -> None:
+    code = (
+        "import sys; from vitscale.data.index import read_manifest; "
+        f"read_manifest({str(folder)!r}); print({{'torch', 'pyarrow'}} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
