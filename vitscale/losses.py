@@ -24,11 +24,14 @@ def sigmoid_loss(logits_BC: torch.Tensor, labels_B: torch.Tensor, smoothing: flo
 
     PyTorch's mean over classes would divide gradients by their number: at 21,843 classes a
     gradient clip at norm 1 would never act. Source: big_vision's `sigmoid_xent`.
+
+    Written as softplus(x) - x at the label: torch's own form subtracts numbers near 10 to get
+    4.5e-5 per class, in fp32 0.8 % off at a head bias of -10.
     """
     assert smoothing == 0.0, "refused by the configuration check"
-    target_BC = F.one_hot(labels_B, logits_BC.shape[1]).to(torch.float32)
-    each_BC = F.binary_cross_entropy_with_logits(logits_BC.float(), target_BC, reduction="none")
-    return each_BC.sum(dim=1).mean()
+    logits_BC = logits_BC.float()
+    labelled_B = logits_BC.gather(1, labels_B[:, None])[:, 0]
+    return (F.softplus(logits_BC).sum(dim=1) - labelled_B).mean()
 
 
 LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {

@@ -101,7 +101,11 @@ def deepspeed_config(
             "allgather_bucket_size": settings.reduce_bucket_elements,
         },
     }
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 and settings.zero_stage == 0:
+        # DeepSpeed has no stage 0 with fp32 accumulation beside bf16 weights. Autocast over fp32
+        # weights is that: bf16 products, fp32 master weights.
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    elif dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True, "check_grad_overflow": False}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merged(config, raw)
@@ -134,6 +138,7 @@ class Engine:
         self.ranks, self.dtype = ranks, dtype
         self._state_names = STATE_NAMES[optimizer_name]
         self._stage = int(config["zero_optimization"]["stage"])
+        self._plain_norm: torch.Tensor | None = None
         self._names = [name for name, _ in model.named_parameters()]
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=config, dist_init_required=False
@@ -151,7 +156,7 @@ class Engine:
     def logits(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """uint8 images [B, 3, S, S] on the device -> logits [B, classes]."""
         x_B3SS = torch.addcmul(self._shift_3HW, images_B3SS.float(), self._scale_3HW)
-        return self._engine(x_B3SS.to(self.dtype))
+        return self._engine(x_B3SS if self._stage == 0 else x_B3SS.to(self.dtype))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate gradients; DeepSpeed divides by the number of accumulated micro-batches."""
@@ -159,6 +164,11 @@ class Engine:
 
     def step(self) -> None:
         """Update at the end of an accumulation; does nothing in its middle."""
+        if self._is_plain() and self._engine.is_gradient_accumulation_boundary():
+            # DeepSpeed's wrappers measure the norm; without one nobody does. Gradients are already
+            # averaged over ranks here, and not yet clipped.
+            gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+            self._plain_norm = torch.nn.utils.get_total_norm(gradients)
         self._engine.step()
 
     def train(self) -> None:
@@ -173,7 +183,7 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """Global norm before clipping, of the last update."""
-        norm = self._engine.get_global_grad_norm()
+        norm = self._plain_norm if self._is_plain() else self._engine.get_global_grad_norm()
         return math.nan if norm is None else float(norm)
 
     # --- state as whole fp32 tensors -------------------------------------------------------------
@@ -183,6 +193,7 @@ class Engine:
 
         Every rank takes part in assembling each tensor; tensor i stays on rank i mod world size.
         """
+        self._link_optimizer_state()
         owned: dict[str, torch.Tensor] = {}
         for number, (name, parameter) in enumerate(self._parameters()):
             keep = number % self.ranks.world_size == self.ranks.rank
@@ -200,6 +211,7 @@ class Engine:
     def import_state(self, tensors: Mapping[str, torch.Tensor], *, optimizer_steps: int) -> None:
         """Restore what `export_state` of any layout gave; `tensors` holds all of them."""
         self._create_optimizer_state(optimizer_steps)
+        self._link_optimizer_state()
         for name, parameter in self._parameters():
             for kind in ("model", *self._state_names):
                 value = tensors[f"{kind}.{name}"].to(self.ranks.device)
@@ -268,6 +280,14 @@ class Engine:
                 device = flat.device if fused else torch.device("cpu")
                 state["step"] = torch.tensor(float(steps), dtype=torch.float32, device=device)
             optimizer.state[flat] = state
-        link = getattr(self._engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
-        if link is not None:
-            link()
+
+    def _link_optimizer_state(self) -> None:
+        """Let DeepSpeed map parameters to the optimiser's tensors anew.
+
+        It does so once, inside the first step and after the first parameter group only, when later
+        groups have no state yet (seen in 0.19.8): their moments would stay unknown.
+        """
+        wrapper = self._engine.optimizer
+        if hasattr(wrapper, "_lazy_init_hp_params_optimizer_state"):
+            wrapper._hp_optimizer_states_linked = False
+            wrapper._lazy_init_hp_params_optimizer_state()

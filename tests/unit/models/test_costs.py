@@ -23,9 +23,7 @@ def test_b16_has_the_published_number_of_parameters() -> None:
 
 
 @pytest.mark.parametrize(("preset", "millions"), [("L/16", 304.3), ("H/14", 632.0)])
-def test_larger_sizes_have_the_published_number_of_parameters(
-    preset: str, millions: float
-) -> None:
+def test_larger_sizes_have_the_published_number_of_parameters(preset: str, millions: float) -> None:
     assert num_parameters(arch_of(preset)) / 1e6 == pytest.approx(millions, abs=0.06)
 
 

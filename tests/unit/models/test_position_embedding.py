@@ -1,0 +1,66 @@
+"""Position embeddings: conventions against independent implementations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scipy.ndimage import zoom
+from timm.layers import resample_abs_pos_embed
+
+from vitscale.models.position_embedding import resize_position_embedding
+
+
+def embedding(rows: int, columns: int, *, prefix: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(0)
+    return torch.randn(prefix + rows * columns, 6, generator=random)
+
+
+@pytest.mark.parametrize("target", [(6, 6), (3, 9), (2, 3)])
+def test_google_convention_equals_scipy_zoom(target: tuple[int, int]) -> None:
+    pos_LD = embedding(4, 5, prefix=1)
+    resized = resize_position_embedding(
+        pos_LD, source_grid=(4, 5), target_grid=target, num_prefix_tokens=1, convention="google"
+    )
+    grid = pos_LD[1:].reshape(4, 5, 6).double().numpy()
+    expected = zoom(grid, (target[0] / 4, target[1] / 5, 1), order=1)
+    assert torch.allclose(resized[1:].reshape(*target, 6), torch.from_numpy(expected).float(), atol=1e-6)
+    assert torch.equal(resized[:1], pos_LD[:1])
+
+
+def test_timm_convention_equals_timm() -> None:
+    pos_LD = embedding(4, 4, prefix=1)
+    resized = resize_position_embedding(
+        pos_LD, source_grid=(4, 4), target_grid=(6, 6), num_prefix_tokens=1, convention="timm"
+    )
+    expected = resample_abs_pos_embed(pos_LD[None], new_size=[6, 6], old_size=[4, 4])[0]
+    assert torch.allclose(resized, expected, atol=1e-6)
+
+
+def test_conventions_differ() -> None:
+    pos_LD = embedding(4, 4, prefix=0)
+    google, timm, deit = (
+        resize_position_embedding(
+            pos_LD, source_grid=(4, 4), target_grid=(3, 3), num_prefix_tokens=0, convention=name
+        )
+        for name in ("google", "timm", "deit")
+    )
+    assert not torch.allclose(google, timm) and not torch.allclose(timm, deit)
+
+
+def test_equal_token_counts_on_another_grid_are_resampled() -> None:
+    pos_LD = embedding(4, 4, prefix=1)
+    resized = resize_position_embedding(
+        pos_LD, source_grid=(4, 4), target_grid=(2, 8), num_prefix_tokens=1, convention="google"
+    )
+    assert resized.shape == pos_LD.shape and not torch.allclose(resized, pos_LD)
+
+
+def test_wrong_source_grid_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not hold 1 prefix tokens and a 4 x 4 grid"):
+        resize_position_embedding(
+            embedding(4, 5, prefix=1),
+            source_grid=(4, 4),
+            target_grid=(6, 6),
+            num_prefix_tokens=1,
+            convention="google",
+        )

@@ -1,0 +1,149 @@
+"""The built model against the papers' numbers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from vitscale.errors import UserError
+from vitscale.losses import sigmoid_loss, softmax_loss
+from vitscale.models.costs import num_parameters
+from vitscale.models.settings import ModelSettings, architecture
+from vitscale.models.transfer import transfer_weights
+from vitscale.models.vit import build_vit, decayed
+
+SMALL = ModelSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)
+
+
+def small(**changes: object) -> torch.nn.Module:
+    settings = SMALL.model_copy(update=changes)
+    return build_vit(settings, architecture(settings, num_classes=5), seed=0)
+
+
+@pytest.mark.parametrize(
+    "preset, expected", [("B/16", 86_567_656), ("L/16", 304_326_632), ("H/14", 632_045_800)]
+)
+def test_parameter_counts_are_the_papers(preset: str, expected: int) -> None:
+    settings = ModelSettings(preset=preset)
+    arch = architecture(settings, num_classes=1000)
+    with torch.device("meta"):
+        # Only shapes are wanted; initialising 632 M numbers is not.
+        from timm.models.vision_transformer import VisionTransformer
+
+        model = VisionTransformer(
+            img_size=224,
+            patch_size=arch.patch_size,
+            embed_dim=arch.width,
+            depth=arch.depth,
+            num_heads=arch.num_heads,
+            mlp_ratio=arch.mlp_width / arch.width,
+        )
+    assert sum(p.numel() for p in model.parameters()) == expected
+    assert num_parameters(arch) == expected
+
+
+def test_built_b16_has_the_papers_parameter_count() -> None:
+    settings = ModelSettings(preset="B/16")
+    model = build_vit(settings, architecture(settings, num_classes=1000), seed=0)
+    assert sum(p.numel() for p in model.parameters()) == 86_567_656
+
+
+@pytest.mark.parametrize("pool", ["cls", "gap"])
+@pytest.mark.parametrize("representation_layer", [False, True])
+def test_formula_counts_what_is_built(pool: str, representation_layer: bool) -> None:
+    settings = SMALL.model_copy(update={"pool": pool, "representation_layer": representation_layer})
+    arch = architecture(settings, num_classes=5)
+    model = build_vit(settings, arch, seed=0)
+    assert sum(p.numel() for p in model.parameters()) == num_parameters(arch)
+    assert model(torch.zeros(2, 3, 16, 16)).shape == (2, 5)
+
+
+def test_initial_summed_sigmoid_loss_with_21k_classes() -> None:
+    settings = SMALL.model_copy(update={"head_bias": -10.0, "num_classes": 21_843})
+    model = build_vit(settings, architecture(settings, num_classes=21_843), seed=0)
+    with torch.no_grad():
+        loss = sigmoid_loss(model(torch.randn(4, 3, 16, 16)), torch.tensor([0, 5, 9, 21_842]), 0.0)
+    # ln(1 + e^10) for the true class, and 21,842 times ln(1 + e^-10).
+    assert loss.item() == pytest.approx(math.log1p(math.exp(10)) + 21_842 * math.log1p(math.exp(-10)))
+    assert loss.item() == pytest.approx(10.99, abs=0.01)
+
+
+def test_sigmoid_loss_sums_over_classes() -> None:
+    logits, labels = torch.randn(3, 11), torch.tensor([1, 4, 10])
+    slow = 0.0
+    for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
+        for number, value in enumerate(row):
+            slow += math.log1p(math.exp(-value if number == label else value))
+    assert sigmoid_loss(logits, labels, 0.0).item() == pytest.approx(slow / 3, rel=1e-5)
+
+
+def test_zero_head_starts_at_equal_probabilities() -> None:
+    logits = small()(torch.randn(2, 3, 16, 16))
+    assert softmax_loss(logits, torch.tensor([0, 1]), 0.0).item() == pytest.approx(math.log(5))
+
+
+def test_q_k_v_have_their_own_xavier_bounds() -> None:
+    weight = small(width=96, num_heads=4).blocks[0].attn.qkv.weight
+    bound = math.sqrt(6 / (96 + 96))
+    for part in weight.chunk(3):
+        assert 0.98 * bound < part.abs().max().item() <= bound
+
+
+def test_norms_and_gelu_are_those_of_the_paper() -> None:
+    model = small()
+    assert {m.eps for m in model.modules() if isinstance(m, torch.nn.LayerNorm)} == {1e-6}
+    assert model.blocks[0].mlp.act.approximate == "tanh"
+    assert small(gelu="erf").blocks[0].mlp.act.approximate == "none"
+
+
+def test_dropout_follows_every_dense_layer_but_qkv() -> None:
+    block = small(dropout=0.3).blocks[0]
+    assert block.attn.proj_drop.p == block.mlp.drop1.p == block.mlp.drop2.p == 0.3
+    assert small(dropout=0.3).pos_drop.p == 0.3
+    assert block.attn.attn_drop.p == 0.0
+
+
+def test_weight_decay_acts_on_kernels_only() -> None:
+    names = {name for name, p in small().named_parameters() if decayed(name, p)}
+    assert names and all(name.endswith("weight") for name in names)
+    assert not any("norm" in name or "embed" in name and "patch" not in name for name in names)
+    assert "patch_embed.proj.weight" in names and "head.weight" in names
+
+
+def test_same_seed_same_weights() -> None:
+    first, second = small().state_dict(), small().state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def transfer(target: torch.nn.Module, source: torch.nn.Module, *, grid: tuple[int, int]) -> None:
+    transfer_weights(
+        target,
+        weights=source.state_dict(),
+        source_grid=(4, 4),
+        target_grid=grid,
+        num_prefix_tokens=1,
+        convention="google",
+        where="there",
+    )
+
+
+def test_transfer_keeps_the_trunk_and_a_fresh_head() -> None:
+    source, target = small(representation_layer=True), small(image_size=24)
+    torch.nn.init.normal_(source.head[-1].weight)
+    torch.nn.init.normal_(source.norm.weight)
+    transfer(target, source, grid=(6, 6))
+    assert torch.equal(target.norm.weight, source.norm.weight)
+    assert target.pos_embed.shape == (1, 37, 24)
+    assert target.head.weight.abs().sum() == 0
+
+
+def test_checkpoint_of_another_model_is_refused_with_a_table() -> None:
+    target = small(depth=3)
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    with pytest.raises(UserError, match="checkpoint of another model") as caught:
+        transfer(target, small(mlp_width=44), grid=(4, 4))
+    assert "blocks.0.mlp.fc1.weight: model (40, 24), checkpoint (44, 24)" in str(caught.value)
+    assert "blocks.2.attn.proj.bias: model (24,), checkpoint not in" in str(caught.value)
+    assert all(torch.equal(before[name], value) for name, value in target.state_dict().items())
