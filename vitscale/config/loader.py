@@ -13,15 +13,11 @@ from pathlib import Path as FilePath
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
 
+from vitscale.config.findings import explain, where_is, without_bad_values
 from vitscale.config.section import Run
 from vitscale.config.wording import (
-    describe_field,
-    field_at,
     kind_of,
-    known_keys,
-    model_in,
     show_value,
 )
 from vitscale.config.yaml_source import (
@@ -230,45 +226,15 @@ def _validate(
     try:
         run = run_type.model_validate(values)
     except ValidationError as error:
-        found, bad_paths = _explain(error, run_type, root, file=file)
+        found, bad_paths = explain(error, run_type, root, file=file)
         errors.extend(found)
-    complete = run or _without(run_type, values, bad_paths)
+    complete = run or without_bad_values(run_type, values, bad_paths)
     if complete is not None:
         for key, what in complete.problems():
             path = tuple(key.split("."))
             if not any(path == bad[: len(path)] or bad == path[: len(bad)] for bad in bad_paths):
-                errors.append(UserError(what, where=_where(root, path, file=file)))
+                errors.append(UserError(what, where=where_is(root, path, file=file)))
     return run
-
-
-def _without(run_type: type[RunT], values: dict[str, Any], bad_paths: set[Path]) -> RunT | None:
-    """The run with its bad values replaced, to find conflicts among the good ones.
-
-    None if that is not possible; the bad values themselves are reported already.
-    """
-    for path in bad_paths:
-        group: Any = values
-        for part in path[:-1]:
-            group = group.setdefault(part, {}) if isinstance(group, dict) else None
-        if not isinstance(group, dict):
-            return None
-        group.pop(path[-1], None)
-        info = field_at(run_type, path)
-        if info is not None and info.is_required() and _group_at(run_type, path[:-1]) is not None:
-            group[path[-1]] = _placeholder(info)
-    try:
-        return run_type.model_validate(values)
-    except ValidationError:
-        return None
-
-
-def _placeholder(info: FieldInfo) -> Any:
-    """A harmless value for a required field."""
-    if (model := model_in(info.annotation)) is not None:
-        fields = model.model_fields.items()
-        return {name: _placeholder(inner) for name, inner in fields if inner.is_required()}
-    harmless: dict[Any, Any] = {int: 1, float: 1.0, str: "placeholder"}
-    return harmless.get(info.annotation)
 
 
 def _choose_type(
@@ -302,155 +268,6 @@ def _choose_type(
 def _stage_of(run_type: type[Run]) -> str:
     info = run_type.model_fields.get("stage")
     return str(info.default) if info is not None else run_type.__name__
-
-
-def _where(root: Node, path: Path, *, file: str) -> str:
-    """`file:line: key`; a key that is not written anywhere is placed at the group around it."""
-    node, _ = node_at(root, path)
-    return f"{file if node is root else node.place}: {'.'.join(path)}"
-
-
-def _explain(
-    error: ValidationError, run_type: type[Run], root: Node, *, file: str
-) -> tuple[list[UserError], set[Path]]:
-    """Pydantic's findings in our words, once per key, in the order of the file."""
-    found: dict[Path, UserError] = {}
-    bad_paths: set[Path] = set()
-    for detail in error.errors(include_url=False):
-        missing = detail["type"] in ("missing", "extra_forbidden")
-        path = _existing_path(plain_value(root), detail["loc"], keep_last=missing)
-        info = field_at(run_type, path)
-        if missing and _is_inside_value(run_type, path):
-            path = path[:-1]  # a list of the wrong length, not a missing key
-            missing = False
-        field_path = path
-        bad_paths.add(_droppable(run_type, path))
-        if path in found or node_at(root, path)[1]:
-            continue
-        where = _where(root, field_path, file=file)
-        if detail["type"] == "extra_forbidden" and missing:
-            found[path] = _unknown_key(run_type, path, where=where)
-        elif missing:
-            found[path] = UserError(
-                f"{'.'.join(path)} is missing",
-                where=where,
-                allowed=describe_field(info) if info else None,
-            )
-        else:
-            found[path] = _bad_value(detail, root, path, run_type, where=where)
-    return list(found.values()), bad_paths
-
-
-def _existing_path(values: Any, location: Sequence[int | str], *, keep_last: bool) -> Path:
-    """Pydantic's location without the parts that are not keys (names of union members)."""
-    path: list[str] = []
-    for position, part in enumerate(location):
-        if isinstance(values, dict) and part in values:
-            values = values[part]
-        elif isinstance(values, list) and isinstance(part, int) and part < len(values):
-            values = values[part]
-        elif not (keep_last and position == len(location) - 1):
-            break
-        path.append(str(part))
-    return tuple(path)
-
-
-def _group_at(run_type: type[BaseModel], path: Path) -> type[BaseModel] | None:
-    model: type[BaseModel] | None = run_type
-    for part in path:
-        if model is None or part not in model.model_fields:
-            return None
-        model = model_in(model.model_fields[part].annotation)
-    return model
-
-
-def _is_inside_value(run_type: type[BaseModel], path: Path) -> bool:
-    return _group_at(run_type, path[:-1]) is None
-
-
-def _droppable(run_type: type[BaseModel], path: Path) -> Path:
-    """The key to leave out so that the default takes the place of a bad value."""
-    while len(path) > 1 and _is_inside_value(run_type, path):
-        path = path[:-1]
-    return path
-
-
-def _unknown_key(run_type: type[BaseModel], path: Path, *, where: str) -> UserError:
-    dotted = ".".join(path)
-    group = _group_at(run_type, path[:-1])
-    assert group is not None
-    if any("." in part for part in path):
-        step = "in a file write dots as nested groups, not inside one key"
-    else:
-        best = nearest_key(path, run_type=run_type)
-        step = f"did you mean {best}?" if best else "remove it"
-    return UserError(
-        f"unknown key {dotted}",
-        where=where,
-        allowed=", ".join(group.model_fields),
-        next_step=step,
-    )
-
-
-def nearest_key(path: Path, *, run_type: type[BaseModel]) -> str | None:
-    """The known dotted key that was most likely meant."""
-    keys = list(known_keys(run_type))
-    dotted = [".".join(key) for key in keys]
-    same_name = [name for key, name in zip(keys, dotted, strict=True) if key[-1] == path[-1]]
-    if same_name:
-        return nearest(".".join(path), same_name) or same_name[0]
-    siblings = [key[-1] for key in keys if key[:-1] == path[:-1]]
-    if (sibling := nearest(path[-1], siblings)) is not None:
-        return ".".join((*path[:-1], sibling))
-    if (name := nearest(".".join(path), dotted)) is not None:
-        return name
-    last = nearest(path[-1], [key[-1] for key in keys])
-    return next((name for name in dotted if name.split(".")[-1] == last), None)
-
-
-LIMIT_ERRORS = frozenset(
-    {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "literal_error"}
-)
-
-
-def _bad_value(
-    detail: Any, root: Node, path: Path, run_type: type[BaseModel], *, where: str
-) -> UserError:
-    node, _ = node_at(root, path)
-    value = plain_value(node)
-    info = field_at(run_type, path)
-    if detail["type"] in LIMIT_ERRORS:
-        what = f"{show_value(value)} is not allowed"
-    elif isinstance(value, list):
-        what = f"{show_value(value)} is a list of {len(value)}"
-    else:
-        what = f"{show_value(value)} was read as {kind_of(value)}"
-    return UserError(
-        what,
-        where=where,
-        allowed=describe_field(info) if info else str(detail["msg"]),
-        next_step=_hint(value, detail["type"]),
-    )
-
-
-def _hint(value: Any, kind: str) -> str | None:
-    if kind.startswith("bool") and str(value).lower() in ("on", "yes", "1"):
-        return "write true"
-    if kind.startswith("bool") and str(value).lower() in ("off", "no", "0"):
-        return "write false"
-    if kind.startswith("int") and isinstance(value, float) and value.is_integer():
-        return f"write {int(value)}"
-    if isinstance(value, str) and kind.startswith(("int", "float")):
-        bare = value.replace("_", "")
-        try:
-            number = resolve_scalar(bare)
-        except ValueError:
-            return None
-        if isinstance(number, int | float):
-            return f"write {bare}" if bare != value else f"write {bare} without quotes"
-    if kind.startswith("string") and value is not None and not isinstance(value, list | dict):
-        return f'put it in quotes: "{show_value(value)}"'
-    return None
 
 
 # ---- writing ----------------------------------------------------------------------------------
