@@ -6,7 +6,6 @@ Leaves out: the loop itself, which stays visible in pretrain/main.py and finetun
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -182,7 +181,7 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
         )
         for line in [*complaints, *_opening_lines(run, plan, arch, engine, start_step)]:
             progress.message(line)
-        tracker = stack.enter_context(_open_tracker(run, plan, ranks, start_step))
+        tracker = stack.enter_context(_open_tracker(run, ranks, progress, start_step))
         stop = stack.enter_context(StopRequest())
         loader = training_batches(
             index,
@@ -329,19 +328,18 @@ def _opening_lines(
     )
 
 
-def _open_tracker(run: TrainingRun, plan: TrainingPlan, ranks: Ranks, start_step: int) -> Tracker:
+def _open_tracker(
+    run: TrainingRun, ranks: Ranks, progress: ProgressLine, start_step: int
+) -> Tracker:
     return Tracker.open(
         folder=run.folder,
         settings=run.tracking,
         run_name=run.name,
         stage=run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
         params=run.model_dump(mode="json"),
-        tags={
-            "vitscale.model": run.model.preset or "custom",
-            "vitscale.world_size": str(plan.world_size),
-            "vitscale.job_id": os.environ.get("SLURM_JOB_ID", "none"),
-        },
+        tags={"vitscale.model": run.model.preset or "custom"},
         config_yaml=run_to_yaml(run),
         resume_step=start_step,
         is_writer=ranks.is_first,
+        say=progress.message,
     )

@@ -135,6 +135,9 @@ class Engine:
         std: tuple[float, float, float],
     ) -> None:
         deepspeed_logger.setLevel(logging.WARNING)
+        # DeepSpeed's CPU collectives through shared memory are compiled at first use, spin on the
+        # cores that train, and meet leftovers of a killed run under the same name. gloo does not.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.ranks, self.dtype = ranks, dtype
         self._state_names = STATE_NAMES[optimizer_name]
         self._stage = int(config["zero_optimization"]["stage"])
