@@ -50,6 +50,7 @@ def initial_model(run: FinetuneRun, arch: Architecture) -> nn.Module:
 
 def train(run: FinetuneRun) -> None:
     # Imported late: torch and deepspeed take seconds, and a wrong configuration fails before them.
+    from finetune.pictures import predictions_sheet
     from vitscale.losses import LOSSES
     from vitscale.training import open_training, seed_step
 
@@ -81,6 +82,16 @@ def train(run: FinetuneRun) -> None:
                 stopping = t.stop.agreed() and not t.is_last(done)
             if t.evaluation_due(done):
                 t.log_evaluation(done)
+                if t.is_last(done):
+                    t.tracker.artifact(
+                        predictions_sheet(
+                            t.engine,
+                            t.val_index,
+                            settings=run.data,
+                            image_size=t.arch.image_size,
+                            folder=t.folder,
+                        )
+                    )
             # Saved last: a checkpoint says that everything up to its step was logged.
             if t.checkpoint_due(done) or stopping:
                 t.save(done)

@@ -1,0 +1,65 @@
+"""Pictures of what a fine-tuned model does.
+
+Owns: a sheet of test images with predicted and true class, saved as PNG in the run folder.
+Leaves out: reports (launch/compare.py shows every picture of a run).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from vitscale.data.index import SplitIndex
+from vitscale.data.loader import EvaluationSamples
+from vitscale.data.settings import DataSettings
+from vitscale.engine.engine import Engine
+
+SHEET_ROWS, SHEET_COLUMNS = 4, 8
+MAX_NAME = 14
+
+
+@torch.no_grad()
+def predictions_sheet(
+    engine: Engine, index: SplitIndex, *, settings: DataSettings, image_size: int, folder: Path
+) -> Path:
+    """Predict samples spread over the split and draw them. Collective; rank 0 writes.
+
+    Returns the file's path. Wrong predictions stand in red with the true class.
+    """
+    count = min(SHEET_ROWS * SHEET_COLUMNS, index.num_samples)
+    chosen = torch.linspace(0, index.num_samples - 1, count).long().tolist()
+    samples = EvaluationSamples(index, settings=settings, image_size=image_size)
+    images = torch.stack([samples[sample][0] for sample in chosen])
+    engine.eval()
+    predicted = engine.logits(images.to(engine.ranks.device)).argmax(dim=1).tolist()
+    engine.train()
+    path = folder / "pictures" / "test_predictions.png"
+    if engine.ranks.is_first:
+        labels = [int(index.label[sample]) for sample in chosen]
+        _draw(images, predicted, labels, classes=index.classes, path=path)
+    return path
+
+
+def _draw(
+    images_B3SS: torch.Tensor,
+    predicted: list[int],
+    labels: list[int],
+    *,
+    classes: tuple[str, ...],
+    path: Path,
+) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(SHEET_COLUMNS * 1.2, SHEET_ROWS * 1.5), layout="constrained")
+    for number, image in enumerate(images_B3SS):
+        axes = figure.add_subplot(SHEET_ROWS, SHEET_COLUMNS, number + 1)
+        axes.imshow(image.permute(1, 2, 0).numpy())
+        axes.set_axis_off()
+        guess, truth = classes[predicted[number]][:MAX_NAME], classes[labels[number]][:MAX_NAME]
+        right = predicted[number] == labels[number]
+        title = guess if right else f"{guess} (is {truth})"
+        # Class names come from folder names: never let matplotlib read them as mathematics.
+        axes.set_title(title, fontsize=9, color="black" if right else "#c0392b", parse_math=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)

@@ -1,0 +1,180 @@
+"""The whole chain on a small corpus: shard, pre-train, fine-tune, compare.
+
+    python launch/demo.py                     handwritten digits that come with scikit-learn
+    python launch/demo.py --data FOLDER       any folder with one sub-folder of images per class
+
+Every step is one of the project's own commands, printed before it runs. Repeating the demo
+continues where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+try:
+    from vitscale.errors import UserError, run_script
+except ModuleNotFoundError as error:
+    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    raise SystemExit(2) from None
+
+ROOT = Path(__file__).resolve().parents[1]
+MAX_PROCESSES = 2
+# The deepspeed launcher's own lines, which say nothing about the run.
+LAUNCHER_LINE = re.compile(r"^(\[rank\d\]:)?(\[\d{4}-|W\d{4}).*(INFO|WARNING|No CUDA runtime)")
+FOLDER_STEPS = 600
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corpus:
+    """Where the demo's files go, and what differs between its corpora."""
+
+    name: str
+    data: Path | None
+
+    @property
+    def shards(self) -> str:
+        return f"runs/{self.name}/shards"
+
+    @property
+    def report(self) -> str:
+        return f"runs/{self.name}/report.html"
+
+    def run(self, part: str) -> str:
+        return f"{self.name}-{part}"
+
+
+def corpus_of(data: str | None) -> Corpus:
+    if data is None:
+        return Corpus(name="demo", data=None)
+    folder = Path(data).resolve()
+    if not folder.is_dir():
+        raise UserError(
+            "no such folder",
+            where=f"DATA={data}",
+            allowed="a folder with one sub-folder of JPEG, PNG or WebP images per class",
+        )
+    slug = re.sub(r"[^A-Za-z0-9_-]+", "-", folder.name).strip("-") or "folder"
+    return Corpus(name=f"demo-{slug}"[:60], data=folder)
+
+
+def num_processes() -> int:
+    """One per GPU where there are some, else two, which share the CPU cores."""
+    gpus = Path("/proc/driver/nvidia/gpus")
+    return min(MAX_PROCESSES, len(list(gpus.iterdir()))) if gpus.is_dir() else MAX_PROCESSES
+
+
+def data_commands(corpus: Corpus) -> list[list[str]]:
+    make_shards = [sys.executable, "data_prep/make_shards.py", "--config"]
+    if corpus.data is None:
+        return [
+            [sys.executable, "data_prep/make_digits.py", "runs/demo/images"],
+            [*make_shards, "configs/data/digits.yaml"],
+        ]
+    return [
+        [
+            *make_shards,
+            "configs/data/image_folder.yaml",
+            f"source.path={corpus.data}",
+            f"output={corpus.shards}",
+            "source.holdout_fraction=0.2",
+            "shards.min_shards=4",
+        ]
+    ]
+
+
+def training_command(corpus: Corpus, script: str, config: str, part: str, *more: str) -> list[str]:
+    launcher = str(Path(sys.executable).with_name("deepspeed"))
+    overrides = [f"name={corpus.run(part)}", f"data.path={corpus.shards}", *more]
+    processes = f"--num_gpus={num_processes()}"
+    return [launcher, processes, script, "--config", config, *overrides]
+
+
+def training_commands(corpus: Corpus) -> list[list[str]]:
+    pretrain, finetune = "configs/demo/pretrain.yaml", "configs/finetune/demo.yaml"
+    # A folder of unknown size: a fixed number of steps keeps the demo's time known.
+    length = [] if corpus.data is None else ["schedule.epochs=null", f"schedule.steps={FOLDER_STEPS}"]
+    init = f"init=runs/{corpus.run('pretrain')}"
+    return [
+        training_command(corpus, "pretrain/main.py", pretrain, "pretrain", *length),
+        training_command(corpus, "finetune/main.py", finetune, "finetune", init),
+        training_command(corpus, "finetune/main.py", finetune, "scratch"),
+    ]
+
+
+def run_command(title: str, command: list[str]) -> None:
+    """Run one step, showing its output as it comes."""
+    shown = [Path(command[0]).name, *command[1:]]
+    print(f"\n=== {title}\n$ {shlex.join(shown)}", flush=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None
+    with process:
+        for line in process.stdout:
+            if not LAUNCHER_LINE.match(line):
+                print(line, end="", flush=True)
+    if process.returncode:
+        raise UserError(
+            f"{title} ended with exit code {process.returncode}",
+            where=shlex.join(shown),
+            next_step="read its message above; `make demo` again goes on from here",
+        )
+
+
+def last_value(run: str, metric: str) -> float:
+    """The newest value of a metric in a run's journal."""
+    rows = (ROOT / "runs" / run / "journal.jsonl").read_text().splitlines()
+    return [row[metric] for row in map(json.loads, rows) if metric in row][-1]
+
+
+def print_summary(corpus: Corpus, *, seconds: float) -> None:
+    parts = {
+        "pretrain": "pre-trained at 16 px",
+        "finetune": "fine-tuned from it at 24 px",
+        "scratch": "the same fine-tuning from random weights",
+    }
+    print(f"\n=== Done in {seconds / 60:.1f} minutes\n\nAccuracy (top-1 on the test images):")
+    for part, text in parts.items():
+        accuracy = last_value(corpus.run(part), "val/top1")
+        print(f"  {accuracy:7.2%}  {text:42} runs/{corpus.run(part)}")
+    print(
+        f"""
+Made:
+  {corpus.shards}/    WebDataset tars, index.parquet, ledger.parquet (one row per input file)
+  runs/{corpus.run("pretrain")}/    config.yaml, journal.jsonl, logs/, checkpoints/
+  {corpus.report}    the runs compared, with curves and pictures; open it in a browser
+  runs/mlflow.db    the same runs in MLflow
+
+Try next:
+  .venv/bin/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
+  .venv/bin/python launch/slurm.py --config configs/vit_h14.yaml --dry-run
+  .venv/bin/deepspeed --num_gpus 2 pretrain/main.py name=demo-wider model.width=256 model.num_heads=4
+  make demo DATA=/path/to/folder    # your own images, one sub-folder per class"""
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run the whole chain on a small corpus.")
+    parser.add_argument("--data", help="folder with one sub-folder of images per class")
+    corpus = corpus_of(parser.parse_args().data)
+    start = time.monotonic()
+    titles = ["images", "shards"] if corpus.data is None else ["shards"]
+    titles += ["pre-train", "fine-tune at a higher resolution", "the same from scratch", "compare"]
+    runs = [f"runs/{corpus.run(part)}" for part in ("pretrain", "finetune", "scratch")]
+    compare = [sys.executable, "launch/compare.py", *runs, "--output", corpus.report]
+    commands = [*data_commands(corpus), *training_commands(corpus), compare]
+    for number, (title, command) in enumerate(zip(titles, commands, strict=True), start=1):
+        run_command(f"{number}/{len(commands)} {title}", command)
+    print_summary(corpus, seconds=time.monotonic() - start)
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,246 @@
+"""pretrain/main.py and finetune/main.py as people start them, on two real processes.
+
+One start costs some ten seconds, so every run here serves several tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.rank_processes import ROOT, free_port, run_ranks, start_ranks
+from vitscale.checkpoint.store import Checkpoint, newest_checkpoint
+
+pytestmark = pytest.mark.distributed
+
+PRETRAIN, FINETUNE = ROOT / "pretrain/main.py", ROOT / "finetune/main.py"
+STEPS = 60
+# Workers, drop path, dropout and accumulation on; checkpoints and log lines out of step.
+SETTINGS = [
+    f"schedule.steps={STEPS}",
+    "schedule.epochs=null",
+    "schedule.warmup_steps=5",
+    "data.global_batch=32",
+    "engine.max_micro_batch=8",
+    "engine.num_threads=1",
+    "model.width=48",
+    "model.depth=2",
+    "model.mlp_width=96",
+    "model.dropout=0.1",
+    "model.drop_path=0.1",
+    "checkpoint.every_steps=7",
+    "tracking.log_every_steps=5",
+    "tracking.eval_every_steps=25",
+    "tracking.uri=null",
+]
+TIMES = ("time", "perf/images_per_s", "perf/data_wait", "perf/mfu")
+
+
+def command(shards: Path, folder: Path, *more: str) -> list[str | Path]:
+    config = ROOT / "configs/demo/pretrain.yaml"
+    places = [f"data.path={shards}", f"output={folder}"]
+    return [PRETRAIN, "--config", config, *SETTINGS, *places, *more]
+
+
+def journal(folder: Path) -> list[dict[str, Any]]:
+    """Journal rows without clocks; a torn last line of a killed run is left out."""
+    path = folder / "journal.jsonl"
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        rows.append({key: value for key, value in row.items() if key not in TIMES})
+    return rows
+
+
+def last_checkpoint(folder: Path) -> Checkpoint:
+    checkpoint, complaints = newest_checkpoint(folder / "checkpoints")
+    assert checkpoint is not None and complaints == []
+    return checkpoint
+
+
+@dataclass(frozen=True)
+class Finished:
+    folder: Path
+    output: str
+    shards: Path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    finished = run_ranks(command(digits_shards, folder), num_ranks=2, cwd=folder.parent)
+    assert [code for code, _ in finished] == [0, 0], finished[0][1]
+    return Finished(folder, finished[0][1], digits_shards)
+
+
+def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        rows = journal(folder)
+        if rows and rows[-1]["step"] >= step:
+            return
+        assert all(process.poll() is None for process in processes), "ended too early"
+        time.sleep(0.02)
+    raise AssertionError(f"step {step} not reached")
+
+
+def stop_ranks(processes: list[subprocess.Popen[str]], *, number: int, ranks: list[int]) -> list[int]:
+    for rank in ranks:
+        processes[rank].send_signal(number)
+    return [process.wait(timeout=60) for process in processes]
+
+
+def test_killed_and_repeated_equals_undisturbed(undisturbed: Finished, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    again = command(undisturbed.shards, folder)
+    # Killed between two checkpoints, with rank 1's death left for rank 0 to notice.
+    processes = start_ranks(again, num_ranks=2, cwd=tmp_path)
+    wait_for_step(folder, 20, processes)
+    stop_ranks(processes, number=signal.SIGKILL, ranks=[0, 1])
+    killed_at = last_checkpoint(folder).step
+    assert 0 < killed_at < STEPS
+    # Stopped by a signal to one rank only: all agree, save, and say that it can go on.
+    processes = start_ranks(again, num_ranks=2, cwd=tmp_path)
+    wait_for_step(folder, 35, processes)
+    assert stop_ranks(processes, number=signal.SIGTERM, ranks=[1]) == [75, 75]
+    assert killed_at < last_checkpoint(folder).step < STEPS
+    finished = run_ranks(again, num_ranks=2, cwd=tmp_path)
+    assert [code for code, _ in finished] == [0, 0], finished[0][1]
+    assert "resuming" in finished[0][1]
+    assert journal(folder) == journal(undisturbed.folder)
+    ours, theirs = last_checkpoint(folder), last_checkpoint(undisturbed.folder)
+    assert ours.step == theirs.step == STEPS and ours.progress == theirs.progress
+    ours_tensors, theirs_tensors = ours.tensors(), theirs.tensors()
+    assert ours_tensors.keys() == theirs_tensors.keys()
+    assert all(torch.equal(ours_tensors[name], theirs_tensors[name]) for name in theirs_tensors)
+
+
+def test_run_folder_holds_what_the_documentation_says(undisturbed: Finished) -> None:
+    folder = undisturbed.folder
+    steps = {row["step"] for row in journal(folder) if "train/loss" in row}
+    assert steps == set(range(5, STEPS + 1, 5))
+    evaluated = [row for row in journal(folder) if "val/top1" in row]
+    assert [row["step"] for row in evaluated] == [25, 50, STEPS]
+    assert evaluated[-1]["val/top1"] > 0.2  # chance is 0.1
+    assert f"step {STEPS}/{STEPS} loss" in (folder / "logs/rank0.log").read_text()
+    assert "width: 48" in (folder / "config.yaml").read_text()
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == ["step-00000056", "step-00000060"]
+
+
+def test_finished_run_repeated_changes_nothing(undisturbed: Finished) -> None:
+    before = (undisturbed.folder / "journal.jsonl").read_bytes()
+    again = command(undisturbed.shards, undisturbed.folder)
+    finished = run_ranks(again, num_ranks=2, cwd=undisturbed.folder.parent)
+    assert [code for code, _ in finished] == [0, 0], finished[0][1]
+    assert (undisturbed.folder / "journal.jsonl").read_bytes() == before
+
+
+def test_checkpoint_resumes_on_another_number_of_ranks(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    """Without dropout, which is drawn per rank, one rank goes on where two stopped."""
+    still = ["model.dropout=0", "model.drop_path=0", "tracking.eval_every_steps=null"]
+    losses = {}
+    for name, split in (("two", None), ("moved", 28)):
+        folder = tmp_path / name
+        run = command(undisturbed.shards, folder, *still)
+        if split is not None:
+            processes = start_ranks(run, num_ranks=2, cwd=tmp_path)
+            wait_for_step(folder, split + 2, processes)
+            stop_ranks(processes, number=signal.SIGKILL, ranks=[0, 1])
+        ranks = 2 if split is None else 1
+        stage = "engine.zero_stage=1" if split is None else "engine.zero_stage=0"
+        finished = run_ranks([*run, stage], num_ranks=ranks, cwd=tmp_path)
+        assert finished[0][0] == 0, finished[0][1]
+        losses[name] = [row["train/loss"] for row in journal(folder) if "train/loss" in row]
+    assert len(losses["two"]) == STEPS // 5
+    assert losses["moved"] == pytest.approx(losses["two"], rel=1e-4)
+
+
+def test_finetuning_at_a_higher_resolution_through_the_launcher(
+    undisturbed: Finished, tmp_path: Path
+) -> None:
+    launcher = Path(sys.executable).with_name("deepspeed")
+    folder = tmp_path / "finetune"
+    overrides = [
+        f"data.path={undisturbed.shards}",
+        f"output={folder}",
+        f"init={undisturbed.folder}",
+        "schedule.steps=10",
+        "schedule.warmup_steps=2",
+        "model.width=48",
+        "model.depth=2",
+        "model.mlp_width=96",
+        "tracking.uri=null",
+        "engine.zero_stage=3",
+    ]
+    finished = subprocess.run(
+        [
+            launcher,
+            "--num_gpus=2",
+            f"--master_port={free_port()}",
+            FINETUNE,
+            "--config",
+            ROOT / "configs/finetune/demo.yaml",
+            *overrides,
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "on 360 images of 'test'" in finished.stdout
+    weights = last_checkpoint(folder).tensors(prefix="model.")
+    assert weights["pos_embed"].shape == (1, 1 + 6 * 6, 48)
+    assert (folder / "pictures/test_predictions.png").stat().st_size > 1000
+
+
+BAD_INPUT = {
+    "another model": (["model.width=96"], "belongs to another run"),
+    "shards missing": (["data.path=nowhere", "output=runs/x"], "no such folder"),
+    "class count": (["model.num_classes=7", "output=runs/y"], "label map"),
+    "unknown key": (["optim.lerning_rate=1"], "did you mean"),
+    "resume never": (["checkpoint.resume=never"], "holds a checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", sorted(BAD_INPUT))
+def test_bad_input_ends_with_one_clear_message(
+    undisturbed: Finished, tmp_path: Path, case: str
+) -> None:
+    overrides, message = BAD_INPUT[case]
+    run = command(undisturbed.shards, undisturbed.folder, *overrides)
+    finished = subprocess.run(
+        [sys.executable, *map(str, run)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert finished.returncode == 2, finished.stdout + finished.stderr
+    assert message in finished.stderr and "Traceback" not in finished.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_second_job_in_the_same_folder_is_refused(undisturbed: Finished, tmp_path: Path) -> None:
+    import fcntl
+
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with open(folder / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        (code, output), *_ = run_ranks(
+            command(undisturbed.shards, folder), num_ranks=1, cwd=tmp_path, env=dict(os.environ)
+        )
+    assert code == 2 and "another job is training in this run folder" in output
