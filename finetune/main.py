@@ -82,7 +82,7 @@ def train(run: FinetuneRun) -> None:
                 stopping = t.stop.agreed() and not t.is_last(done)
             if t.evaluation_due(done):
                 t.log_evaluation(done)
-                if t.is_last(done):
+                if t.is_last(done) and t.val_index is not None:
                     t.tracker.artifact(
                         predictions_sheet(
                             t.engine,

@@ -100,7 +100,9 @@ def training_command(corpus: Corpus, script: str, config: str, part: str, *more:
 def training_commands(corpus: Corpus) -> list[list[str]]:
     pretrain, finetune = "configs/demo/pretrain.yaml", "configs/finetune/demo.yaml"
     # A folder of unknown size: a fixed number of steps keeps the demo's time known.
-    length = [] if corpus.data is None else ["schedule.epochs=null", f"schedule.steps={FOLDER_STEPS}"]
+    length = (
+        [] if corpus.data is None else ["schedule.epochs=null", f"schedule.steps={FOLDER_STEPS}"]
+    )
     init = f"init=runs/{corpus.run('pretrain')}"
     return [
         training_command(corpus, "pretrain/main.py", pretrain, "pretrain", *length),
@@ -156,7 +158,7 @@ Made:
 Try next:
   .venv/bin/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
   .venv/bin/python launch/slurm.py --config configs/vit_h14.yaml --dry-run
-  .venv/bin/deepspeed --num_gpus 2 pretrain/main.py name=demo-wider model.width=256 model.num_heads=4
+  .venv/bin/deepspeed --num_gpus 2 pretrain/main.py name=demo-deeper model.depth=6
   make demo DATA=/path/to/folder    # your own images, one sub-folder per class"""
     )
 

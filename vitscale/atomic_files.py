@@ -32,7 +32,7 @@ def fsync_folder(folder: Path) -> None:
 
 @contextmanager
 def atomic_file(path: Path | str) -> Iterator[BinaryIO]:
-    """Open a temporary neighbour of `path` for writing bytes; commit it when the block ends well."""
+    """Open a temporary neighbour of `path` for bytes; commit it when the block ends well."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:

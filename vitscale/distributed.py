@@ -40,7 +40,7 @@ class Ranks:
 
 
 def _complete_environment() -> None:
-    """Fill in what the launcher left open: LOCAL_WORLD_SIZE, and everything for a plain `python`."""
+    """Fill in what the launcher left open; everything for a plain `python`."""
     env = os.environ
     if "RANK" not in env:
         with socket.socket() as probe:

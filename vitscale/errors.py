@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
 EXIT_BAD_INPUT = 2
-# "Temporary failure, try again" (sysexits.h): a signal stopped the run after a committed checkpoint.
+# "Temporary failure, try again" (sysexits.h): stopped by a signal after committing a checkpoint.
 EXIT_STOPPED_RESUMABLE = 75
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 
 def softmax_loss(logits_BC: torch.Tensor, labels_B: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Mean cross-entropy with optional label smoothing (Szegedy et al. 2016, sec. 7). Scalar, fp32."""
+    """Mean cross-entropy, label smoothing as in Szegedy et al. 2016, sec. 7. Scalar, fp32."""
     return F.cross_entropy(logits_BC.float(), labels_B, label_smoothing=smoothing)
 
 

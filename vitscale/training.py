@@ -28,7 +28,7 @@ from vitscale.errors import UserError
 from vitscale.evaluation import evaluate
 from vitscale.models.costs import num_parameters, train_flops_per_image
 from vitscale.models.settings import Architecture, architecture
-from vitscale.models.vit import decayed
+from vitscale.models.vit import checkpoint_activations, decayed
 from vitscale.optim.optimizer import build_optimizer, parameter_groups
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.speed import IntervalMeter, peak_flops
@@ -98,10 +98,10 @@ class Training:
         self.progress.update(step, loss=loss, lr=lr, images_per_s=speed, data_wait=wait)
         if loss != loss or abs(loss) == float("inf"):
             raise UserError(
-                f"the loss is {loss} within the {self.run.tracking.log_every_steps} steps up to {step}",
+                f"the loss is {loss} in the log interval that ends at step {step}",
                 where=str(self.folder),
-                next_step="lower optim.lr, lengthen schedule.warmup_steps or set optim.clip_norm=1; "
-                "the checkpoint before these steps is kept",
+                next_step="lower optim.lr, lengthen schedule.warmup_steps or set "
+                "optim.clip_norm=1; the checkpoint before these steps is kept",
             )
 
     def log_evaluation(self, step: int) -> None:
@@ -272,12 +272,10 @@ def _check_resumable(
         raise UserError(what, where=where, next_step=f"raise schedule.steps, or {another}")
 
 
-def _build_engine(
-    run: TrainingRun, plan: TrainingPlan, ranks: Ranks, model: nn.Module
-) -> Engine:
+def _build_engine(run: TrainingRun, plan: TrainingPlan, ranks: Ranks, model: nn.Module) -> Engine:
     dtype = resolve_precision(run.engine, ranks.device)
     if run.engine.activation_checkpointing:
-        model.set_grad_checkpointing(True)
+        checkpoint_activations(model)
     model.to(ranks.device)
     groups = parameter_groups(
         model.named_parameters(), weight_decay=run.optim.weight_decay, decayed=decayed
@@ -324,7 +322,8 @@ def _opening_lines(
     yield (
         f"{run.name}: {num_parameters(arch) / 1e6:.1f} M parameters at {arch.image_size} px, "
         f"{plan.num_samples} images, {arch.num_classes} classes; {plan.equation}; "
-        f"{plan.total_steps} steps; {engine.ranks.device.type}, {dtype}, ZeRO {run.engine.zero_stage}"
+        f"{plan.total_steps} steps; {engine.ranks.device.type}, {dtype}, "
+        f"ZeRO {run.engine.zero_stage}"
     )
 
 

@@ -97,7 +97,9 @@ def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen[str]
     raise AssertionError(f"step {step} not reached")
 
 
-def stop_ranks(processes: list[subprocess.Popen[str]], *, number: int, ranks: list[int]) -> list[int]:
+def stop_ranks(
+    processes: list[subprocess.Popen[str]], *, number: int, ranks: list[int]
+) -> list[int]:
     for rank in ranks:
         processes[rank].send_signal(number)
     return [process.wait(timeout=60) for process in processes]

@@ -69,7 +69,10 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         files = manifest["files"]
         for name, expected in files.items():
             file = folder / Path(name).name
-            if file.stat().st_size != expected["bytes"] or sha256_of_file(file) != expected["sha256"]:
+            if (
+                file.stat().st_size != expected["bytes"]
+                or sha256_of_file(file) != expected["sha256"]
+            ):
                 raise UserError("does not match its hash", where=str(file), next_step=remedy)
         return Checkpoint(
             folder=folder,
@@ -98,7 +101,7 @@ def step_folders(folder: Path) -> list[Path]:
 
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint, and a sentence for each newer one that is damaged."""
-    complaints = []
+    complaints: list[str] = []
     for path in step_folders(folder):
         try:
             return read_checkpoint(path), complaints
@@ -203,7 +206,7 @@ def run_folder_lock(folder: Path, *, ranks: Ranks) -> Iterator[None]:
 
 
 def resolve_weights(path: str) -> Checkpoint:
-    """The checkpoint that `init=` means: a run folder (its newest valid one) or a checkpoint folder.
+    """The checkpoint that `init=` means: one folder, or the newest valid one of a run folder.
 
     Raises UserError when there is none.
     """
@@ -220,4 +223,3 @@ def resolve_weights(path: str) -> Checkpoint:
         allowed="a run folder (runs/NAME) or a checkpoint folder (runs/NAME/checkpoints/step-N)",
         next_step="run pre-training first, or correct the path",
     )
-

@@ -1,7 +1,7 @@
 """The base type of every configuration section.
 
 Owns: what all sections share (frozen, strict, unknown keys refused).
-Leaves out: reading files and reporting (`loader`), and the sections themselves (beside their parts).
+Leaves out: reading files and reporting (`loader`), and the sections (beside their parts).
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def _batches(
     pin_memory: bool,
 ) -> DataLoader[Batch]:
     return DataLoader(
-        dataset,
+        dataset,  # type: ignore[arg-type]  # stubs do not know that collate_fn changes the type
         batch_sampler=positions,
         num_workers=num_workers,
         collate_fn=_collate,

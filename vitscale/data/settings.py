@@ -19,9 +19,9 @@ class DataSettings(Section):
     val_split: str | None = "test"
     """Split evaluated during and after training; null: none."""
     global_batch: int = Field(gt=0)
-    """Images per optimiser step over all ranks. Micro-batch and accumulation are derived from it."""
+    """Images per optimiser step over all ranks; micro-batch and accumulation follow from it."""
     planned_num_samples: int | None = Field(default=None, gt=0)
-    """Training samples assumed by `--dry-run` while `path` does not exist. The index decides later."""
+    """Training samples assumed by `--dry-run` while `path` is missing; the index decides later."""
     num_workers: int = Field(default=2, ge=0)
     """Loader processes per rank. Any number gives the same batches."""
     crop_area: tuple[float, float] = Field(default=(0.05, 1.0), strict=False)
@@ -37,4 +37,4 @@ class DataSettings(Section):
     """center_crop only: image size divided by the resized short side; 224/256 = 0.875."""
     mean: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
     std: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
-    """0.5 / 0.5 maps pixels to [-1, 1], as in the ViT paper's code; DeiT uses ImageNet statistics."""
+    """0.5 / 0.5 maps pixels to [-1, 1], as the ViT paper's code does; DeiT uses ImageNet's."""

@@ -36,10 +36,10 @@ from vitscale.errors import UserError, nearest
 from vitscale.optim.optimizer import STATE_NAMES
 
 KNOWN_RAW_KEYS = (
-    "bf16 communication_data_type data_types flops_profiler fp16 gradient_clipping memory_breakdown "
-    "prescale_gradients seq_parallel_communication_data_type sparse_gradients torch_autocast "
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps wall_clock_breakdown "
-    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization dump_state "
+    "bf16 communication_data_type data_types flops_profiler fp16 gradient_clipping "
+    "memory_breakdown prescale_gradients seq_parallel_communication_data_type sparse_gradients torch_autocast "
+    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
+    "wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization dump_state "
     "steps_per_print comms_logger compile"
 ).split()
 OWNED_RAW_KEYS = (
@@ -208,7 +208,9 @@ class Engine:
 
     def optimizer_steps(self) -> int:
         """Updates the optimiser has counted for its bias correction."""
-        steps = [int(state["step"]) for state in self.base_optimizer.state.values() if "step" in state]
+        steps = [
+            int(state["step"]) for state in self.base_optimizer.state.values() if "step" in state
+        ]
         return max(steps, default=0)
 
     def import_state(self, tensors: Mapping[str, torch.Tensor], *, optimizer_steps: int) -> None:

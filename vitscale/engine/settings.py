@@ -27,4 +27,4 @@ class EngineSettings(Section):
     timeout_min: float = Field(default=10.0, gt=0)
     """A collective that takes longer ends the run with an error."""
     num_threads: int | None = Field(default=None, gt=0)
-    """CPU threads per rank; null: the cores this rank may use, shared between the ranks of the node."""
+    """CPU threads per rank; null: the usable cores divided by the ranks of the node."""

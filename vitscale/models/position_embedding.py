@@ -27,7 +27,7 @@ def _deit(x_1DRC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
 
 
 # google: scipy.ndimage.zoom(order=1) of vision_transformer and big_vision = align-corners bilinear.
-# timm: bicubic with antialiasing, half-pixel centres. deit: the same without antialiasing (MAE, DeiT).
+# timm: bicubic with antialiasing, half-pixel centres. deit (and MAE): without antialiasing.
 CONVENTIONS: dict[str, Callable[[torch.Tensor, tuple[int, int]], torch.Tensor]] = {
     "google": _google,
     "timm": _timm,

@@ -42,11 +42,11 @@ class ModelSettings(Section):
     pool: Literal["cls", "gap"] = "cls"
     """What the head sees: the class token, or the mean of the patch tokens."""
     representation_layer: bool = False
-    """A tanh layer of the model's width before the head; dropped on transfer. Dosovitskiy, sec. 3.1."""
+    """A tanh layer before the head; dropped on transfer. Dosovitskiy et al. 2021, sec. 3.1."""
     gelu: Literal["tanh", "erf"] = "tanh"
     """Flax, hence the papers' weights, use the tanh approximation; timm and PyTorch use erf."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """After position embeddings and every dense layer except QKV; attention weights are not dropped."""
+    """After position embeddings and every dense layer except QKV; never on attention weights."""
     drop_path: float = Field(default=0.0, ge=0, lt=1)
     """Stochastic depth of the last block; grows linearly from 0 at the first."""
     head_bias: float = 0.0

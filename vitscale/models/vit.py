@@ -6,6 +6,7 @@ Leaves out: sizes (`settings`), costs (`costs`), loading weights (`transfer`).
 from __future__ import annotations
 
 from functools import partial
+from typing import Literal
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
@@ -30,11 +31,12 @@ def build_vit(settings: ModelSettings, arch: Architecture, *, seed: int) -> Visi
 
     Input: normalised images [B, 3, image_size, image_size]; output: logits [B, num_classes].
     """
+    token_pool: Literal["token", "avg"] = "token" if settings.pool == "cls" else "avg"
     model = VisionTransformer(
         img_size=arch.image_size,
         patch_size=arch.patch_size,
         num_classes=arch.num_classes,
-        global_pool={"cls": "token", "gap": "avg"}[settings.pool],
+        global_pool=token_pool,
         class_token=settings.pool == "cls",
         # timm would add a second norm behind the mean; the papers' GAP models have one, before it.
         fc_norm=False,
@@ -51,7 +53,7 @@ def build_vit(settings: ModelSettings, arch: Architecture, *, seed: int) -> Visi
         weight_init="skip",
     )
     if settings.representation_layer:
-        model.head = RepresentationHead(arch.width, arch.num_classes)
+        model.add_module("head", RepresentationHead(arch.width, arch.num_classes))
     initialize(model, seed=seed, head_bias=settings.head_bias)
     return model
 
@@ -82,6 +84,7 @@ def initialize(model: VisionTransformer, *, seed: int, head_bias: float) -> None
     std = patch.weight[0].numel() ** -0.5 / 0.87962566103423978  # std of a unit normal cut at 2
     nn.init.trunc_normal_(patch.weight, std=std, a=-2 * std, b=2 * std, generator=random)
     nn.init.zeros_(patch.bias)
+    assert model.pos_embed is not None
     nn.init.normal_(model.pos_embed, std=POSITION_STD, generator=random)
     if model.cls_token is not None:
         nn.init.zeros_(model.cls_token)
@@ -91,7 +94,8 @@ def initialize(model: VisionTransformer, *, seed: int, head_bias: float) -> None
 @torch.no_grad()
 def reset_head(model: VisionTransformer, *, bias: float) -> None:
     """Zero the last layer; with zero weights every class starts at the same probability."""
-    last = model.head[-1] if isinstance(model.head, RepresentationHead) else model.head
+    last = model.head[-1] if isinstance(model.head, nn.Sequential) else model.head
+    assert isinstance(last, nn.Linear)
     nn.init.zeros_(last.weight)
     nn.init.constant_(last.bias, bias)
 
@@ -99,3 +103,9 @@ def reset_head(model: VisionTransformer, *, bias: float) -> None:
 def decayed(name: str, parameter: torch.Tensor) -> bool:
     """Whether weight decay acts on it: kernels only; no bias, norm, class token or position."""
     return parameter.ndim >= 2 and name not in ("pos_embed", "cls_token")
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Recompute the blocks' activations in the backward pass instead of keeping them."""
+    assert isinstance(model, VisionTransformer)
+    model.set_grad_checkpointing(True)

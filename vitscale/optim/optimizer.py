@@ -21,10 +21,11 @@ def parameter_groups(
     decayed: Callable[[str, torch.Tensor], bool],
 ) -> list[dict[str, Any]]:
     """Two groups, decayed and not; never an empty one, on which some optimisers fail."""
-    with_decay, without = [], []
+    with_decay: list[torch.nn.Parameter] = []
+    without: list[torch.nn.Parameter] = []
     for name, parameter in named:
         (with_decay if decayed(name, parameter) else without).append(parameter)
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": with_decay, "weight_decay": weight_decay},
         {"params": without, "weight_decay": 0.0},
     ]

@@ -11,7 +11,7 @@ from vitscale.config.section import Section
 
 class ObjectiveSettings(Section):
     loss: Literal["softmax", "sigmoid"] = "softmax"
-    """sigmoid: binary cross-entropy SUMMED over classes, then averaged over the batch (ViT on 21k)."""
+    """sigmoid: binary cross-entropy SUMMED over classes, averaged over the batch (ViT on 21k)."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """softmax only."""
 
@@ -21,7 +21,7 @@ class OptimSettings(Section):
     lr: float = Field(gt=0)
     """Peak learning rate at the configured global batch; never scaled behind your back."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW scale (multiplied by the learning rate). On kernels only: no bias, norm, token, position."""
+    """AdamW scale (times the learning rate). On kernels only: no bias, norm, token, position."""
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
     eps: float = Field(default=1e-8, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)

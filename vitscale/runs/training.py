@@ -119,15 +119,17 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
     """
     batch = run.data.global_batch
     if batch % world_size:
-        below, above = batch // world_size * world_size, -(-batch // world_size) * world_size
+        below = batch // world_size * world_size
+        sizes = [str(size) for size in (below, below + world_size) if size]
         raise UserError(
             f"{batch} images do not divide over {world_size} ranks",
             where="data.global_batch",
-            allowed=f"multiples of {world_size}: {' or '.join(str(b) for b in (below, above) if b)}",
+            allowed=f"multiples of {world_size}: {' or '.join(sizes)}",
             next_step="change data.global_batch or the number of processes",
         )
     share = batch // world_size
-    micro = max(m for m in range(1, share + 1) if share % m == 0 and m <= run.engine.max_micro_batch)
+    largest = min(share, run.engine.max_micro_batch)
+    micro = max(size for size in range(1, largest + 1) if share % size == 0)
     if run.schedule.steps is not None:
         total = run.schedule.steps
     else:

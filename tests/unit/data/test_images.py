@@ -51,7 +51,12 @@ def test_bilinear_without_antialias_equals_the_slow_formula(size: int) -> None:
     pixels = random.integers(0, 256, (23, 31, 3), dtype=np.uint8)
     box = CropBox(4, 3, 20, 17)
     resized = crop_and_resize(
-        torch.from_numpy(pixels), box, size=size, interpolation="bilinear", antialias=False, flip=False
+        torch.from_numpy(pixels),
+        box,
+        size=size,
+        interpolation="bilinear",
+        antialias=False,
+        flip=False,
     )
     crop = pixels[3:20, 4:24].astype(float)
     expected = np.zeros((size, size, 3))

@@ -23,7 +23,9 @@ def test_google_convention_equals_scipy_zoom(target: tuple[int, int]) -> None:
     )
     grid = pos_LD[1:].reshape(4, 5, 6).double().numpy()
     expected = zoom(grid, (target[0] / 4, target[1] / 5, 1), order=1)
-    assert torch.allclose(resized[1:].reshape(*target, 6), torch.from_numpy(expected).float(), atol=1e-6)
+    assert torch.allclose(
+        resized[1:].reshape(*target, 6), torch.from_numpy(expected).float(), atol=1e-6
+    )
     assert torch.equal(resized[:1], pos_LD[:1])
 
 

@@ -66,7 +66,9 @@ def test_initial_summed_sigmoid_loss_with_21k_classes() -> None:
     with torch.no_grad():
         loss = sigmoid_loss(model(torch.randn(4, 3, 16, 16)), torch.tensor([0, 5, 9, 21_842]), 0.0)
     # ln(1 + e^10) for the true class, and 21,842 times ln(1 + e^-10).
-    assert loss.item() == pytest.approx(math.log1p(math.exp(10)) + 21_842 * math.log1p(math.exp(-10)))
+    assert loss.item() == pytest.approx(
+        math.log1p(math.exp(10)) + 21_842 * math.log1p(math.exp(-10))
+    )
     assert loss.item() == pytest.approx(10.99, abs=0.01)
 
 
