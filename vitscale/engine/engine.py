@@ -36,11 +36,10 @@ from vitscale.errors import UserError, nearest
 from vitscale.optim.optimizer import STATE_NAMES
 
 KNOWN_RAW_KEYS = (
-    "bf16 communication_data_type data_types flops_profiler fp16 gradient_clipping "
-    "memory_breakdown prescale_gradients seq_parallel_communication_data_type sparse_gradients torch_autocast "
-    "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps "
-    "wall_clock_breakdown zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization dump_state "
-    "steps_per_print comms_logger compile"
+    "bf16 comms_logger communication_data_type compile data_types dump_state flops_profiler fp16 "
+    "gradient_clipping memory_breakdown prescale_gradients seq_parallel_communication_data_type "
+    "sparse_gradients steps_per_print torch_autocast wall_clock_breakdown zero_optimization "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
 ).split()
 OWNED_RAW_KEYS = (
     "train_batch_size",
