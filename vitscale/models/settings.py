@@ -15,7 +15,7 @@ from pydantic import Field
 from vitscale.config.section import Section
 
 # name: (width, depth, heads, MLP width). Ti, S: Touvron et al. 2021 (DeiT), table 1; B, L, H:
-# Dosovitskiy et al. 2021, table 1; g: Zhai et al. 2022, table 2. cifar: a 4-layer model for 32 px.
+# Dosovitskiy et al. 2021, table 1; g: Zhai et al. 2022, table 2.
 SIZES = {
     "Ti": (192, 12, 3, 768),
     "S": (384, 12, 6, 1536),
@@ -23,7 +23,6 @@ SIZES = {
     "L": (1024, 24, 16, 4096),
     "H": (1280, 32, 16, 5120),
     "g": (1408, 40, 16, 6144),
-    "cifar": (512, 4, 8, 1024),
 }
 
 
