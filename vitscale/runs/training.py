@@ -23,6 +23,7 @@ from vitscale.models.settings import ModelSettings, model_problems
 from vitscale.optim.settings import ObjectiveSettings, OptimSettings
 from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.schedules import ScheduleSettings
+from vitscale.tracking.run_facts import absolute_uri
 from vitscale.tracking.settings import TrackingSettings
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -86,6 +87,11 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
         yield ("objective.label_smoothing", "has no effect on the sigmoid loss; set it to 0")
     if engine.precision == "bf16" and engine.device == "cpu":
         yield ("engine.precision", "bf16 is for GPUs; use fp32 (or auto) with engine.device=cpu")
+    if run.tracking.uri is not None:
+        try:
+            absolute_uri(run.tracking.uri)
+        except UserError as error:
+            yield ("tracking.uri", f"{error.what}; allowed: {error.allowed}")
     if run.checkpoint.resume not in ("auto", "never"):
         yield ("checkpoint.resume", f"{run.checkpoint.resume!r} is not one of auto, never")
 
