@@ -1,0 +1,29 @@
+"""File names that would shadow a module, and names that say nothing."""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import packages_distributions
+
+from tests.contract.tree import PACKAGES, ROOT, STAGES, module_files, scripts
+
+SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper", "stuff", "lib"}
+
+
+def test_no_file_beside_a_script_shadows_a_module() -> None:
+    """`python launch/x.py` puts launch/ first on the path: launch/queue.py would hide `queue`."""
+    installed = {
+        name for name, owners in packages_distributions().items() if owners != ["vitscale"]
+    }
+    # evaluate, datasets: dependencies of dependencies, not installed everywhere.
+    taken = sys.stdlib_module_names | installed | set(PACKAGES) | {"evaluate", "datasets"}
+    folders = {module_files()[script].parent for script in scripts()}
+    assert {folder.name for folder in folders} == set(STAGES)
+    names = [
+        path for folder in folders for path in folder.iterdir() if not path.name.startswith("__")
+    ]
+    assert not [str(path.relative_to(ROOT)) for path in names if path.stem in taken]
+
+
+def test_names_say_something() -> None:
+    assert not [m for m in module_files() if SAYS_NOTHING & set(m.split("."))]
