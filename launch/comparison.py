@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import yaml
-
+from vitscale.config.yaml_source import parse_yaml, plain_value
 from vitscale.errors import UserError, UserErrors, nearest
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.mlflow_store import find_stored_run
@@ -198,9 +197,14 @@ def _read_params(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        config = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"not readable as YAML: {error}", where=str(path)) from None
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read ({error})", where=str(path)) from None
+    errors: list[UserError] = []
+    node = parse_yaml(text, name=str(path), errors=errors)
+    if errors:
+        raise UserErrors(errors)
+    config = plain_value(node) if node is not None else None
     return flatten_params(config) if isinstance(config, dict) else {}
 
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -346,22 +346,6 @@ def test_killed_half_way_it_leaves_no_folder_and_the_next_run_gives_the_same_byt
     assert not temporary.exists()
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(mount, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("no mount command, so no small disk to fill")
-    if done.returncode:
-        pytest.skip(f"cannot mount a small disk here: {done.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
 def test_a_full_disk_is_one_message_and_leaves_nothing(small_disk: Path, tmp_path: Path) -> None:
     source = corpus(tmp_path / "images", num=60, side=96)
     text = make_shards(source, small_disk / "shards", rc=2)
@@ -384,7 +368,6 @@ def test_a_write_error_half_way_is_one_message_and_leaves_nothing(tmp_path: Path
 
 
 def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path: Path) -> None:
-    pytest.importorskip("sklearn")
     for name in ("a", "b"):
         script = [sys.executable, "data_prep/make_digits.py", str(tmp_path / name)]
         subprocess.run(script, cwd=REPOSITORY, check=True, capture_output=True)

@@ -46,7 +46,7 @@ def start_server(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes
         while time.monotonic() < deadline:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=2)
-                server.address = f"http://127.0.0.1:{port}"  # type: ignore[attr-defined]
+                server.address = f"http://127.0.0.1:{port}"  # type: ignore[attr-defined]  # our own mark
                 return server
             except (urllib.error.URLError, OSError):
                 assert server.poll() is None, (tmp_path / "server.log").read_text()
@@ -69,7 +69,7 @@ def test_a_server_that_dies_costs_no_step_and_no_point(
     start_server: Callable[[], subprocess.Popen[bytes]], tmp_path: Path
 ) -> None:
     server = start_server()
-    uri = server.address  # type: ignore[attr-defined]
+    uri = server.address  # type: ignore[attr-defined]  # our own mark
     said: list[str] = []
 
     def open_tracker(resume_step: int) -> Tracker:
