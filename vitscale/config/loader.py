@@ -122,7 +122,7 @@ def read_with_bases(
     if not isinstance(base.content, str) or not base.content:
         errors.append(
             UserError(
-                f"{show_value(base.content)} is {kind_of(base.content)}",
+                f"{show_value(plain_value(base))} is {kind_of(base.content)}",
                 where=f"{base.place}: base",
                 allowed="the path of one YAML file, relative to this file",
             )

@@ -7,8 +7,9 @@ Leaves out: reading files and reporting (`loader`), and the sections (beside the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
 class Section(BaseModel):
@@ -17,6 +18,16 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _literal_of_same_type(cls, value: Any, info: ValidationInfo) -> Any:
+        """Pydantic takes true for the 1 of Literal[0, 1], even in strict mode."""
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if get_origin(annotation) is Literal and isinstance(value, bool | float):
+            if type(value) not in map(type, get_args(annotation)):
+                raise ValueError("is of another type than the allowed values")
+        return value
 
 
 class Run(Section):

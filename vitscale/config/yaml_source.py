@@ -20,6 +20,7 @@ from vitscale.errors import UserError
 MAX_FILE_BYTES = 1 << 20
 MAX_EVENTS = 20_000  # keeps reading under two seconds; a real configuration has a few hundred
 MAX_DEPTH = 32
+MAX_KEY_LENGTH = 100  # YAML ends a key after 1024 characters, escapes of ten included
 
 NULLS = frozenset({"", "~", "null", "Null", "NULL"})
 BOOLEANS = {
@@ -291,6 +292,13 @@ class _Builder:
                 f"key {event.value!r} is not text", line, path=path,
                 next_step=f'quote it: "{event.value}"' if event.value else "give the key a name",
             )  # fmt: skip
+            return None
+        if len(node.content) > MAX_KEY_LENGTH:
+            self._report(
+                f"key {shorten(node.content)!r} is longer than {MAX_KEY_LENGTH} characters",
+                line,
+                path=path,
+            )
             return None
         return node.content
 

@@ -1,0 +1,99 @@
+"""Switches, overrides and what is printed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vitscale.config.command_line import Command, load_command
+from vitscale.config.loader import load_run_file
+from vitscale.errors import UserErrors
+from vitscale.runs.pretrain import PretrainRun
+
+TEXT = """\
+stage: pretrain
+name: demo
+data: {path: shards, global_batch: 64}
+model: {preset: B/16}
+optim: {lr: 1e-3}
+schedule: {epochs: 3}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(TEXT)
+    return tmp_path
+
+
+def command(*argv: str, **more: Any) -> Command[PretrainRun]:
+    switches = {"--dry-run": "show, do not start"}
+    return load_command(
+        PretrainRun, script="x.py", description="Does x.", argv=argv, switches=switches, **more
+    )
+
+
+def errors(*argv: str) -> list[str]:
+    with pytest.raises(UserErrors) as caught:
+        command(*argv)
+    return [error.text() for error in caught.value.errors]
+
+
+@pytest.mark.parametrize("config", [["--config", "a.yaml"], ["--config=a.yaml"]])
+@pytest.mark.parametrize(
+    "rank", [[], ["--local_rank=1"], ["--local_rank", "1"], ["--local-rank=0"]]
+)
+def test_arguments_may_stand_in_any_order(config: list[str], rank: list[str]) -> None:
+    found = command(*rank, "seed=3", *config, "--dry-run", "optim.lr=1e-4")
+    assert (found.run.seed, found.run.optim.lr, found.config_path) == (3, 1e-4, "a.yaml")
+    assert found.switches == {"--dry-run"}
+
+
+def test_default_config_is_used_when_none_is_given() -> None:
+    assert command(default_config="a.yaml").config_path == "a.yaml"
+    assert "no configuration given" in errors()[0]
+
+
+def test_resume_is_a_key() -> None:
+    found = command("--config", "a.yaml", "--resume", "never")
+    assert found.run.checkpoint.resume == "never"
+    assert found.sources["checkpoint.resume"] == "command line"
+
+
+def test_mistakes_of_the_command_line_and_of_the_file_come_together() -> None:
+    found = errors("--config", "a.yaml", "--dryrun", "seed=x", "--dry-run=1", "lr", "--resume")
+    assert [text.splitlines()[0] for text in found] == [
+        "command line: unknown switch --dryrun",
+        "command line: --dry-run takes no value",
+        "command line: --resume needs a value",
+        "command line: 'lr' is not key=value",
+        "command line: seed: 'x' was read as text",
+    ]
+    assert "did you mean --dry-run?" in found[0]
+
+
+def test_printed_config_is_the_run_with_sources(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["--config", "a.yaml", "seed=7"]
+    with pytest.raises(SystemExit) as end:
+        command(*argv, "--print-config")
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    for line in ("seed: 7 # command line", "lr: 0.001 # a.yaml:5", "zero_stage: 1 # default"):
+        assert line in [" ".join(printed.split()) for printed in text.splitlines()]
+    (here / "printed.yaml").write_text(text)
+    assert load_run_file(PretrainRun, "printed.yaml") == command(*argv).run
+
+
+def test_help_shows_usage_switches_and_groups(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        command("-h")
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    for part in ("usage: python x.py --config FILE", "--dry-run", "key=value", "zero_stage"):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 100

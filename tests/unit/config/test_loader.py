@@ -1,0 +1,390 @@
+"""Inheritance, precedence, and the exact words of every kind of mistake."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vitscale.config.loader import (
+    load_run,
+    load_run_file,
+    run_leaves,
+    run_to_yaml,
+    yaml_flow,
+)
+from vitscale.config.section import Run
+from vitscale.errors import UserError, UserErrors
+from vitscale.runs.data_prep import DataPrepRun
+from vitscale.runs.finetune import FinetuneRun
+from vitscale.runs.pretrain import PretrainRun
+
+STAGES: dict[str, type[Run]] = {
+    "data_prep": DataPrepRun,
+    "pretrain": PretrainRun,
+    "finetune": FinetuneRun,
+}
+VALID = """\
+stage: pretrain
+name: demo
+data:
+  path: shards
+  global_batch: 64
+model:
+  preset: B/16
+optim:
+  lr: 1e-3
+schedule:
+  epochs: 3
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(VALID)
+    return tmp_path
+
+
+def errors_of(path: str, *overrides: str) -> list[str]:
+    with pytest.raises(UserErrors) as caught:
+        load_run(PretrainRun, path, overrides=overrides)
+    return [error.text() for error in caught.value.errors]
+
+
+def test_valid_file_loads(here: Path) -> None:
+    run = load_run_file(PretrainRun, "a.yaml")
+    assert (run.optim.lr, run.model.preset, run.data.crop_area) == (1e-3, "B/16", (0.05, 1.0))
+
+
+def test_command_line_beats_file_beats_base_beats_default(here: Path) -> None:
+    (here / "sub").mkdir()
+    (here / "sub/b.yaml").write_text("base: ../a.yaml\noptim:\n  lr: 2e-3\ndata: {path: b}\n")
+    loaded = load_run(PretrainRun, "sub/b.yaml", overrides=["data.path=c"])
+    run, sources = loaded.run, loaded.sources
+    assert (run.data.path, run.optim.lr, run.data.global_batch, run.seed) == ("c", 2e-3, 64, 0)
+    assert sources["data.path"] == "command line"
+    assert sources["optim.lr"] == "sub/b.yaml:3"
+    assert sources["data.global_batch"] == "a.yaml:5"
+    assert sources["seed"] == "default"
+
+
+def test_lists_are_replaced_and_groups_merged(here: Path) -> None:
+    text = VALID + "launch: {setup: [a, b], sbatch: {x: 1}}\n"
+    (here / "a.yaml").write_text(text)
+    overrides = ["launch.setup=[c]", "launch.sbatch={y: 2}", "launch.sbatch.z=3"]
+    launch = load_run(PretrainRun, "a.yaml", overrides=overrides).run.launch
+    assert launch.setup == ("c",) and launch.sbatch == {"x": 1, "y": 2, "z": 3}
+
+
+# One row per kind of mistake: overrides, and the whole message.
+MESSAGES = [
+    (
+        "optim.lr=fast",
+        "command line: optim.lr: 'fast' was read as text\n  allowed: a number above 0",
+    ),
+    (
+        "optim.lr=-1",
+        "command line: optim.lr: -1 is not allowed\n  allowed: a number above 0",
+    ),
+    (
+        "data.horizontal_flip=on",
+        "command line: data.horizontal_flip: 'on' was read as text\n"
+        "  allowed: true or false\n  next: write true",
+    ),
+    (
+        "data.horizontal_flip=1",
+        "command line: data.horizontal_flip: 1 was read as a whole number\n"
+        "  allowed: true or false\n  next: write true",
+    ),
+    (
+        "data.global_batch=1e3",
+        "command line: data.global_batch: 1000.0 was read as a number with a fraction or exponent\n"
+        "  allowed: a whole number above 0\n  next: write 1000",
+    ),
+    (
+        "data.global_batch=1_000",
+        "command line: data.global_batch: '1_000' was read as text\n"
+        "  allowed: a whole number above 0\n  next: write 1000",
+    ),
+    (
+        "data.global_batch='64'",
+        "command line: data.global_batch: '64' was read as text\n"
+        "  allowed: a whole number above 0\n  next: write 64 without quotes",
+    ),
+    (
+        "name=16",
+        "command line: name: 16 was read as a whole number\n"
+        '  allowed: text\n  next: put it in quotes: "16"',
+    ),
+    (
+        "engine.zero_stage=4",
+        "command line: engine.zero_stage: 4 is not allowed\n  allowed: 0, 1, 2, 3",
+    ),
+    (
+        "engine.zero_stage=true",
+        "command line: engine.zero_stage: true is not allowed\n  allowed: 0, 1, 2, 3",
+    ),
+    (
+        "optim.betas=[0.9]",
+        "command line: optim.betas: [0.9] is a list of 1\n"
+        "  allowed: a list of 2 values, each a number",
+    ),
+    (
+        "optim.betas=[0.9, x]",
+        "command line: optim.betas.1: 'x' was read as text\n"
+        "  allowed: a list of 2 values, each a number",
+    ),
+    (
+        "schedule=3",
+        "command line: schedule: 3 was read as a whole number\n  allowed: a group with the keys "
+        "epochs, steps, warmup_steps, decay, final_lr",
+    ),
+    (
+        "launch.sbatch.x=[1]",
+        "command line: launch.sbatch.x: [1] is a list of 1\n"
+        "  allowed: a group of keys, each with text or a whole number or true or false",
+    ),
+    (
+        "optim.warmup=3",
+        "command line: optim.warmup: unknown key optim.warmup\n  allowed: name, lr, weight_decay, "
+        "betas, eps, momentum, clip_norm\n  next: did you mean schedule.warmup_steps?",
+    ),
+    (
+        "engine._target_=os.system",
+        "command line: engine._target_: unknown key engine._target_\n",
+    ),
+    (
+        "model.image_size=225",
+        "command line: model.image_size: 225 px is not a multiple of the 16 px patch "
+        "(remainder 1); nearest: 224 or 240",
+    ),
+    ("lr", "command line: 'lr' is not key=value\n  next: write lr=VALUE, for example optim.lr="),
+    ("=3", "command line: '' is not a key\n  allowed: names joined by dots"),
+    ("a..b=3", "command line: 'a..b' is not a key\n  allowed: names joined by dots"),
+    ("optim.lr=", "command line: optim.lr: no value behind ="),
+    ("optim.lr=.nan", "command line: optim.lr: .nan is not a finite number"),
+    ("optim.betas=[1,", "command line: optim.betas: not readable as YAML"),
+    ("base=a.yaml", "command line: base: base belongs into the file, not here"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "message"), MESSAGES, ids=[row[0] for row in MESSAGES])
+def test_message(here: Path, override: str, message: str) -> None:
+    (found,) = errors_of("a.yaml", override)
+    assert found.startswith(message)
+
+
+def test_all_mistakes_are_in_one_report_with_their_lines(here: Path) -> None:
+    (here / "b.yaml").write_text(
+        "base: a.yaml\noptim:\n  lr: fast\n  lr: 3\nmodel:\n  image_size: 225\nseeed: 1\n"
+        "data: {path: null}\nschedule: {final_lr: .inf}\n"
+    )
+    found = errors_of("b.yaml", "oops", "engine.precision=fp8")
+    places = [text.splitlines()[0] for text in found]
+    for start in (
+        "b.yaml:4: optim.lr: key 'lr' is given twice; first on line 3",
+        "b.yaml:3: optim.lr: 'fast' was read as text",
+        "b.yaml:6: model.image_size: 225 px is not a multiple",
+        "b.yaml:7: seeed: unknown key seeed",
+        "b.yaml:8: data.path: null was read as null",
+        "b.yaml:9: schedule.final_lr: .inf is not a finite number",
+        "command line: 'oops' is not key=value",
+        "command line: engine.precision: 'fp8' is not allowed",
+    ):
+        assert [place for place in places if place.startswith(start)], (start, places)
+    assert len(found) == 8
+
+
+def test_missing_key_is_placed_at_its_group(here: Path) -> None:
+    (here / "b.yaml").write_text(VALID.replace("  path: shards\n", "").replace("name: demo\n", ""))
+    assert errors_of("b.yaml") == [
+        "b.yaml: name: name is missing\n  allowed: text",
+        "b.yaml:2: data.path: data.path is missing\n  allowed: text",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("lr", "optim.lr"),
+        ("optim.learning_rate", "optim.lr"),
+        ("data.globalbatch", "data.global_batch"),
+        ("model.img_size", "model.image_size"),
+        ("schedul.epochs", "schedule.epochs"),
+        ("optim.warmup_steps", "schedule.warmup_steps"),
+        ("zero_stage", "engine.zero_stage"),
+        ("tracking.url", "tracking.uri"),
+        ("global_batch", "data.global_batch"),
+    ],
+)
+def test_typo_is_answered_with_the_key_that_was_meant(here: Path, typed: str, meant: str) -> None:
+    (found,) = errors_of("a.yaml", f"{typed}=1")
+    if typed == "optim.learning_rate":  # too far from any name: the group's keys are listed
+        assert "lr" in found and "next:" in found
+    else:
+        assert f"did you mean {meant}?" in found or f"did you mean {meant.split('.')[0]}?" in found
+
+
+def test_dotted_key_in_a_file_is_explained(here: Path) -> None:
+    (here / "b.yaml").write_text(VALID + "engine.device: cpu\n")
+    (found,) = errors_of("b.yaml")
+    assert "write dots as nested groups" in found
+
+
+def test_conflicts_name_the_line(here: Path) -> None:
+    (here / "b.yaml").write_text(VALID + "  steps: 10\n")
+    (found,) = errors_of("b.yaml")
+    assert found.startswith("b.yaml:10: schedule: give either epochs or steps")
+
+
+@pytest.mark.parametrize("stage", ["finetune", "[1]", "null", "3"])
+def test_stage_of_another_script_is_one_error(here: Path, stage: str) -> None:
+    (here / "b.yaml").write_text(VALID.replace("pretrain", stage))
+    (found,) = errors_of("b.yaml")
+    assert found.startswith("b.yaml:1: stage: ") and "allowed: pretrain" in found
+
+
+def test_stage_chooses_the_run_type(here: Path) -> None:
+    (here / "b.yaml").write_text(VALID.replace("pretrain", "finetune") + "init: x\n")
+    assert isinstance(load_run_file(STAGES, "b.yaml"), FinetuneRun)
+    (here / "c.yaml").write_text(VALID.replace("stage: pretrain\n", ""))
+    with pytest.raises(UserError, match="stage is missing\n  allowed: data_prep, pretrain, finet"):
+        load_run_file(STAGES, "c.yaml")
+
+
+# ---- files ------------------------------------------------------------------------------------
+
+
+def test_missing_file_names_the_neighbours(here: Path) -> None:
+    (found,) = errors_of("aa.yaml")
+    assert found == (
+        "there is no file aa.yaml\n  allowed: in .: a.yaml\n  next: did you mean a.yaml?"
+    )
+    assert "folder no/where does not exist either" in errors_of("no/where/a.yaml")[0]
+    assert "is a folder, not a file" in errors_of(".")[0]
+
+
+def test_missing_base_is_placed_at_its_line(here: Path) -> None:
+    (here / "b.yaml").write_text("# card\nbase: A.yml\n")
+    assert errors_of("b.yaml")[0].startswith("b.yaml:2: base: there is no file A.yml")
+
+
+def test_circle_of_bases_is_shown(here: Path) -> None:
+    (here / "b.yaml").write_text("base: c.yaml\n")
+    (here / "c.yaml").write_text("base: b.yaml\n")
+    (found,) = errors_of("b.yaml")
+    assert "files inherit in a circle: b.yaml -> c.yaml -> b.yaml" in found
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"a: \xff\n", "b.yaml:1: x is not UTF-8 text".replace("x ", "")),
+        (b"#" * ((1 << 20) + 1), "b.yaml: is larger than 1 MiB"),
+        (b"- 1\n", "b.yaml:1: holds a list, not keys and values"),
+        (b"text", "b.yaml:1: holds text, not keys and values"),
+        (b"base: [a.yaml]\n", "b.yaml:1: base: ['a.yaml'] is a list"),
+    ],
+)
+def test_file_that_is_no_configuration(here: Path, data: bytes, message: str) -> None:
+    (here / "b.yaml").write_bytes(data)
+    assert errors_of("b.yaml")[0].startswith(message)
+
+
+@pytest.mark.parametrize("data", [b"", b"# nothing\n", b"---\n"])
+def test_empty_file_misses_all_required_keys(here: Path, data: bytes) -> None:
+    (here / "b.yaml").write_bytes(data)
+    missing = [text.splitlines()[0].split(": ")[1] for text in errors_of("b.yaml")]
+    assert missing == ["name", "data", "model", "optim", "schedule"]
+
+
+def test_file_from_windows_is_read(here: Path) -> None:
+    (here / "b.yaml").write_bytes(b"\xef\xbb\xbf" + VALID.replace("\n", "\r\n").encode())
+    assert load_run_file(PretrainRun, "b.yaml") == load_run_file(PretrainRun, "a.yaml")
+
+
+# ---- writing ----------------------------------------------------------------------------------
+
+
+def test_resolved_run_is_read_back_as_it_was(here: Path) -> None:
+    awkward = {"a b": "x: y # z", "on": "on", "1": "1e5", "q": 'é"\\\n\u2028\U0001f600', "e": ""}
+    raw = {"x": {"y": [1, 2.0, {"z": None}], "empty": {}, "none": []}, "yes": True}
+    overrides = [f"tracking.tags={yaml_flow(awkward)}", f"deepspeed={yaml_flow(raw)}"]
+    run = load_run(PretrainRun, "a.yaml", overrides=overrides).run
+    assert run.tracking.tags == awkward and run.deepspeed == raw
+    (here / "resolved.yaml").write_text(run_to_yaml(run))
+    again = load_run_file(PretrainRun, "resolved.yaml")
+    assert again == run and run_to_yaml(again) == run_to_yaml(run)
+
+
+# ---- anything at all --------------------------------------------------------------------------
+
+EXTREMES: list[Any] = [
+    None, True, 0, -1, 2**63 - 1, 1e308, 5e-324, -0.0, "", "on", "x" * 200, "a/b/c", "\U0001f600",
+    [], [0], [None, None], [1e308, -1e308], {}, {"a": 1}, {"": 1}, "0/0", "B/0", "B/999999999999",
+]  # fmt: skip
+TREE = {
+    "stage": "pretrain",
+    "name": "demo",
+    "data": {"path": "s", "global_batch": 64, "crop_area": [0.2, 1], "std": [1, 1, 1]},
+    "model": {"preset": "B/16", "image_size": 224, "num_heads": 12},
+    "optim": {"lr": 1e-3, "betas": [0.9, 0.99]},
+    "schedule": {"epochs": 3, "warmup_steps": 5},
+    "engine": {"zero_stage": 1},
+    "deepspeed": {"a": {"b": 1}},
+    "launch": {"sbatch": {"x": 1}, "setup": ["a"]},
+}
+KNOWN = [path for path, _ in run_leaves(PretrainRun.model_validate(copy.deepcopy(TREE)))]
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> dict[str, Any]:
+    """A valid configuration after up to four drops, typos, type changes or extreme values."""
+    tree = copy.deepcopy(TREE)
+    for _ in range(draw(st.integers(1, 4))):
+        path = draw(st.sampled_from(KNOWN))
+        path = path[: draw(st.integers(1, len(path)))]
+        group: Any = tree
+        for part in path[:-1]:
+            group = group.setdefault(part, {}) if isinstance(group, dict) else {}
+        if not isinstance(group, dict):
+            continue
+        kind = draw(st.sampled_from(["drop", "set", "set", "text", "typo"]))
+        old = group.pop(path[-1], None)
+        if kind in ("set", "text"):
+            values = st.sampled_from(EXTREMES) if kind == "set" else st.text(max_size=8)
+            group[path[-1]] = copy.deepcopy(draw(values))
+        elif kind == "typo":
+            position = draw(st.integers(0, len(path[-1]) - 1))
+            group[path[-1][:position] + "_" + path[-1][position + 1 :]] = old
+    return tree
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(tree=mutated())
+def test_any_configuration_is_a_valid_run_or_a_user_error(here: Path, tree: dict[str, Any]) -> None:
+    (here / "m.yaml").write_text(yaml_flow(tree))
+    try:
+        run = load_run(STAGES, "m.yaml").run
+    except UserErrors as errors:
+        assert all(error.where for error in errors.errors)
+        return
+    assert not list(run.problems())
+    (here / "resolved.yaml").write_text(run_to_yaml(run))
+    assert load_run_file(STAGES, "resolved.yaml") == run
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(path=st.sampled_from(KNOWN), data=st.data())
+def test_one_wrong_letter_is_recognised(here: Path, path: tuple[str, ...], data: Any) -> None:
+    if path[0] in ("deepspeed",) or path[:2] == ("launch", "sbatch") or len(path[-1]) < 5:
+        return
+    position = data.draw(st.integers(1, len(path[-1]) - 1))
+    typo = path[-1][:position] + "0" + path[-1][position + 1 :]
+    text = errors_of("a.yaml", f"{'.'.join((*path[:-1], typo))}=1")[0]
+    assert f"did you mean {'.'.join(path)}?" in text
