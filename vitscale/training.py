@@ -163,13 +163,13 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
         store = CheckpointStore(folder, keep=run.checkpoint.keep, ranks=ranks)
         checkpoint, complaints = store.newest()
         _check_resumable(run, checkpoint, description, plan)
-        if ranks.is_first:
-            write_text(folder / "config.yaml", run_to_yaml(run))
         engine = _build_engine(run, plan, ranks, initial_model(arch))
         meter = IntervalMeter(ranks.device)
         if checkpoint is not None:
             _restore(engine, meter, checkpoint, ranks)
         start_step = checkpoint.step if checkpoint else 0
+        if ranks.is_first:
+            write_text(folder / "config.yaml", run_to_yaml(run))
         progress = stack.enter_context(
             ProgressLine.open(
                 folder=folder,

@@ -235,6 +235,15 @@ def test_bad_input_ends_with_one_clear_message(
     assert not (tmp_path / "runs").exists()
 
 
+def test_wrong_init_leaves_no_run_folder(undisturbed: Finished, tmp_path: Path) -> None:
+    config = ROOT / "configs/finetune/demo.yaml"
+    overrides = [f"data.path={undisturbed.shards}", f"output={tmp_path / 'run'}", "init=nowhere"]
+    finished = run_ranks([FINETUNE, "--config", config, *overrides], num_ranks=2, cwd=tmp_path)
+    assert [code for code, _ in finished] == [2, 2]
+    assert "init=nowhere: no such run or checkpoint folder" in finished[0][1]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_second_job_in_the_same_folder_is_refused(undisturbed: Finished, tmp_path: Path) -> None:
     import fcntl
 

@@ -186,11 +186,16 @@ class CheckpointStore:
 
 @contextmanager
 def run_folder_lock(folder: Path, *, ranks: Ranks) -> Iterator[None]:
-    """Refuse a second job in the same run folder. The lock ends with the process that holds it."""
+    """Refuse a second job in the same run folder. The lock ends with the process that holds it.
+
+    A run that fails before it has written anything leaves no new folder behind.
+    """
     with ExitStack() as stack:
         error = None
         if ranks.is_first:
             try:
+                if not folder.exists():
+                    stack.callback(_remove_if_unused, folder)
                 folder.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(open(folder / ".lock", "w"))
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -203,6 +208,11 @@ def run_folder_lock(folder: Path, *, ranks: Ranks) -> Iterator[None]:
                 error = f"{folder}: cannot be used as run folder ({caught.strerror})"
         agree_no_error(error)
         yield
+
+
+def _remove_if_unused(folder: Path) -> None:
+    if folder.is_dir() and [path.name for path in folder.iterdir()] == [".lock"]:
+        shutil.rmtree(folder)
 
 
 def resolve_weights(path: str) -> Checkpoint:
