@@ -115,6 +115,8 @@ def run_command(title: str, command: list[str]) -> None:
     """Run one step, showing its output as it comes."""
     shown = [Path(command[0]).name, *command[1:]]
     print(f"\n=== {title}\n$ {shlex.join(shown)}", flush=True)
+    if shown[0] == "deepspeed":
+        print("starting the processes, some 20 s ...", flush=True)
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

@@ -127,6 +127,9 @@ def nearest_key(path: Path, *, run_type: type[BaseModel]) -> str | None:
     siblings = [key[-1] for key in keys if key[:-1] == path[:-1]]
     if close := get_close_matches(path[-1], siblings, n=1, cutoff=CLEARLY_A_TYPO):
         return ".".join((*path[:-1], close[0]))
+    other = get_close_matches(path[-1], OTHER_NAMES, n=1, cutoff=CLEARLY_A_TYPO)
+    if other and OTHER_NAMES[other[0]] in dotted:
+        return OTHER_NAMES[other[0]]
     longer = [name for key, name in zip(keys, dotted, strict=True) if _extends(key[-1], path[-1])]
     if longer:
         return nearest(".".join(path), longer) or longer[0]
@@ -136,6 +139,17 @@ def nearest_key(path: Path, *, run_type: type[BaseModel]) -> str | None:
     return next((name for name in dotted if name.split(".")[-1] == last), None)
 
 
+# What other trainers call a key; spelling alone would suggest a stranger.
+OTHER_NAMES = {
+    "learning_rate": "optim.lr",
+    "batch_size": "data.global_batch",
+    "micro_batch_size": "engine.max_micro_batch",
+    "num_epochs": "schedule.epochs",
+    "max_steps": "schedule.steps",
+    "grad_clip": "optim.clip_norm",
+    "gradient_clipping": "optim.clip_norm",
+    "stochastic_depth": "model.drop_path",
+}
 # Ratio of difflib: one wrong letter of five gives 0.8; warmup and name have 0.6 without kinship.
 CLEARLY_A_TYPO = 0.75
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from vitscale.config.findings import OTHER_NAMES, nearest_key
 from vitscale.config.loader import (
     load_run,
     load_run_file,
@@ -18,6 +19,7 @@ from vitscale.config.loader import (
     yaml_flow,
 )
 from vitscale.config.section import Run
+from vitscale.config.wording import known_keys
 from vitscale.errors import UserError, UserErrors
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.finetune import FinetuneRun
@@ -388,3 +390,16 @@ def test_one_wrong_letter_is_recognised(here: Path, path: tuple[str, ...], data:
     typo = path[-1][:position] + "0" + path[-1][position + 1 :]
     text = errors_of("a.yaml", f"{'.'.join((*path[:-1], typo))}=1")[0]
     assert f"did you mean {'.'.join(path)}?" in text
+
+
+@pytest.mark.parametrize(
+    "written, meant",
+    [("optim.learning_rate", "optim.lr"), ("data.batch_size", "data.global_batch")],
+)
+def test_what_other_trainers_call_a_key_is_understood(written: str, meant: str) -> None:
+    assert nearest_key(tuple(written.split(".")), run_type=PretrainRun) == meant
+
+
+@pytest.mark.parametrize("meant", sorted(set(OTHER_NAMES.values())))
+def test_other_names_lead_to_keys_that_exist(meant: str) -> None:
+    assert tuple(meant.split(".")) in set(known_keys(PretrainRun))
