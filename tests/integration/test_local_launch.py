@@ -38,6 +38,9 @@ def start(folder: Path, stage: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        # Shells start background jobs with SIGINT ignored, and children inherit that: as a user at
+        # a terminal has it, whatever started the tests.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
 
 
