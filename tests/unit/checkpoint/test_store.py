@@ -152,10 +152,8 @@ print("calls", calls)
 """
 
 
-def test_kill_at_every_protocol_step_leaves_a_whole_checkpoint(
-    tmp_path: Path, ranks: Ranks
-) -> None:
-    """Before fsync, rename, replace and open, one after the other: old or new, never nothing."""
+def test_kill_along_the_protocol_leaves_a_whole_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
+    """Before every third fsync, rename, replace or open: the old or the new, never nothing."""
     found, kill_at = [], 0
     while not found or found[-1][0] != 0:
         kill_at += 1
