@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 try:
     from vitscale.config.command_line import load_command
-    from vitscale.errors import EXIT_STOPPED_RESUMABLE, run_script
+    from vitscale.errors import EXIT_STOPPED_RESUMABLE, run_rank_script
     from vitscale.runs.finetune import FinetuneRun
     from vitscale.schedules import learning_rate
 except ModuleNotFoundError as error:
@@ -111,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_rank_script(main)

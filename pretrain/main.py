@@ -12,7 +12,7 @@ import sys
 
 try:
     from vitscale.config.command_line import load_command
-    from vitscale.errors import EXIT_STOPPED_RESUMABLE, run_script
+    from vitscale.errors import EXIT_STOPPED_RESUMABLE, run_rank_script
     from vitscale.runs.pretrain import PretrainRun
     from vitscale.schedules import learning_rate
 except ModuleNotFoundError as error:
@@ -73,4 +73,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run_script(main)
+    run_rank_script(main)

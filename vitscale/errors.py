@@ -6,10 +6,13 @@ Leaves out: errors of our own logic, which stay `assert` and show a traceback.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from typing import NoReturn
 
 EXIT_BAD_INPUT = 2
 # "Temporary failure, try again" (sysexits.h): stopped by a signal after committing a checkpoint.
@@ -64,3 +67,26 @@ def run_script(main: Callable[[], None]) -> None:
             heading = "error" if num == 1 else f"{num} errors"
             print(f"{heading}:\n{error.text()}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_BAD_INPUT) from None
+
+
+def run_rank_script(main: Callable[[], None]) -> NoReturn:
+    """`run_script` for one of several ranks: the process ends without taking Python down.
+
+    DeepSpeed keeps process groups, and thereby gloo's threads, alive past
+    `destroy_process_group`. A thread that still drops a tensor while the interpreter is torn down
+    aborts the process ("terminate called without an active exception", exit code -6), which a
+    launcher takes for the failure of a run that had finished (pytorch/pytorch#179291).
+    """
+    code: object = 0
+    try:
+        run_script(main)
+    except SystemExit as stop:
+        code = stop.code
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    # As multiprocessing ends its children: exit handlers, then the streams, then the process.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)

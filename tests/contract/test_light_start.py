@@ -16,18 +16,16 @@ from tests.contract.tree import ROOT, imports_of, module_files, scripts
 HEAVY = ("torch", "deepspeed", "timm", "mlflow", "webdataset")
 MAX_CPU_SECONDS = 2.0  # processor time, which other work on the machine does not change
 RUN_AND_REPORT = """
-import json, os, runpy, sys
+import atexit, json, os, runpy, sys
 script = sys.argv[1]
 sys.argv = sys.argv[1:]
 sys.path[0] = os.path.dirname(script)
-code = 0
-try:
-    runpy.run_path(script, run_name="__main__")
-except SystemExit as end:
-    code = end.code or 0
-times = os.times()
-report = {"code": code, "modules": sorted(sys.modules), "cpu_s": times.user + times.system}
-open(os.environ["REPORT"], "w").write(json.dumps(report))
+def report():
+    times = os.times()
+    found = {"modules": sorted(sys.modules), "cpu_s": times.user + times.system}
+    open(os.environ["REPORT"], "w").write(json.dumps(found))
+atexit.register(report)
+runpy.run_path(script, run_name="__main__")
 """
 
 
@@ -42,7 +40,8 @@ def start(module: str, *arguments: str, folder: Path) -> tuple[dict[str, Any], s
         timeout=120,
     )
     assert report.exists(), done.stderr
-    return json.loads(report.read_text()), done.stdout + done.stderr
+    found = json.loads(report.read_text()) | {"code": done.returncode}
+    return found, done.stdout + done.stderr
 
 
 def assert_light(report: dict[str, Any]) -> None:

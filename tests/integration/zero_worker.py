@@ -6,13 +6,13 @@ Started by test_zero_stages.py. Also moves the state between stages in the middl
 from __future__ import annotations
 
 import json
-import sys
 
 import torch
 
 from vitscale.distributed import Ranks, gather_objects, process_group, sum_over_ranks
 from vitscale.engine.engine import Engine, deepspeed_config
 from vitscale.engine.settings import EngineSettings
+from vitscale.errors import run_rank_script
 from vitscale.models.settings import Architecture, ModelSettings, architecture
 from vitscale.models.vit import build_vit, decayed
 from vitscale.optim.optimizer import build_optimizer, parameter_groups
@@ -164,4 +164,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_rank_script(main)
