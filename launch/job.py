@@ -24,7 +24,7 @@ from typing import Any
 from launch.scontrol import requeue, restart_count
 from launch.submission import Task, resubmission, start_task
 from vitscale.atomic_files import write_json
-from vitscale.errors import EXIT_STOPPED_RESUMABLE
+from vitscale.errors import EXIT_STOPPED_RESUMABLE, skip_teardown
 
 # The folder that holds the stages: the checkout, or site-packages.
 PROJECT_ROOT = Path(__file__).resolve().parent.parent
@@ -74,7 +74,9 @@ class StageJob:
             _write_record(record_path, ended)
         if code == EXIT_STOPPED_RESUMABLE and task.cluster == "slurm":
             if self._goes_back(task):
+                skip_teardown(0)
                 return code
+        skip_teardown(code)
         if code:
             # Not an exception: the script has said what is wrong, and its code is the task's.
             raise SystemExit(code)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from typing import NoReturn
 
 EXIT_BAD_INPUT = 2
 # "Temporary failure, try again" (sysexits.h): stopped by a signal after committing a checkpoint.
@@ -69,24 +67,35 @@ def run_script(main: Callable[[], None]) -> None:
         raise SystemExit(EXIT_BAD_INPUT) from None
 
 
-def run_rank_script(main: Callable[[], None]) -> NoReturn:
-    """`run_script` for one of several ranks: the process ends without taking Python down.
+def run_rank_script(main: Callable[[], None]) -> None:
+    """`run_script` for one of several ranks; the process will end by `skip_teardown`."""
+    try:
+        run_script(main)
+    except SystemExit as stop:
+        skip_teardown(stop.code if isinstance(stop.code, int) else int(stop.code is not None))
+        raise
+    except Exception:
+        skip_teardown(1)
+        raise
+    skip_teardown(0)
+
+
+def skip_teardown(exit_code: int) -> None:
+    """Let this process, when its time has come, end without taking the interpreter down.
 
     DeepSpeed keeps process groups, and thereby gloo's threads, alive past
     `destroy_process_group`. A thread that still drops a tensor while the interpreter is torn down
     aborts the process ("terminate called without an active exception", exit code -6), which a
     launcher takes for the failure of a run that had finished (pytorch/pytorch#179291).
+    Exit handlers still run, and output is flushed. The last call decides.
     """
-    code: object = 0
-    try:
-        run_script(main)
-    except SystemExit as stop:
-        code = stop.code
-    except Exception:
-        traceback.print_exc()
-        code = 1
-    # As multiprocessing ends its children: exit handlers, then the streams, then the process.
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+    def end() -> None:
+        atexit.unregister(end)
+        # As multiprocessing ends its children: the other handlers, the streams, the process.
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
+
+    atexit.register(end)

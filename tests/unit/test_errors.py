@@ -9,6 +9,7 @@ import pytest
 
 ENDINGS = {
     "pass": (0, ""),
+    "raise SystemExit": (0, ""),
     "raise SystemExit(75)": (75, ""),
     "raise UserError('no such split')": (2, "error:\nno such split\n"),
     "raise KeyError('lost')": (1, "KeyError: 'lost'\n"),
@@ -17,17 +18,20 @@ ENDINGS = {
 
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_rank_script_ends_with_its_code_and_all_its_output(ending: str) -> None:
-    # A daemon thread that never ends, and output that is still in the buffer.
+    # A thread that never ends, output still in the buffer, and what aborts a teardown.
     code = f"""
-import atexit, threading
+import atexit, os, sys, threading
 from vitscale.errors import UserError, run_rank_script
+class AbortAtTeardown:
+    def __del__(self, abort=os.abort):
+        abort()
 def main():
     threading.Thread(target=threading.Event().wait, daemon=True).start()
+    sys.ready = AbortAtTeardown()
     atexit.register(print, "exit handler")
     print("buffered", end=" ")
     {ending}
 run_rank_script(main)
-print("never reached")
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     expected, stderr = ENDINGS[ending]
