@@ -1,0 +1,115 @@
+"""What a source consists of, whatever its kind: containers, and the inputs in them.
+
+Owns: the types that pass between a source (`sources`), the judgement (`image_check`) and the
+pipeline, and reading one input's bytes.
+Leaves out: how a kind of source is listed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from vitscale.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """A class folder, a tar, a table: what is listed in one go. Few enough to hold in memory."""
+
+    path: str
+    """Relative to source.path, as the operating system gives it."""
+    split: str
+    class_name: str | None = None
+    """Class of every image in it; None: each input says its own."""
+    file: str = ""
+    """File that holds it, relative to source.path, when that is not `path` (tar in a tar)."""
+    offset: int = 0
+    """First byte inside `file`."""
+    num_bytes: int = -1
+    """-1: to the end of the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One input of the source. `reason` is set when its name or type alone rejects it."""
+
+    path: str
+    """Unique name in the source and in the ledger: a path relative to source.path; inside a tar
+    TAR/MEMBER, inside a table TABLE/ROW."""
+    split: str
+    class_name: str | None
+    name: str
+    """What tells it from others of its class: path inside the class without suffix."""
+    num_bytes: int
+    reason: str | None = None
+    file: str = ""
+    """File that holds the bytes, relative to source.path; empty: the file at `path`."""
+    offset: int = 0
+    modified_ns: int = 0
+    """Modification time of the file when it was listed."""
+    spooled: bool = False
+    """`file` lies in the spool and not in the source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A folder or file whose change would change the list of inputs."""
+
+    path: str
+    """Relative to source.path."""
+    num_bytes: int
+    modified_ns: int
+
+
+class Spool(Protocol):
+    """Takes bytes that can be read once only, such as cells of a compressed table."""
+
+    def add(self, data: bytes) -> tuple[str, int]:
+        """(file, offset) for `Input.file` and `Input.offset`."""
+
+
+class Source(Protocol):
+    """One kind of source. Listing is deterministic up to the order of inputs in a container."""
+
+    def containers(self) -> list[Container]:
+        """Everything to list, ordered. Raises UserError(s) for a source that cannot be used."""
+
+    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
+        """Every input of one container, kept or not, and what must not change until the end."""
+
+
+def printable(name: str) -> str:
+    """A file name as valid UTF-8; bytes that are not become \\xNN."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
+def watched(root: Path, path: str) -> Watched:
+    """`path` as it is now. A folder's size says nothing and differs between file systems."""
+    status = os.stat(root / path)
+    num_bytes = 0 if os.path.isdir(root / path) else status.st_size
+    return Watched(path, num_bytes, status.st_mtime_ns)
+
+
+def read_exactly(file: BinaryIO, *, offset: int, num_bytes: int) -> bytes:
+    """Bytes at a place. Raises EOFError when the file ends before."""
+    data = os.pread(file.fileno(), num_bytes, offset)
+    while len(data) < num_bytes:
+        more = os.pread(file.fileno(), num_bytes - len(data), offset + len(data))
+        if not more:
+            raise EOFError(f"{len(data)} of {num_bytes} bytes at {offset}")
+        data += more
+    return data
+
+
+def changed_source(path: str) -> UserError:
+    """The source is not what was listed."""
+    return UserError(
+        "changed while the shards were made",
+        where=repr(printable(path)),
+        next_step="wait until the source no longer changes, remove the folder .OUTPUT.preparing "
+        "and run the command again",
+    )
