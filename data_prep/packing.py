@@ -22,7 +22,7 @@ from data_prep.image_folder import InputFile, class_names
 from data_prep.input_ledger import LedgerRow, source_fingerprint, write_ledger
 from data_prep.sample_order import held_out, make_keys, shuffled
 from data_prep.tar_shards import TarShard, sample_bytes, shard_lengths
-from vitscale.atomic_files import commit_folder, sha256_of_file
+from vitscale.atomic_files import blake3_of_file, commit_folder
 from vitscale.data.index import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -130,7 +130,7 @@ def write_shard_folder(
             label_map_sha256=label_map_sha256(classes),
             classes=classes,
             index_bytes=(folder / INDEX_NAME).stat().st_size,
-            index_sha256=sha256_of_file(folder / INDEX_NAME),
+            index_blake3=blake3_of_file(folder / INDEX_NAME),
             splits=split_entries,
             config=content_config(run),
         )
@@ -230,7 +230,7 @@ def _index_table(
         "label": [s.label for s in samples],
         "width": [s.facts.width for s in samples],
         "height": [s.facts.height for s in samples],
-        "sha256": [s.facts.sha256 for s in samples],
+        "blake3": [s.facts.sha256 for s in samples],
     }
     return pa.table(columns, schema=index_schema())
 

@@ -9,12 +9,13 @@ content begins, and the index needs just that; a ustar header is one call into t
 
 from __future__ import annotations
 
-import hashlib
 import os
 import tarfile
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
+
+import blake3
 
 from vitscale.data.index import ShardEntry
 
@@ -48,7 +49,7 @@ class TarShard:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._file = open(path, "xb")
-        self._digest = hashlib.sha256()
+        self._digest = blake3.blake3()
         self._position = 0
         self._samples = 0
 
@@ -94,5 +95,5 @@ class TarShard:
             name=self.path.name,
             samples=self._samples,
             bytes=self._position,
-            sha256=self._digest.hexdigest(),
+            blake3=self._digest.hexdigest(),
         )

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import blake3
+
 HASH_CHUNK_BYTES = 1 << 20
 
 
@@ -71,6 +73,15 @@ def commit_folder(temporary: Path, final: Path) -> None:
 def sha256_of_file(path: Path | str) -> str:
     """Hexadecimal SHA-256 of a file's bytes, read in chunks."""
     digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(HASH_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def blake3_of_file(path: Path | str) -> str:
+    """Hexadecimal BLAKE3 of a file's bytes, as `b3sum` prints it."""
+    digest = blake3.blake3()
     with open(path, "rb") as file:
         while chunk := file.read(HASH_CHUNK_BYTES):
             digest.update(chunk)

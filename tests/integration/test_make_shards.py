@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
+import blake3
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -150,7 +151,7 @@ def test_index_manifest_and_ledger_agree_with_the_tars(made: tuple[Path, Path, s
     for entry in manifest.splits.values():
         for shard in entry.shards:
             data = (shards / shard.name).read_bytes()
-            assert (shard.bytes, shard.sha256) == (len(data), hashlib.sha256(data).hexdigest())
+            assert (shard.bytes, shard.blake3) == (len(data), blake3.blake3(data).hexdigest())
     index = pq.read_table(shards / "index.parquet").to_pylist()
     assert {row["key"] for row in index} == {row["key"] for row in rows.values()}
     assert index == sorted(index, key=lambda r: (r["split"], r["shard"], r["offset"]))

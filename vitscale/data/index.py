@@ -24,12 +24,12 @@ from vitscale.errors import UserError, UserErrors
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 INDEX_NAME = "index.parquet"
 INFO_NAME = "_info.json"
 MANIFEST_NAME = "manifest.json"
-# Rows per parquet row group: small enough that one split of many is read without the others.
-ROW_GROUP_ROWS = 1 << 18
+# Rows per parquet row group: what a writer holds in memory, and what a reader of one split skips.
+ROW_GROUP_ROWS = 1 << 15
 MAX_ERRORS_SHOWN = 10
 MAKE_SHARDS = (
     "python data_prep/make_shards.py --config configs/data/image_folder.yaml "
@@ -44,7 +44,7 @@ class ShardEntry:
     name: str
     samples: int
     bytes: int
-    sha256: str
+    blake3: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +75,7 @@ class Manifest:
     classes: tuple[str, ...]
     """Class names; the position is the label."""
     index_bytes: int
-    index_sha256: str
+    index_blake3: str
     splits: dict[str, SplitEntry]
     config: dict[str, Any]
     """The resolved configuration of the preparation."""
@@ -122,11 +122,11 @@ def label_map_sha256(classes: Sequence[str]) -> str:
 def split_fingerprint(
     content: Iterable[bytes], *, labels: Iterable[int], shard_lengths: Sequence[int]
 ) -> str:
-    """Hash of a split: each image's SHA-256 and label in order, then the samples per tar."""
+    """Hash of a split: each image's BLAKE3 and label in order, then the samples per tar."""
     digest = hashlib.sha256()
-    for sha256, label in zip(content, labels, strict=True):
-        assert len(sha256) == 32
-        digest.update(sha256 + int(label).to_bytes(4, "little"))
+    for blake3, label in zip(content, labels, strict=True):
+        assert len(blake3) == 32
+        digest.update(blake3 + int(label).to_bytes(4, "little"))
     digest.update(b"".join(int(length).to_bytes(8, "little") for length in shard_lengths))
     return digest.hexdigest()
 
@@ -154,19 +154,52 @@ def index_schema() -> pa.Schema:
             ("label", pa.int32()),
             ("width", pa.int32()),
             ("height", pa.int32()),
-            ("sha256", pa.binary(32)),
+            ("blake3", pa.binary(32)),
         ]
     )
 
 
 def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
-    """Write index.parquet from one table per split, in the order given."""
+    """Write index.parquet from tables in stored order, each of one split; few are held at a time.
+
+    The bytes depend on the rows alone, not on how they were divided into tables.
+    """
     import pyarrow.parquet as pq
 
     with atomic_file(folder / INDEX_NAME) as file:
         with pq.ParquetWriter(file, index_schema(), compression="zstd") as writer:
+            waiting: list[pa.Table] = []
+            split = None
             for table in tables:
-                writer.write_table(table, row_group_size=ROW_GROUP_ROWS)
+                if not len(table):
+                    continue
+                next_split = table.column("split")[0].as_py()
+                if next_split != split:
+                    _write_row_groups(writer, waiting, rest=True)
+                split = next_split
+                waiting.append(table)
+                _write_row_groups(writer, waiting, rest=False)
+            _write_row_groups(writer, waiting, rest=True)
+
+
+def _write_row_groups(writer: Any, waiting: list[pa.Table], *, rest: bool) -> None:
+    """Write what fills row groups (or all of it) and leave the remainder in `waiting`."""
+    import pyarrow as pa
+
+    num_rows = sum(map(len, waiting))
+    if not num_rows or (num_rows < ROW_GROUP_ROWS and not rest):
+        return
+    names = [field.name for field in index_schema() if pa.types.is_dictionary(field.type)]
+    table = pa.concat_tables(waiting).combine_chunks()
+    num_written = num_rows if rest else num_rows // ROW_GROUP_ROWS * ROW_GROUP_ROWS
+    for start in range(0, num_written, ROW_GROUP_ROWS):
+        part = table.slice(start, min(ROW_GROUP_ROWS, num_written - start))
+        for name in names:
+            # A dictionary made anew: the tables' own would tell how the rows were divided.
+            column = part.column(name).cast(pa.string()).combine_chunks().dictionary_encode()
+            part = part.set_column(part.schema.get_field_index(name), name, column)
+        writer.write_table(part)
+    waiting[:] = [table.slice(num_written)] if num_written < num_rows else []
 
 
 def write_info(folder: Path, *, splits: Mapping[str, SplitEntry]) -> None:

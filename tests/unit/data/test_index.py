@@ -8,6 +8,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
+import vitscale.data.index as index_module
 from vitscale.data.index import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -45,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
                 "label": i % 2,
                 "width": 8,
                 "height": 8,
-                "sha256": bytes(32),
+                "blake3": bytes(32),
             }
             for name, length in zip(names, lengths, strict=True)
             for i in range(length)
@@ -54,7 +55,7 @@ def folder(tmp_path: Path) -> Path:
         shards = []
         for name, length in zip(names, lengths, strict=True):
             (tmp_path / name).write_bytes(bytes(SHARD_BYTES))
-            shards.append(ShardEntry(name=name, samples=length, bytes=SHARD_BYTES, sha256=""))
+            shards.append(ShardEntry(name=name, samples=length, bytes=SHARD_BYTES, blake3=""))
         entries[split] = SplitEntry(
             num_samples=sum(lengths), num_bytes=0, fingerprint=split, shards=tuple(shards)
         )
@@ -68,7 +69,7 @@ def folder(tmp_path: Path) -> Path:
         label_map_sha256="",
         classes=("cat", "dog"),
         index_bytes=(tmp_path / INDEX_NAME).stat().st_size,
-        index_sha256="",
+        index_blake3="",
         splits=entries,
         config={"seed": 1},
     )
@@ -155,3 +156,38 @@ def test_the_manifest_is_read_without_torch_and_pyarrow(folder: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("cuts", [[0, 3, 4, 20, 35], [0, 10, 20, 30, 35], range(36)])
+def test_index_bytes_do_not_depend_on_how_rows_were_divided_into_tables(
+    cuts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(index_module, "ROW_GROUP_ROWS", 10)
+
+    def table(split: str, start: int, stop: int) -> pa.Table:
+        rows = [
+            {
+                "key": f"{split}-{i}",
+                "split": split,
+                "shard": f"{split}-{i // 7}",
+                "offset": i,
+                "length": 1,
+                "format": "jpg" if i % 3 else "png",
+                "label": i,
+                "width": 1,
+                "height": 1,
+                "blake3": bytes(32),
+            }
+            for i in range(start, stop)
+        ]
+        return pa.Table.from_pylist(rows, schema=index_schema())
+
+    written = []
+    for name, parts in (("whole", [0, 35]), ("divided", list(cuts))):
+        (tmp_path / name).mkdir()
+        tables = [
+            table(s, a, b) for s in ("a", "b") for a, b in zip(parts, parts[1:], strict=False)
+        ]
+        write_index(tmp_path / name, tables=tables)
+        written.append((tmp_path / name / INDEX_NAME).read_bytes())
+    assert written[0] == written[1]

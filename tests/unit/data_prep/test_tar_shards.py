@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-import hashlib
 import tarfile
 from pathlib import Path
 
+import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +21,7 @@ def test_offsets_point_at_the_images_and_the_entry_describes_the_file(tmp_path: 
     data = path.read_bytes()
     assert [data[o : o + len(i)] for o, i in zip(offsets, images, strict=True)] == images
     assert (tar.entry.samples, tar.entry.bytes) == (5, len(data))
-    assert tar.entry.sha256 == hashlib.sha256(data).hexdigest()
+    assert tar.entry.blake3 == blake3.blake3(data).hexdigest()
     assert sum(sample_bytes(len(image)) for image in images) + 1024 == len(data)
     with tarfile.open(path) as stored:
         members = stored.getmembers()
