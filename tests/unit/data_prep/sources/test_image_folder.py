@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.inputs import Container
+from data_prep.sources.image_folder import ImageFolder, empty_class_error
+from tests.unit.data_prep.sources.listing import MemorySpool, list_source, list_watched
+from vitscale.errors import UserError
+from vitscale.runs.data_prep import SourceSettings
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).touch()
+
+
+def folder(root: Path, **splits: str) -> ImageFolder:
+    return ImageFolder(SourceSettings(path=str(root), splits=splits))
+
+
+def fates(root: Path) -> dict[str, str | None]:
+    return {row.path: row.reason for row in list_source(folder(root))}
+
+
+def test_class_folders_come_in_the_order_of_their_names_bytes(tmp_path: Path) -> None:
+    touch(tmp_path, *(f"{c}/1.jpg" for c in ("dog", "cat", "Eel", "é", "cat-2")), "cat/sub/2.jpg")
+    boxes = folder(tmp_path).containers()
+    assert [box.class_name for box in boxes] == [None, "Eel", "cat", "cat-2", "dog", "é"]
+    assert [(row.path, row.class_name, row.name) for row in list_source(folder(tmp_path))] == [
+        ("Eel/1.jpg", "Eel", "1"),
+        ("cat/1.jpg", "cat", "1"),
+        ("cat/sub/2.jpg", "cat", "sub/2"),
+        ("cat-2/1.jpg", "cat-2", "1"),
+        ("dog/1.jpg", "dog", "1"),
+        ("é/1.jpg", "é", "1"),
+    ]
+
+
+def test_every_file_is_one_input_with_the_reason_its_name_gives(tmp_path: Path) -> None:
+    touch(
+        tmp_path,
+        *("cat/1.JPG", "cat/a.b.png", "cat/notes.txt", "cat/none", "cat/.2.jpg", "cat/.h/3.jpg"),
+        *("loose.jpg", "README", ".git/4.jpg", "dog/5.bmp"),
+    )
+    os.mkfifo(tmp_path / "cat/pipe.jpg")
+    assert fates(tmp_path) == {
+        "cat/1.JPG": None,
+        "cat/a.b.png": None,
+        "cat/notes.txt": "other_name",
+        "cat/none": "other_name",
+        "cat/.2.jpg": "hidden",
+        "cat/.h/3.jpg": "hidden",
+        "cat/pipe.jpg": "not_a_file",
+        "loose.jpg": "no_class",
+        "README": "other_name",
+        ".git/4.jpg": "hidden",
+        "dog/5.bmp": None,
+    }
+
+
+def test_links_are_followed_inside_the_source_only(tmp_path: Path) -> None:
+    root = tmp_path / "source"
+    touch(root, "cat/1.jpg", "cat/sub/2.jpg")
+    touch(tmp_path, "beside/3.jpg")
+    for link, target in {
+        "cat/same.jpg": "1.jpg",
+        "cat/gone.jpg": "nothing.jpg",
+        "cat/up": "..",
+        "cat/sub/self": ".",
+        "cat/out.jpg": "../../beside/3.jpg",
+        "cat/ring": "ring",
+        "out": "../beside",
+        "kitten": "cat/sub",
+        "dog/cats": "../cat",
+    }.items():
+        (root / link).parent.mkdir(exist_ok=True)
+        (root / link).symlink_to(target)
+    assert fates(root) == {
+        "cat/1.jpg": None,
+        "cat/sub/2.jpg": None,
+        "cat/same.jpg": None,
+        "cat/gone.jpg": "link_broken",
+        "cat/up": "link_loop",
+        "cat/sub/self": "link_loop",
+        "cat/out.jpg": "link_outside",
+        "cat/ring": "link_broken",
+        "out": "link_outside",
+        "kitten/2.jpg": None,
+        "kitten/self": "link_loop",
+        "dog/cats/1.jpg": None,
+        "dog/cats/same.jpg": None,
+        "dog/cats/gone.jpg": "link_broken",
+        "dog/cats/out.jpg": "link_outside",
+        "dog/cats/ring": "link_broken",
+        "dog/cats/up": "link_loop",
+        "dog/cats/sub/2.jpg": None,
+        "dog/cats/sub/self": "link_loop",
+    }
+
+
+def test_links_between_two_folders_end(tmp_path: Path) -> None:
+    touch(tmp_path, "a/1.jpg", "b/2.jpg")
+    for link, target in {"a/x": "../b", "a/x2": "../b", "b/y": "../a", "b/y2": "../a"}.items():
+        (tmp_path / link).symlink_to(target)
+    rows = fates(tmp_path)
+    assert rows["a/x/2.jpg"] is None and rows["a/x/y"] == "link_loop"
+    assert len(rows) == 2 * (1 + 2 * (1 + 2))
+
+
+def test_a_link_as_class_folder_that_leads_back_ends(tmp_path: Path) -> None:
+    touch(tmp_path, "deep/cat/1.jpg")
+    (tmp_path / "link").symlink_to("deep")
+    (tmp_path / "deep/cat/back").symlink_to("../../link/..")
+    assert fates(tmp_path)["link/cat/back"] == "link_loop"
+
+
+def test_size_and_time_of_change_are_the_files(tmp_path: Path) -> None:
+    touch(tmp_path, "cat/1.jpg")
+    (tmp_path / "cat/1.jpg").write_bytes(b"12345")
+    os.utime(tmp_path / "cat/1.jpg", ns=(1, 1234567890123456789))
+    (row,) = list_source(folder(tmp_path))
+    assert (row.num_bytes, row.modified_ns) == (5, 1234567890123456789)
+
+
+def test_every_folder_is_watched(tmp_path: Path) -> None:
+    touch(tmp_path, "cat/sub/1.jpg", "dog/2.jpg", ".hidden/deep/3.jpg")
+    assert list_watched(folder(tmp_path)) == {
+        *(".", "cat", "cat/sub", "dog", ".hidden", ".hidden/deep")
+    }
+
+
+def test_splits_are_listed_each_with_its_classes(tmp_path: Path) -> None:
+    touch(tmp_path, "a/train/cat/1.jpg", "a/val/dog/1.jpg", "a/val/cat/2.jpg", "a/other/x/1.jpg")
+    rows = list_source(folder(tmp_path, train="a/train", test="a/val/"))
+    assert {(row.path, row.split, row.class_name) for row in rows} == {
+        ("a/train/cat/1.jpg", "train", "cat"),
+        ("a/val/cat/2.jpg", "test", "cat"),
+        ("a/val/dog/1.jpg", "test", "dog"),
+    }
+
+
+@pytest.mark.parametrize(
+    "splits, message",
+    [
+        ({"train": "train", "test": "gone"}, "source.splits.test.*no such folder"),
+        ({"train": "train", "test": "../beside"}, "source.splits.test.*lies outside"),
+        ({"train": "train", "test": "train"}, "two splits share files"),
+        ({"train": "train", "test": "train/cat"}, "two splits share files"),
+        ({"train": "train", "test": "empty"}, "source.splits.test.*no class folders .1 image"),
+        ({}, "look like splits"),
+    ],
+)
+def test_split_folders_that_cannot_be_used_are_refused(
+    splits: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    touch(tmp_path, "source/train/cat/1.jpg", "source/val/cat/1.jpg", "beside/cat/1.jpg")
+    if splits:
+        touch(tmp_path, "source/empty/1.jpg")
+    with pytest.raises(UserError, match=message):
+        folder(tmp_path / "source", **splits).containers()
+
+
+def test_a_missing_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="source.path.*no such folder"):
+        folder(tmp_path / "gone").containers()
+    touch(tmp_path, "file")
+    with pytest.raises(UserError, match="source.path.*is not a folder"):
+        folder(tmp_path / "file").containers()
+
+
+def test_a_class_folder_that_went_away_is_told(tmp_path: Path) -> None:
+    touch(tmp_path, "cat/1.jpg")
+    with pytest.raises(UserError, match="'dog': changed while"):
+        list(folder(tmp_path).inputs(Container("dog", "train", "dog"), spool=MemorySpool()))
+
+
+def test_the_error_for_an_empty_class_names_folder_and_link(tmp_path: Path) -> None:
+    touch(tmp_path, "cat/1.jpg")
+    (tmp_path / "link").symlink_to("cat")
+    error = empty_class_error(tmp_path, Container("link", "train", "link"), where="source.path")
+    assert "link' holds no image files (a link" in str(error)
+
+
+NAMES = st.binary(min_size=1, max_size=251).filter(
+    lambda raw: b"/" not in raw and b"\0" not in raw and not raw.startswith(b".")
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(classes=st.sets(NAMES, min_size=1, max_size=3), files=st.sets(NAMES, max_size=4))
+def test_any_name_a_file_can_have_is_listed_as_it_is(
+    tmp_path_factory: pytest.TempPathFactory, classes: set[bytes], files: set[bytes]
+) -> None:
+    root = tmp_path_factory.mktemp("names")
+    expected = set()
+    for class_name in classes:
+        (root / os.fsdecode(b"c" + class_name)).mkdir()
+        for file in files:
+            path = os.fsdecode(b"c" + class_name + b"/" + file + b".jpg")
+            (root / path).touch()
+            expected.add((path, os.fsdecode(file)))
+    rows = list_source(folder(root))
+    assert {(row.path, row.name) for row in rows} == expected and len(rows) == len(expected)
+    for row in rows:
+        assert row.reason is None
+        assert (row.class_name or "").encode() is not None  # valid UTF-8
