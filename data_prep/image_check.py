@@ -1,146 +1,171 @@
-"""Is this file an image that training can use?
+"""What becomes of one image: kept as it is, made plain, or rejected with a reason.
 
-Owns: the judgement of one file by its content, and the pool that judges many.
-Leaves out: which files exist (`image_folder`) and what becomes of them (`input_ledger`).
+Owns: the verdict on an input's bytes, and the list of reasons.
+Leaves out: where the bytes come from (`sources`), how headers are read (`image_header`), how pixels
+are changed (`image_convert`).
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
-import multiprocessing
-import os
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+import zlib
 from dataclasses import dataclass
-from multiprocessing.connection import wait
 
-from PIL import Image
+from blake3 import blake3
 
-from vitscale.errors import UserError
+from data_prep.image_convert import (
+    UnreadableHeaderError,
+    convert,
+    is_shrunk,
+    open_image,
+)
+from data_prep.image_header import Header, HeaderError, damaged_png, read_header
+from data_prep.image_pool import (  # noqa: F401
+    EXTENSIONS,
+    ImageFacts,
+    check_image,
+    check_image_bytes,
+    check_images,
+)
+from vitscale.runs.data_prep import ImageSettings
 
-# Pillow's names -> extensions of tar members. MPO: JPEGs of some phones, with a second picture
-# behind the first; every JPEG decoder shows the first.
-EXTENSIONS = {"JPEG": "jpg", "MPO": "jpg", "PNG": "png", "WEBP": "webp"}
-# Values beyond 8 bits a channel in one grey channel: converting to RGB would clip nearly all of
-# them to white.
-DEEP_MODES = frozenset({"I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
-# A bound on memory per worker; the largest ImageNet-21k image has far less.
-MAX_FILE_BYTES = 1 << 29
-BATCH_FILES = 32
-BATCHES_IN_FLIGHT_PER_WORKER = 4
+# Reason -> meaning. docs/images.md says the same at length.
+FAULTS = {
+    "empty": "zero bytes",
+    "too_large": "more than images.max_file_mib, as it lies there or unpacked from gzip",
+    "bad_gzip": "packed with gzip and broken: does not unpack to the end",
+    "not_an_image": "content is no image of a known format",
+    "other_format": "an image of a format that images.formats leaves out, or GIF, BMP, TIFF, AVIF",
+    "bad_header": "the header is broken, or names a kind that cannot be decoded",
+    "bomb": "more segments, chunks or scans than any camera or editor writes",
+    "too_many_pixels": "the header claims more than images.max_pixels; nothing was decoded",
+    "too_small": "a side is shorter than images.min_side",
+    "deep_grey": "16-bit grey, which decoders clip to white; only with images.convert: false",
+    "bad_pixels": "truncated, damaged, or otherwise not decoded to the last pixel",
+}
+# What can be done to an image, in the order in which it is named.
+CHANGES = ("gzip", "cmyk", "16_bit", "transparency", "animation", "exif_rotation", "short_side")
+SUFFIXES = {"jpeg": "jpg", "png": "png", "webp": "webp"}
+MIB = 1 << 20
+# Enough of an unpacked file to know its format.
+PEEK_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class ImageFacts:
-    """What one file is. `reason` is None for a usable image, otherwise a key of REASONS."""
+class Judged:
+    """One input's fate."""
 
     reason: str | None
-    sha256: bytes | None = None
-    num_bytes: int = 0
+    """None: usable; otherwise a key of FAULTS."""
+    input_hash: bytes
+    content: bytes
+    """What to store; the input itself where nothing was changed, empty where it is rejected."""
+    content_hash: bytes
     extension: str = ""
+    """jpg, png or webp, by content."""
     width: int = 0
     height: int = 0
+    """Of `content`; of a rejected image: as its header says, 0 where none was read."""
+    changes: str | None = None
+    """Names from CHANGES, joined by commas."""
 
 
-def check_image(path: str, *, max_pixels: int) -> ImageFacts:
-    """Judge a file by content: format, pixels claimed by the header, then a full decode."""
+class Rejected(Exception):  # noqa: N818 - a verdict
+    def __init__(self, reason: str, header: Header | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.header = header
+
+
+def judge_image(data: bytes, *, settings: ImageSettings) -> Judged:
+    """Judge and convert. Raises on no bytes whatever; MemoryError says nothing about the bytes."""
+    input_hash = blake3(data).digest()
     try:
-        if os.stat(path).st_size > MAX_FILE_BYTES:
-            return ImageFacts("too_large")
-        with open(path, "rb") as file:
-            data = file.read()
-    except OSError:
-        return ImageFacts("unreadable")
+        content, header, gzipped = _believed_header(data, settings)
+        return _judged_pixels(content, header, gzipped, input_hash, settings)
+    except Rejected as verdict:
+        known = verdict.header
+        size = (known.width, known.height) if known else (0, 0)
+        extension = SUFFIXES[known.format] if known else ""
+        return Judged(verdict.reason, input_hash, b"", input_hash, extension, *size)
+
+
+def _believed_header(data: bytes, settings: ImageSettings) -> tuple[bytes, Header, bool]:
+    """(bytes of the image, its header, whether gzip was taken off). Raises Rejected."""
     if not data:
-        return ImageFacts("empty", hashlib.sha256(data).digest())
-    return check_image_bytes(data, max_pixels=max_pixels)
-
-
-def check_image_bytes(data: bytes, *, max_pixels: int) -> ImageFacts:
-    sha256 = hashlib.sha256(data).digest()
-    # The run's own limit below takes the place of Pillow's.
-    Image.MAX_IMAGE_PIXELS = None
+        raise Rejected("empty")
+    max_bytes = int(settings.max_file_mib * MIB)
+    if len(data) > max_bytes:
+        raise Rejected("too_large")
+    gzipped = data.startswith(b"\x1f\x8b")
+    if gzipped:
+        data = _unpacked(data, max_bytes)
     try:
-        image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
-    except Image.UnidentifiedImageError:
-        return ImageFacts("not_an_image", sha256, len(data))
-    except Exception:
-        # Pillow raises SyntaxError, ValueError, struct.error, zlib.error ... on broken headers.
-        return ImageFacts("bad_header", sha256, len(data))
-    width, height = image.size
-    facts = (sha256, len(data), EXTENSIONS[image.format or ""], width, height)
-    if width * height > max_pixels:
-        return ImageFacts("too_many_pixels", *facts)
-    if image.mode in DEEP_MODES:
-        return ImageFacts("deep_grey", *facts)
+        header = read_header(data)
+    except HeaderError as error:
+        raise Rejected(error.reason) from None
+    if header.format not in settings.formats:
+        raise Rejected("other_format", header)
+    if header.width * header.height > settings.max_pixels:
+        raise Rejected("too_many_pixels", header)
+    if header.width < settings.min_side or header.height < settings.min_side:
+        raise Rejected("too_small", header)
+    return data, header, gzipped
+
+
+def _unpacked(data: bytes, max_bytes: int) -> bytes:
+    unpacker = zlib.decompressobj(wbits=31)
     try:
-        image.load()
-    except Exception:
-        return ImageFacts("bad_pixels", *facts)
-    return ImageFacts(None, *facts)
-
-
-def check_images(
-    paths: Sequence[str], *, max_pixels: int, advance: Callable[[int], None]
-) -> list[ImageFacts]:
-    """Judge files in parallel; results in the order of `paths`. `advance` gets counts done."""
-    facts: list[ImageFacts] = []
-    num_batches = -(-len(paths) // BATCH_FILES)
-    workers = max(1, min(len(os.sched_getaffinity(0)), num_batches))
-    # Fresh processes: a fork next to the progress bar's thread can inherit a held lock.
-    context = multiprocessing.get_context("spawn")
-    batches = iter(_batches(paths))
-    pending: deque[tuple[list[str], Future[list[ImageFacts]]]] = deque()
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_end_with_parent) as pool:
+        start = unpacker.decompress(data, PEEK_BYTES)
         try:
-            for batch in batches:
-                pending.append((batch, pool.submit(_check_batch, batch, max_pixels)))
-                if len(pending) >= workers * BATCHES_IN_FLIGHT_PER_WORKER:
-                    facts += _take(pending, advance)
-            while pending:
-                facts += _take(pending, advance)
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return facts
+            read_header(start)
+        except HeaderError as error:
+            # Whatever is no image is not unpacked at all.
+            if error.reason in ("not_an_image", "other_format"):
+                raise Rejected(error.reason) from None
+        rest = unpacker.decompress(unpacker.unconsumed_tail, max_bytes - len(start) + 1)
+    except zlib.error:
+        raise Rejected("bad_gzip") from None
+    if len(start) + len(rest) > max_bytes:
+        raise Rejected("too_large")
+    if not unpacker.eof:
+        raise Rejected("bad_gzip")
+    return start + rest
 
 
-def _batches(paths: Sequence[str]) -> Iterator[list[str]]:
-    for start in range(0, len(paths), BATCH_FILES):
-        yield list(paths[start : start + BATCH_FILES])
-
-
-def _take(
-    pending: deque[tuple[list[str], Future[list[ImageFacts]]]], advance: Callable[[int], None]
-) -> list[ImageFacts]:
-    batch, future = pending.popleft()
+def _judged_pixels(
+    data: bytes, header: Header, gzipped: bool, input_hash: bytes, settings: ImageSettings
+) -> Judged:
+    changes = header.changes if settings.convert else ()
+    if is_shrunk(header, settings.short_side):
+        # What is encoded anew becomes plain in any case.
+        changes = (*header.changes, "short_side")
+    elif not settings.convert and header.bit_depth == 16 and header.colour_type == 0:
+        raise Rejected("deep_grey", header)
+    if header.format == "png" and (changes or settings.check == "decode"):
+        if damaged_png(data):
+            raise Rejected("bad_pixels", header)
+    content, extension = data, SUFFIXES[header.format]
+    width, height = header.width, header.height
     try:
-        result = future.result()
-    except BrokenProcessPool:
-        raise UserError(
-            f"a process that decoded images died; it was near {batch[0]!r} "
-            f"(the next {BATCH_FILES * BATCHES_IN_FLIGHT_PER_WORKER} files by name)",
-            next_step="look for 'out of memory' in the system log; lower images.max_pixels",
-        ) from None
-    advance(len(batch))
-    return result
-
-
-def _check_batch(paths: list[str], max_pixels: int) -> list[ImageFacts]:
-    return [check_image(path, max_pixels=max_pixels) for path in paths]
-
-
-def _end_with_parent() -> None:
-    """Leave when the parent is killed: the pool's own pipes never report that."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+        if changes:
+            shrunk = "short_side" in changes
+            content, extension, width, height = convert(
+                data,
+                header,
+                short_side=settings.short_side if shrunk else None,
+                jpeg_quality=settings.jpeg_quality,
+            )
+        elif settings.check == "decode" or not header.certain:
+            open_image(data, header).load()
+    except UnreadableHeaderError:
+        raise Rejected("bad_header", header) from None
+    except MemoryError:
+        raise
+    except Exception:
+        # Pillow raises OSError, SyntaxError, ValueError, EOFError ... on broken pixels.
+        raise Rejected("bad_pixels", header) from None
+    if gzipped:
+        changes = ("gzip", *changes)
+    content_hash = input_hash if not changes else blake3(content).digest()
+    named = ",".join(changes) if changes else None
+    return Judged(None, input_hash, content, content_hash, extension, width, height, named)

@@ -1,0 +1,291 @@
+"""What the header of a JPEG, PNG or WebP says, read without decoding and without Pillow.
+
+Owns: the parsers, their bounds on work, and the signs in a file that it is not whole.
+Leaves out: what is allowed (`image_check`) and what is done to pixels (`image_convert`).
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass
+
+# No camera or editor comes near these; a file that does was made to keep a reader busy.
+MAX_SEGMENTS = 10_000
+MAX_CHUNKS = 1_000_000
+MAX_SCANS = 100
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+# Colour type -> (samples per pixel, bit depths): PNG specification, table 11.1.
+PNG_COLOUR_TYPES = {
+    0: (1, (1, 2, 4, 8, 16)),
+    2: (3, (8, 16)),
+    3: (1, (1, 2, 4, 8)),
+    4: (2, (8, 16)),
+    6: (4, (8, 16)),
+}
+PNG_GREY, PNG_RGB, PNG_PALETTE, PNG_GREY_ALPHA, PNG_RGB_ALPHA = PNG_COLOUR_TYPES
+# Deflate packs 258 bytes into two bits at best.
+DEFLATE_MAX_RATIO = 1032
+OTHER_FORMATS = (b"GIF8", b"BM", b"II*\0", b"MM\0*", b"\x00\x00\x01\x00", b"8BPS", b"\xff\x0a")
+OTHER_BRANDS = (b"ftypavif", b"ftypavis", b"ftypheic", b"ftypheix", b"ftypmif1", b"jP  \r\n\x87\n")
+
+_JPEG_ALONE = frozenset({0x01, *range(0xD0, 0xD9)})
+_JPEG_FRAMES = frozenset(range(0xC0, 0xD0)) - {0xC4, 0xC8, 0xCC}
+_JPEG_ORDINARY_FRAMES = frozenset({0xC0, 0xC1, 0xC2})
+_EXIF = b"Exif\0\0"
+
+
+class HeaderError(Exception):
+    """The file is no image that can be read; `reason` is a key of `image_check.FAULTS`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    format: str
+    """jpeg, png or webp."""
+    width: int
+    height: int
+    """As stored, before any rotation."""
+    certain: bool = True
+    """Nothing unusual was seen and the end is there; otherwise only decoding tells."""
+    changes: tuple[str, ...] = ()
+    """What keeps it from being a plain 8-bit image, in the order of `image_check.CHANGES`."""
+    orientation: int = 1
+    """EXIF orientation, 1 to 8."""
+    lossy: bool = True
+    bit_depth: int = 8
+    colour_type: int = -1
+    """PNG only."""
+    transparent: bytes = b""
+    """Content of a PNG's tRNS chunk."""
+
+
+def read_header(data: bytes) -> Header:
+    """Raises HeaderError; never reads or allocates more than a few bytes per segment."""
+    try:
+        if data.startswith(b"\xff\xd8\xff"):
+            return _jpeg_header(data)
+        if data.startswith(PNG_SIGNATURE):
+            return _png_header(data)
+        if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
+            return _webp_header(data)
+    except (IndexError, struct.error):
+        raise HeaderError("bad_header") from None
+    if data.startswith(OTHER_FORMATS) or data[4:12] in OTHER_BRANDS:
+        raise HeaderError("other_format")
+    raise HeaderError("not_an_image")
+
+
+def _jpeg_header(data: bytes) -> Header:
+    position = 2
+    frame = width = height = components = bits = 0
+    orientation = 0
+    has_codes = has_quantization = False
+    for _ in range(MAX_SEGMENTS):
+        if data[position] != 0xFF:
+            raise HeaderError("bad_header")
+        marker = data[position + 1]
+        if marker == 0xFF:  # a fill byte
+            position += 1
+            continue
+        if marker in _JPEG_ALONE:
+            position += 2
+            continue
+        if marker in (0x00, 0xD9):
+            raise HeaderError("bad_header")
+        length = data[position + 2] << 8 | data[position + 3]
+        if length < 2:
+            raise HeaderError("bad_header")
+        if marker == 0xC4:
+            has_codes = True
+        elif marker == 0xDB:
+            has_quantization = True
+        elif marker in _JPEG_FRAMES:
+            if frame:
+                raise HeaderError("bad_header")
+            frame = marker
+            bits, height, width, components = struct.unpack_from(">BHHB", data, position + 4)
+        elif marker == 0xE1 and not orientation and data.startswith(_EXIF, position + 4):
+            orientation = exif_orientation(data[position + 10 : position + 2 + length])
+        position += 2 + length
+        if marker == 0xDA:
+            break
+    else:
+        raise HeaderError("bomb")
+    if not (frame and width and height):
+        raise HeaderError("bad_header")
+    if frame != 0xC0 and data.count(b"\xff\xda", position) >= MAX_SCANS:
+        raise HeaderError("bomb")
+    certain = (
+        frame in _JPEG_ORDINARY_FRAMES
+        and bits == 8
+        and components in (1, 3, 4)
+        and has_codes
+        and has_quantization
+        # Every block takes a bit at least.
+        and (len(data) - position) * 512 >= width * height
+        # Coded pixels never hold these two bytes, so the last pair closes some picture that began
+        # at or behind the first: an end is missing only where there is none at all.
+        and (data.endswith(b"\xff\xd9") or data.rfind(b"\xff\xd9", position) >= 0)
+    )
+    changes: tuple[str, ...] = ("cmyk",) if components == 4 else ()
+    if orientation > 1:
+        changes += ("exif_rotation",)
+    return Header("jpeg", width, height, certain, changes, orientation or 1)
+
+
+def exif_orientation(tiff: bytes) -> int:
+    """Orientation 1 to 8 in the first directory; 1 where there is none or it cannot be read."""
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
+    if order is None:
+        return 1
+    try:
+        (start,) = struct.unpack_from(order + "I", tiff, 4)
+        (count,) = struct.unpack_from(order + "H", tiff, start)
+        for place in range(start + 2, start + 2 + 12 * count, 12):
+            tag, kind, _, value = struct.unpack_from(order + "HHIH", tiff, place)
+            if tag == 0x0112:
+                return value if kind == 3 and 1 <= value <= 8 else 1
+    except struct.error:
+        pass  # a broken directory says nothing, and viewers then show the image as it is stored
+    return 1
+
+
+def _png_header(data: bytes) -> Header:
+    length, kind, width, height, depth, colour, packing, filtering, interlace, checksum = (
+        struct.unpack_from(">I4sIIBBBBBI", data, 8)
+    )
+    if kind != b"IHDR" or length != 13 or zlib.crc32(data[12:29]) != checksum:
+        raise HeaderError("bad_header")
+    samples, depths = PNG_COLOUR_TYPES.get(colour, (0, ()))
+    if not (width and height) or depth not in depths or packing or filtering or interlace > 1:
+        raise HeaderError("bad_header")
+    position = 33
+    num_pixel_bytes = 0
+    animated = False
+    transparent = b""
+    orientation = 1
+    for _ in range(MAX_CHUNKS):
+        if position + 12 > len(data):
+            raise HeaderError("bad_pixels" if num_pixel_bytes else "bad_header")
+        length, kind = struct.unpack_from(">I4s", data, position)
+        if kind == b"IDAT":
+            num_pixel_bytes += length
+        elif kind == b"IEND":
+            break
+        elif kind == b"acTL":
+            animated = animated or not num_pixel_bytes
+        elif kind == b"tRNS" and not num_pixel_bytes:
+            transparent = data[position + 8 : position + 8 + length]
+        elif kind == b"eXIf":
+            orientation = exif_orientation(data[position + 8 : position + 8 + length])
+        position += 12 + length
+    else:
+        raise HeaderError("bomb")
+    num_bytes = (width * samples * depth + 7) // 8 * height
+    changes = []
+    if depth == 16:
+        changes.append("16_bit")
+    if transparent or colour in (PNG_GREY_ALPHA, PNG_RGB_ALPHA):
+        changes.append("transparency")
+    if animated:
+        changes.append("animation")
+    if orientation > 1:
+        changes.append("exif_rotation")
+    certain = num_pixel_bytes * DEFLATE_MAX_RATIO >= num_bytes
+    return Header(
+        "png",
+        width,
+        height,
+        certain,
+        tuple(changes),
+        orientation,
+        False,
+        depth,
+        colour,
+        transparent,
+    )
+
+
+def damaged_png(data: bytes) -> bool:
+    """Whether a chunk that decoders cannot do without fails its checksum (Pillow skips IDAT's)."""
+    view = memoryview(data)
+    position = len(PNG_SIGNATURE)
+    kind = b""
+    while kind != b"IEND":
+        length, kind = struct.unpack_from(">I4s", data, position)
+        end = position + 8 + length
+        if kind[0] < 0x60:  # upper case: critical
+            if zlib.crc32(view[position + 4 : end]) != struct.unpack_from(">I", data, end)[0]:
+                return True
+        position = end + 4
+    return False
+
+
+def _webp_header(data: bytes) -> Header:
+    end = 8 + struct.unpack_from("<I", data, 4)[0]
+    if end > len(data):
+        raise HeaderError("bad_pixels")
+    kind = data[12:16]
+    if kind == b"VP8X":
+        return _webp_extended_header(data, end)
+    width, height, transparent = _webp_frame(data, 12)
+    changes = ("transparency",) if transparent else ()
+    return Header("webp", width, height, True, changes, lossy=kind == b"VP8 ")
+
+
+def _webp_frame(data: bytes, position: int) -> tuple[int, int, bool]:
+    """Size and transparency of the coded picture in the chunk at `position`."""
+    if data.startswith(b"VP8 ", position) and data.startswith(b"\x9d\x01\x2a", position + 11):
+        width, height = struct.unpack_from("<HH", data, position + 14)
+        width, height, transparent = width & 0x3FFF, height & 0x3FFF, False
+    elif data.startswith(b"VP8L", position) and data[position + 8] == 0x2F:
+        (packed,) = struct.unpack_from("<I", data, position + 9)
+        width, height = (packed & 0x3FFF) + 1, (packed >> 14 & 0x3FFF) + 1
+        transparent = bool(packed >> 28 & 1)
+    else:
+        raise HeaderError("bad_header")
+    if not (width and height):
+        raise HeaderError("bad_header")
+    return width, height, transparent
+
+
+def _webp_extended_header(data: bytes, end: int) -> Header:
+    flags = data[20]
+    width = int.from_bytes(data[24:27], "little") + 1
+    height = int.from_bytes(data[27:30], "little") + 1
+    animated = bool(flags & 0x02)
+    lossy = True
+    has_picture = False
+    orientation = 1
+    position = 12
+    for _ in range(MAX_SEGMENTS):
+        if position + 8 > end:
+            break
+        kind, length = struct.unpack_from("<4sI", data, position)
+        if kind in (b"VP8 ", b"VP8L", b"ANMF"):
+            has_picture = True
+            lossy = lossy and b"VP8L" not in (kind, data[position + 24 : position + 28])
+        elif kind == b"EXIF":
+            block = data[position + 8 : position + 8 + length]
+            orientation = exif_orientation(block.removeprefix(_EXIF))
+        position += 8 + length + (length & 1)
+    else:
+        raise HeaderError("bomb")
+    if not has_picture:
+        raise HeaderError("bad_pixels")
+    changes = []
+    if flags & 0x10:
+        changes.append("transparency")
+    if animated:
+        changes.append("animation")
+    if orientation > 1:
+        changes.append("exif_rotation")
+    # An odd length's padding byte may be missing at the end.
+    certain = position <= end + 1
+    return Header("webp", width, height, certain, tuple(changes), orientation, lossy)
