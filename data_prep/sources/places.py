@@ -139,7 +139,7 @@ def stat_entry(entry: os.DirEntry[str], path: str) -> os.stat_result:
 
 def file_reason(name: str, mode: int, *, hidden: bool) -> str | None:
     """What type and name of a file alone say against it."""
-    if not stat.S_ISREG(mode):
+    if stat.S_IFMT(mode) != stat.S_IFREG:
         return "not_a_file"
     if hidden:
         return "hidden"
