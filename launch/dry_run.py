@@ -74,18 +74,27 @@ def check_data(run: TrainingRun) -> None:
 def describe(run: LaunchableRun, *, show_script: bool) -> str:
     """Everything `--dry-run` prints."""
     parts = [f"# Resolved run\n{run_to_yaml(run).rstrip()}"]
-    if isinstance(run, TrainingRun):
-        rows = list(plan_rows(run))
-        width = max(len(name) for name, _ in rows)
-        parts.append("\n".join(["# Plan", *(f"{name:<{width}}  {value}" for name, value in rows)]))
-    else:
-        assert isinstance(run, DataPrepRun)
-        parts.append(f"# Plan\nimages  {run.source.path}\nshards  {run.output}")
+    rows = list(_data_prep_rows(run) if isinstance(run, DataPrepRun) else plan_rows(run))
+    width = max(len(name) for name, _ in rows)
+    parts.append("\n".join(["# Plan", *(f"{name:<{width}}  {value}" for name, value in rows)]))
     if show_script:
         name = run_name(run)
         script = sbatch_text(run.launch, name=name, folder=job_folder(run, cluster="slurm"))
         parts.append(f"# Batch script\n{script.rstrip()}")
     return "\n\n".join(parts)
+
+
+def _data_prep_rows(run: DataPrepRun) -> Rows:
+    launch = run.launch
+    yield "images", run.source.path
+    yield "shards", run.output
+    cores = launch.num_tasks * launch.cpus_per_task
+    size = f"{launch.num_tasks:,} task(s) x {launch.cpus_per_task} core(s) = {cores:,} core(s)"
+    if launch.num_tasks > 1:
+        size += ", as a SLURM array"
+    if launch.max_running_tasks is not None:
+        size += f", at most {launch.max_running_tasks:,} task(s) at a time"
+    yield "tasks", size
 
 
 def plan_rows(run: TrainingRun) -> Rows:

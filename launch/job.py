@@ -7,6 +7,7 @@ Leaves out: submitting (`submission`), signals and checkpoints inside a stage (i
 A stage that a signal stopped has committed a checkpoint on all ranks and ended with
 EXIT_STOPPED_RESUMABLE; only then rank 0 asks SLURM to requeue. submitit's own way, a checkpoint
 inside the signal handler of rank 0, cannot save a model that is sharded over all ranks.
+Tasks of an array are jobs of one rank each: every one of them requeues itself.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ STAGE_SCRIPTS = {
     "pretrain": "pretrain/main.py",
     "finetune": "finetune/main.py",
 }
+# Their tasks share the work through files: any number, none waits for another.
+INDEPENDENT_STAGES = ("data_prep",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,13 +61,15 @@ class StageJob:
     max_requeues: int
     code_version: str | None = None
     """Git commit at submission; the code that runs is the one on disk when the job starts."""
+    independent: bool = False
+    """Whether tasks are jobs of their own instead of ranks of one."""
 
     def __call__(self) -> int:
-        task = start_task()
+        task = start_task(independent=self.independent)
         record_path = task_record_path(task.folder, job_id=task.job_id, rank=task.rank)
         running = TaskRecord(rank=task.rank, pid=os.getpid())
         _write_record(record_path, running)
-        if task.rank == 0:
+        if task.rank == 0 or self.independent:
             self._announce(task)
         code = 1
         try:
@@ -88,9 +93,11 @@ class StageJob:
 
     def _announce(self, task: Task) -> None:
         attempt = restart_count() + 1
+        tasks = f"{task.world_size} task(s)"
+        if task.array_index is not None:
+            tasks = f"task {task.array_index} ({task.array_size} in all)"
         print(
-            f"{Path(self.script).parent.name}: {task.world_size} task(s), attempt {attempt}, "
-            f"config {self.config}",
+            f"{Path(self.script).parent.name}: {tasks}, attempt {attempt}, config {self.config}",
             flush=True,
         )
         now = code_version()
@@ -107,7 +114,7 @@ class StageJob:
         if requeues >= self.max_requeues:
             if task.rank == 0:
                 print(
-                    f"stopped with a checkpoint, not requeued: launch.max_requeues="
+                    f"stopped, with all that is needed to go on, not requeued: launch.max_requeues="
                     f"{self.max_requeues} is reached. Submit the same command again to go on.",
                     flush=True,
                 )
@@ -127,6 +134,7 @@ def stage_job(stage: str, *, config: Path, max_requeues: int) -> StageJob:
         config=str(config.resolve()),
         max_requeues=max_requeues,
         code_version=code_version(),
+        independent=stage in INDEPENDENT_STAGES,
     )
 
 

@@ -11,7 +11,14 @@ from types import FrameType
 
 try:
     from launch.local_run import CONTROLLER_SECONDS, end, failure_report, follow
-    from launch.preparation import RUN_TYPES, check_job, launchable, prepare_job
+    from launch.preparation import (
+        RUN_TYPES,
+        check_job,
+        launchable,
+        num_cores,
+        prepare_job,
+        with_num_workers,
+    )
     from launch.submission import Submission, start_locally
     from vitscale.config.command_line import load_command
     from vitscale.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
@@ -33,8 +40,11 @@ def main() -> None:
     run = launchable(command.run)
     num_procs = _num_procs(sys.argv[1:])
     check_job(run, num_tasks=num_procs, cluster="local")
+    run = with_num_workers(run, num_cores=max(1, num_cores() // num_procs))
     job, folder = prepare_job(run, cluster="local")
-    submission = start_locally(job, launch=run.launch, num_procs=num_procs, folder=folder)
+    submission = start_locally(
+        job, launch=run.launch, num_procs=num_procs, folder=folder, independent=job.independent
+    )
     print(f"running {num_procs} process(es); logs in {submission.folder}", flush=True)
     raise SystemExit(watch(submission))
 
@@ -55,7 +65,7 @@ def watch(submission: Submission) -> int:
         end(submission, wait_first=CONTROLLER_SECONDS)
         return EXIT_INTERRUPTED
     if ending.exit_code == EXIT_STOPPED_RESUMABLE:
-        print("stopped with a checkpoint; the same command goes on", flush=True)
+        print("stopped; the same command goes on where it was", flush=True)
     elif ending.exit_code:
         print(failure_report(submission, ending), file=sys.stderr, flush=True)
     return ending.exit_code

@@ -68,7 +68,8 @@ def follow(submission: Submission, *, output: TextIO) -> Ending:
         tail.copy()
         if failure is None and (failure := first_failure(records(submission))) is not None:
             failed_at = time.monotonic()
-        if failed_at is not None and time.monotonic() - failed_at > GRACE_SECONDS:
+        waited = 0.0 if failed_at is None else time.monotonic() - failed_at
+        if waited > GRACE_SECONDS and not submission.independent:
             controller.send_signal(signal.SIGINT)
             end(submission, wait_first=CONTROLLER_SECONDS)
         time.sleep(POLL_SECONDS)

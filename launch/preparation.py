@@ -51,6 +51,22 @@ def job_folder(run: LaunchableRun, *, cluster: str) -> Path:
     return (base / cluster).absolute()
 
 
+def num_cores() -> int:
+    """Cores that this process may use; containers and batch systems leave it fewer than exist."""
+    return len(os.sched_getaffinity(0))
+
+
+def with_num_workers(run: LaunchableRun, *, num_cores: int) -> LaunchableRun:
+    """The run with as many workers per task as the task has cores, where none were asked for.
+
+    Left alone, every task of data preparation takes all the cores that it sees: those of the other
+    tasks too, and on clusters that do not bind tasks to their cores those of other jobs.
+    """
+    if isinstance(run, DataPrepRun) and run.num_workers is None:
+        return run.model_copy(update={"num_workers": num_cores})
+    return run
+
+
 def check_job(run: LaunchableRun, *, num_tasks: int, cluster: str) -> None:
     """Refuse, with every reason at once, what the settings alone cannot rule out."""
     problems = [
@@ -64,12 +80,7 @@ def check_job(run: LaunchableRun, *, num_tasks: int, cluster: str) -> None:
 
 def _size_problems(run: LaunchableRun, *, num_tasks: int) -> Iterator[UserError]:
     if isinstance(run, DataPrepRun):
-        if num_tasks != 1:
-            yield UserError(
-                f"data preparation is one process, not {num_tasks}",
-                where="launch.tasks_per_node",
-                next_step="set launch.nodes=1 launch.tasks_per_node=1",
-            )
+        # Any number of tasks can share its work.
         return
     batch = run.data.global_batch
     if batch % num_tasks:

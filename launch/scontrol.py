@@ -13,6 +13,8 @@ import subprocess
 from collections.abc import Mapping
 
 SCONTROL_SECONDS = 60
+# ESLURM_JOB_PENDING; SLURM does not translate its messages.
+ALREADY_QUEUED = "Job is pending execution"
 
 
 def restart_count(environment: Mapping[str, str] = os.environ) -> int:
@@ -21,8 +23,9 @@ def restart_count(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def requeue(job_id: str) -> None:
-    """Put this job back into the queue; it keeps its id and replays its batch script.
+    """Put this job (ARRAY_TASK for one of an array) back into the queue.
 
+    It keeps its id and replays its batch script.
     Raises RuntimeError with SLURM's own words when it refuses.
     """
     try:
@@ -34,7 +37,9 @@ def requeue(job_id: str) -> None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RuntimeError(f"job {job_id} was not requeued: {error}") from error
-    if done.returncode:
+    # It is back in the queue already when SLURM (a preemption) or a person requeued it, and that is
+    # why it was stopped.
+    if done.returncode and ALREADY_QUEUED not in done.stderr:
         raise RuntimeError(f"job {job_id} was not requeued: {done.stderr.strip()}")
 
 

@@ -16,6 +16,7 @@ try:
         launchable,
         prepare_job,
         run_name,
+        with_num_workers,
     )
     from launch.submission import Submission, require_slurm, submit_to_slurm
     from vitscale.config.command_line import load_command
@@ -34,6 +35,7 @@ def main() -> None:
         switches={"--dry-run": "show the run, its plan and the batch script; submit nothing"},
     )
     run = launchable(command.run)
+    run = with_num_workers(run, num_cores=run.launch.cpus_per_task)
     check_job(run, num_tasks=run.launch.nodes * run.launch.tasks_per_node, cluster="slurm")
     if "--dry-run" in command.switches:
         print(describe(run, show_script=True))
@@ -48,13 +50,20 @@ def main() -> None:
 
 def print_next_steps(run: LaunchableRun, submission: Submission) -> None:
     job_id = submission.job_id
+    if submission.is_array:
+        kind, pause = "array", "stop after what is being written, then requeue"
+        log = f"{submission.log('TASK')}, TASK from 0 to {submission.num_tasks - 1}"
+        watch = submission.log("*")
+    else:
+        kind, pause = "job", "checkpoint, then requeue"
+        log = str(watch := submission.log(0))
     print(
-        f"submitted job {job_id}: {run_name(run)}, {submission.num_tasks} task(s)\n"
-        f"  log      {submission.log(0)}\n"
-        f"  watch    tail -F {submission.log(0)}\n"
+        f"submitted {kind} {job_id}: {run_name(run)}, {submission.num_tasks} task(s)\n"
+        f"  log      {log}\n"
+        f"  watch    tail -F {watch}\n"
         f"  state    squeue -j {job_id}\n"
         f"  cancel   scancel {job_id}\n"
-        f"  pause    scancel --signal=USR2 {job_id}   (checkpoint, then requeue)"
+        f"  pause    scancel --signal=USR2 {job_id}   ({pause})"
     )
 
 

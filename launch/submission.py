@@ -51,6 +51,9 @@ class Task:
     world_size: int
     folder: Path
     """Holds the logs, pickles and records of the job."""
+    array_index: int | None = None
+    """Which of several independent tasks this is."""
+    array_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,11 +63,16 @@ class Submission:
     job_id: str
     num_tasks: int
     folder: Path
+    is_array: bool = False
+    """Each task is a job of its own, JOBID_TASK to SLURM."""
+    independent: bool = False
+    """No task waits for another: when one fails, the others go on."""
     controller: subprocess.Popen[bytes] | None = None
     """Local jobs only: the process whose children are the tasks."""
 
-    def log(self, rank: int) -> Path:
-        """Standard output and error of one task."""
+    def log(self, task: int | str) -> Path:
+        """Standard output and error of one task; a pattern such as '*' stands for several."""
+        rank = f"{task}_0" if self.is_array else task
         return self.folder / f"{self.job_id}_{rank}_log.out"
 
 
@@ -96,6 +104,7 @@ def slurm_parameters(launch: LaunchSettings, *, name: str) -> dict[str, Any]:
             "requeue": True,
             **{key: value for key, value in launch.sbatch.items() if value is not False},
         },
+        "array_parallelism": launch.max_running_tasks or launch.num_tasks,
         **_gpu_parameters(launch),
     }
     if launch.mem_gb is not None:
@@ -123,10 +132,18 @@ def _gpu_parameters(launch: LaunchSettings) -> dict[str, str]:
 
 def sbatch_text(launch: LaunchSettings, *, name: str, folder: Path) -> str:
     """The batch script that `submit_to_slurm` would submit; needs no SLURM."""
-    executor = _TextExecutor(folder / "%j", python=launch.python)
+    executor = _TextExecutor(_submission_folder(launch, folder), python=launch.python)
     executor.update_parameters(**slurm_parameters(launch, name=name))
+    if launch.num_tasks > 1:
+        # What submitit adds itself when it submits an array.
+        executor.parameters["map_count"] = launch.num_tasks
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
     return text
+
+
+def _submission_folder(launch: LaunchSettings, folder: Path) -> Path:
+    """One folder per submission: named after the job, or after the array as a whole."""
+    return folder / ("%A" if launch.num_tasks > 1 else "%j")
 
 
 def require_slurm() -> None:
@@ -142,15 +159,21 @@ def require_slurm() -> None:
 def submit_to_slurm(
     job: Callable[[], int], *, launch: LaunchSettings, name: str, folder: Path
 ) -> Submission:
-    """Submit through sbatch. Raises UserError when it says no; leaves nothing behind then."""
+    """Submit through sbatch: one job, or an array of `launch.num_tasks` equal ones.
+
+    Raises UserError when sbatch says no; leaves nothing behind then.
+    """
     executor = SlurmExecutor(
-        folder / "%j", max_num_timeout=launch.max_requeues, python=launch.python
+        _submission_folder(launch, folder),
+        max_num_timeout=launch.max_requeues,
+        python=launch.python,
     )
     executor.update_parameters(**slurm_parameters(launch, name=name))
     before = set(folder.iterdir())
     try:
         with _outside_any_job():
-            submitted = executor.submit(job)
+            # A single one is submitted as a plain job.
+            jobs = executor.submit_array([job] * launch.num_tasks)
     except (FailedJobError, FailedSubmissionError) as error:
         for path in set(folder.iterdir()) - before:
             path.unlink()
@@ -158,10 +181,14 @@ def submit_to_slurm(
             f"sbatch refused the job: {str(error).strip()}",
             next_step="compare the launch section with what your site offers (sinfo, sacctmgr)",
         ) from error
+    is_array = len(jobs) > 1
+    job_id = jobs[0].job_id
     return Submission(
-        job_id=submitted.job_id,
-        num_tasks=submitted.num_tasks,
-        folder=submitted.paths.folder,
+        job_id=job_id.partition("_")[0] if is_array else job_id,
+        num_tasks=len(jobs) if is_array else jobs[0].num_tasks,
+        folder=jobs[0].paths.folder,
+        is_array=is_array,
+        independent=is_array,
     )
 
 
@@ -178,9 +205,17 @@ def _outside_any_job() -> Iterator[None]:
 
 
 def start_locally(
-    job: Callable[[], int], *, launch: LaunchSettings, num_procs: int, folder: Path
+    job: Callable[[], int],
+    *,
+    launch: LaunchSettings,
+    num_procs: int,
+    folder: Path,
+    independent: bool = False,
 ) -> Submission:
-    """Start the job's tasks on this machine; they end with the controller process."""
+    """Start the job's tasks on this machine; they end with the controller process.
+
+    independent: as the jobs of an array, not as the ranks of one job.
+    """
     # No folder per job: submitit's controller would also create one named '%j'.
     executor = LocalExecutor(folder, python=launch.python)
     executor.update_parameters(
@@ -208,6 +243,7 @@ def start_locally(
         job_id=submitted.job_id,
         num_tasks=num_procs,
         folder=submitted.paths.folder,
+        independent=independent,
         controller=submitted._process,
     )
 
@@ -228,10 +264,11 @@ def _errors_go_to(path: Path) -> Iterator[None]:
         os.close(kept)
 
 
-def start_task() -> Task:
+def start_task(*, independent: bool = False) -> Task:
     """Tell torch (through the environment) who this process is; clear an earlier attempt's result.
 
     A result left half-written by a killed attempt would make submitit fail this one at its end.
+    independent: every task is a job of its own, with one rank.
     """
     environment = JobEnvironment()
     exported = helpers.TorchDistributedEnvironment().export(
@@ -250,13 +287,28 @@ def start_task() -> Task:
     result = environment.paths.result_pickle
     result.unlink(missing_ok=True)
     result.with_name(result.name + ".save_tmp").unlink(missing_ok=True)
+    array_index = array_size = None
+    if independent:
+        array_index, array_size = _place_among_tasks(environment)
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+        os.environ.update(zip(names, "0011", strict=True))
     return Task(
         cluster=environment.cluster,
         job_id=environment.job_id,
         rank=environment.global_rank,
         world_size=environment.num_tasks,
         folder=environment.paths.folder,
+        array_index=array_index,
+        array_size=array_size,
     )
+
+
+def _place_among_tasks(environment: JobEnvironment) -> tuple[int, int]:
+    if environment.cluster == "local":
+        return environment.global_rank, environment.num_tasks
+    # Both are missing when the array has one task, which is submitted as a plain job.
+    index = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
+    return int(index), int(os.environ.get("SLURM_ARRAY_TASK_COUNT", "1"))
 
 
 def resubmission(job: Callable[[], int]) -> helpers.DelayedSubmission:

@@ -25,16 +25,21 @@ sys.path.insert(0, "{launch}")
 from local import watch
 folder = Path("jobs").absolute()
 folder.mkdir()
-job = StageJob(script=str(Path("stage.py").absolute()), config="c", max_requeues=0)
+job = StageJob(
+    script=str(Path("stage.py").absolute()), config="c", max_requeues=0, independent={independent}
+)
 launch = LaunchSettings(timeout_min=5, signal_delay_s=30)
-sys.exit(watch(start_locally(job, launch=launch, num_procs=2, folder=folder)))
+submission = start_locally(
+    job, launch=launch, num_procs=2, folder=folder, independent=job.independent
+)
+sys.exit(watch(submission))
 """
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(folder: Path, stage: str) -> subprocess.Popen[str]:
+def start(folder: Path, stage: str, *, independent: bool = False) -> subprocess.Popen[str]:
     (folder / "stage.py").write_text(textwrap.dedent(stage))
-    program = PROGRAM.format(launch=ROOT / "launch")
+    program = PROGRAM.format(launch=ROOT / "launch", independent=independent)
     return subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -44,8 +49,8 @@ def start(folder: Path, stage: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def run(folder: Path, stage: str) -> tuple[int, str, str]:
-    process = start(folder, stage)
+def run(folder: Path, stage: str, *, independent: bool = False) -> tuple[int, str, str]:
+    process = start(folder, stage, independent=independent)
     output, errors = process.communicate(timeout=50)
     return process.returncode, output, errors
 
@@ -120,6 +125,33 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path: Path, death: st
     assert time.monotonic() - started < 30
     assert "rank 1" in errors and "rank 1 was here" in errors
     assert ("out of ideas" in errors) == ("out of ideas" in death)
+
+
+def test_independent_tasks_go_on_when_one_fails(tmp_path: Path) -> None:
+    code, output, errors = run(
+        tmp_path,
+        """
+        import os, pathlib, sys, time
+        print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
+        try:
+            pathlib.Path("first").touch(exist_ok=False)
+        except FileExistsError:
+            # Longer than ranks are given to end after one has failed.
+            time.sleep(7)
+            pathlib.Path("finished").touch()
+            sys.exit(0)
+        sys.exit(2)
+        """,
+        independent=True,
+    )
+    assert code == 2
+    assert (tmp_path / "finished").exists()
+    assert "ended with code 2" in errors
+    # Each one is the first rank of its own job, and says so in its own log.
+    logs = [path.read_text() for path in sorted((tmp_path / "jobs").glob("*_log.out"))]
+    assert len(logs) == 2
+    for index, log in enumerate(logs):
+        assert "rank 0 of 1" in log and f"task {index} (2 in all)" in log
 
 
 def test_sigterm_stops_with_a_checkpoint(tmp_path: Path) -> None:

@@ -23,10 +23,19 @@ launch: {nodes: 2, tasks_per_node: 4, gpus_per_node: 4}
 """
 
 
+DATA_CONFIG = """\
+stage: data_prep
+output: shards
+source: {path: images}
+launch: {num_tasks: 64, cpus_per_task: 8}
+"""
+
+
 @pytest.fixture
 def launch(tmp_path):
     """Run launch/slurm.py in an empty folder, with a PATH that holds no SLURM."""
     (tmp_path / "run.yaml").write_text(CONFIG)
+    (tmp_path / "data.yaml").write_text(DATA_CONFIG)
     environment = {**os.environ, "PATH": str(tmp_path / "nothing")}
 
     def call(*arguments: str, config: str = "run.yaml") -> subprocess.CompletedProcess[str]:
@@ -87,6 +96,37 @@ def test_errors_come_together_and_soon(launch) -> None:
     assert "64 images do not divide over 12 tasks" in done.stderr
     assert "60 or 72" in done.stderr
     assert "launch.gpus_per_node" in done.stderr
+
+
+def test_data_preparation_is_shown_as_an_array(launch, tmp_path) -> None:
+    done = launch("--dry-run", "launch.max_running_tasks=16", config="data.yaml")
+    assert done.returncode == 0, done.stderr
+    plan = rows(done.stdout)
+    assert plan["images"] == "images" and plan["shards"] == "shards"
+    assert plan["tasks"].startswith("64 task(s) x 8 core(s) = 512 core(s), as a SLURM array")
+    assert plan["tasks"].endswith("at most 16 task(s) at a time")
+    assert "#SBATCH --array=0-63%16" in done.stdout
+    assert "#SBATCH --cpus-per-task=8" in done.stdout
+    # A task works with the cores it asked for, not with all that the node shows.
+    assert "\nnum_workers: 8\n" in done.stdout
+    assert not (tmp_path / "runs").exists()
+
+
+def test_workers_asked_for_are_kept(launch) -> None:
+    done = launch("--dry-run", "num_workers=3", config="data.yaml")
+    assert "\nnum_workers: 3\n" in done.stdout
+
+
+def test_stages_refuse_the_size_of_the_other_kind(launch) -> None:
+    done = launch("launch.num_tasks=2")
+    assert done.returncode == 2
+    assert "launch.num_tasks: 2 is for data preparation" in done.stderr
+    assert "launch.nodes x launch.tasks_per_node" in done.stderr
+    done = launch("launch.nodes=2", "launch.gpus_per_node=1", config="data.yaml")
+    assert done.returncode == 2
+    assert "launch.nodes: 2 is not possible" in done.stderr
+    assert "launch.gpus_per_node: 1 is not possible" in done.stderr
+    assert "set launch.num_tasks" in done.stderr
 
 
 def test_unsafe_values_are_refused(launch, tmp_path) -> None:

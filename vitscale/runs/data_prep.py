@@ -144,4 +144,4 @@ class DataPrepRun(Run):
                     f"{name!r} names tar files: use letters, digits and _, without the "
                     "letters 'tar' in a row",
                 )
-        yield from launch_problems(self.launch)
+        yield from launch_problems(self.launch, independent_tasks=True)

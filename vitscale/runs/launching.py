@@ -21,6 +21,10 @@ class LaunchSettings(Section):
     nodes: int = Field(default=1, gt=0)
     tasks_per_node: int = Field(default=1, gt=0)
     """Processes per node: one per GPU."""
+    num_tasks: int = Field(default=1, gt=0)
+    """Data preparation only: jobs of one node each, as a SLURM array, that share the work."""
+    max_running_tasks: int | None = Field(default=None, gt=0)
+    """At most so many of `num_tasks` at a time; null: as many as SLURM has room for."""
     gpus_per_node: int = Field(default=0, ge=0)
     gpu_request: Literal["gpus_per_node", "gres", "none"] = "gpus_per_node"
     """How GPUs are asked for; sites differ."""
@@ -28,11 +32,11 @@ class LaunchSettings(Section):
     """Site's GPU type, for example h200: --gpus-per-node=h200:8."""
     cpus_per_task: int = Field(default=1, gt=0)
     mem_gb: int | None = Field(default=None, gt=0)
-    """Memory per node; null: the site's default."""
+    """Memory per node, in an array of each task; null: the site's default."""
     timeout_min: int = Field(default=1440, gt=0)
     """Wall time of one job; a run outlives it by being requeued."""
     signal_delay_s: int = Field(default=120, gt=0)
-    """Warning before the end, used to commit a checkpoint and requeue."""
+    """Warning before the end, used to commit what is done and requeue."""
     max_requeues: int = Field(default=100, ge=0)
     partition: str | None = None
     account: str | None = None
@@ -70,7 +74,7 @@ SBATCH_OPTION = re.compile(r"[a-z][a-z0-9-]*")
 # Set from other keys, or fixed because files, signals and requeueing depend on them.
 SBATCH_OWNED = {
     "account": "launch.account",
-    "array": None,
+    "array": "launch.num_tasks and launch.max_running_tasks",
     "comment": "launch.comment",
     "constraint": "launch.constraint",
     "cpus-per-task": "launch.cpus_per_task",
@@ -101,11 +105,40 @@ SIGNAL_EARLY_S = 60
 SIGNAL_SHARE, SIGNAL_FLOOR_S = 0.2, 600
 
 
-def launch_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
-    """What no job could be started with, as (dotted key, what is wrong and what to do)."""
+def launch_problems(
+    launch: LaunchSettings, *, independent_tasks: bool = False
+) -> Iterator[tuple[str, str]]:
+    """What no job could be started with, as (dotted key, what is wrong and what to do).
+
+    independent_tasks: the stage's tasks share work through files, and none waits for another.
+    """
     yield from _text_problems(launch)
     yield from _sbatch_problems(launch.sbatch)
     yield from _signal_problems(launch)
+    if independent_tasks:
+        yield from _array_problems(launch)
+    else:
+        yield from _single_job_problems(launch)
+
+
+def _array_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
+    for field, only in (("nodes", 1), ("tasks_per_node", 1), ("gpus_per_node", 0)):
+        if (value := getattr(launch, field)) != only:
+            yield (
+                f"launch.{field}",
+                f"{value} is not possible: data preparation runs as independent tasks of one "
+                f"process and no GPU; leave it at {only} and set launch.num_tasks",
+            )
+
+
+def _single_job_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
+    for field, unset in (("num_tasks", 1), ("max_running_tasks", None)):
+        if (value := getattr(launch, field)) != unset:
+            yield (
+                f"launch.{field}",
+                f"{value} is for data preparation, whose tasks are independent; the size of this "
+                "job is launch.nodes x launch.tasks_per_node",
+            )
     if launch.gpus_per_node and launch.tasks_per_node != launch.gpus_per_node:
         yield (
             "launch.tasks_per_node",

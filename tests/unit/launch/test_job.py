@@ -44,6 +44,11 @@ def test_every_stage_that_can_be_launched_has_a_script() -> None:
         assert Path(stage_job(stage, config=Path("c.yaml"), max_requeues=1).script).is_file()
 
 
+def test_only_data_preparation_has_independent_tasks() -> None:
+    jobs = {stage: stage_job(stage, config=Path("c"), max_requeues=1) for stage in STAGE_SCRIPTS}
+    assert [stage for stage, job in jobs.items() if job.independent] == ["data_prep"]
+
+
 def test_a_job_is_small_and_comes_back_equal_from_its_pickle() -> None:
     job = StageJob(script="/p/main.py", config="/r/config.yaml", max_requeues=3)
     text = pickle.dumps(job)

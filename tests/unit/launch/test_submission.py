@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.submission import sbatch_text
+from launch.submission import Submission, sbatch_text
 from vitscale.runs.launching import LaunchSettings
 
 
@@ -60,6 +60,29 @@ def test_every_field_reaches_the_script() -> None:
         assert f"#SBATCH {line}" in text.splitlines()
     assert "\nmodule load cuda\n" in text
     assert "--cpu-bind=none apptainer exec image.sif python -u -m submitit" in text
+
+
+def test_independent_tasks_are_an_array_with_a_log_each() -> None:
+    text = script(num_tasks=64, cpus_per_task=8)
+    lines = text.splitlines()
+    assert "#SBATCH --array=0-63%64" in lines
+    assert "#SBATCH --nodes=1" in lines and "#SBATCH --ntasks-per-node=1" in lines
+    assert "#SBATCH --output=/jobs/%A/%A_%a_0_log.out" in lines
+    srun = next(line for line in lines if line.startswith("srun"))
+    assert "--output /jobs/%A/%A_%a_%t_log.out" in srun and "--cpus-per-task=8" in srun
+    job = Submission(job_id="12", num_tasks=64, folder=Path("/jobs/12"), is_array=True)
+    assert str(job.log(3)) == "/jobs/12/12_3_0_log.out"
+
+
+def test_tasks_running_at_a_time_can_be_limited() -> None:
+    assert "#SBATCH --array=0-63%16" in script(num_tasks=64, max_running_tasks=16).splitlines()
+    # submitit's own limit of 256 is nobody's wish.
+    assert "#SBATCH --array=0-999%1000" in script(num_tasks=1000).splitlines()
+
+
+def test_one_task_is_no_array() -> None:
+    text = script(num_tasks=1)
+    assert "--array" not in text and "%A" not in text
 
 
 def test_switched_off_options_are_left_out() -> None:

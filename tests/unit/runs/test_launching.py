@@ -13,9 +13,9 @@ from launch.submission import sbatch_text
 from vitscale.runs.launching import FIELD_PATTERNS, LaunchSettings, launch_problems
 
 
-def keys_of(**fields: object) -> list[str]:
+def keys_of(*, independent_tasks: bool = False, **fields: object) -> list[str]:
     launch = LaunchSettings.model_validate(fields)
-    return [key for key, _ in launch_problems(launch)]
+    return [key for key, _ in launch_problems(launch, independent_tasks=independent_tasks)]
 
 
 def test_defaults_have_no_problem() -> None:
@@ -38,6 +38,7 @@ def test_no_field_may_start_another_line(field: str, value: str) -> None:
         ({"sbatch": {"mail-type=END\nx": 1}}, "launch.sbatch"),
         ({"sbatch": {"signal": "TERM@5"}}, "launch.sbatch.signal"),
         ({"sbatch": {"ntasks_per_node": 2}}, "launch.sbatch.ntasks_per_node"),
+        ({"sbatch": {"array": "0-9"}}, "launch.sbatch.array"),
         ({"partition": "gpu; rm"}, "launch.partition"),
         ({"partition": "--wrap=x"}, "launch.partition"),
         ({"gpus_per_node": 8, "tasks_per_node": 1}, "launch.tasks_per_node"),
@@ -45,6 +46,15 @@ def test_no_field_may_start_another_line(field: str, value: str) -> None:
 )
 def test_refused(fields: dict[str, object], key: str) -> None:
     assert keys_of(**fields) == [key]
+
+
+def test_ranks_and_independent_tasks_are_counted_by_different_keys() -> None:
+    array = {"num_tasks": 64, "max_running_tasks": 8}
+    assert keys_of(**array) == ["launch.num_tasks", "launch.max_running_tasks"]
+    assert keys_of(independent_tasks=True, **array) == []
+    ranks = {"nodes": 2, "tasks_per_node": 8, "gpus_per_node": 8}
+    assert keys_of(**ranks) == []
+    assert keys_of(independent_tasks=True, **ranks) == [f"launch.{field}" for field in ranks]
 
 
 @pytest.mark.parametrize(
