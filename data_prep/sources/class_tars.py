@@ -1,0 +1,305 @@
+"""Tars with one class each, in a folder or inside one large tar, as ImageNet-21k comes.
+
+Owns: which tars are classes, their members as inputs, members of one name, damaged tars as rows.
+Leaves out: the tar format (`tar_walk`), files beside the tars (`folder_walk`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from data_prep.inputs import Container, Input, Spool, Watched, changed_source, printable
+from data_prep.sources.folder_walk import walk_folder
+from data_prep.sources.places import (
+    Place,
+    find_places,
+    is_hidden,
+    is_image_name,
+    link_reason,
+    source_root,
+    stem_and_suffix,
+)
+from data_prep.sources.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
+from vitscale.errors import UserError, UserErrors
+from vitscale.runs.data_prep import SourceSettings
+
+# Names are compared within a tar, in at most 170 bytes each.
+MAX_MEMBERS = 1_000_000
+COMPRESSED_SUFFIXES = {
+    ".tar.gz": "gzip",
+    ".tgz": "gzip",
+    ".tar.xz": "xz",
+    ".txz": "xz",
+    ".tar.zst": "zstd",
+    ".tar.bz2": "bzip2",
+    ".tar.lz4": "lz4",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ClassTars:
+    """Containers: every tar of a class, and what lies beside them in their folder or tar."""
+
+    settings: SourceSettings
+
+    @property
+    def root(self) -> Path:
+        return source_root(self.settings)
+
+    def containers(self) -> list[Container]:
+        """Tars, ordered by split and the bytes of their path.
+
+        Raises UserError(s) for missing or overlapping splits, no tars, compressed tars.
+        """
+        found: list[Container] = []
+        errors: list[UserError] = []
+        for place in find_places(self.settings, may_be_file=True):
+            is_tar_of_tars = (self.root / place.path).is_file()
+            try:
+                tars = (_tars_in_tar if is_tar_of_tars else _tars_in_folder)(self.root, place)
+            except UserError as error:
+                errors.append(error)
+                continue
+            if not tars:
+                errors.append(_no_tars_error(self.root, place))
+            found.append(Container(place.path or ".", place.split))
+            found += sorted(tars, key=lambda tar: os.fsencode(tar.path))
+        if errors:
+            raise UserErrors(errors)
+        return found
+
+    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
+        """Members of a tar; or files beside tars, and a row for a tar of tars that is damaged."""
+        if container.class_name is not None:
+            return _class_inputs(self.root, container)
+        if (self.root / container.path).is_file():
+            return _rest_of_tar(self.root, container)
+        return _rest_of_folder(self.root, container)
+
+
+def is_tar_name(name: str) -> bool:
+    return name.lower().endswith(".tar") and not is_hidden(name)
+
+
+def stat_watched(root: Path, path: str) -> os.stat_result:
+    """`stat` of a file that was there when its folder was listed."""
+    try:
+        return os.stat(root / path)
+    except FileNotFoundError:
+        raise changed_source(path) from None
+
+
+@contextmanager
+def opened(root: Path, path: str) -> Iterator[int]:
+    """A descriptor, opened without waiting for whoever would write a pipe."""
+    fd = os.open(root / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def compressed_tar_error(path: str, method: str) -> UserError:
+    unpacker = {"gzip": "gunzip", "xz": "unxz", "zstd": "unzstd", "bzip2": "bunzip2"}
+    return UserError(
+        f"{printable(path)!r} is compressed with {method}: no image can be read on its own",
+        where="source.path",
+        allowed="plain tar files",
+        next_step=f"uncompress it first ({unpacker.get(method, method)}); images hardly shrink",
+    )
+
+
+def members_once(
+    members: Iterator[TarMember], *, path: str
+) -> Iterator[tuple[TarMember, str, int | None]]:
+    """Each member that is no folder, its tidied name, and where a member of that name lay before.
+
+    Raises UserError for a tar with more than MAX_MEMBERS.
+    """
+    places: dict[int, int] = {}
+    for member in members:
+        if member.kind == "folder":
+            continue
+        name = "/".join(part for part in member.name.split("/") if part not in ("", "."))
+        first = places.setdefault(hash(name), member.offset)
+        if len(places) > MAX_MEMBERS:
+            raise UserError(
+                f"{printable(path)!r} has more than {MAX_MEMBERS:,} members",
+                where="source.path",
+                next_step="pack it into several tars",
+            )
+        yield member, name, None if first == member.offset else first
+
+
+def member_path(container: Container, member: TarMember, first: int | None) -> str:
+    """The member's name in the ledger; a second one of a name says where both lie."""
+    path = f"{container.path}/{member.name}"
+    return path if first is None else f"{path} (bytes {first} and {member.offset})"
+
+
+def member_reason(member: TarMember, name: str, first: int | None) -> str | None:
+    """What type and name of a member alone say against it."""
+    if member.kind != "file":
+        return "not_a_file"
+    if is_hidden(name):
+        return "hidden"
+    if not is_image_name(name):
+        return "other_name"
+    return None if first is None else "duplicate_name"
+
+
+def tar_row(container: Container, reason: str, *, num_bytes: int, modified_ns: int) -> Input:
+    """The row of a tar that is damaged or cannot be read; the members before that are good."""
+    return Input(
+        container.path,
+        container.split,
+        container.class_name,
+        stem_and_suffix(os.path.basename(container.path))[0],
+        num_bytes,
+        reason,
+        container.file,
+        container.offset,
+        modified_ns,
+    )
+
+
+def _class_inputs(root: Path, container: Container) -> Iterator[Input | Watched]:
+    path = container.file or container.path
+    status = stat_watched(root, path)
+    if not container.file:  # a tar of tars is watched once
+        yield Watched(path, status.st_size, status.st_mtime_ns)
+    num_bytes = container.num_bytes if container.file else status.st_size
+    reason = "truncated_tar"
+    try:
+        with opened(root, path) as fd:
+            walk = walk_tar(fd, start=container.offset, end=container.offset + num_bytes)
+            for member, name, first in members_once(walk, path=container.path):
+                yield Input(
+                    member_path(container, member, first),
+                    container.split,
+                    container.class_name,
+                    stem_and_suffix(name)[0],
+                    member.num_bytes,
+                    member_reason(member, name, first),
+                    path,
+                    member.offset,
+                    status.st_mtime_ns,
+                )
+            return
+    except CompressedTar as defect:
+        raise compressed_tar_error(container.path, defect.method) from None
+    except TarDefect:
+        pass
+    except OSError:
+        reason = "unreadable"
+    yield tar_row(container, reason, num_bytes=num_bytes, modified_ns=status.st_mtime_ns)
+
+
+def _is_tar_file(entry: os.DirEntry[str]) -> bool:
+    return is_tar_name(entry.name) and entry.is_file()
+
+
+def _tars_in_folder(root: Path, place: Place) -> list[Container]:
+    real_root, real_top = os.path.realpath(root), os.path.realpath(root / place.path)
+    found, compressed = [], []
+    with os.scandir(root / place.path) as entries:
+        for entry in entries:
+            if entry.name.lower().endswith(tuple(COMPRESSED_SUFFIXES)) and not is_hidden(
+                entry.name
+            ):
+                compressed.append(entry.name)
+            elif _is_tar_file(entry) and not (
+                entry.is_symlink()
+                and link_reason(entry.path, real_root=real_root, real_folders=[real_top])
+            ):
+                class_name = printable(stem_and_suffix(entry.name)[0])
+                path = os.path.join(place.path, entry.name)
+                found.append(Container(path, place.split, class_name))
+    if compressed:
+        name = min(compressed)
+        method = next(m for end, m in COMPRESSED_SUFFIXES.items() if name.lower().endswith(end))
+        raise compressed_tar_error(os.path.join(place.path, name), method)
+    return found
+
+
+def _rest_of_folder(root: Path, container: Container) -> Iterator[Input | Watched]:
+    """What is no tar of a class. A tar deeper down belongs to no class: that is a fault."""
+    for row in walk_folder(root, container, is_listed_apart=_is_tar_file):
+        if isinstance(row, Input) and row.reason == "other_name" and is_tar_name(row.path):
+            row = replace(row, reason="no_class")
+        yield row
+
+
+def _outer_members(root: Path, path: str) -> Iterator[tuple[TarMember, str, int | None]]:
+    with opened(root, path) as fd:
+        yield from members_once(walk_tar(fd, end=os.fstat(fd).st_size), path=path)
+
+
+def _is_class_tar(member: TarMember, name: str, first: int | None) -> bool:
+    return member.kind == "file" and first is None and is_tar_name(name)
+
+
+def _tars_in_tar(root: Path, place: Place) -> list[Container]:
+    found = []
+    try:
+        for member, name, first in _outer_members(root, place.path):
+            if _is_class_tar(member, name, first):
+                class_name = printable(stem_and_suffix(os.path.basename(name))[0])
+                path = f"{place.path}/{member.name}"
+                found.append(
+                    Container(
+                        *(path, place.split, class_name),
+                        *(place.path, member.offset, member.num_bytes),
+                    )
+                )
+    except CompressedTar as defect:
+        raise compressed_tar_error(place.path, defect.method) from None
+    except (TarDefect, OSError) as defect:
+        if not found or isinstance(defect, OSError):
+            what = f"{printable(place.path)!r} is no tar file that can be read ({defect})"
+            raise UserError(what, where=place.where) from None
+    return found
+
+
+def _rest_of_tar(root: Path, container: Container) -> Iterator[Input | Watched]:
+    """Members of a tar of tars that are no tars, and a row for itself when it is damaged."""
+    status = stat_watched(root, container.path)
+    yield Watched(container.path, status.st_size, status.st_mtime_ns)
+    try:
+        for member, name, first in _outer_members(root, container.path):
+            if _is_class_tar(member, name, first):
+                continue
+            reason = member_reason(member, name, first)
+            if member.kind == "file" and is_tar_name(name):
+                reason = "duplicate_name"
+            yield Input(
+                member_path(container, member, first),
+                container.split,
+                None,
+                stem_and_suffix(name)[0],
+                member.num_bytes,
+                reason or "no_class",
+                container.path,
+                member.offset,
+                status.st_mtime_ns,
+            )
+    except TarDefect:
+        num_bytes, modified_ns = status.st_size, status.st_mtime_ns
+        yield tar_row(container, "truncated_tar", num_bytes=num_bytes, modified_ns=modified_ns)
+
+
+def _no_tars_error(root: Path, place: Place) -> UserError:
+    path = root / place.path
+    what = f"{str(path)!r} holds no tar files"
+    if path.is_dir():
+        with os.scandir(path) as entries:
+            for entry in islice(entries, 100):
+                if entry.is_dir() and any(map(is_tar_name, os.listdir(entry.path))):
+                    hint = f"its sub-folder {printable(entry.name)!r} does: name it as a split"
+                    return UserError(what, where=place.where, next_step=hint)
+    return UserError(what, where=place.where, allowed="one tar of images per class")

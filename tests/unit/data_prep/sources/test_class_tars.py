@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.inputs import Container, Input
+from data_prep.sources import class_tars
+from data_prep.sources.class_tars import ClassTars
+from tests.unit.data_prep.sources.listing import MemorySpool, list_source, list_watched
+from tests.unit.data_prep.sources.tars import tar_bytes, write_tars
+from vitscale.errors import UserError
+from vitscale.runs.data_prep import SourceSettings
+
+
+def source(root: Path, **splits: str) -> ClassTars:
+    return ClassTars(SourceSettings(kind="class_tars", path=str(root), splits=splits))
+
+
+def fates(root: Path) -> dict[str, str | None]:
+    rows = list_source(source(root))
+    assert len({row.path for row in rows}) == len(rows)
+    return {row.path: row.reason for row in rows}
+
+
+def content(listed: ClassTars, row: Input) -> bytes:
+    return (listed.root / row.file).read_bytes()[row.offset :][: row.num_bytes]
+
+
+def test_members_are_inputs_of_the_class_the_tar_is_named_for(tmp_path: Path) -> None:
+    write_tars(
+        tmp_path,
+        {
+            "n02.tar": {"n02_1.JPEG": b"two one"},
+            "n01.tar": {"./n01/n01_1.JPEG": b"one one", "n01/n01_2.x.jpg": b""},
+        },
+    )
+    listed = source(tmp_path)
+    assert [box.class_name for box in listed.containers()] == [None, "n01", "n02"]
+    rows = list_source(listed)
+    assert [(row.path, row.class_name, row.name, content(listed, row)) for row in rows] == [
+        ("n01.tar/./n01/n01_1.JPEG", "n01", "n01/n01_1", b"one one"),
+        ("n01.tar/n01/n01_2.x.jpg", "n01", "n01/n01_2.x", b""),
+        ("n02.tar/n02_1.JPEG", "n02", "n02_1", b"two one"),
+    ]
+    assert all(row.reason is None and row.split == "train" for row in rows)
+    assert rows[2].modified_ns == (tmp_path / "n02.tar").stat().st_mtime_ns
+    assert list_watched(listed) == {".", "n01.tar", "n02.tar"}
+
+
+def test_a_tar_of_tars_is_read_in_place(tmp_path: Path) -> None:
+    inner = tar_bytes({"1.jpg": b"first", "2.jpg": b"second"})
+    write_tars(
+        tmp_path,
+        {
+            "all.tar": {
+                "whole/n01.tar": inner,
+                "whole/README": b"?",
+                "whole/loose.jpg": b"!",
+                "whole/n02.tar": tar_bytes({"1.jpg": b"other"}),
+                "./whole/n02.tar": b"again",
+                ".hidden.tar": inner,
+            }
+        },
+    )
+    listed = source(tmp_path / "all.tar")
+    assert listed.root == tmp_path
+    rows = {row.path: row for row in list_source(listed)}
+    assert {path: row.reason for path, row in rows.items() if "(" not in path} == {
+        "all.tar/whole/README": "other_name",
+        "all.tar/whole/loose.jpg": "no_class",
+        "all.tar/.hidden.tar": "hidden",
+        "all.tar/whole/n01.tar/1.jpg": None,
+        "all.tar/whole/n01.tar/2.jpg": None,
+        "all.tar/whole/n02.tar/1.jpg": None,
+    }
+    assert [row.reason for path, row in rows.items() if "(" in path] == ["duplicate_name"]
+    second = rows["all.tar/whole/n01.tar/2.jpg"]
+    assert (second.class_name, second.file, content(listed, second)) == (
+        "n01",
+        "all.tar",
+        b"second",
+    )
+    assert content(listed, rows["all.tar/whole/n02.tar/1.jpg"]) == b"other"
+    assert list_watched(listed) == {"all.tar"}
+
+
+def test_splits_are_folders_of_tars_or_tars_of_tars(tmp_path: Path) -> None:
+    inner = tar_bytes({"1.jpg": b"1"})
+    write_tars(tmp_path, {"train.tar": {"cat.tar": inner}, "val/dog.tar": {"2.jpg": b"2"}})
+    rows = list_source(source(tmp_path, train="train.tar", test="val"))
+    assert [(row.path, row.split, row.class_name) for row in rows] == [
+        ("train.tar/cat.tar/1.jpg", "train", "cat"),
+        ("val/dog.tar/2.jpg", "test", "dog"),
+    ]
+
+
+def test_every_member_and_file_has_the_reason_its_name_gives(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        kinds = {"fol": tarfile.DIRTYPE, "sym.jpg": tarfile.SYMTYPE, "hard.jpg": tarfile.LNKTYPE}
+        for name, kind in {
+            **kinds,
+            "dev.jpg": tarfile.CHRTYPE,
+            "pipe.jpg": tarfile.FIFOTYPE,
+        }.items():
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, "/etc/passwd"
+            tar.addfile(info)
+        for name in ("/abs.jpg", "../../up.jpg", "notes.txt", ".h/1.jpg", "ok.webp"):
+            tar.addfile(tarfile.TarInfo(name))
+    (tmp_path / "cat.tar").write_bytes(buffer.getvalue())
+    write_tars(tmp_path, {"sub/deep.tar": {"1.jpg": b""}, ".dog.tar": {}})
+    (tmp_path / "README").touch()
+    (tmp_path / "x.jpg").touch()
+    (tmp_path / "out.tar").symlink_to("/dev/null")
+    assert fates(tmp_path) == {
+        "cat.tar/sym.jpg": "not_a_file",
+        "cat.tar/hard.jpg": "not_a_file",
+        "cat.tar/dev.jpg": "not_a_file",
+        "cat.tar/pipe.jpg": "not_a_file",
+        "cat.tar//abs.jpg": None,
+        "cat.tar/../../up.jpg": None,
+        "cat.tar/notes.txt": "other_name",
+        "cat.tar/.h/1.jpg": "hidden",
+        "cat.tar/ok.webp": None,
+        "sub/deep.tar": "no_class",
+        ".dog.tar": "hidden",
+        "README": "other_name",
+        "x.jpg": "no_class",
+        "out.tar": "link_outside",
+    }
+
+
+def test_the_second_member_of_a_name_is_rejected_and_says_where_both_lie(tmp_path: Path) -> None:
+    write_tars(tmp_path, {"cat.tar": [("1.jpg", b"a"), ("./1.jpg", b"b"), ("1.jpg", b"c")]})
+    assert fates(tmp_path) == {
+        "cat.tar/1.jpg": None,
+        "cat.tar/./1.jpg (bytes 512 and 1536)": "duplicate_name",
+        "cat.tar/1.jpg (bytes 512 and 2560)": "duplicate_name",
+    }
+
+
+@pytest.mark.parametrize("cut", [0, 100, 512, 1000, 1024, 1200, 1600, 2048, 2600])
+def test_a_damaged_tar_is_a_row_and_its_whole_members_are_kept(cut: int, tmp_path: Path) -> None:
+    whole = tar_bytes({"1.jpg": b"a" * 400, "2.jpg": b"b" * 400})
+    (tmp_path / "cat.tar").write_bytes(whole[:cut])
+    (row,) = [row for row in list_source(source(tmp_path)) if row.reason == "truncated_tar"]
+    assert (row.path, row.class_name, row.num_bytes) == ("cat.tar", "cat", cut)
+    assert len(fates(tmp_path)) == 1 + (cut >= 912) + (cut >= 1936)
+
+
+def test_a_damaged_tar_of_tars_is_a_row_and_its_whole_tars_are_read(tmp_path: Path) -> None:
+    inner = tar_bytes({"1.jpg": b"1"})
+    whole = tar_bytes({"a.tar": inner, "b.tar": inner[:1024], "c.tar": inner})
+    (tmp_path / "all.tar").write_bytes(whole[: len(inner) + 512 * 5])
+    assert fates(tmp_path / "all.tar") == {
+        "all.tar": "truncated_tar",
+        "all.tar/a.tar/1.jpg": None,
+        "all.tar/b.tar": "truncated_tar",
+        "all.tar/b.tar/1.jpg": None,
+    }
+
+
+def test_compressed_tars_are_refused(tmp_path: Path) -> None:
+    write_tars(tmp_path, {"a/cat.tar": {"1.jpg": b""}})
+    packed = gzip.compress(tar_bytes({"1.jpg": b""}))
+    (tmp_path / "a/dog.tar.gz").write_bytes(packed)
+    with pytest.raises(UserError, match="'dog.tar.gz' is compressed with gzip"):
+        source(tmp_path / "a").containers()
+    (tmp_path / "a/dog.tar.gz").rename(tmp_path / "a/dog.tar")
+    with pytest.raises(UserError, match="'dog.tar' is compressed with gzip"):
+        list_source(source(tmp_path / "a"))
+    (tmp_path / "all.tar").write_bytes(packed)
+    with pytest.raises(UserError, match="'all.tar' is compressed with gzip"):
+        source(tmp_path / "all.tar").containers()
+
+
+@pytest.mark.parametrize(
+    "splits, message",
+    [
+        ({"train": "a", "test": "gone.tar"}, "source.splits.test.*no such file or folder"),
+        ({"train": "a", "test": "a/cat.tar"}, "two splits share files"),
+        ({"train": "a", "test": "empty"}, "source.splits.test.*holds no tar files"),
+        ({"train": "a", "test": "text"}, "source.splits.test.*no tar file that can be read"),
+        ({"train": "a", "test": "cat2.tar"}, "source.splits.test.*holds no tar files"),
+        ({}, "'a' does: name it as a split"),
+    ],
+)
+def test_sources_without_class_tars_are_refused(
+    splits: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    write_tars(tmp_path, {"a/cat.tar": {"1.jpg": b""}})
+    if splits:
+        write_tars(tmp_path, {"cat2.tar": {"1.jpg": b""}})
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").write_text("text" * 300)
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        source(tmp_path, **splits).containers()
+
+
+def test_a_tar_that_went_away_is_told(tmp_path: Path) -> None:
+    gone = Container("cat.tar", "train", "cat")
+    with pytest.raises(UserError, match="changed while"):
+        list(source(tmp_path).inputs(gone, spool=MemorySpool()))
+
+
+def test_more_names_than_fit_in_memory_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(class_tars, "MAX_MEMBERS", 3)
+    write_tars(tmp_path, {"cat.tar": {f"{i}.jpg": b"" for i in range(4)}})
+    with pytest.raises(UserError, match="more than 3 members"):
+        list_source(source(tmp_path))
+
+
+NAMES = st.lists(
+    st.sampled_from(["..", ".", "", "a.b", "\n", "ü", "\udcff", "x" * 300, "dup", " "]),
+    min_size=1,
+    max_size=4,
+).map(lambda parts: "/".join(parts))
+
+
+@settings(max_examples=80, deadline=None)
+@given(names=st.lists(NAMES, max_size=6))
+def test_any_member_names_give_one_row_each_with_a_path_of_its_own(
+    tmp_path_factory: pytest.TempPathFactory, names: list[str]
+) -> None:
+    root = tmp_path_factory.mktemp("tars")
+    write_tars(root, {"cat.tar": [(f"{name}.jpg", b"%d" % i) for i, name in enumerate(names)]})
+    rows = list_source(source(root))
+    assert [content(source(root), row) for row in rows] == [b"%d" % i for i in range(len(names))]
+    assert len({row.path for row in rows}) == len(rows)
+    kept = [row.name for row in rows if row.reason is None]
+    assert len(set(kept)) == len(kept)
+    assert all(os.fsencode(row.path) for row in rows)
