@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -67,10 +67,17 @@ class Labels:
         position = int(index)
         return self.space[position] if position < len(self.space) else None
 
-    def label_map(self, found: Mapping[str, int]) -> tuple[str, ...]:
-        """Class names in label order, given the images of each class."""
+    def label_map(self, found: Mapping[str, int], *, keep_numbers: bool = False) -> tuple[str, ...]:
+        """Class names in label order, given the images of each class.
+
+        keep_numbers: the source gives labels, as `.cls` does; without a space or map they stay what
+        they are, where sorted names would make label 2 of class 10.
+        """
         if self.space is None:
-            return tuple(sorted(found))
+            names = tuple(sorted(found))
+            if keep_numbers and self.map is None and is_numbers(names):
+                return tuple(str(number) for number in range(max(map(int, names)) + 1))
+            return names
         assert self.known.issuperset(found)
         return self.space
 
@@ -158,6 +165,11 @@ class Labels:
             return None
         best = min(fitting, key=lambda name: sizes[name])
         return f"position {max(numbers):,} exists in labels.space={best} ({sizes[best]:,} classes)"
+
+
+def is_numbers(names: Collection[str]) -> bool:
+    """Whether all names are labels written plainly: 0, 1, 10."""
+    return bool(names) and all(re.fullmatch(r"0|[1-9][0-9]{0,5}", name) for name in names)
 
 
 def _classes(num: int) -> str:

@@ -65,6 +65,15 @@ def test_without_a_space_labels_are_the_sorted_classes() -> None:
     assert plain.label_map({"dog": 1, "Eel": 2, "cat": 3}) == ("Eel", "cat", "dog")
 
 
+def test_labels_that_a_source_gives_keep_their_numbers() -> None:
+    found = {"10": 1, "2": 5, "0": 1}
+    assert labels().label_map(found, keep_numbers=True) == tuple(map(str, range(11)))
+    assert labels().label_map(found) == ("0", "10", "2")
+    assert labels().label_map(found | {"02": 1}, keep_numbers=True) == ("0", "02", "10", "2")
+    assert labels().label_map({"9999999": 1}, keep_numbers=True) == ("9999999",)
+    assert labels().label_map({}, keep_numbers=True) == ()
+
+
 def test_a_space_gives_all_its_classes_whatever_the_source_holds() -> None:
     known = labels(space="imagenet_1k")
     assert known.class_of("n01440764", "x") == "n01440764"
