@@ -39,6 +39,7 @@ try:
         Look,
         class_name,
         encode,
+        load_fonts,
         radicals,
         require_packages,
         shape_groups,
@@ -94,6 +95,7 @@ def main() -> None:
     options = parse_arguments()
     if options.drawing == "glyphs":
         require_packages()
+        load_fonts()
     if not 1 <= options.classes <= NUM_CLASSES:
         raise UserError(f"{options.classes}", where="--classes", allowed=f"1 to {NUM_CLASSES}")
     output: Path = options.output

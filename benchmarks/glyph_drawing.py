@@ -12,6 +12,7 @@ from __future__ import annotations
 import bz2
 import io
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -69,13 +70,9 @@ def radicals() -> list[str]:
     "85.9" is radical 85 and 9 further strokes; "120'.3" is the simplified form of radical 120. A
     character with two readings belongs to the first.
     """
-    found: dict[int, str] = {}
-    with bz2.open(UNIHAN, "rt", encoding="utf-8") as lines:
-        for line in lines:
-            if "\tkRSUnicode\t" in line:
-                code, _, value = line.rstrip("\n").split("\t")
-                radical = int(value.split()[0].split(".")[0].rstrip("'"))
-                found[int(code.removeprefix("U+"), 16)] = f"R{radical:03d}"
+    with bz2.open(UNIHAN) as file:
+        lines = re.findall(rb"^U\+([0-9A-F]+)\tkRSUnicode\t([0-9]+)", file.read(), re.MULTILINE)
+    found = {int(code, 16): f"R{int(radical):03d}" for code, radical in lines}
     return [found[code] for code in range(FIRST, LAST + 1)]
 
 
@@ -91,6 +88,12 @@ class Look:
     side: int = 64
     format: str = "png"
     seed: int = 0
+
+
+def load_fonts() -> None:
+    """Read the fonts' tables before processes are forked, once for all of them."""
+    for path in FONTS:
+        _characters_of(path)
 
 
 @cache

@@ -1,0 +1,109 @@
+"""Run a command, with its memory watched or its life cut short.
+
+Owns: wall clock, memory of a whole process tree, SIGKILL for a process group.
+Leaves out: which commands, and what their output has to be.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]  # has no type information
+
+ROOT = Path(__file__).resolve().parents[1]
+SAMPLE_EVERY_S = 0.03
+
+
+class CommandFailed(Exception):
+    """A measured command ended with an error; the text is its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Peaks in MiB. `process`: the largest of all processes, from the kernel's own high-water
+    marks. `tree`: the largest sum of resident sizes seen at one moment; shared pages, such as
+    libraries, count once per process. Not ru_maxrss: Linux lets a child inherit its parent's."""
+
+    process: float
+    tree: float
+
+
+def run_command(command: Sequence[str]) -> float:
+    """Seconds from start to end. Raises CommandFailed."""
+    start = time.perf_counter()
+    done = subprocess.run(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        raise CommandFailed(f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout}")
+    return seconds
+
+
+def run_watched(command: Sequence[str]) -> tuple[float, Memory]:
+    """As `run_command`, and the memory taken. Watching costs a few per cent of one core."""
+    memory: list[Memory] = []
+    stop = threading.Event()
+
+    def watch() -> None:
+        process = tree = 0
+        while not stop.is_set():
+            sizes = [_memory_of(p) for p in psutil.Process().children(recursive=True)]
+            process = max([process, *(peak for peak, _ in sizes)])
+            tree = max(tree, sum(now for _, now in sizes))
+            stop.wait(SAMPLE_EVERY_S)
+        memory.append(Memory(process / 1024, tree / 1024))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        seconds = run_command(command)
+    finally:
+        stop.set()
+        thread.join()
+    return seconds, memory[0]
+
+
+def _memory_of(process: psutil.Process) -> tuple[int, int]:
+    """(peak, present) resident KiB; zeros for a process that has ended."""
+    found = {"VmHWM": 0, "VmRSS": 0}
+    with suppress(OSError), open(f"/proc/{process.pid}/status") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name in found:
+                found[name] = int(value.split()[0])
+    return found["VmHWM"], found["VmRSS"]
+
+
+def run_and_kill(command: Sequence[str], *, after_s: float) -> bool:
+    """Start the command and SIGKILL its process group; False when it had ended before."""
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as process:
+        try:
+            process.wait(timeout=after_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return True
+    if process.returncode:
+        raise CommandFailed(f"{' '.join(command)}: exit code {process.returncode}")
+    return False
+
+
+def drop_page_cache() -> None:
+    """Forget what the kernel holds of files; needs root."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("3\n")
