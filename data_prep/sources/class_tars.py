@@ -114,6 +114,13 @@ def compressed_tar_error(path: str, method: str) -> UserError:
     )
 
 
+def tidy(name: str) -> str:
+    """A member's name without `./`, `//` and a slash at either end."""
+    if "./" not in name and "//" not in name and name[:1] != "/" and name[-1:] not in ("/", "."):
+        return name
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
+
+
 def members_once(
     members: Iterator[TarMember], *, path: str
 ) -> Iterator[tuple[TarMember, str, int | None]]:
@@ -125,7 +132,7 @@ def members_once(
     for member in members:
         if member.kind == "folder":
             continue
-        name = "/".join(part for part in member.name.split("/") if part not in ("", "."))
+        name = tidy(member.name)
         first = places.setdefault(hash(name), member.offset)
         if len(places) > MAX_MEMBERS:
             raise UserError(

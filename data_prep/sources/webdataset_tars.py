@@ -1,0 +1,263 @@
+"""WebDataset tars: samples whose members share a key, with a label beside each image.
+
+Owns: grouping members into samples as the webdataset package does, finding image and label.
+Leaves out: the tar format (`tar_walk`), which tars there are (`file_lists`).
+
+Members other than the image and its label are never read, pickled ones least of all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from data_prep.inputs import Container, Input, Spool, Watched
+from data_prep.sources.class_tars import (
+    MAX_MEMBERS,
+    compressed_tar_error,
+    is_tar_name,
+    opened,
+    stat_watched,
+    tar_row,
+)
+from data_prep.sources.file_lists import FileList
+from data_prep.sources.places import is_hidden
+from data_prep.sources.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
+from vitscale.errors import UserError
+from vitscale.runs.data_prep import SourceSettings
+
+IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
+MAX_CLASS_BYTES = 4096
+MAX_JSON_BYTES = 1 << 20
+HAS_IMAGE, HAS_LABEL = 1, 2
+
+
+@dataclass(slots=True)
+class _Sample:
+    """Neighbouring members of one key."""
+
+    key: str
+    first: TarMember
+    image: TarMember | None = None
+    label: TarMember | None = None
+    suffixes: set[str] = field(default_factory=set)
+
+    @property
+    def parts(self) -> int:
+        return (HAS_IMAGE if self.image else 0) | (HAS_LABEL if self.label else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class WebdatasetTars:
+    """Containers: every tar, and per split the folder of its tars."""
+
+    settings: SourceSettings
+
+    @property
+    def root(self) -> Path:
+        return self._files.root
+
+    @property
+    def _files(self) -> FileList:
+        return FileList(self.settings, is_tar_name, "tar files")
+
+    @property
+    def label(self) -> tuple[str, str | None]:
+        """Suffix of the member with the label, and the field in it.
+
+        `label`, the default made for tables, stands for `cls` here. Raises UserError.
+        """
+        label = "cls" if self.settings.label == "label" else self.settings.label
+        kind, colon, name = label.partition(":")
+        if label == "cls" or (kind == "json" and name):
+            return kind, name if colon else None
+        raise UserError(
+            f"{self.settings.label!r} names no label of a WebDataset",
+            where="source.label",
+            allowed="cls, or json:FIELD",
+        )
+
+    def containers(self) -> list[Container]:
+        """Raises UserError(s) for missing files, a label that cannot be, patterns that fit none."""
+        assert self.label
+        return self._files.containers()
+
+    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
+        """One input per sample; files beside the tars, and members that belong to no sample."""
+        if self._files.is_folder(container):
+            return self._files.rest(container)
+        return self._tar_inputs(container)
+
+    def _tar_inputs(self, container: Container) -> Iterator[Input | Watched]:
+        root, path = self.root, container.path
+        status = stat_watched(root, path)
+        yield Watched(path, status.st_size, status.st_mtime_ns)
+        reason = "truncated_tar"
+        try:
+            with opened(root, path) as fd:
+                members = walk_tar(fd, end=status.st_size)
+                for row in _sample_rows(fd, members, container=container, label=self.label):
+                    row.modified_ns = status.st_mtime_ns
+                    yield row
+                return
+        except CompressedTar as defect:
+            raise compressed_tar_error(path, defect.method) from None
+        except TarDefect:
+            pass
+        except OSError:
+            reason = "unreadable"
+        yield tar_row(container, reason, num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
+
+
+def split_name(name: str) -> tuple[str, str] | None:
+    """(key, suffix in lower case) as webdataset has them; None for a member it passes over.
+
+    The key is everything before the first dot of the last part of the name, with its folder.
+    """
+    folder, slash, base = name.rpartition("/")
+    stem, dot, suffix = base.partition(".")
+    if not stem or not dot or (name.startswith("__") and name.endswith("__") and not slash):
+        return None
+    return folder + slash + stem, suffix.lower()
+
+
+def _sample_rows(
+    fd: int, members: Iterator[TarMember], *, container: Container, label: tuple[str, str | None]
+) -> Iterator[Input]:
+    """Rows of one tar. A sample cut in two by the tar's end is a row before the tar's own."""
+    seen: dict[int, int] = {}
+    sample: _Sample | None = None
+    defect: TarDefect | None = None
+    walk = _until_defect(members)
+    for member in walk:
+        if isinstance(member, TarDefect):
+            defect = member
+            break
+        if member.kind == "folder":
+            continue
+        parts = split_name(member.name) if member.kind == "file" else None
+        if parts is None or is_hidden(member.name):
+            yield _stray(container, member)
+            continue
+        key, suffix = parts
+        if sample is not None and key != sample.key:
+            yield _judge(fd, sample, seen, container=container, label=label)
+            sample = None
+        sample = sample or _Sample(key, member)
+        if suffix in sample.suffixes or (suffix in IMAGE_SUFFIXES and sample.image is not None):
+            other = sample.image or sample.first
+            path = _place_both(container, member, other.offset)
+            yield _row(container, member, path=path, key=key, reason="duplicate_key")
+            continue
+        sample.suffixes.add(suffix)
+        if suffix in IMAGE_SUFFIXES:
+            sample.image = member
+        elif suffix == label[0]:
+            sample.label = member
+    if sample is not None:
+        yield _judge(fd, sample, seen, container=container, label=label)
+    if defect is not None:
+        raise defect
+
+
+def _until_defect(members: Iterator[TarMember]) -> Iterator[TarMember | TarDefect]:
+    try:
+        yield from members
+    except CompressedTar:
+        raise
+    except TarDefect as defect:
+        yield defect
+
+
+def _judge(
+    fd: int,
+    sample: _Sample,
+    seen: dict[int, int],
+    *,
+    container: Container,
+    label: tuple[str, str | None],
+) -> Input:
+    """The row of a complete sample. `seen`: hash of key -> offset and parts of the first one."""
+    member = sample.image or sample.first
+    code = hash(sample.key)
+    before = seen.get(code)
+    if before is not None:
+        both = sample.parts & before & HAS_IMAGE
+        seen[code] = before | sample.parts
+        path = _place_both(container, member, before >> 2)
+        reason = "duplicate_key" if both else "split_sample"
+        return _row(container, member, path=path, key=sample.key, reason=reason)
+    seen[code] = member.offset << 2 | sample.parts
+    if len(seen) > MAX_MEMBERS:
+        raise UserError(
+            f"{container.path!r} has more than {MAX_MEMBERS:,} samples",
+            where="source.path",
+            next_step="pack it into several tars",
+        )
+    if sample.image is None:
+        return _row(container, member, key=sample.key, reason="no_image")
+    class_name = read_label(fd, sample.label, label[1]) if sample.label else None
+    missing = "no_label" if class_name is None else None
+    return _row(container, member, key=sample.key, class_name=class_name, reason=missing)
+
+
+def read_label(fd: int, member: TarMember, json_field: str | None) -> str | None:
+    """A class as text: the member itself, or a text or whole number in a field of its JSON."""
+    limit = MAX_CLASS_BYTES if json_field is None else MAX_JSON_BYTES
+    if member.num_bytes > limit:
+        return None
+    data = os.pread(fd, member.num_bytes, member.offset)
+    try:
+        value: object = data.decode("utf-8")
+        if json_field is not None:
+            content = json.loads(data)
+            value = content.get(json_field) if isinstance(content, dict) else None
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, int) and not isinstance(value, bool):
+        value = str(value)
+    if not isinstance(value, str) or not value.strip() or len(value) > MAX_CLASS_BYTES:
+        return None
+    # JSON can spell half of a character, which no file could store.
+    return value.strip() if _is_text(value) else None
+
+
+def _is_text(value: str) -> bool:
+    return not any("\ud800" <= sign <= "\udfff" for sign in value)
+
+
+def _stray(container: Container, member: TarMember) -> Input:
+    """A member that belongs to no sample; its place tells it from others of its name."""
+    path = f"{container.path}/{member.name} (byte {member.offset})"
+    reason = "hidden" if is_hidden(member.name) else "other_name"
+    if member.kind != "file":
+        reason = "not_a_file"
+    return _row(container, member, path=path, key=member.name, reason=reason)
+
+
+def _place_both(container: Container, member: TarMember, first: int) -> str:
+    return f"{container.path}/{member.name} (bytes {first} and {member.offset})"
+
+
+def _row(
+    container: Container,
+    member: TarMember,
+    *,
+    key: str,
+    path: str | None = None,
+    class_name: str | None = None,
+    reason: str | None = None,
+) -> Input:
+    return Input(
+        path or f"{container.path}/{member.name}",
+        container.split,
+        class_name,
+        key,
+        member.num_bytes,
+        reason,
+        container.path,
+        member.offset,
+    )
