@@ -7,11 +7,13 @@ from collections.abc import Callable
 from data_prep.inputs import Source
 from data_prep.sources.class_tars import ClassTars
 from data_prep.sources.image_folder import ImageFolder
+from data_prep.sources.webdataset_tars import WebdatasetTars
 from vitscale.runs.data_prep import SourceSettings
 
 SOURCES: dict[str, Callable[[SourceSettings], Source]] = {
     "image_folder": ImageFolder,
     "class_tars": ClassTars,
+    "webdataset": WebdatasetTars,
 }
 
 

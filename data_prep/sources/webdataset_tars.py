@@ -27,7 +27,7 @@ from data_prep.sources.file_lists import FileList
 from data_prep.sources.places import is_hidden
 from data_prep.sources.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
 from vitscale.errors import UserError
-from vitscale.runs.data_prep import SourceSettings
+from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 MAX_CLASS_BYTES = 4096
@@ -55,6 +55,7 @@ class WebdatasetTars:
     """Containers: every tar, and per split the folder of its tars."""
 
     settings: SourceSettings
+    labels: LabelSettings = LabelSettings()
 
     @property
     def root(self) -> Path:
@@ -101,6 +102,8 @@ class WebdatasetTars:
                 members = walk_tar(fd, end=status.st_size)
                 for row in _sample_rows(fd, members, container=container, label=self.label):
                     row.modified_ns = status.st_mtime_ns
+                    if row.reason == "no_label" and self.labels.map_key == "image":
+                        row.reason = None  # the map says it
                     yield row
                 return
         except CompressedTar as defect:

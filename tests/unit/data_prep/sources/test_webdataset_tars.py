@@ -15,7 +15,7 @@ from data_prep.sources.webdataset_tars import WebdatasetTars, split_name
 from tests.unit.data_prep.sources.listing import list_source, list_watched
 from tests.unit.data_prep.sources.tars import Members, tar_bytes, write_tars
 from vitscale.errors import UserError
-from vitscale.runs.data_prep import SourceSettings
+from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 
 def source(root: Path, *, label: str = "label", **splits: str) -> WebdatasetTars:
@@ -94,6 +94,12 @@ def test_samples_without_image_or_label_are_rows(tmp_path: Path) -> None:
         "2.jpg": "<no_label>",
         "3.seg.png": "<no_image>",
     }
+
+
+def test_a_label_need_not_be_there_when_a_map_of_images_has_it(tmp_path: Path) -> None:
+    write_tars(tmp_path, {"a.tar": {"1.jpg": b"", "2.cls": b"1"}})
+    listed = WebdatasetTars(source(tmp_path).settings, LabelSettings(map_key="image"))
+    assert [row.reason for row in list_source(listed)] == [None, "no_image"]
 
 
 def test_keys_that_come_back_are_rows_that_name_both_places(tmp_path: Path) -> None:

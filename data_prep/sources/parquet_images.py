@@ -1,0 +1,213 @@
+"""Parquet files with image bytes and labels, as Hugging Face data sets come.
+
+Owns: the columns, class names in the file's metadata, names of rows.
+Leaves out: reading in bounded memory (`parquet_rows`), which files there are (`file_lists`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from data_prep.inputs import Container, Input, Spool, Watched, printable
+from data_prep.sources.class_tars import stat_watched, tidy
+from data_prep.sources.file_lists import FileList
+from data_prep.sources.parquet_rows import (
+    TableDefect,
+    column_type,
+    opened_parquet,
+    record_batches,
+    value_of,
+)
+from data_prep.sources.places import is_hidden, stem_and_suffix
+from vitscale.errors import UserError
+from vitscale.runs.data_prep import LabelSettings, SourceSettings
+
+MAX_CLASS_LENGTH = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetImages:
+    """Containers: every file, and per split the folder of its files."""
+
+    settings: SourceSettings
+    labels: LabelSettings = LabelSettings()
+
+    @property
+    def root(self) -> Path:
+        return self._files.root
+
+    @property
+    def _files(self) -> FileList:
+        return FileList(self.settings, is_parquet_name, "parquet files")
+
+    def containers(self) -> list[Container]:
+        """Raises UserError(s) for missing files, and for columns the first file does not have."""
+        found = self._files.containers()
+        for container in found:
+            if not self._files.is_folder(container):
+                try:
+                    with opened_parquet(self.root, container.path) as table:
+                        self._columns(table, container.path)
+                    break
+                except (TableDefect, OSError):
+                    continue  # a row of the ledger
+        return found
+
+    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
+        """Every row; the bytes of its image go to the spool."""
+        if self._files.is_folder(container):
+            return self._files.rest(container)
+        return self._rows(container, spool)
+
+    def _rows(self, container: Container, spool: Spool) -> Iterator[Input | Watched]:
+        path = container.path
+        status = stat_watched(self.root, path)
+        yield Watched(path, status.st_size, status.st_mtime_ns)
+        damaged = Input(path, container.split, None, "", status.st_size, "damaged_table")
+        damaged.modified_ns = status.st_mtime_ns
+        try:
+            with opened_parquet(self.root, path) as table:
+                columns = self._columns(table, path)
+                names = (
+                    None
+                    if self.labels.values == "index"
+                    else class_label_names(table, self.settings.label)
+                )
+                row = 0
+                for group in range(table.metadata.num_row_groups):
+                    end = row + table.metadata.row_group(group).num_rows
+                    try:
+                        for batch in record_batches(table, group, columns=columns, path=path):
+                            for cells in self._cells(batch):
+                                yield self._input(container, row, cells, names, spool, status)
+                                row += 1
+                    except TableDefect:
+                        yield _lost_rows(damaged, row, end)
+                    row = end
+        except TableDefect:
+            yield damaged
+        except OSError:
+            damaged.reason = "unreadable"
+            yield damaged
+
+    def _columns(self, table: Any, path: str) -> list[str]:
+        """Columns to read. Raises UserError where they are missing or of another type."""
+        import pyarrow.types as types
+
+        image, label = self.settings.image_column, self.settings.label
+        image_type = column_type(table, image, path=path, key="source.image_column")
+        columns = [image]
+        if types.is_struct(image_type):
+            fields = {field.name: field.type for field in image_type}
+            columns = [f"{image}.{name}" for name in ("bytes", "path") if name in fields]
+            image_type = fields.get("bytes")
+        if image_type is None or not (
+            types.is_binary(image_type) or types.is_large_binary(image_type)
+        ):
+            raise UserError(
+                f"column {image!r} of {printable(path)!r} holds no bytes",
+                where="source.image_column",
+                allowed="binary, or a struct of bytes and path",
+            )
+        if self.labels.map_key == "image" and label not in table.schema_arrow.names:
+            return columns
+        label_type = column_type(table, label, path=path, key="source.label")
+        if types.is_dictionary(label_type):
+            label_type = label_type.value_type
+        if not (
+            types.is_integer(label_type)
+            or types.is_string(label_type)
+            or types.is_large_string(label_type)
+        ):
+            raise UserError(
+                f"column {label!r} of {printable(path)!r} holds {label_type}",
+                where="source.label",
+                allowed="a column of whole numbers or text",
+            )
+        return [*columns, label]
+
+    def _cells(self, batch: Any) -> Iterator[tuple[bytes | None, str | None, int | str | None]]:
+        """(bytes, path, label) of each row."""
+        image = batch.column(self.settings.image_column)
+        paths = None
+        if hasattr(image.type, "get_field_index") and image.type.num_fields:
+            parts = dict(zip([f.name for f in image.type], image.flatten(), strict=True))
+            image, paths = parts["bytes"], parts.get("path")
+        has_label = self.settings.label in batch.schema.names
+        labels = batch.column(self.settings.label) if has_label else None
+        for i in range(batch.num_rows):
+            yield (
+                value_of(image, i),
+                None if paths is None else value_of(paths, i),
+                None if labels is None else value_of(labels, i),
+            )
+
+    def _input(
+        self,
+        container: Container,
+        row: int,
+        cells: tuple[bytes | None, str | None, int | str | None],
+        names: tuple[str, ...] | None,
+        spool: Spool,
+        status: os.stat_result,
+    ) -> Input:
+        data, path, label = cells
+        class_name = class_of(label, names)
+        reason = None
+        if data is None:
+            reason = "no_image"
+        elif class_name is None and self.labels.map_key != "image":
+            reason = "no_label"
+        file, offset = spool.add(data) if data is not None and reason is None else ("", 0)
+        stem = stem_and_suffix(os.path.basename(container.path))[0]
+        return Input(
+            f"{container.path}/{row}",
+            container.split,
+            class_name,
+            stem_and_suffix(tidy(path))[0] if path and path.strip("./") else f"{stem}-{row}",
+            0 if data is None else len(data),
+            reason,
+            file or container.path,
+            offset,
+            status.st_mtime_ns,
+            spooled=bool(file),
+        )
+
+
+def is_parquet_name(name: str) -> bool:
+    return name.lower().endswith(".parquet") and not is_hidden(name)
+
+
+def class_label_names(table: Any, column: str) -> tuple[str, ...] | None:
+    """Class names by label from the metadata of the datasets package; None: none are given."""
+    metadata = table.schema_arrow.metadata or {}
+    try:
+        feature = json.loads(metadata[b"huggingface"])["info"]["features"][column]
+        names = feature["names"] if feature["_type"] == "ClassLabel" else None
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        return None
+    return tuple(names)
+
+
+def class_of(label: object, names: tuple[str, ...] | None) -> str | None:
+    """The class that a cell says; None for null, nothing, and numbers without a name."""
+    if isinstance(label, int) and not isinstance(label, bool):
+        if names is None:
+            return str(label) if label >= 0 else None
+        return names[label] if 0 <= label < len(names) else None
+    if not isinstance(label, str) or len(label) > MAX_CLASS_LENGTH:
+        return None
+    return label.strip() or None
+
+
+def _lost_rows(damaged: Input, start: int, end: int) -> Input:
+    """One row for the rest of a row group that cannot be read."""
+    path = f"{damaged.path} (rows {start} to {end - 1})"
+    return Input(path, damaged.split, None, "", 0, damaged.reason, modified_ns=damaged.modified_ns)
