@@ -1,0 +1,250 @@
+"""Do two images show the same picture?
+
+Owns: what is remembered of an image (`DESCRIPTOR`), the keys that bring likely copies together, and
+the judgement of a pair.
+Leaves out: which images are compared (`duplicates`, `evaluation_sets`).
+
+An image is shrunk to 32 x 32 grey values; the 64 lowest frequencies of its cosine transform are
+kept, without the mean. Re-encoding and resizing hardly touch them; mirroring left-right turns the
+sign of those with an odd horizontal frequency, so that one descriptor serves both ways round.
+Thresholds and what they catch: docs/duplicates.md; measured by benchmarks/near_duplicates.py.
+
+All sums are over whole numbers below 2^53, exact in float64 in any order, so that machines agree.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+import numpy as np
+from PIL import Image
+
+NUM_FREQUENCIES = 64
+SIDE_PX = 32
+DESCRIPTOR = np.dtype(
+    [("phash", "<u8"), ("mirrored", "<u8"), ("coefficients", "<i2", (NUM_FREQUENCIES,))]
+)
+# Coefficients are stored in eighths of a grey value times SIDE_PX, which int16 holds.
+SCALE = 8
+# Standard deviation of the picture, in grey values of 255. Below it the rounding to 8 bits weighs
+# too much: such images match nothing but equal bytes.
+MIN_CONTRAST = 4.0
+# A bit of the hash is set where a coefficient exceeds this share of the norm, divided by the
+# frequency. Around 0 the bits of symmetric and smooth pictures would be those of their noise.
+BIT_THRESHOLD = 0.1
+# A key is made of the 32 lowest frequencies' bits; the 3 least certain of them are tried both ways.
+KEY_BITS = 32
+UNCERTAIN_BITS = 3
+NUM_KEYS = 1 << UNCERTAIN_BITS
+MAX_HAMMING = 12
+# Correlation of two pictures' coefficients, as they are and multiplied by their frequency, which
+# gives detail the weight that large areas have otherwise.
+MIN_CORRELATION = 0.98
+MIN_DETAIL_CORRELATION = 0.975
+HASHES = ("phash", "mirrored")
+# Pairs correlated in one go, small enough for the cache.
+CORRELATED_ROWS = 1 << 11
+FORMATS = ("JPEG", "PNG", "WEBP")
+DEEP_GREY = {"I": 256, "I;16": 256, "I;16B": 256, "I;16L": 256, "I;16N": 256, "F": 1}
+ORIENTATION_TAG = 0x0112
+MIRROR, UPSIDE_DOWN = (slice(None), slice(None, None, -1)), (slice(None, None, -1), slice(None))
+
+
+def describe(content: bytes) -> np.void:
+    """Descriptor of one encoded image. One that cannot be decoded gets that of a blank image."""
+    return describe_many([content])[0]
+
+
+def describe_many(contents: Sequence[bytes]) -> np.ndarray:
+    """Descriptors of encoded images, [len(contents)] of DESCRIPTOR."""
+    pictures = np.zeros((len(contents), SIDE_PX, SIDE_PX), dtype=np.uint8)
+    for picture, content in zip(pictures, contents, strict=True):
+        found = grey_picture(content)
+        if found is not None:
+            picture[:] = found
+    return describe_pictures(pictures)
+
+
+def grey_picture(content: bytes, *, max_pixels: int | None = None) -> np.ndarray | None:
+    """SIDE_PX x SIDE_PX grey values, upright; None for what cannot be decoded."""
+    # Whoever asks has judged the size; Pillow's own limit would be a second one.
+    Image.MAX_IMAGE_PIXELS = None
+    try:
+        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+            if max_pixels is not None and image.width * image.height > max_pixels:
+                return None
+            # JPEG decoders shrink by 2, 4 or 8 for almost nothing. The last block may be partly
+            # filled, hence the box, which is the picture's true extent.
+            drafted = image.draft("L", (2 * SIDE_PX, 2 * SIDE_PX))
+            orientation = image.getexif().get(ORIENTATION_TAG, 1)
+            grey = _grey(image)
+            small = grey.resize(
+                (SIDE_PX, SIDE_PX),
+                Image.Resampling.BILINEAR,
+                box=drafted[1] if drafted else None,
+                reducing_gap=3.0,
+            )
+    except MemoryError:
+        raise
+    except Exception:
+        # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on broken content.
+        return None
+    return _upright(np.asarray(small), orientation)
+
+
+def _grey(image: Image.Image) -> Image.Image:
+    """8-bit grey values; what is transparent shows white."""
+    if image.mode == "L":
+        return image
+    if image.mode in DEEP_GREY:
+        values = np.asarray(image, dtype=np.float64) / DEEP_GREY[image.mode]
+        return Image.fromarray(np.nan_to_num(values).clip(0, 255).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("L")
+    # A palette's entries have to become colours first.
+    return (image.convert("RGB") if image.mode == "P" else image).convert("L")
+
+
+def _upright(picture: np.ndarray, orientation: object) -> np.ndarray:
+    """Undo an EXIF orientation, 2 to 8."""
+    turned = {
+        2: picture[MIRROR],
+        3: picture[MIRROR][UPSIDE_DOWN],
+        4: picture[UPSIDE_DOWN],
+        5: picture.T,
+        6: picture[UPSIDE_DOWN].T,
+        7: picture[MIRROR][UPSIDE_DOWN].T,
+        8: picture[MIRROR].T,
+    }
+    return turned.get(orientation, picture) if isinstance(orientation, int) else picture
+
+
+def describe_pictures(pictures: np.ndarray) -> np.ndarray:
+    """Descriptors of grey pictures, uint8 [N, SIDE_PX, SIDE_PX]."""
+    basis, _, _ = _frequencies()
+    flat = pictures.reshape(len(pictures), -1).astype(np.float64)
+    descriptors = np.zeros(len(pictures), dtype=DESCRIPTOR)
+    descriptors["coefficients"] = np.rint(flat @ basis * (SCALE / BASIS_SCALE))
+    for field, margins in zip(HASHES, _margins(descriptors), strict=True):
+        bits = np.packbits(margins > 0, axis=1, bitorder="little")
+        descriptors[field] = bits.view("<u8")[:, 0]
+    return descriptors
+
+
+BASIS_SCALE = 1 << 14
+
+
+@cache
+def _frequencies() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(basis [SIDE_PX^2, NUM_FREQUENCIES] in whole numbers, frequency, sign when mirrored)."""
+    positions = np.arange(SIDE_PX)
+    waves = np.cos(np.pi * positions[:, None] * (2 * positions + 1) / (2 * SIDE_PX))
+    waves *= np.sqrt(2 / SIDE_PX)
+    waves[0] /= np.sqrt(2)
+    vertical, horizontal = (f.ravel() for f in np.indices((SIDE_PX, SIDE_PX)))
+    squared = vertical**2 + horizontal**2
+    # The mean, first of all, stays out.
+    chosen = np.argsort(squared, kind="stable")[1 : NUM_FREQUENCIES + 1]
+    basis = waves[vertical[chosen]][:, :, None] * waves[horizontal[chosen]][:, None, :]
+    basis = np.rint(basis.reshape(NUM_FREQUENCIES, -1).T * BASIS_SCALE)
+    return basis, np.sqrt(squared[chosen]), np.where(horizontal[chosen] % 2, -1.0, 1.0)
+
+
+def _margins(descriptors: np.ndarray) -> Iterator[np.ndarray]:
+    """How far each coefficient lies above the threshold of its bit: as it is, then mirrored."""
+    _, frequency, signs = _frequencies()
+    coefficients = descriptors["coefficients"].astype(np.float64)
+    norm = np.sqrt((coefficients**2).sum(axis=1, keepdims=True))
+    threshold = norm * (BIT_THRESHOLD / frequency)
+    yield coefficients - threshold
+    yield coefficients * signs - threshold
+
+
+def has_contrast(descriptors: np.ndarray) -> np.ndarray:
+    """Which descriptors show enough to be compared; the others match nothing."""
+    coefficients = descriptors["coefficients"].astype(np.int64)
+    least = (MIN_CONTRAST * SCALE * SIDE_PX) ** 2
+    return (coefficients**2).sum(axis=1) >= least
+
+
+def keys_of(descriptors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Keys as they are and mirrored, each uint32 [N, NUM_KEYS]. Only images that share a key are
+    compared: a direct one of both, or a direct one of one and a mirrored one of the other."""
+    flips = np.indices((2,) * UNCERTAIN_BITS).reshape(UNCERTAIN_BITS, NUM_KEYS).astype(np.uint32)
+    found = []
+    for field, margins in zip(HASHES, _margins(descriptors), strict=True):
+        margins = np.abs(margins[:, :KEY_BITS])
+        uncertain = np.argsort(margins, axis=1, kind="stable")[:, :UNCERTAIN_BITS]
+        masks = np.left_shift(np.uint32(1), uncertain.astype(np.uint32)) @ flips
+        found.append(descriptors[field].astype(np.uint32)[:, None] ^ masks)
+    return found[0], found[1]
+
+
+def near(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Whether 64-bit hashes differ in MAX_HAMMING bits at most."""
+    bits = left ^ right
+    bits = bits - ((bits >> np.uint64(1)) & np.uint64(0x5555555555555555))
+    pairs = np.uint64(0x3333333333333333)
+    bits = (bits & pairs) + ((bits >> np.uint64(2)) & pairs)
+    bits = (bits + (bits >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return (bits * np.uint64(0x0101010101010101)) >> np.uint64(56) <= MAX_HAMMING
+
+
+def same_picture(left: np.ndarray, right: np.ndarray, *, mirrored: np.ndarray) -> np.ndarray:
+    """Whether descriptors left[i] and right[i] correlate, one of them mirrored where told."""
+    _, frequency, signs = _frequencies()
+    same = np.zeros(len(left), dtype=bool)
+    for start in range(0, len(left), CORRELATED_ROWS):
+        rows = slice(start, start + CORRELATED_ROWS)
+        a = left["coefficients"][rows].astype(np.float64)
+        b = right["coefficients"][rows].astype(np.float64)
+        a = np.where(mirrored[rows, None], a * signs, a)
+        same[rows] = _correlation(a, b) >= MIN_CORRELATION
+        detail = _correlation(np.rint(a * frequency), np.rint(b * frequency))
+        same[rows] &= detail >= MIN_DETAIL_CORRELATION
+    return same
+
+
+def looks_like(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Whether descriptors left[i] and right[i] show the same picture.
+
+    Both have contrast; they are linked, that is, share a key and have hashes that are near; and
+    they correlate. Linked and correlating both as they are, or both with one of them mirrored.
+    """
+    keys = [keys_of(left), keys_of(right)]
+    found = np.zeros(len(left), dtype=bool)
+    for ours, theirs in ((0, 0), (1, 0), (0, 1)):
+        shared = (keys[0][ours][:, :, None] == keys[1][theirs][:, None, :]).any(axis=(1, 2))
+        hashes = left[HASHES[ours]], right[HASHES[theirs]]
+        mirrored = np.full(len(left), ours != theirs)
+        found |= shared & near(*hashes) & same_picture(left, right, mirrored=mirrored)
+    return found & has_contrast(left) & has_contrast(right)
+
+
+def _correlation(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    product = (a * b).sum(axis=1)
+    norms = (a * a).sum(axis=1) * (b * b).sum(axis=1)
+    return product / np.sqrt(np.maximum(norms, 1))
+
+
+def equal_keys(
+    table: np.ndarray, probes: np.ndarray, *, max_pairs: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Every (position in probes, position in table) with equal keys, `max_pairs` at a time.
+
+    table: sorted keys; probes: keys in any order.
+    """
+    first = np.searchsorted(table, probes, side="left")
+    counts = np.searchsorted(table, probes, side="right") - first
+    hits = np.flatnonzero(counts)
+    first, counts = first[hits], counts[hits]
+    ends = np.cumsum(counts)
+    total = int(ends[-1]) if len(ends) else 0
+    for start in range(0, total, max_pairs):
+        pair = np.arange(start, min(start + max_pairs, total))
+        group = np.searchsorted(ends, pair, side="right")
+        yield hits[group], first[group] + pair - (ends[group] - counts[group])
