@@ -115,6 +115,5 @@ def changed_source(path: str) -> UserError:
     return UserError(
         "changed while the shards were made",
         where=repr(printable(path)),
-        next_step="wait until the source no longer changes, remove the folder .OUTPUT.preparing "
-        "and run the command again",
+        next_step="run the command again once the source no longer changes",
     )

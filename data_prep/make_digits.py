@@ -19,7 +19,7 @@ try:
     import numpy as np
     from PIL import Image
 
-    from data_prep.sample_order import seeded_hash
+    from data_prep.row_tables import seeded_hash
     from vitscale.atomic_files import commit_folder
     from vitscale.errors import UserError, run_script
 except ModuleNotFoundError as error:

@@ -1,34 +1,34 @@
-"""Turn a folder of images into shuffled WebDataset tars with an index and a ledger.
+"""Turn a raw corpus into shuffled WebDataset tars with an index and a ledger.
 
     python data_prep/make_shards.py --config configs/data/image_folder.yaml \
         source.path=IMAGES output=SHARDS
 
-Owns: the order of the steps and what is printed. Formats: docs/data_format.md.
+The same command again goes on where a killed one was. Several at a time, on machines that share
+the output's folder, divide the work. Formats: docs/data_format.md.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 import time
+from contextlib import suppress
 
 try:
     from pathlib import Path
 
-    from data_prep.image_check import check_images
-    from data_prep.image_folder import class_names, scan_image_folder
-    from data_prep.input_ledger import (
-        LedgerRow,
-        check_bad_fraction,
-        describe_rejected,
-        make_ledger,
-        source_fingerprint,
-    )
-    from data_prep.packing import arrange, content_config, write_shard_folder
-    from data_prep.progress_line import progress
+    from data_prep.finishing import tool_version
+    from data_prep.ledger import describe_rejected
+    from data_prep.listing import listing_fingerprint
+    from data_prep.pipeline import LISTING_PHASES, Interrupted, prepare, storage_error
+    from data_prep.preparation import Preparation, content_config, preparation_folder
+    from data_prep.work_units import WorkFolder
+    from vitscale.atomic_files import write_json
     from vitscale.config.command_line import load_command
     from vitscale.data.index import Manifest, read_manifest
-    from vitscale.errors import UserError, run_script
+    from vitscale.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
     from vitscale.runs.data_prep import DataPrepRun
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
@@ -39,43 +39,25 @@ def main() -> None:
     command = load_command(
         DataPrepRun,
         script="data_prep/make_shards.py",
-        description="Turn a folder of images into shuffled WebDataset tars with index and ledger.",
+        description="Turn a raw corpus into shuffled WebDataset tars with index and ledger.",
     )
     run = command.run
     start = time.monotonic()
     output = Path(run.output).expanduser()
-    root = Path(run.source.path).expanduser()
-    existing = find_existing(output, run)
-    if output.resolve().is_relative_to(root.resolve()):
+    if output.resolve().is_relative_to(Path(run.source.path).expanduser().resolve()):
         raise UserError(
             "lies inside source.path", where="output", next_step="choose another folder"
         )
-
-    files = scan_image_folder(run.source)
-    print(
-        f"{run.source.path}: {len(files):,} files, {len(class_names(files)):,} classes", flush=True
-    )
-
-    candidates = [file for file in files if file.reason is None]
-    with progress("check images", total=len(candidates)) as advance:
-        facts = check_images(
-            [os.path.join(root, file.path) for file in candidates],
-            max_pixels=run.images.max_pixels,
-            advance=advance,
-        )
-    facts_of = {file.path: fact for file, fact in zip(candidates, facts, strict=True)}
-    rows = make_ledger(files, facts_of=facts_of)
-    check_bad_fraction(rows, max_bad_fraction=run.images.max_bad_fraction)
-
+    existing = find_existing(output, run)
     if existing is not None:
-        check_same_source(existing, output, source_fingerprint(rows))
-        print(f"{output}: already there, made from the same images with the same settings")
+        # Tasks of one job that come late have nothing to compare: the others have just read it.
+        if run.launch.num_tasks == 1:
+            check_same_source(existing, run)
+        print(f"{output}: already there, made from the same inputs with the same settings")
         return
-
-    splits = arrange(rows, run=run)
-    with progress("write shards", total=sum(map(len, splits.values()))) as advance:
-        manifest = write_shard_folder(output, run=run, rows=rows, splits=splits, advance=advance)
-    print_summary(output, manifest, rows, seconds=time.monotonic() - start)
+    check_same_settings(run)
+    work_until_done(run)
+    print_summary(output, read_manifest(output), seconds=time.monotonic() - start)
 
 
 def find_existing(output: Path, run: DataPrepRun) -> Manifest | None:
@@ -102,22 +84,71 @@ def find_existing(output: Path, run: DataPrepRun) -> Manifest | None:
     return manifest
 
 
-def check_same_source(existing: Manifest, output: Path, fingerprint: str) -> None:
-    if existing.source_fingerprint != fingerprint:
+def check_same_source(existing: Manifest, run: DataPrepRun) -> None:
+    """Compare names and sizes of the inputs; content is left to verify_shards.py."""
+    listing = run.model_copy(update={"output": f"{run.output}.listing"})
+    folder = preparation_folder(Path(listing.output).expanduser())
+    try:
+        prepare(listing, phases=LISTING_PHASES)
+        now = listing_fingerprint(Preparation(listing, WorkFolder(folder), lambda num: None))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    if now != existing.source_listing:
         raise UserError(
-            f"{str(output)!r} exists already, made from other images",
+            f"{run.output!r} exists already, made from other images",
             where="output",
             next_step="choose another output, or remove this folder first",
         )
 
 
-def print_summary(
-    output: Path, manifest: Manifest, rows: tuple[LedgerRow, ...], *, seconds: float
-) -> None:
-    kept = sum(entry.num_samples for entry in manifest.splits.values())
-    print(f"\n{output}: {len(rows):,} inputs = {kept:,} kept + {len(rows) - kept:,} rejected")
-    if kept < len(rows):
-        print(describe_rejected(rows))
+def check_same_settings(run: DataPrepRun) -> None:
+    """Refuse to go on with work that was begun with other settings."""
+    folder = preparation_folder(Path(run.output).expanduser())
+    path = folder / "settings.json"
+    settings = content_config(run) | {"path": run.source.path, "tool_version": tool_version()}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not path.exists():
+            write_json(path, settings)
+        begun = json.loads(path.read_text())
+    except OSError as error:
+        raise storage_error(error, Path(run.output)) from None
+    changed = sorted(k for k in begun.keys() | settings.keys() if begun.get(k) != settings.get(k))
+    if changed:
+        raise UserError(
+            f"was begun with other settings: {', '.join(changed)}",
+            where=str(folder),
+            next_step="use the same settings again, or remove this folder",
+        )
+
+
+def work_until_done(run: DataPrepRun) -> None:
+    """Work; leave nothing behind after a verdict on the corpus, and everything otherwise."""
+    folder = preparation_folder(Path(run.output).expanduser())
+    task = os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("RANK") or "0"
+    try:
+        prepare(run, task=int(task))
+    except Interrupted:
+        raise
+    except UserError:
+        # Renamed first, so that other tasks notice at once.
+        given_up = folder.with_name(f"{folder.name}.given-up-{os.getpid()}")
+        with suppress(FileNotFoundError):
+            folder.rename(given_up)
+        shutil.rmtree(given_up, ignore_errors=True)
+        raise
+    except KeyboardInterrupt:
+        print("\nstopped; run the same command again to go on", flush=True)
+        raise SystemExit(EXIT_STOPPED_RESUMABLE) from None
+
+
+def print_summary(output: Path, manifest: Manifest, *, seconds: float) -> None:
+    inputs = manifest.inputs
+    num, kept = inputs["num_rows"], inputs["num_kept"]
+    repaired = f" ({inputs['num_repaired']:,} repaired)" if inputs["num_repaired"] else ""
+    print(f"\n{output}: {num:,} inputs = {kept:,} kept{repaired} + {num - kept:,} rejected")
+    if kept < num:
+        print(describe_rejected(inputs["reasons"], inputs["examples"]))
     for split, entry in manifest.splits.items():
         print(
             f"  {split}: {entry.num_samples:,} images in {len(entry.shards):,} shards, "

@@ -6,30 +6,82 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 PLAIN_INTERVAL_S = 5.0
 
 
+class Progress:
+    """Shows a count of images, or of something else, that grows to `total`."""
+
+    def __init__(self, title: str, *, total: int, unit: str = "images") -> None:
+        self._title, self._total, self._unit = title, total, unit
+        self._start = self._last = time.monotonic()
+        self._first = self._done = 0
+        self._bar: Any = _bar() if sys.stdout.isatty() else None
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task(title, total=total, rate="")
+
+    def update(self, done: int) -> None:
+        """`done` images in all; what the first call finds was done before."""
+        self._first = self._first or done
+        self._done = max(self._done, min(done, self._total))
+        now = time.monotonic()
+        if self._bar is not None:
+            rate = f"{self._rate(now):,.0f} {self._unit}/s"
+            self._bar.update(self._task, completed=self._done, rate=rate)
+        elif now - self._last >= PLAIN_INTERVAL_S:
+            self._last = now
+            self._print(now)
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._last > self._start:
+            self._print(time.monotonic())
+
+    def _rate(self, now: float) -> float:
+        return (self._done - self._first) / max(now - self._start, 1e-9)
+
+    def _print(self, now: float) -> None:
+        rate = self._rate(now)
+        left = (self._total - self._done) / rate if rate else 0.0
+        print(
+            f"{self._title}: {self._done:,} of {self._total:,}, {rate:,.0f} {self._unit}/s, "
+            f"{left:,.0f} s left",
+            flush=True,
+        )
+
+
 @contextmanager
-def progress(title: str, *, total: int) -> Iterator[Callable[[int], None]]:
+def progress(title: str, *, total: int, unit: str = "images") -> Iterator[Callable[[int], None]]:
     """Yield a function that takes the number of further images done."""
-    show = _bar if sys.stdout.isatty() else _plain_lines
-    with show(title, total) as advance:
+    line = Progress(title, total=total, unit=unit)
+    done = 0
+
+    def advance(num: int) -> None:
+        nonlocal done
+        done += num
+        line.update(done)
+
+    try:
         yield advance
+    finally:
+        line.close()
 
 
-@contextmanager
-def _bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
+def _bar() -> Any:
     from rich.progress import (
         BarColumn,
         MofNCompleteColumn,
-        Progress,
         TaskProgressColumn,
         TextColumn,
         TimeRemainingColumn,
     )
+    from rich.progress import Progress as RichProgress
 
-    columns = (
+    return RichProgress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -37,35 +89,3 @@ def _bar(title: str, total: int) -> Iterator[Callable[[int], None]]:
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns) as display:
-        task = display.add_task(title, total=total, rate="")
-
-        def advance(num: int) -> None:
-            display.update(task, advance=num)
-            speed = display.tasks[0].speed
-            display.update(task, rate=f"{speed:,.0f} images/s" if speed else "")
-
-        yield advance
-
-
-@contextmanager
-def _plain_lines(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    start = last = time.monotonic()
-    done = 0
-
-    def line(now: float) -> None:
-        rate = done / max(now - start, 1e-9)
-        left = (total - done) / rate if rate else 0.0
-        print(
-            f"{title}: {done:,} of {total:,}, {rate:,.0f} images/s, {left:,.0f} s left", flush=True
-        )
-
-    def advance(num: int) -> None:
-        nonlocal done, last
-        done += num
-        now = time.monotonic()
-        if now - last >= PLAIN_INTERVAL_S or done == total:
-            last = now
-            line(now)
-
-    yield advance

@@ -1,99 +1,98 @@
 """Tar files whose every byte is decided here.
 
-Owns: the tar layout of one shard and the division of samples over shards.
-Leaves out: which samples, in what order (`sample_order`), and the index (`vitscale.data.index`).
+Owns: the tar layout of one shard.
+Leaves out: which samples, in what order (`planning`), and the index (`vitscale.data.index`).
 
 webdataset's TarWriter could be made deterministic, but it does not tell at which byte a member's
-content begins, and the index needs just that; a ustar header is one call into the standard library.
+content begins, and the index needs just that. Headers are made from a template: the standard
+library's take 43 microseconds each, a third of what copying a photograph takes.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import tarfile
-from contextlib import suppress
+from functools import cache
 from pathlib import Path
-from types import TracebackType
 
 import blake3
 
-from vitscale.data.index import ShardEntry
-
 BLOCK = tarfile.BLOCKSIZE
+NAME_BYTES, SIZE_FIELD, SUM_FIELD = 100, slice(124, 136), slice(148, 156)
+MAX_MEMBER_BYTES = 8**11
+# Two headers, one block for the label, half a block of padding on average.
+SAMPLE_OVERHEAD = 3 * BLOCK + BLOCK // 2
 
 
-def padded(num_bytes: int) -> int:
-    """Bytes that content takes inside a tar: whole blocks."""
-    return -(-num_bytes // BLOCK) * BLOCK
+@cache
+def _template() -> tuple[bytearray, int]:
+    """A ustar header without name, size and checksum; and the sum of its bytes."""
+    member = tarfile.TarInfo("")
+    member.mtime, member.mode = 0, 0o644
+    header = bytearray(member.tobuf(tarfile.USTAR_FORMAT))
+    header[SIZE_FIELD] = bytes(12)
+    header[SUM_FIELD] = b" " * 8
+    return header, sum(header)
 
 
-def sample_bytes(image_bytes: int) -> int:
-    """Bytes of one sample: two headers, the image, one block for the label."""
-    return padded(image_bytes) + 3 * BLOCK
-
-
-def shard_lengths(image_bytes: list[int], *, shard_mib: float, min_shards: int) -> tuple[int, ...]:
-    """Samples per shard, as even as can be: readers take turns over shards of equal length."""
-    total = sum(map(sample_bytes, image_bytes))
-    num_shards = max(min_shards, -(-total // int(shard_mib * 2**20)))
-    num_shards = min(num_shards, len(image_bytes))
-    share, rest = divmod(len(image_bytes), num_shards)
-    return tuple(share + (i < rest) for i in range(num_shards))
+def ustar_header(name: str, num_bytes: int) -> bytes:
+    """The 512 bytes before a member, as `tarfile.TarInfo(name).tobuf(USTAR_FORMAT)` makes them."""
+    raw = name.encode("ascii")
+    assert 0 < len(raw) <= NAME_BYTES and 0 <= num_bytes < MAX_MEMBER_BYTES
+    size = b"%011o\0" % num_bytes
+    template, template_sum = _template()
+    header = bytearray(template)
+    header[: len(raw)] = raw
+    header[SIZE_FIELD] = size
+    header[SUM_FIELD] = b"%06o\0 " % (template_sum + sum(raw) + sum(size))
+    return bytes(header)
 
 
 class TarShard:
-    """Writes one tar; after the block, `entry` describes it and it is on disk to stay."""
-
-    entry: ShardEntry
+    """Writes one tar to an unfinished file; `finish` flushes it to disk."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = open(path, "xb")
+        self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         self._digest = blake3.blake3()
-        self._position = 0
-        self._samples = 0
+        self.num_bytes = 0
 
     def __enter__(self) -> TarShard:
         return self
 
+    def __exit__(self, *_: object) -> None:
+        os.close(self._file)
+
     def add(self, key: str, *, extension: str, image: bytes, label: int) -> int:
         """Append `key.extension` and `key.cls`; returns the image's byte offset in the tar."""
-        offset = self._member(f"{key}.{extension}", image)
-        self._member(f"{key}.cls", str(label).encode())
-        self._samples += 1
-        return offset
-
-    def _member(self, name: str, content: bytes) -> int:
-        header = tarfile.TarInfo(name)
-        header.size, header.mtime, header.mode = len(content), 0, 0o644
-        self._write(header.tobuf(tarfile.USTAR_FORMAT))
-        offset = self._position
-        self._write(content + bytes(padded(len(content)) - len(content)))
-        return offset
-
-    def _write(self, data: bytes) -> None:
-        self._file.write(data)
-        self._digest.update(data)
-        self._position += len(data)
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is not None:
-            # The folder is thrown away; a second error, from flushing, would hide the first.
-            with suppress(OSError):
-                self._file.close()
-            return
-        self._write(bytes(2 * BLOCK))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        self.entry = ShardEntry(
-            name=self.path.name,
-            samples=self._samples,
-            bytes=self._position,
-            blake3=self._digest.hexdigest(),
+        text = str(label).encode()
+        offset = self.num_bytes + BLOCK
+        self._write(
+            ustar_header(f"{key}.{extension}", len(image)),
+            image,
+            bytes(-len(image) % BLOCK)
+            + ustar_header(f"{key}.cls", len(text))
+            + text.ljust(BLOCK, b"\0"),
         )
+        return offset
+
+    def finish(self) -> str:
+        """End the tar and flush it to disk; returns its BLAKE3."""
+        self._write(bytes(2 * BLOCK))
+        os.fsync(self._file)
+        return self._digest.hexdigest()
+
+    def _write(self, *parts: bytes) -> None:
+        for part in parts:
+            self._digest.update(part)
+        num_bytes = sum(map(len, parts))
+        written = os.writev(self._file, parts)
+        if written < num_bytes:
+            # A nearly full disk takes a part of it; the next write tells why.
+            rest = b"".join(parts)[written:]
+            while rest:
+                count = os.write(self._file, rest)
+                if count == 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                rest = rest[count:]
+        self.num_bytes += num_bytes

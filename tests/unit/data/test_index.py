@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pytest
 
@@ -66,8 +67,11 @@ def folder(tmp_path: Path) -> Path:
         tool_version="",
         fingerprint="",
         source_fingerprint="",
+        source_listing="",
         label_map_sha256="",
         classes=("cat", "dog"),
+        parents=None,
+        inputs={},
         index_bytes=(tmp_path / INDEX_NAME).stat().st_size,
         index_blake3="",
         splits=entries,
@@ -139,14 +143,22 @@ def test_wrong_folders_and_splits_say_what_to_do(folder: Path) -> None:
 
 
 def test_the_fingerprint_depends_on_content_labels_order_and_division() -> None:
-    a, b = bytes(32), bytes([1]) * 32
+    def fingerprint(rows: list[tuple[int, int]], *, lengths: list[int], cut: int = 1) -> str:
+        """Rows are (content, label)."""
+        raw = b"".join(
+            bytes([content]) * 32 + label.to_bytes(4, "little") for content, label in rows
+        )
+        samples = np.frombuffer(raw, np.uint8).reshape(-1, 36)
+        return split_fingerprint([samples[:cut], samples[cut:]], shard_lengths=lengths)
+
     variants = [
-        split_fingerprint([a, b], labels=[0, 1], shard_lengths=[2]),
-        split_fingerprint([b, a], labels=[1, 0], shard_lengths=[2]),
-        split_fingerprint([a, b], labels=[0, 0], shard_lengths=[2]),
-        split_fingerprint([a, b], labels=[0, 1], shard_lengths=[1, 1]),
+        fingerprint([(0, 0), (1, 1)], lengths=[2]),
+        fingerprint([(1, 1), (0, 0)], lengths=[2]),
+        fingerprint([(0, 0), (1, 0)], lengths=[2]),
+        fingerprint([(0, 0), (1, 1)], lengths=[1, 1]),
     ]
     assert len(set(variants)) == len(variants)
+    assert fingerprint([(0, 0), (1, 1)], lengths=[2], cut=2) == variants[0]
 
 
 def test_the_manifest_is_read_without_torch_and_pyarrow(folder: Path) -> None:

@@ -4,13 +4,21 @@ import tarfile
 from pathlib import Path
 
 import blake3
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_prep.tar_shards import TarShard, sample_bytes, shard_lengths
+from data_prep.tar_shards import MAX_MEMBER_BYTES, TarShard, ustar_header
 
 
-def test_offsets_point_at_the_images_and_the_entry_describes_the_file(tmp_path: Path) -> None:
+@given(st.text("ABCxyz019_-.", min_size=1, max_size=100), st.integers(0, MAX_MEMBER_BYTES - 1))
+def test_headers_are_those_of_the_standard_library(name: str, num_bytes: int) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.mtime, member.mode = num_bytes, 0, 0o644
+    assert ustar_header(name, num_bytes) == member.tobuf(tarfile.USTAR_FORMAT)
+
+
+def test_offsets_point_at_the_images_and_the_hash_is_that_of_the_file(tmp_path: Path) -> None:
     images = [bytes([i]) * size for i, size in enumerate((1, 511, 512, 513, 5000))]
     path = tmp_path / "train-000000.tar"
     with TarShard(path) as tar:
@@ -18,11 +26,10 @@ def test_offsets_point_at_the_images_and_the_entry_describes_the_file(tmp_path: 
             tar.add(f"k{i}", extension="png", image=image, label=i)
             for i, image in enumerate(images)
         ]
+        digest = tar.finish()
     data = path.read_bytes()
     assert [data[o : o + len(i)] for o, i in zip(offsets, images, strict=True)] == images
-    assert (tar.entry.samples, tar.entry.bytes) == (5, len(data))
-    assert tar.entry.blake3 == blake3.blake3(data).hexdigest()
-    assert sum(sample_bytes(len(image)) for image in images) + 1024 == len(data)
+    assert (tar.num_bytes, digest) == (len(data), blake3.blake3(data).hexdigest())
     with tarfile.open(path) as stored:
         members = stored.getmembers()
         assert [m.name for m in members[:4]] == ["k0.png", "k0.cls", "k1.png", "k1.cls"]
@@ -34,15 +41,8 @@ def test_offsets_point_at_the_images_and_the_entry_describes_the_file(tmp_path: 
         }
 
 
-@given(
-    st.lists(st.integers(1, 5000), min_size=1, max_size=60),
-    st.floats(0.001, 1.0),
-    st.integers(1, 8),
-)
-def test_shards_hold_every_sample_and_differ_by_one_at_most(
-    sizes: list[int], shard_mib: float, min_shards: int
-) -> None:
-    lengths = shard_lengths(sizes, shard_mib=shard_mib, min_shards=min_shards)
-    assert sum(lengths) == len(sizes)
-    assert max(lengths) - min(lengths) <= 1 and min(lengths) >= 1
-    assert len(lengths) >= min(min_shards, len(sizes))
+def test_a_full_disk_is_an_error_and_not_a_short_tar(small_disk: Path) -> None:
+    path = small_disk / "train-000000.tar"
+    with TarShard(path) as tar, pytest.raises(OSError, match="No space left"):
+        for i in range(40):
+            tar.add(f"k{i}", extension="png", image=bytes(50_000), label=0)

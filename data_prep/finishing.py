@@ -1,0 +1,230 @@
+"""The last phase: from written shards to a committed folder.
+
+Owns: index, info, ledger and manifest over all shards, and the rename that makes them one folder.
+Leaves out: their formats (`vitscale.data.index`, `ledger`).
+
+Everything is streamed, bucket by bucket and shard by shard.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from blake3 import blake3
+
+from data_prep.ledger import (
+    FOREIGN_REASONS,
+    LedgerWriter,
+    check_bad_fraction,
+    describe_rejected,
+)
+from data_prep.listing import bucket_path, check_unchanged, listing_fingerprint, num_inputs
+from data_prep.planning import SplitPlan, read_plan
+from data_prep.preparation import Preparation, content_config
+from data_prep.row_tables import read_table
+from data_prep.selecting import fates_path
+from data_prep.shard_writing import outcome_path, shard_path
+from vitscale.atomic_files import blake3_of_file, commit_folder
+from vitscale.data.index import (
+    FORMAT_VERSION,
+    INDEX_NAME,
+    Manifest,
+    ShardEntry,
+    SplitEntry,
+    folder_fingerprint,
+    index_schema,
+    label_map_sha256,
+    split_fingerprint,
+    write_index,
+    write_info,
+    write_manifest,
+)
+from vitscale.errors import UserError
+
+CLASSES_SHOWN = 10
+
+
+def finish(p: Preparation, unit: str) -> None:
+    """Write the corpus-wide files and give the folder its name."""
+    check_unchanged(p)
+    final = p.path("final")
+    plans = read_plan(p)
+    names = {split: _final_names(p, split, plan) for split, plan in plans.items()}
+    with LedgerWriter(final) as ledger:
+        source = _write_ledger_rows(p, ledger, plans)
+    _check_corpus(p, ledger)
+    write_index(
+        final,
+        tables=(
+            _index_rows(p, split, number, name)
+            for split in sorted(names)
+            for number, name in names[split].items()
+        ),
+    )
+    entries = {split: _split_entry(p, split, names[split]) for split in sorted(names)}
+    write_info(final, splits=entries)
+    classes = tuple(p.result("selection")["classes"])
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        tool_version=tool_version(),
+        fingerprint=folder_fingerprint(entries, classes=classes),
+        source_fingerprint=source,
+        source_listing=listing_fingerprint(p),
+        label_map_sha256=label_map_sha256(classes),
+        classes=classes,
+        parents=p.labels.parents,
+        index_bytes=(final / INDEX_NAME).stat().st_size,
+        index_blake3=blake3_of_file(final / INDEX_NAME),
+        splits=entries,
+        inputs=ledger.as_json(),
+        config=content_config(p.run),
+    )
+    write_manifest(final, manifest=manifest)
+    _commit(p, final, names)
+
+
+def tool_version() -> str:
+    try:
+        return f"vitscale {version('vitscale')}"
+    except PackageNotFoundError:
+        return "vitscale (not installed)"
+
+
+def _final_names(p: Preparation, split: str, plan: SplitPlan) -> dict[int, str]:
+    """Planned number -> file name; a shard of which every image was rejected does not count."""
+    names: dict[int, str] = {}
+    for number in range(len(plan.shard_lengths)):
+        if p.result(f"shard-{split}-{number:06d}")["samples"]:
+            names[number] = f"{split}-{len(names):06d}.tar"
+    return names
+
+
+class _Outcomes:
+    """What became of the images of one split, in stored order, by the slice."""
+
+    def __init__(self, p: Preparation, split: str, plan: SplitPlan) -> None:
+        paths = [outcome_path(p, split, number) for number in range(len(plan.shard_lengths))]
+        self._tables: Iterator[pa.Table] = map(read_table, paths)
+        self._rest: list[dict[str, Any]] = []
+
+    def next(self) -> dict[str, Any]:
+        while not self._rest:
+            columns = ["reason", "changes", "input_hash", "key"]
+            self._rest = next(self._tables).select(columns).to_pylist()[::-1]
+        return self._rest.pop()
+
+
+def _write_ledger_rows(p: Preparation, ledger: LedgerWriter, plans: dict[str, SplitPlan]) -> str:
+    """One row per input in seeded order; returns the hash over all of it."""
+    outcomes = {split: _Outcomes(p, split, plan) for split, plan in plans.items()}
+    digest = blake3()
+    for number in range(p.result("buckets")):
+        rows, fates = read_table(bucket_path(p, number)), read_table(fates_path(p, number))
+        reasons, splits = fates.column("reason").to_pylist(), fates.column("split").to_pylist()
+        changes: list[str | None] = [None] * len(rows)
+        keys: list[str | None] = [None] * len(rows)
+        hashes: list[bytes | None] = [None] * len(rows)
+        for i, reason in enumerate(reasons):
+            if reason is None:
+                outcome = outcomes[splits[i]].next()
+                reasons[i], changes[i] = outcome["reason"], outcome["changes"]
+                keys[i], hashes[i] = outcome["key"], outcome["input_hash"] or None
+        paths = rows.column("path").to_pylist()
+        columns = {
+            "path": [path.decode("utf-8", "backslashreplace") for path in paths],
+            "split": splits,
+            "class": rows.column("class").to_pylist(),
+            "reason": reasons,
+            "detail": fates.column("detail").to_pylist(),
+            "key": keys,
+            "blake3": hashes,
+        }
+        ledger.add(columns, changes)
+        digest.update(b"\0".join(paths))
+        digest.update(b"".join(hash_ or b"-" for hash_ in hashes))
+        digest.update("\0".join(reason or "" for reason in reasons).encode())
+    assert ledger.num_rows == num_inputs(p)
+    return digest.hexdigest()
+
+
+def _check_corpus(p: Preparation, ledger: LedgerWriter) -> None:
+    """Refuse a corpus with too many faults, or with a class of which nothing is left."""
+    foreign = sum(num for reason, num in ledger.reasons.items() if reason in FOREIGN_REASONS)
+    check_bad_fraction(
+        ledger.reasons,
+        ledger.examples,
+        num_judged=ledger.num_rows - foreign,
+        max_bad_fraction=p.run.images.max_bad_fraction,
+    )
+    if p.labels.space is not None:
+        return
+    kept = Counter[int]()
+    for split, plan in read_plan(p).items():
+        for number in range(len(plan.shard_lengths)):
+            labels = read_table(outcome_path(p, split, number)).column("label").to_pylist()
+            kept.update(label for label in labels if label is not None)
+    classes = p.result("selection")["classes"]
+    lost = [name for label, name in enumerate(classes) if not kept[label]]
+    if lost:
+        raise UserError(
+            f"no usable image is left of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}\n"
+            f"{describe_rejected(ledger.reasons, ledger.examples)}",
+            where="source.path",
+            next_step="mend these files or remove the classes",
+        )
+
+
+def _kept(p: Preparation, split: str, number: int, columns: Sequence[str]) -> pa.Table:
+    table = read_table(outcome_path(p, split, number))
+    return table.filter(pa.compute.is_null(table.column("reason"))).select(columns)
+
+
+def _index_rows(p: Preparation, split: str, number: int, name: str) -> pa.Table:
+    columns = ["key", "offset", "length", "format", "label", "width", "height", "content_hash"]
+    table = _kept(p, split, number, columns).rename_columns([*columns[:-1], "blake3"])
+    for column, value in (("split", split), ("shard", name)):
+        table = table.append_column(column, pa.array([value] * len(table), pa.string()))
+    return table.select(index_schema().names).cast(index_schema())
+
+
+def _split_entry(p: Preparation, split: str, names: dict[int, str]) -> SplitEntry:
+    shards = tuple(
+        ShardEntry(name=name, **p.result(f"shard-{split}-{number:06d}"))
+        for number, name in names.items()
+    )
+    tables = (_kept(p, split, number, ["content_hash", "label"]) for number in names)
+    return SplitEntry(
+        num_samples=sum(shard.samples for shard in shards),
+        num_bytes=sum(shard.bytes for shard in shards),
+        fingerprint=split_fingerprint(
+            map(_content, tables), shard_lengths=[shard.samples for shard in shards]
+        ),
+        shards=shards,
+    )
+
+
+def _content(table: pa.Table) -> np.ndarray:
+    """[rows, 36] uint8: each image's hash and label."""
+    hashes = table.column("content_hash").combine_chunks()
+    raw = np.frombuffer(b"".join(hashes.to_pylist()), np.uint8).reshape(-1, 32)
+    labels = table.column("label").to_numpy().astype("<u4").view(np.uint8).reshape(-1, 4)
+    return np.hstack([raw, labels])
+
+
+def _commit(p: Preparation, final: Path, names: dict[str, dict[int, str]]) -> None:
+    """Move the tars beside the index and name the folder; each step may find itself done."""
+    for split, numbers in names.items():
+        for number, name in numbers.items():
+            with suppress(FileNotFoundError):
+                os.rename(shard_path(p, split, number), final / name)
+    commit_folder(final, p.output)
+    shutil.rmtree(p.work.path, ignore_errors=True)

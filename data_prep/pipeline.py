@@ -1,0 +1,306 @@
+"""The phases of a preparation, and the processes that work through them.
+
+Owns: the order of phases, the worker processes of one task, progress, errors and signals.
+Leaves out: what a unit does (one module per phase), and sharing units (`work_units`).
+
+Every process of every task runs the same loop: take each phase's units as far as they are free,
+wait for the rest, go on to the next phase. No process is special, so any may die or come late.
+"""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from data_prep import finishing, listing, planning, selecting, shard_writing
+from data_prep.preparation import Preparation, preparation_folder
+from data_prep.progress_line import Progress
+from data_prep.work_units import WorkFolder, given_up
+from vitscale.data.index import MANIFEST_NAME
+from vitscale.errors import EXIT_STOPPED_RESUMABLE, UserError
+from vitscale.runs.data_prep import DataPrepRun
+
+UPDATE_S = 0.2
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+
+
+class Interrupted(UserError):
+    """Nothing is wrong with the corpus: the same command, run again, goes on."""
+
+
+# How a worker's message is raised in the process that people see.
+ERRORS = {"interrupted": Interrupted, "verdict": UserError, "crash": RuntimeError}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase:
+    """One step of a preparation."""
+
+    title: str
+    units: Callable[[Preparation], list[str]]
+    do: Callable[[Preparation, str], None]
+    weight: Callable[[Preparation, str], int] | None = None
+    """Images in a unit, for progress; None: too short to show."""
+    needed: Callable[[DataPrepRun], bool] = lambda run: True
+
+
+def _one(name: str) -> Callable[[Preparation], list[str]]:
+    return lambda p: [name]
+
+
+def _per_bucket(name: str) -> Callable[[Preparation], list[str]]:
+    return lambda p: [f"{name}-{number:06d}" for number in range(p.result("buckets"))]
+
+
+def _bucket_rows(p: Preparation, unit: str) -> int:
+    rows: int = p.result(f"bucket-{unit.rpartition('-')[2]}")["num_rows"]
+    return rows
+
+
+def _shard_rows(p: Preparation, unit: str) -> int:
+    _, split, number = unit.split("-")
+    return planning.read_plan(p)[split].shard_lengths[int(number)]
+
+
+LISTING_PHASES = (
+    Phase(title="open source", units=_one("containers"), do=listing.list_containers),
+    Phase(title="list inputs", units=listing.scan_units, do=listing.scan),
+)
+PHASES = (
+    *LISTING_PHASES,
+    Phase(title="count", units=_one("buckets"), do=listing.count_buckets),
+    Phase(title="order", units=_per_bucket("bucket"), do=listing.make_bucket),
+    Phase(
+        title="describe evaluation sets",
+        units=_one("evaluation"),
+        do=selecting.index_evaluation_sets,
+        needed=lambda run: bool(run.selection.evaluation_sets),
+    ),
+    Phase(
+        title="check images",
+        units=_per_bucket("survey"),
+        do=selecting.survey,
+        weight=_bucket_rows,
+        needed=lambda run: run.surveys,
+    ),
+    Phase(
+        title="find duplicates",
+        units=_one("duplicates"),
+        do=selecting.look_for_duplicates,
+        needed=lambda run: run.selection.duplicates != "keep",
+    ),
+    Phase(title="select", units=_one("selection"), do=selecting.select),
+    Phase(title="decide", units=_per_bucket("fate"), do=selecting.decide_fates),
+    Phase(title="plan shards", units=_one("plan"), do=planning.make_plan),
+    Phase(
+        title="write shards",
+        units=shard_writing.shard_units,
+        do=shard_writing.write_shard,
+        weight=_shard_rows,
+    ),
+    Phase(title="finish", units=_one("finish"), do=finishing.finish),
+)
+
+
+def prepare(run: DataPrepRun, *, phases: tuple[Phase, ...] = PHASES, task: int = 0) -> None:
+    """Work through `phases` with this task's processes; return when all are done by anyone.
+
+    Raises Interrupted when the same command goes on, UserError for a corpus that cannot be used,
+    SystemExit(75) after a stop signal. `task` spreads tasks over the units.
+    """
+    workers = run.num_workers or len(os.sched_getaffinity(0))
+    context = multiprocessing.get_context("spawn")
+    counters = context.Array("q", 2 * workers, lock=False)
+    messages: Any = context.SimpleQueue()
+    processes = [
+        context.Process(
+            target=_work,
+            args=(run, len(phases), counters, messages, worker, task * workers + worker),
+            daemon=True,
+        )
+        for worker in range(workers)
+    ]
+    p = _open(run, lambda num: None)
+    stop = threading.Event()
+    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: stop.set())
+    for process in processes:
+        process.start()
+    try:
+        _watch(_PhaseProgress(p, phases, counters), processes, messages, stop)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _open(run: DataPrepRun, advance: Callable[[int], None]) -> Preparation:
+    p = Preparation(run, WorkFolder(preparation_folder(Path(run.output).expanduser())), advance)
+    try:
+        p.open()
+    except OSError as error:
+        raise storage_error(error, p.output) from None
+    return p
+
+
+def _watch(
+    progress: _PhaseProgress, processes: list[Any], messages: Any, stop: threading.Event
+) -> None:
+    """Show progress until all workers ended; raise what they report."""
+    while any(process.exitcode is None for process in processes):
+        wait([process.sentinel for process in processes if process.exitcode is None], UPDATE_S)
+        if not messages.empty():
+            break
+        if stop.is_set():
+            progress.close()
+            print("stopped by a signal; run the same command again to go on", flush=True)
+            raise SystemExit(EXIT_STOPPED_RESUMABLE)
+        dead = [process.exitcode for process in processes if process.exitcode]
+        if dead and messages.empty():
+            raise Interrupted(
+                f"a worker process died (exit code {dead[0]})",
+                where=str(progress.p.work.path),
+                next_step="look for 'out of memory' in the system log, lower num_workers or "
+                "images.max_pixels, and run the same command again: it goes on where it was",
+            )
+        progress.update()
+    progress.close()
+    if not messages.empty():
+        kind, text = messages.get()
+        raise ERRORS[kind](text)
+
+
+class _PhaseProgress:
+    """Progress lines from the workers' counters and the units that are done."""
+
+    def __init__(self, p: Preparation, phases: tuple[Phase, ...], counters: Any) -> None:
+        self.p, self._phases, self._counters = p, phases, counters
+        self._shown = -1
+        self._weights: dict[str, int] = {}
+        self._line: Progress | None = None
+
+    def update(self) -> None:
+        reached = max(self._counters[::2])
+        if reached != self._shown:
+            self._show(reached)
+        if self._line is not None:
+            done = {u for u in self._weights if self.p.has_result(u)}
+            rows = sum(self._weights[unit] for unit in done)
+            self._line.update(rows + sum(self._counters[1::2]))
+
+    def _show(self, reached: int) -> None:
+        self.close()
+        self._shown = reached
+        phase = self._phases[reached]
+        if phase.weight is None:
+            return
+        try:
+            units = phase.units(self.p)
+            self._weights = {unit: phase.weight(self.p, unit) for unit in units}
+        except FileNotFoundError:
+            return  # the folder got its name meanwhile
+        self._line = Progress(phase.title, total=sum(self._weights.values()))
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+
+def _work(
+    run: DataPrepRun, num_phases: int, counters: Any, messages: Any, worker: int, start: int
+) -> None:
+    """The life of one worker process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    _end_with_parent()
+    try:
+        work_through_phases(run, PHASES[:num_phases], counters=counters, worker=worker, start=start)
+    except Interrupted as error:
+        messages.put(("interrupted", error.text()))
+    except UserError as error:
+        messages.put(("verdict", error.text()))
+    except Exception:
+        messages.put(("crash", traceback.format_exc()))
+
+
+def work_through_phases(
+    run: DataPrepRun, phases: tuple[Phase, ...], *, counters: Any, worker: int, start: int
+) -> None:
+    """Take part in every phase, in this process."""
+
+    def advance(num: int) -> None:
+        counters[2 * worker + 1] += num
+
+    p = _open(run, advance)
+    try:
+        for position, phase in enumerate(phases):
+            if phase.needed(run):
+                counters[2 * worker], counters[2 * worker + 1] = position, 0
+                _work_through(p, phase, counters=counters, worker=worker, start=start)
+    except OSError as error:
+        # Another process may have finished the whole preparation, or given it up.
+        if _is_finished(p):
+            return
+        raise storage_error(error, p.output) from error
+
+
+def _work_through(p: Preparation, phase: Phase, *, counters: Any, worker: int, start: int) -> None:
+    if _is_finished(p):
+        return
+
+    def do(unit: str) -> None:
+        counters[2 * worker + 1] = 0
+        phase.do(p, unit)
+        counters[2 * worker + 1] = 0
+
+    p.work.work_through(
+        phase.units(p),
+        is_done=lambda unit: p.has_result(unit) or _is_finished(p),
+        do=do,
+        start=start,
+    )
+
+
+def _is_finished(p: Preparation) -> bool:
+    return (p.output / MANIFEST_NAME).exists()
+
+
+def storage_error(error: OSError, output: Path) -> UserError:
+    """For people: the output cannot be written, or its folder is gone."""
+    work = preparation_folder(output)
+    if not work.exists() and output.parent.exists():
+        return given_up(work)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return Interrupted(
+        f"cannot be written ({error.strerror or error}); the shards finished so far are kept in "
+        f"{work.name}",
+        where=str(output),
+        next_step=f"{'free space' if full else 'mend this'} and run the same command again: it "
+        "goes on where it was",
+    )
+
+
+def _end_with_parent() -> None:
+    """Leave when the parent is killed: nothing else would tell."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

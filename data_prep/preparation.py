@@ -1,0 +1,142 @@
+"""The preparation folder: where every phase finds what the phases before it left.
+
+Owns: the names inside `.OUTPUT.preparing`, small JSON results, and reading an input's bytes.
+Leaves out: the phases (`listing`, `selecting`, `shard_writing`, `finishing`) and their order
+(`pipeline`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from data_prep.inputs import Container, Source, changed_source, read_exactly
+from data_prep.labels import Labels, load_labels
+from data_prep.sources.open import open_source
+from data_prep.work_units import WorkFolder
+from vitscale.atomic_files import write_json
+from vitscale.runs.data_prep import DataPrepRun
+
+# Settings that do not change a byte of the result.
+PLACE_KEYS = ("output", "launch", "num_workers")
+FOLDERS = (
+    "results",
+    "runs",
+    "spool",
+    "buckets",
+    "evaluation",
+    "survey",
+    "duplicates",
+    "fates",
+    "tars",
+    "outcomes",
+    "final",
+)
+
+
+def content_config(run: DataPrepRun) -> dict[str, Any]:
+    """The settings that decide the bytes written: not where they come from, go to, or who runs."""
+    config = run.model_dump(mode="json")
+    for key in PLACE_KEYS:
+        del config[key]
+    del config["source"]["path"]
+    return config
+
+
+def preparation_folder(output: Path) -> Path:
+    return output.with_name(f".{output.name}.preparing")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where the bytes of one input are."""
+
+    path: bytes
+    file: bytes
+    offset: int
+    num_bytes: int
+    modified_ns: int
+    spooled: bool
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """One preparation as one process sees it."""
+
+    run: DataPrepRun
+    work: WorkFolder
+    advance: Callable[[int], None]
+    """Told about rows done inside the present unit."""
+
+    def open(self) -> None:
+        """Create the folder, and the folders in it."""
+        self.work.open()
+        for name in FOLDERS:
+            self.path(name).mkdir(exist_ok=True)
+
+    @cached_property
+    def output(self) -> Path:
+        return Path(self.run.output).expanduser()
+
+    @cached_property
+    def root(self) -> Path:
+        return self.source.root
+
+    @cached_property
+    def source(self) -> Source:
+        return open_source(self.run.source)
+
+    @cached_property
+    def labels(self) -> Labels:
+        return load_labels(self.run.labels)
+
+    @cached_property
+    def containers(self) -> list[Container]:
+        return [Container(*row) for row in self.result("containers")]
+
+    def path(self, *parts: str) -> Path:
+        """A path in the preparation folder."""
+        return self.work.path.joinpath(*parts)
+
+    def result_path(self, unit: str) -> Path:
+        return self.path("results", f"{unit}.json")
+
+    def has_result(self, unit: str) -> bool:
+        return self.result_path(unit).exists()
+
+    def result(self, unit: str) -> Any:
+        """The small JSON result of a unit that is done."""
+        return json.loads(self.result_path(unit).read_text())
+
+    def put_result(self, unit: str, value: Any) -> None:
+        """Written last: from here on the unit is done."""
+        write_json(self.result_path(unit), value)
+
+    def read(self, place: Place) -> bytes:
+        """The bytes of one input. Raises UserError when the source is not as it was listed."""
+        if place.spooled:
+            path = self.path("spool", os.fsdecode(place.file))
+        else:
+            path = self.root / os.fsdecode(place.file or place.path)
+        name = os.fsdecode(place.path)
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise changed_source(name) from None
+        with open(descriptor, "rb", buffering=0) as file:
+            status = os.fstat(descriptor)
+            whole = not place.file
+            if not place.spooled and (
+                status.st_mtime_ns != place.modified_ns
+                or (whole and status.st_size != place.num_bytes)
+            ):
+                raise changed_source(name)
+            try:
+                return read_exactly(file, offset=place.offset, num_bytes=place.num_bytes)
+            except EOFError:
+                raise changed_source(name) from None

@@ -1,0 +1,169 @@
+"""Rows about inputs, on disk: Arrow files that are written whole and read by slices.
+
+Owns: their columns, the seeded order of rows, and the external sort that brings a corpus of any
+size into it with a fixed amount of memory.
+Leaves out: what the rows mean for a shard (`planning`).
+
+A *run* holds up to RUN_ROWS rows of the scan, sorted. A *bucket* holds one of `num_buckets` equal
+ranges of the order hash, gathered from all runs; about RUN_ROWS rows again, since a hash spreads
+evenly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from data_prep.inputs import Input
+
+RUN_ROWS = 1 << 15
+# A tar header has 100 bytes for a name: split (17), class and name (70), suffix (5), dashes.
+MAX_KEY_LENGTH = 70
+KEY_HASH_LENGTH = 16
+_HASHED = re.compile(rf"-[0-9a-f]{{{KEY_HASH_LENGTH}}}$")
+_UNSAFE = re.compile(r"[^A-Za-z0-9_-]")
+
+ROW_COLUMNS = [
+    ("order_high", pa.uint64()),
+    ("order_low", pa.uint64()),
+    ("holdout", pa.uint64()),
+    ("path", pa.binary()),
+    ("split", pa.string()),
+    ("class", pa.string()),
+    ("key", pa.string()),
+    ("num_bytes", pa.int64()),
+    ("reason", pa.string()),
+    ("file", pa.binary()),
+    ("offset", pa.int64()),
+    ("modified_ns", pa.int64()),
+    ("spooled", pa.bool_()),
+]
+ROW_SCHEMA = pa.schema(ROW_COLUMNS)
+
+
+def seeded_hash(text: str, *, seed: int, purpose: str) -> bytes:
+    """32 bytes that look random, the same on every machine and in every version."""
+    return hashlib.sha256(f"{purpose}\0{seed}\0".encode() + os.fsencode(text)).digest()
+
+
+def make_key(class_name: str | None, name: str, *, path: str) -> str:
+    """CLASS-NAME in A-Z a-z 0-9 _ -, without dots; a hash of the path replaces what that loses."""
+    raw = f"{class_name or ''}-{name}"
+    key = _UNSAFE.sub("_", raw)
+    if key != raw or len(key) > MAX_KEY_LENGTH or _HASHED.search(key):
+        return hashed_key(key, path)
+    return key
+
+
+def hashed_key(key: str, path: str | bytes) -> str:
+    suffix = hashlib.sha256(os.fsencode(path)).hexdigest()[:KEY_HASH_LENGTH]
+    return f"{key[: MAX_KEY_LENGTH - KEY_HASH_LENGTH - 1]}-{suffix}"
+
+
+def rows_table(inputs: Sequence[Input], *, seed: int) -> pa.Table:
+    """One sorted run. `class_name` of the inputs is the final one already."""
+    order = [
+        # Lower case: names that differ in case alone meet in one bucket, where keys are made unique
+        seeded_hash(f"{i.split}-{i.class_name}-{i.name}".lower(), seed=seed, purpose="order")
+        for i in inputs
+    ]
+    table = pa.table(
+        {
+            "order_high": pa.array([int.from_bytes(h[:8], "big") for h in order], pa.uint64()),
+            "order_low": pa.array([int.from_bytes(h[8:16], "big") for h in order], pa.uint64()),
+            "holdout": pa.array(
+                [
+                    int.from_bytes(seeded_hash(i.path, seed=seed, purpose="holdout")[:8], "big")
+                    for i in inputs
+                ],
+                pa.uint64(),
+            ),
+            "path": [os.fsencode(i.path) for i in inputs],
+            "split": [i.split for i in inputs],
+            "class": pa.array([i.class_name for i in inputs], pa.string()),
+            "key": [make_key(i.class_name, i.name, path=i.path) for i in inputs],
+            "num_bytes": [i.num_bytes for i in inputs],
+            "reason": pa.array([i.reason for i in inputs], pa.string()),
+            "file": [os.fsencode(i.file) for i in inputs],
+            "offset": [i.offset for i in inputs],
+            "modified_ns": [i.modified_ns for i in inputs],
+            "spooled": [i.spooled for i in inputs],
+        },
+        schema=ROW_SCHEMA,
+    )
+    return in_order(table)
+
+
+def in_order(table: pa.Table) -> pa.Table:
+    """Sorted by order hash; rows of equal hash by path."""
+    high, low = table.column("order_high").to_numpy(), table.column("order_low").to_numpy()
+    order = np.lexsort((low, high))
+    tied = (np.diff(high[order]) == 0) & (np.diff(low[order]) == 0)
+    if tied.any():
+        paths = table.column("path").to_pylist()
+        order = np.array(sorted(order, key=lambda i: (high[i], low[i], paths[i])))
+    return table.take(pa.array(order))
+
+
+def write_table(table: pa.Table, path: Path, *, temporary: Path) -> None:
+    """Write an Arrow file and give it its name when it is on disk."""
+    with open(temporary, "wb") as file:
+        with pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def read_table(path: Path) -> pa.Table:
+    """The table, mapped: memory is taken for what is touched."""
+    with pa.memory_map(str(path)) as source:
+        return pa.ipc.open_file(source).read_all()
+
+
+def num_buckets(num_rows: int) -> int:
+    return max(1, -(-num_rows // RUN_ROWS))
+
+
+def bucket(runs: Iterable[Path], *, number: int, of: int) -> pa.Table:
+    """The rows of one range of the order hash, from all runs, sorted, with unique keys."""
+    low, high = (number << 64) // of, ((number + 1) << 64) // of
+    parts = [ROW_SCHEMA.empty_table()]
+    for path in runs:
+        run = read_table(path)
+        column = run.column("order_high").to_numpy()
+        first = int(np.searchsorted(column, np.uint64(low)))
+        last = len(run) if high == 1 << 64 else int(np.searchsorted(column, np.uint64(high)))
+        if first < last:
+            # Copied out of the map, so that the file can be closed.
+            parts.append(run.slice(first, last - first).take(pa.array(range(last - first))))
+    table = in_order(pa.concat_tables(parts).combine_chunks())
+    keys = unique_keys(table)
+    return table.set_column(table.schema.get_field_index("key"), "key", pa.array(keys, pa.string()))
+
+
+def unique_keys(table: pa.Table) -> list[str]:
+    """Keys of one bucket; those that collide (also in lower case) get a hash of their path.
+
+    Keys that are equal in lower case come from equal order hashes or end in a hash already.
+    """
+    keys = table.column("key").to_pylist()
+    names = [
+        f"{split}-{key.lower()}"
+        for split, key in zip(table.column("split").to_pylist(), keys, strict=True)
+    ]
+    counts = Counter(names)
+    if len(counts) == len(names):
+        return keys
+    paths = table.column("path").to_pylist()
+    return [
+        hashed_key(key, path) if counts[name] > 1 else key
+        for key, name, path in zip(keys, names, paths, strict=True)
+    ]

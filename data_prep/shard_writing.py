@@ -1,0 +1,120 @@
+"""One shard, from its rows to a tar on disk and a table of what became of each row.
+
+Owns: the unit of work that reads, judges and stores images.
+Leaves out: the layout of the tar (`tar_shards`) and the corpus-wide files (`finishing`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+
+from data_prep.image_check import Judged
+from data_prep.inputs import printable
+from data_prep.judging import judge_place
+from data_prep.ledger import FOREIGN_REASONS, check_bad_fraction
+from data_prep.listing import num_inputs
+from data_prep.planning import SplitPlan, read_plan, rows_of_shard
+from data_prep.preparation import Preparation
+from data_prep.row_tables import write_table
+from data_prep.selecting import row_places
+from data_prep.tar_shards import TarShard
+
+OUTCOME_SCHEMA = pa.schema(
+    [
+        ("reason", pa.string()),
+        ("changes", pa.string()),
+        ("input_hash", pa.binary(32)),
+        ("key", pa.string()),
+        ("label", pa.int32()),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+        ("format", pa.string()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("content_hash", pa.binary(32)),
+    ]
+)
+
+
+def shard_units(p: Preparation) -> list[str]:
+    return [
+        f"shard-{split}-{number:06d}"
+        for split, plan in read_plan(p).items()
+        for number in range(len(plan.shard_lengths))
+    ]
+
+
+def shard_path(p: Preparation, split: str, number: int) -> Path:
+    return p.path("tars", f"{split}-{number:06d}.tar")
+
+
+def outcome_path(p: Preparation, split: str, number: int) -> Path:
+    return p.path("outcomes", f"{split}-{number:06d}.arrow")
+
+
+def write_shard(p: Preparation, unit: str) -> None:
+    """Read, judge and store every image of one shard."""
+    _, split, digits = unit.split("-")
+    number = int(digits)
+    plan = read_plan(p)[split]
+    temporary = p.work.temporary("tar")
+    with TarShard(temporary) as tar:
+        outcomes = _write_images(p, tar, plan, split=split, number=number)
+        digest = tar.finish()
+    os.replace(temporary, shard_path(p, split, number))
+    table = pa.Table.from_pylist(outcomes, schema=OUTCOME_SCHEMA)
+    write_table(table, outcome_path(p, split, number), temporary=p.work.temporary("outcome"))
+    num_samples = sum(1 for row in outcomes if row["reason"] is None)
+    p.put_result(unit, {"samples": num_samples, "bytes": tar.num_bytes, "blake3": digest})
+
+
+def _write_images(
+    p: Preparation, tar: TarShard, plan: SplitPlan, *, split: str, number: int
+) -> list[dict[str, object]]:
+    # The survey has looked at every pixel already.
+    check = {"check": "header"} if p.run.surveys else {}
+    settings = p.run.images.model_copy(update=check)
+    outcomes: list[dict[str, object]] = []
+    reasons, examples = Counter[str](), dict[str, list[str]]()
+    for rows, labels in rows_of_shard(p, plan, split, number):
+        keys = rows.column("key").to_pylist()
+        for place, suffix, label in zip(row_places(rows), keys, labels, strict=True):
+            judged = judge_place(p, place, settings=settings)
+            key, offset = f"{split}-{suffix}", 0
+            if judged.reason is None:
+                offset = tar.add(key, extension=judged.extension, image=judged.content, label=label)
+            else:
+                reasons[judged.reason] += 1
+                examples.setdefault(judged.reason, []).append(printable(os.fsdecode(place.path)))
+            outcomes.append(_outcome(judged, key=key, label=label, offset=offset))
+            p.advance(1)
+    # One shard alone can show that the corpus has too many; the end counts them all.
+    check_bad_fraction(
+        reasons,
+        examples,
+        num_judged=num_inputs(p),
+        max_bad_fraction=p.run.images.max_bad_fraction,
+    )
+    return outcomes
+
+
+def _outcome(judged: Judged, *, key: str, label: int, offset: int) -> dict[str, object]:
+    kept = judged.reason is None
+    assert judged.reason not in FOREIGN_REASONS
+    return {
+        "reason": judged.reason,
+        "changes": judged.changes if kept else None,
+        "input_hash": judged.input_hash or None,
+        "key": key if kept else None,
+        "label": label if kept else None,
+        "offset": offset if kept else None,
+        "length": len(judged.content) if kept else None,
+        "format": judged.extension if kept else None,
+        "width": judged.width if kept else None,
+        "height": judged.height if kept else None,
+        "content_hash": judged.content_hash if kept else None,
+    }

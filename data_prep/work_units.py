@@ -1,0 +1,158 @@
+"""Units of work that any number of processes, on any number of machines, share through a folder.
+
+Owns: claims, their heartbeat, taking over from the dead, and waiting for what others still do.
+Leaves out: what a unit does. A unit commits its result by one rename and gives the same bytes
+whoever does it, so a claim only saves work: when two processes take one unit, nothing breaks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from vitscale.errors import UserError
+
+HEARTBEAT_S = 5.0
+# A claim on another machine counts as dead when its heartbeat is this old on the file system's own
+# clock; caching of attributes on network file systems stays well below.
+DEAD_AFTER_S = 60.0
+POLL_S = 0.25
+
+
+class WorkFolder:
+    """The shared folder of one preparation, as one process sees it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.scratch = path / "scratch" / f"{socket.gethostname()}.{os.getpid()}"
+        """Unfinished files of this process; renamed out of here when whole."""
+        self._claims = path / "claims"
+
+    def open(self) -> None:
+        """Create the folders and clear what dead processes of this machine left unfinished."""
+        self._claims.mkdir(parents=True, exist_ok=True)
+        for folder in self.scratch.parent.glob("*") if self.scratch.parent.exists() else ():
+            host, _, pid = folder.name.rpartition(".")
+            if host == socket.gethostname() and not _process_lives(int(pid)):
+                shutil.rmtree(folder, ignore_errors=True)
+        self.scratch.mkdir(parents=True, exist_ok=True)
+
+    def work_through(
+        self,
+        units: Sequence[str],
+        *,
+        is_done: Callable[[str], bool],
+        do: Callable[[str], None],
+        start: int,
+    ) -> None:
+        """Return when every unit is done, by this process or another.
+
+        `start` is where to begin, so that processes do not all try the same claims first.
+        Raises UserError when the folder vanishes: another process gave the preparation up.
+        """
+        order = [*units[start % max(1, len(units)) :], *units[: start % max(1, len(units))]]
+        waiting = [unit for unit in order if not is_done(unit)]
+        while waiting:
+            progressed = False
+            for unit in waiting:
+                if is_done(unit):
+                    continue
+                with self._claim(unit) as mine:
+                    if mine and not is_done(unit):
+                        do(unit)
+                        progressed = True
+            waiting = [unit for unit in waiting if not is_done(unit)]
+            if waiting and not progressed:
+                if not self.path.exists() and not is_done(waiting[0]):
+                    raise given_up(self.path)
+                time.sleep(POLL_S)
+
+    @contextmanager
+    def _claim(self, unit: str) -> Iterator[bool]:
+        path = self._claims / unit
+        if not self._take(path):
+            yield False
+            return
+        ended = threading.Event()
+        heart = threading.Thread(target=_beat, args=(path, ended), daemon=True)
+        heart.start()
+        try:
+            yield True
+        finally:
+            ended.set()
+            heart.join()
+            path.unlink(missing_ok=True)
+
+    def _take(self, path: Path) -> bool:
+        for _ in range(2):
+            try:
+                descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            except FileExistsError:
+                if not self._is_dead(path):
+                    return False
+                path.unlink(missing_ok=True)
+                continue
+            except FileNotFoundError:
+                return False
+            with os.fdopen(descriptor, "w") as file:
+                json.dump({"host": socket.gethostname(), "pid": os.getpid()}, file)
+            return True
+        return False
+
+    def _is_dead(self, path: Path) -> bool:
+        try:
+            age = self._file_system_time() - path.stat().st_mtime
+            owner = json.loads(path.read_text())
+        except FileNotFoundError:
+            return False
+        except ValueError:
+            # Created, not yet written; dead only when it stays so.
+            return age > DEAD_AFTER_S
+        if owner["host"] == socket.gethostname() and not _process_lives(owner["pid"]):
+            return True
+        return age > DEAD_AFTER_S
+
+    def _file_system_time(self) -> float:
+        probe = self.scratch / "clock"
+        probe.touch()
+        return probe.stat().st_mtime
+
+    def temporary(self, name: str) -> Path:
+        """A new name for an unfinished file or folder."""
+        return self.scratch / f"{name}.{uuid.uuid4().hex[:8]}"
+
+
+def given_up(path: Path) -> UserError:
+    return UserError(
+        "was removed while the work went on: another process ended the preparation",
+        where=str(path),
+        next_step="see its message, then run the command again",
+    )
+
+
+def _beat(path: Path, ended: threading.Event) -> None:
+    while not ended.wait(HEARTBEAT_S):
+        with suppress(OSError):
+            os.utime(path)
+
+
+def _process_lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    # A killed process whose parent has not looked yet is still listed.
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return Path("/proc").exists() is False
