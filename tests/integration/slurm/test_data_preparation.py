@@ -1,0 +1,100 @@
+"""Shards made by an array of tasks on two nodes, one of them stopped half way."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
+
+ROOT = Path(__file__).resolve().parents[3]
+NUM_TASKS = 4
+NUM_SHARDS = 24
+SETTINGS = (
+    "--config", ROOT / "configs/data/image_folder.yaml", "source.path=images",
+    "source.holdout_fraction=0", f"shards.min_shards={NUM_SHARDS}", "images.max_bad_fraction=0.2",
+)  # fmt: skip
+
+
+def script(*command: str | Path, cwd: Path, environment: dict[str, str]) -> str:
+    """Run one of the project's scripts; its output."""
+    done = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def write_corpus(folder: Path) -> None:
+    """Noise in three classes, some files cut short."""
+    import numpy as np
+    from PIL import Image
+
+    random = np.random.default_rng(0)
+    for label in ("dark", "grey", "light"):
+        (folder / label).mkdir(parents=True)
+        for number in range(80):
+            path = folder / label / f"{number}.png"
+            Image.fromarray(random.integers(0, 256, (160, 160, 3), dtype=np.uint8)).save(path)
+            if number % 20 == 7:
+                path.write_bytes(path.read_bytes()[:1000])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def wait_for(condition, *, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
+    write_corpus(tmp_path / "images")
+    output = script(
+        ROOT / "launch/slurm.py", *SETTINGS, "output=shards", f"launch.num_tasks={NUM_TASKS}",
+        "launch.cpus_per_task=2", "launch.timeout_min=10", "num_workers=1",
+        cwd=tmp_path, environment=slurm.environment,
+    )  # fmt: skip
+    found = re.search(r"submitted array (\d+): data_prep-shards, 4 task\(s\)", output)
+    assert found, output
+    array, logs = found[1], tmp_path / f"runs/data_prep-shards/slurm/{found[1]}"
+    assert f"{logs}/{array}_TASK_0_log.out, TASK from 0 to 3" in output
+
+    # The first shards are there, the last ones not.
+    wait_for(lambda: list((tmp_path / ".shards.preparing").rglob("*.tar")), seconds=60)
+    assert not (tmp_path / "shards").exists()
+    slurm.run(["scontrol", "requeue", f"{array}_1"])
+    # Meanwhile, since SLURM lets a requeued job wait.
+    script(
+        ROOT / "data_prep/make_shards.py", *SETTINGS, "output=alone", "num_workers=2",
+        cwd=tmp_path, environment=slurm.environment,
+    )  # fmt: skip
+    ended = [
+        slurm.wait(f"{array}_{task}", states=["COMPLETED", "FAILED"], seconds=90)
+        for task in range(NUM_TASKS)
+    ]
+    texts = [(logs / f"{array}_{task}_0_log.out").read_text() for task in range(NUM_TASKS)]
+    assert [task["JobState"] for task in ended] == ["COMPLETED"] * NUM_TASKS, "\n".join(texts)
+    assert {task["NodeList"] for task in ended} == {"n1", "n2"}
+    assert [task["Restarts"] for task in ended] == ["0", "1", "0", "0"]
+    assert not [text for text in texts if "Traceback" in text]
+
+    made, expected = contents(tmp_path / "shards"), contents(tmp_path / "alone")
+    assert sum(name.endswith(".tar") for name in expected) == NUM_SHARDS
+    assert made.keys() == expected.keys()
+    assert [name for name in expected if made[name] != expected[name]] == []
+    # Nothing is left beside the shards.
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
