@@ -35,6 +35,10 @@ MAKE_SHARDS = (
     "python data_prep/make_shards.py --config configs/data/image_folder.yaml "
     "source.path=IMAGES output={folder}"
 )
+INDEX_SHARDS = (
+    "python data_prep/index_shards.py --config configs/data/index_shards.yaml "
+    "source.path={folder} output=INDEX"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,15 +74,24 @@ class Manifest:
     fingerprint: str
     """Hash over the fingerprints of all splits and the label map."""
     source_fingerprint: str
-    """Hash over every input file's path and content, kept or rejected."""
+    """Hash over every input's path, content and fate."""
+    source_listing: str
+    """Hash over every input's split, path and size."""
     label_map_sha256: str
     classes: tuple[str, ...]
     """Class names; the position is the label."""
+    parents: dict[str, str] | None
+    """Class -> super-class, where the configuration named them."""
     index_bytes: int
     index_blake3: str
     splits: dict[str, SplitEntry]
+    inputs: dict[str, Any]
+    """Sums of the ledger: rows, kept, repaired, rejected by reason with examples."""
     config: dict[str, Any]
     """The resolved configuration of the preparation."""
+    shards_root: str = "."
+    """Folder that the tars' names are relative to: this one, or where tars of somebody else lie;
+    absolute, or relative to this folder."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,16 +132,24 @@ def label_map_sha256(classes: Sequence[str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def split_fingerprint(
-    content: Iterable[bytes], *, labels: Iterable[int], shard_lengths: Sequence[int]
-) -> str:
-    """Hash of a split: each image's BLAKE3 and label in order, then the samples per tar."""
+def split_fingerprint(content: Iterable[np.ndarray], *, shard_lengths: Sequence[int]) -> str:
+    """Hash of a split: its samples in order, then the samples per tar.
+
+    content: pieces of [samples, 36] uint8, an image's BLAKE3 and its label (uint32, little-endian).
+    """
     digest = hashlib.sha256()
-    for blake3, label in zip(content, labels, strict=True):
-        assert len(blake3) == 32
-        digest.update(blake3 + int(label).to_bytes(4, "little"))
+    for piece in content:
+        assert piece.dtype == np.uint8 and piece.shape[1:] == (36,)
+        digest.update(piece.tobytes())
     digest.update(b"".join(int(length).to_bytes(8, "little") for length in shard_lengths))
     return digest.hexdigest()
+
+
+def sample_bytes(rows: pa.Table) -> np.ndarray:
+    """What `split_fingerprint` takes, from rows of the index."""
+    hashes = np.frombuffer(b"".join(rows.column("blake3").to_pylist()), np.uint8)
+    labels = rows.column("label").to_numpy().astype("<u4").view(np.uint8)
+    return np.hstack([hashes.reshape(-1, 32), labels.reshape(-1, 4)])
 
 
 def folder_fingerprint(splits: Mapping[str, SplitEntry], *, classes: Sequence[str]) -> str:
@@ -202,18 +223,22 @@ def _write_row_groups(writer: Any, waiting: list[pa.Table], *, rest: bool) -> No
     waiting[:] = [table.slice(num_written)] if num_written < num_rows else []
 
 
-def write_info(folder: Path, *, splits: Mapping[str, SplitEntry]) -> None:
-    """Write `_info.json` in the form timm's WebDataset reader takes."""
+def info_of(splits: Mapping[str, SplitEntry], *, shards_root: str = ".") -> dict[str, Any]:
+    """`_info.json` in the form timm's WebDataset reader takes."""
     info = {
         name: {
             "name": name,
             "num_samples": entry.num_samples,
-            "filenames": [shard.name for shard in entry.shards],
+            "filenames": [str(Path(shards_root, shard.name)) for shard in entry.shards],
             "shard_lengths": list(entry.shard_lengths),
         }
         for name, entry in splits.items()
     }
-    write_json(folder / INFO_NAME, {"splits": info})
+    return {"splits": info}
+
+
+def write_info(folder: Path, *, splits: Mapping[str, SplitEntry], shards_root: str = ".") -> None:
+    write_json(folder / INFO_NAME, info_of(splits, shards_root=shards_root))
 
 
 def write_manifest(folder: Path, *, manifest: Manifest) -> None:
@@ -235,6 +260,9 @@ def read_manifest(folder: Path | str) -> Manifest:
             if tars
             else f"is not a shard folder: it holds no {MANIFEST_NAME}"
         )
+        if tars:
+            next_step = INDEX_SHARDS.format(folder=folder) + ", then set data.path=INDEX"
+            raise UserError(what, where=str(folder), next_step=next_step)
         raise UserError(what, where=str(folder), next_step=f"set data.path, or run: {next_step}")
     try:
         raw = json.loads(path.read_text())
@@ -296,7 +324,7 @@ def read_split(folder: Path | str, *, split: str) -> SplitIndex:
         offset=table.column("offset").to_numpy(),
         length=table.column("length").to_numpy(),
         label=table.column("label").to_numpy(),
-        shard_paths=tuple(folder / shard.name for shard in entry.shards),
+        shard_paths=tuple(folder / manifest.shards_root / shard.name for shard in entry.shards),
         shard_lengths=entry.shard_lengths,
         classes=manifest.classes,
         fingerprint=entry.fingerprint,
@@ -322,8 +350,9 @@ def _read_columns(folder: Path, split: str, columns: list[str]) -> pa.Table:
 
 def _check_files(folder: Path, manifest: Manifest, split: str) -> None:
     """Refuse missing and wrongly sized files; all of them are named (the first ten in full)."""
-    expected = {INDEX_NAME: manifest.index_bytes} | {
-        shard.name: shard.bytes for shard in manifest.splits[split].shards
+    root = Path(manifest.shards_root)
+    expected = {Path(INDEX_NAME): manifest.index_bytes} | {
+        root / shard.name: shard.bytes for shard in manifest.splits[split].shards
     }
     errors = []
     for name, num_bytes in expected.items():
