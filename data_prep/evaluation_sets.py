@@ -157,7 +157,7 @@ def _content(image: _Image) -> bytes:
                 num_bytes = os.fstat(file.fileno()).st_size
             if num_bytes > MAX_FILE_BYTES or image.offset < 0:
                 return b""
-            return read_exactly(file, offset=image.offset, num_bytes=num_bytes)
+            return read_exactly(file.fileno(), offset=image.offset, num_bytes=num_bytes)
     except (OSError, EOFError):
         return b""
 

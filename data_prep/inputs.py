@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from vitscale.errors import UserError
 
@@ -99,11 +99,11 @@ def watched(root: Path, path: str) -> Watched:
     return Watched(path, num_bytes, status.st_mtime_ns)
 
 
-def read_exactly(file: BinaryIO, *, offset: int, num_bytes: int) -> bytes:
-    """Bytes at a place. Raises EOFError when the file ends before."""
-    data = os.pread(file.fileno(), num_bytes, offset)
+def read_exactly(descriptor: int, *, offset: int, num_bytes: int) -> bytes:
+    """Bytes at a place of an open file. Raises EOFError when the file ends before."""
+    data = os.pread(descriptor, num_bytes, offset)
     while len(data) < num_bytes:
-        more = os.pread(file.fileno(), num_bytes - len(data), offset + len(data))
+        more = os.pread(descriptor, num_bytes - len(data), offset + len(data))
         if not more:
             raise EOFError(f"{len(data)} of {num_bytes} bytes at {offset}")
         data += more

@@ -117,26 +117,30 @@ class Preparation:
         """Written last: from here on the unit is done."""
         write_json(self.result_path(unit), value)
 
+    @cached_property
+    def _folders(self) -> tuple[bytes, bytes]:
+        return os.fsencode(self.root), os.fsencode(self.path("spool"))
+
     def read(self, place: Place) -> bytes:
         """The bytes of one input. Raises UserError when the source is not as it was listed."""
-        if place.spooled:
-            path = self.path("spool", os.fsdecode(place.file))
-        else:
-            path = self.root / os.fsdecode(place.file or place.path)
+        # Plain calls: pathlib and file objects would take as long as the reading.
+        source, spool = self._folders
+        path = b"%s/%s" % (spool if place.spooled else source, place.file or place.path)
         name = os.fsdecode(place.path)
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            file = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             raise changed_source(name) from None
-        with open(descriptor, "rb", buffering=0) as file:
-            status = os.fstat(descriptor)
+        try:
+            status = os.fstat(file)
             whole = not place.file
             if not place.spooled and (
                 status.st_mtime_ns != place.modified_ns
                 or (whole and status.st_size != place.num_bytes)
             ):
                 raise changed_source(name)
-            try:
-                return read_exactly(file, offset=place.offset, num_bytes=place.num_bytes)
-            except EOFError:
-                raise changed_source(name) from None
+            return read_exactly(file, offset=place.offset, num_bytes=place.num_bytes)
+        except EOFError:
+            raise changed_source(name) from None
+        finally:
+            os.close(file)
