@@ -98,6 +98,9 @@ class FileList:
         for place, pattern in self._places():
             full = self.root / place.path
             if full.is_file():
+                if not self.is_wanted(full.name):
+                    what = f"{printable(str(full))!r} is not one of the {self.what}"
+                    errors.append(UserError(what, where=place.where))
                 found.append(Container(place.path, place.split))
                 continue
             names = self._names(place, pattern)

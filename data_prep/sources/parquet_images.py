@@ -43,7 +43,7 @@ class ParquetImages:
 
     @property
     def _files(self) -> FileList:
-        return FileList(self.settings, is_parquet_name, "parquet files")
+        return FileList(self.settings, is_parquet_name, ".parquet files")
 
     def containers(self) -> list[Container]:
         """Raises UserError(s) for missing files, and for columns the first file does not have."""

@@ -63,7 +63,7 @@ class WebdatasetTars:
 
     @property
     def _files(self) -> FileList:
-        return FileList(self.settings, is_tar_name, "tar files")
+        return FileList(self.settings, is_tar_name, ".tar files")
 
     @property
     def label(self) -> tuple[str, str | None]:

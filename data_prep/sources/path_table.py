@@ -1,0 +1,292 @@
+"""A table of paths and labels: CSV, TSV or Parquet.
+
+Owns: the columns, which parts of a large table are listed apart, what a path alone says.
+Leaves out: rows with equal paths, which need the whole corpus to be found.
+
+A path leads to a file in the table's folder or below: names or links that leave it are rejected.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from data_prep.inputs import Container, Input, Spool, Watched, printable, watched
+from data_prep.sources.class_tars import opened, stat_watched
+from data_prep.sources.file_lists import FileList
+from data_prep.sources.parquet_images import class_of
+from data_prep.sources.parquet_rows import (
+    TableDefect,
+    column_type,
+    opened_parquet,
+    record_batches,
+    value_of,
+)
+from data_prep.sources.places import is_hidden, lies_in, stem_and_suffix
+from data_prep.sources.text_lines import Lines, csv_rows, has_quote, next_line
+from vitscale.errors import UserError
+from vitscale.runs.data_prep import LabelSettings, SourceSettings
+
+DELIMITERS = {"csv": ",", "tsv": "\t"}
+SPLIT_COLUMN = "split"
+# A table without quotes can be cut at line ends; each part is listed on its own.
+PART_BYTES = 8 << 20
+# (row's name in the ledger, path, label, split or None)
+Row = tuple[str, str | None, Any, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class PathTable:
+    """Containers: every table, large ones in parts."""
+
+    settings: SourceSettings
+    labels: LabelSettings = LabelSettings()
+
+    @property
+    def root(self) -> Path:
+        return self._files.root
+
+    @property
+    def _files(self) -> FileList:
+        return FileList(self.settings, is_table_name, "tables (.csv, .tsv, .parquet)")
+
+    def containers(self) -> list[Container]:
+        """Raises UserError for missing tables and columns."""
+        if not self.settings.splits and Path(self.settings.path).expanduser().is_dir():
+            raise UserError(
+                f"{self.settings.path!r} is not a table",
+                where="source.path",
+                allowed="a .csv, .tsv or .parquet file; or a folder, with a table per split in "
+                "source.splits",
+            )
+        found: list[Container] = []
+        for container in self._files.containers():
+            if self._files.is_folder(container):
+                found.append(container)
+            elif _suffix(container.path) == "parquet":
+                found += self._row_groups(container)
+            else:
+                found += self._line_ranges(container)
+        return found
+
+    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
+        """Every row whose path can be looked at, with the file it leads to."""
+        if self._files.is_folder(container):
+            yield watched(self.root, container.path)
+            return
+        table = container.file or container.path
+        status = stat_watched(self.root, table)
+        yield Watched(table, status.st_size, status.st_mtime_ns)
+        is_parquet = _suffix(table) == "parquet"
+        rows = self._parquet_rows(container) if is_parquet else self._text_rows(container)
+        files = _Files(self.root / os.path.dirname(table))
+        try:
+            for row in rows:
+                yield self._input(container, row, files)
+        except TableDefect:
+            yield Input(container.path, container.split, None, "", 0, "damaged_table")
+        except OSError:
+            yield Input(container.path, container.split, None, "", 0, "unreadable")
+
+    def _input(self, container: Container, row: Row, files: _Files) -> Input:
+        row_name, path, label, split = row
+        is_split = split is None or (re.fullmatch(r"[A-Za-z0-9_]+", split) and "tar" not in split)
+        if not is_split:
+            raise UserError(
+                f"{printable(row_name)}: {split!r} cannot name a split",
+                where="source.path",
+                allowed="letters, digits and _, without the letters 'tar' in a row",
+            )
+        class_name = class_of(label, None)
+        num_bytes = modified_ns = 0
+        reason: str | None = "unreadable"
+        if path:
+            path = os.path.normpath(path)
+            reason, num_bytes, modified_ns = files.look(path)
+            path = os.path.join(os.path.dirname(container.file or container.path), path)
+        if reason is None and class_name is None and self.labels.map_key != "image":
+            reason = "no_label"
+        return Input(
+            path or row_name,
+            split or container.split,
+            class_name,
+            stem_and_suffix(path)[0] if path else "",
+            num_bytes,
+            reason,
+            modified_ns=modified_ns,
+        )
+
+    # Text tables
+
+    def _line_ranges(self, container: Container) -> list[Container]:
+        """The table, or parts of it where a quote cannot hide a line's end."""
+        with opened(self.root, container.path) as fd:
+            header, start = self._header(fd, container.path)
+            size = os.fstat(fd).st_size
+            if size - start <= PART_BYTES or has_quote(fd):
+                return [container]
+        found = []
+        for begin in range(start, size, PART_BYTES):
+            path = f"{container.path} (from byte {begin})"
+            num_bytes = min(PART_BYTES, size - begin)
+            found.append(Container(path, container.split, None, container.path, begin, num_bytes))
+        return found
+
+    def _header(self, fd: int, path: str) -> tuple[list[str], int]:
+        """Column names, and where the first row starts. Raises UserError for a missing column."""
+        lines = Lines(fd, 0, os.fstat(fd).st_size, path)
+        header = next(csv_rows(lines, delimiter=DELIMITERS[_suffix(path)]), [])
+        header = [name.removeprefix("\ufeff").strip() for name in header]
+        wanted = {"source.image_column": self.settings.image_column}
+        if self.labels.map_key != "image":
+            wanted["source.label"] = self.settings.label
+        for key, name in wanted.items():
+            if header.count(name) != 1:
+                raise UserError(
+                    f"{printable(path)!r} has {header.count(name) or 'no'} column {name!r} "
+                    "in its first line",
+                    where=key,
+                    allowed=", ".join(map(repr, header[:20])),
+                )
+        return header, lines.position
+
+    def _text_rows(self, container: Container) -> Iterator[Row]:
+        """Rows that start in the container's part: a part begins behind its first line's end."""
+        path = container.file or container.path
+        with opened(self.root, path) as fd:
+            header, start = self._header(fd, path)
+            size = os.fstat(fd).st_size
+            stop = size
+            if container.file:
+                stop = container.offset + container.num_bytes
+                start = next_line(fd, max(start, container.offset), first=start, path=path)
+            image = header.index(self.settings.image_column)
+            label = _place(header, self.settings.label)
+            split = None if self.settings.splits else _place(header, SPLIT_COLUMN)
+            lines = Lines(fd, start, size, path)
+            rows = csv_rows(lines, delimiter=DELIMITERS[_suffix(path)])
+            while lines.position < stop:
+                row_name = f"{path} (byte {lines.position})"
+                row = next(rows, None)
+                if row is None:
+                    return
+                if not row:  # an empty line
+                    continue
+                if len(row) != len(header):
+                    raise UserError(
+                        f"{printable(row_name)}: {len(row)} columns, "
+                        f"{len(header)} in the first line",
+                        where="source.path",
+                    )
+                yield (
+                    row_name,
+                    row[image],
+                    None if label is None else row[label],
+                    None if split is None else row[split].strip(),
+                )
+
+    # Parquet tables
+
+    def _row_groups(self, container: Container) -> list[Container]:
+        try:
+            with opened_parquet(self.root, container.path) as table:
+                self._columns(table, container.path)
+                num_groups = table.metadata.num_row_groups
+                if num_groups < 2:
+                    return [container]
+                return [
+                    Container(
+                        *(f"{container.path} (row group {group})", container.split, None),
+                        *(container.path, _group_offset(table, group)),
+                    )
+                    for group in range(num_groups)
+                ]
+        except TableDefect:
+            return [container]
+
+    def _columns(self, table: Any, path: str) -> list[str]:
+        columns = [self.settings.image_column]
+        column_type(table, columns[0], path=path, key="source.image_column")
+        if self.labels.map_key != "image" or self.settings.label in table.schema_arrow.names:
+            columns.append(self.settings.label)
+            column_type(table, columns[1], path=path, key="source.label")
+        if not self.settings.splits and SPLIT_COLUMN in table.schema_arrow.names:
+            columns.append(SPLIT_COLUMN)
+        return list(dict.fromkeys(columns))
+
+    def _parquet_rows(self, container: Container) -> Iterator[Row]:
+        path = container.file or container.path
+        with opened_parquet(self.root, path) as table:
+            columns = self._columns(table, path)
+            row_number = 0
+            for group in range(table.metadata.num_row_groups):
+                if container.file and _group_offset(table, group) != container.offset:
+                    row_number += table.metadata.row_group(group).num_rows
+                    continue
+                for batch in record_batches(table, group, columns=columns, path=path):
+                    for i in range(batch.num_rows):
+                        cells = {name: value_of(batch.column(name), i) for name in columns}
+                        image, split = cells[columns[0]], cells.get(SPLIT_COLUMN)
+                        yield (
+                            f"{path}/{row_number}",
+                            image if isinstance(image, str) else None,
+                            cells.get(self.settings.label),
+                            str(split or "") if SPLIT_COLUMN in columns else None,
+                        )
+                        row_number += 1
+
+
+class _Files:
+    """What a path alone says about a file. Folders seen lately are kept in mind."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = str(root)
+        self.real_root = os.path.realpath(root)
+        self._stays_inside = lru_cache(maxsize=1024)(self._looks_inside)
+
+    def _looks_inside(self, folder: str) -> bool:
+        return lies_in(os.path.realpath(os.path.join(self.root, folder)), self.real_root)
+
+    def look(self, path: str) -> tuple[str | None, int, int]:
+        """(reason, bytes, time of change) of a path without `.` and doubled slashes."""
+        folder = os.path.dirname(path)
+        if path.startswith(("/", "../")) or path == "..":
+            return "link_outside", 0, 0
+        full = f"{self.root}/{path}"
+        try:
+            if not self._stays_inside(folder):
+                return "link_outside", 0, 0
+            status = os.lstat(full)
+            if stat.S_ISLNK(status.st_mode):
+                if not lies_in(os.path.realpath(full), self.real_root):
+                    return "link_outside", 0, 0
+                status = os.stat(full)
+        except (OSError, ValueError):  # not there, not permitted, a name no file can have
+            return "unreadable", 0, 0
+        if not stat.S_ISREG(status.st_mode):
+            return "not_a_file", 0, 0
+        return None, status.st_size, status.st_mtime_ns
+
+
+def is_table_name(name: str) -> bool:
+    return _suffix(name) in (*DELIMITERS, "parquet") and not is_hidden(name)
+
+
+def _suffix(name: str) -> str:
+    return stem_and_suffix(name)[1].lower()
+
+
+def _place(header: list[str], name: str) -> int | None:
+    return header.index(name) if name in header else None
+
+
+def _group_offset(table: Any, group: int) -> int:
+    """First byte of a row group's first column."""
+    chunk = table.metadata.row_group(group).column(0)
+    return chunk.dictionary_page_offset or chunk.data_page_offset

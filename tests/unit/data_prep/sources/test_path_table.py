@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data_prep.inputs import Input
+from data_prep.sources import path_table, text_lines
+from data_prep.sources.path_table import PathTable
+from tests.unit.data_prep.sources.listing import MemorySpool, list_source, list_watched
+from vitscale.errors import UserError
+from vitscale.runs.data_prep import LabelSettings, SourceSettings
+
+
+def source(path: Path, *, map_key: str = "class", **options: Any) -> PathTable:
+    settings = SourceSettings(kind="path_table", path=str(path), **options)
+    return PathTable(settings, LabelSettings(map_key=map_key))  # type: ignore[arg-type]
+
+
+def touch(root: Path, *names: str) -> None:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(name.encode())
+
+
+def write(path: Path, columns: dict[str, list[Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".parquet":
+        pq.write_table(pa.table(columns), path, row_group_size=2)
+    else:
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file, delimiter="," if path.suffix == ".csv" else "\t")
+            writer.writerows([list(columns), *zip(*columns.values(), strict=True)])
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet", "CSV"])
+def test_rows_are_inputs_with_the_files_they_lead_to(suffix: str, tmp_path: Path) -> None:
+    touch(tmp_path, "a/1.jpg", "b,c.png", "3")
+    columns = {
+        "x": [1, 2, 3],
+        "label": ["cat", "7", "dog"],
+        "image": ["./a//1.jpg", "b,c.png", "3"],
+    }
+    table = write(tmp_path / "t.csv", columns).rename(tmp_path / f"t.{suffix}")
+    if suffix in ("tsv", "parquet"):
+        table.unlink()
+        write(table, columns)
+    listed = source(table)
+    rows = list_source(listed)
+    assert [(row.path, row.class_name, row.name, row.reason) for row in rows] == [
+        ("a/1.jpg", "cat", "a/1", None),
+        ("b,c.png", "7", "b,c", None),
+        ("3", "dog", "3", None),
+    ]
+    assert [(row.num_bytes, row.modified_ns) for row in rows] == [
+        (len(row.path), (tmp_path / row.path).stat().st_mtime_ns) for row in rows
+    ]
+    assert listed.root == tmp_path and list_watched(listed) == {f"t.{suffix}"}
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_path_may_not_leave_the_tables_folder(suffix: str, tmp_path: Path) -> None:
+    touch(tmp_path, "out.jpg", "out/1.jpg", "in/1.jpg", "in/deep/2.jpg")
+    for link, target in {
+        "up": "..",
+        "x.jpg": "../out.jpg",
+        "y.jpg": "1.jpg",
+        "z.jpg": "z.jpg",
+    }.items():
+        (tmp_path / "in" / link).symlink_to(target)
+    os.mkfifo(tmp_path / "in/pipe.jpg")
+    fates = {
+        "1.jpg": None,
+        "deep/../1.jpg": None,
+        "deep/2.jpg": None,
+        "y.jpg": None,
+        "../out.jpg": "link_outside",
+        "..": "link_outside",
+        "deep/../../out.jpg": "link_outside",
+        str(tmp_path / "in/1.jpg"): "link_outside",
+        "//etc/passwd": "link_outside",
+        "up/out.jpg": "link_outside",
+        "up/out/1.jpg": "link_outside",
+        "x.jpg": "link_outside",
+        "gone.jpg": "unreadable",
+        "1.jpg/2.jpg": "unreadable",
+        "z.jpg": "unreadable",
+        "n" * 300: "unreadable",
+        "nul\0.jpg": "unreadable",
+        "": "unreadable",
+        ".": "not_a_file",
+        "deep": "not_a_file",
+        "pipe.jpg": "not_a_file",
+    }
+    table = write(tmp_path / f"in/t.{suffix}", {"image": list(fates), "label": ["a"] * len(fates)})
+    assert [row.reason for row in list_source(source(table))] == list(fates.values())
+
+
+def test_tables_in_folders_name_files_beside_them(tmp_path: Path) -> None:
+    touch(tmp_path, "l/1.jpg", "1.jpg")
+    write(tmp_path / "l/a.csv", {"image": ["1.jpg", "../1.jpg"], "label": ["a", "a"]})
+    write(tmp_path / "b.csv", {"image": ["1.jpg"], "label": ["a"], "split": ["ignored"]})
+    rows = list_source(source(tmp_path, splits={"train": "l/a.csv", "test": "b.csv"}))
+    assert [(row.path, row.split, row.reason) for row in rows] == [
+        ("l/1.jpg", "train", None),
+        ("l/../1.jpg", "train", "link_outside"),
+        ("1.jpg", "test", None),
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_a_column_may_say_the_split(suffix: str, tmp_path: Path) -> None:
+    touch(tmp_path, "1.jpg", "2.jpg")
+    columns = {"image": ["1.jpg", "2.jpg"], "label": ["a", "a"], "split": ["train", "val"]}
+    table = write(tmp_path / f"t.{suffix}", columns)
+    assert [row.split for row in list_source(source(table))] == ["train", "val"]
+    for wrong in ("", "a/b", "start"):
+        write(table, {**columns, "split": ["train", wrong]})
+        with pytest.raises(UserError, match="cannot name a split"):
+            list_source(source(table))
+
+
+def test_rows_without_label_are_told_unless_a_map_of_images_has_it(tmp_path: Path) -> None:
+    touch(tmp_path, "1.jpg", "2.jpg")
+    table = write(tmp_path / "t.csv", {"image": ["1.jpg", "2.jpg"], "label": ["a", " "]})
+    assert [row.reason for row in list_source(source(table))] == [None, "no_label"]
+    assert [row.reason for row in list_source(source(table, map_key="image"))] == [None, None]
+    write(table, {"image": ["1.jpg"]})
+    assert [row.reason for row in list_source(source(table, map_key="image"))] == [None]
+
+
+def test_a_large_table_is_listed_in_parts_of_which_each_row_is_in_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [f"{'x' * (i % 7)}{i}.jpg" for i in range(60)]
+    touch(tmp_path, *names)
+    table = write(tmp_path / "t.csv", {"image": names, "label": ["ü"] * 60})
+    for size in range(1, 80):
+        monkeypatch.setattr(path_table, "PART_BYTES", size)
+        boxes = source(table).containers()
+        assert len(boxes) > 8 and len({box.path for box in boxes}) == len(boxes)
+        assert [row.path for row in list_source(source(table))] == names
+    write(table, {"image": names, "label": ['"'] * 60})
+    assert len(source(table).containers()) == 1
+    assert [row.path for row in list_source(source(table))] == names
+
+
+def test_row_groups_are_listed_apart(tmp_path: Path) -> None:
+    touch(tmp_path, *"12345")
+    table = write(tmp_path / "t.parquet", {"image": list("12345"), "label": ["a"] * 5})
+    assert len(source(table).containers()) == 3
+    assert [row.path for row in list_source(source(table))] == list("12345")
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("image,other\n1,2\n", "source.label.*no column 'label'"),
+        ("image,image,label\n", "source.image_column.*2 column 'image'"),
+        ("", "source.image_column.*no column"),
+        ("image,label\n1\n", "1 columns, 2 in the first line"),
+        ('image,label\n"1,2\n', "cannot be read at byte 12"),
+        ('image,label\n"1"x,2\n', "cannot be read at byte 12"),
+        ("image,label\n" + "x" * 3000, "line of more than"),
+        ('image,label\n"' + "x\n" * 200_000, "cannot be read"),
+    ],
+)
+def test_tables_that_cannot_be_read_are_refused(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text_lines, "MAX_LINE_BYTES", 2000)
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(UserError, match=message):
+        list_source(source(tmp_path / "t.csv"))
+
+
+def test_sources_that_are_no_tables_are_refused(tmp_path: Path) -> None:
+    touch(tmp_path, "a.txt", "b.parquet")
+    for path, message in [("", "is not a table"), ("gone", "no such"), ("a.txt", "not one of")]:
+        with pytest.raises(UserError, match=f"source.path.*{message}"):
+            source(tmp_path / path).containers()
+    (row,) = list_source(source(tmp_path / "b.parquet"))
+    assert (row.path, row.reason) == ("b.parquet", "damaged_table")
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_taken(tmp_path: Path) -> None:
+    touch(tmp_path, "1.jpg")
+    (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbfimage,label\r\n1.jpg,a\r\n\r\n1.jpg,b")
+    assert [row.class_name for row in list_source(source(tmp_path / "t.csv"))] == ["a", "b"]
+
+
+CELLS = st.text(max_size=30) | st.sampled_from(
+    ["..", "a/../..", "/", "\n", '"', "\udcff", "a" * 300]
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(rows=st.lists(st.tuples(CELLS, CELLS), max_size=6))
+def test_any_cells_give_one_row_each_that_stays_inside(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]
+) -> None:
+    root = tmp_path_factory.mktemp("table")
+    with (root / "t.csv").open("w", newline="", errors="surrogateescape") as file:
+        writer = csv.writer(file, quoting=csv.QUOTE_ALL)
+        writer.writerows([("image", "label"), *rows])
+    (root / "a").mkdir()
+    found = list_source(source(root / "t.csv"))
+    assert len(found) == len(rows)
+    for row in found:
+        assert isinstance(row, Input) and row.path
+        if row.reason in (None, "no_label"):
+            assert (root / row.path).resolve().is_relative_to(root)
+
+
+def test_lines_are_read_with_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_lines, "MAX_LINE_BYTES", 5)
+    (tmp_path / "t").write_bytes(b"ab\n\nabcd\nx")
+    fd = os.open(tmp_path / "t", os.O_RDONLY)
+    lines = text_lines.Lines(fd, 0, 10, "t")
+    assert [(lines.position, line) for line in lines] == [
+        (3, "ab\n"),
+        (4, "\n"),
+        (9, "abcd\n"),
+        (10, "x"),
+    ]
+    os.close(fd)
+
+
+def test_the_spool_is_not_needed(tmp_path: Path) -> None:
+    touch(tmp_path, "1")
+    table = write(tmp_path / "t.csv", {"image": ["1"], "label": ["a"]})
+    spool = MemorySpool()
+    list_source(source(table), spool)
+    assert not spool.data
