@@ -14,11 +14,11 @@ from blake3 import blake3
 
 from data_prep.image_convert import (
     UnreadableHeaderError,
+    check_pixels,
     convert,
     is_shrunk,
-    open_image,
 )
-from data_prep.image_header import Header, HeaderError, damaged_png, read_header
+from data_prep.image_header import Header, HeaderError, read_header
 from data_prep.image_pool import (  # noqa: F401
     EXTENSIONS,
     ImageFacts,
@@ -43,7 +43,16 @@ FAULTS = {
     "bad_pixels": "truncated, damaged, or otherwise not decoded to the last pixel",
 }
 # What can be done to an image, in the order in which it is named.
-CHANGES = ("gzip", "cmyk", "16_bit", "transparency", "animation", "exif_rotation", "short_side")
+CHANGES = (
+    "gzip",
+    "cmyk",
+    "16_bit",
+    "transparency",
+    "animation",
+    "exif_rotation",
+    "metadata",
+    "short_side",
+)
 SUFFIXES = {"jpeg": "jpg", "png": "png", "webp": "webp"}
 MIB = 1 << 20
 # Enough of an unpacked file to know its format.
@@ -109,6 +118,8 @@ def _believed_header(data: bytes, settings: ImageSettings) -> tuple[bytes, Heade
         raise Rejected("too_many_pixels", header)
     if header.width < settings.min_side or header.height < settings.min_side:
         raise Rejected("too_small", header)
+    if header.fault:
+        raise Rejected(header.fault, header)
     return data, header, gzipped
 
 
@@ -121,7 +132,8 @@ def _unpacked(data: bytes, max_bytes: int) -> bytes:
         except HeaderError as error:
             # Whatever is no image is not unpacked at all.
             if error.reason in ("not_an_image", "other_format"):
-                raise Rejected(error.reason) from None
+                is_cut = len(start) < PEEK_BYTES and not unpacker.eof
+                raise Rejected("bad_gzip" if is_cut else error.reason) from None
         rest = unpacker.decompress(unpacker.unconsumed_tail, max_bytes - len(start) + 1)
     except zlib.error:
         raise Rejected("bad_gzip") from None
@@ -141,9 +153,6 @@ def _judged_pixels(
         changes = (*header.changes, "short_side")
     elif not settings.convert and header.bit_depth == 16 and header.colour_type == 0:
         raise Rejected("deep_grey", header)
-    if header.format == "png" and (changes or settings.check == "decode"):
-        if damaged_png(data):
-            raise Rejected("bad_pixels", header)
     content, extension = data, SUFFIXES[header.format]
     width, height = header.width, header.height
     try:
@@ -156,10 +165,15 @@ def _judged_pixels(
                 jpeg_quality=settings.jpeg_quality,
             )
         elif settings.check == "decode" or not header.certain:
-            open_image(data, header).load()
+            content = check_pixels(data, header)
+            if content is not data and not settings.convert:
+                raise Rejected("bad_header", header)
+            changes = ("metadata",) if content is not data else ()
+    except HeaderError as error:
+        raise Rejected(error.reason, header) from None
     except UnreadableHeaderError:
         raise Rejected("bad_header", header) from None
-    except MemoryError:
+    except (MemoryError, Rejected):
         raise
     except Exception:
         # Pillow raises OSError, SyntaxError, ValueError, EOFError ... on broken pixels.

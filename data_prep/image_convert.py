@@ -7,9 +7,11 @@ Leaves out: which images are converted (`image_check`).
 from __future__ import annotations
 
 import io
+import struct
 
 import numpy as np
 from PIL import Image, ImageChops
+from PIL.ImageFile import ImageFile
 
 from data_prep.image_header import (
     PNG_GREY,
@@ -17,6 +19,7 @@ from data_prep.image_header import (
     PNG_PALETTE,
     PNG_RGB,
     Header,
+    critical_chunks,
 )
 
 PILLOW_FORMATS = {"jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
@@ -43,8 +46,8 @@ class UnreadableHeaderError(Exception):
     """Pillow does not take the file, or takes it for another size than the header says."""
 
 
-def open_image(data: bytes, header: Header) -> Image.Image:
-    """Raises UnreadableHeaderError; nothing is decoded yet."""
+def open_image(data: bytes, header: Header) -> ImageFile:
+    """Raises UnreadableHeaderError; no pixel is decoded yet."""
     # The run's own limit was checked on the header and takes the place of Pillow's.
     Image.MAX_IMAGE_PIXELS = None
     try:
@@ -54,21 +57,43 @@ def open_image(data: bytes, header: Header) -> Image.Image:
     except Exception as error:
         # Pillow raises SyntaxError, ValueError, struct.error, zlib.error ... on broken headers.
         raise UnreadableHeaderError(type(error).__name__) from error
+    assert isinstance(image, ImageFile)
     if image.size != (header.width, header.height):
         raise UnreadableHeaderError(f"size {image.size}")
     return image
+
+
+def check_pixels(data: bytes, header: Header) -> bytes:
+    """Decode everything. Returns `data`, or a PNG without the extra chunks that readers refuse.
+
+    Raises UnreadableHeaderError, HeaderError, or whatever Pillow raises on damaged pixels.
+    """
+    if header.format != "png":
+        open_image(data, header).load()
+        return data
+    plain = critical_chunks(data)
+    try:
+        open_image(data, header).load()
+    except MemoryError:
+        raise
+    except Exception:
+        open_image(plain, header).load()
+        return plain
+    return data
 
 
 def convert(
     data: bytes, header: Header, *, short_side: int | None, jpeg_quality: int
 ) -> tuple[bytes, str, int, int]:
     """(content, extension, width, height) of the plain image. Raises whatever Pillow raises."""
-    image = open_image(data, header)
-    size = _target_size(image.size, short_side)
-    if size != image.size and header.format == "jpeg":
+    if header.format == "png":
+        data = critical_chunks(data)
+    file = open_image(data, header)
+    size = _target_size(file.size, short_side)
+    if size != file.size and header.format == "jpeg":
         # Decodes at 1/2, 1/4 or 1/8 where that leaves twice the size wanted.
-        image.draft(image.mode, (2 * size[0], 2 * size[1]))
-    image = _plain(image, data, header)
+        file.draft(file.mode, (2 * size[0], 2 * size[1]))
+    image = _plain(file, data, header)
     if size != image.size:
         image = image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
     if header.orientation in ROTATIONS:
@@ -90,19 +115,17 @@ def _target_size(size: tuple[int, int], short_side: int | None) -> tuple[int, in
     return width, height
 
 
-def _plain(image: Image.Image, data: bytes, header: Header) -> Image.Image:
+def _plain(file: ImageFile, data: bytes, header: Header) -> Image.Image:
     """Decoded, 8 bits, grey or RGB, opaque."""
     if header.bit_depth == 16:
-        image, transparent = _rounded(image, data, header)
-        if transparent is not None:
-            image = _over_white(image, transparent)
+        image, opacity = _rounded(file, data, header)
     else:
-        image.load()
-        transparent = _transparency(image, header)
-        if transparent is not None:
-            image = _over_white(image, transparent)
-    if image.mode in ("LA", "RGBA"):
-        image = _over_white(image, image.getchannel("A"))
+        file.load()
+        image, opacity = file, _opacity(file, header)
+    if opacity is None and image.mode in ("LA", "RGBA"):
+        opacity = image.getchannel("A")
+    if opacity is not None:
+        return _over_white(image, opacity)
     if image.mode == "1":
         return image.convert("L")
     return image if image.mode in ("L", "RGB") else image.convert("RGB")
@@ -120,7 +143,7 @@ def _over_white(image: Image.Image, opacity: Image.Image) -> Image.Image:
     return plain
 
 
-def _transparency(image: Image.Image, header: Header) -> Image.Image | None:
+def _opacity(image: Image.Image, header: Header) -> Image.Image | None:
     """Opacity that a tRNS chunk gives an image of up to 8 bits."""
     if not header.transparent:
         return None
@@ -128,18 +151,22 @@ def _transparency(image: Image.Image, header: Header) -> Image.Image | None:
         opacities = header.transparent[:256].ljust(256, b"\xff")
         indices = Image.frombytes("L", image.size, image.tobytes())
         return indices.point(list(opacities))
-    num_samples = 3 if header.colour_type == PNG_RGB else 1
-    key = np.frombuffer(header.transparent[: 2 * num_samples], ">u2")
+    key = _transparent_key(header)
     # The key counts in the file's own depth; the pixels were stretched to 0..255.
     scale = 255 // ((1 << header.bit_depth) - 1)
     opacity = None
     for band, value in zip(_bands(image), key, strict=True):
         table = [255] * 256
         if value < 1 << header.bit_depth:
-            table[int(value) * scale] = 0
+            table[value * scale] = 0
         differs = band.point(table)
         opacity = differs if opacity is None else ImageChops.lighter(opacity, differs)
     return opacity
+
+
+def _transparent_key(header: Header) -> tuple[int, ...]:
+    """The one colour that a tRNS chunk makes transparent. Raises struct.error on a short chunk."""
+    return struct.unpack_from(">HHH" if header.colour_type == PNG_RGB else ">H", header.transparent)
 
 
 def _bands(image: Image.Image) -> tuple[Image.Image, ...]:
@@ -147,56 +174,50 @@ def _bands(image: Image.Image) -> tuple[Image.Image, ...]:
 
 
 def _rounded(
-    image: Image.Image, data: bytes, header: Header
+    file: ImageFile, data: bytes, header: Header
 ) -> tuple[Image.Image, Image.Image | None]:
-    """The image with every 16-bit sample v as round(v / 257), and its tRNS opacity.
-
-    Pillow itself keeps the high byte of colours. Both bytes are decoded, one pass each.
-    """
-    if header.colour_type == PNG_GREY_ALPHA:
-        # Four bytes a pixel, as in 8-bit RGBA: high and low bytes of both samples at once.
-        both = _decoded_as(image, "RGBA")
-        high, low = (Image.merge("LA", (both.getchannel(a), both.getchannel(b))) for a, b in PAIRS)
-    elif header.colour_type == PNG_GREY:
-        # Likewise two bytes a pixel, as in 8-bit grey with alpha.
-        both = _decoded_as(image, "LA")
-        high, low = both.getchannel("L"), both.getchannel("A")
-    else:
-        rawmodes = DEEP_COLOUR_BYTES[image.mode]
-        high = _decoded_as(image, rawmodes[0])
-        low = _decoded_as(open_image(data, header), rawmodes[1])
-    transparent = None
-    key = np.frombuffer(header.transparent, ">u2") if header.transparent else None
-    if key is not None:
-        transparent = Image.new("L", image.size, 255)
-    rounded = Image.new(high.mode, image.size)
-    for top in range(0, image.height, STRIP_ROWS):
-        box = (0, top, image.width, min(image.height, top + STRIP_ROWS))
-        strip_high = np.asarray(high.crop(box)).astype(np.int16)
-        strip_low = np.asarray(low.crop(box)).astype(np.int16)
+    """The image with every 16-bit sample v as round(v / 257), and its tRNS opacity."""
+    high, low = _high_and_low(file, data, header)
+    key = _transparent_key(header) if header.transparent else None
+    opacity = None if key is None else Image.new("L", high.size, 255)
+    rounded = Image.new(high.mode, high.size)
+    for top in range(0, high.height, STRIP_ROWS):
+        box = (0, top, high.width, min(high.height, top + STRIP_ROWS))
+        strip_high = np.asarray(high.crop(box)).astype(np.int32)
+        strip_low = np.asarray(low.crop(box)).astype(np.int32)
         # v = 256 high + low and v / 257 = high + (low - high) / 257.
         away = strip_low - strip_high
         strip = strip_high + (away > 128) - (away < -128)
         rounded.paste(Image.fromarray(strip.astype(np.uint8)), box)
-        if transparent is not None and key is not None:
-            value = strip_high.astype(np.int32) * 256 + strip_low
-            same = value == key if value.ndim == 2 else (value == key).all(axis=2)
-            transparent.paste(Image.fromarray(np.where(same, 0, 255).astype(np.uint8)), box)
-    return rounded, transparent
+        if opacity is not None:
+            same = 256 * strip_high + strip_low == np.asarray(key)
+            if same.ndim == 3:
+                same = same.all(axis=2)
+            opacity.paste(Image.fromarray(np.where(same, 0, 255).astype(np.uint8)), box)
+    return rounded, opacity
 
 
-# Bands of "RGBA" that hold grey and alpha: first the high bytes, then the low ones.
-PAIRS = (("R", "B"), ("G", "A"))
+def _high_and_low(file: ImageFile, data: bytes, header: Header) -> tuple[Image.Image, Image.Image]:
+    """High and low bytes of 16-bit samples as two images; by itself Pillow drops the low ones."""
+    if header.colour_type == PNG_GREY:
+        # Two bytes a pixel, as in 8-bit grey with alpha.
+        both = _decoded_as(file, "LA")
+        return both.getchannel("L"), both.getchannel("A")
+    if header.colour_type == PNG_GREY_ALPHA:
+        # Four bytes a pixel, as in 8-bit RGBA: high, low, high, low.
+        grey_high, grey_low, alpha_high, alpha_low = _decoded_as(file, "RGBA").split()
+        high = Image.merge("LA", (grey_high, alpha_high))
+        return high, Image.merge("LA", (grey_low, alpha_low))
+    first, second = DEEP_COLOUR_BYTES[file.mode]
+    return _decoded_as(file, first), _decoded_as(open_image(data, header), second)
 
 
-def _decoded_as(image: Image.Image, rawmode: str) -> Image.Image:
+def _decoded_as(file: ImageFile, rawmode: str) -> Image.Image:
     """Decode the samples' bytes under another name of the same number of bits per pixel."""
-    image._mode = rawmode.partition(";")[0]
-    tile = image.tile[0]  # type: ignore[attr-defined]
-    image.tile = [tile._replace(args=rawmode)]  # type: ignore[attr-defined]
-    image.info.pop("transparency", None)
-    image.load()
-    return image
+    file._mode = rawmode.partition(";")[0]
+    file.tile = [tile._replace(args=rawmode) for tile in file.tile]
+    file.load()
+    return file
 
 
 def _encoded(image: Image.Image, *, as_jpeg: bool, jpeg_quality: int) -> tuple[bytes, str]:

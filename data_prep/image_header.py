@@ -25,8 +25,11 @@ PNG_COLOUR_TYPES = {
     6: (4, (8, 16)),
 }
 PNG_GREY, PNG_RGB, PNG_PALETTE, PNG_GREY_ALPHA, PNG_RGB_ALPHA = PNG_COLOUR_TYPES
+# Colour types that a tRNS chunk can make transparent.
+PNG_KEYED = (PNG_GREY, PNG_RGB, PNG_PALETTE)
 # Deflate packs 258 bytes into two bits at best.
 DEFLATE_MAX_RATIO = 1032
+MAX_UNPACKED_TEXT = 1 << 20
 OTHER_FORMATS = (b"GIF8", b"BM", b"II*\0", b"MM\0*", b"\x00\x00\x01\x00", b"8BPS", b"\xff\x0a")
 OTHER_BRANDS = (b"ftypavif", b"ftypavis", b"ftypheic", b"ftypheix", b"ftypmif1", b"jP  \r\n\x87\n")
 
@@ -51,8 +54,10 @@ class Header:
     width: int
     height: int
     """As stored, before any rotation."""
+    fault: str | None = None
+    """A key of `image_check.FAULTS` where pixels are known to be missing."""
     certain: bool = True
-    """Nothing unusual was seen and the end is there; otherwise only decoding tells."""
+    """Nothing unusual was seen; otherwise only decoding tells whether it can be read."""
     changes: tuple[str, ...] = ()
     """What keeps it from being a plain 8-bit image, in the order of `image_check.CHANGES`."""
     orientation: int = 1
@@ -96,7 +101,7 @@ def _jpeg_header(data: bytes) -> Header:
         if marker in _JPEG_ALONE:
             position += 2
             continue
-        if marker in (0x00, 0xD9):
+        if marker < 0xC0 or marker == 0xD9:
             raise HeaderError("bad_header")
         length = data[position + 2] << 8 | data[position + 3]
         if length < 2:
@@ -121,22 +126,23 @@ def _jpeg_header(data: bytes) -> Header:
         raise HeaderError("bad_header")
     if frame != 0xC0 and data.count(b"\xff\xda", position) >= MAX_SCANS:
         raise HeaderError("bomb")
+    # The code of a block of 8 x 8 takes a bit at least.
+    is_short = frame in _JPEG_ORDINARY_FRAMES and (len(data) - position) * 1024 < width * height
+    # Coded pixels never hold these two bytes, so the picture's end is missing only where there is
+    # none at all; other data may lie behind it.
+    is_open = not data.endswith(b"\xff\xd9") and data.rfind(b"\xff\xd9", position) < 0
+    fault = "bad_pixels" if is_short or is_open else None
     certain = (
         frame in _JPEG_ORDINARY_FRAMES
         and bits == 8
         and components in (1, 3, 4)
         and has_codes
         and has_quantization
-        # Every block takes a bit at least.
-        and (len(data) - position) * 512 >= width * height
-        # Coded pixels never hold these two bytes, so the last pair closes some picture that began
-        # at or behind the first: an end is missing only where there is none at all.
-        and (data.endswith(b"\xff\xd9") or data.rfind(b"\xff\xd9", position) >= 0)
     )
     changes: tuple[str, ...] = ("cmyk",) if components == 4 else ()
     if orientation > 1:
         changes += ("exif_rotation",)
-    return Header("jpeg", width, height, certain, changes, orientation or 1)
+    return Header("jpeg", width, height, fault, certain, changes, orientation or 1)
 
 
 def exif_orientation(tiff: bytes) -> int:
@@ -167,27 +173,39 @@ def _png_header(data: bytes) -> Header:
         raise HeaderError("bad_header")
     position = 33
     num_pixel_bytes = 0
-    animated = False
+    animated = has_palette = False
+    fault = None
+    certain = True
     transparent = b""
     orientation = 1
     for _ in range(MAX_CHUNKS):
         if position + 12 > len(data):
-            raise HeaderError("bad_pixels" if num_pixel_bytes else "bad_header")
+            fault = "bad_pixels" if num_pixel_bytes else "bad_header"
+            break
         length, kind = struct.unpack_from(">I4s", data, position)
         if kind == b"IDAT":
             num_pixel_bytes += length
         elif kind == b"IEND":
             break
+        elif kind == b"PLTE":
+            has_palette = True
+            _check_small_chunk(data, position, length)
         elif kind == b"acTL":
             animated = animated or not num_pixel_bytes
-        elif kind == b"tRNS" and not num_pixel_bytes:
+        elif kind == b"tRNS" and colour in PNG_KEYED and not num_pixel_bytes:
             transparent = data[position + 8 : position + 8 + length]
+            _check_small_chunk(data, position, length)
         elif kind == b"eXIf":
             orientation = exif_orientation(data[position + 8 : position + 8 + length])
+        else:
+            certain = certain and _is_plain_chunk(data, position, length)
         position += 12 + length
     else:
         raise HeaderError("bomb")
-    num_bytes = (width * samples * depth + 7) // 8 * height
+    if colour == PNG_PALETTE and not has_palette:
+        fault = "bad_header"
+    if num_pixel_bytes * DEFLATE_MAX_RATIO < (width * samples * depth + 7) // 8 * height:
+        fault = fault or "bad_pixels"
     changes = []
     if depth == 16:
         changes.append("16_bit")
@@ -197,11 +215,11 @@ def _png_header(data: bytes) -> Header:
         changes.append("animation")
     if orientation > 1:
         changes.append("exif_rotation")
-    certain = num_pixel_bytes * DEFLATE_MAX_RATIO >= num_bytes
     return Header(
         "png",
         width,
         height,
+        fault,
         certain,
         tuple(changes),
         orientation,
@@ -212,19 +230,43 @@ def _png_header(data: bytes) -> Header:
     )
 
 
-def damaged_png(data: bytes) -> bool:
-    """Whether a chunk that decoders cannot do without fails its checksum (Pillow skips IDAT's)."""
-    view = memoryview(data)
+def _is_plain_chunk(data: bytes, position: int, length: int) -> bool:
+    """Whether nothing about this text or profile can make a reader refuse the image: Pillow does
+    not take bad checksums, nor more than 1 MiB unpacked."""
+    if length * DEFLATE_MAX_RATIO > MAX_UNPACKED_TEXT:
+        return False
+    end = position + 8 + length
+    return zlib.crc32(data[position + 4 : end]) == int.from_bytes(data[end : end + 4])
+
+
+def _check_small_chunk(data: bytes, position: int, length: int) -> None:
+    """Palettes have 256 entries at most: what is checked without decoding stays cheap."""
+    if length > 768 or length + position + 12 > len(data):
+        raise HeaderError("bad_header")
+    end = position + 8 + length
+    if zlib.crc32(data[position + 4 : end]) != int.from_bytes(data[end : end + 4]):
+        raise HeaderError("bad_header")
+
+
+def critical_chunks(png: bytes) -> bytes:
+    """The file with nothing but what its pixels are made of. Raises HeaderError on a bad checksum.
+
+    No profile, text or further frame reaches the decoder, whatever they unpack to; and the decoder
+    itself (Pillow's) skips the checksums of pixels.
+    """
+    view = memoryview(png)
     position = len(PNG_SIGNATURE)
+    parts = [view[:position]]
     kind = b""
     while kind != b"IEND":
-        length, kind = struct.unpack_from(">I4s", data, position)
+        length, kind = struct.unpack_from(">I4s", png, position)
         end = position + 8 + length
-        if kind[0] < 0x60:  # upper case: critical
-            if zlib.crc32(view[position + 4 : end]) != struct.unpack_from(">I", data, end)[0]:
-                return True
+        if kind[0] < 0x60:  # upper case: decoders cannot do without
+            if zlib.crc32(view[position + 4 : end]) != struct.unpack_from(">I", png, end)[0]:
+                raise HeaderError("bad_pixels")
+            parts.append(view[position : end + 4])
         position = end + 4
-    return False
+    return b"".join(parts)
 
 
 def _webp_header(data: bytes) -> Header:
@@ -236,7 +278,7 @@ def _webp_header(data: bytes) -> Header:
         return _webp_extended_header(data, end)
     width, height, transparent = _webp_frame(data, 12)
     changes = ("transparency",) if transparent else ()
-    return Header("webp", width, height, True, changes, lossy=kind == b"VP8 ")
+    return Header("webp", width, height, changes=changes, lossy=kind == b"VP8 ")
 
 
 def _webp_frame(data: bytes, position: int) -> tuple[int, int, bool]:
@@ -270,6 +312,8 @@ def _webp_extended_header(data: bytes, end: int) -> Header:
         kind, length = struct.unpack_from("<4sI", data, position)
         if kind in (b"VP8 ", b"VP8L", b"ANMF"):
             has_picture = True
+            if kind != b"ANMF" and _webp_frame(data, position)[:2] != (width, height):
+                raise HeaderError("bad_header")
             lossy = lossy and b"VP8L" not in (kind, data[position + 24 : position + 28])
         elif kind == b"EXIF":
             block = data[position + 8 : position + 8 + length]
@@ -288,4 +332,4 @@ def _webp_extended_header(data: bytes, end: int) -> Header:
         changes.append("exif_rotation")
     # An odd length's padding byte may be missing at the end.
     certain = position <= end + 1
-    return Header("webp", width, height, certain, tuple(changes), orientation, lossy)
+    return Header("webp", width, height, None, certain, tuple(changes), orientation, lossy)

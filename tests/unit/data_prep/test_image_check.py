@@ -1,63 +1,254 @@
 from __future__ import annotations
 
-import hashlib
+import gzip
 import io
-import struct
+import subprocess
+import sys
+import textwrap
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 from PIL import Image
 
-from data_prep.image_check import check_image, check_image_bytes
-
-
-def encoded(format: str, *, size: tuple[int, int] = (9, 7), mode: str = "RGB") -> bytes:
-    pixels = np.random.default_rng(0).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).convert(mode).save(file, format=format)
-    return file.getvalue()
-
-
-def png_claiming(width: int, height: int) -> bytes:
-    """A few bytes whose header claims any size."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        crc = struct.pack(">I", zlib.crc32(kind + data))
-        return struct.pack(">I", len(data)) + kind + data + crc
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000)))
-    return b"\x89PNG\r\n\x1a\n" + body + chunk(b"IEND", b"")
-
-
-@pytest.mark.parametrize("format, extension", [("JPEG", "jpg"), ("PNG", "png"), ("WEBP", "webp")])
-def test_good_images_are_named_by_content(format: str, extension: str) -> None:
-    data = encoded(format)
-    facts = check_image_bytes(data, max_pixels=100)
-    assert facts.reason is None
-    assert (facts.extension, facts.width, facts.height) == (extension, 9, 7)
-    assert (facts.sha256, facts.num_bytes) == (hashlib.sha256(data).digest(), len(data))
-
-
-@pytest.mark.parametrize(
-    "data, reason",
-    [
-        (b"<!DOCTYPE html><html>", "not_an_image"),
-        (encoded("GIF", mode="P"), "not_an_image"),
-        (encoded("JPEG", size=(64, 64))[:-900], "bad_pixels"),
-        (encoded("PNG", size=(64, 64))[:-900], "bad_pixels"),
-        (encoded("WEBP", size=(64, 64))[:-900], "bad_header"),
-        (png_claiming(60_000, 60_000), "too_many_pixels"),
-        (encoded("PNG", mode="I;16"), "deep_grey"),
-    ],
+from data_prep.image_check import CHANGES, FAULTS, SUFFIXES, Judged, judge_image
+from data_prep.image_header import MAX_SCANS
+from tests.unit.data_prep.image_samples import (
+    HEIGHT,
+    WIDTH,
+    chunk,
+    decoded,
+    deep_png,
+    encoded,
+    pixels,
+    png,
+    small_samples,
+    unfiltered,
 )
-def test_unusable_content_is_rejected_with_its_reason(data: bytes, reason: str) -> None:
-    assert check_image_bytes(data, max_pixels=10_000).reason == reason
+from vitscale.runs.data_prep import ImageSettings
+
+ROOT = Path(__file__).parents[3]
+SAMPLES = small_samples()
+ROWS = unfiltered(pixels(3))
 
 
-def test_files_that_cannot_be_read_and_empty_files_are_rejected(tmp_path: Path) -> None:
-    (tmp_path / "empty.jpg").write_bytes(b"")
-    assert check_image(str(tmp_path / "empty.jpg"), max_pixels=10).reason == "empty"
-    assert check_image(str(tmp_path / "none.jpg"), max_pixels=10).reason == "unreadable"
+def judged(data: bytes, **options: Any) -> Judged:
+    return judge_image(data, settings=ImageSettings.model_validate(options))
+
+
+PLAIN = [
+    *(name for name in SAMPLES if name.startswith("jpeg") and name[5:] not in ("cmyk", "rotated")),
+    *("png", "png smooth", "png grey", "png 1 bit", "png palette", "png palette 4 bits"),
+    *("png interlaced", "webp", "webp smooth", "webp lossless"),
+]
+
+
+@pytest.mark.parametrize("check", ["header", "decode"])
+@pytest.mark.parametrize("name", SAMPLES)
+def test_bytes_stay_untouched_unless_something_forces_a_change(name: str, check: str) -> None:
+    data = SAMPLES[name]
+    verdict = judged(data, check=check)
+    assert verdict.reason is None
+    assert verdict.input_hash == blake3(data).digest()
+    assert verdict.content_hash == blake3(verdict.content).digest()
+    if name in PLAIN:
+        assert verdict.content is data
+        assert verdict.content_hash is verdict.input_hash
+        assert verdict.changes is None
+        suffix = SUFFIXES[name.split()[0]]
+        assert (verdict.extension, verdict.width, verdict.height) == (suffix, WIDTH, HEIGHT)
+    else:
+        assert verdict.changes and set(verdict.changes.split(",")) <= set(CHANGES)
+        assert judged(data, check=check, convert=False).content in (data, b"")
+
+
+def test_without_conversion_only_what_decoders_ruin_is_rejected() -> None:
+    for name, data in SAMPLES.items():
+        reason = judged(data, convert=False).reason
+        assert reason == ("deep_grey" if name == "png 16 bits" else None), name
+
+
+def faults() -> list[tuple[str, bytes, dict[str, Any]]]:
+    jpeg, png_, webp = SAMPLES["jpeg"], SAMPLES["png"], SAMPLES["webp"]
+    scan = SAMPLES["jpeg progressive"]
+    scan = scan[scan.index(b"\xff\xda") : -2]
+    packed = gzip.compress(jpeg)
+    half = len(ROWS) // 2
+    return [
+        ("empty", b"", {}),
+        ("too_large", jpeg, {"max_file_mib": 0.0001}),
+        ("too_large", gzip.compress(jpeg + bytes(1 << 20)), {"max_file_mib": 0.5}),
+        ("bad_gzip", packed[:-1], {}),
+        ("bad_gzip", packed[:-8] + b"12345678", {}),
+        ("bad_gzip", b"\x1f\x8b\x08\0", {}),
+        ("bad_gzip", packed[:60] + b"\xff" * 60 + packed[120:], {}),
+        ("not_an_image", b"<!DOCTYPE html><html>", {}),
+        ("not_an_image", bytes(1000), {}),
+        ("not_an_image", gzip.compress(b"some text"), {}),
+        ("not_an_image", gzip.compress(packed), {}),
+        ("other_format", encoded(pixels(3), "GIF"), {}),
+        ("other_format", encoded(pixels(3), "BMP"), {}),
+        ("other_format", encoded(pixels(3), "TIFF"), {}),
+        ("other_format", encoded(pixels(3), "JPEG2000"), {}),
+        ("other_format", webp, {"formats": ("jpeg", "png")}),
+        ("other_format", gzip.compress(encoded(pixels(3), "GIF")), {}),
+        ("bad_header", b"\xff\xd8\xff\xd9", {}),
+        ("bomb", SAMPLES["jpeg progressive"][:-2] + scan * MAX_SCANS + b"\xff\xd9", {}),
+        ("too_many_pixels", png(60_000, 60_000, rows=bytes(1000) * 60), {}),
+        ("too_many_pixels", jpeg, {"max_pixels": WIDTH * HEIGHT - 1}),
+        ("too_small", jpeg, {"min_side": HEIGHT + 1}),
+        ("deep_grey", SAMPLES["png 16 bits"], {"convert": False}),
+        ("bad_pixels", jpeg[:-300], {}),
+        ("bad_pixels", png_[:-300], {}),
+        ("bad_pixels", webp[:-300], {}),
+        ("bad_pixels", png(WIDTH, HEIGHT, rows=ROWS[:half]), {"check": "decode"}),
+        ("bad_pixels", deep_png(pixels(3, dtype=np.uint16))[:-300], {}),
+    ]
+
+
+@pytest.mark.parametrize("reason, data, options", faults())
+def test_unusable_content_is_rejected_with_its_reason(
+    reason: str, data: bytes, options: dict[str, Any]
+) -> None:
+    verdict = judged(data, **{"check": "header", **options})
+    assert verdict.reason == judged(data, **{"check": "decode", **options}).reason == reason
+    assert verdict.content == b"" and verdict.changes is None
+    assert verdict.input_hash == blake3(data).digest()
+
+
+def test_every_fault_is_planted() -> None:
+    assert {reason for reason, _, _ in faults()} == set(FAULTS)
+
+
+def test_limits_are_inclusive() -> None:
+    assert judged(SAMPLES["jpeg"], max_pixels=WIDTH * HEIGHT, min_side=HEIGHT).reason is None
+    size = len(SAMPLES["png"])
+    for data in (SAMPLES["png"], gzip.compress(SAMPLES["png"])):
+        assert judged(data, max_file_mib=(size + 200) / 2**20).reason is None
+    assert judged(gzip.compress(SAMPLES["png smooth"]), max_file_mib=0.001).reason is None
+
+
+@pytest.mark.parametrize("check", ["header", "decode"])
+@pytest.mark.parametrize("convert", [False, True])
+def test_gzip_is_taken_off(convert: bool, check: str) -> None:
+    for name in ("jpeg", "png", "webp"):
+        verdict = judged(gzip.compress(SAMPLES[name]), convert=convert, check=check)
+        assert (verdict.reason, verdict.changes) == (None, "gzip")
+        assert verdict.content == SAMPLES[name]
+        assert verdict.content_hash == blake3(SAMPLES[name]).digest() != verdict.input_hash
+    verdict = judged(gzip.compress(SAMPLES["jpeg cmyk"]))
+    assert verdict.changes == "gzip,cmyk"
+    assert verdict.content == judged(SAMPLES["jpeg cmyk"]).content
+
+
+@pytest.mark.parametrize("check", ["header", "decode"])
+def test_png_text_that_readers_refuse_is_left_out(check: str) -> None:
+    bomb = chunk(b"zTXt", b"k\0\0" + zlib.compress(bytes(50 << 20)))
+    profile = chunk(b"iCCP", b"p\0\0" + zlib.compress(bytes(50 << 20)))
+    damaged = chunk(b"tEXt", b"author\0me")[:-1] + b"?"
+    for extra in (bomb, profile, damaged):
+        data = png(WIDTH, HEIGHT, rows=ROWS, before=extra)
+        with pytest.raises(Exception):  # noqa: B017 - whatever Pillow raises
+            decoded(data)
+        verdict = judged(data, check=check)
+        assert (verdict.reason, verdict.changes) == (None, "metadata")
+        assert verdict.content == png(WIDTH, HEIGHT, rows=ROWS)
+        assert judged(data, check=check, convert=False).reason == "bad_header"
+    harmless = png(WIDTH, HEIGHT, rows=ROWS, before=chunk(b"tEXt", b"author\0me"))
+    assert judged(harmless, check=check).content is harmless
+
+
+def test_headers_are_believed_without_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("decoded")
+
+    monkeypatch.setattr(Image, "open", refuse)
+    for name in PLAIN:
+        assert judged(SAMPLES[name], check="header").reason is None
+
+
+def test_lack_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def exhausted(*args: object, **options: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Image, "open", exhausted)
+    for name in ("jpeg", "jpeg cmyk", "png"):
+        with pytest.raises(MemoryError):
+            judged(SAMPLES[name])
+
+
+BOMBS = """
+    import gzip, io, resource, sys, zlib
+
+    from PIL import Image
+
+    from data_prep.image_check import judge_image
+    from tests.unit.data_prep.image_samples import HEIGHT, WIDTH, chunk, encoded, pixels, png
+    from tests.unit.data_prep.image_samples import small_samples, unfiltered
+    from vitscale.runs.data_prep import ImageSettings
+
+    def zeros(start, wbits):
+        # A block behind a full flush can be repeated: 4 GiB of zeros in 4 MiB.
+        deflate = zlib.compressobj(9, wbits=wbits)
+        first = deflate.compress(start) + deflate.flush(zlib.Z_FULL_FLUSH)
+        block = deflate.compress(bytes(1 << 26)) + deflate.flush(zlib.Z_FULL_FLUSH)
+        return first + 64 * block
+
+    jpeg = small_samples()["jpeg"]
+    sizes = bytes([0, HEIGHT, 0, WIDTH]), bytes([0xFF, 0xDC, 0xFF, 0xDC])
+    rows = unfiltered(pixels(3))
+    text = b"k\\0\\0" + zeros(b"", 15)
+    mib = b"k\\0\\0" + zlib.compress(bytes(1 << 20))
+    frames = [Image.fromarray(pixels(3, seed=i)) for i in range(1, 100)]
+    canvas = b"VP8X" + (10).to_bytes(4, "little") + b"\\2\\0\\0\\0" + b"\\xff" * 6
+    frame = b"ANMF" + (14).to_bytes(4, "little") + bytes(14)
+    webp = b"RIFF" + (4 + len(canvas + frame)).to_bytes(4, "little") + b"WEBP" + canvas + frame
+    bombs = {
+        "png that claims pixels": (png(60_000, 60_000, packed=b"1234"), "too_many_pixels"),
+        "png with more pixels": (png(WIDTH, HEIGHT, packed=zeros(rows, 15)), None),
+        "png with text": (png(WIDTH, HEIGHT, rows=rows, before=chunk(b"zTXt", text)), None),
+        "png with profile": (png(WIDTH, HEIGHT, rows=rows, before=chunk(b"iCCP", text)), None),
+        "png with texts": (png(WIDTH, HEIGHT, rows=rows, after=chunk(b"zTXt", mib) * 500), None),
+        "png with frames": (encoded(pixels(3), "PNG", save_all=True, append_images=frames), None),
+        "jpeg that claims pixels": (jpeg.replace(*sizes), "too_many_pixels"),
+        "webp that claims pixels": (webp, "too_many_pixels"),
+        "image in gzip": (zeros(jpeg, 31), "too_large"),
+        "zeros in gzip": (zeros(b"", 31), "not_an_image"),
+    }
+    def peak_kib():
+        # Not ru_maxrss: it goes on from the parent's.
+        return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
+
+    used = peak_kib()
+    resource.setrlimit(resource.RLIMIT_AS, (3 << 29, 3 << 29))
+    for check in ("header", "decode"):
+        settings = ImageSettings(check=check, max_file_mib=100)
+        for name, (data, reason) in bombs.items():
+            got = judge_image(data, settings=settings).reason
+            assert got == reason, (name, check, got)
+    more = peak_kib() - used
+    assert more < 300 << 10, more  # twice the largest file, and what decoding small images takes
+"""
+
+
+def test_bombs_are_disarmed_in_bounded_memory() -> None:
+    """In 1.5 GiB of address space; each bomb unpacks to more."""
+    program = textwrap.dedent(BOMBS)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_every_fault_and_change_is_in_the_docs() -> None:
+    text = (ROOT / "docs" / "images.md").read_text("utf-8")
+    for name in (*FAULTS, *CHANGES):
+        assert f"`{name}`" in text, name
+
+
+def test_content_can_be_opened_by_a_stock_reader() -> None:
+    for name, data in SAMPLES.items():
+        verdict = judged(data)
+        with Image.open(io.BytesIO(verdict.content)) as image:
+            assert image.convert("RGB").size == (verdict.width, verdict.height), name

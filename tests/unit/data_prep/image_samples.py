@@ -1,0 +1,139 @@
+"""Images of every kind, made with Pillow or written chunk by chunk."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+HEIGHT, WIDTH = 19, 23
+
+
+def pixels(channels: int, *, dtype: type = np.uint8, seed: int = 0) -> np.ndarray:
+    """Random, so that no two pixels or channels can be mistaken for each other."""
+    high = np.iinfo(dtype).max
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, high + 1, (HEIGHT, WIDTH, channels), dtype=dtype)
+
+
+def smooth(channels: int = 3) -> np.ndarray:
+    """What JPEG keeps well."""
+    y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
+    planes = [60 + 5 * x + 2 * y, 200 - 4 * x + y, 40 + 8 * y, 30 + 2 * x + 3 * y]
+    return np.stack(planes[:channels], axis=2).astype(np.uint8)
+
+
+def encoded(image: Image.Image | np.ndarray, format: str, **options: Any) -> bytes:
+    if isinstance(image, np.ndarray):
+        image = Image.fromarray(image.squeeze())
+    file = io.BytesIO()
+    image.save(file, format=format, **options)
+    return file.getvalue()
+
+
+def decoded(data: bytes, mode: str | None = None) -> np.ndarray:
+    image = Image.open(io.BytesIO(data))
+    return np.asarray(image.convert(mode) if mode else image)
+
+
+def rotated(orientation: int) -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return exif
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    checksum = struct.pack(">I", zlib.crc32(kind + content))
+    return struct.pack(">I", len(content)) + kind + content + checksum
+
+
+def png(
+    width: int,
+    height: int,
+    *,
+    depth: int = 8,
+    colour: int = 2,
+    rows: bytes = b"",
+    packed: bytes | None = None,
+    before: bytes = b"",
+    after: bytes = b"",
+    interlace: int = 0,
+) -> bytes:
+    """A PNG around rows that already begin with their filter bytes."""
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlace)
+    content = chunk(b"IDAT", zlib.compress(rows) if packed is None else packed)
+    start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
+    return start + before + content + after + chunk(b"IEND", b"")
+
+
+def unfiltered(samples: np.ndarray) -> bytes:
+    """Rows of samples, big-endian, each behind filter byte 0."""
+    if samples.dtype == np.uint16:
+        samples = samples.astype(">u2")
+    return b"".join(b"\0" + row.tobytes() for row in samples)
+
+
+def deep_png(samples: np.ndarray, **options: Any) -> bytes:
+    """16-bit grey, grey with alpha, RGB or RGBA, by the number of channels."""
+    height, width, channels = samples.shape
+    colour = {1: 0, 2: 4, 3: 2, 4: 6}[channels]
+    return png(width, height, depth=16, colour=colour, rows=unfiltered(samples), **options)
+
+
+def adam7(samples: np.ndarray) -> bytes:
+    """Rows of the seven passes of an interlaced PNG (PNG specification, 8.2)."""
+    starts = [(0, 0, 8, 8), (0, 4, 8, 8), (4, 0, 8, 4), (0, 2, 4, 4), (2, 0, 4, 2), (0, 1, 2, 2)]
+    passes = [samples[y::dy, x::dx] for y, x, dy, dx in [*starts, (1, 0, 2, 1)]]
+    return b"".join(unfiltered(part) for part in passes if part.size)
+
+
+def small_samples() -> dict[str, bytes]:
+    """Sound images of every kind that is usual, by name."""
+    noise = pixels(3)
+    rgb, rgba = Image.fromarray(noise), Image.fromarray(pixels(4))
+    palette = rgb.quantize(16)
+    frames: dict[str, Any] = {"save_all": True, "append_images": [Image.fromarray(255 - noise)]}
+    return {
+        "jpeg": encoded(rgb, "JPEG"),
+        "jpeg smooth": encoded(smooth(), "JPEG"),
+        "jpeg progressive": encoded(rgb, "JPEG", progressive=True),
+        "jpeg progressive smooth": encoded(smooth(), "JPEG", progressive=True),
+        "jpeg restarts": encoded(rgb, "JPEG", restart_marker_blocks=2),
+        "jpeg 4:4:4": encoded(rgb, "JPEG", subsampling=0),
+        "jpeg grey": encoded(rgb.convert("L"), "JPEG"),
+        "jpeg rgb": encoded(rgb, "JPEG", keep_rgb=True),
+        "jpeg cmyk": encoded(pixels_as_cmyk(), "JPEG"),
+        "jpeg rotated": encoded(rgb, "JPEG", exif=rotated(6)),
+        "jpeg profile": encoded(rgb, "JPEG", icc_profile=bytes(2_000)),
+        "jpeg comment": encoded(rgb, "JPEG", comment=b"\xff\xd9 not the end"),
+        "jpeg two pictures": encoded(rgb, "MPO", **frames),
+        "png": encoded(rgb, "PNG"),
+        "png smooth": encoded(smooth(), "PNG"),
+        "png grey": encoded(rgb.convert("L"), "PNG"),
+        "png 1 bit": encoded(rgb.convert("1"), "PNG"),
+        "png palette": encoded(palette, "PNG"),
+        "png palette 4 bits": encoded(palette, "PNG", bits=4),
+        "png palette transparent": encoded(palette, "PNG", transparency=3),
+        "png grey alpha": encoded(rgba.convert("LA"), "PNG"),
+        "png rgba": encoded(rgba, "PNG"),
+        "png 16 bits": deep_png(pixels(1, dtype=np.uint16)),
+        "png 16 bits rgb": deep_png(pixels(3, dtype=np.uint16)),
+        "png interlaced": png(WIDTH, HEIGHT, rows=adam7(noise), interlace=1),
+        "png animated": encoded(rgb, "PNG", **frames),
+        "png rotated": encoded(rgb, "PNG", exif=rotated(3)),
+        "webp": encoded(rgb, "WEBP"),
+        "webp smooth": encoded(smooth(), "WEBP"),
+        "webp lossless": encoded(rgb, "WEBP", lossless=True),
+        "webp rgba": encoded(rgba, "WEBP"),
+        "webp lossless rgba": encoded(rgba, "WEBP", lossless=True),
+        "webp animated": encoded(rgb, "WEBP", **frames),
+        "webp rotated": encoded(rgb, "WEBP", exif=rotated(8)),
+    }
+
+
+def pixels_as_cmyk() -> Image.Image:
+    return Image.fromarray(smooth(4), mode="CMYK")
