@@ -51,7 +51,7 @@ def main() -> None:
 def print_next_steps(run: LaunchableRun, submission: Submission) -> None:
     job_id = submission.job_id
     if submission.is_array:
-        kind, pause = "array", "stop after what is being written, then requeue"
+        kind, pause = "array", "finished shards are kept, then requeue"
         log = f"{submission.log('TASK')}, TASK from 0 to {submission.num_tasks - 1}"
         watch = submission.log("*")
     else:
