@@ -31,8 +31,10 @@ FLOORS = {
 }
 SCRIPT_FLOOR = 4
 SCRIPTS = {
+    "data_prep.index_shards",
     "data_prep.make_digits",
     "data_prep.make_shards",
+    "data_prep.verify_shards",
     "pretrain.main",
     "finetune.main",
     "launch.compare",

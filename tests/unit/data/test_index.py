@@ -138,7 +138,7 @@ def test_wrong_folders_and_splits_say_what_to_do(folder: Path) -> None:
     with pytest.raises(UserError, match="(?s)no split 'val'.*allowed: test, train"):
         read_split(folder, split="val")
     (folder / "manifest.json").unlink()
-    with pytest.raises(UserError, match="(?s)5 tar files but no manifest.json.*make_shards.py"):
+    with pytest.raises(UserError, match="(?s)5 tar files but no manifest.json.*index_shards.py"):
         read_split(folder, split="train")
 
 

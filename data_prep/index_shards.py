@@ -1,0 +1,175 @@
+"""Index WebDataset tars that somebody else made, without rewriting them.
+
+    python data_prep/index_shards.py --config configs/data/index_shards.yaml \\
+        source.path=TARS output=INDEX
+
+The folder INDEX can be trained on as a shard folder can; the tars stay where they are. The same
+command again goes on where a killed one was. Formats: docs/data_format.md.
+
+Owns: the order of the steps and what is printed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+try:
+    import fcntl
+    import json
+    import os
+    import shutil
+    from collections.abc import Iterator
+    from contextlib import contextmanager
+    from pathlib import Path
+
+    from data_prep.index_folder import root_of_tars, tar_listing, write_index_folder
+    from data_prep.preparation import content_config, preparation_folder
+    from data_prep.process_pool import ordered_results, workers_for
+    from data_prep.progress_line import progress
+    from data_prep.shard_index import TarUnit, index_tar
+    from data_prep.sources.open import open_source
+    from vitscale.atomic_files import commit_folder, write_json
+    from vitscale.config.command_line import load_command
+    from vitscale.data.index import Manifest, read_manifest
+    from vitscale.errors import UserError, UserErrors, run_script
+    from vitscale.runs.data_prep import DataPrepRun
+except ModuleNotFoundError as error:
+    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
+def main() -> None:
+    command = load_command(
+        DataPrepRun,
+        script="data_prep/index_shards.py",
+        description="Index WebDataset tars that somebody else made, without rewriting them.",
+    )
+    run = command.run
+    start = time.monotonic()
+    refuse_rewriting(run)
+    source = open_source(run.source, run.labels)
+    containers = source.containers()
+    output = Path(run.output).expanduser()
+    if already_there(run, output, listing=tar_listing(source.root, containers)):
+        print(f"{output}: already there, made from the same tars with the same settings")
+        return
+    work = preparation_folder(output)
+    with locked(work, run, output=output):
+        units = [
+            TarUnit(run=run, folder=work, root=source.root, number=number, container=container)
+            for number, container in enumerate(containers)
+        ]
+        num_bytes = sum(unit.tar_path.stat().st_size for unit in units)
+        num_workers = workers_for(num_bytes, num_workers=run.num_workers)
+        tars = []
+        with progress("index tars", total=len(units), unit="tars") as advance:
+            for unit, result in ordered_results(index_tar, units, num_workers=num_workers):
+                tars.append((unit, result))
+                advance(1)
+        folder = work / "final"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        root = root_of_tars(source.root, output=output)
+        manifest = write_index_folder(
+            folder, run=run, tars=tars, root=source.root, shards_root=root
+        )
+        commit_folder(folder, output)
+        shutil.rmtree(work, ignore_errors=True)
+    print_summary(output, manifest, seconds=time.monotonic() - start)
+
+
+def refuse_rewriting(run: DataPrepRun) -> None:
+    """Settings that would need other tars than those that are there."""
+    wanted = {
+        "source.holdout_fraction": run.source.holdout_fraction,
+        "source.val_per_class": run.source.val_per_class,
+        "images.short_side": run.images.short_side,
+        "selection": run.selection != type(run.selection)(),
+    }
+    errors = [
+        UserError(
+            "needs the tars rewritten, and indexing leaves them as they are",
+            where=key,
+            next_step="remove this key, or make new shards: data_prep/make_shards.py",
+        )
+        for key, value in wanted.items()
+        if value
+    ]
+    if run.source.kind != "webdataset":
+        errors.append(UserError("must be webdataset", where="source.kind"))
+    if errors:
+        raise UserErrors(errors)
+
+
+def already_there(run: DataPrepRun, output: Path, *, listing: str) -> bool:
+    """Whether the output was made by this command from these tars; refuses any other output."""
+    if not os.path.lexists(output):
+        return False
+    try:
+        manifest = read_manifest(output)
+        same = manifest.config == content_config(run) and manifest.source_listing == listing
+    except UserError:
+        same = False
+    if not same:
+        raise UserError(
+            f"{str(output)!r} exists already, and not from these tars with these settings",
+            where="output",
+            next_step="choose another output, or remove this folder first",
+        )
+    return True
+
+
+@contextmanager
+def locked(work: Path, run: DataPrepRun, *, output: Path) -> Iterator[None]:
+    """The folder `.OUTPUT.preparing`, ours alone, with the rows that an earlier run left in it."""
+    settings = {"source": str(Path(run.source.path).resolve()), **content_config(run)}
+    note = work / "settings.json"
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        with open(work / ".lock", "wb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    "another process is writing this folder",
+                    where=str(output),
+                    next_step="wait for it, or choose another output",
+                ) from None
+            if not note.exists() or json.loads(note.read_text()) != settings:
+                for path in work.glob("*.json"):
+                    path.unlink()
+                write_json(note, settings)
+            yield
+    except OSError as error:
+        raise UserError(
+            f"cannot be written ({error.strerror or error}); the tars indexed so far are kept in "
+            f"{work.name}",
+            where=str(output),
+            next_step="mend this and run the same command again: it goes on where it was",
+        ) from None
+
+
+def print_summary(output: Path, manifest: Manifest, *, seconds: float) -> None:
+    inputs = manifest.inputs
+    rejected = inputs["num_rows"] - inputs["num_kept"]
+    print(
+        f"\n{output}: {inputs['num_rows']:,} inputs = {inputs['num_kept']:,} kept + "
+        f"{rejected:,} rejected"
+    )
+    for reason, num in sorted(inputs["reasons"].items(), key=lambda item: -item[1]):
+        print(f"  {num:,} {reason}")
+    for split, entry in manifest.splits.items():
+        print(
+            f"  {split}: {entry.num_samples:,} images in {len(entry.shards):,} tars, "
+            f"{entry.num_bytes / 2**20:,.1f} MiB"
+        )
+    print(f"  {len(manifest.classes):,} classes, tars in {manifest.shards_root}, {seconds:.1f} s")
+    print(
+        "next: deepspeed pretrain/main.py --config configs/vit_b16.yaml "
+        f"data.path={output} model.num_classes={len(manifest.classes)}"
+    )
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,100 @@
+"""Read a shard folder from end to end and say whether it is what its manifest says.
+
+    python data_prep/verify_shards.py SHARDS [--report FILE.html] [--source SOURCE]
+
+Exit code 0: sound. 2: something is wrong, and all of it was named.
+
+Owns: the command line and what is printed.
+Leaves out: the checks (`shard_check`) and the page (`shard_report`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+try:
+    from pathlib import Path
+
+    from data_prep.process_pool import num_cores
+    from data_prep.progress_line import progress
+    from data_prep.shard_check import Finding, check_folder
+    from data_prep.shard_report import write_report
+    from vitscale.data.index import Manifest, read_manifest
+    from vitscale.errors import EXIT_BAD_INPUT, UserError, run_script
+except ModuleNotFoundError as error:
+    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Read a shard folder from end to end and compare it with its manifest."
+    )
+    parser.add_argument("shards", metavar="SHARDS", help="folder with a manifest.json")
+    parser.add_argument("--report", metavar="FILE.html", help="page to write, with pictures")
+    parser.add_argument(
+        "--source", help="source.path of the preparation: shows rejected images in the report"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=60, help="images on the contact sheet (default 60)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="chooses these images (default 0)")
+    parser.add_argument(
+        "--num-workers", type=int, help=f"processes (default: one per core, here {num_cores()})"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    for name, least in (("num_workers", 1), ("samples", 0)):
+        if (value := getattr(arguments, name)) is not None and value < least:
+            where = f"--{name.replace('_', '-')}"
+            raise UserError(f"{value} is too small", where=where, allowed=f"at least {least}")
+    folder = Path(arguments.shards)
+    manifest = read_manifest(folder)
+    start = time.monotonic()
+    with progress("verify", total=num_samples(manifest)) as advance:
+        findings = check_folder(
+            folder, manifest=manifest, num_workers=arguments.num_workers, advance=advance
+        )
+    seconds = time.monotonic() - start
+    for finding in findings:
+        print(finding)
+    print_summary(folder, manifest, findings, seconds=seconds)
+    if arguments.report:
+        write_report(
+            Path(arguments.report),
+            folder=folder,
+            manifest=manifest,
+            findings=findings,
+            source=Path(arguments.source) if arguments.source else None,
+            num_samples=arguments.samples,
+            seed=arguments.seed,
+        )
+        print(f"report: {arguments.report}")
+    if findings:
+        raise SystemExit(EXIT_BAD_INPUT)
+
+
+def num_samples(manifest: Manifest) -> int:
+    return sum(entry.num_samples for entry in manifest.splits.values())
+
+
+def print_summary(
+    folder: Path, manifest: Manifest, findings: list[Finding], *, seconds: float
+) -> None:
+    num_bytes = sum(entry.num_bytes for entry in manifest.splits.values())
+    num_tars = sum(len(entry.shards) for entry in manifest.splits.values())
+    verdict = f"{len(findings):,} findings" if findings else "sound"
+    print(
+        f"{folder}: {verdict}; {num_samples(manifest):,} samples in {num_tars:,} tars, "
+        f"{num_bytes / 2**20:,.1f} MiB in {seconds:.1f} s "
+        f"({num_bytes / 2**20 / max(seconds, 1e-9):,.0f} MiB/s)"
+    )
+
+
+if __name__ == "__main__":
+    run_script(main)
