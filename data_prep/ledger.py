@@ -48,6 +48,7 @@ SOURCE_FAULTS = {
     "no_image": "sample without an image",
     "no_label": "sample without a usable label",
     "unreadable": "cannot be read (permission, read error, missing)",
+    "packed": "packed with gzip inside its tar, which only rewriting mends (index_shards)",
 }
 REASONS = FOREIGN_REASONS | SELECTION_REASONS | SOURCE_FAULTS | FAULTS
 
