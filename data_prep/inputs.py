@@ -33,7 +33,7 @@ class Container:
     """-1: to the end of the file."""
 
 
-# Not frozen: that alone would cost 3 of the 11 us that listing a file takes. Treat it as if it were.
+# Not frozen: that alone would cost 3 of the 11 us that listing a file takes.
 @dataclass(slots=True)
 class Input:
     """One input of the source. `reason` is set when its name or type alone rejects it."""

@@ -57,6 +57,8 @@ def main() -> None:
         return
     check_same_settings(run)
     work_until_done(run)
+    # A task that came when another was just finishing has made the folder anew.
+    shutil.rmtree(preparation_folder(output), ignore_errors=True)
     print_summary(output, read_manifest(output), seconds=time.monotonic() - start)
 
 
@@ -111,6 +113,8 @@ def check_same_settings(run: DataPrepRun) -> None:
         if not path.exists():
             write_json(path, settings)
         begun = json.loads(path.read_text())
+    except FileNotFoundError:
+        return  # another task has just finished, and named the folder
     except OSError as error:
         raise storage_error(error, Path(run.output)) from None
     changed = sorted(k for k in begun.keys() | settings.keys() if begun.get(k) != settings.get(k))

@@ -15,8 +15,10 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -119,6 +121,9 @@ def prepare(run: DataPrepRun, *, phases: tuple[Phase, ...] = PHASES, task: int =
     """
     workers = run.num_workers or len(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
+    with _stop_signals_held():
+        # It would die of SIGUSR2, and tell people about it.
+        resource_tracker.ensure_running()
     counters = context.Array("q", 2 * workers, lock=False)
     messages: Any = context.SimpleQueue()
     processes = [
@@ -134,8 +139,9 @@ def prepare(run: DataPrepRun, *, phases: tuple[Phase, ...] = PHASES, task: int =
     previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: stop.set())
-    for process in processes:
-        process.start()
+    with _stop_signals_held():
+        for process in processes:
+            process.start()
     try:
         _watch(_PhaseProgress(p, phases, counters), processes, messages, stop)
     finally:
@@ -144,6 +150,20 @@ def prepare(run: DataPrepRun, *, phases: tuple[Phase, ...] = PHASES, task: int =
             process.join()
         for number, handler in previous.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _stop_signals_held() -> Iterator[None]:
+    """Start processes that never hear of a stop signal; here it is handled at the end of the block.
+
+    SLURM signals every process of a job at once. A worker that died of it before this process has
+    heard would look like a failure.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _open(run: DataPrepRun, advance: Callable[[int], None]) -> Preparation:
@@ -224,8 +244,6 @@ def _work(
 ) -> None:
     """The life of one worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_DFL)
     _end_with_parent()
     try:
         work_through_phases(run, PHASES[:num_phases], counters=counters, worker=worker, start=start)

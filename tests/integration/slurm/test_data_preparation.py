@@ -1,4 +1,4 @@
-"""Shards made by an array of tasks on two nodes, one of them stopped half way."""
+"""Shards made by an array of tasks on two nodes, some of them stopped half way."""
 
 from __future__ import annotations
 
@@ -76,6 +76,8 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     # The first shards are there, the last ones not.
     wait_for(lambda: list((tmp_path / ".shards.preparing").rglob("*.tar")), seconds=60)
     assert not (tmp_path / "shards").exists()
+    # As at the end of its time; and as SLURM does for a preemption.
+    slurm.run(["scancel", "--signal=USR2", f"{array}_0"])
     slurm.run(["scontrol", "requeue", f"{array}_1"])
     # Meanwhile, since SLURM lets a requeued job wait.
     script(
@@ -89,8 +91,12 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     texts = [(logs / f"{array}_{task}_0_log.out").read_text() for task in range(NUM_TASKS)]
     assert [task["JobState"] for task in ended] == ["COMPLETED"] * NUM_TASKS, "\n".join(texts)
     assert {task["NodeList"] for task in ended} == {"n1", "n2"}
-    assert [task["Restarts"] for task in ended] == ["0", "1", "0", "0"]
-    assert not [text for text in texts if "Traceback" in text]
+    assert [task["Restarts"] for task in ended] == ["1", "1", "0", "0"]
+    assert [f"requeueing job {array}_{task} (1 of" in texts[task] for task in range(4)] == [
+        True, True, False, False,
+    ]  # fmt: skip
+    # Every process of a task gets the signal, and none makes a failure of it.
+    assert not [text for text in texts if "Traceback" in text or "died" in text]
 
     made, expected = contents(tmp_path / "shards"), contents(tmp_path / "alone")
     assert sum(name.endswith(".tar") for name in expected) == NUM_SHARDS
