@@ -52,11 +52,13 @@ def run_watched(command: Sequence[str]) -> tuple[float, Memory]:
     """As `run_command`, and the memory taken. Watching costs a few per cent of one core."""
     memory: list[Memory] = []
     stop = threading.Event()
+    own = Path("/proc/self/cmdline").read_bytes()
 
     def watch() -> None:
         process = tree = 0
         while not stop.is_set():
-            sizes = [_memory_of(p) for p in psutil.Process().children(recursive=True)]
+            below = psutil.Process().children(recursive=True)
+            sizes = [_memory_of(process, watcher=own) for process in below]
             process = max([process, *(peak for peak, _ in sizes)])
             tree = max(tree, sum(now for _, now in sizes))
             stop.wait(SAMPLE_EVERY_S)
@@ -72,11 +74,14 @@ def run_watched(command: Sequence[str]) -> tuple[float, Memory]:
     return seconds, memory[0]
 
 
-def _memory_of(process: psutil.Process) -> tuple[int, int]:
-    """(peak, present) resident KiB; zeros for a process that has ended."""
+def _memory_of(process: psutil.Process, *, watcher: bytes) -> tuple[int, int]:
+    """(peak, present) resident KiB; zeros for a process that has ended or not begun."""
     found = {"VmHWM": 0, "VmRSS": 0}
-    with suppress(OSError), open(f"/proc/{process.pid}/status") as lines:
-        for line in lines:
+    with suppress(OSError):
+        # Until it becomes the command, a new process shows the memory of the one that made it.
+        if Path(f"/proc/{process.pid}/cmdline").read_bytes() == watcher:
+            return 0, 0
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
             name, _, value = line.partition(":")
             if name in found:
                 found[name] = int(value.split()[0])

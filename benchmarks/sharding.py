@@ -145,15 +145,18 @@ def measure(work: Path, options: argparse.Namespace, results: dict[str, Any]) ->
 def take_turns(
     names: list[str], source: PhotoFolder, work: Path, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Seconds of every contender in every round."""
+    """Wall-clock and processor seconds of every contender in every round."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
+    cpu: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(options.rounds):
         for name in names:
             run, check, _ = CONTENDERS[name]
             output = work / f"{name}.out"
             if options.cold:
                 drop_page_cache()
+            before = cpu_seconds()
             seconds[name].append(run(source, output))
+            cpu[name].append(cpu_seconds() - before)
             if name == "cp":
                 seconds.setdefault("cp_flushed", []).append(seconds["cp"][-1] + flush(output))
             if options.spoil and name != "decoder":
@@ -163,21 +166,33 @@ def take_turns(
             os.sync()  # what this one left unwritten must not slow the next one
         if "header" in names or "decode" in names:
             seconds.setdefault("start", []).append(start_seconds(source.root, work / "none"))
-    return {"files": len(source.digests), "bytes": source.num_bytes, "seconds": seconds}
+    return {
+        "files": len(source.digests),
+        "bytes": source.num_bytes,
+        "seconds": seconds,
+        "cpu_seconds": cpu,
+    }
+
+
+def cpu_seconds() -> float:
+    """Of this process and of all that have ended below it."""
+    return sum(os.times()[:4])
 
 
 def print_rates(measured: dict[str, Any]) -> None:
     seconds, num_bytes = measured["seconds"], measured["bytes"]
     print(f"\n{measured['files']:,} files, {num_bytes / 1e6:,.0f} MB")
-    print(f"{'':12} {'MB/s: min':>9} {'median':>8} {'max':>8} {'files/s':>8} {'median s':>9}")
+    columns = f"{'MB/s: min':>9} {'median':>8} {'max':>8} {'files/s':>8} {'median s':>9}"
+    print(f"{'':12} {columns} {'cpu s':>7}")
     for name, times in seconds.items():
         if name == "start":
             continue
         rates = sorted(num_bytes / 1e6 / t for t in times)
         what = CONTENDERS[name][2] if name in CONTENDERS else "cp -r, then flushed"
+        cpu = median(measured["cpu_seconds"].get(name) or [float("nan")])
         print(
             f"{name:12} {rates[0]:9.0f} {median(rates):8.0f} {rates[-1]:8.0f} "
-            f"{measured['files'] / median(times):8,.0f} {median(times):9.2f}  {what}"
+            f"{measured['files'] / median(times):8,.0f} {median(times):9.2f} {cpu:7.2f}  {what}"
         )
     if "start" in seconds:
         print(f"of make_shards.py, start (interpreter, imports): {median(seconds['start']):.2f} s")
