@@ -120,6 +120,14 @@ def test_a_link_as_class_folder_that_leads_back_ends(tmp_path: Path) -> None:
     assert fates(tmp_path)["link/cat/back"] == "link_loop"
 
 
+def test_a_link_as_class_folder_that_leads_beside_itself_ends(tmp_path: Path) -> None:
+    touch(tmp_path, "other/b/1.jpg", "train/c/2.jpg")
+    (tmp_path / "train/a").symlink_to("../other/b")
+    (tmp_path / "other/b/y").symlink_to("../../train")
+    rows = {row.path: row.reason for row in list_source(folder(tmp_path, train="train"))}
+    assert rows == {"train/a/1.jpg": None, "train/a/y": "link_loop", "train/c/2.jpg": None}
+
+
 def test_size_and_time_of_change_are_the_files(tmp_path: Path) -> None:
     touch(tmp_path, "cat/1.jpg")
     (tmp_path / "cat/1.jpg").write_bytes(b"12345")

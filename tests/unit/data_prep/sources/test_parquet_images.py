@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -169,26 +167,23 @@ def test_column_chunks_above_the_cap_are_refused(
         list_source(source(tmp_path))
 
 
-def test_one_large_value_in_every_row_takes_the_memory_of_a_few(tmp_path: Path) -> None:
-    value = bytes(50 << 20)
-    images = pa.DictionaryArray.from_arrays(
-        pa.array([0] * 64, pa.int8()), pa.array([value], pa.binary())
-    )
+def test_one_large_value_in_every_row_takes_the_memory_of_a_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    value = pa.array([bytes(4 << 20)])
+    images = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int8()), value)
     table = pa.table({"image": images, "label": [0] * 64})
     pq.write_table(table, tmp_path / "a.parquet", compression="zstd", store_schema=False)
-    code = f"""
-import resource
-from data_prep.sources.parquet_images import ParquetImages
-from vitscale.runs.data_prep import SourceSettings
-class Spool:
-    def add(self, data): return "s", 0
-s = ParquetImages(SourceSettings(kind="parquet", path={str(tmp_path)!r}))
-rows = [row for box in s.containers() for row in s.inputs(box, spool=Spool())]
-print(len(rows), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    num_rows, peak_mib = map(int, done.stdout.split())
-    assert num_rows == 66 and peak_mib < 1500
+    monkeypatch.setattr(parquet_rows, "MAX_BATCH_BYTES", 8 << 20)
+    before, taken = pa.total_allocated_bytes(), []
+
+    class Measuring(MemorySpool):
+        def add(self, data: bytes) -> tuple[str, int]:
+            taken.append(pa.total_allocated_bytes() - before)
+            return "spool", 0
+
+    list_source(source(tmp_path), Measuring())
+    assert len(taken) == 64 and max(taken) < 40 << 20
 
 
 def test_text_that_is_not_utf_8_is_no_label(tmp_path: Path) -> None:

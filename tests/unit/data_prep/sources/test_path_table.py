@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import os
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -232,6 +233,17 @@ def test_lines_are_read_with_their_places(tmp_path: Path, monkeypatch: pytest.Mo
         (10, "x"),
     ]
     os.close(fd)
+
+
+def test_a_line_without_end_takes_no_memory(tmp_path: Path) -> None:
+    with (tmp_path / "t.csv").open("wb") as file:
+        file.write(b"image,label\n")
+        file.truncate(30 << 20)
+    tracemalloc.start()
+    with pytest.raises(UserError, match="line of more than"):
+        list_source(source(tmp_path / "t.csv"))
+    assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    tracemalloc.stop()
 
 
 def test_the_spool_is_not_needed(tmp_path: Path) -> None:

@@ -73,7 +73,9 @@ def test_labels_are_text_or_whole_numbers_of_a_json_field(
     assert fates(tmp_path, members, label="json:label") == {"1.jpg": class_name}
 
 
-@pytest.mark.parametrize("raw", [b"[" * 100_000, b"\xff", b"", b"9" * 5000, b" " * (2 << 20)])
+@pytest.mark.parametrize(
+    "raw", [b"[" * 100_000, b"\xff", b"", b"9" * 5000, b'{"label": 1}' + b" " * (2 << 20)]
+)
 @pytest.mark.parametrize("label", ["cls", "json:label"])
 def test_labels_that_cannot_be_read_are_no_labels(raw: bytes, label: str, tmp_path: Path) -> None:
     members = {"1.jpg": b"", f"1.{label[:4].rstrip(':')}": raw}
