@@ -99,6 +99,7 @@ def test_transparent_colour_of_16_bit_png_is_compared_in_full(channels: int) -> 
     key = samples[3, 4].copy()
     samples[5, 6] = key
     samples[5, 7] = key ^ 1  # the same high bytes
+    samples[5, 8, 0] = key[0]  # the same first channel
     data = deep_png(samples, before=chunk(b"tRNS", key.astype(">u2").tobytes()))
     expected = to_8_bits(samples)
     expected[(samples == key).all(axis=2)] = 255
@@ -230,6 +231,16 @@ def test_smaller_images_are_not_touched_by_short_side() -> None:
     for size in ((16, 16), (16, 90), (9, 7)):
         data = encoded(Image.new("RGB", size, (9, 8, 7)), "PNG")
         assert judge_image(data, settings=ImageSettings(short_side=16)).content is data
+
+
+def test_nothing_but_pixels_goes_into_what_is_encoded_anew() -> None:
+    options = {"icc_profile": b"profile", "dpi": (300, 300), "exif": rotated(6)}
+    for mode, format in [("RGB", "JPEG"), ("RGBA", "PNG")]:
+        bare = encoded(Image.fromarray(smooth()).convert(mode), format, exif=rotated(6))
+        full = encoded(
+            Image.fromarray(smooth()).convert(mode), format, comment=b"made by", **options
+        )
+        assert converted(full).content == converted(bare).content
 
 
 def test_all_conversions_at_once() -> None:

@@ -88,6 +88,19 @@ def test_every_damaged_byte_of_png_pixels_is_found_by_decoding() -> None:
         assert judge_image(damaged, settings=DECODE).reason == "bad_pixels"
 
 
+def test_a_wrong_checksum_of_png_pixels_is_found() -> None:
+    data = SAMPLES["png"]
+    end = data.index(b"IEND") - 4
+    damaged = data[: end - 1] + bytes([data[end - 1] ^ 1]) + data[end:]
+    assert judge_image(damaged, settings=DECODE).reason == "bad_pixels"
+
+
+def test_webp_pictures_of_another_size_than_the_canvas_are_rejected() -> None:
+    data = SAMPLES["webp rotated"]
+    wide = data[:24] + bytes([WIDTH]) + data[25:]
+    assert judge_image(wide, settings=HEADER).reason == "bad_header"
+
+
 def test_pixels_that_end_early_are_found_although_the_file_is_closed() -> None:
     rows = unfiltered(pixels(3))
     short = png(WIDTH, HEIGHT, rows=rows[: len(rows) // 2])
@@ -123,8 +136,9 @@ def test_unusual_kinds_are_decoded_to_be_believed() -> None:
     frame = data.index(b"\xff\xc0")
     twelve_bits = data[: frame + 4] + b"\x0c" + data[frame + 5 :]
     lossless = data[: frame + 1] + b"\xc3" + data[frame + 2 :]
+    two_channels = data[: frame + 9] + b"\x02" + data[frame + 10 :]
     without_codes = data[: data.index(b"\xff\xc4")] + data[data.index(b"\xff\xda") :]
-    for odd in (twelve_bits, lossless, without_codes):
+    for odd in (twelve_bits, lossless, two_channels, without_codes):
         assert not read_header(odd).certain
         for mode in (HEADER, DECODE):
             verdict = judge_image(odd, settings=mode)
