@@ -34,7 +34,7 @@ from data_prep.similarity import (
 from vitscale.atomic_files import atomic_file
 
 # Bytes of one part, and rows or pairs handled in one go: together they bound the memory.
-PART_BYTES = 32 << 20
+PART_BYTES = 8 << 20
 BATCH_ROWS = 1 << 14
 MAX_PAIRS = 1 << 17
 KINDS = ("exact", "similar")

@@ -28,6 +28,7 @@ DESCRIPTOR = np.dtype(
 )
 # Coefficients are stored in eighths of a grey value times SIDE_PX, which int16 holds.
 SCALE = 8
+BASIS_SCALE = 1 << 14
 # Standard deviation of the picture, in grey values of 255. Below it the rounding to 8 bits weighs
 # too much: such images match nothing but equal bytes.
 MIN_CONTRAST = 4.0
@@ -127,15 +128,17 @@ def describe_pictures(pictures: np.ndarray) -> np.ndarray:
     """Descriptors of grey pictures, uint8 [N, SIDE_PX, SIDE_PX]."""
     basis, _, _ = _frequencies()
     flat = pictures.reshape(len(pictures), -1).astype(np.float64)
-    descriptors = np.zeros(len(pictures), dtype=DESCRIPTOR)
-    descriptors["coefficients"] = np.rint(flat @ basis * (SCALE / BASIS_SCALE))
+    return describe_coefficients(np.rint(flat @ basis * (SCALE / BASIS_SCALE)))
+
+
+def describe_coefficients(coefficients: np.ndarray) -> np.ndarray:
+    """Descriptors with these coefficients, [N, NUM_FREQUENCIES], and the hashes they give."""
+    descriptors = np.zeros(len(coefficients), dtype=DESCRIPTOR)
+    descriptors["coefficients"] = coefficients
     for field, margins in zip(HASHES, _margins(descriptors), strict=True):
         bits = np.packbits(margins > 0, axis=1, bitorder="little")
         descriptors[field] = bits.view("<u8")[:, 0]
     return descriptors
-
-
-BASIS_SCALE = 1 << 14
 
 
 @cache
@@ -238,10 +241,13 @@ def equal_keys(
 
     table: sorted keys; probes: keys in any order.
     """
-    first = np.searchsorted(table, probes, side="left")
-    counts = np.searchsorted(table, probes, side="right") - first
-    hits = np.flatnonzero(counts)
-    first, counts = first[hits], counts[hits]
+    # In order, probes find their place in memory that the one before has just touched.
+    order = np.argsort(probes)
+    ordered, table = probes[order], np.ascontiguousarray(table)
+    first = np.searchsorted(table, ordered, side="left")
+    counts = np.searchsorted(table, ordered, side="right") - first
+    found = np.flatnonzero(counts)
+    hits, first, counts = order[found], first[found], counts[found]
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     for start in range(0, total, max_pairs):
