@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,9 +21,9 @@ IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
 def source(
-    root: Path, *, index: bool = False, map_key: str = "class", **options: Any
+    root: Path, *, index: bool = False, map_key: Literal["class", "image"] = "class", **options: Any
 ) -> ParquetImages:
-    labels = LabelSettings(values="index" if index else "name", map_key=map_key)  # type: ignore
+    labels = LabelSettings(values="index" if index else "name", map_key=map_key)
     return ParquetImages(SourceSettings(kind="parquet", path=str(root), **options), labels)
 
 

@@ -4,7 +4,7 @@ import csv
 import os
 import tracemalloc
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,9 +20,11 @@ from vitscale.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 
-def source(path: Path, *, map_key: str = "class", **options: Any) -> PathTable:
+def source(
+    path: Path, *, map_key: Literal["class", "image"] = "class", **options: Any
+) -> PathTable:
     settings = SourceSettings(kind="path_table", path=str(path), **options)
-    return PathTable(settings, LabelSettings(map_key=map_key))  # type: ignore[arg-type]
+    return PathTable(settings, LabelSettings(map_key=map_key))
 
 
 def touch(root: Path, *names: str) -> None:
