@@ -169,8 +169,8 @@ def train(shards: Path, folder: Path, *overrides: str) -> list[float]:
         "tracking.eval_every_steps=null",
         "tracking.uri=null",
     ]
-    script = [ROOT / "pretrain/main.py", "--config", config, *settings, *overrides]
-    [(code, output)] = run_ranks(script, num_ranks=1, cwd=folder.parent)
+    script: list[str | Path] = [ROOT / "pretrain/main.py", "--config", config]
+    [(code, output)] = run_ranks([*script, *settings, *overrides], num_ranks=1, cwd=folder.parent)
     assert code == 0, output
     lines = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
     return [line["train/loss"] for line in lines if "train/loss" in line]
