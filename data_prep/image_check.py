@@ -19,7 +19,7 @@ from data_prep.image_convert import (
     is_shrunk,
 )
 from data_prep.image_header import Header, HeaderError, read_header
-from data_prep.image_pool import (  # noqa: F401
+from data_prep.image_pool import (  # noqa: F401  # for those who still ask here
     EXTENSIONS,
     ImageFacts,
     check_image,
@@ -78,7 +78,7 @@ class Judged:
     """Names from CHANGES, joined by commas."""
 
 
-class Rejected(Exception):  # noqa: N818 - a verdict
+class Rejected(Exception):  # a verdict and no error
     def __init__(self, reason: str, header: Header | None = None) -> None:
         super().__init__(reason)
         self.reason = reason

@@ -171,63 +171,76 @@ def _png_header(data: bytes) -> Header:
     samples, depths = PNG_COLOUR_TYPES.get(colour, (0, ()))
     if not (width and height) or depth not in depths or packing or filtering or interlace > 1:
         raise HeaderError("bad_header")
-    position = 33
-    num_pixel_bytes = 0
-    animated = has_palette = False
-    fault = None
-    certain = True
-    transparent = b""
-    orientation = 1
-    for _ in range(MAX_CHUNKS):
-        if position + 12 > len(data):
-            fault = "bad_pixels" if num_pixel_bytes else "bad_header"
-            break
-        length, kind = struct.unpack_from(">I4s", data, position)
-        if kind == b"IDAT":
-            num_pixel_bytes += length
-        elif kind == b"IEND":
-            break
-        elif kind == b"PLTE":
-            has_palette = True
-            _check_small_chunk(data, position, length)
-        elif kind == b"acTL":
-            animated = animated or not num_pixel_bytes
-        elif kind == b"tRNS" and colour in PNG_KEYED and not num_pixel_bytes:
-            transparent = data[position + 8 : position + 8 + length]
-            _check_small_chunk(data, position, length)
-        elif kind == b"eXIf":
-            orientation = exif_orientation(data[position + 8 : position + 8 + length])
-        else:
-            certain = certain and _is_plain_chunk(data, position, length)
-        position += 12 + length
-    else:
-        raise HeaderError("bomb")
-    if colour == PNG_PALETTE and not has_palette:
+    chunks = _png_chunks(data, keyed=colour in PNG_KEYED)
+    fault = chunks.fault
+    if colour == PNG_PALETTE and not chunks.has_palette:
         fault = "bad_header"
-    if num_pixel_bytes * DEFLATE_MAX_RATIO < (width * samples * depth + 7) // 8 * height:
+    elif chunks.num_pixel_bytes * DEFLATE_MAX_RATIO < (width * samples * depth + 7) // 8 * height:
         fault = fault or "bad_pixels"
     changes = []
     if depth == 16:
         changes.append("16_bit")
-    if transparent or colour in (PNG_GREY_ALPHA, PNG_RGB_ALPHA):
+    if chunks.transparent or colour in (PNG_GREY_ALPHA, PNG_RGB_ALPHA):
         changes.append("transparency")
-    if animated:
+    if chunks.animated:
         changes.append("animation")
-    if orientation > 1:
+    if chunks.orientation > 1:
         changes.append("exif_rotation")
     return Header(
         "png",
         width,
         height,
         fault,
-        certain,
+        chunks.certain,
         tuple(changes),
-        orientation,
-        False,
-        depth,
-        colour,
-        transparent,
+        chunks.orientation,
+        lossy=False,
+        bit_depth=depth,
+        colour_type=colour,
+        transparent=chunks.transparent,
     )
+
+
+@dataclass(slots=True)
+class _Chunks:
+    """What a walk along a PNG's chunks gathers."""
+
+    fault: str | None = None
+    certain: bool = True
+    num_pixel_bytes: int = 0
+    has_palette: bool = False
+    animated: bool = False
+    orientation: int = 1
+    transparent: bytes = b""
+
+
+def _png_chunks(data: bytes, *, keyed: bool) -> _Chunks:
+    chunks = _Chunks()
+    position = 33
+    for _ in range(MAX_CHUNKS):
+        if position + 12 > len(data):
+            chunks.fault = "bad_pixels" if chunks.num_pixel_bytes else "bad_header"
+            return chunks
+        length, kind = struct.unpack_from(">I4s", data, position)
+        if kind == b"IDAT":
+            chunks.num_pixel_bytes += length
+        elif kind == b"IEND":
+            return chunks
+        elif kind == b"PLTE":
+            chunks.has_palette = True
+            _check_small_chunk(data, position, length)
+        elif kind == b"acTL":
+            chunks.animated = chunks.animated or not chunks.num_pixel_bytes
+        elif kind == b"tRNS" and keyed and not chunks.num_pixel_bytes:
+            chunks.transparent = data[position + 8 : position + 8 + length]
+            _check_small_chunk(data, position, length)
+        else:
+            if kind == b"eXIf":
+                tiff = data[position + 8 : position + 8 + length]
+                chunks.orientation = exif_orientation(tiff)
+            chunks.certain = chunks.certain and _is_plain_chunk(data, position, length)
+        position += 12 + length
+    raise HeaderError("bomb")
 
 
 def _is_plain_chunk(data: bytes, position: int, length: int) -> bool:

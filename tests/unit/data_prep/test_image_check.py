@@ -151,7 +151,7 @@ def test_png_text_that_readers_refuse_is_left_out(check: str) -> None:
     damaged = chunk(b"tEXt", b"author\0me")[:-1] + b"?"
     for extra in (bomb, profile, damaged):
         data = png(WIDTH, HEIGHT, rows=ROWS, before=extra)
-        with pytest.raises(Exception):  # noqa: B017 - whatever Pillow raises
+        with pytest.raises(Exception):  # noqa: B017  # whatever Pillow raises
             decoded(data)
         verdict = judged(data, check=check)
         assert (verdict.reason, verdict.changes) == (None, "metadata")
