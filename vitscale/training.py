@@ -22,6 +22,7 @@ from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.loader import Batch, evaluation_batches, open_loader, training_batches
 from vitscale.data.order import stream_key
+from vitscale.data.training_set import TrainingSet, open_training_set
 from vitscale.distributed import Ranks, StopRequest, agree_no_error, process_group
 from vitscale.engine.engine import Engine, deepspeed_config, resolve_precision
 from vitscale.errors import UserError
@@ -154,10 +155,10 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
                 num_threads=settings.num_threads,
             )
         )
-        index, val_index = _read_splits(run)
-        arch = _architecture_for(run, index)
-        plan = training_plan(run, world_size=ranks.world_size, num_samples=index.num_samples)
-        description = _describe(run, arch, index)
+        data, val_index = _read_data(run)
+        arch = _architecture_for(run, data)
+        plan = training_plan(run, world_size=ranks.world_size, num_samples=data.num_samples)
+        description = _describe(run, arch, data)
         folder = Path(run.folder)
         stack.enter_context(run_folder_lock(folder, ranks=ranks))
         store = CheckpointStore(folder, keep=run.checkpoint.keep, ranks=ranks)
@@ -184,7 +185,7 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
         tracker = stack.enter_context(_open_tracker(run, ranks, progress, start_step))
         stop = stack.enter_context(StopRequest())
         loader = training_batches(
-            index,
+            data,
             settings=run.data,
             image_size=arch.image_size,
             seed=run.seed,
@@ -215,25 +216,25 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
         progress.message(f"done: {folder} at step {plan.total_steps}")
 
 
-def _read_splits(run: TrainingRun) -> tuple[SplitIndex, SplitIndex | None]:
-    index = read_split(run.data.path, split=run.data.train_split)
+def _read_data(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
+    training_set = open_training_set(run.data, seed=run.seed)
     val_split = run.data.val_split
-    return index, None if val_split is None else read_split(run.data.path, split=val_split)
+    return training_set, None if val_split is None else read_split(run.data.path, split=val_split)
 
 
-def _architecture_for(run: TrainingRun, index: SplitIndex) -> Architecture:
-    wanted, found = run.model.num_classes, len(index.classes)
+def _architecture_for(run: TrainingRun, data: TrainingSet) -> Architecture:
+    wanted, found = run.model.num_classes, len(data.classes)
     if wanted is not None and wanted != found:
         raise UserError(
             f"{wanted} classes, but the label map of {run.data.path} has {found} "
-            f"(the first is {index.classes[0]!r})",
+            f"(the first is {data.classes[0]!r})",
             where="model.num_classes",
             next_step=f"set model.num_classes={found} (or null), or data.path to other shards",
         )
     return architecture(run.model, num_classes=found)
 
 
-def _describe(run: TrainingRun, arch: Architecture, index: SplitIndex) -> dict[str, Any]:
+def _describe(run: TrainingRun, arch: Architecture, data: TrainingSet) -> dict[str, Any]:
     """What a checkpoint must agree with to be resumed, and what transfer needs to know."""
     return {
         "stage": run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
@@ -241,8 +242,8 @@ def _describe(run: TrainingRun, arch: Architecture, index: SplitIndex) -> dict[s
         "grid": list(arch.grid),
         "num_prefix_tokens": arch.num_prefix_tokens,
         "optimizer": run.optim.name,
-        "data_fingerprint": index.fingerprint,
-        "label_map_sha256": index.label_map_sha256,
+        "data_fingerprint": data.fingerprint,
+        "label_map_sha256": data.label_map_sha256,
         "global_batch": run.data.global_batch,
         "seed": run.seed,
     }

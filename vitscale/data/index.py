@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,6 +115,8 @@ class SplitIndex:
     fingerprint: str
     """Names this split's samples, labels, order and division into tars."""
     label_map_sha256: str
+    stored: np.ndarray | None = None
+    """int64: the samples' rows in the stored split; None: all of them, in order."""
 
     @property
     def num_samples(self) -> int:
@@ -123,7 +125,26 @@ class SplitIndex:
     @cached_property
     def keys(self) -> list[str]:
         """Sample keys, read at first use: training needs them only to name a broken sample."""
-        return _read_columns(self.folder, self.split, ["key"]).column("key").to_pylist()
+        column = _read_columns(self.folder, self.split, ["key"]).column("key")
+        return (column if self.stored is None else column.take(self.stored)).to_pylist()
+
+    def subset(self, rows: np.ndarray, *, name: str) -> SplitIndex:
+        """Some of the samples, in stored order; `name` tells subsets apart.
+
+        rows: int64, increasing.
+        """
+        lengths = np.bincount(self.shard_of[rows], minlength=len(self.shard_paths))
+        digest = hashlib.sha256(f"{self.fingerprint}\0{name}".encode()).hexdigest()
+        return replace(
+            self,
+            shard_of=self.shard_of[rows],
+            offset=self.offset[rows],
+            length=self.length[rows],
+            label=self.label[rows],
+            shard_lengths=tuple(lengths.tolist()),
+            fingerprint=digest,
+            stored=rows if self.stored is None else self.stored[rows],
+        )
 
 
 def label_map_sha256(classes: Sequence[str]) -> str:

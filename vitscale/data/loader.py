@@ -23,8 +23,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from vitscale.data import images
 from vitscale.data.index import SplitIndex
-from vitscale.data.order import CounterRandom, SampleOrder, rank_batches, stream_key
+from vitscale.data.order import CounterRandom, Draw, rank_batches, stream_key
 from vitscale.data.settings import DataSettings
+from vitscale.data.training_set import TrainingSet
 from vitscale.errors import UserError
 
 MAX_OPEN_SHARDS = 64
@@ -81,15 +82,17 @@ class TrainingSamples(Dataset[tuple[torch.Tensor, int]]):
     """Augmented samples by position in training."""
 
     def __init__(
-        self, index: SplitIndex, *, order: SampleOrder, settings: DataSettings, image_size: int
+        self, training_set: TrainingSet, *, settings: DataSettings, image_size: int, seed: int
     ) -> None:
-        self.samples, self.order = Samples(index), order
+        self.parts = [Samples(part) for part in training_set.parts]
+        self.order, self.seed = training_set.order, seed
         self.settings, self.image_size = settings, image_size
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, int]:
-        epoch, sample = self.order.at(position)
-        pixels = self.samples.pixels(sample)
-        random = CounterRandom(stream_key("augment", self.order.seed, epoch, sample))
+        draw = self.order.at(position)
+        samples = self.parts[draw.part]
+        pixels = samples.pixels(draw.sample)
+        random = CounterRandom(augmentation_key(self.seed, draw))
         settings = self.settings
         height, width = pixels.shape[:2]
         box = images.random_crop_box(
@@ -103,7 +106,13 @@ class TrainingSamples(Dataset[tuple[torch.Tensor, int]]):
             antialias=settings.antialias,
             flip=settings.horizontal_flip and random.uniform() < 0.5,
         )
-        return image, int(self.samples.index.label[sample])
+        return image, int(samples.index.label[draw.sample])
+
+
+def augmentation_key(seed: int, draw: Draw) -> int:
+    """What the augmentation of one sample at one position depends on."""
+    further = (draw.part, draw.view) if draw.part or draw.view else ()
+    return stream_key("augment", seed, draw.epoch, draw.sample, *further)
 
 
 class EvaluationSamples(Dataset[tuple[torch.Tensor, int]]):
@@ -178,7 +187,7 @@ class _PositionBatches(Sequence[list[int]]):
 
 
 def training_batches(
-    index: SplitIndex,
+    training_set: TrainingSet,
     *,
     settings: DataSettings,
     image_size: int,
@@ -191,11 +200,10 @@ def training_batches(
     pin_memory: bool,
 ) -> DataLoader[Batch]:
     """Micro-batches of one rank between two positions (samples seen) of training."""
-    order = SampleOrder(shard_lengths=index.shard_lengths, fingerprint=index.fingerprint, seed=seed)
     positions = _PositionBatches(
         start=start, stop=stop, rank=rank, world_size=world_size, micro_batch=micro_batch
     )
-    dataset = TrainingSamples(index, order=order, settings=settings, image_size=image_size)
+    dataset = TrainingSamples(training_set, settings=settings, image_size=image_size, seed=seed)
     return _batches(dataset, positions, num_workers=settings.num_workers, pin_memory=pin_memory)
 
 

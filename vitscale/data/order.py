@@ -13,11 +13,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 BLOCK_SHARDS = 16
+MIXTURE_BLOCK = 1 << 14
+VIEW_BLOCK = 64
+MILLION = 1_000_000
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
 
@@ -59,7 +62,7 @@ def permutation(num: int, *, key: int) -> np.ndarray:
     return np.argsort(x, kind="stable")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class SampleOrder:
     """The endless sequence of samples of one split."""
 
@@ -67,29 +70,30 @@ class SampleOrder:
     fingerprint: str
     seed: int
 
-    @property
+    @cached_property
+    def first_samples(self) -> np.ndarray:
+        """int64 [shards + 1]: number of each shard's first sample."""
+        return np.concatenate([[0], np.cumsum(np.array(self.shard_lengths, dtype=np.int64))])
+
+    @cached_property
     def num_samples(self) -> int:
-        return sum(self.shard_lengths)
+        return int(self.first_samples[-1])
 
     def at(self, position: int) -> tuple[int, int]:
         """(epoch, sample) at a position counted from the start of training. O(block)."""
-        epoch, offset = divmod(position, _total(self.shard_lengths))
+        epoch, offset = divmod(position, self.num_samples)
         shards, starts = _blocks(self, epoch)
         block = int(np.searchsorted(starts, offset, side="right")) - 1
         return epoch, int(_block_samples(self, epoch, block)[offset - starts[block]])
 
 
-@lru_cache(maxsize=8)
-def _total(shard_lengths: tuple[int, ...]) -> int:
-    return sum(shard_lengths)
-
-
+# The caches go by identity: comparing orders would cost more than looking up a sample.
 @lru_cache(maxsize=8)
 def _blocks(order: SampleOrder, epoch: int) -> tuple[np.ndarray, np.ndarray]:
     """Permuted shard numbers, and the offset in the epoch at which each block starts."""
     key = stream_key("shards", order.fingerprint, order.seed, epoch)
     shards = permutation(len(order.shard_lengths), key=key)
-    lengths = np.array(order.shard_lengths, dtype=np.int64)[shards]
+    lengths = np.diff(order.first_samples)[shards]
     ends = np.cumsum(lengths)
     starts = np.concatenate([[0], ends])[:-1][::BLOCK_SHARDS]
     return shards, starts
@@ -100,10 +104,78 @@ def _block_samples(order: SampleOrder, epoch: int, block: int) -> np.ndarray:
     """Samples of one block, in order."""
     shards, _ = _blocks(order, epoch)
     chosen = shards[block * BLOCK_SHARDS : (block + 1) * BLOCK_SHARDS]
-    first = np.concatenate([[0], np.cumsum(order.shard_lengths)])
+    first = order.first_samples
     samples = np.concatenate([np.arange(first[shard], first[shard + 1]) for shard in chosen])
     key = stream_key("samples", order.fingerprint, order.seed, epoch, block)
     return samples[permutation(len(samples), key=key)]
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What stands at one position of training."""
+
+    part: int
+    """Which set of shards."""
+    epoch: int
+    """How often that set has been passed through."""
+    sample: int
+    view: int
+    """0, or with repeated augmentation which of the sample's views."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingOrder:
+    """The endless sequence over several sets of shards, each sample in one or more views.
+
+    Every run of `MIXTURE_BLOCK` places holds each set's share of them, permuted; a set goes through
+    its own `SampleOrder`, whatever the others do.
+    """
+
+    parts: tuple[SampleOrder, ...]
+    shares: tuple[int, ...]
+    """Parts per million of the samples; sum 1,000,000."""
+    views: int = 1
+    """Views of a sample lie `VIEW_BLOCK` positions apart. Hoffer et al. 2020; 3 in DeiT."""
+
+    def at(self, position: int) -> Draw:
+        """What stands at a position counted from the start of training. O(block)."""
+        block, inside = divmod(position, self.views * VIEW_BLOCK)
+        view, slot = divmod(inside, VIEW_BLOCK)
+        part, place = self._place(block * VIEW_BLOCK + slot)
+        epoch, sample = self.parts[part].at(place)
+        return Draw(part, epoch, sample, view)
+
+    def _place(self, slot: int) -> tuple[int, int]:
+        """(set, position in the set's own order)."""
+        if len(self.parts) == 1:
+            return 0, slot
+        block, inside = divmod(slot, MIXTURE_BLOCK)
+        parts, places = _mixture_block(self, block)
+        return int(parts[inside]), int(places[inside])
+
+
+@lru_cache(maxsize=8)
+def _mixture_block(order: TrainingOrder, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """(set, position in the set's own order) of each slot of one block."""
+
+    def taken(num_slots: int) -> np.ndarray:
+        """Slots of each set among the first `num_slots`."""
+        ends = [num_slots * share // MILLION for share in np.cumsum(order.shares).tolist()]
+        return np.diff(np.array([0, *ends], dtype=np.int64))
+
+    starts, ends = taken(block * MIXTURE_BLOCK), taken((block + 1) * MIXTURE_BLOCK)
+    parts = np.repeat(np.arange(len(order.parts)), ends - starts)
+    places = np.concatenate([np.arange(*span) for span in zip(starts, ends, strict=True)])
+    names = tuple(part.fingerprint for part in order.parts)
+    chosen = permutation(
+        MIXTURE_BLOCK, key=stream_key("mixture", names, order.parts[0].seed, block)
+    )
+    # Which set stands where is permuted; within a set the order stays its own.
+    parts_there = parts[chosen]
+    places_there = np.empty_like(places)
+    for part in range(len(order.parts)):
+        places_there[parts_there == part] = places[parts == part]
+    return parts_there, places_there
 
 
 def rank_batches(

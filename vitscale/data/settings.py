@@ -12,10 +12,28 @@ from pydantic import Field
 from vitscale.config.section import Section
 
 
-class DataSettings(Section):
+class TrainingShards(Section):
+    """One set of shards, or a part of it."""
+
     path: str
     """Folder of shards written by data_prep/make_shards.py (holds index.parquet, manifest.json)."""
     train_split: str = "train"
+    first_percent: float = Field(default=100.0, gt=0, le=100)
+    """Only the first share of the stored samples, which are shuffled; rounded up."""
+    only_classes: tuple[str, ...] = Field(default=(), strict=False)
+    """Only samples of these classes; labels stay what they are. Empty: all."""
+
+
+class MixedInShards(TrainingShards):
+    share: float = Field(ge=0.001, le=0.999)
+    """Of all samples seen."""
+
+
+class DataSettings(TrainingShards):
+    mixture: tuple[MixedInShards, ...] = Field(default=(), strict=False)
+    """Further sets with the same label map; `path` above gets the rest of the samples."""
+    views: int = Field(default=1, gt=0, le=16)
+    """Repeated augmentation: how often each sample comes, differently augmented. DeiT: 3."""
     val_split: str | None = "test"
     """Split evaluated during and after training; null: none."""
     global_batch: int = Field(gt=0)

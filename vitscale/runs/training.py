@@ -81,6 +81,8 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
     ):
         if not 0 < low <= high <= bound:
             yield (key, f"({low}, {high}) is not an increasing pair above 0, at most {bound}")
+    if data.mixture and sum(part.share for part in data.mixture) > 0.999:
+        yield ("data.mixture", "shares of 0.999 or more together leave nothing for data.path")
     if min(data.std) <= 0:
         yield ("data.std", f"{data.std} must be positive")
     if run.objective.label_smoothing and run.objective.loss != "softmax":

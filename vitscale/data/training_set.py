@@ -1,0 +1,107 @@
+"""What a run trains on: one or several sets of shards, whole or in part, in one order.
+
+Owns: subsets, mixtures, and the identity of the whole.
+Leaves out: the order itself (`order`) and reading (`loader`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from vitscale.data.index import SplitIndex, read_split
+from vitscale.data.order import MILLION, SampleOrder, TrainingOrder
+from vitscale.data.settings import DataSettings, TrainingShards
+from vitscale.errors import UserError, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSet:
+    """The samples of a run and the order in which they come."""
+
+    parts: tuple[SplitIndex, ...]
+    order: TrainingOrder
+    fingerprint: str
+    """Names everything that decides the order, besides the seed."""
+
+    @property
+    def num_samples(self) -> int:
+        """Of all parts together: what an epoch is counted in."""
+        return sum(part.num_samples for part in self.parts)
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.parts[0].classes
+
+    @property
+    def label_map_sha256(self) -> str:
+        return self.parts[0].label_map_sha256
+
+
+def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
+    """Read every index. Raises UserError for damaged folders and parts that do not fit."""
+    parts = [_read_part(settings, where="data")]
+    for number, mixed_in in enumerate(settings.mixture):
+        part = _read_part(mixed_in, where=f"data.mixture[{number}]")
+        if part.label_map_sha256 != parts[0].label_map_sha256:
+            raise UserError(
+                f"its label map has {len(part.classes)} classes (the first is "
+                f"{part.classes[0]!r}) and differs from that of {settings.path}, which has "
+                f"{len(parts[0].classes)} (the first is {parts[0].classes[0]!r})",
+                where=f"data.mixture[{number}].path",
+                next_step="prepare both with the same labels.space",
+            )
+        parts.append(part)
+    shares = [round(mixed_in.share * MILLION) for mixed_in in settings.mixture]
+    order = TrainingOrder(
+        parts=tuple(
+            SampleOrder(shard_lengths=part.shard_lengths, fingerprint=part.fingerprint, seed=seed)
+            for part in parts
+        ),
+        shares=(MILLION - sum(shares), *shares),
+        views=settings.views,
+    )
+    return TrainingSet(parts=tuple(parts), order=order, fingerprint=_fingerprint(order))
+
+
+def _read_part(settings: TrainingShards, *, where: str) -> SplitIndex:
+    index = read_split(settings.path, split=settings.train_split)
+    if settings.first_percent < 100:
+        num = math.ceil(index.num_samples * settings.first_percent / 100)
+        index = index.subset(np.arange(num), name=f"first {num}")
+    if settings.only_classes:
+        labels = [_label(name, index, where=where) for name in settings.only_classes]
+        rows = np.flatnonzero(np.isin(index.label, labels))
+        if not len(rows):
+            raise UserError(
+                f"none of the {index.num_samples} samples is of these classes",
+                where=f"{where}.only_classes",
+                next_step="choose other classes, or a larger first_percent",
+            )
+        index = index.subset(rows, name=f"labels {sorted(set(labels))}")
+    return index
+
+
+def _label(name: str, index: SplitIndex, *, where: str) -> int:
+    if name not in index.classes:
+        like = nearest(name, index.classes)
+        raise UserError(
+            f"no class {name!r}" + (f"; did you mean {like!r}?" if like else ""),
+            where=f"{where}.only_classes",
+            allowed=f"class names in {index.folder / 'manifest.json'}, such as "
+            f"{index.classes[0]!r}",
+        )
+    return index.classes.index(name)
+
+
+def _fingerprint(order: TrainingOrder) -> str:
+    first = order.parts[0].fingerprint
+    if len(order.parts) == 1 and order.views == 1:
+        return first
+    names = [part.fingerprint for part in order.parts]
+    text = json.dumps([names, order.shares, order.views])
+    return hashlib.sha256(text.encode()).hexdigest()
