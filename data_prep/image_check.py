@@ -19,13 +19,6 @@ from data_prep.image_convert import (
     is_shrunk,
 )
 from data_prep.image_header import Header, HeaderError, read_header
-from data_prep.image_pool import (  # noqa: F401  # for those who still ask here
-    EXTENSIONS,
-    ImageFacts,
-    check_image,
-    check_image_bytes,
-    check_images,
-)
 from vitscale.runs.data_prep import ImageSettings
 
 # Reason -> meaning. docs/images.md says the same at length.

@@ -42,6 +42,8 @@ SOURCE_FAULTS = {
     "link_outside": "link or path to a place outside the source",
     "link_loop": "link to a folder that holds the link",
     "truncated_tar": "a tar that ends too early or is damaged; what lies before is used",
+    "damaged_table": "a part of a table that cannot be read; one row for all its rows",
+    "duplicate_path": "a path that a table names again",
     "duplicate_name": "a second member of this name in one tar",
     "duplicate_key": "a second sample of this key in one tar",
     "split_sample": "members of one sample that are no neighbours in their tar",

@@ -15,6 +15,7 @@ import os
 import signal
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,10 @@ class Interrupted(UserError):
     """Nothing is wrong with the corpus: the same command, run again, goes on."""
 
 
+LESS_MEMORY = (
+    "lower num_workers or images.max_pixels and run the same command again: it goes on where it was"
+)
+OUT_OF_MEMORY = f"a worker process found no memory for an image\n  next: {LESS_MEMORY}"
 # How a worker's message is raised in the process that people see.
 ERRORS = {"interrupted": Interrupted, "verdict": UserError, "crash": RuntimeError}
 
@@ -192,8 +197,7 @@ def _watch(
             raise Interrupted(
                 f"a worker process died (exit code {dead[0]})",
                 where=str(progress.p.work.path),
-                next_step="look for 'out of memory' in the system log, lower num_workers or "
-                "images.max_pixels, and run the same command again: it goes on where it was",
+                next_step=f"look for 'out of memory' in the system log; {LESS_MEMORY}",
             )
         progress.update()
     progress.close()
@@ -245,12 +249,16 @@ def _work(
     """The life of one worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent()
+    # Broken EXIF and the like; what matters is in the ledger.
+    warnings.filterwarnings("ignore", module="PIL")
     try:
         work_through_phases(run, PHASES[:num_phases], counters=counters, worker=worker, start=start)
     except Interrupted as error:
         messages.put(("interrupted", error.text()))
     except UserError as error:
         messages.put(("verdict", error.text()))
+    except MemoryError:
+        messages.put(("interrupted", OUT_OF_MEMORY))
     except Exception:
         messages.put(("crash", traceback.format_exc()))
 

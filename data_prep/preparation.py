@@ -89,7 +89,7 @@ class Preparation:
 
     @cached_property
     def source(self) -> Source:
-        return open_source(self.run.source)
+        return open_source(self.run.source, self.run.labels)
 
     @cached_property
     def labels(self) -> Labels:

@@ -144,9 +144,23 @@ def bucket(runs: Iterable[Path], *, number: int, of: int) -> pa.Table:
         if first < last:
             # Copied out of the map, so that the file can be closed.
             parts.append(run.slice(first, last - first).take(pa.array(range(last - first))))
-    table = in_order(pa.concat_tables(parts).combine_chunks())
-    keys = unique_keys(table)
-    return table.set_column(table.schema.get_field_index("key"), "key", pa.array(keys, pa.string()))
+    table = _without_repeats(in_order(pa.concat_tables(parts).combine_chunks()))
+    return _with_column(table, "key", unique_keys(table))
+
+
+def _with_column(table: pa.Table, name: str, values: list[str | None] | list[str]) -> pa.Table:
+    position = table.schema.get_field_index(name)
+    return table.set_column(position, name, pa.array(values, pa.string()))
+
+
+def _without_repeats(table: pa.Table) -> pa.Table:
+    """Reject what a source lists again: the same path in the same class and split."""
+    paths, reasons = table.column("path").to_pylist(), table.column("reason").to_pylist()
+    high = table.column("order_high").to_pylist()
+    again = [i for i in range(1, len(paths)) if paths[i] == paths[i - 1] and high[i] == high[i - 1]]
+    for i in again:
+        reasons[i] = reasons[i] or "duplicate_path"
+    return _with_column(table, "reason", reasons) if again else table
 
 
 def unique_keys(table: pa.Table) -> list[str]:

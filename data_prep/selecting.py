@@ -221,8 +221,7 @@ def _refuse_empty_classes(p: Preparation, found: Counter[str]) -> None:
     if p.run.labels.map is None and (empty := sorted(named - set(found))):
         shown = ", ".join(map(repr, empty[:CLASSES_SHOWN]))
         raise UserError(
-            f"{len(empty)} of {len(named)} classes hold no images: {shown} (links out of the "
-            "source, or back into itself, are not followed)",
+            f"{len(empty)} of {len(named)} classes hold no images: {shown}",
             where="source.path",
             next_step="remove these classes, or put their images there",
         )

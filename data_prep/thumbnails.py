@@ -64,7 +64,7 @@ def _shrunk(data: bytes, formats: tuple[str, ...]) -> str | None:
         small.thumbnail((SIDE, SIDE))
         file = io.BytesIO()
         small.save(file, format="JPEG", quality=80)
-    except Exception:  # noqa: BLE001 - damaged images make decoders raise anything
+    except Exception:  # damaged images make decoders raise anything
         return None
     return base64.b64encode(file.getvalue()).decode("ascii")
 

@@ -56,35 +56,35 @@ class ImageFolder:
         return walk_folder(self.root, container, is_listed_apart=_is_folder)
 
 
-def empty_class_error(root: Path, container: Container, *, where: str) -> UserError:
-    """For a class folder that turned out to hold nothing named like an image."""
-    folder = root / container.path
-    hint = " (a link out of the source, or back into itself, is not followed)"
-    return UserError(
-        f"class folder {printable(str(folder))!r} holds no image files"
-        f"{hint if folder.is_symlink() else ''}",
-        where=where,
-        next_step="remove the folder, or put its images there",
-    )
-
-
 def _class_folders(root: Path, place: Place) -> list[Container]:
-    """Sub-folders that are classes: not hidden, and no links that are not followed."""
+    """Sub-folders that are classes, hidden ones left out.
+
+    Raises UserErrors for linked ones that are not followed: a whole class would be missing.
+    """
     real_root, real_top = os.path.realpath(root), os.path.realpath(root / place.path)
-    found = []
+    found: list[Container] = []
+    errors: list[UserError] = []
     with os.scandir(root / place.path) as entries:
         for entry in entries:
-            if _is_class_folder(entry, real_root=real_root, real_top=real_top):
-                path = os.path.join(place.path, entry.name)
-                found.append(Container(path, place.split, printable(entry.name)))
+            if entry.name.startswith(".") or not _is_folder(entry):
+                continue
+            if entry.is_symlink() and link_reason(
+                entry.path, real_root=real_root, real_folders=[real_top]
+            ):
+                errors.append(_linked_class_error(entry.path, place))
+            path = os.path.join(place.path, entry.name)
+            found.append(Container(path, place.split, printable(entry.name)))
+    if errors:
+        raise UserErrors(errors)
     return sorted(found, key=lambda container: os.fsencode(container.path))
 
 
-def _is_class_folder(entry: os.DirEntry[str], *, real_root: str, real_top: str) -> bool:
-    if entry.name.startswith(".") or not _is_folder(entry):
-        return False
-    return not entry.is_symlink() or not link_reason(
-        entry.path, real_root=real_root, real_folders=[real_top]
+def _linked_class_error(path: str, place: Place) -> UserError:
+    return UserError(
+        f"class folder {printable(path)!r} is a link out of the source, or back into itself, "
+        "and is not followed",
+        where=place.where,
+        next_step="remove the link, or put the images there",
     )
 
 

@@ -313,7 +313,7 @@ def linked_class(root: Path) -> None:
         (empty_class, "1 of 3 classes hold no images: 'eel'"),
         (rotten_class, "no usable image is left of 1 classes: eel"),
         (split_folders, "look like splits"),
-        (linked_class, "1 of 3 classes hold no images: 'eel' (links out of the source"),
+        (linked_class, "eel' is a link out of the source"),
     ],
 )
 def test_sources_that_cannot_be_used_are_refused_in_one_message(
