@@ -21,6 +21,7 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from PIL import Image
 
 from data_prep.labels import known_space
 from tests.foreign_tars import (
@@ -197,6 +198,20 @@ def test_what_cannot_be_used_is_in_the_ledger(tmp_path: Path) -> None:
         file.truncate(3 * 2048)
     finished = run(VERIFY, tmp_path / "index")
     assert finished.returncode == 2 and "b.tar: content differs" in finished.stdout
+
+
+def test_images_that_new_shards_would_convert_are_kept_as_they_are(tmp_path: Path) -> None:
+    cmyk, turned = io.BytesIO(), io.BytesIO()
+    Image.new("CMYK", (30, 20)).save(cmyk, format="JPEG")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (30, 20)).save(turned, format="JPEG", exif=exif)
+    images = [cmyk.getvalue(), turned.getvalue()]
+    rows = [{"__key__": f"k{i}", "jpg": image, "cls": i} for i, image in enumerate(images)]
+    write_tar(tmp_path / "tars/a.tar", rows)
+    index(tmp_path / "tars", tmp_path / "index", "images.check=decode")
+    assert [image for image, _ in samples(tmp_path / "index", "train").values()] == images
+    verify(tmp_path / "index")
 
 
 def test_tars_and_index_are_moved_together_or_named_in_full(tmp_path: Path) -> None:
