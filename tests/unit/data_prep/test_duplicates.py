@@ -168,6 +168,23 @@ def test_large_families_are_settled_in_few_comparisons(tmp_path: Path) -> None:
     assert compared < 600 * 600 / 8
 
 
+def test_candidates_are_tried_until_one_matches(tmp_path: Path) -> None:
+    """All linked, but only pictures of one group of seven the same: 0, 7, 14 ..."""
+    noise = np.random.default_rng(0).integers(-3, 4, (50, SIDE_PX, SIDE_PX))
+    varied = describe_pictures((pictures(1, seed=2) + noise).clip(0, 255).astype(np.uint8))
+    groups = {descriptor.tobytes(): i % 7 for i, descriptor in enumerate(varied)}
+
+    def same_group(left: np.ndarray, right: np.ndarray, *, mirrored: np.ndarray) -> np.ndarray:
+        return np.array(
+            [groups[a.tobytes()] == groups[b.tobytes()] for a, b in zip(left, right, strict=True)]
+        )
+
+    rows: list[Row] = [(i, i.to_bytes(32, "big"), d.tobytes()) for i, d in enumerate(varied)]
+    with mock.patch.object(duplicates, "same_picture", same_group):
+        result = found(rows, tmp_path, similar=True)
+    assert result == [(i, i % 7, "similar") for i in range(7, 50)]
+
+
 def test_exact_copies_need_no_descriptors(tmp_path: Path) -> None:
     rows: list[Row] = [(3, b"a" * 32, None), (1, b"a" * 32, None), (2, None, None)]
     assert found(rows, tmp_path, similar=False) == [(3, 1, "exact")]
