@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -49,13 +50,27 @@ from vitscale.runs.data_prep import DataPrepRun
 Tars = Sequence[tuple[TarUnit, TarResult]]
 
 
+@dataclass(slots=True)
+class IndexedTars:
+    """All tars in order. Their counts by class are summed: kept apart they would fill memory."""
+
+    tars: list[tuple[TarUnit, TarResult]] = field(default_factory=list)
+    classes: Counter[str] = field(default_factory=Counter)
+    unknown: Counter[str] = field(default_factory=Counter)
+
+    def add(self, unit: TarUnit, result: TarResult) -> None:
+        self.classes.update(result.classes)
+        self.unknown.update(result.unknown)
+        self.tars.append((unit, replace(result, classes={}, unknown={})))
+
+
 def write_index_folder(
-    folder: Path, *, run: DataPrepRun, tars: Tars, root: Path, shards_root: str
+    folder: Path, *, run: DataPrepRun, indexed: IndexedTars, root: Path, shards_root: str
 ) -> Manifest:
     """Write everything that belongs to the index. Raises UserError for what does not fit."""
+    tars, found = indexed.tars, indexed.classes
     labels = load_labels(run.labels)
-    found = _sum(result.classes for _, result in tars)
-    labels.check(_sum(result.unknown for _, result in tars), found=found)
+    labels.check(indexed.unknown, found=found)
     with LedgerWriter(folder) as ledger:
         source = _write_ledger(ledger, tars)
     _check_faults(ledger, run)
@@ -90,13 +105,6 @@ def write_index_folder(
     )
     write_manifest(folder, manifest=manifest)
     return manifest
-
-
-def _sum(counts: Iterable[Mapping[str, int]]) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for count in counts:
-        total.update(count)
-    return total
 
 
 def tar_listing(root: Path, containers: Sequence[Container]) -> str:

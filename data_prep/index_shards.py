@@ -23,7 +23,7 @@ try:
     from contextlib import contextmanager
     from pathlib import Path
 
-    from data_prep.index_folder import root_of_tars, tar_listing, write_index_folder
+    from data_prep.index_folder import IndexedTars, root_of_tars, tar_listing, write_index_folder
     from data_prep.preparation import content_config, preparation_folder
     from data_prep.process_pool import ordered_results, workers_for
     from data_prep.progress_line import progress
@@ -62,17 +62,17 @@ def main() -> None:
         ]
         num_bytes = sum(unit.tar_path.stat().st_size for unit in units)
         num_workers = workers_for(num_bytes, num_workers=run.num_workers)
-        tars = []
+        indexed = IndexedTars()
         with progress("index tars", total=len(units), unit="tars") as advance:
             for unit, result in ordered_results(index_tar, units, num_workers=num_workers):
-                tars.append((unit, result))
+                indexed.add(unit, result)
                 advance(1)
         folder = work / "final"
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         root = root_of_tars(source.root, output=output)
         manifest = write_index_folder(
-            folder, run=run, tars=tars, root=source.root, shards_root=root
+            folder, run=run, indexed=indexed, root=source.root, shards_root=root
         )
         commit_folder(folder, output)
         shutil.rmtree(work, ignore_errors=True)

@@ -81,15 +81,11 @@ class TarResult:
     num_bytes: int
     modified_ns: int
     blake3: str
-    num_inputs: int
+    num_kept: int
     classes: dict[str, int]
     """Images per class among those kept."""
     unknown: dict[str, int]
     """Images per source class among those whose class is not in the space or map."""
-
-    @property
-    def num_kept(self) -> int:
-        return sum(self.classes.values())
 
 
 # Once per process: a map may have a million rows.
@@ -119,7 +115,7 @@ def index_tar(unit: TarUnit) -> TarResult:
         modified_ns=status.st_mtime_ns,
         # Read again, now from memory: the images were just read.
         blake3=blake3_of_file(unit.tar_path) if is_tar else "",
-        num_inputs=len(rows),
+        num_kept=sum(1 for row in rows if row["reason"] is None),
         classes=dict(Counter(row["class"] for row in rows if row["reason"] is None)),
         unknown=dict(unknown),
     )
