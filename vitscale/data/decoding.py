@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib.util
 import io
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
@@ -187,22 +188,101 @@ class SimpleJpegDecoder(PillowDecoder):
         return pixels
 
 
+class RegionDecoder(PillowDecoder):
+    """Only the box of a JPEG, by our own calls of libjpeg-turbo (`_region.c`); Pillow's pixels."""
+
+    def size(self, data: bytes) -> tuple[int, int]:
+        from vitscale.data import _region
+
+        if not data.startswith(JPEG_START):
+            return super().size(data)
+        try:
+            return _region.size(data, MAX_PIXELS)
+        except ValueError:
+            return super().size(data)
+
+    def crop(
+        self,
+        data: bytes,
+        box: CropBox,
+        *,
+        size: int,
+        interpolation: str,
+        antialias: bool,
+        flip: bool,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        pixels = self._box(data, box)
+        if pixels is None:
+            return super().crop(
+                data,
+                box,
+                size=size,
+                interpolation=interpolation,
+                antialias=antialias,
+                flip=flip,
+                out=out,
+            )
+        return _resample(
+            torch.from_numpy(pixels),
+            size=size,
+            interpolation=interpolation,
+            antialias=antialias,
+            flip=flip,
+            out=out,
+        )
+
+    def _box(self, data: bytes, box: CropBox) -> np.ndarray | None:
+        from vitscale.data import _region
+
+        is_box = box.width > 0 < box.height and box.width * box.height <= MAX_PIXELS
+        if not is_box or not _is_whole_jpeg(data):
+            return None
+        pixels = np.empty((box.height, box.width, 3), np.uint8)
+        try:
+            _region.decode(data, (box.left, box.top, box.width, box.height), pixels, MAX_PIXELS)
+        except ValueError:
+            return None
+        return pixels
+
+
 DECODERS: dict[str, Callable[[], Decoder]] = {
+    "region": RegionDecoder,
     "simplejpeg": SimpleJpegDecoder,
     "pillow": PillowDecoder,
 }
 """Fastest first: `auto` takes the first that works on this machine."""
 
 _NEEDS = {
+    "region": "install a C compiler and libjpeg-turbo's headers (Debian, Ubuntu: gcc libjpeg-dev; "
+    "Fedora: gcc libjpeg-turbo-devel), then `pip install -e .` again",
     "simplejpeg": "pip install simplejpeg",
 }
 
 
+@lru_cache
 def missing(name: str) -> str | None:
     """Why a decoder does not work on this machine, or None if it does."""
     if name == "simplejpeg" and importlib.util.find_spec("simplejpeg") is None:
         return "simplejpeg is not installed"
-    return None
+    if name != "region":
+        return None
+    try:
+        from vitscale.data import _region
+    except ImportError as error:
+        return f"its C extension was not built, or cannot be loaded ({error})"
+    # A libjpeg other than the one it was built for would be noticed here, not in a worker.
+    width = height = 40
+    noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "JPEG", subsampling="4:2:0")
+    pixels = np.empty((5, 9, 3), np.uint8)
+    try:
+        _region.decode(file.getvalue(), (20, 21, 9, 5), pixels, width * height)
+    except ValueError as error:
+        return str(error)
+    expected = images.decode(file.getvalue())[21:26, 20:29].numpy()
+    return None if np.array_equal(pixels, expected) else "it decodes other pixels than Pillow"
 
 
 def resolve_decoder(name: str) -> str:
