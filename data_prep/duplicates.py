@@ -54,7 +54,8 @@ def find_duplicates(survey: Sequence[Path], *, similar: bool, scratch: Path, out
     """Write the rows that leave, sorted by rank, to an Arrow IPC file; returns their number.
 
     survey: Arrow IPC files with rank uint64, content_hash binary(32) and, if `similar`, descriptor
-    binary; rows with a null are not considered. A row leaves when it matches one of lower rank.
+    binary; rows with a null are not considered. Equal bytes have equal descriptors. A row leaves
+    when it matches one of lower rank.
     `kept_rank` is the lowest rank with the same bytes, else with the same descriptor, else among
     those that look alike.
     """
