@@ -5,11 +5,50 @@ Leaves out: reading (`index`, `loader`) and pixels (`images`).
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Literal
 
 from pydantic import Field
 
 from vitscale.config.section import Section
+
+
+class RandAugmentSettings(Section):
+    num_ops: int = Field(default=2, gt=0, le=16)
+    magnitude: float = Field(default=10.0, ge=0, le=20)
+    policy: Literal["augreg", "timm"] = "augreg"
+    """augreg: big_vision's, where magnitude 0 is no identity. timm: rand-mM-mstdS-inc1, DeiT's."""
+    magnitude_std: float = Field(default=0.0, ge=0)
+    """timm only; 0.5 in DeiT."""
+
+
+class ColorJitterSettings(Section):
+    """Factors are drawn from 1 - VALUE (at least 0) to 1 + VALUE, in random order."""
+
+    brightness: float = Field(default=0.0, ge=0)
+    contrast: float = Field(default=0.0, ge=0)
+    saturation: float = Field(default=0.0, ge=0)
+    hue: float = Field(default=0.0, ge=0, le=0.5)
+    """In turns of the colour circle, either way."""
+
+
+class ErasingSettings(Section):
+    probability: float = Field(gt=0, le=1)
+    area: tuple[float, float] = Field(default=(0.02, 1 / 3), strict=False)
+    aspect: tuple[float, float] = Field(default=(0.3, 1 / 0.3), strict=False)
+    mode: Literal["const", "rand", "pixel"] = "const"
+    """const: the mean colour. rand: one random colour. pixel: normal noise; DeiT's."""
+
+
+class AugmentSettings(Section):
+    """After crop and flip, in this order."""
+
+    randaugment: RandAugmentSettings | None = None
+    three_augment: bool = False
+    """DeiT III: one of grayscale, solarize, blur, then a colour jitter of 0.3."""
+    color_jitter: ColorJitterSettings | None = None
+    erasing: ErasingSettings | None = None
 
 
 class TrainingShards(Section):
@@ -42,6 +81,13 @@ class DataSettings(TrainingShards):
     """Training samples assumed by `--dry-run` while `path` is missing; the index decides later."""
     num_workers: int = Field(default=2, ge=0)
     """Loader processes per rank. Any number gives the same batches."""
+    decoder: str = "auto"
+    """region, simplejpeg, pillow, or auto: the first of these that works here."""
+    timeout_s: float = Field(default=25.0, gt=0)
+    """A loader process that gives no batch for so long ends the run with its name."""
+    max_unreadable_fraction: float = Field(default=0.001, ge=0, le=1)
+    """Training samples that cannot be read are replaced by others; more than this share of the
+    samples seen (or of one epoch) ends the run."""
     crop_area: tuple[float, float] = Field(default=(0.05, 1.0), strict=False)
     """Area share of the random crop: 5-100 %, the inception crop of the ViT paper's code."""
     crop_aspect: tuple[float, float] = Field(default=(3 / 4, 4 / 3), strict=False)
@@ -49,6 +95,7 @@ class DataSettings(TrainingShards):
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
     antialias: bool = False
     """False as in tf.image.resize, which the ViT and AugReg recipes used."""
+    augment: AugmentSettings = AugmentSettings()
     eval_resize: Literal["squash", "center_crop"] = "squash"
     """squash: whole image to a square (ViT paper's code). center_crop: short side, then centre."""
     eval_crop_fraction: float = Field(default=0.875, gt=0, le=1)
@@ -56,3 +103,24 @@ class DataSettings(TrainingShards):
     mean: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
     std: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
     """0.5 / 0.5 maps pixels to [-1, 1], as the ViT paper's code does; DeiT uses ImageNet's."""
+
+
+def augment_problems(augment: AugmentSettings) -> Iterator[tuple[str, str]]:
+    """Settings of augmentations that exclude each other."""
+    key, policy = "data.augment", augment.randaugment
+    if augment.three_augment and policy is not None:
+        yield (f"{key}.three_augment", "replaces RandAugment; remove one of the two")
+    if augment.three_augment and augment.color_jitter is not None:
+        yield (f"{key}.color_jitter", "3-Augment brings its own of 0.3; remove one of the two")
+    if policy is not None and policy.policy == "augreg" and policy.magnitude_std:
+        yield (f"{key}.randaugment.magnitude_std", "is for policy timm; set it to 0")
+    if policy is not None and policy.policy == "timm" and policy.magnitude > 10:
+        yield (f"{key}.randaugment.magnitude", f"{policy.magnitude}: policy timm ends at 10")
+    if augment.erasing is not None:
+        for name, (low, high), bound in (
+            ("area", augment.erasing.area, 1.0),
+            ("aspect", augment.erasing.aspect, math.inf),
+        ):
+            if not 0 < low <= high <= bound:
+                text = f"({low}, {high}) is not an increasing pair above 0, at most {bound}"
+                yield (f"{key}.erasing.{name}", text)

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from vitscale.checkpoint.settings import CheckpointSettings
 from vitscale.config.section import Run
-from vitscale.data.settings import DataSettings
+from vitscale.data.settings import DataSettings, augment_problems
 from vitscale.engine.settings import EngineSettings
 from vitscale.errors import UserError
 from vitscale.models.settings import ModelSettings, model_problems
@@ -55,6 +55,7 @@ class TrainingRun(Run):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from model_problems(self.model)
+        yield from augment_problems(self.data.augment)
         yield from _section_problems(self)
         yield from launch_problems(self.launch)
 
