@@ -148,7 +148,7 @@ def take_turns(
     """Wall-clock and processor seconds of every contender in every round."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
     cpu: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(options.rounds):
+    for turn in range(options.rounds):
         for name in names:
             run, check, _ = CONTENDERS[name]
             output = work / f"{name}.out"
@@ -157,6 +157,7 @@ def take_turns(
             before = cpu_seconds()
             seconds[name].append(run(source, output))
             cpu[name].append(cpu_seconds() - before)
+            print(f"  round {turn + 1}: {name} {seconds[name][-1]:.2f} s", flush=True)
             if name == "cp":
                 seconds.setdefault("cp_flushed", []).append(seconds["cp"][-1] + flush(output))
             if options.spoil and name != "decoder":
