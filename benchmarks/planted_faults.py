@@ -135,10 +135,10 @@ FAULTS: dict[str, Fault] = {
     "truncated_png": Fault("png", REJECTED, lambda i, chance: truncated(_saved(i, "PNG"), chance)),
     "broken_header": Fault("jpg", REJECTED, broken_header),
     "flipped_bytes": Fault("jpg", EITHER, flipped_bytes),
-    # Not plain 8-bit RGB or grey
+    # Not plain 8-bit RGB or grey; a palette without transparency decodes to plain RGB
     "cmyk": Fault("jpg", CONVERTED, lambda i, _: _saved(i.convert("CMYK"), "JPEG")),
     "deep_grey": Fault("png", CONVERTED, _deep_grey),
-    "palette": Fault("png", CONVERTED, lambda i, _: _saved(i.convert("P"), "PNG")),
+    "palette": Fault("png", KEPT, lambda i, _: _saved(i.convert("P"), "PNG")),
     "palette_transparent": Fault(
         "png", CONVERTED, lambda i, _: _saved(i.convert("P"), "PNG", transparency=0)
     ),

@@ -11,6 +11,7 @@ import sys
 import tarfile
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
@@ -131,6 +132,46 @@ def test_decoder_agrees_with_the_fault(name: str) -> None:
         assert rejected
     elif name not in ("flipped_bytes", "gzip_jpeg", "text_file"):
         assert not rejected
+
+
+STATUSES = {
+    "rejected": {"rejected"},
+    "foreign": {"rejected"},
+    "kept": {"kept"},
+    "copy": {"kept"},
+    "converted": {"repaired"},
+    "repaired": {"repaired"},
+    "either": {"kept", "rejected"},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "check"),
+    [("folders", "image_folder", "decode"), ("tars", "class_tars", "header")],
+)
+def test_every_planted_fault_gets_its_verdict(
+    tmp_path: Path, layout: str, kind: str, check: str
+) -> None:
+    corpus = glyphs(tmp_path / "a", "--classes=5", f"--layout={layout}", "--faults=2")
+    source = corpus / {"folders": "images", "tars": "tars"}[layout]
+    command = [sys.executable, "data_prep/make_shards.py", "--config"]
+    command += ["configs/data/image_folder.yaml", "source.holdout_fraction=0"]
+    command += [f"source.kind={kind}", f"source.path={source}", f"output={tmp_path / 'out'}"]
+    command += [f"images.check={check}", "images.max_bad_fraction=1"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    ledger = pq.read_table(tmp_path / "out" / "ledger.parquet").to_pylist()
+    status = {row["path"]: row["status"] for row in ledger}
+    with open(corpus / "faults.csv") as file:
+        faults = list(csv.DictReader(file))
+    wrong = {
+        row["path"]: status[row["path"]]
+        for row in faults
+        if status[row["path"]] not in STATUSES[row["expected"]]
+    }
+    assert not wrong
+    planted = {row["path"] for row in faults}
+    assert {s for path, s in status.items() if path not in planted} == {"kept"}
+    assert len(status) == 5 * 10 + len(faults)
 
 
 def test_missing_fonts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
