@@ -1,7 +1,8 @@
-/* One box of a JPEG, decoded without the rest of the image.
+/* One box of a JPEG, decoded without the rest of the image, and resampled row by row.
  *
  * Owns: the calls to libjpeg-turbo, and every check that untrusted bytes need.
- * Leaves out: which images come here and what happens to the others (decoding.py).
+ * Leaves out: resampling (_resample.c); which images come here and what happens to the others
+ * (decoding.py).
  *
  * Rows above the box are entropy-decoded only, rows below are not read at all, and to the left and
  * right only whole blocks that touch the box are transformed. Any complaint of the library, even
@@ -17,6 +18,8 @@
 
 #include <jerror.h>
 
+#include "_resample.h"
+
 #ifndef LIBJPEG_TURBO_VERSION_NUMBER
 #error "libjpeg-turbo is needed: other libjpegs cannot skip scanlines"
 #endif
@@ -25,6 +28,7 @@
 /* Columns beside the box: colours at its edge are interpolated with those of the neighbours. */
 #define MARGIN 2
 #define MAX_ROWS 4 /* libjpeg hands out at most this many rows at once (vertical sampling) */
+#define MAX_SIZE 4096
 #define MAX_SCANS 100 /* progressive files have about 10; each scan visits the whole image */
 
 struct guard {
@@ -39,7 +43,7 @@ struct request {
     unsigned long num_bytes;
     unsigned long max_pixels;
     JDIMENSION left, top, width, height;
-    unsigned char *out; /* height x width x 3; NULL: read the header only */
+    struct resampler *sink; /* takes the rows of the box; NULL: read the header only */
     JDIMENSION image_width, image_height;
 };
 
@@ -90,10 +94,8 @@ static void check_kind(j_decompress_ptr codec, const struct request *request)
 static void read_box(j_decompress_ptr codec, const struct request *request)
 {
     JDIMENSION first, last, span, done = 0, num, i;
-    size_t row_bytes = (size_t)request->width * CHANNELS;
-    unsigned char *out = request->out;
+    size_t row_bytes = (size_t)request->width * CHANNELS, margin;
     JSAMPARRAY rows;
-    size_t margin;
 
     if (request->width < 1 || request->height < 1 || request->left >= codec->image_width ||
         request->top >= codec->image_height ||
@@ -114,19 +116,17 @@ static void read_box(j_decompress_ptr codec, const struct request *request)
     if (first > request->left || margin + row_bytes > (size_t)span * CHANNELS ||
         span != codec->output_width || codec->output_components != CHANNELS)
         refuse((j_common_ptr)codec, "libjpeg cut another box than it was asked for");
-    /* From libjpeg's pool, so that a jump out of it leaks nothing; wide enough for its vectors. */
+    /* From libjpeg's pool, so that a jump out of it leaks nothing; wide enough for all vectors. */
     rows = codec->mem->alloc_sarray((j_common_ptr)codec, JPOOL_IMAGE,
-                                    (span + 64) * CHANNELS, MAX_ROWS);
+                                    span * CHANNELS + 2 * ROW_PADDING, MAX_ROWS);
     if (request->top > 0 && jpeg_skip_scanlines(codec, request->top) != request->top)
         refuse((j_common_ptr)codec, "rows above the box are missing");
     while (done < request->height) {
         num = jpeg_read_scanlines(codec, rows, MAX_ROWS);
         if (num < 1 || num > MAX_ROWS)
             refuse((j_common_ptr)codec, "rows of the box are missing");
-        for (i = 0; i < num && done < request->height; i++, done++) {
-            memcpy(out, rows[i] + margin, row_bytes);
-            out += row_bytes;
-        }
+        for (i = 0; i < num && done < request->height; i++, done++)
+            resampler_take_row(request->sink, (int)done, rows[i] + margin);
     }
 }
 
@@ -155,19 +155,21 @@ static int run(struct request *request, char *text)
     check_kind(&codec, request);
     request->image_width = codec.image_width;
     request->image_height = codec.image_height;
-    if (request->out != NULL)
+    if (request->sink != NULL)
         read_box(&codec, request);
     jpeg_destroy_decompress(&codec); /* frees everything, wherever decoding stands */
     return 0;
 }
 
-static int run_unlocked(struct request *request)
+static int run_unlocked(struct request *request, uint8_t *out)
 {
     char text[JMSG_LENGTH_MAX];
     int failed;
 
     Py_BEGIN_ALLOW_THREADS
     failed = run(request, text);
+    if (!failed && out != NULL)
+        resampler_finish(request->sink, out);
     Py_END_ALLOW_THREADS
     if (failed)
         PyErr_SetString(PyExc_ValueError, text);
@@ -185,29 +187,49 @@ static PyObject *size(PyObject *module, PyObject *arguments)
         return NULL;
     request.data = data.buf;
     request.num_bytes = (unsigned long)data.len;
-    failed = run_unlocked(&request);
+    failed = run_unlocked(&request, NULL);
     PyBuffer_Release(&data);
     if (failed)
         return NULL;
     return Py_BuildValue("II", request.image_width, request.image_height);
 }
 
-static PyObject *decode(PyObject *module, PyObject *arguments)
+static int crop_unlocked(struct request *request, int size, const int *options, uint8_t *out)
+{
+    struct resampler resampler;
+    int failed;
+
+    failed = resampler_open(&resampler, (int)request->width, (int)request->height, size, options[0],
+                            options[1], options[2], options[3]);
+    if (failed)
+        PyErr_NoMemory();
+    else {
+        request->sink = &resampler;
+        failed = run_unlocked(request, out);
+    }
+    resampler_close(&resampler);
+    return failed;
+}
+
+static PyObject *crop(PyObject *module, PyObject *arguments)
 {
     struct request request = {0};
     Py_buffer data, out;
-    Py_ssize_t left, top, width, height;
-    int failed = -1;
+    Py_ssize_t left, top, width, height, size;
+    int options[4], failed = -1; /* cubic, antialias, flip, allow AVX2 */
 
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "y*(nnnn)w*k", &data, &left, &top, &width, &height, &out,
-                          &request.max_pixels))
+    if (!PyArg_ParseTuple(arguments, "y*(nnnn)w*npppkp", &data, &left, &top, &width, &height, &out,
+                          &size, &options[0], &options[1], &options[2], &request.max_pixels,
+                          &options[3]))
         return NULL;
     if (left < 0 || top < 0 || width < 1 || height < 1 || left > JPEG_MAX_DIMENSION ||
         top > JPEG_MAX_DIMENSION || width > JPEG_MAX_DIMENSION || height > JPEG_MAX_DIMENSION)
         PyErr_SetString(PyExc_ValueError, "the box does not lie inside the image");
-    else if (out.len != width * height * CHANNELS)
-        PyErr_SetString(PyExc_ValueError, "the buffer does not have the size of the box");
+    else if (size < 1 || size > MAX_SIZE || (unsigned long)(size * height) > request.max_pixels)
+        PyErr_SetString(PyExc_ValueError, "the output is larger than allowed");
+    else if (out.len != size * size * CHANNELS)
+        PyErr_SetString(PyExc_ValueError, "the buffer does not have the size of the output");
     else {
         request.data = data.buf;
         request.num_bytes = (unsigned long)data.len;
@@ -215,8 +237,7 @@ static PyObject *decode(PyObject *module, PyObject *arguments)
         request.top = (JDIMENSION)top;
         request.width = (JDIMENSION)width;
         request.height = (JDIMENSION)height;
-        request.out = out.buf;
-        failed = run_unlocked(&request);
+        failed = crop_unlocked(&request, (int)size, options, out.buf);
     }
     PyBuffer_Release(&data);
     PyBuffer_Release(&out);
@@ -227,8 +248,9 @@ static PyObject *decode(PyObject *module, PyObject *arguments)
 
 static PyMethodDef methods[] = {
     {"size", size, METH_VARARGS, "size(data, max_pixels) -> (width, height)"},
-    {"decode", decode, METH_VARARGS,
-     "decode(data, (left, top, width, height), out, max_pixels): fills out with RGB rows"},
+    {"crop", crop, METH_VARARGS,
+     "crop(data, (left, top, width, height), out, size, cubic, antialias, flip, max_pixels, "
+     "allow_avx2): fills out with planes of size x size"},
     {NULL, NULL, 0, NULL},
 };
 

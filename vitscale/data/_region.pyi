@@ -1,8 +1,17 @@
-"""Signatures of `_region.c`."""
+"""Signatures of `_region.c`. Both functions raise ValueError on whatever they do not take."""
 
 import numpy as np
 
 def size(data: bytes, max_pixels: int, /) -> tuple[int, int]: ...
-def decode(
-    data: bytes, box: tuple[int, int, int, int], out: np.ndarray, max_pixels: int, /
+def crop(
+    data: bytes,
+    box: tuple[int, int, int, int],
+    out: np.ndarray,
+    size: int,
+    cubic: bool,
+    antialias: bool,
+    flip: bool,
+    max_pixels: int,
+    allow_avx2: bool,
+    /,
 ) -> None: ...
