@@ -70,7 +70,13 @@ def train(run: FinetuneRun) -> None:
                 batch = t.next_batch()
                 seed_step(run.seed, step=step, micro_step=micro_step, rank=t.ranks.rank)
                 logits = t.engine.logits(batch.images)
-                loss = loss_of(logits, batch.labels, run.objective.label_smoothing)
+                loss = loss_of(
+                    logits,
+                    batch.labels,
+                    run.objective.label_smoothing,
+                    other_labels_B=batch.other_labels,
+                    own_shares_B=batch.own_shares,
+                )
                 t.engine.backward(loss)
                 t.engine.step()
                 t.meter.add_loss(loss)

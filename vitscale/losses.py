@@ -1,12 +1,12 @@
 """Classification losses.
 
-Owns: the loss of logits against labels, as the recipes define it.
+Owns: the loss of logits against labels, mixed or not, as the recipes define it.
 Leaves out: how a stage makes logits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,46 @@ import torch.nn.functional as F
 # B batch, C classes
 
 
-def softmax_loss(logits_BC: torch.Tensor, labels_B: torch.Tensor, smoothing: float) -> torch.Tensor:
+class Loss(Protocol):
+    """Scalar, fp32. With mixing, a sample counts as its label to its own share and as the other
+    label to the rest: both losses are linear in the target, so that is mixing the targets."""
+
+    def __call__(
+        self,
+        logits_BC: torch.Tensor,
+        labels_B: torch.Tensor,
+        smoothing: float,
+        /,
+        *,
+        other_labels_B: torch.Tensor | None = None,
+        own_shares_B: torch.Tensor | None = None,
+    ) -> torch.Tensor: ...
+
+
+def softmax_loss(
+    logits_BC: torch.Tensor,
+    labels_B: torch.Tensor,
+    smoothing: float,
+    *,
+    other_labels_B: torch.Tensor | None = None,
+    own_shares_B: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Mean cross-entropy, label smoothing as in Szegedy et al. 2016, sec. 7. Scalar, fp32."""
-    return F.cross_entropy(logits_BC.float(), labels_B, label_smoothing=smoothing)
+    if other_labels_B is None:
+        return F.cross_entropy(logits_BC.float(), labels_B, label_smoothing=smoothing)
+    log_BC = F.log_softmax(logits_BC.float(), dim=1)
+    labelled_B = _at_labels(log_BC, labels_B, other_labels_B, own_shares_B)
+    return -((1 - smoothing) * labelled_B + smoothing * log_BC.mean(dim=1)).mean()
 
 
-def sigmoid_loss(logits_BC: torch.Tensor, labels_B: torch.Tensor, smoothing: float) -> torch.Tensor:
+def sigmoid_loss(
+    logits_BC: torch.Tensor,
+    labels_B: torch.Tensor,
+    smoothing: float,
+    *,
+    other_labels_B: torch.Tensor | None = None,
+    own_shares_B: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Binary cross-entropy SUMMED over classes, then averaged over the batch. Scalar, fp32.
 
     PyTorch's mean over classes would divide gradients by their number: at 21,843 classes a
@@ -30,11 +64,26 @@ def sigmoid_loss(logits_BC: torch.Tensor, labels_B: torch.Tensor, smoothing: flo
     """
     assert smoothing == 0.0, "refused by the configuration check"
     logits_BC = logits_BC.float()
-    labelled_B = logits_BC.gather(1, labels_B[:, None])[:, 0]
+    labelled_B = _at_labels(logits_BC, labels_B, other_labels_B, own_shares_B)
     return (F.softplus(logits_BC).sum(dim=1) - labelled_B).mean()
 
 
-LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]] = {
+def _at_labels(
+    values_BC: torch.Tensor,
+    labels_B: torch.Tensor,
+    other_labels_B: torch.Tensor | None,
+    own_shares_B: torch.Tensor | None,
+) -> torch.Tensor:
+    """Each row's value at its label; with mixing the mean over both labels, weighted by shares."""
+    own_B = values_BC.gather(1, labels_B[:, None])[:, 0]
+    if other_labels_B is None:
+        return own_B
+    assert own_shares_B is not None
+    other_B = values_BC.gather(1, other_labels_B[:, None])[:, 0]
+    return own_shares_B * own_B + (1 - own_shares_B) * other_B
+
+
+LOSSES: dict[str, Loss] = {
     "softmax": softmax_loss,
     "sigmoid": sigmoid_loss,
 }

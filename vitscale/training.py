@@ -21,6 +21,7 @@ from vitscale.checkpoint.store import Checkpoint, CheckpointStore, run_folder_lo
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.loader import Batch, evaluation_batches, open_loader, training_batches
+from vitscale.data.mixing import mix_batch
 from vitscale.data.order import stream_key
 from vitscale.data.training_set import TrainingSet, open_training_set
 from vitscale.distributed import Ranks, StopRequest, agree_no_error, process_group
@@ -44,7 +45,7 @@ def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
     torch.manual_seed(stream_key("step", seed, step, micro_step, rank) >> 1)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Training:
     """An opened run. Every method is collective."""
 
@@ -63,13 +64,30 @@ class Training:
     batches: Iterator[Batch]
     start_step: int
     description: dict[str, Any]
+    num_batches: int = 0
+    """Micro-batches of this rank since the start."""
 
     def next_batch(self) -> Batch:
         """The next micro-batch of this rank, on the device."""
         start = time.perf_counter()
         batch = next(self.batches)
         self.meter.add_images(len(batch.labels), wait_s=time.perf_counter() - start)
-        return batch.to(self.ranks.device)
+        on_device = batch.to(self.ranks.device)
+        if self.run.data.mixing is not None:
+            on_device = self._mixed(on_device)
+        self.num_batches += 1
+        return on_device
+
+    def _mixed(self, batch: Batch) -> Batch:
+        plan, ranks = self.plan, self.ranks
+        step = self.start_step + self.num_batches // plan.accumulation
+        micro_step = self.num_batches % plan.accumulation
+        share = ranks.world_size * plan.micro_batch
+        first = step * plan.global_batch + micro_step * share + ranks.rank * plan.micro_batch
+        assert self.run.data.mixing is not None
+        return mix_batch(
+            batch, self.run.data.mixing, seed=self.run.seed, step=step, first_position=first
+        )
 
     def is_last(self, step: int) -> bool:
         return step == self.plan.total_steps

@@ -16,4 +16,10 @@ from vitscale.optim.settings import ObjectiveSettings
 def supervised_loss(engine: Engine, batch: Batch, settings: ObjectiveSettings) -> torch.Tensor:
     """Mean loss over one micro-batch of this rank; scalar."""
     logits_BC = engine.logits(batch.images)
-    return LOSSES[settings.loss](logits_BC, batch.labels, settings.label_smoothing)
+    return LOSSES[settings.loss](
+        logits_BC,
+        batch.labels,
+        settings.label_smoothing,
+        other_labels_B=batch.other_labels,
+        own_shares_B=batch.own_shares,
+    )

@@ -15,7 +15,7 @@ from vitscale.data.training_set import open_training_set
 
 GLOBAL_BATCH, STEPS = 24, 6
 RANKS, WORKERS = (1, 2, 3, 4, 8), (0, 1, 2, 3)
-# One set; or two, in two views, a part of the one and a class of the other.
+# One set; or two, in two views, a part of the one and a class of the other, augmented.
 SETS = {
     "plain": {},
     "mixed": {"views": 2, "first_percent": 80, "share": 0.3, "only_classes": ["dog"]},
@@ -38,6 +38,10 @@ def settings(folders: tuple[Path, Path], which: str, *, num_workers: int) -> Dat
         values |= {name: options[name] for name in ("views", "first_percent")}
         second = {name: options[name] for name in ("share", "only_classes")}
         values["mixture"] = [{"path": str(folders[1]), **second}]
+        values["augment"] = {
+            "randaugment": {"magnitude": 9, "policy": "timm"},
+            "erasing": {"probability": 0.5, "mode": "pixel"},
+        }
     return DataSettings.model_validate(values)
 
 

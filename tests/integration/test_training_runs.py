@@ -154,8 +154,11 @@ def test_finished_run_repeated_changes_nothing(undisturbed: Finished) -> None:
 def test_checkpoint_resumes_on_another_number_of_ranks(
     undisturbed: Finished, tmp_path: Path
 ) -> None:
-    """Without dropout, which is drawn per rank, one rank goes on where two stopped."""
+    """Without dropout, which is drawn per rank, one rank goes on where two stopped; with images
+    augmented and mixed, which is not."""
     still = ["model.dropout=0", "model.drop_path=0", "tracking.eval_every_steps=null"]
+    still += ["data.augment.randaugment.magnitude=10", "data.augment.erasing.probability=0.25"]
+    still += ["data.mixing.mixup_alpha=0.8", "data.mixing.cutmix_alpha=1", "data.mixing.mode=pair"]
     losses = {}
     for name, split in (("two", None), ("moved", 28)):
         folder = tmp_path / name

@@ -41,6 +41,10 @@ class Batch:
     """int64 [B]"""
     weights: torch.Tensor
     """float32 [B]: 1 for a sample, 0 for the padding of an evaluation's last batch."""
+    other_labels: torch.Tensor | None = None
+    """int64 [B], with mixing: labels of the images mixed in."""
+    own_shares: torch.Tensor | None = None
+    """float32 [B], with mixing: how much of each image is its own."""
 
     def to(self, device: torch.device) -> Batch:
         return Batch(

@@ -51,6 +51,19 @@ class AugmentSettings(Section):
     erasing: ErasingSettings | None = None
 
 
+class MixingSettings(Section):
+    """Mixup and CutMix of neighbours in the order of training; needs an even micro-batch."""
+
+    mixup_alpha: float | None = Field(default=None, gt=0)
+    """Shares are drawn from Beta(alpha, alpha); null: no mixup. AugReg .2 to .8, DeiT .8."""
+    cutmix_alpha: float | None = Field(default=None, gt=0)
+    """The same for the share of the area; null: no CutMix. DeiT 1."""
+    switch_probability: float = Field(default=0.5, ge=0, le=1)
+    """With both: how often CutMix."""
+    mode: Literal["batch", "pair"] = "batch"
+    """batch: one draw for a whole global batch, as in AugReg. pair: one for each two images."""
+
+
 class TrainingShards(Section):
     """One set of shards, or a part of it."""
 
@@ -96,6 +109,7 @@ class DataSettings(TrainingShards):
     antialias: bool = False
     """False as in tf.image.resize, which the ViT and AugReg recipes used."""
     augment: AugmentSettings = AugmentSettings()
+    mixing: MixingSettings | None = None
     eval_resize: Literal["squash", "center_crop"] = "squash"
     """squash: whole image to a square (ViT paper's code). center_crop: short side, then centre."""
     eval_crop_fraction: float = Field(default=0.875, gt=0, le=1)
@@ -105,8 +119,11 @@ class DataSettings(TrainingShards):
     """0.5 / 0.5 maps pixels to [-1, 1], as the ViT paper's code does; DeiT uses ImageNet's."""
 
 
-def augment_problems(augment: AugmentSettings) -> Iterator[tuple[str, str]]:
-    """Settings of augmentations that exclude each other."""
+def augment_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
+    """Settings of augmentations that exclude each other or do nothing."""
+    augment, mixing = data.augment, data.mixing
+    if mixing is not None and mixing.mixup_alpha is None and mixing.cutmix_alpha is None:
+        yield ("data.mixing", "mixes nothing; give mixup_alpha or cutmix_alpha, or set it to null")
     key, policy = "data.augment", augment.randaugment
     if augment.three_augment and policy is not None:
         yield (f"{key}.three_augment", "replaces RandAugment; remove one of the two")

@@ -156,7 +156,7 @@ class Engine:
         return getattr(self._engine.optimizer, "optimizer", self._engine.optimizer)
 
     def logits(self, images_B3SS: torch.Tensor) -> torch.Tensor:
-        """uint8 images [B, 3, S, S] on the device -> logits [B, classes]."""
+        """Images [B, 3, S, S] on the device, uint8 or mixed float 0..255 -> logits [B, classes]."""
         x_B3SS = torch.addcmul(self._shift_3HW, images_B3SS.float(), self._scale_3HW)
         return self._engine(x_B3SS if self._stage == 0 else x_B3SS.to(self.dtype))
 

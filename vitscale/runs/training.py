@@ -55,7 +55,7 @@ class TrainingRun(Run):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from model_problems(self.model)
-        yield from augment_problems(self.data.augment)
+        yield from augment_problems(self.data)
         yield from _section_problems(self)
         yield from launch_problems(self.launch)
 
@@ -123,8 +123,9 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
     """Derive micro-batch, accumulation and steps.
 
     The micro-batch is the largest that fits `engine.max_micro_batch` and divides the ranks' share,
-    so a changed number of GPUs keeps the optimisation identical.
-    Raises UserError when the ranks do not divide the global batch, or the warm-up eats the run.
+    so a changed number of GPUs keeps the optimisation identical. With mixing it is even.
+    Raises UserError when the ranks do not divide the global batch, no micro-batch is even though
+    images are mixed two by two, or the warm-up eats the run.
     """
     batch = run.data.global_batch
     if batch % world_size:
@@ -138,7 +139,19 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
         )
     share = batch // world_size
     largest = min(share, run.engine.max_micro_batch)
-    micro = max(size for size in range(1, largest + 1) if share % size == 0)
+    mixing = run.data.mixing is not None
+    divisors = [size for size in range(1, largest + 1) if share % size == 0]
+    usable = [size for size in divisors if not mixing or size % 2 == 0]
+    if not usable:
+        raise UserError(
+            f"mixes neighbours two by two, but no even micro-batch divides the {share} images of "
+            f"each of {world_size} ranks (engine.max_micro_batch={run.engine.max_micro_batch})",
+            where="data.mixing",
+            allowed=f"data.global_batch: multiples of {2 * world_size}; engine.max_micro_batch: "
+            "at least 2",
+            next_step="change one of these, or set data.mixing=null",
+        )
+    micro = max(usable)
     if run.schedule.steps is not None:
         total = run.schedule.steps
     else:

@@ -19,6 +19,7 @@ from vitscale.data.order import CounterRandom
 from vitscale.data.settings import (
     AugmentSettings,
     ColorJitterSettings,
+    DataSettings,
     ErasingSettings,
     RandAugmentSettings,
     augment_problems,
@@ -355,6 +356,10 @@ def test_noise_of_erasing_is_normal() -> None:
 # ---- settings ------------------------------------------------------------------------------------
 
 
+def data_with(augment: AugmentSettings) -> DataSettings:
+    return DataSettings(path="shards", global_batch=8, augment=augment)
+
+
 def test_conflicts_are_named() -> None:
     jitter = ColorJitterSettings(hue=0.1)
     timm_15 = RandAugmentSettings(magnitude=15, policy="timm")
@@ -362,14 +367,15 @@ def test_conflicts_are_named() -> None:
     wrong = AugmentSettings(
         randaugment=timm_15, three_augment=True, color_jitter=jitter, erasing=box
     )
-    assert {key for key, _ in augment_problems(wrong)} == {
+    assert {key for key, _ in augment_problems(data_with(wrong))} == {
         "data.augment.three_augment",
         "data.augment.color_jitter",
         "data.augment.randaugment.magnitude",
         "data.augment.erasing.area",
     }
     spread = AugmentSettings(randaugment=RandAugmentSettings(magnitude_std=0.5))
-    assert [key for key, _ in augment_problems(spread)] == [
+    assert [key for key, _ in augment_problems(data_with(spread))] == [
         "data.augment.randaugment.magnitude_std"
     ]
-    assert not list(augment_problems(EVERYTHING)) and not list(augment_problems(AugmentSettings()))
+    for fine in (EVERYTHING, AugmentSettings()):
+        assert not list(augment_problems(data_with(fine)))

@@ -1,0 +1,124 @@
+"""Mixup and CutMix of a micro-batch on its device.
+
+Owns: who is mixed with whom, how much, and the mixed images.
+Leaves out: the loss of mixed labels (`vitscale.losses`).
+
+Partners are neighbours in the order of training, positions 2i and 2i + 1, which lie in one
+micro-batch on every layout as long as it is even. What is drawn depends on the seed and the step
+(or pair) alone. So any number of ranks and accumulated micro-batches gives the same mixed images.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from vitscale.data.loader import Batch
+from vitscale.data.order import CounterRandom, stream_key
+from vitscale.data.settings import MixingSettings
+
+# B batch, P pairs: B = 2 P
+
+
+@dataclass(frozen=True, slots=True)
+class Blend:
+    """How the two images of a pair are mixed; each keeps `share` of itself."""
+
+    share: float
+    box: tuple[int, int, int, int] | None = None
+    """(top, left, bottom, right) of what is taken from the partner; None: all pixels are mixed."""
+
+
+def mix_batch(
+    batch: Batch, settings: MixingSettings, *, seed: int, step: int, first_position: int
+) -> Batch:
+    """The batch with images mixed, float32 0..255, and labels as `vitscale.losses` takes them.
+
+    first_position: of the batch's first sample in training; even.
+    """
+    num, _, size, _ = batch.images.shape
+    assert num % 2 == 0 and first_position % 2 == 0, "refused by the training plan"
+    if settings.mode == "batch":
+        blends = [draw_blend(settings, stream_key("mix", seed, step), image_size=size)]
+    else:
+        first = first_position // 2
+        keys = [stream_key("mix pair", seed, pair) for pair in range(first, first + num // 2)]
+        blends = [draw_blend(settings, key, image_size=size) for key in keys]
+    shares = torch.tensor([blend.share for blend in blends]).expand(num // 2)
+    return replace(
+        batch,
+        images=mix_images(batch.images, blends),
+        other_labels=batch.labels.view(-1, 2).flip(1).flatten(),
+        own_shares=shares.repeat_interleave(2).to(batch.images.device, non_blocking=True),
+    )
+
+
+def draw_blend(settings: MixingSettings, key: int, *, image_size: int) -> Blend:
+    """Mixup or CutMix, and how much: a function of `key`."""
+    random = CounterRandom(key)
+    mixup, cutmix = settings.mixup_alpha, settings.cutmix_alpha
+    switched = random.uniform() < settings.switch_probability
+    if mixup is not None and (cutmix is None or not switched):
+        share = symmetric_beta(mixup, random)
+        # The larger share, as in AugReg. Both images of a pair come, each as the main one once, so
+        # the other choice gives the same two images.
+        return Blend(max(share, 1 - share))
+    assert cutmix is not None
+    return cutmix_box(symmetric_beta(cutmix, random), random, image_size=image_size)
+
+
+def cutmix_box(share: float, random: CounterRandom, *, image_size: int) -> Blend:
+    """A square around any pixel, cut off at the border; the share is that of the true area.
+
+    Source: Yun et al. 2019, eq. 2; rounding as in timm.
+    """
+    side = int(image_size * math.sqrt(1 - share))
+    y, x = (int(random.uniform() * image_size) for _ in range(2))
+    top, bottom = max(y - side // 2, 0), min(y + (side + 1) // 2, image_size)
+    left, right = max(x - side // 2, 0), min(x + (side + 1) // 2, image_size)
+    area = (bottom - top) * (right - left)
+    return Blend(1 - area / image_size**2, (top, left, bottom, right))
+
+
+def mix_images(images_B3SS: torch.Tensor, blends: list[Blend]) -> torch.Tensor:
+    """Each image with its neighbour, float32 in the images' own units; nothing is rounded.
+
+    blends: one for each pair, or one for all.
+    """
+    own_P23SS = images_B3SS.float().unflatten(0, (-1, 2))
+    other_P23SS = own_P23SS.flip(1)
+    device, size = images_B3SS.device, images_B3SS.shape[-1]
+    keep_P1111 = torch.tensor([blend.share for blend in blends]).view(-1, 1, 1, 1, 1)
+    if any(blend.box is not None for blend in blends):
+        keep = keep_P1111.repeat(1, 1, 1, size, size)
+        for blend, keep_11SS in zip(blends, keep, strict=True):
+            if blend.box is not None:
+                top, left, bottom, right = blend.box
+                keep_11SS[:] = 1.0
+                keep_11SS[..., top:bottom, left:right] = 0.0
+    else:
+        keep = keep_P1111
+    # Exact at weights 0 and 1, so CutMix leaves pixels as they are.
+    mixed = torch.lerp(other_P23SS, own_P23SS, keep.to(device, non_blocking=True))
+    return mixed.flatten(0, 1)
+
+
+def symmetric_beta(alpha: float, random: CounterRandom) -> float:
+    """A number from Beta(alpha, alpha), exactly distributed.
+
+    Below 1 by Joehnk 1964, in logarithms since powers of 1 / alpha underflow; from 1 on by
+    Ulrich 1984. Source of both: Devroye 1986, ch. IX.3 and IX.4.
+    """
+    if alpha >= 1:
+        u, v = random.uniform(), random.uniform()
+        radius = math.sqrt(1 - u ** (2 / (2 * alpha - 1)))
+        return (1 + radius * math.cos(2 * math.pi * v)) / 2
+    while True:
+        x = math.log(1 - random.uniform()) / alpha
+        y = math.log(1 - random.uniform()) / alpha
+        if math.exp(x) + math.exp(y) <= 1:
+            # exp(x) / (exp(x) + exp(y)), written so that neither overflows.
+            odds = math.exp(-abs(x - y))
+            return 1 / (1 + odds) if x >= y else odds / (1 + odds)
