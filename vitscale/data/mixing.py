@@ -87,22 +87,21 @@ def mix_images(images_B3SS: torch.Tensor, blends: list[Blend]) -> torch.Tensor:
 
     blends: one for each pair, or one for all.
     """
-    own_P23SS = images_B3SS.float().unflatten(0, (-1, 2))
-    other_P23SS = own_P23SS.flip(1)
     device, size = images_B3SS.device, images_B3SS.shape[-1]
-    keep_P1111 = torch.tensor([blend.share for blend in blends]).view(-1, 1, 1, 1, 1)
-    if any(blend.box is not None for blend in blends):
-        keep = keep_P1111.repeat(1, 1, 1, size, size)
-        for blend, keep_11SS in zip(blends, keep, strict=True):
-            if blend.box is not None:
-                top, left, bottom, right = blend.box
-                keep_11SS[:] = 1.0
-                keep_11SS[..., top:bottom, left:right] = 0.0
-    else:
-        keep = keep_P1111
+    keep_P = torch.tensor([1.0 if blend.box else blend.share for blend in blends], device=device)
+    keep_P11SS = keep_P.view(-1, 1, 1, 1, 1)
+    if any(blend.box for blend in blends):
+        # On the device: a mask for every pair would be long to copy.
+        boxes_P4 = torch.tensor([blend.box or (0, 0, 0, 0) for blend in blends], device=device)
+        top, left, bottom, right = boxes_P4[:, :, None].unbind(1)
+        line_S = torch.arange(size, device=device)
+        rows_PS = (line_S >= top) & (line_S < bottom)
+        columns_PS = (line_S >= left) & (line_S < right)
+        cut_PSS = rows_PS[:, :, None] & columns_PS[:, None, :]
+        keep_P11SS = keep_P11SS * ~cut_PSS[:, None, None]
+    own_P23SS = images_B3SS.float().unflatten(0, (-1, 2))
     # Exact at weights 0 and 1, so CutMix leaves pixels as they are.
-    mixed = torch.lerp(other_P23SS, own_P23SS, keep.to(device, non_blocking=True))
-    return mixed.flatten(0, 1)
+    return torch.lerp(own_P23SS.flip(1), own_P23SS, keep_P11SS).flatten(0, 1)
 
 
 def symmetric_beta(alpha: float, random: CounterRandom) -> float:
