@@ -19,7 +19,7 @@ from data_prep.preparation import Preparation
 from data_prep.row_tables import RUN_ROWS, bucket, num_buckets, rows_table, write_table
 
 # Containers listed in one unit: class folders and tars of hundreds of images each.
-CONTAINERS_PER_UNIT = 16
+CONTAINERS_PER_UNIT = 64
 LISTING_MODULUS = 1 << 128
 
 

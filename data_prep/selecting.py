@@ -94,7 +94,7 @@ def survey(p: Preparation, unit: str) -> None:
                 hashes[i] = judged.content_hash
                 descriptors[i] = describe(judged.content).tobytes() if needs_looks else None
         p.advance(1)
-    details = _overlaps(p, reasons, descriptors)
+    details = _overlaps(p, reasons, hashes, descriptors)
     table = pa.table(
         {
             "rank": pa.array(row_ranks(rows, number=number)),
@@ -109,7 +109,10 @@ def survey(p: Preparation, unit: str) -> None:
 
 
 def _overlaps(
-    p: Preparation, reasons: list[str | None], descriptors: list[bytes | None]
+    p: Preparation,
+    reasons: list[str | None],
+    hashes: list[bytes | None],
+    descriptors: list[bytes | None],
 ) -> list[str | None]:
     """Turn away what looks like an evaluation image; returns which one it looks like."""
     details: list[str | None] = [None] * len(reasons)
@@ -123,7 +126,7 @@ def _overlaps(
     for i, match in zip(described, index.match(np.frombuffer(raw, DESCRIPTOR)), strict=True):
         if match >= 0:
             reasons[i], details[i] = "in_evaluation_set", index.names[match]
-            descriptors[i] = None
+            hashes[i] = descriptors[i] = None
     return details
 
 
@@ -181,7 +184,9 @@ def select(p: Preparation, unit: str) -> None:
             where="selection.min_images_per_class" if found else "source.path",
             next_step="look at the source, or ask for less",
         )
-    classes = p.labels.label_map(kept)
+    # The numbers that a source gives are labels already: 2 comes before 10.
+    numbers = p.run.source.kind in ("webdataset", "parquet", "path_table")
+    classes = p.labels.label_map(kept, keep_numbers=numbers)
     label_of = {name: label for label, name in reversed(list(enumerate(classes)))}
     taken = _held_out_counts(p, kept)
     p.put_result(

@@ -92,13 +92,14 @@ def _write_images(
                 examples.setdefault(judged.reason, []).append(printable(os.fsdecode(place.path)))
             outcomes.append(_outcome(judged, key=key, label=label, offset=offset))
             p.advance(1)
-    # One shard alone can show that the corpus has too many; the end counts them all.
-    check_bad_fraction(
-        reasons,
-        examples,
-        num_judged=num_inputs(p),
-        max_bad_fraction=p.run.images.max_bad_fraction,
-    )
+    if reasons:
+        # One shard alone can show that the corpus has too many; the end counts them all.
+        check_bad_fraction(
+            reasons,
+            examples,
+            num_judged=num_inputs(p),
+            max_bad_fraction=p.run.images.max_bad_fraction,
+        )
     return outcomes
 
 

@@ -21,6 +21,7 @@ import blake3
 BLOCK = tarfile.BLOCKSIZE
 NAME_BYTES, SIZE_FIELD, SUM_FIELD = 100, slice(124, 136), slice(148, 156)
 MAX_MEMBER_BYTES = 8**11
+FLUSH_BYTES = 16 << 20
 # Two headers, one block for the label, half a block of padding on average.
 SAMPLE_OVERHEAD = 3 * BLOCK + BLOCK // 2
 
@@ -55,7 +56,7 @@ class TarShard:
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         self._digest = blake3.blake3()
-        self.num_bytes = 0
+        self.num_bytes = self._flushed = 0
 
     def __enter__(self) -> TarShard:
         return self
@@ -96,3 +97,9 @@ class TarShard:
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 rest = rest[count:]
         self.num_bytes += num_bytes
+        if self.num_bytes - self._flushed > FLUSH_BYTES:
+            # Let the disk begin, so that little is left to wait for at the end.
+            os.posix_fadvise(
+                self._file, self._flushed, self.num_bytes - self._flushed, os.POSIX_FADV_DONTNEED
+            )
+            self._flushed = self.num_bytes

@@ -24,7 +24,8 @@ HEARTBEAT_S = 5.0
 # A claim on another machine counts as dead when its heartbeat is this old on the file system's own
 # clock; caching of attributes on network file systems stays well below.
 DEAD_AFTER_S = 60.0
-POLL_S = 0.25
+# Waiting for others starts short, since most waits are, and grows.
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.005, 1.0
 
 
 class WorkFolder:
@@ -60,6 +61,7 @@ class WorkFolder:
         """
         order = [*units[start % max(1, len(units)) :], *units[: start % max(1, len(units))]]
         waiting = [unit for unit in order if not is_done(unit)]
+        pause = FIRST_WAIT_S
         while waiting:
             progressed = False
             for unit in waiting:
@@ -73,7 +75,8 @@ class WorkFolder:
             if waiting and not progressed:
                 if not self.path.exists() and not is_done(waiting[0]):
                     raise given_up(self.path)
-                time.sleep(POLL_S)
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_WAIT_S)
 
     @contextmanager
     def _claim(self, unit: str) -> Iterator[bool]:

@@ -5,83 +5,30 @@ from __future__ import annotations
 import io
 import json
 import os
-import random
 import shutil
-import signal
 import struct
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
 
 import blake3
-import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import webdataset
 from PIL import Image
 
+from tests.image_corpus import (
+    REPOSITORY,
+    command,
+    contents,
+    corpus,
+    encoded,
+    ledger,
+    make_shards,
+)
 from vitscale.data.index import read_manifest, read_split
-
-REPOSITORY = Path(__file__).parents[2]
-CONFIG = "configs/data/image_folder.yaml"
-
-
-def encoded(format: str, *, seed: int, side: int = 16) -> bytes:
-    pixels = np.random.default_rng(seed).integers(0, 255, (side, side, 3), dtype=np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, format=format)
-    return file.getvalue()
-
-
-def corpus(root: Path, *, num: int = 12, order_seed: int = 0, side: int = 16) -> Path:
-    """Two classes of `num` images each, created in an order that a seed decides."""
-    formats = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
-    names = [
-        (f"{name}/{i:03d}.{suffix}", formats[suffix], 100 * label + i)
-        for label, name in enumerate(("cat", "dog"))
-        for i in range(num)
-        for suffix in [list(formats)[i % 3]]
-    ]
-    random.Random(order_seed).shuffle(names)
-    for name, format, seed in names:
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(encoded(format, seed=seed, side=side))
-        os.utime(path, (order_seed + 1, order_seed + 1))
-    return root
-
-
-def command(source: Path, output: Path, *options: str) -> list[str]:
-    return [
-        sys.executable,
-        "data_prep/make_shards.py",
-        "--config",
-        CONFIG,
-        f"source.path={source}",
-        f"output={output}",
-        *options,
-    ]
-
-
-def make_shards(source: Path, output: Path, *options: str, rc: int = 0) -> str:
-    done = subprocess.run(
-        command(source, output, *options), cwd=REPOSITORY, capture_output=True, text=True
-    )
-    text = done.stdout + done.stderr
-    assert done.returncode == rc, text
-    assert "Traceback" not in text
-    return text
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def ledger(folder: Path) -> dict[str, dict[str, object]]:
-    return {row["path"]: row for row in pq.read_table(folder / "ledger.parquet").to_pylist()}
 
 
 @pytest.fixture(scope="module")
@@ -324,136 +271,6 @@ def test_sources_that_cannot_be_used_are_refused_in_one_message(
     text = make_shards(source, tmp_path / "shards", "images.max_bad_fraction=0.1", rc=2)
     assert message in text
     assert not (tmp_path / "shards").exists()
-
-
-def test_killed_at_any_moment_it_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:
-    source = corpus(tmp_path / "images", num=100, side=96)
-    many_shards = "shards.min_shards=10"
-    make_shards(source, tmp_path / "whole", many_shards)
-    half, folder = tmp_path / "half", tmp_path / ".half.preparing"
-    finished: set[str] = set()
-    # Killed once in each phase: after it made its first file. What it made stays as it is.
-    for made in ("runs/*.arrow", "buckets/*.arrow", "results/plan.json", "results/shard-*.json"):
-        process = subprocess.Popen(
-            command(source, half, many_shards),
-            cwd=REPOSITORY,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        deadline = time.monotonic() + 60
-        while not list(folder.glob(made)):
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.001)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        assert folder.exists() and not half.exists()
-        results = {path.name for path in (folder / "results").iterdir()}
-        assert results >= finished
-        finished = results
-    times = {path: path.stat().st_mtime_ns for path in (folder / "tars").glob("*.tar")}
-    done = {path for path in times if f"shard-{path.stem}.json" in finished}
-    assert done
-    make_shards(source, half, many_shards)
-    assert contents(half) == contents(tmp_path / "whole")
-    assert {(half / path.name).stat().st_mtime_ns for path in done} == {times[p] for p in done}
-    assert not folder.exists()
-
-
-def test_a_stop_signal_ends_it_with_the_code_for_going_on(tmp_path: Path) -> None:
-    source = corpus(tmp_path / "images", num=100, side=96)
-    process = subprocess.Popen(
-        command(source, tmp_path / "shards"), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
-    )
-    while not (tmp_path / ".shards.preparing" / "results" / "buckets.json").exists():
-        assert process.poll() is None
-        time.sleep(0.001)
-    process.send_signal(signal.SIGTERM)
-    text = process.communicate(timeout=30)[0]
-    assert process.returncode == 75 and "run the same command again" in text
-    make_shards(source, tmp_path / "shards")
-
-
-def test_several_commands_at_once_share_the_work_and_give_the_same_bytes(
-    made: tuple[Path, Path, str], tmp_path: Path
-) -> None:
-    source, shards, _ = made
-    running = [
-        subprocess.Popen(
-            command(source, tmp_path / "shared", "shards.min_shards=2", "launch.num_tasks=3"),
-            cwd=REPOSITORY,
-            env=os.environ | {"SLURM_ARRAY_TASK_ID": str(task)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for task in range(3)
-    ]
-    texts = [process.communicate(timeout=120)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0, 0], texts
-    assert contents(tmp_path / "shared") == contents(shards)
-
-
-def test_work_begun_with_other_settings_is_not_gone_on_with(tmp_path: Path) -> None:
-    source = corpus(tmp_path / "images")
-    folder = tmp_path / ".shards.preparing"
-    folder.mkdir()
-    (folder / "settings.json").write_text("{}")
-    text = make_shards(source, tmp_path / "shards", rc=2)
-    assert "was begun with other settings" in text and "next:" in text
-    assert (folder / "settings.json").read_text() == "{}"
-
-
-@pytest.mark.parametrize("change", ["content", "added", "removed"])
-def test_a_source_that_changes_meanwhile_is_refused(change: str, tmp_path: Path) -> None:
-    source = corpus(tmp_path / "images", num=100, side=96)
-    process = subprocess.Popen(
-        command(source, tmp_path / "shards"),
-        cwd=REPOSITORY,
-        stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    while not (tmp_path / ".shards.preparing" / "results" / "buckets.json").exists():
-        assert process.poll() is None
-        time.sleep(0.001)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    victim = source / "cat" / "003.jpg"
-    if change == "content":
-        victim.write_bytes(victim.read_bytes()[:-1] + b"x")
-    elif change == "removed":
-        victim.unlink()
-    else:
-        (source / "cat" / "new.jpg").write_bytes(victim.read_bytes())
-    text = make_shards(source, tmp_path / "shards", rc=2)
-    assert "changed while the shards were made" in text and "next:" in text
-    assert [path.name for path in tmp_path.iterdir()] == ["images"]
-
-
-def test_a_full_disk_is_one_message_and_no_half_file_has_a_final_name(
-    small_disk: Path, tmp_path: Path
-) -> None:
-    source = corpus(tmp_path / "images", num=60, side=96)
-    text = make_shards(source, small_disk / "shards", rc=2)
-    assert "MiB are free" in text and "next: free space" in text
-    assert not (small_disk / "shards").exists()
-
-
-def test_a_write_error_half_way_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
-    source = corpus(tmp_path / "images", num=60, side=96)
-    limited = (
-        "import os, resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
-        f"os.execv({sys.executable!r}, {command(source, tmp_path / 'shards')!r})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", limited], cwd=REPOSITORY, capture_output=True, text=True
-    )
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert "cannot be written (File too large)" in done.stderr
-    assert "run the same command again" in done.stderr
-    assert not (tmp_path / "shards").exists()
-    assert not list((tmp_path / ".shards.preparing" / "tars").glob("train-*"))
-    make_shards(source, tmp_path / "shards")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
 
 
 def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path: Path) -> None:
