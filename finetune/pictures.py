@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from vitscale.data.index import SplitIndex
-from vitscale.data.loader import EvaluationSamples
+from vitscale.data.samples import EvaluationSamples
 from vitscale.data.settings import DataSettings
 from vitscale.engine.engine import Engine
 
@@ -30,7 +30,9 @@ def predictions_sheet(
     count = min(SHEET_ROWS * SHEET_COLUMNS, index.num_samples)
     chosen = torch.linspace(0, index.num_samples - 1, count).long().tolist()
     samples = EvaluationSamples(index, settings=settings, image_size=image_size)
-    images = torch.stack([samples[sample][0] for sample in chosen])
+    images = torch.empty(count, 3, image_size, image_size, dtype=torch.uint8)
+    for row, sample in zip(images, chosen, strict=True):
+        samples.fill(sample, row)
     engine.eval()
     predicted = engine.logits(images.to(engine.ranks.device)).argmax(dim=1).tolist()
     engine.train()

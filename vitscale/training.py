@@ -19,12 +19,21 @@ from torch import nn
 from vitscale.atomic_files import write_text
 from vitscale.checkpoint.store import Checkpoint, CheckpointStore, run_folder_lock
 from vitscale.config.loader import run_to_yaml
+from vitscale.data.decoding import resolve_decoder
 from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.loader import Batch, evaluation_batches, open_loader, training_batches
 from vitscale.data.mixing import mix_batch
 from vitscale.data.order import stream_key
+from vitscale.data.samples import Unreadable
 from vitscale.data.training_set import TrainingSet, open_training_set
-from vitscale.distributed import Ranks, StopRequest, agree_no_error, process_group
+from vitscale.distributed import (
+    Ranks,
+    StopRequest,
+    agree_no_error,
+    gather_objects,
+    process_group,
+    sum_over_ranks,
+)
 from vitscale.engine.engine import Engine, deepspeed_config, resolve_precision
 from vitscale.errors import UserError
 from vitscale.evaluation import evaluate
@@ -37,6 +46,7 @@ from vitscale.speed import IntervalMeter, peak_flops
 from vitscale.tracking.console import ProgressLine
 from vitscale.tracking.tracker import Tracker
 
+UNREADABLE_SHOWN = 10
 InitialModel = Callable[[Architecture], nn.Module]
 
 
@@ -64,6 +74,10 @@ class Training:
     batches: Iterator[Batch]
     start_step: int
     description: dict[str, Any]
+    unreadable: list[Unreadable]
+    """On this rank, since the start."""
+    unreadable_told: int = 0
+    """How many of all ranks were in the log already."""
     num_batches: int = 0
     """Micro-batches of this rank since the start."""
 
@@ -71,6 +85,7 @@ class Training:
         """The next micro-batch of this rank, on the device."""
         start = time.perf_counter()
         batch = next(self.batches)
+        self.unreadable.extend(batch.unreadable)
         self.meter.add_images(len(batch.labels), wait_s=time.perf_counter() - start)
         on_device = batch.to(self.ranks.device)
         if self.run.data.mixing is not None:
@@ -105,6 +120,7 @@ class Training:
 
     def log_interval(self, step: int, *, lr: float) -> None:
         """Write the figures since the last log line. Raises UserError when training diverged."""
+        self._check_unreadable(step)
         figures = self.meter.read()
         loss, speed = figures["train/loss"], figures["perf/images_per_s"]
         figures |= {"train/lr": lr, "train/grad_norm": self.engine.gradient_norm()}
@@ -121,6 +137,27 @@ class Training:
                 where=str(self.folder),
                 next_step="lower optim.lr, lengthen schedule.warmup_steps or set "
                 "optim.clip_norm=1; the checkpoint before these steps is kept",
+            )
+
+    def _check_unreadable(self, step: int) -> None:
+        """Name the samples that others stood in for; too many of them end the run."""
+        total = int(sum_over_ranks(torch.tensor([float(len(self.unreadable))])).item())
+        if total == self.unreadable_told:
+            return
+        lost = [each for own in gather_objects(self.unreadable) for each in own]
+        for key, shard, error in lost[-UNREADABLE_SHOWN:]:
+            self.progress.message(f"{shard}: sample {key!r} was replaced: {error}")
+        self.progress.message(f"step {step}: {total} samples replaced since the start")
+        self.tracker.log({"data/unreadable": float(total)}, step=step)
+        self.unreadable_told = total
+        seen = (step - self.start_step) * self.plan.global_batch
+        allowed = self.run.data.max_unreadable_fraction * max(seen, self.plan.num_samples)
+        if total > allowed:
+            raise UserError(
+                f"{total} samples could not be read, more than data.max_unreadable_fraction="
+                f"{self.run.data.max_unreadable_fraction:g} allows; the last: {lost[-1].key!r}",
+                where=lost[-1].shard,
+                next_step="data_prep/verify_shards.py names every damaged shard; copy it again",
             )
 
     def log_evaluation(self, step: int) -> None:
@@ -230,6 +267,7 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
             batches=stack.enter_context(open_loader(loader)),
             start_step=start_step,
             description=description,
+            unreadable=[],
         )
         progress.message(f"done: {folder} at step {plan.total_steps}")
 
@@ -342,7 +380,7 @@ def _opening_lines(
         f"{run.name}: {num_parameters(arch) / 1e6:.1f} M parameters at {arch.image_size} px, "
         f"{plan.num_samples} images, {arch.num_classes} classes; {plan.equation}; "
         f"{plan.total_steps} steps; {engine.ranks.device.type}, {dtype}, "
-        f"ZeRO {run.engine.zero_stage}"
+        f"ZeRO {run.engine.zero_stage}; decoder {resolve_decoder(run.data.decoder)}"
     )
 
 

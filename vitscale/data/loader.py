@@ -1,34 +1,32 @@
-"""Batches of images from a shard folder, resumable at any position.
+"""Batches of images from shard folders, resumable at any position.
 
-Owns: reading samples by offset, augmenting them from their own counters, and the worker processes.
-Leaves out: the order (`order`), pixels (`images`), normalising (`engine`).
-
-A sample's bytes, crop and flip depend on (seed, epoch, sample) alone, so any number of ranks and
-workers gives the same batches.
+Owns: batches, worker processes, and what happens when one of them dies or hangs.
+Leaves out: the order (`order`), single samples (`samples`), normalising (`engine`).
 """
 
 from __future__ import annotations
 
-import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
-from pathlib import Path
+from multiprocessing.connection import wait
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from vitscale.data import images
+from vitscale.data.batch_slots import PREFETCH, BatchSlots
 from vitscale.data.index import SplitIndex
-from vitscale.data.order import CounterRandom, Draw, rank_batches, stream_key
+from vitscale.data.order import rank_batches
+from vitscale.data.samples import EvaluationSamples, TrainingSamples, Unreadable
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet
 from vitscale.errors import UserError
 
-MAX_OPEN_SHARDS = 64
+# From a broken connection to an exit code.
+DYING_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +39,8 @@ class Batch:
     """int64 [B]"""
     weights: torch.Tensor
     """float32 [B]: 1 for a sample, 0 for the padding of an evaluation's last batch."""
+    unreadable: tuple[Unreadable, ...] = ()
+    """Samples that others stand in for."""
     other_labels: torch.Tensor | None = None
     """int64 [B], with mixing: labels of the images mixed in."""
     own_shares: torch.Tensor | None = None
@@ -51,102 +51,77 @@ class Batch:
             self.images.to(device, non_blocking=True),
             self.labels.to(device, non_blocking=True),
             self.weights.to(device, non_blocking=True),
+            self.unreadable,
         )
 
 
-@lru_cache(maxsize=MAX_OPEN_SHARDS)
-def _shard_descriptor(path: Path, process: int) -> int:
-    """An open file per shard and process; pread needs no position, so it is shared freely."""
-    return os.open(path, os.O_RDONLY)
+class Samples(Protocol):
+    """Fills one image into a row of a batch; returns its label and what could not be read."""
+
+    image_size: int
+
+    def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]: ...
 
 
-class Samples:
-    """Reads and decodes samples of one split."""
+@dataclass(frozen=True, slots=True)
+class _Filled:
+    """A batch that a worker has left in a slot. No tensors: those would need a socket each."""
 
-    def __init__(self, index: SplitIndex) -> None:
-        self.index = index
+    slots: int
+    slot: int
+    labels: tuple[int, ...]
+    unreadable: tuple[Unreadable, ...]
 
-    def pixels(self, sample: int) -> torch.Tensor:
-        """Decoded image, uint8 [H, W, 3]. Raises UserError naming the sample if it cannot be."""
-        index = self.index
-        path = index.shard_paths[index.shard_of[sample]]
+    def read(self, *, pinned: bool) -> Batch:
+        images = _SLOTS[self.slots].images[self.slot, : len(self.labels)]
+        images = images.pin_memory() if pinned else images.clone()
+        labels, weights = torch.tensor(self.labels), torch.ones(len(self.labels))
+        if pinned:
+            labels, weights = labels.pin_memory(), weights.pin_memory()
+        return Batch(images, labels, weights, self.unreadable)
+
+    def pin_memory(self) -> Batch:
+        """Called in DataLoader's thread, so that copies to the GPU do not wait."""
+        return self.read(pinned=True)
+
+
+# The slots of each loader at work, for `_Filled` to find them; by loader, since one trains while
+# another evaluates.
+_SLOTS: dict[int, BatchSlots] = {}
+
+
+class _Batches(Dataset[Batch | _Filled | UserError]):
+    """A dataset whose items are whole batches, decoded into their final place."""
+
+    def __init__(self, samples: Samples, slots: BatchSlots | None) -> None:
+        self.samples, self.slots, self.slots_id = samples, slots, id(slots)
+
+    def __getitems__(self, numbers: Sequence[int]) -> Batch | _Filled | UserError:
+        """`numbers`: the batch's, then the positions in it."""
+        number, *positions = numbers
+        size = self.samples.image_size
+        if self.slots is None:
+            images = torch.empty(len(positions), 3, size, size, dtype=torch.uint8)
+        else:
+            images = self.slots.images[self.slots.slot_of(number)]
+        labels, unreadable = [], []
         try:
-            file = _shard_descriptor(path, os.getpid())
-            data = os.pread(file, int(index.length[sample]), int(index.offset[sample]))
-            return images.decode(data)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"sample {index.keys[sample]!r} cannot be read ({error})",
-                where=str(path),
-                next_step="make the shards again: they changed since data preparation",
-            ) from None
+            for row, position in zip(images, positions, strict=False):
+                label, lost = self.samples.fill(position, row)
+                labels.append(label)
+                unreadable += lost
+        except UserError as error:
+            # Returned: DataLoader would wrap what a worker raises in a traceback.
+            return error
+        if self.slots is None:
+            weights = torch.ones(len(labels))
+            return Batch(images, torch.tensor(labels), weights, tuple(unreadable))
+        slot = self.slots.slot_of(number)
+        return _Filled(self.slots_id, slot, tuple(labels), tuple(unreadable))
 
 
-class TrainingSamples(Dataset[tuple[torch.Tensor, int]]):
-    """Augmented samples by position in training."""
-
-    def __init__(
-        self, training_set: TrainingSet, *, settings: DataSettings, image_size: int, seed: int
-    ) -> None:
-        self.parts = [Samples(part) for part in training_set.parts]
-        self.order, self.seed = training_set.order, seed
-        self.settings, self.image_size = settings, image_size
-
-    def __getitem__(self, position: int) -> tuple[torch.Tensor, int]:
-        draw = self.order.at(position)
-        samples = self.parts[draw.part]
-        pixels = samples.pixels(draw.sample)
-        random = CounterRandom(augmentation_key(self.seed, draw))
-        settings = self.settings
-        height, width = pixels.shape[:2]
-        box = images.random_crop_box(
-            width, height, area=settings.crop_area, aspect=settings.crop_aspect, random=random
-        )
-        image = images.crop_and_resize(
-            pixels,
-            box,
-            size=self.image_size,
-            interpolation=settings.interpolation,
-            antialias=settings.antialias,
-            flip=settings.horizontal_flip and random.uniform() < 0.5,
-        )
-        return image, int(samples.index.label[draw.sample])
-
-
-def augmentation_key(seed: int, draw: Draw) -> int:
-    """What the augmentation of one sample at one position depends on."""
-    further = (draw.part, draw.view) if draw.part or draw.view else ()
-    return stream_key("augment", seed, draw.epoch, draw.sample, *further)
-
-
-class EvaluationSamples(Dataset[tuple[torch.Tensor, int]]):
-    """Samples by stored position, resized without chance."""
-
-    def __init__(self, index: SplitIndex, *, settings: DataSettings, image_size: int) -> None:
-        self.samples = Samples(index)
-        self.settings, self.image_size = settings, image_size
-
-    def __getitem__(self, sample: int) -> tuple[torch.Tensor, int]:
-        pixels = self.samples.pixels(sample)
-        height, width = pixels.shape[:2]
-        box = images.CropBox(0, 0, width, height)
-        if self.settings.eval_resize == "center_crop":
-            fraction = self.settings.eval_crop_fraction
-            box = images.center_crop_box(width, height, fraction=fraction)
-        image = images.crop_and_resize(
-            pixels,
-            box,
-            size=self.image_size,
-            interpolation=self.settings.interpolation,
-            antialias=True,
-            flip=False,
-        )
-        return image, int(self.samples.index.label[sample])
-
-
-def _collate(samples: Sequence[tuple[torch.Tensor, int]]) -> Batch:
-    pixels, labels = zip(*samples, strict=True)
-    return Batch(torch.stack(pixels), torch.tensor(labels), torch.ones(len(labels)))
+def _unchanged(batch: object) -> object:
+    return batch
 
 
 def _start_worker(worker: int) -> None:
@@ -156,21 +131,44 @@ def _start_worker(worker: int) -> None:
     torch.set_num_threads(1)
 
 
-def _batches(
-    dataset: Dataset[tuple[torch.Tensor, int]],
+def _loader(
+    samples: Samples,
     positions: Sequence[list[int]],
     *,
-    num_workers: int,
+    batch: int,
+    settings: DataSettings,
     pin_memory: bool,
 ) -> DataLoader[Batch]:
+    slots = None
+    if settings.num_workers:
+        slots = BatchSlots(
+            num_workers=settings.num_workers, batch=batch, image_size=samples.image_size
+        )
+        _SLOTS[id(slots)] = slots
     return DataLoader(
-        dataset,  # type: ignore[arg-type]  # stubs do not know that collate_fn changes the type
-        batch_sampler=positions,
-        num_workers=num_workers,
-        collate_fn=_collate,
+        _Batches(samples, slots),  # type: ignore[arg-type]  # stubs take items for samples
+        batch_sampler=_Numbered(positions),
+        num_workers=settings.num_workers,
+        prefetch_factor=PREFETCH if settings.num_workers else None,
+        collate_fn=_unchanged,
         pin_memory=pin_memory,
         worker_init_fn=_start_worker,
+        timeout=settings.timeout_s if settings.num_workers else 0,
     )
+
+
+class _Numbered:
+    """Batches of positions, each led by its number."""
+
+    def __init__(self, positions: Sequence[list[int]]) -> None:
+        self.positions = positions
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number, positions in enumerate(self.positions):
+            yield [number, *positions]
 
 
 class _PositionBatches(Sequence[list[int]]):
@@ -207,8 +205,8 @@ def training_batches(
     positions = _PositionBatches(
         start=start, stop=stop, rank=rank, world_size=world_size, micro_batch=micro_batch
     )
-    dataset = TrainingSamples(training_set, settings=settings, image_size=image_size, seed=seed)
-    return _batches(dataset, positions, num_workers=settings.num_workers, pin_memory=pin_memory)
+    samples = TrainingSamples(training_set, settings=settings, image_size=image_size, seed=seed)
+    return _loader(samples, positions, batch=micro_batch, settings=settings, pin_memory=pin_memory)
 
 
 def evaluation_batches(
@@ -229,8 +227,10 @@ def evaluation_batches(
     num_batches = -(-index.num_samples // stride)
     own = np.arange(num_batches * stride).reshape(num_batches, world_size, micro_batch)[:, rank]
     positions = np.minimum(own, index.num_samples - 1).tolist()
-    dataset = EvaluationSamples(index, settings=settings, image_size=image_size)
-    loader = _batches(dataset, positions, num_workers=settings.num_workers, pin_memory=pin_memory)
+    samples = EvaluationSamples(index, settings=settings, image_size=image_size)
+    loader = _loader(
+        samples, positions, batch=micro_batch, settings=settings, pin_memory=pin_memory
+    )
     with open_loader(loader) as batches:
         for batch, stored in zip(batches, own, strict=True):
             weights = torch.from_numpy((stored < index.num_samples).astype(np.float32))
@@ -242,11 +242,77 @@ def open_loader(loader: DataLoader[Batch]) -> Iterator[Iterator[Batch]]:
     """Iterate a loader and end its workers with the block.
 
     They ignore SIGTERM, so Python's own clean-up at exit would wait for them for ever.
+    Raises UserError, naming the worker, when one dies or gives nothing for `data.timeout_s`.
     """
     batches = iter(loader)
     try:
-        yield batches
+        yield _watched(batches, timeout_s=loader.timeout)
     finally:
-        shutdown = getattr(batches, "_shutdown_workers", None)  # absent without workers
+        for worker in getattr(batches, "_workers", ()):  # absent without workers
+            if worker.is_alive() and not _responds(worker.pid):
+                # torch raises in the middle of whatever runs when a worker is killed.
+                with suppress(RuntimeError):
+                    worker.kill()
+                    worker.join(DYING_S)
+        shutdown = getattr(batches, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
+        _SLOTS.pop(getattr(loader.dataset, "slots_id", 0), None)
+
+
+def _watched(
+    batches: Iterator[Batch | _Filled | UserError], *, timeout_s: float
+) -> Iterator[Batch]:
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except (RuntimeError, OSError, EOFError) as error:
+            # OSError, EOFError: it died in the middle of a message.
+            raise _worker_error(batches, error, timeout_s=timeout_s) from None
+        if isinstance(batch, UserError):
+            raise batch
+        yield batch.read(pinned=False) if isinstance(batch, _Filled) else batch
+
+
+def _worker_error(batches: object, error: Exception, *, timeout_s: float) -> Exception:
+    """For people, where a worker is at fault; anything else as it is."""
+    workers = getattr(batches, "_workers", [])
+    if isinstance(error, OSError | EOFError) or "is killed by signal" in str(error):
+        wait([worker.sentinel for worker in workers], timeout=DYING_S)
+    dead = [worker for worker in workers if not worker.is_alive()]
+    if dead:
+        codes = ", ".join(f"{worker.name} (pid {worker.pid}): {worker.exitcode}" for worker in dead)
+        return UserError(
+            f"a loader worker died; exit codes: {codes}",
+            where="data.num_workers",
+            next_step="-9 is mostly the system's memory killer: lower data.num_workers or ask for "
+            "more memory; -7 is full shared memory: enlarge /dev/shm (docker: --shm-size)",
+        )
+    if "timed out" not in str(error):
+        return error
+    task = getattr(batches, "_task_info", {}).get(getattr(batches, "_rcvd_idx", None), (None,))
+    slow = workers[task[0]] if task[0] is not None else None
+    name = f"{slow.name} (pid {slow.pid}, {_state(slow.pid)})" if slow else "a loader worker"
+    return UserError(
+        f"{name} gave no batch for {timeout_s:g} s",
+        where="data.timeout_s",
+        next_step="check the storage that the shards lie on; raise data.timeout_s if it is "
+        "only slow (py-spy dump --pid PID shows where a worker is)",
+    )
+
+
+def _state(pid: int) -> str:
+    """What the kernel says of a process."""
+    with suppress(OSError):
+        with open(f"/proc/{pid}/stat") as file:
+            letter = file.read().rpartition(")")[2].split()[0]
+        names = {"R": "running", "S": "sleeping", "D": "waiting for storage", "T": "stopped"}
+        return names.get(letter, f"state {letter}")
+    return "gone"
+
+
+def _responds(pid: int) -> bool:
+    """A stopped process, or one that waits for dead storage, would never hear of the end."""
+    return _state(pid) in ("running", "sleeping")

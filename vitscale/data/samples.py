@@ -1,0 +1,172 @@
+"""One sample: its bytes, its pixels, and what takes its place when they cannot be had.
+
+Owns: reading, augmenting by the sample's own counters, and substitutes for unreadable samples.
+Leaves out: the order (`order`), batches and processes (`loader`).
+
+A sample's bytes, crop, flip and augmentation depend on (seed, epoch, sample, view) alone, so any
+number of ranks and workers gives the same pixels.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import torch
+
+from vitscale.data import images
+from vitscale.data.augment import augment
+from vitscale.data.decoding import DECODERS, resolve_decoder
+from vitscale.data.index import SplitIndex
+from vitscale.data.order import CounterRandom, Draw, stream_key
+from vitscale.data.settings import AugmentSettings, DataSettings
+from vitscale.data.shard_files import ShardFiles
+from vitscale.data.training_set import TrainingSet
+from vitscale.errors import UserError
+
+# As many neighbours as this are tried before a sample is given up.
+SUBSTITUTES = 8
+
+
+class Unreadable(NamedTuple):
+    """A sample that could not be read or decoded."""
+
+    key: str
+    shard: str
+    error: str
+
+
+class SplitReader:
+    """Samples of one split by number."""
+
+    def __init__(self, index: SplitIndex) -> None:
+        self.index = index
+        self.files = ShardFiles(index.shard_paths)
+
+    def bytes_of(self, sample: int) -> bytes:
+        """The image as stored. Raises OSError when it cannot be read."""
+        index = self.index
+        return self.files.read(
+            int(index.shard_of[sample]),
+            offset=int(index.offset[sample]),
+            num_bytes=int(index.length[sample]),
+        )
+
+    def label(self, sample: int) -> int:
+        return int(self.index.label[sample])
+
+    def unreadable(self, sample: int, error: Exception) -> Unreadable:
+        shard = self.files.paths[self.index.shard_of[sample]]
+        # Pillow's messages hold addresses; the same damage is to read the same everywhere.
+        text = re.sub(r" <.* at 0x[0-9a-f]+>", "", str(error))
+        return Unreadable(self.index.keys[sample], shard, text)
+
+
+class TrainingSamples:
+    """Augmented samples by position in training."""
+
+    def __init__(
+        self, training_set: TrainingSet, *, settings: DataSettings, image_size: int, seed: int
+    ) -> None:
+        self.parts = [SplitReader(part) for part in training_set.parts]
+        self.order, self.seed = training_set.order, seed
+        self.settings, self.image_size = settings, image_size
+        self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
+        self.augments = settings.augment != AugmentSettings()
+
+    def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
+        """Write the image that stands at `position` into `out`, uint8 [3, S, S].
+
+        Returns its label, and the samples in whose place it stands. Raises UserError when no
+        substitute can be read either.
+        """
+        draw = self.order.at(position)
+        reader = self.parts[draw.part]
+        unreadable: list[Unreadable] = []
+        for attempt in range(SUBSTITUTES + 1):
+            sample = self._substitute(draw, attempt) if attempt else draw.sample
+            try:
+                self._augmented(reader.bytes_of(sample), draw, out)
+                return reader.label(sample), unreadable
+            except (OSError, ValueError) as error:
+                unreadable.append(reader.unreadable(sample, error))
+        raise UserError(
+            f"sample {unreadable[0].key!r} cannot be read ({unreadable[0].error}), nor can "
+            f"{SUBSTITUTES} others tried in its place",
+            where=unreadable[0].shard,
+            next_step="check the storage; data_prep/verify_shards.py names every damaged shard",
+        )
+
+    def _substitute(self, draw: Draw, attempt: int) -> int:
+        """Another sample of the same set, the same one on every layout and in every resume."""
+        key = stream_key("substitute", self.seed, draw.part, draw.epoch, draw.sample, attempt)
+        return key % self.parts[draw.part].index.num_samples
+
+    def _augmented(self, data: bytes, draw: Draw, out: torch.Tensor) -> None:
+        settings = self.settings
+        random = CounterRandom(augmentation_key(self.seed, draw))
+        width, height = self.decoder.size(data)
+        box = images.random_crop_box(
+            width, height, area=settings.crop_area, aspect=settings.crop_aspect, random=random
+        )
+        self.decoder.crop(
+            data,
+            box,
+            size=self.image_size,
+            interpolation=settings.interpolation,
+            antialias=settings.antialias,
+            flip=settings.horizontal_flip and random.uniform() < 0.5,
+            out=out,
+        )
+        if self.augments:
+            # A stream of its own: crop and flip stay what they are without augmentation.
+            random = CounterRandom(augmentation_key(self.seed, draw, purpose="augment2"))
+            mean, std = settings.mean, settings.std
+            out.copy_(augment(out, settings.augment, random, mean=mean, std=std))
+
+
+def augmentation_key(seed: int, draw: Draw, *, purpose: str = "augment") -> int:
+    """What the augmentation of one sample at one position depends on."""
+    further = (draw.part, draw.view) if draw.part or draw.view else ()
+    return stream_key(purpose, seed, draw.epoch, draw.sample, *further)
+
+
+class EvaluationSamples:
+    """Samples by stored position, resized without chance."""
+
+    def __init__(self, index: SplitIndex, *, settings: DataSettings, image_size: int) -> None:
+        self.reader = SplitReader(index)
+        self.settings, self.image_size = settings, image_size
+        self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
+
+    def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
+        """Write the image of `sample` into `out`, uint8 [3, S, S]; returns its label.
+
+        Raises UserError when it cannot be read: an accuracy over other images would be another.
+        """
+        try:
+            self._resized(self.reader.bytes_of(sample), out)
+        except (OSError, ValueError) as error:
+            lost = self.reader.unreadable(sample, error)
+            raise UserError(
+                f"sample {lost.key!r} cannot be read ({lost.error})",
+                where=lost.shard,
+                next_step="make the shards again: they changed since data preparation",
+            ) from None
+        return self.reader.label(sample), []
+
+    def _resized(self, data: bytes, out: torch.Tensor) -> None:
+        settings = self.settings
+        width, height = self.decoder.size(data)
+        box = images.CropBox(0, 0, width, height)
+        if settings.eval_resize == "center_crop":
+            box = images.center_crop_box(width, height, fraction=settings.eval_crop_fraction)
+        self.decoder.crop(
+            data,
+            box,
+            size=self.image_size,
+            interpolation=settings.interpolation,
+            antialias=True,
+            flip=False,
+            out=out,
+        )
