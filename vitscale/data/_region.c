@@ -119,6 +119,8 @@ static void read_box(j_decompress_ptr codec, const struct request *request)
     /* From libjpeg's pool, so that a jump out of it leaks nothing; wide enough for all vectors. */
     rows = codec->mem->alloc_sarray((j_common_ptr)codec, JPOOL_IMAGE,
                                     span * CHANNELS + 2 * ROW_PADDING, MAX_ROWS);
+    for (i = 0; i < MAX_ROWS; i++)
+        memset(rows[i] + (size_t)span * CHANNELS, 0, 2 * ROW_PADDING);
     if (request->top > 0 && jpeg_skip_scanlines(codec, request->top) != request->top)
         refuse((j_common_ptr)codec, "rows above the box are missing");
     while (done < request->height) {

@@ -185,6 +185,13 @@ def test_a_row_of_a_batch_is_filled_and_nothing_beside_it(decoder: decoding.Deco
         assert (batch[[0, 2]] == 7).all()
 
 
+def test_pixels_can_be_put_into_memory_of_another_layout(decoder: decoding.Decoder) -> None:
+    data, box = encode(picture(WIDTH, HEIGHT), "4:4:4"), CropBox(3, 5, 40, 30)
+    interleaved = torch.zeros((8, 8, 3), dtype=torch.uint8).permute(2, 0, 1)
+    assert decoder.crop(data, box, **PLAIN, out=interleaved) is interleaved
+    assert torch.equal(interleaved, reference(data, box, **PLAIN))
+
+
 @pytest.mark.parametrize("form", ["PNG", "WEBP", "CMYK", "grey PNG", "transparent PNG"])
 def test_what_a_fast_decoder_does_not_know_is_read_as_the_reference_reads_it(
     decoder: decoding.Decoder, form: str
