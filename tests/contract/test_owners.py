@@ -13,6 +13,7 @@ OWNERS = {
     "webdataset": {"data_prep.tar_shards"},
     "timm": {"vitscale.models.vit"},
     "sklearn": {"data_prep.make_digits"},
+    "simplejpeg": {"vitscale.data.decoding"},
 }
 TORCHLESS_FOLDERS = ("launch.", "data_prep.", "vitscale.config.", "vitscale.runs.")
 

@@ -264,6 +264,7 @@ def test_a_huge_image_is_refused_before_its_pixels_are_made(decoder: decoding.De
         CropBox(0, 0, 0, 5),
         CropBox(0, 0, 5, 0),
         CropBox(2**31, 0, 2**33, 1),
+        CropBox(2**64, 0, 1, 1),
     ],
     ids=str,
 )
