@@ -13,7 +13,6 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from data_prep.ledger import (
 )
 from data_prep.listing import bucket_path, check_unchanged, listing_fingerprint, num_inputs
 from data_prep.planning import SplitPlan, read_plan
-from data_prep.preparation import Preparation, content_config
+from data_prep.preparation import Preparation, content_config, tool_version
 from data_prep.row_tables import read_table
 from data_prep.selecting import fates_path
 from data_prep.shard_writing import outcome_path, shard_path
@@ -90,13 +89,6 @@ def finish(p: Preparation, unit: str) -> None:
     )
     write_manifest(final, manifest=manifest)
     _commit(p, final, names)
-
-
-def tool_version() -> str:
-    try:
-        return f"vitscale {version('vitscale')}"
-    except PackageNotFoundError:
-        return "vitscale (not installed)"
 
 
 def _final_names(p: Preparation, split: str, plan: SplitPlan) -> dict[int, str]:

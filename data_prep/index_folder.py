@@ -12,7 +12,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,7 +24,7 @@ from data_prep.ledger import (
     LedgerWriter,
     check_bad_fraction,
 )
-from data_prep.preparation import content_config
+from data_prep.preparation import content_config, tool_version
 from data_prep.row_tables import read_table
 from data_prep.shard_index import TarResult, TarUnit
 from vitscale.atomic_files import blake3_of_file
@@ -89,7 +88,7 @@ def write_index_folder(
     write_info(folder, splits=splits, shards_root=shards_root)
     manifest = Manifest(
         format_version=FORMAT_VERSION,
-        tool_version=f"vitscale {version('vitscale')}",
+        tool_version=tool_version(),
         fingerprint=folder_fingerprint(splits, classes=classes),
         source_fingerprint=source,
         source_listing=tar_listing(root, [unit.container for unit, _ in tars]),

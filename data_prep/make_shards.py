@@ -19,11 +19,15 @@ from contextlib import suppress
 try:
     from pathlib import Path
 
-    from data_prep.finishing import tool_version
     from data_prep.ledger import describe_rejected
     from data_prep.listing import listing_fingerprint
     from data_prep.pipeline import LISTING_PHASES, Interrupted, prepare, storage_error
-    from data_prep.preparation import Preparation, content_config, preparation_folder
+    from data_prep.preparation import (
+        Preparation,
+        content_config,
+        preparation_folder,
+        tool_version,
+    )
     from data_prep.work_units import WorkFolder
     from vitscale.atomic_files import write_json
     from vitscale.config.command_line import load_command

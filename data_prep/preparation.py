@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,13 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
         del config[key]
     del config["source"]["path"]
     return config
+
+
+def tool_version() -> str:
+    try:
+        return f"vitscale {version('vitscale')}"
+    except PackageNotFoundError:
+        return "vitscale (not installed)"
 
 
 def preparation_folder(output: Path) -> Path:

@@ -67,10 +67,17 @@ def evaluation_index_path(p: Preparation) -> Path:
 
 
 def index_evaluation_sets(p: Preparation, unit: str) -> None:
-    from data_prep.evaluation_sets import build_evaluation_index
+    from data_prep.evaluation_sets import EvaluationIndex, build_evaluation_index
 
     sets = p.run.selection.evaluation_sets
     build_evaluation_index(sets, output=evaluation_index_path(p))
+    lost = EvaluationIndex.load(evaluation_index_path(p)).unreadable
+    if lost:
+        print(
+            f"warning: {len(lost):,} evaluation images cannot be decoded and will not be found in "
+            f"the corpus, such as {lost[0]!r}",
+            flush=True,
+        )
     p.put_result(unit, len(sets))
 
 
