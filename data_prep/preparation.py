@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from data_prep.inputs import Container, Source, changed_source, read_exactly
 from data_prep.labels import Labels, load_labels
@@ -60,8 +60,7 @@ def preparation_folder(output: Path) -> Path:
     return output.with_name(f".{output.name}.preparing")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where the bytes of one input are."""
 
     path: bytes

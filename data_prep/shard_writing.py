@@ -66,19 +66,21 @@ def write_shard(p: Preparation, unit: str) -> None:
         outcomes = _write_images(p, tar, plan, split=split, number=number)
         digest = tar.finish()
     os.replace(temporary, shard_path(p, split, number))
-    table = pa.Table.from_pylist(outcomes, schema=OUTCOME_SCHEMA)
+    columns = zip(*outcomes, strict=True)
+    arrays = [pa.array(c, f.type) for c, f in zip(columns, OUTCOME_SCHEMA, strict=True)]
+    table = pa.Table.from_arrays(arrays, schema=OUTCOME_SCHEMA)
     write_table(table, outcome_path(p, split, number), temporary=p.work.temporary("outcome"))
-    num_samples = sum(1 for row in outcomes if row["reason"] is None)
+    num_samples = table.column("reason").null_count
     p.put_result(unit, {"samples": num_samples, "bytes": tar.num_bytes, "blake3": digest})
 
 
 def _write_images(
     p: Preparation, tar: TarShard, plan: SplitPlan, *, split: str, number: int
-) -> list[dict[str, object]]:
+) -> list[tuple[object, ...]]:
     # The survey has looked at every pixel already.
     check = {"check": "header"} if p.run.surveys else {}
     settings = p.run.images.model_copy(update=check)
-    outcomes: list[dict[str, object]] = []
+    outcomes: list[tuple[object, ...]] = []
     reasons, examples = Counter[str](), dict[str, list[str]]()
     for rows, labels in rows_of_shard(p, plan, split, number):
         keys = rows.column("key").to_pylist()
@@ -103,19 +105,22 @@ def _write_images(
     return outcomes
 
 
-def _outcome(judged: Judged, *, key: str, label: int, offset: int) -> dict[str, object]:
-    kept = judged.reason is None
-    assert judged.reason not in FOREIGN_REASONS
-    return {
-        "reason": judged.reason,
-        "changes": judged.changes if kept else None,
-        "input_hash": judged.input_hash or None,
-        "key": key if kept else None,
-        "label": label if kept else None,
-        "offset": offset if kept else None,
-        "length": len(judged.content) if kept else None,
-        "format": judged.extension if kept else None,
-        "width": judged.width if kept else None,
-        "height": judged.height if kept else None,
-        "content_hash": judged.content_hash if kept else None,
-    }
+def _outcome(judged: Judged, *, key: str, label: int, offset: int) -> tuple[object, ...]:
+    """A row of OUTCOME_SCHEMA."""
+    input_hash = judged.input_hash or None
+    if judged.reason is not None:
+        assert judged.reason not in FOREIGN_REASONS
+        return (judged.reason, None, input_hash, *[None] * 8)
+    return (
+        None,
+        judged.changes,
+        input_hash,
+        key,
+        label,
+        offset,
+        len(judged.content),
+        judged.extension,
+        judged.width,
+        judged.height,
+        judged.content_hash,
+    )
