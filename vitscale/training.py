@@ -38,9 +38,10 @@ from vitscale.engine.engine import Engine, deepspeed_config, resolve_precision
 from vitscale.errors import UserError
 from vitscale.evaluation import evaluate
 from vitscale.models.costs import num_parameters, train_flops_per_image
+from vitscale.models.layers import layers_above
 from vitscale.models.settings import Architecture, architecture
 from vitscale.models.vit import checkpoint_activations, decayed
-from vitscale.optim.optimizer import build_optimizer, parameter_groups
+from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.speed import IntervalMeter, peak_flops
 from vitscale.tracking.console import ProgressLine
@@ -219,7 +220,7 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
         store = CheckpointStore(folder, keep=run.checkpoint.keep, ranks=ranks)
         checkpoint, complaints = store.newest()
         _check_resumable(run, checkpoint, description, plan)
-        engine = _build_engine(run, plan, ranks, initial_model(arch))
+        engine = _build_engine(run, plan, ranks, arch, initial_model(arch))
         meter = IntervalMeter(ranks.device)
         if checkpoint is not None:
             _restore(engine, meter, checkpoint, ranks)
@@ -329,13 +330,18 @@ def _check_resumable(
         raise UserError(what, where=where, next_step=f"raise schedule.steps, or {another}")
 
 
-def _build_engine(run: TrainingRun, plan: TrainingPlan, ranks: Ranks, model: nn.Module) -> Engine:
+def _build_engine(
+    run: TrainingRun, plan: TrainingPlan, ranks: Ranks, arch: Architecture, model: nn.Module
+) -> Engine:
     dtype = resolve_precision(run.engine, ranks.device)
     if run.engine.activation_checkpointing:
         checkpoint_activations(model)
     model.to(ranks.device)
-    groups = parameter_groups(
-        model.named_parameters(), weight_decay=run.optim.weight_decay, decayed=decayed
+    groups = optimizer_groups(
+        model.named_parameters(),
+        settings=run.optim,
+        decayed=decayed,
+        layers_above=lambda name: layers_above(name, depth=arch.depth),
     )
     config = deepspeed_config(
         run.engine,

@@ -180,8 +180,9 @@ class Engine:
         self._engine.eval()
 
     def set_learning_rate(self, lr: float) -> None:
+        """The rate of the head; a group's `lr_scale` gives that of the layers below."""
         for group in self._engine.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = lr * group.get("lr_scale", 1.0)
 
     def gradient_norm(self) -> float:
         """Global norm before clipping, of the last update."""

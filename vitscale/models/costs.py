@@ -17,8 +17,8 @@ from vitscale.models.settings import Architecture
 # clones the part of them that its rank updates.
 STATE_BYTES = {"bf16": (2, 2, 4), "fp32": (4, 4, 0)}
 ZERO_FP32_CLONE_BYTES = 4
-# fp32 values an optimiser keeps per parameter: Adam two moments, SGD one momentum.
-OPTIMIZER_VALUES = {"adamw": 2, "sgd": 1}
+# fp32 values an optimiser keeps per parameter: Adam and LAMB two moments, SGD one momentum.
+OPTIMIZER_VALUES = {"adamw": 2, "sgd": 1, "lamb": 2}
 ACTIVATION_SCALE = {"bf16": 1, "fp32": 2}
 
 

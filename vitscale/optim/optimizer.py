@@ -1,7 +1,7 @@
 """Optimisers as the recipes use them.
 
-Owns: parameter groups (kernels decayed, the rest not) and the choice of optimiser.
-Leaves out: schedules, sharding (`engine`).
+Owns: parameter groups (kernels decayed, the rest not; rates by layer) and the choice of optimiser.
+Leaves out: schedules, sharding (`engine`), which layer a parameter belongs to (`models`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from vitscale.optim.lamb import Lamb
 from vitscale.optim.settings import OptimSettings
 
 
@@ -19,17 +20,45 @@ def parameter_groups(
     *,
     weight_decay: float,
     decayed: Callable[[str, torch.Tensor], bool],
+    lr_scale: Callable[[str], float] = lambda name: 1.0,
+    peak_lr: float | None = None,
 ) -> list[dict[str, Any]]:
-    """Two groups, decayed and not; never an empty one, on which some optimisers fail."""
-    with_decay: list[torch.nn.Parameter] = []
-    without: list[torch.nn.Parameter] = []
+    """Groups by `lr_scale` (see `Engine.set_learning_rate`), each split into decayed and not.
+
+    Never an empty one, on which some optimisers fail. With `peak_lr` the decay is independent of
+    rates: torch multiplies it by (schedule * peak * lr_scale), of which big_vision (optax.py:
+    rates, then decay, then schedule) keeps the schedule alone; the rest is divided out here.
+    """
+    groups: dict[tuple[float, bool], dict[str, Any]] = {}
     for name, parameter in named:
-        (with_decay if decayed(name, parameter) else without).append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": with_decay, "weight_decay": weight_decay},
-        {"params": without, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+        scale, with_decay = lr_scale(name), decayed(name, parameter)
+        rate = 1.0 if peak_lr is None else peak_lr * scale
+        decay = weight_decay / rate if with_decay else 0.0
+        group = {"params": [], "weight_decay": decay, "lr_scale": scale}
+        groups.setdefault((scale, not with_decay), group)["params"].append(parameter)
+    # Sorted: rates rise from the embedding to the head, decayed before not decayed.
+    return [groups[key] for key in sorted(groups)]
+
+
+def optimizer_groups(
+    named: Iterable[tuple[str, torch.nn.Parameter]],
+    *,
+    settings: OptimSettings,
+    decayed: Callable[[str, torch.Tensor], bool],
+    layers_above: Callable[[str], int],
+) -> list[dict[str, Any]]:
+    """The parameter groups of the settings.
+
+    `layers_above` a parameter: 0 for the head, depth + 1 for the embedding. Source of the
+    numbering: BEiT (Bao et al. 2022) and MAE (He et al. 2022), `get_layer_id_for_vit`.
+    """
+    return parameter_groups(
+        named,
+        weight_decay=settings.weight_decay,
+        decayed=decayed,
+        lr_scale=lambda name: settings.layer_decay ** layers_above(name),
+        peak_lr=settings.lr if settings.weight_decay_mode == "independent" else None,
+    )
 
 
 def _adamw(groups: list[dict[str, Any]], settings: OptimSettings, fused: bool) -> Any:
@@ -42,9 +71,21 @@ def _sgd(groups: list[dict[str, Any]], settings: OptimSettings, fused: bool) -> 
     return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused)
 
 
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adamw": _adamw, "sgd": _sgd}
+def _lamb(groups: list[dict[str, Any]], settings: OptimSettings, fused: bool) -> Any:
+    return Lamb(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+    "lamb": _lamb,
+}
 # Tensors per parameter that an optimiser carries from step to step.
-STATE_NAMES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+STATE_NAMES = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "sgd": ("momentum_buffer",),
+    "lamb": ("exp_avg", "exp_avg_sq"),
+}
 
 
 def build_optimizer(

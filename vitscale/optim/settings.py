@@ -1,8 +1,9 @@
-"""Settings of the `objective` and `optim` groups. Needs no torch."""
+"""Settings of the `objective` and `optim` groups, and which of them go together. Needs no torch."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -17,14 +18,36 @@ class ObjectiveSettings(Section):
 
 
 class OptimSettings(Section):
-    name: Literal["adamw", "sgd"] = "adamw"
+    name: Literal["adamw", "sgd", "lamb"] = "adamw"
+    """lamb needs engine.zero_stage=0, where every rank sees whole tensors."""
     lr: float = Field(gt=0)
     """Peak learning rate at the configured global batch; never scaled behind your back."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW scale (times the learning rate). On kernels only: no bias, norm, token, position."""
+    weight_decay_mode: Literal["coupled", "independent"] = "coupled"
+    """coupled: a step decays by its learning rate times `weight_decay` (torch). independent: by
+    (its learning rate / the peak) times `weight_decay` (big_vision), whatever the peak and the
+    layer: 1e-4 there is 0.1 coupled at a peak of 1e-3. adamw only."""
+    layer_decay: float = Field(default=1.0, gt=0, le=1)
+    """Learning rate of a layer over that of the layer above it; head 1, patch embedding
+    layer_decay ** (depth + 1). For fine-tuning (BEiT, MAE); 1: the same rate everywhere."""
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
     eps: float = Field(default=1e-8, gt=0)
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """sgd only."""
     clip_norm: float | None = Field(default=None, gt=0)
     """Global gradient norm above which gradients are scaled down; null: never."""
+
+
+def optim_problems(
+    optim: OptimSettings, *, zero_stage: int, raw_deepspeed: Mapping[str, Any]
+) -> Iterator[tuple[str, str]]:
+    """Combinations that would be ignored or wrong."""
+    if optim.weight_decay_mode == "independent" and optim.name != "adamw":
+        what = f"{optim.name} decays inside its update, which a rate-independent decay would not"
+        yield ("optim.weight_decay_mode", f"{what}; use coupled, or optim.name=adamw")
+    zero = raw_deepspeed.get("zero_optimization")
+    stage = zero.get("stage", zero_stage) if isinstance(zero, Mapping) else zero_stage
+    if optim.name == "lamb" and stage != 0:
+        what = f"lamb needs the norms of whole tensors, of which ZeRO {stage} shows a rank slices"
+        yield ("engine.zero_stage", f"{what}; set engine.zero_stage=0, or optim.name=adamw")
