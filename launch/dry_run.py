@@ -19,6 +19,7 @@ from vitscale.models.costs import memory_estimate, num_parameters, train_flops_p
 from vitscale.models.settings import architecture
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
+from vitscale.schedules import ENDLESS
 
 Rows = Iterator[tuple[str, str]]
 
@@ -125,11 +126,13 @@ def _plan_rows(run: TrainingRun, facts: DataFacts, plan: TrainingPlan) -> Rows:
     images = plan.total_steps * plan.global_batch
     epochs = f" = {images / facts.num_samples:.4g} epochs" if facts.num_samples else ""
     yield "steps", f"{plan.total_steps:,} steps, {images:,} images{epochs}"
-    yield (
-        "learning rate",
-        f"0 to {run.optim.lr:g} over {plan.warmup_steps:,} warm-up steps, then "
-        f"{run.schedule.decay} to {run.schedule.final_lr:g} at step {plan.total_steps:,}",
-    )
+    rate = f"0 to {run.optim.lr:g} over {plan.warmup_steps:,} warm-up steps, then "
+    rate += run.schedule.decay
+    if plan.cooldown_steps:
+        rate += f" until step {plan.total_steps - plan.cooldown_steps:,}, then cooled down"
+    if run.schedule.decay not in ENDLESS or plan.cooldown_steps:
+        rate += f" to {run.schedule.final_lr:g} at step {plan.total_steps:,}"
+    yield "learning rate", rate
 
 
 def _cost_rows(

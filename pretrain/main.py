@@ -37,6 +37,9 @@ def train(run: PretrainRun) -> None:
                 warmup_steps=t.plan.warmup_steps,
                 total_steps=t.plan.total_steps,
                 decay=run.schedule.decay,
+                rsqrt_timescale=run.schedule.rsqrt_timescale,
+                cooldown_steps=t.plan.cooldown_steps,
+                cooldown_shape=run.schedule.cooldown_shape,
             )
             t.engine.set_learning_rate(lr)
             for micro_step in range(t.plan.accumulation):

@@ -1,13 +1,13 @@
 """Learning-rate schedules: pure functions of the step.
 
-Owns: the `schedule` group and its curves.
+Owns: the `schedule` group, its curves and which of its settings go together.
 Leaves out: applying a rate to an optimiser (`engine`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Literal
 
 from pydantic import Field
@@ -22,40 +22,100 @@ class ScheduleSettings(Section):
     """Optimiser steps; give this or `epochs`."""
     warmup_steps: int = Field(default=0, ge=0)
     """Linear rise from 0 to the peak."""
-    decay: Literal["cosine", "linear", "constant"] = "cosine"
+    decay: Literal["cosine", "linear", "constant", "rsqrt"] = "cosine"
+    """Curve behind the warm-up. rsqrt: PEAK / sqrt(1 + steps behind the warm-up / timescale)."""
     final_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the last step."""
+    rsqrt_timescale: int | None = Field(default=None, gt=0)
+    """rsqrt only: steps after which 1 / sqrt(2) of the peak is left; null: 10,000 (big_vision)."""
+    cooldown_share: float = Field(default=0.0, ge=0, lt=1)
+    """constant and rsqrt only: the last share of all steps, which brings the rate to `final_lr`."""
+    cooldown_shape: Literal["linear", "one_minus_sqrt"] = "linear"
+    """What a passed share x of the cool-down leaves of the rate: 1 - x or 1 - sqrt(x)."""
 
 
-def linear(progress: float) -> float:
+RSQRT_TIMESCALE = 10_000  # big_vision, utils.py: create_learning_rate_schedule
+
+
+def linear(progress: float, elapsed: float) -> float:
     return 1.0 - progress
 
 
-def cosine(progress: float) -> float:
+def cosine(progress: float, elapsed: float) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def constant(progress: float) -> float:
+def constant(progress: float, elapsed: float) -> float:
     return 1.0
 
 
-# Share of (peak - final) left after a share `progress` in [0, 1] of the steps behind the warm-up.
-DECAYS: dict[str, Callable[[float], float]] = {
+def rsqrt(progress: float, elapsed: float) -> float:
+    return 1.0 / math.sqrt(1.0 + elapsed)
+
+
+# Share of (peak - final) left after a share `progress` in [0, 1] of the steps behind the warm-up,
+# which are `elapsed` times the time-scale.
+SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "cosine": cosine,
     "linear": linear,
     "constant": constant,
+    "rsqrt": rsqrt,
+}
+# Those that do not end at the final rate by themselves, so that a cool-down may follow.
+ENDLESS = ("constant", "rsqrt")
+# What a share x of the cool-down leaves of the curve. Linear: Zhai et al. 2022; the other: Hägele
+# et al. 2024 (Scaling Laws Beyond Fixed Training Durations), section 3.
+COOLDOWNS: dict[str, Callable[[float], float]] = {
+    "linear": lambda x: 1.0 - x,
+    "one_minus_sqrt": lambda x: 1.0 - math.sqrt(x),
 }
 
 
+def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
+    """Combinations in which a setting could have no effect."""
+    if schedule.decay != "rsqrt" and schedule.rsqrt_timescale is not None:
+        what = f"has no effect on schedule.decay={schedule.decay}"
+        yield ("schedule.rsqrt_timescale", f"{what}; set it to null, or schedule.decay=rsqrt")
+    if schedule.decay not in ENDLESS and schedule.cooldown_share:
+        what = f"schedule.decay={schedule.decay} ends at final_lr by itself"
+        yield ("schedule.cooldown_share", f"{what}; set it to 0, or decay to {', '.join(ENDLESS)}")
+    if schedule.cooldown_shape != "linear" and not schedule.cooldown_share:
+        yield ("schedule.cooldown_shape", "there is no cool-down; set schedule.cooldown_share")
+    if schedule.decay in ENDLESS and schedule.final_lr and not schedule.cooldown_share:
+        what = f"{schedule.decay} never reaches {schedule.final_lr}"
+        yield ("schedule.final_lr", f"{what}; set schedule.cooldown_share, or final_lr=0")
+
+
+def cooldown_steps(share: float, *, total_steps: int) -> int:
+    """Steps of the cool-down; at least one where there is any."""
+    return max(1, round(share * total_steps)) if share else 0
+
+
 def learning_rate(
-    step: int, *, peak: float, final: float, warmup_steps: int, total_steps: int, decay: str
+    step: int,
+    *,
+    peak: float,
+    final: float,
+    warmup_steps: int,
+    total_steps: int,
+    decay: str,
+    rsqrt_timescale: int | None = None,
+    cooldown_steps: int = 0,
+    cooldown_shape: str = "linear",
 ) -> float:
     """Learning rate of the update that takes the model from `step` to `step + 1`.
 
-    Linear warm-up to `peak` over `warmup_steps`, then `decay` to `final` at `total_steps`.
-    Source: Dosovitskiy et al. 2021, appendix B.1.
+    Linear warm-up to `peak` over `warmup_steps`, then `decay`, which the last `cooldown_steps`
+    multiply by their own curve; cosine, linear and any cool-down reach `final` at `total_steps`.
+    Source: Dosovitskiy et al. 2021, appendix B.1; rsqrt and its cool-down: Zhai et al. 2022
+    (Scaling Vision Transformers), section 3.5 and big_vision.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    progress = (step - warmup_steps) / max(1, total_steps - warmup_steps)
-    return final + (peak - final) * DECAYS[decay](min(1.0, progress))
+    behind = step - warmup_steps
+    progress = behind / max(1, total_steps - warmup_steps)
+    share = SCHEDULES[decay](min(1.0, progress), behind / (rsqrt_timescale or RSQRT_TIMESCALE))
+    if cooldown_steps:
+        passed = (step - (total_steps - cooldown_steps)) / cooldown_steps
+        share *= COOLDOWNS[cooldown_shape](min(1.0, max(0.0, passed)))
+    return final + (peak - final) * share

@@ -20,9 +20,9 @@ from vitscale.data.settings import DataSettings, augment_problems
 from vitscale.engine.settings import EngineSettings
 from vitscale.errors import UserError
 from vitscale.models.settings import ModelSettings, model_problems
-from vitscale.optim.settings import ObjectiveSettings, OptimSettings
+from vitscale.optim.settings import ObjectiveSettings, OptimSettings, optim_problems
 from vitscale.runs.launching import LaunchSettings, launch_problems
-from vitscale.schedules import ScheduleSettings
+from vitscale.schedules import ScheduleSettings, cooldown_steps, schedule_problems
 from vitscale.tracking.run_facts import absolute_uri
 from vitscale.tracking.settings import TrackingSettings
 
@@ -57,6 +57,10 @@ class TrainingRun(Run):
         yield from model_problems(self.model)
         yield from augment_problems(self.data)
         yield from _section_problems(self)
+        yield from schedule_problems(self.schedule)
+        yield from optim_problems(
+            self.optim, zero_stage=self.engine.zero_stage, raw_deepspeed=self.deepspeed
+        )
         yield from launch_problems(self.launch)
 
 
@@ -110,6 +114,7 @@ class TrainingPlan:
     num_samples: int
     total_steps: int
     warmup_steps: int
+    cooldown_steps: int
 
     @property
     def equation(self) -> str:
@@ -163,6 +168,14 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
             where="schedule.warmup_steps",
             next_step="lower schedule.warmup_steps or raise schedule.epochs",
         )
+    cooldown = cooldown_steps(run.schedule.cooldown_share, total_steps=total)
+    if run.schedule.warmup_steps + cooldown > total:
+        raise UserError(
+            f"{cooldown} steps of cool-down begin before the {run.schedule.warmup_steps} steps of "
+            f"warm-up end, in {total} steps",
+            where="schedule.cooldown_share",
+            next_step="lower schedule.cooldown_share or schedule.warmup_steps",
+        )
     return TrainingPlan(
         world_size=world_size,
         global_batch=batch,
@@ -171,4 +184,5 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
         num_samples=num_samples,
         total_steps=total,
         warmup_steps=run.schedule.warmup_steps,
+        cooldown_steps=cooldown,
     )

@@ -1,0 +1,42 @@
+"""Plans and problems of the rates of a run."""
+
+from __future__ import annotations
+
+import pytest
+
+from vitscale.errors import UserError
+from vitscale.runs.pretrain import PretrainRun
+from vitscale.runs.training import training_plan
+
+
+def run(**changes: dict[str, object]) -> PretrainRun:
+    sections: dict[str, dict[str, object]] = {
+        "data": {"path": "shards", "global_batch": 8},
+        "model": {"preset": "B/16"},
+        "optim": {"lr": 1e-3},
+        "schedule": {"steps": 100, "warmup_steps": 10},
+    }
+    for group, values in changes.items():
+        sections[group] = sections.get(group, {}) | values
+    return PretrainRun.model_validate({"name": "x", **sections})
+
+
+def test_cooldown_of_a_plan_is_its_share_of_the_steps() -> None:
+    plan = training_plan(
+        run(schedule={"decay": "rsqrt", "cooldown_share": 0.25}), world_size=1, num_samples=8
+    )
+    assert (plan.total_steps, plan.cooldown_steps) == (100, 25)
+    assert training_plan(run(), world_size=1, num_samples=8).cooldown_steps == 0
+
+
+def test_cooldown_that_begins_inside_the_warmup_is_refused() -> None:
+    late = run(schedule={"decay": "constant", "cooldown_share": 0.95})
+    with pytest.raises(UserError, match="95 steps of cool-down begin before the 10 steps"):
+        training_plan(late, world_size=1, num_samples=8)
+
+
+def test_run_reports_conflicts_of_schedule_and_optimizer_together() -> None:
+    wrong = run(schedule={"cooldown_share": 0.1}, optim={"name": "lamb"}, engine={"zero_stage": 2})
+    keys = [key for key, _ in wrong.problems()]
+    assert keys == ["schedule.cooldown_share", "engine.zero_stage"]
+    assert not list(run().problems())
