@@ -38,14 +38,15 @@ class MemoryEstimate:
 
 
 def num_parameters(arch: Architecture) -> int:
-    """Exact count for the plain ViT: learned positions, biases everywhere, two norms per block.
+    """Exact count: biases everywhere, two norms per block; fixed positions are no parameters.
 
     Source: Dosovitskiy et al. 2021, section 3.1; ViT-B/16 with 1,000 classes has 86,567,656.
     """
     d, m = arch.width, arch.mlp_width
     patch = 3 * arch.patch_size**2 * d + d
-    tokens = arch.num_prefix_tokens * d + arch.num_tokens * d
+    tokens = arch.num_prefix_tokens * d + arch.num_position_rows * d
     block = 2 * (2 * d) + (3 * d * d + 3 * d) + (d * d + d) + (d * m + m) + (m * d + d)
+    block += 2 * d if arch.layer_scale else 0
     representation = d * d + d if arch.representation_layer else 0
     head = d * arch.num_classes + arch.num_classes
     return patch + tokens + arch.depth * block + 2 * d + representation + head
@@ -56,12 +57,12 @@ def train_flops_per_image(arch: Architecture) -> int:
 
     Forward multiply-adds: depth * (T * (4d^2 + 2dm) + 2T^2 d) + 3Np^2 d + dC, two FLOPs each; the
     backward pass counts twice the forward (PaLM, Chowdhery et al. 2022, appendix B). Norms,
-    softmax and GELU are left out. For m = 4d the first term is the familiar 12 T d^2.
+    softmax and GELU are left out. For m = 4d the first term is the familiar 12 T d^2. T counts
+    registers and the patches that patch dropout keeps; all N patches are embedded first.
     """
-    d, m, num_tokens = arch.width, arch.mlp_width, arch.num_tokens
-    rows, columns = arch.grid
+    d, m, num_tokens = arch.width, arch.mlp_width, arch.num_train_tokens
     block = num_tokens * (4 * d * d + 2 * d * m) + 2 * num_tokens**2 * d
-    patch = 3 * rows * columns * arch.patch_size**2 * d
+    patch = 3 * arch.num_patches * arch.patch_size**2 * d
     head = d * arch.num_classes + (d * d if arch.representation_layer else 0)
     return 3 * 2 * (arch.depth * block + patch + head)
 
@@ -76,8 +77,8 @@ def activation_bytes_per_image(
     that a fused attention kernel never stores. Checkpointing keeps each block's input and one
     block in full.
     """
-    block = arch.num_tokens * (18 * arch.width + 4 * arch.mlp_width)
-    block_input = arch.num_tokens * 2 * arch.width
+    block = arch.num_train_tokens * (18 * arch.width + 4 * arch.mlp_width)
+    block_input = arch.num_train_tokens * 2 * arch.width
     if activation_checkpointing:
         total = arch.depth * block_input + block
     else:

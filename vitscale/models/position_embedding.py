@@ -1,6 +1,7 @@
-"""Position embeddings on another patch grid.
+"""Position embeddings: fixed ones, and learned ones on another patch grid.
 
-Owns: the resampling conventions of the code bases whose numbers people compare with.
+Owns: the sin-cos table, and the resampling conventions of the code bases whose numbers people
+compare with.
 Leaves out: which tensor of a checkpoint this is (`transfer`).
 """
 
@@ -67,3 +68,23 @@ def resize_position_embedding(
     resized_1DRC = CONVENTIONS[convention](grid_1DRC, target_grid)
     resized_LD = resized_1DRC.permute(0, 2, 3, 1).flatten(0, 2)
     return torch.cat([prefix_LD, resized_LD])
+
+
+def sincos_position_embedding(grid: tuple[int, int], *, width: int) -> torch.Tensor:
+    """Fixed 2-D positions [rows * columns, width] in fp32: sin x, cos x, sin y, cos y.
+
+    The width / 4 frequencies run from 1 to 1 / 10,000 with both ends included; timm's
+    `build_sincos2d_pos_embed` stops short of the end and puts y first. Another grid has its own
+    table: nothing is resampled. Source: big_vision, posemb_sincos_2d; Beyer et al. 2022.
+    """
+    assert width % 4 == 0 and width >= 8
+    num_bands = width // 4
+    exponents = torch.arange(num_bands, dtype=torch.float64) / (num_bands - 1)
+    omega = 10_000.0**-exponents
+    y, x = torch.meshgrid(
+        torch.arange(grid[0], dtype=torch.float64),
+        torch.arange(grid[1], dtype=torch.float64),
+        indexing="ij",
+    )
+    x_LD, y_LD = x.reshape(-1, 1) * omega, y.reshape(-1, 1) * omega
+    return torch.cat([x_LD.sin(), x_LD.cos(), y_LD.sin(), y_LD.cos()], dim=1).float()

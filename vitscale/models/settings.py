@@ -7,8 +7,8 @@ Leaves out: building (`vit`), costs (`costs`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -40,16 +40,35 @@ class ModelSettings(Section):
     """null: as many as the shards' label map holds."""
     pool: Literal["cls", "gap"] = "cls"
     """What the head sees: the class token, or the mean of the patch tokens."""
+    num_registers: int = Field(default=0, ge=0)
+    """Learned tokens behind the class token that no head sees. Darcet et al. 2024."""
+    positions: Literal["learned", "sincos2d"] = "learned"
+    """sincos2d: fixed, on patches only. Beyer et al. 2022 (Better plain ViT baselines)."""
+    position_init: Literal["vit", "big_vision"] = "vit"
+    """Learned positions start at N(0, 0.02) (vit) or N(0, 1 / sqrt(width)) (big_vision)."""
+    class_position: bool | None = None
+    """Whether the class token has a position of its own. null: yes with learned positions and no
+    registers (ViT, AugReg). DeiT-III, big_vision and DINOv2 with registers: false."""
     representation_layer: bool = False
     """A tanh layer before the head; dropped on transfer. Dosovitskiy et al. 2021, sec. 3.1."""
     gelu: Literal["tanh", "erf"] = "tanh"
     """Flax, hence the papers' weights, use the tanh approximation; timm and PyTorch use erf."""
+    layer_norm_eps: float = Field(default=1e-6, gt=0)
+    """Flax and timm 1e-6, PyTorch 1e-5."""
+    layer_scale: float | None = Field(default=None, gt=0)
+    """Start of a learned factor per channel on every branch. Touvron et al. 2022 (DeiT-III)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """After position embeddings and every dense layer except QKV; never on attention weights."""
     drop_path: float = Field(default=0.0, ge=0, lt=1)
     """Stochastic depth of the last block; grows linearly from 0 at the first."""
+    drop_path_by_depth: Literal["linear", "constant"] = "linear"
+    """constant: every block has the rate of the last, as in DeiT-III."""
+    patch_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of patch tokens left out of every training image behind the position embedding."""
     head_bias: float = 0.0
     """Initial bias of the head; -10 with the summed sigmoid over 21k classes (AugReg)."""
+    head_std: float = Field(default=0.0, ge=0)
+    """Spread of the head's initial weights; 0 in the ViT papers, 2e-5 in MAE's fine-tuning."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +84,11 @@ class Architecture:
     num_classes: int
     representation_layer: bool = False
     pool: str = "cls"
+    num_registers: int = 0
+    positions: str = "learned"
+    class_position: bool = True
+    layer_scale: bool = False
+    patch_dropout: float = 0.0
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -73,12 +97,50 @@ class Architecture:
         return (side, side)
 
     @property
+    def has_class_token(self) -> bool:
+        return self.pool == "cls"
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
     def num_prefix_tokens(self) -> int:
-        return 1 if self.pool == "cls" else 0
+        """Class token and registers, in this order before the patches."""
+        return int(self.has_class_token) + self.num_registers
 
     @property
     def num_tokens(self) -> int:
-        return self.grid[0] * self.grid[1] + self.num_prefix_tokens
+        return self.num_patches + self.num_prefix_tokens
+
+    @property
+    def num_train_tokens(self) -> int:
+        """What the blocks see in training; timm rounds the kept patches down, but to 1 at least."""
+        kept = max(1, int(self.num_patches * (1.0 - self.patch_dropout)))
+        return kept + self.num_prefix_tokens
+
+    @property
+    def num_position_rows(self) -> int:
+        """Rows of the learned position embedding; 0 when positions are fixed."""
+        if self.positions != "learned":
+            return 0
+        return self.num_patches + int(self.has_class_token and self.class_position)
+
+    def description(self) -> dict[str, Any]:
+        """All fields as plain values, for checkpoints.
+
+        Fields of `LATER_FIELDS` are left out at their defaults, so that checkpoints written
+        before these options existed still describe the same architecture.
+        """
+        defaults = {field.name: field.default for field in fields(self)}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in LATER_FIELDS or value != defaults[name]
+        }
+
+
+LATER_FIELDS = ("num_registers", "positions", "class_position", "layer_scale", "patch_dropout")
 
 
 def _preset_numbers(preset: str | None) -> dict[str, int]:
@@ -101,6 +163,12 @@ def _numbers(model: ModelSettings) -> dict[str, int]:
     return _preset_numbers(model.preset) | chosen
 
 
+def _class_position(model: ModelSettings) -> bool:
+    if model.class_position is not None:
+        return model.class_position
+    return model.positions == "learned" and model.num_registers == 0
+
+
 def architecture(model: ModelSettings, *, num_classes: int) -> Architecture:
     """Resolve validated settings; `num_classes` counts only when the settings leave it open."""
     return Architecture(
@@ -108,6 +176,11 @@ def architecture(model: ModelSettings, *, num_classes: int) -> Architecture:
         num_classes=model.num_classes or num_classes,
         representation_layer=model.representation_layer,
         pool=model.pool,
+        num_registers=model.num_registers,
+        positions=model.positions,
+        class_position=_class_position(model),
+        layer_scale=model.layer_scale is not None,
+        patch_dropout=model.patch_dropout,
         **_numbers(model),
     )
 
@@ -132,6 +205,13 @@ def model_problems(model: ModelSettings) -> Iterator[tuple[str, str]]:
             "model.num_heads",
             f"{heads} heads do not divide width {width} (remainder {width % heads})",
         )
+    if model.positions == "sincos2d" and (width % 4 or width < 8):
+        yield (
+            "model.positions",
+            f"sincos2d needs a width of 8 or more that 4 divides, not {width}; "
+            "set positions=learned or another width",
+        )
+    yield from _class_position_problems(model)
     if model.image_size % patch:
         below = model.image_size // patch * patch
         sizes = [size for size in (below, below + patch) if size]
@@ -140,3 +220,17 @@ def model_problems(model: ModelSettings) -> Iterator[tuple[str, str]]:
             f"{model.image_size} px is not a multiple of the {patch} px patch "
             f"(remainder {model.image_size % patch}); nearest: {' or '.join(map(str, sizes))}",
         )
+
+
+def _class_position_problems(model: ModelSettings) -> Iterator[tuple[str, str]]:
+    if not model.class_position:
+        return
+    if model.pool == "gap":
+        reason = "pool=gap has no class token"
+    elif model.positions == "sincos2d":
+        reason = "sincos2d positions are for patches only"
+    elif model.num_registers:
+        reason = "the position embedding has no rows for registers"
+    else:
+        return
+    yield ("model.class_position", f"true, but {reason}; set it to null or false")

@@ -16,6 +16,7 @@ from vitscale.models.position_embedding import resize_position_embedding
 
 HEAD_PREFIX = "head."
 POSITION_NAME = "pos_embed"
+CLASS_NAME = "cls_token"
 MAX_ROWS = 12
 
 
@@ -37,17 +38,25 @@ def transfer_weights(
     own = {name: value for name, value in model.state_dict().items() if not _is_head(name)}
     given = {name: value for name, value in weights.items() if not _is_head(name)}
     if POSITION_NAME in given:
+        num_rows = given[POSITION_NAME].shape[1]
+        num_prefix_rows = num_rows - source_grid[0] * source_grid[1]
+        # The class token may have no position of its own, and registers never have one.
+        if num_prefix_rows not in (0, min(1, num_prefix_tokens)):
+            num_prefix_rows = num_prefix_tokens  # refused below, with the shapes
         try:
             resized_LD = resize_position_embedding(
                 given[POSITION_NAME][0],
                 source_grid=source_grid,
                 target_grid=target_grid,
-                num_prefix_tokens=num_prefix_tokens,
+                num_prefix_tokens=num_prefix_rows,
                 convention=convention,
             )
         except ValueError as error:
             raise UserError(str(error), where=where) from None
         given[POSITION_NAME] = resized_LD[None]
+        if POSITION_NAME in own:
+            num_wanted = own[POSITION_NAME].shape[1] - target_grid[0] * target_grid[1]
+            _match_class_position(given, num_prefix_rows=num_prefix_rows, num_wanted=num_wanted)
     rows = []
     for name in sorted(own.keys() | given.keys()):
         ours = tuple(own[name].shape) if name in own else "not in this model"
@@ -60,9 +69,24 @@ def transfer_weights(
         raise UserError(
             f"{len(rows)} tensors do not fit: this is a checkpoint of another model\n{table}",
             where=where,
-            next_step="set model.preset, patch_size and pool to those of the checkpoint's run",
+            next_step="set model.preset, patch_size, pool, num_registers, positions and "
+            "layer_scale to those of the checkpoint's run",
         )
     model.load_state_dict(given, strict=False)
+
+
+def _match_class_position(
+    given: dict[str, torch.Tensor], *, num_prefix_rows: int, num_wanted: int
+) -> None:
+    """Give or take the class token's position; the sum of both, all that acts, stays the same."""
+    if CLASS_NAME not in given or (num_prefix_rows, num_wanted) not in ((1, 0), (0, 1)):
+        return
+    pos_1LD = given[POSITION_NAME]
+    if num_wanted == 0:
+        given[CLASS_NAME] = given[CLASS_NAME].float() + pos_1LD[:, :1]
+        given[POSITION_NAME] = pos_1LD[:, 1:]
+    else:
+        given[POSITION_NAME] = torch.cat([torch.zeros_like(pos_1LD[:, :1]), pos_1LD], dim=1)
 
 
 def _is_head(name: str) -> bool:

@@ -9,14 +9,16 @@ from functools import partial
 from typing import Literal
 
 import torch
+from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from vitscale.models.position_embedding import sincos_position_embedding
 from vitscale.models.settings import Architecture, ModelSettings
 
-LAYER_NORM_EPS = 1e-6  # Flax's default; torch's is 1e-5
 MLP_BIAS_STD = 1e-6  # vision_transformer, MlpBlock
 POSITION_STD = 0.02  # vision_transformer, AddPositionEmbs
+REGISTER_STD = 1e-6  # DINOv2, init_weights; never zero, or all registers would stay equal
 
 
 class RepresentationHead(nn.Sequential):
@@ -37,7 +39,13 @@ def build_vit(settings: ModelSettings, arch: Architecture, *, seed: int) -> Visi
         patch_size=arch.patch_size,
         num_classes=arch.num_classes,
         global_pool=token_pool,
-        class_token=settings.pool == "cls",
+        class_token=arch.has_class_token,
+        reg_tokens=arch.num_registers,
+        pos_embed="learn" if arch.positions == "learned" else "none",
+        # Registers have no positions, nor has the class token where it is left out.
+        no_embed_class=not arch.class_position,
+        patch_drop_rate=arch.patch_dropout,
+        init_values=settings.layer_scale,
         # timm would add a second norm behind the mean; the papers' GAP models have one, before it.
         fc_norm=False,
         final_norm=True,
@@ -45,7 +53,7 @@ def build_vit(settings: ModelSettings, arch: Architecture, *, seed: int) -> Visi
         depth=arch.depth,
         num_heads=arch.num_heads,
         mlp_ratio=arch.mlp_width / arch.width,
-        norm_layer=partial(nn.LayerNorm, eps=LAYER_NORM_EPS),
+        norm_layer=partial(nn.LayerNorm, eps=settings.layer_norm_eps),
         act_layer=partial(nn.GELU, approximate="tanh" if settings.gelu == "tanh" else "none"),
         pos_drop_rate=settings.dropout,
         proj_drop_rate=settings.dropout,
@@ -54,17 +62,45 @@ def build_vit(settings: ModelSettings, arch: Architecture, *, seed: int) -> Visi
     )
     if settings.representation_layer:
         model.add_module("head", RepresentationHead(arch.width, arch.num_classes))
-    initialize(model, seed=seed, head_bias=settings.head_bias)
+    if arch.positions == "sincos2d":
+        _fix_positions(model, sincos_position_embedding(arch.grid, width=arch.width))
+    if settings.drop_path_by_depth == "constant" and settings.drop_path > 0:
+        for block in model.blocks:
+            block.drop_path1 = DropPath(settings.drop_path)
+            block.drop_path2 = DropPath(settings.drop_path)
+    position_std = POSITION_STD if settings.position_init == "vit" else arch.width**-0.5
+    initialize(
+        model,
+        seed=seed,
+        head_bias=settings.head_bias,
+        head_std=settings.head_std,
+        position_std=position_std,
+    )
     return model
 
 
+def _fix_positions(model: VisionTransformer, pos_LD: torch.Tensor) -> None:
+    """Put fixed positions where timm adds learned ones; no parameter, and in no checkpoint."""
+    assert model.pos_embed is None
+    del model.pos_embed
+    model.register_buffer("pos_embed", pos_LD[None], persistent=False)
+
+
 @torch.no_grad()
-def initialize(model: VisionTransformer, *, seed: int, head_bias: float) -> None:
+def initialize(
+    model: VisionTransformer,
+    *,
+    seed: int,
+    head_bias: float,
+    head_std: float = 0.0,
+    position_std: float = POSITION_STD,
+) -> None:
     """Initialise as vision_transformer (Flax) does.
 
     Xavier-uniform kernels, with Q, K and V as three matrices: initialised as one fused matrix
-    their bounds would be 0.707 times too small. MLP biases N(0, 1e-6), position N(0, 0.02), class
-    token and final head zero, head bias `head_bias`.
+    their bounds would be 0.707 times too small. MLP biases N(0, 1e-6), class token zero. Layer
+    scales keep the value they were built with. What few models have is drawn last, so that it
+    changes no other weight of the same seed.
     """
     random = torch.Generator().manual_seed(seed)
     for name, module in model.named_modules():
@@ -84,25 +120,34 @@ def initialize(model: VisionTransformer, *, seed: int, head_bias: float) -> None
     std = patch.weight[0].numel() ** -0.5 / 0.87962566103423978  # std of a unit normal cut at 2
     nn.init.trunc_normal_(patch.weight, std=std, a=-2 * std, b=2 * std, generator=random)
     nn.init.zeros_(patch.bias)
-    assert model.pos_embed is not None
-    nn.init.normal_(model.pos_embed, std=POSITION_STD, generator=random)
+    if isinstance(model.pos_embed, nn.Parameter):
+        nn.init.normal_(model.pos_embed, std=position_std, generator=random)
     if model.cls_token is not None:
         nn.init.zeros_(model.cls_token)
+    if model.reg_token is not None:
+        nn.init.normal_(model.reg_token, std=REGISTER_STD, generator=random)
     reset_head(model, bias=head_bias)
+    if head_std > 0:
+        nn.init.normal_(_last_layer(model).weight, std=head_std, generator=random)
 
 
 @torch.no_grad()
 def reset_head(model: VisionTransformer, *, bias: float) -> None:
     """Zero the last layer; with zero weights every class starts at the same probability."""
-    last = model.head[-1] if isinstance(model.head, nn.Sequential) else model.head
-    assert isinstance(last, nn.Linear)
+    last = _last_layer(model)
     nn.init.zeros_(last.weight)
     nn.init.constant_(last.bias, bias)
 
 
+def _last_layer(model: VisionTransformer) -> nn.Linear:
+    last = model.head[-1] if isinstance(model.head, nn.Sequential) else model.head
+    assert isinstance(last, nn.Linear)
+    return last
+
+
 def decayed(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay acts on it: kernels only; no bias, norm, class token or position."""
-    return parameter.ndim >= 2 and name not in ("pos_embed", "cls_token")
+    """Whether weight decay acts on it: kernels only; no bias, norm, scale, token or position."""
+    return parameter.ndim >= 2 and name not in ("pos_embed", "cls_token", "reg_token")
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -1,0 +1,103 @@
+"""Transfer with registers, fixed positions, and class tokens with and without a position."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vitscale.errors import UserError
+from vitscale.models.position_embedding import sincos_position_embedding
+from vitscale.models.settings import ModelSettings, architecture
+from vitscale.models.transfer import transfer_weights
+from vitscale.models.vit import build_vit
+
+SMALL = ModelSettings(image_size=16, patch_size=4, width=24, depth=1, num_heads=2, mlp_width=40)
+
+
+def shaken(**changes: object) -> torch.nn.Module:
+    """A model in evaluation mode whose weights, the head's too, are all random."""
+    settings = SMALL.model_copy(update=changes)
+    model = build_vit(settings, architecture(settings, num_classes=5), seed=0).eval()
+    random = torch.Generator().manual_seed(len(changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.1, generator=random)
+    return model
+
+
+def transfer(
+    target: torch.nn.Module, source: torch.nn.Module, grid: tuple[int, int] = (4, 4)
+) -> None:
+    transfer_weights(
+        target,
+        weights=source.state_dict(),
+        source_grid=(4, 4),
+        target_grid=grid,
+        num_prefix_tokens=source.num_prefix_tokens,
+        convention="google",
+        where="there",
+    )
+
+
+@pytest.mark.parametrize("pool", ["cls", "gap"])
+def test_registers_carry_over_to_another_grid(pool: str) -> None:
+    source = shaken(num_registers=2, pool=pool)
+    target = shaken(num_registers=2, pool=pool, image_size=24)
+    transfer(target, source, (6, 6))
+    assert torch.equal(target.reg_token, source.reg_token)
+    assert target.pos_embed.shape == (1, 36, 24)
+    # Align-corners resampling keeps the corners: no register was taken for a patch.
+    corners = [0, 5, 30, 35], [0, 3, 12, 15]
+    assert torch.allclose(target.pos_embed[0, corners[0]], source.pos_embed[0, corners[1]])
+
+
+def test_fixed_positions_are_computed_for_the_new_grid() -> None:
+    source, target = shaken(positions="sincos2d"), shaken(positions="sincos2d", image_size=24)
+    transfer(target, source, (6, 6))
+    assert torch.equal(target.pos_embed[0], sincos_position_embedding((6, 6), width=24))
+    assert torch.equal(target.cls_token, source.cls_token)
+
+
+@pytest.mark.parametrize("with_position", [True, False])
+def test_giving_or_taking_the_class_position_changes_no_feature(with_position: bool) -> None:
+    source = shaken(class_position=with_position)
+    target = shaken(class_position=not with_position)
+    images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        before = target.forward_features(images)
+        transfer(target, source)
+        features = target.forward_features(images)
+        assert torch.allclose(features, source.forward_features(images), atol=1e-5)
+    assert not torch.allclose(features, before, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "row"),
+    [
+        ({"num_registers": 2}, {"class_position": False}, "reg_token: model not in this model"),
+        ({"class_position": False}, {"num_registers": 2}, "reg_token: model"),
+        ({}, {"positions": "sincos2d"}, "pos_embed: model not in this model"),
+        ({"positions": "sincos2d"}, {}, "pos_embed: model"),
+        ({"layer_scale": 0.1}, {}, "blocks.0.ls1.gamma: model not in this model"),
+    ],
+)
+def test_another_kind_of_model_is_refused_by_name(
+    source: dict[str, object], target: dict[str, object], row: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        transfer(shaken(**target), shaken(**source))
+    assert row in str(caught.value) and "num_registers" in str(caught.value)
+
+
+def test_a_wrong_grid_is_refused_with_registers_too() -> None:
+    model = shaken(num_registers=2)
+    with pytest.raises(UserError, match="does not hold"):
+        transfer_weights(
+            model,
+            weights=model.state_dict(),
+            source_grid=(3, 4),
+            target_grid=(4, 4),
+            num_prefix_tokens=3,
+            convention="google",
+            where="there",
+        )
