@@ -3,9 +3,9 @@
     python benchmarks/loader.py --images PHOTOS --workers 2 --rounds 5 --json results.json
 
 Owns: which measurements run, in what order, and the tables. All loaders run in turn (A B C A B C),
-each time in a fresh process, on the same shards made by data_prep/make_shards.py; our pixels are
-compared with Pillow's first, and a wrong one ends the benchmark with exit code 1. A goal that is
-missed does not.
+each time in a fresh process (but for --quick), on the same shards made by data_prep/make_shards.py.
+Our pixels are compared with Pillow's first, and a wrong one ends the benchmark with exit code 1. A
+goal that is missed does not.
 Leaves out: the loaders (`loader_contenders`) and single properties (`loader_parts`).
 
 The shards are in the page cache. Numbers are of this machine as it is: the load by others is
@@ -25,9 +25,12 @@ import sys
 import tempfile
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 from typing import Any
 
 try:
+    import loader_contenders
+    import loader_parts
     from loader_contenders import BATCH, CONTENDERS, RIVALS, sample_order, why_missing
     from output_checks import WrongOutput
     from photo_folder import given_photos, noise_photos, write_photo_folder
@@ -45,8 +48,10 @@ MEASUREMENTS = ("pixels", "rates", "parse", "resume", "memory")
 SHARD_MIB = 24
 # A fast decoder may differ from Pillow by rounding; a box beside the right one gives far less.
 LEAST_PSNR = 30.0
-PACKAGES = ("torch", "torchvision", "webdataset", "pillow", "simplejpeg", "opencv-python-headless")
-PACKAGES += ("opencv-python", "nvidia-dali-cuda130", "spdl")
+PACKAGES = (
+    *("torch", "torchvision", "webdataset", "pillow", "simplejpeg", "opencv-python-headless"),
+    *("opencv-python", "nvidia-dali-cuda130", "spdl"),
+)
 
 
 def main() -> None:
@@ -67,7 +72,7 @@ def main() -> None:
 
 
 def measure(work: Path, options: argparse.Namespace, results: dict[str, Any]) -> None:
-    photos = given_photos(options.images) if options.images else noise_photos(num=options.noise)
+    photos = given_photos(options.images) if options.images else noise_photos(**options.noise)
     source = write_photo_folder(work / "photos", photos, total_bytes=int(options.mib * 2**20))
     shards = work / "shards"
     run_command(
@@ -89,9 +94,13 @@ def measure(work: Path, options: argparse.Namespace, results: dict[str, Any]) ->
         }[name](shards, options)
 
 
-def child(script: str, *arguments: object) -> dict[str, Any]:
-    """What the script prints last, in a fresh process."""
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *map(str, arguments)]
+def child(script: ModuleType, *arguments: object, fresh: bool) -> dict[str, Any]:
+    """What the script finds, in a fresh process, or without the seconds of starting one."""
+    words = [str(argument) for argument in arguments]
+    if not fresh:
+        told: dict[str, Any] = script.run(words)
+        return told
+    command = [sys.executable, str(script.__file__), *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise CommandFailed(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
@@ -110,7 +119,14 @@ def measure_pixels(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
         arguments = ["--decoder", decoder, "--workers", options.workers]
         spoil = ["--spoil", options.spoil] if options.spoil else []
         seen = child(
-            "loader_parts.py", "pixels", shards, *arguments, "--images", options.checked, *spoil
+            loader_parts,
+            "pixels",
+            shards,
+            *arguments,
+            "--images",
+            options.checked,
+            *spoil,
+            fresh=not options.quick,
         )
         found[decoder] = seen
         print(
@@ -134,7 +150,7 @@ def measure_rates(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
     for turn in range(options.rounds):
         for name in present:
             limits = ["--workers", options.workers, "--seconds", options.seconds]
-            found = child("loader_contenders.py", name, shards, *limits)
+            found = child(loader_contenders, name, shards, *limits, fresh=not options.quick)
             expected.check(name, found)
             kept = {key: found[key] for key in ("rate", "start_s", "images")}
             runs[name].append({**kept, "load": os.getloadavg()[0]})
@@ -206,7 +222,7 @@ def measure_parse(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[dict[str, float]]] = {"webdataset": [], "index": []}
     for _ in range(options.rounds):
         for name, found in runs.items():
-            found.append(child("loader_parts.py", f"parse_{name}", shards))
+            found.append(child(loader_parts, f"parse_{name}", shards, fresh=not options.quick))
     counts = {(run["samples"], run["bytes"]) for found in runs.values() for run in found}
     if len(counts) != 1:
         raise WrongOutput(f"samples and bytes read differ: {sorted(counts)}")
@@ -218,12 +234,23 @@ def measure_parse(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_resume(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
-    order = child("loader_parts.py", "resume_order", shards, "--passes", 2 * options.rounds)
+    order = child(
+        loader_parts,
+        "resume_order",
+        shards,
+        "--passes",
+        2 * options.rounds,
+        fresh=not options.quick,
+    )
     times: dict[str, list[float]] = {"0.01": [], "0.9": []}
     for _ in range(options.rounds):
         for share, found in times.items():
             arguments = ["--share", share, "--workers", options.workers, "--decoder", "auto"]
-            found.append(child("loader_parts.py", "resume_shards", shards, *arguments)["seconds"])
+            found.append(
+                child(loader_parts, "resume_shards", shards, *arguments, fresh=not options.quick)[
+                    "seconds"
+                ]
+            )
     early, late = (median(times[share]) for share in times)
     print(
         "\nfirst batch after a resume at 1 % and 90 % of an epoch; goal for the ratio 1.2 at most"
@@ -238,7 +265,9 @@ def measure_resume(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def measure_memory(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
     arguments = ["--workers", options.workers, "--decoder", "auto"]
-    found = child("loader_parts.py", "memory", shards, *arguments, "--passes", options.passes)
+    found = child(
+        loader_parts, "memory", shards, *arguments, "--passes", options.passes, fresh=True
+    )
     print(
         f"\nmemory of ours with its workers, {found['images']:,} images: at most "
         f"{found['first_tenth']:.0f} MiB in the first tenth, {found['last_tenth']:.0f} in the last"
@@ -271,6 +300,7 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.set_defaults(noise={})
     parser.add_argument("--images", type=Path, help="folder of JPEG photographs; default: noise")
     parser.add_argument("--mib", type=float, default=300, help="they are repeated to this")
     parser.add_argument("--shard-mib", type=int, default=SHARD_MIB)
@@ -279,7 +309,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=8, help="measured per loader and round")
     parser.add_argument("--passes", type=int, default=3, help="over all images, for memory")
     parser.add_argument("--checked", type=int, default=512, help="images compared with Pillow's")
-    parser.add_argument("--noise", type=int, default=64, help="pictures made without --images")
     parser.add_argument("--only", help="some of: " + ",".join(MEASUREMENTS))
     parser.add_argument("--parse", action="store_true", help="the same as --only parse")
     parser.add_argument("--work", type=Path, default=Path("runs"))
@@ -290,8 +319,8 @@ def parse_arguments() -> argparse.Namespace:
     )
     options = parser.parse_args()
     if options.quick:
-        tiny = {"rounds": 1, "mib": 8, "shard_mib": 2, "seconds": 0, "passes": 1, "checked": 64}
-        parser.set_defaults(**tiny, noise=8, workers=1)
+        tiny = {"rounds": 1, "mib": 3, "shard_mib": 1, "seconds": 0, "passes": 1, "checked": 64}
+        parser.set_defaults(**tiny, workers=1, noise={"width": 160, "height": 120, "num": 8})
         options = parser.parse_args()
     if options.parse:
         options.only = "parse"

@@ -18,7 +18,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -112,7 +112,8 @@ class _Stored(Dataset[tuple[torch.Tensor, int]]):
     def __init__(self, shards: Path, make_decode: Callable[[], Decode]) -> None:
         index = read_split(shards, split="train")
         self.order, self.reader = sample_order(shards), SplitReader(index)
-        self.make_decode, self.decode = make_decode, None
+        self.make_decode = make_decode
+        self.decode: Decode | None = None
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, int]:
         if self.decode is None:
@@ -333,19 +334,16 @@ def measure(name: str, shards: Path, *, workers: int, seconds: float) -> dict[st
     return {"rate": rate, "start_s": first, "images": images, "labels": labels}
 
 
-def main() -> None:
+def run(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     parser.add_argument("name", choices=CONTENDERS)
     parser.add_argument("shards", type=Path)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=8)
-    options = parser.parse_args()
-    measured = measure(
-        options.name, options.shards, workers=options.workers, seconds=options.seconds
-    )
-    print(json.dumps(measured), flush=True)
-    os._exit(0)  # some libraries wait for their threads; what is measured is printed
+    options = parser.parse_args(arguments)
+    return measure(options.name, options.shards, workers=options.workers, seconds=options.seconds)
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(run()), flush=True)
+    os._exit(0)  # some libraries wait for their threads; what is measured is printed

@@ -12,7 +12,7 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -178,7 +178,7 @@ PARTS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
+def run(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser = argparse.ArgumentParser()
     parser.add_argument("part", choices=PARTS)
     parser.add_argument("shards", type=Path)
@@ -188,9 +188,9 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--share", type=float, default=EARLY)
     parser.add_argument("--spoil", choices=("pixels", "labels", "count"))
-    options = parser.parse_args()
-    print(json.dumps(PARTS[options.part](options)), flush=True)
+    options = parser.parse_args(arguments)
+    return PARTS[options.part](options)
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(run()), flush=True)
