@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +295,7 @@ def _describe(run: TrainingRun, arch: Architecture, data: TrainingSet) -> dict[s
     """What a checkpoint must agree with to be resumed, and what transfer needs to know."""
     return {
         "stage": run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
-        "architecture": asdict(arch),
+        "architecture": arch.description(),
         "grid": list(arch.grid),
         "num_prefix_tokens": arch.num_prefix_tokens,
         "optimizer": run.optim.name,
