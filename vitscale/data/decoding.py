@@ -23,14 +23,12 @@ import torch.nn.functional as F
 from PIL import Image
 
 from vitscale.data import images
-from vitscale.data.images import CropBox
+from vitscale.data.images import MAX_PIXELS, CropBox
 from vitscale.errors import UserError
 
 AUTO = "auto"
 # A JPEG that does not end like one may be cut short; beyond its crop a decoder would not notice.
 JPEG_START, JPEG_END = b"\xff\xd8\xff", b"\xff\xd9"
-# Beyond this Pillow refuses an image as a decompression bomb.
-MAX_PIXELS = 178_956_970
 INTERPOLATIONS = ("bilinear", "bicubic")
 # Colour spaces that simplejpeg turns into RGB as Pillow does.
 SIMPLEJPEG_SPACES = ("YCbCr", "RGB", "Gray")
@@ -96,11 +94,8 @@ class PillowDecoder:
     """Every format, any machine; the reference for the others."""
 
     def size(self, data: bytes) -> tuple[int, int]:
-        try:
-            with Image.open(io.BytesIO(data), formats=images.FORMATS) as image:
-                return image.size
-        except Image.DecompressionBombError as error:
-            raise ValueError(str(error)) from None
+        with images.open_image(data) as image:
+            return image.size
 
     def crop(
         self,
@@ -113,10 +108,7 @@ class PillowDecoder:
         flip: bool,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        try:
-            pixels = images.decode(data)
-        except Image.DecompressionBombError as error:
-            raise ValueError(str(error)) from None
+        pixels = images.decode(data)
         _check_inside(box, pixels.shape[1], pixels.shape[0])
         crop = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
         return _resample(

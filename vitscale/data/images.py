@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +20,8 @@ from vitscale.data.order import CounterRandom
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 CROP_ATTEMPTS = 10
+# Beyond this Pillow takes an image for a decompression bomb.
+MAX_PIXELS = 178_956_970
 
 # H height, W width, S output side
 
@@ -32,9 +36,25 @@ class CropBox:
     height: int
 
 
+@contextmanager
+def open_image(data: bytes) -> Iterator[Image.Image]:
+    """The image with its header read. Raises OSError if unreadable, ValueError if too large."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            # Pillow's own limit is a global that anyone in the process may have lifted.
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels; at most {MAX_PIXELS}")
+            yield image
+    except Image.DecompressionBombError as error:
+        raise ValueError(str(error)) from None
+
+
 def decode(data: bytes) -> torch.Tensor:
-    """Bytes of a JPEG, PNG or WebP as RGB pixels, uint8 [H, W, 3]. Raises OSError if unreadable."""
-    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+    """Bytes of a JPEG, PNG or WebP as RGB pixels, uint8 [H, W, 3].
+
+    Raises OSError if unreadable, ValueError if too large.
+    """
+    with open_image(data) as image:
         return torch.from_numpy(np.array(image.convert("RGB")))
 
 

@@ -243,7 +243,12 @@ def test_damage_gives_pillows_pixels_or_an_error(decoder: decoding.Decoder, codi
         assert found == expected or expected == "unreadable"
 
 
-def test_a_huge_image_is_refused_before_its_pixels_are_made(decoder: decoding.Decoder) -> None:
+@pytest.mark.parametrize("limit", [Image.MAX_IMAGE_PIXELS, None])
+def test_a_huge_image_is_refused_before_its_pixels_are_made(
+    decoder: decoding.Decoder, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # None: as data_prep, in the same process, leaves it.
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
     data = bytearray(encode(picture(WIDTH, HEIGHT), "4:4:4"))
     frame = data.index(b"\xff\xc0")
     data[frame + 5 : frame + 9] = (65_000).to_bytes(2, "big") * 2
