@@ -57,6 +57,7 @@ except ModuleNotFoundError as error:
 
 Check = Callable[[PhotoFolder, Path], None]
 Run = Callable[[PhotoFolder, Path], float]
+DECODE_SHARD_MIB = 16
 
 
 def header(source: PhotoFolder, output: Path) -> float:
@@ -64,7 +65,11 @@ def header(source: PhotoFolder, output: Path) -> float:
 
 
 def decode(source: PhotoFolder, output: Path) -> float:
-    return run_command(make_shards_command(source.root, output, "images.check=decode"))
+    # Small shards: this part of the photographs would fill one or two, and leave a core idle.
+    command = make_shards_command(
+        source.root, output, "images.check=decode", shard_mib=DECODE_SHARD_MIB
+    )
+    return run_command(command)
 
 
 def decoder(source: PhotoFolder, output: Path) -> float:
