@@ -165,11 +165,12 @@ class ParquetImages:
             reason = "no_label"
         file, offset = spool.add(data) if data is not None and reason is None else ("", 0)
         stem = stem_and_suffix(os.path.basename(container.path))[0]
+        name = stem_and_suffix(tidy(path))[0] if path else ""
         return Input(
             f"{container.path}/{row}",
             container.split,
             class_name,
-            stem_and_suffix(tidy(path))[0] if path and path.strip("./") else f"{stem}-{row}",
+            name if name.strip("./") else f"{stem}-{row}",
             0 if data is None else len(data),
             reason,
             file or container.path,

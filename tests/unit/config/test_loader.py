@@ -153,7 +153,8 @@ MESSAGES = [
     ),
     (
         "optim.warmup=3",
-        "command line: optim.warmup: unknown key optim.warmup\n  allowed: name, lr, weight_decay, "
+        "command line: optim.warmup: unknown key optim.warmup\n"
+        "  allowed: name, lr, weight_decay, weight_decay_mode, layer_decay, "
         "betas, eps, momentum, clip_norm\n  next: did you mean schedule.warmup_steps?",
     ),
     (
