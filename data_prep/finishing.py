@@ -16,14 +16,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 from blake3 import blake3
 
 from data_prep.ledger import (
-    FOREIGN_REASONS,
     LedgerWriter,
-    check_bad_fraction,
     describe_rejected,
 )
 from data_prep.listing import bucket_path, check_unchanged, listing_fingerprint, num_inputs
@@ -42,6 +39,7 @@ from vitscale.data.index import (
     folder_fingerprint,
     index_schema,
     label_map_sha256,
+    sample_bytes,
     split_fingerprint,
     write_index,
     write_info,
@@ -150,13 +148,7 @@ def _write_ledger_rows(p: Preparation, ledger: LedgerWriter, plans: dict[str, Sp
 
 def _check_corpus(p: Preparation, ledger: LedgerWriter) -> None:
     """Refuse a corpus with too many faults, or with a class of which nothing is left."""
-    foreign = sum(num for reason, num in ledger.reasons.items() if reason in FOREIGN_REASONS)
-    check_bad_fraction(
-        ledger.reasons,
-        ledger.examples,
-        num_judged=ledger.num_rows - foreign,
-        max_bad_fraction=p.run.images.max_bad_fraction,
-    )
+    ledger.check_bad_fraction(p.run.images.max_bad_fraction)
     if p.labels.space is not None:
         return
     kept = Counter[int]()
@@ -164,8 +156,10 @@ def _check_corpus(p: Preparation, ledger: LedgerWriter) -> None:
         for number in range(len(plan.shard_lengths)):
             labels = read_table(outcome_path(p, split, number)).column("label").to_pylist()
             kept.update(label for label in labels if label is not None)
-    classes = p.result("selection")["classes"]
-    lost = [name for label, name in enumerate(classes) if not kept[label]]
+    selection = p.result("selection")
+    # Labels that the source itself skips have never had an image.
+    present = set(selection["present"])
+    lost = [n for label, n in enumerate(selection["classes"]) if not kept[label] and n in present]
     if lost:
         raise UserError(
             f"no usable image is left of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}\n"
@@ -193,23 +187,18 @@ def _split_entry(p: Preparation, split: str, names: dict[int, str]) -> SplitEntr
         ShardEntry(name=name, **p.result(f"shard-{split}-{number:06d}"))
         for number, name in names.items()
     )
-    tables = (_kept(p, split, number, ["content_hash", "label"]) for number in names)
+    columns = ["content_hash", "label"]
+    tables = (
+        _kept(p, split, number, columns).rename_columns(["blake3", "label"]) for number in names
+    )
     return SplitEntry(
         num_samples=sum(shard.samples for shard in shards),
         num_bytes=sum(shard.bytes for shard in shards),
         fingerprint=split_fingerprint(
-            map(_content, tables), shard_lengths=[shard.samples for shard in shards]
+            map(sample_bytes, tables), shard_lengths=[shard.samples for shard in shards]
         ),
         shards=shards,
     )
-
-
-def _content(table: pa.Table) -> np.ndarray:
-    """[rows, 36] uint8: each image's hash and label."""
-    hashes = table.column("content_hash").combine_chunks()
-    raw = np.frombuffer(b"".join(hashes.to_pylist()), np.uint8).reshape(-1, 32)
-    labels = table.column("label").to_numpy().astype("<u4").view(np.uint8).reshape(-1, 4)
-    return np.hstack([raw, labels])
 
 
 def _commit(p: Preparation, final: Path, names: dict[str, dict[int, str]]) -> None:

@@ -20,9 +20,7 @@ import pyarrow.compute as pc
 from data_prep.inputs import Container
 from data_prep.labels import load_labels
 from data_prep.ledger import (
-    FOREIGN_REASONS,
     LedgerWriter,
-    check_bad_fraction,
 )
 from data_prep.preparation import content_config, tool_version
 from data_prep.row_tables import read_table
@@ -72,7 +70,7 @@ def write_index_folder(
     labels.check(indexed.unknown, found=found)
     with LedgerWriter(folder) as ledger:
         source = _write_ledger(ledger, tars)
-    _check_faults(ledger, run)
+    ledger.check_bad_fraction(run.images.max_bad_fraction)
     if not found:
         raise UserError(f"{run.source.path!r} holds no usable sample", where="source.path")
     classes = labels.label_map(found, keep_numbers=True)
@@ -132,16 +130,6 @@ def _write_ledger(ledger: LedgerWriter, tars: Tars) -> str:
             name = f"{unit.container.split}\0{path}\0{reason or 'kept'}\0".encode()
             digest.update(name + (content or b"-"))
     return digest.hexdigest()
-
-
-def _check_faults(ledger: LedgerWriter, run: DataPrepRun) -> None:
-    foreign = sum(num for reason, num in ledger.reasons.items() if reason in FOREIGN_REASONS)
-    check_bad_fraction(
-        ledger.reasons,
-        ledger.examples,
-        num_judged=ledger.num_rows - foreign,
-        max_bad_fraction=run.images.max_bad_fraction,
-    )
 
 
 def root_of_tars(tars: Path, *, output: Path) -> str:

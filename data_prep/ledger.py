@@ -114,6 +114,16 @@ class LedgerWriter:
         )
         self._writer.write_table(table.cast(LEDGER_SCHEMA))
 
+    def check_bad_fraction(self, max_bad_fraction: float) -> None:
+        """Refuse a corpus with too many faulty images among those that were meant as images."""
+        foreign = sum(num for reason, num in self.reasons.items() if reason in FOREIGN_REASONS)
+        check_bad_fraction(
+            self.reasons,
+            self.examples,
+            num_judged=self.num_rows - foreign,
+            max_bad_fraction=max_bad_fraction,
+        )
+
     def as_json(self) -> dict[str, Any]:
         return {
             "num_rows": self.num_rows,

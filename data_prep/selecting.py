@@ -200,6 +200,7 @@ def select(p: Preparation, unit: str) -> None:
         unit,
         {
             "classes": classes,
+            "present": sorted(kept),
             "small": small,
             "thresholds": thresholds(p, label_of, taken) if any(taken.values()) else {},
         },
