@@ -26,6 +26,8 @@ FLOORS = {
     "vitscale.runs": 2,
     "vitscale.evaluation": 2,
     "vitscale.training": 2,
+    "vitscale.training_loop": 2,
+    "vitscale.resuming": 2,
     # 3 stage parts
     **dict.fromkeys(STAGES, 3),
 }
@@ -47,8 +49,12 @@ NEIGHBOURS = {
     ("vitscale.config", "vitscale.errors"),
     ("vitscale.distributed", "vitscale.errors"),
     ("vitscale.engine", "vitscale.optim"),  # the engine steps the optimiser it is given
-    ("vitscale.training", "vitscale.evaluation"),  # both loops evaluate on the way
     ("vitscale.training", "vitscale.runs"),
+    ("vitscale.training", "vitscale.resuming"),
+    ("vitscale.training", "vitscale.training_loop"),
+    ("vitscale.training_loop", "vitscale.evaluation"),  # both loops evaluate on the way
+    ("vitscale.training_loop", "vitscale.runs"),
+    ("vitscale.resuming", "vitscale.runs"),
 }
 MODULES = sorted(module_files())
 

@@ -1,0 +1,172 @@
+"""An opened run, as its loop sees it: batches in, figures and checkpoints out.
+
+Owns: the chores at the end of a step, and when they are due.
+Leaves out: the loop itself, which stays visible in pretrain/main.py and finetune/main.py, and
+opening (`training`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vitscale.checkpoint.store import CheckpointStore
+from vitscale.data.index import SplitIndex
+from vitscale.data.loader import Batch, evaluation_batches
+from vitscale.data.mixing import mix_batch
+from vitscale.data.samples import Unreadable
+from vitscale.distributed import Ranks, StopRequest, gather_objects, sum_over_ranks
+from vitscale.engine.engine import Engine
+from vitscale.errors import UserError
+from vitscale.evaluation import evaluate
+from vitscale.models.costs import train_flops_per_image
+from vitscale.models.settings import Architecture
+from vitscale.runs.training import TrainingPlan, TrainingRun
+from vitscale.speed import IntervalMeter, peak_flops
+from vitscale.tracking.console import ProgressLine
+from vitscale.tracking.tracker import Tracker
+
+UNREADABLE_SHOWN = 10
+
+
+@dataclass(kw_only=True)
+class Training:
+    """An opened run. Every method is collective."""
+
+    run: TrainingRun
+    ranks: Ranks
+    folder: Path
+    plan: TrainingPlan
+    arch: Architecture
+    val_index: SplitIndex | None
+    engine: Engine
+    store: CheckpointStore
+    tracker: Tracker
+    progress: ProgressLine
+    meter: IntervalMeter
+    stop: StopRequest
+    batches: Iterator[Batch]
+    start_step: int
+    description: dict[str, Any]
+    unreadable: list[Unreadable]
+    """On this rank, since the start."""
+    unreadable_told: int = 0
+    """How many of all ranks were in the log already."""
+    num_batches: int = 0
+    """Micro-batches of this rank since the start."""
+
+    def next_batch(self) -> Batch:
+        """The next micro-batch of this rank, on the device."""
+        start = time.perf_counter()
+        batch = next(self.batches)
+        self.unreadable.extend(batch.unreadable)
+        self.meter.add_images(len(batch.labels), wait_s=time.perf_counter() - start)
+        on_device = batch.to(self.ranks.device)
+        if self.run.data.mixing is not None:
+            on_device = self._mixed(on_device)
+        self.num_batches += 1
+        return on_device
+
+    def _mixed(self, batch: Batch) -> Batch:
+        plan, ranks = self.plan, self.ranks
+        step = self.start_step + self.num_batches // plan.accumulation
+        micro_step = self.num_batches % plan.accumulation
+        share = ranks.world_size * plan.micro_batch
+        first = step * plan.global_batch + micro_step * share + ranks.rank * plan.micro_batch
+        assert self.run.data.mixing is not None
+        return mix_batch(
+            batch, self.run.data.mixing, seed=self.run.seed, step=step, first_position=first
+        )
+
+    def is_last(self, step: int) -> bool:
+        return step == self.plan.total_steps
+
+    def log_due(self, step: int) -> bool:
+        return step % self.run.tracking.log_every_steps == 0 or self.is_last(step)
+
+    def evaluation_due(self, step: int) -> bool:
+        every = self.run.tracking.eval_every_steps
+        due = (every is not None and step % every == 0) or self.is_last(step)
+        return due and self.val_index is not None
+
+    def checkpoint_due(self, step: int) -> bool:
+        return step % self.run.checkpoint.every_steps == 0 or self.is_last(step)
+
+    def log_interval(self, step: int, *, lr: float) -> None:
+        """Write the figures since the last log line. Raises UserError when training diverged."""
+        self._check_unreadable(step)
+        figures = self.meter.read()
+        loss, speed = figures["train/loss"], figures["perf/images_per_s"]
+        figures |= {"train/lr": lr, "train/grad_norm": self.engine.gradient_norm()}
+        peak = peak_flops(self.ranks.device)
+        if peak is not None:
+            flops = train_flops_per_image(self.arch) * speed / self.ranks.world_size
+            figures["perf/mfu"] = flops / peak
+        self.tracker.log(figures, step=step)
+        wait = figures["perf/data_wait"]
+        self.progress.update(step, loss=loss, lr=lr, images_per_s=speed, data_wait=wait)
+        if loss != loss or abs(loss) == float("inf"):
+            raise UserError(
+                f"the loss is {loss} in the log interval that ends at step {step}",
+                where=str(self.folder),
+                next_step="lower optim.lr, lengthen schedule.warmup_steps or set "
+                "optim.clip_norm=1; the checkpoint before these steps is kept",
+            )
+
+    def _check_unreadable(self, step: int) -> None:
+        """Name the samples that others stood in for; too many of them end the run."""
+        total = int(sum_over_ranks(torch.tensor([float(len(self.unreadable))])).item())
+        if total == self.unreadable_told:
+            return
+        lost = [each for own in gather_objects(self.unreadable) for each in own]
+        for key, shard, error in lost[-UNREADABLE_SHOWN:]:
+            self.progress.message(f"{shard}: sample {key!r} was replaced: {error}")
+        self.progress.message(f"step {step}: {total} samples replaced since the start")
+        self.tracker.log({"data/unreadable": float(total)}, step=step)
+        self.unreadable_told = total
+        seen = (step - self.start_step) * self.plan.global_batch
+        allowed = self.run.data.max_unreadable_fraction * max(seen, self.plan.num_samples)
+        if total > allowed:
+            raise UserError(
+                f"{total} samples could not be read, more than data.max_unreadable_fraction="
+                f"{self.run.data.max_unreadable_fraction:g} allows; the last: {lost[-1].key!r}",
+                where=lost[-1].shard,
+                next_step="data_prep/verify_shards.py names every damaged shard; copy it again",
+            )
+
+    def log_evaluation(self, step: int) -> None:
+        assert self.val_index is not None
+        batches = evaluation_batches(
+            self.val_index,
+            settings=self.run.data,
+            image_size=self.arch.image_size,
+            rank=self.ranks.rank,
+            world_size=self.ranks.world_size,
+            micro_batch=self.run.engine.max_micro_batch,
+            pin_memory=self.ranks.device.type == "cuda",
+        )
+        figures = evaluate(self.engine, batches, num_samples=self.val_index.num_samples)
+        self.tracker.log(figures, step=step)
+        self.progress.message(
+            f"step {step}: val/top1 {figures['val/top1']:.4f} on {self.val_index.num_samples} "
+            f"images of {self.run.data.val_split!r}, val/loss {figures['val/loss']:.4f}"
+        )
+
+    def save(self, step: int) -> None:
+        """Commit a checkpoint of everything that the next step depends on."""
+        folder = self.store.save(
+            self.engine.export_state(),
+            step=step,
+            progress={
+                "samples_seen": step * self.plan.global_batch,
+                "optimizer_steps": self.engine.optimizer_steps(),
+                "interval": self.meter.state(),
+            },
+            description=self.description,
+        )
+        self.progress.message(f"step {step}: checkpoint {folder}")
