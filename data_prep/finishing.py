@@ -19,6 +19,7 @@ from typing import Any
 import pyarrow as pa
 from blake3 import blake3
 
+from data_prep.index_writing import write_index, write_info, write_manifest
 from data_prep.ledger import (
     LedgerWriter,
     describe_rejected,
@@ -41,9 +42,6 @@ from vitscale.data.index import (
     label_map_sha256,
     sample_bytes,
     split_fingerprint,
-    write_index,
-    write_info,
-    write_manifest,
 )
 from vitscale.errors import UserError
 

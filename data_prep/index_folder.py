@@ -17,6 +17,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data_prep.index_writing import write_index, write_info, write_manifest
 from data_prep.inputs import Container
 from data_prep.labels import load_labels
 from data_prep.ledger import (
@@ -37,9 +38,6 @@ from vitscale.data.index import (
     label_map_sha256,
     sample_bytes,
     split_fingerprint,
-    write_index,
-    write_info,
-    write_manifest,
 )
 from vitscale.errors import UserError
 from vitscale.runs.data_prep import DataPrepRun

@@ -24,6 +24,7 @@ from blake3 import blake3
 
 from data_prep.image_check import SUFFIXES
 from data_prep.image_header import HeaderError, read_header
+from data_prep.index_writing import info_of
 from data_prep.labels import is_numbers
 from data_prep.ledger import LEDGER_NAME
 from data_prep.process_pool import ordered_results, workers_for
@@ -38,7 +39,6 @@ from vitscale.data.index import (
     SplitEntry,
     folder_fingerprint,
     index_schema,
-    info_of,
     label_map_sha256,
     sample_bytes,
 )

@@ -9,7 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-import vitscale.data.index as index_module
+from data_prep import index_writing
+from data_prep.index_writing import write_index, write_info, write_manifest
 from vitscale.data.index import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -20,9 +21,6 @@ from vitscale.data.index import (
     read_manifest,
     read_split,
     split_fingerprint,
-    write_index,
-    write_info,
-    write_manifest,
 )
 from vitscale.errors import UserError
 
@@ -174,7 +172,7 @@ def test_the_manifest_is_read_without_torch_and_pyarrow(folder: Path) -> None:
 def test_index_bytes_do_not_depend_on_how_rows_were_divided_into_tables(
     cuts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(index_module, "ROW_GROUP_ROWS", 10)
+    monkeypatch.setattr(index_writing, "ROW_GROUP_ROWS", 10)
 
     def table(split: str, start: int, stop: int) -> pa.Table:
         rows = [

@@ -11,6 +11,7 @@ import pyarrow as pa
 from blake3 import blake3
 from PIL import Image
 
+from data_prep.index_writing import write_index, write_info, write_manifest
 from data_prep.ledger import LedgerWriter
 from data_prep.tar_shards import TarShard
 from vitscale.atomic_files import blake3_of_file
@@ -25,9 +26,6 @@ from vitscale.data.index import (
     label_map_sha256,
     sample_bytes,
     split_fingerprint,
-    write_index,
-    write_info,
-    write_manifest,
 )
 
 SIDES = {"png": (5, 4), "jpg": (9, 7), "webp": (6, 8)}

@@ -12,10 +12,16 @@ import pyarrow.parquet as pq
 import pytest
 from blake3 import blake3
 
+from data_prep.index_writing import write_manifest
 from data_prep.shard_check import Finding, TarTask, check_folder, check_tar, tar_tasks
 from tests.unit.data_prep.small_shards import make_shard_folder
 from vitscale.atomic_files import blake3_of_file
-from vitscale.data.index import INDEX_NAME, Manifest, index_schema, read_manifest, write_manifest
+from vitscale.data.index import (
+    INDEX_NAME,
+    Manifest,
+    index_schema,
+    read_manifest,
+)
 
 TRAIN = "train-000000.tar"
 
