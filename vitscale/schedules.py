@@ -22,6 +22,8 @@ class ScheduleSettings(Section):
     """Optimiser steps; give this or `epochs`."""
     warmup_steps: int = Field(default=0, ge=0)
     """Linear rise from 0 to the peak."""
+    warmup_epochs: float = Field(default=0.0, ge=0)
+    """The same in passes over the training split (DeiT, MAE); give at most one of the two."""
     decay: Literal["cosine", "linear", "constant", "rsqrt"] = "cosine"
     """Curve behind the warm-up. rsqrt: PEAK / sqrt(1 + steps behind the warm-up / timescale)."""
     final_lr: float = Field(default=0.0, ge=0)
@@ -73,6 +75,8 @@ COOLDOWNS: dict[str, Callable[[float], float]] = {
 
 def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
     """Combinations in which a setting could have no effect."""
+    if schedule.warmup_steps and schedule.warmup_epochs:
+        yield ("schedule.warmup_epochs", "and warmup_steps exclude each other; set one to 0")
     if schedule.decay != "rsqrt" and schedule.rsqrt_timescale is not None:
         what = f"has no effect on schedule.decay={schedule.decay}"
         yield ("schedule.rsqrt_timescale", f"{what}; set it to null, or schedule.decay=rsqrt")
@@ -84,6 +88,11 @@ def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
     if schedule.decay in ENDLESS and schedule.final_lr and not schedule.cooldown_share:
         what = f"{schedule.decay} never reaches {schedule.final_lr}"
         yield ("schedule.final_lr", f"{what}; set schedule.cooldown_share, or final_lr=0")
+
+
+def warmup_steps(schedule: ScheduleSettings, *, num_samples: int, global_batch: int) -> int:
+    """Steps of the warm-up, given in steps or in epochs."""
+    return schedule.warmup_steps or int(schedule.warmup_epochs * num_samples) // global_batch
 
 
 def cooldown_steps(share: float, *, total_steps: int) -> int:

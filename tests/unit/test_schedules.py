@@ -15,6 +15,7 @@ from vitscale.schedules import (
     cooldown_steps,
     learning_rate,
     schedule_problems,
+    warmup_steps,
 )
 
 
@@ -122,6 +123,13 @@ def test_cooldown_is_a_share_of_all_steps() -> None:
     assert cooldown_steps(0.001, total_steps=100) == 1
 
 
+def test_warmup_in_epochs_is_counted_in_whole_steps() -> None:
+    counts = {"num_samples": 1000, "global_batch": 64}
+    assert warmup_steps(ScheduleSettings(warmup_epochs=5), **counts) == 78
+    assert warmup_steps(ScheduleSettings(warmup_steps=9), **counts) == 9
+    assert warmup_steps(ScheduleSettings(), **counts) == 0
+
+
 @pytest.mark.parametrize(
     "settings, where",
     [
@@ -129,6 +137,7 @@ def test_cooldown_is_a_share_of_all_steps() -> None:
         ({"decay": "linear", "rsqrt_timescale": 5}, "schedule.rsqrt_timescale"),
         ({"decay": "constant", "cooldown_shape": "one_minus_sqrt"}, "schedule.cooldown_shape"),
         ({"decay": "rsqrt", "final_lr": 1e-5}, "schedule.final_lr"),
+        ({"warmup_steps": 5, "warmup_epochs": 0.1}, "schedule.warmup_epochs"),
     ],
 )
 def test_settings_without_effect_are_refused(settings: dict[str, object], where: str) -> None:

@@ -20,6 +20,7 @@ from vitscale.data.order import CounterRandom
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 CROP_ATTEMPTS = 10
+PLAIN_CROP_PADDING = 4  # px of the output; DeiT's augment.py
 # Beyond this Pillow takes an image for a decompression bomb.
 MAX_PIXELS = 178_956_970
 
@@ -80,6 +81,42 @@ def random_crop_box(
     ratio = min(max(width / height, aspect[0]), aspect[1])
     w, h = min(width, round(height * ratio)), min(height, round(width / ratio))
     return CropBox((width - w) // 2, (height - h) // 2, w, h)
+
+
+def plain_crop_box(
+    width: int, height: int, *, size: int, random: CounterRandom
+) -> tuple[CropBox, int, int]:
+    """A square of the short side, and by how many output pixels the crop lies beyond it.
+
+    DeiT resizes the short side to `size`, pads by 4 px and crops (`--src` in DeiT's `augment.py`,
+    Touvron et al. 2022, sec. 3.2 "simple random crop"). The resized crop is what it is there but
+    for half a pixel of the source, to which the box is rounded. Returns (box, right, down) for
+    `reflected`.
+    """
+    short = min(width, height)
+
+    def place(length: int) -> tuple[int, int]:
+        room = size * length // short - size
+        at = int(random.uniform() * (room + 2 * PLAIN_CROP_PADDING + 1)) - PLAIN_CROP_PADDING
+        inside = min(max(at, 0), room)
+        return min(round(inside * short / size), length - short), at - inside
+
+    left, right = place(width)
+    top, down = place(height)
+    return CropBox(left, top, short, short), right, down
+
+
+def reflected(image_3SS: torch.Tensor, *, right: int, down: int) -> torch.Tensor:
+    """The view `right` and `down` pixels further; beyond the border the image is mirrored.
+
+    The outermost pixels are not repeated, as in numpy's and Pillow's "reflect".
+    """
+    last = image_3SS.shape[-1] - 1
+
+    def sources(shift: int) -> torch.Tensor:
+        return last - (last - (torch.arange(last + 1) + shift).abs()).abs()
+
+    return image_3SS[:, sources(down)][:, :, sources(right)]
 
 
 def center_crop_box(width: int, height: int, *, fraction: float) -> CropBox:

@@ -106,18 +106,27 @@ class TrainingSamples:
         settings = self.settings
         random = CounterRandom(augmentation_key(self.seed, draw))
         width, height = self.decoder.size(data)
-        box = images.random_crop_box(
-            width, height, area=settings.crop_area, aspect=settings.crop_aspect, random=random
-        )
+        right = down = 0
+        if settings.crop == "plain":
+            box, right, down = images.plain_crop_box(
+                width, height, size=self.image_size, random=random
+            )
+        else:
+            box = images.random_crop_box(
+                width, height, area=settings.crop_area, aspect=settings.crop_aspect, random=random
+            )
+        flip = settings.horizontal_flip and random.uniform() < 0.5
         self.decoder.crop(
             data,
             box,
             size=self.image_size,
             interpolation=settings.interpolation,
             antialias=settings.antialias,
-            flip=settings.horizontal_flip and random.uniform() < 0.5,
+            flip=flip,
             out=out,
         )
+        if right or down:
+            out.copy_(images.reflected(out, right=-right if flip else right, down=down))
         if self.augments:
             # A stream of its own: crop and flip stay what they are without augmentation.
             random = CounterRandom(augmentation_key(self.seed, draw, purpose="augment2"))

@@ -101,6 +101,9 @@ class DataSettings(TrainingShards):
     max_unreadable_fraction: float = Field(default=0.001, ge=0, le=1)
     """Training samples that cannot be read are replaced by others; more than this share of the
     samples seen (or of one epoch) ends the run."""
+    crop: Literal["inception", "plain"] = "inception"
+    """inception: a box of random area and aspect (see below). plain: the short side resized to the
+    image size, then a crop that may stick out by 4 px, filled by reflection; DeiT-III on 21k."""
     crop_area: tuple[float, float] = Field(default=(0.05, 1.0), strict=False)
     """Area share of the random crop: 5-100 %, the inception crop of the ViT paper's code."""
     crop_aspect: tuple[float, float] = Field(default=(3 / 4, 4 / 3), strict=False)
@@ -122,6 +125,10 @@ class DataSettings(TrainingShards):
 def augment_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
     """Settings of augmentations that exclude each other or do nothing."""
     augment, mixing = data.augment, data.mixing
+    if data.crop == "plain":
+        for name in ("crop_area", "crop_aspect"):
+            if getattr(data, name) != DataSettings.model_fields[name].default:
+                yield (f"data.{name}", "has no effect on data.crop=plain; remove it")
     if mixing is not None and mixing.mixup_alpha is None and mixing.cutmix_alpha is None:
         yield ("data.mixing", "mixes nothing; give mixup_alpha or cutmix_alpha, or set it to null")
     key, policy = "data.augment", augment.randaugment

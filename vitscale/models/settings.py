@@ -44,6 +44,8 @@ class ModelSettings(Section):
     """Learned tokens behind the class token that no head sees. Darcet et al. 2024."""
     positions: Literal["learned", "sincos2d"] = "learned"
     """sincos2d: fixed, on patches only. Beyer et al. 2022 (Better plain ViT baselines)."""
+    weight_init: Literal["vit", "deit"] = "vit"
+    """vit: Flax's, Xavier-uniform. deit: N(0, 0.02), the class token too (DeiT, DeiT-III)."""
     position_init: Literal["vit", "big_vision"] = "vit"
     """Learned positions start at N(0, 0.02) (vit) or N(0, 1 / sqrt(width)) (big_vision)."""
     class_position: bool | None = None

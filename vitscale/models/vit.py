@@ -5,6 +5,7 @@ Leaves out: sizes (`settings`), costs (`costs`), loading weights (`transfer`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -18,6 +19,7 @@ from vitscale.models.settings import Architecture, ModelSettings
 
 MLP_BIAS_STD = 1e-6  # vision_transformer, MlpBlock
 POSITION_STD = 0.02  # vision_transformer, AddPositionEmbs
+DEIT_STD = 0.02
 REGISTER_STD = 1e-6  # DINOv2, init_weights; never zero, or all registers would stay equal
 
 
@@ -75,6 +77,7 @@ def build_vit(settings: ModelSettings, arch: Architecture, *, seed: int) -> Visi
         head_bias=settings.head_bias,
         head_std=settings.head_std,
         position_std=position_std,
+        scheme=settings.weight_init,
     )
     return model
 
@@ -94,41 +97,88 @@ def initialize(
     head_bias: float,
     head_std: float = 0.0,
     position_std: float = POSITION_STD,
+    scheme: str = "vit",
 ) -> None:
-    """Initialise as vision_transformer (Flax) does.
+    """Initialise as the papers' code does: `scheme` is one of `SCHEMES`.
 
-    Xavier-uniform kernels, with Q, K and V as three matrices: initialised as one fused matrix
-    their bounds would be 0.707 times too small. MLP biases N(0, 1e-6), class token zero. Layer
-    scales keep the value they were built with. What few models have is drawn last, so that it
-    changes no other weight of the same seed.
+    Norms are 1 and 0, the last layer is zero unless `head_std` is given, and layer scales keep the
+    value they were built with. What few models have is drawn last, so that it changes no other
+    weight of the same seed.
     """
     random = torch.Generator().manual_seed(seed)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            parts = module.weight.chunk(3) if name.endswith("attn.qkv") else (module.weight,)
-            for part in parts:
-                nn.init.xavier_uniform_(part, generator=random)
-            if ".mlp." in name:
-                nn.init.normal_(module.bias, std=MLP_BIAS_STD, generator=random)
-            else:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.LayerNorm):
+    for module in model.modules():
+        if isinstance(module, nn.LayerNorm):
             nn.init.ones_(module.weight)
             nn.init.zeros_(module.bias)
-    # Flax draws the patch kernel LeCun-normal: truncated at 2 sigma, variance 1 / fan-in.
-    patch = model.patch_embed.proj
-    std = patch.weight[0].numel() ** -0.5 / 0.87962566103423978  # std of a unit normal cut at 2
-    nn.init.trunc_normal_(patch.weight, std=std, a=-2 * std, b=2 * std, generator=random)
-    nn.init.zeros_(patch.bias)
-    if isinstance(model.pos_embed, nn.Parameter):
-        nn.init.normal_(model.pos_embed, std=position_std, generator=random)
-    if model.cls_token is not None:
-        nn.init.zeros_(model.cls_token)
+    SCHEMES[scheme](model, random, position_std)
     if model.reg_token is not None:
         nn.init.normal_(model.reg_token, std=REGISTER_STD, generator=random)
     reset_head(model, bias=head_bias)
     if head_std > 0:
         nn.init.normal_(_last_layer(model).weight, std=head_std, generator=random)
+
+
+def _initialize_as_flax(
+    model: VisionTransformer, random: torch.Generator, position_std: float
+) -> None:
+    """vision_transformer, `models_vit.py`, and the defaults of Flax.
+
+    Xavier-uniform kernels, with Q, K and V as three matrices: initialised as one fused matrix
+    their bounds would be 0.707 times too small. MLP biases N(0, 1e-6), class token zero. What
+    names no initialisation there, the patches and the representation layer, is LeCun-normal.
+    """
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        parts = module.weight.chunk(3) if name.endswith("attn.qkv") else (module.weight,)
+        for part in parts:
+            if name == "head.0":
+                _lecun_normal(part, random)
+            else:
+                nn.init.xavier_uniform_(part, generator=random)
+        if ".mlp." in name:
+            nn.init.normal_(module.bias, std=MLP_BIAS_STD, generator=random)
+        else:
+            nn.init.zeros_(module.bias)
+    _lecun_normal(model.patch_embed.proj.weight, random)
+    nn.init.zeros_(model.patch_embed.proj.bias)
+    if isinstance(model.pos_embed, nn.Parameter):
+        nn.init.normal_(model.pos_embed, std=position_std, generator=random)
+    if model.cls_token is not None:
+        nn.init.zeros_(model.cls_token)
+
+
+def _initialize_as_deit(
+    model: VisionTransformer, random: torch.Generator, position_std: float
+) -> None:
+    """DeiT-III, `models_v2.py`: N(0, 0.02) but for the patches, which keep PyTorch's default.
+
+    Its truncation, at plus and minus 2 (a hundred sigma), never acts.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=DEIT_STD, generator=random)
+            nn.init.zeros_(module.bias)
+    patch = model.patch_embed.proj
+    bound = patch.weight[0].numel() ** -0.5
+    nn.init.uniform_(patch.weight, -bound, bound, generator=random)
+    nn.init.uniform_(patch.bias, -bound, bound, generator=random)
+    if isinstance(model.pos_embed, nn.Parameter):
+        nn.init.normal_(model.pos_embed, std=position_std, generator=random)
+    if model.cls_token is not None:
+        nn.init.normal_(model.cls_token, std=DEIT_STD, generator=random)
+
+
+def _lecun_normal(weight: torch.Tensor, random: torch.Generator) -> None:
+    """Flax's default: truncated at 2 sigma, variance 1 / fan-in."""
+    std = weight[0].numel() ** -0.5 / 0.87962566103423978  # std of a unit normal cut at 2
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std, generator=random)
+
+
+SCHEMES: dict[str, Callable[[VisionTransformer, torch.Generator, float], None]] = {
+    "vit": _initialize_as_flax,
+    "deit": _initialize_as_deit,
+}
 
 
 @torch.no_grad()

@@ -22,7 +22,12 @@ from vitscale.errors import UserError
 from vitscale.models.settings import ModelSettings, model_problems
 from vitscale.optim.settings import ObjectiveSettings, OptimSettings, optim_problems
 from vitscale.runs.launching import LaunchSettings, launch_problems
-from vitscale.schedules import ScheduleSettings, cooldown_steps, schedule_problems
+from vitscale.schedules import (
+    ScheduleSettings,
+    cooldown_steps,
+    schedule_problems,
+    warmup_steps,
+)
 from vitscale.tracking.run_facts import absolute_uri
 from vitscale.tracking.settings import TrackingSettings
 
@@ -162,16 +167,17 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
     else:
         assert run.schedule.epochs is not None
         total = max(1, int(run.schedule.epochs * num_samples) // batch)
-    if run.schedule.warmup_steps >= total:
+    warmup = warmup_steps(run.schedule, num_samples=num_samples, global_batch=batch)
+    if warmup >= total:
         raise UserError(
-            f"{run.schedule.warmup_steps} warm-up steps leave nothing of {total} steps",
-            where="schedule.warmup_steps",
-            next_step="lower schedule.warmup_steps or raise schedule.epochs",
+            f"{warmup} warm-up steps leave nothing of {total} steps",
+            where="schedule.warmup_" + ("epochs" if run.schedule.warmup_epochs else "steps"),
+            next_step="shorten the warm-up or raise schedule.epochs",
         )
     cooldown = cooldown_steps(run.schedule.cooldown_share, total_steps=total)
-    if run.schedule.warmup_steps + cooldown > total:
+    if warmup + cooldown > total:
         raise UserError(
-            f"{cooldown} steps of cool-down begin before the {run.schedule.warmup_steps} steps of "
+            f"{cooldown} steps of cool-down begin before the {warmup} steps of "
             f"warm-up end, in {total} steps",
             where="schedule.cooldown_share",
             next_step="lower schedule.cooldown_share or schedule.warmup_steps",
@@ -183,6 +189,6 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
         accumulation=share // micro,
         num_samples=num_samples,
         total_steps=total,
-        warmup_steps=run.schedule.warmup_steps,
+        warmup_steps=warmup,
         cooldown_steps=cooldown,
     )

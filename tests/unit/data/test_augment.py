@@ -377,5 +377,7 @@ def test_conflicts_are_named() -> None:
     assert [key for key, _ in augment_problems(data_with(spread))] == [
         "data.augment.randaugment.magnitude_std"
     ]
+    plain = DataSettings(path="shards", global_batch=8, crop="plain", crop_area=(0.5, 1.0))
+    assert [key for key, _ in augment_problems(plain)] == ["data.crop_area"]
     for fine in (EVERYTHING, AugmentSettings()):
         assert not list(augment_problems(data_with(fine)))

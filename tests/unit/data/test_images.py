@@ -16,7 +16,9 @@ from vitscale.data.images import (
     center_crop_box,
     crop_and_resize,
     decode,
+    plain_crop_box,
     random_crop_box,
+    reflected,
 )
 from vitscale.data.order import CounterRandom
 
@@ -39,6 +41,48 @@ def test_random_crop_covers_the_area_range() -> None:
         )
         shares.append(box.width * box.height / 400**2)
     assert 0.045 < min(shares) < 0.07 and max(shares) > 0.9
+
+
+def plain_crop(pixels_HW3: torch.Tensor, *, size: int, key: int) -> torch.Tensor:
+    height, width, _ = pixels_HW3.shape
+    box, right, down = plain_crop_box(width, height, size=size, random=CounterRandom(key))
+    assert box.width == box.height == min(width, height)
+    assert 0 <= box.left <= width - box.width and 0 <= box.top <= height - box.height
+    crop = crop_and_resize(
+        pixels_HW3, box, size=size, interpolation="bicubic", antialias=True, flip=False
+    )
+    return reflected(crop, right=right, down=down)
+
+
+@pytest.mark.parametrize("width, height", [(24, 16), (16, 21), (16, 16)])
+def test_plain_crop_is_a_crop_of_the_reflected_image(width: int, height: int) -> None:
+    """DeiT-III's: RandomCrop(size, padding=4, padding_mode="reflect"), every offset as likely."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
+    padded = np.pad(pixels.numpy(), ((4, 4), (4, 4), (0, 0)), mode="reflect").transpose(2, 0, 1)
+    windows = {
+        padded[:, y : y + 16, x : x + 16].tobytes(): (x, y)
+        for y in range(height - 7)
+        for x in range(width - 7)
+    }
+    found = [windows[plain_crop(pixels, size=16, key=key).numpy().tobytes()] for key in range(3000)]
+    for axis, length in enumerate((width, height)):
+        counts = np.bincount([place[axis] for place in found], minlength=length - 7)
+        expected = 3000 / (length - 7)
+        assert len(counts) == length - 7
+        assert np.abs(counts - expected).max() < 5 * np.sqrt(expected)
+
+
+def test_plain_crop_resizes_the_short_side() -> None:
+    """A ramp at three times the size: the crop is the resized ramp, half a source pixel off."""
+    ramp = torch.arange(120, dtype=torch.uint8)[None, :, None].expand(48, 120, 3)
+    for key in range(200):
+        crop = plain_crop(ramp, size=16, key=key)[0, 0].float()
+        step = (crop[9] - crop[5]) / 4
+        assert step == pytest.approx(3, abs=0.3)
+        box, right, _ = plain_crop_box(120, 48, size=16, random=CounterRandom(key))
+        assert abs(box.left / 3 - round(box.left / 3)) <= 1 / 6
+        assert right == 0 or box.left in (0, 72)
 
 
 def test_center_crop_is_centred() -> None:

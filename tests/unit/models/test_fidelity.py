@@ -214,6 +214,29 @@ def test_position_init_has_the_published_spread() -> None:
         assert model.pos_embed.std().item() == pytest.approx(std, rel=0.02)
 
 
+def test_deit_initialisation() -> None:
+    """DeiT-III's models_v2.py: N(0, 0.02) everywhere; patches U(+-1 / sqrt(fan-in)), PyTorch's."""
+    model = small(weight_init="deit", head_std=0.02, width=96, num_heads=4, depth=2)
+    weights = dict(model.named_parameters())
+    for name in ("cls_token", "pos_embed", "blocks.1.attn.qkv.weight", "blocks.0.mlp.fc1.weight"):
+        assert weights[name].std().item() == pytest.approx(0.02, rel=0.15), name
+    assert weights["head.weight"].std().item() == pytest.approx(0.02, rel=0.15)
+    bound = 1 / math.sqrt(48)
+    patches = weights["patch_embed.proj.weight"]
+    assert 0.98 * bound < patches.abs().max().item() <= bound
+    assert 0 < weights["patch_embed.proj.bias"].abs().max().item() <= bound
+    biases = [p for name, p in weights.items() if name.endswith(("fc1.bias", "qkv.bias"))]
+    assert biases and all(p.abs().max() == 0 for p in biases)
+
+
+def test_representation_layer_starts_lecun_normal() -> None:
+    """It names no initialisation in models_vit.py, so it has Flax's default."""
+    weight = small(representation_layer=True, width=96, num_heads=4).head[0].weight
+    std = 1 / math.sqrt(96)
+    assert weight.std().item() == pytest.approx(std, rel=0.03)
+    assert weight.abs().max().item() == pytest.approx(2 * std / 0.8796, rel=0.01)
+
+
 def test_registers_start_apart_from_each_other() -> None:
     registers = small(num_registers=3).reg_token[0]
     assert 0 < registers.abs().max() < 1e-5

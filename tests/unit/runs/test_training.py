@@ -29,6 +29,13 @@ def test_cooldown_of_a_plan_is_its_share_of_the_steps() -> None:
     assert training_plan(run(), world_size=1, num_samples=8).cooldown_steps == 0
 
 
+def test_warmup_of_a_plan_may_be_given_in_epochs() -> None:
+    short = run(schedule={"warmup_steps": 0, "warmup_epochs": 3})
+    assert training_plan(short, world_size=1, num_samples=80).warmup_steps == 30
+    with pytest.raises(UserError, match="schedule.warmup_epochs: 150 warm-up steps leave nothing"):
+        training_plan(short, world_size=1, num_samples=400)
+
+
 def test_cooldown_that_begins_inside_the_warmup_is_refused() -> None:
     late = run(schedule={"decay": "constant", "cooldown_share": 0.95})
     with pytest.raises(UserError, match="95 steps of cool-down begin before the 10 steps"):
