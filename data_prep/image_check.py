@@ -52,15 +52,15 @@ MIB = 1 << 20
 PEEK_BYTES = 64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Judged:
     """One input's fate."""
 
     reason: str | None
     """None: usable; otherwise a key of FAULTS."""
     input_hash: bytes
-    content: bytes
-    """What to store; the input itself where nothing was changed, empty where it is rejected."""
+    content: bytes | memoryview
+    """What to store: the very object given where nothing was changed; empty where rejected."""
     content_hash: bytes
     extension: str = ""
     """jpg, png or webp, by content."""
@@ -78,7 +78,7 @@ class Rejected(Exception):  # a verdict and no error
         self.header = header
 
 
-def judge_image(data: bytes, *, settings: ImageSettings) -> Judged:
+def judge_image(data: bytes | memoryview, *, settings: ImageSettings) -> Judged:
     """Judge and convert. Raises on no bytes whatever; MemoryError says nothing about the bytes."""
     input_hash = blake3(data).digest()
     try:
@@ -91,14 +91,16 @@ def judge_image(data: bytes, *, settings: ImageSettings) -> Judged:
         return Judged(verdict.reason, input_hash, b"", input_hash, extension, *size)
 
 
-def _believed_header(data: bytes, settings: ImageSettings) -> tuple[bytes, Header, bool]:
+def _believed_header(
+    data: bytes | memoryview, settings: ImageSettings
+) -> tuple[bytes | memoryview, Header, bool]:
     """(bytes of the image, its header, whether gzip was taken off). Raises Rejected."""
     if not data:
         raise Rejected("empty")
     max_bytes = int(settings.max_file_mib * MIB)
     if len(data) > max_bytes:
         raise Rejected("too_large")
-    gzipped = data.startswith(b"\x1f\x8b")
+    gzipped = data[:2] == b"\x1f\x8b"
     if gzipped:
         data = _unpacked(data, max_bytes)
     try:
@@ -116,7 +118,7 @@ def _believed_header(data: bytes, settings: ImageSettings) -> tuple[bytes, Heade
     return data, header, gzipped
 
 
-def _unpacked(data: bytes, max_bytes: int) -> bytes:
+def _unpacked(data: bytes | memoryview, max_bytes: int) -> bytes:
     unpacker = zlib.decompressobj(wbits=31)
     try:
         start = unpacker.decompress(data, PEEK_BYTES)
@@ -138,7 +140,11 @@ def _unpacked(data: bytes, max_bytes: int) -> bytes:
 
 
 def _judged_pixels(
-    data: bytes, header: Header, gzipped: bool, input_hash: bytes, settings: ImageSettings
+    data: bytes | memoryview,
+    header: Header,
+    gzipped: bool,
+    input_hash: bytes,
+    settings: ImageSettings,
 ) -> Judged:
     changes = header.changes if settings.convert else ()
     if is_shrunk(header, settings.short_side):
@@ -150,6 +156,8 @@ def _judged_pixels(
     width, height = header.width, header.height
     try:
         if changes:
+            if settings.check == "strict":
+                check_pixels(data, header, strict=True)
             shrunk = "short_side" in changes
             content, extension, width, height = convert(
                 data,
@@ -157,8 +165,8 @@ def _judged_pixels(
                 short_side=settings.short_side if shrunk else None,
                 jpeg_quality=settings.jpeg_quality,
             )
-        elif settings.check == "decode" or not header.certain:
-            content = check_pixels(data, header)
+        elif settings.check != "header" or not header.certain:
+            content = check_pixels(data, header, strict=settings.check == "strict")
             if content is not data and not settings.convert:
                 raise Rejected("bad_header", header)
             changes = ("metadata",) if content is not data else ()

@@ -21,6 +21,7 @@ from data_prep.image_header import (
     Header,
     critical_chunks,
 )
+from vitscale.data.strict_jpeg import decode_strictly
 
 PILLOW_FORMATS = {"jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
 WHITE = (255, 255, 255)
@@ -46,7 +47,7 @@ class UnreadableHeaderError(Exception):
     """Pillow does not take the file, or takes it for another size than the header says."""
 
 
-def open_image(data: bytes, header: Header) -> ImageFile:
+def open_image(data: bytes | memoryview, header: Header) -> ImageFile:
     """Raises UnreadableHeaderError; no pixel is decoded yet."""
     # The run's own limit was checked on the header and takes the place of Pillow's.
     Image.MAX_IMAGE_PIXELS = None
@@ -63,11 +64,24 @@ def open_image(data: bytes, header: Header) -> ImageFile:
     return image
 
 
-def check_pixels(data: bytes, header: Header) -> bytes:
+def check_pixels(
+    data: bytes | memoryview, header: Header, *, strict: bool = False
+) -> bytes | memoryview:
     """Decode everything. Returns `data`, or a PNG without the extra chunks that readers refuse.
 
-    Raises UnreadableHeaderError, HeaderError, or whatever Pillow raises on damaged pixels.
+    strict: a JPEG must not even make its decoder warn.
+    Raises UnreadableHeaderError, HeaderError, or whatever decoders raise on damaged pixels.
     """
+    if header.format == "jpeg" and header.certain:
+        if strict:
+            decode_strictly(data)
+        image = open_image(data, header)
+        if image.mode in ("L", "RGB"):
+            # All coded data are decoded, and faults show there. What follows is arithmetic that
+            # cannot fail: an eighth of the size, in grey, is enough and saves 40 % of the time.
+            image.draft("L", (1, 1))
+        image.load()
+        return data
     if header.format != "png":
         open_image(data, header).load()
         return data
@@ -83,7 +97,7 @@ def check_pixels(data: bytes, header: Header) -> bytes:
 
 
 def convert(
-    data: bytes, header: Header, *, short_side: int | None, jpeg_quality: int
+    data: bytes | memoryview, header: Header, *, short_side: int | None, jpeg_quality: int
 ) -> tuple[bytes, str, int, int]:
     """(content, extension, width, height) of the plain image. Raises whatever Pillow raises."""
     if header.format == "png":
@@ -115,7 +129,7 @@ def _target_size(size: tuple[int, int], short_side: int | None) -> tuple[int, in
     return width, height
 
 
-def _plain(file: ImageFile, data: bytes, header: Header) -> Image.Image:
+def _plain(file: ImageFile, data: bytes | memoryview, header: Header) -> Image.Image:
     """Decoded, 8 bits, grey or RGB, opaque."""
     if header.bit_depth == 16:
         image, opacity = _rounded(file, data, header)
@@ -174,7 +188,7 @@ def _bands(image: Image.Image) -> tuple[Image.Image, ...]:
 
 
 def _rounded(
-    file: ImageFile, data: bytes, header: Header
+    file: ImageFile, data: bytes | memoryview, header: Header
 ) -> tuple[Image.Image, Image.Image | None]:
     """The image with every 16-bit sample v as round(v / 257), and its tRNS opacity."""
     high, low = _high_and_low(file, data, header)
@@ -197,7 +211,9 @@ def _rounded(
     return rounded, opacity
 
 
-def _high_and_low(file: ImageFile, data: bytes, header: Header) -> tuple[Image.Image, Image.Image]:
+def _high_and_low(
+    file: ImageFile, data: bytes | memoryview, header: Header
+) -> tuple[Image.Image, Image.Image]:
     """High and low bytes of 16-bit samples as two images; by itself Pillow drops the low ones."""
     if header.colour_type == PNG_GREY:
         # Two bytes a pixel, as in 8-bit grey with alpha.

@@ -110,6 +110,16 @@ def read_exactly(descriptor: int, *, offset: int, num_bytes: int) -> bytes:
     return data
 
 
+def fill(descriptor: int, memory: memoryview, *, offset: int) -> None:
+    """Read from an open file until `memory` is full. Raises EOFError when the file ends before."""
+    num = os.preadv(descriptor, [memory], offset)
+    while num < len(memory):
+        more = os.preadv(descriptor, [memory[num:]], offset + num)
+        if not more:
+            raise EOFError(f"{num} of {len(memory)} bytes at {offset}")
+        num += more
+
+
 def changed_source(path: str) -> UserError:
     """The source is not what was listed."""
     return UserError(

@@ -27,12 +27,15 @@ from typing import Any
 from data_prep import finishing, listing, planning, selecting, shard_writing
 from data_prep.preparation import Preparation, preparation_folder
 from data_prep.progress_line import Progress
+from data_prep.row_tables import leave_pandas_out
 from data_prep.work_units import WorkFolder, given_up
 from vitscale.data.index import MANIFEST_NAME
 from vitscale.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.runs.data_prep import DataPrepRun
 
 UPDATE_S = 0.5
+# Of each worker: the phase, rows done in its unit, whether it has one.
+NUM_COUNTERS = 3
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 
@@ -130,7 +133,7 @@ def prepare(run: DataPrepRun, *, phases: tuple[Phase, ...] = PHASES, task: int =
     with _stop_signals_held():
         # It would die of SIGUSR2, and tell people about it.
         resource_tracker.ensure_running()
-    counters = context.Array("q", 2 * workers, lock=False)
+    counters = context.Array("q", NUM_COUNTERS * workers, lock=False)
     messages: Any = context.SimpleQueue()
     processes = [
         context.Process(
@@ -140,7 +143,7 @@ def prepare(run: DataPrepRun, *, phases: tuple[Phase, ...] = PHASES, task: int =
         )
         for worker in range(workers)
     ]
-    p = _open(run, lambda num: None)
+    p = _open(run, lambda num: None, lambda: 1)
     stop = threading.Event()
     previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number in STOP_SIGNALS:
@@ -172,8 +175,11 @@ def _stop_signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def _open(run: DataPrepRun, advance: Callable[[int], None]) -> Preparation:
-    p = Preparation(run, WorkFolder(preparation_folder(Path(run.output).expanduser())), advance)
+def _open(
+    run: DataPrepRun, advance: Callable[[int], None], num_threads: Callable[[], int]
+) -> Preparation:
+    work = WorkFolder(preparation_folder(Path(run.output).expanduser()))
+    p = Preparation(run, work, advance, num_threads)
     try:
         p.open()
     except OSError as error:
@@ -218,13 +224,13 @@ class _PhaseProgress:
         self._line: Progress | None = None
 
     def update(self) -> None:
-        reached = max(self._counters[::2])
+        reached = max(self._counters[::NUM_COUNTERS])
         if reached != self._shown:
             self._show(reached)
         if self._line is not None:
             self._done |= {u for u in self._weights.keys() - self._done if self.p.has_result(u)}
             rows = sum(self._weights[unit] for unit in self._done)
-            self._line.update(rows + sum(self._counters[1::2]))
+            self._line.update(rows + sum(self._counters[1::NUM_COUNTERS]))
 
     def _show(self, reached: int) -> None:
         self.close()
@@ -251,6 +257,7 @@ def _work(
     """The life of one worker process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent()
+    leave_pandas_out()
     # Broken EXIF and the like; what matters is in the ledger.
     warnings.filterwarnings("ignore", module="PIL")
     try:
@@ -270,14 +277,20 @@ def work_through_phases(
 ) -> None:
     """Take part in every phase, in this process."""
 
-    def advance(num: int) -> None:
-        counters[2 * worker + 1] += num
+    rows = NUM_COUNTERS * worker + 1
 
-    p = _open(run, advance)
+    def advance(num: int) -> None:
+        counters[rows] += num
+
+    def num_threads() -> int:
+        busy = sum(counters[2::NUM_COUNTERS])
+        return len(counters) // NUM_COUNTERS // max(1, busy)
+
+    p = _open(run, advance, num_threads)
     try:
         for position, phase in enumerate(phases):
             if phase.needed(run):
-                counters[2 * worker], counters[2 * worker + 1] = position, 0
+                counters[rows - 1], counters[rows] = position, 0
                 _work_through(p, phase, counters=counters, worker=worker, start=start)
     except OSError as error:
         # Another process may have finished the whole preparation, or given it up.
@@ -291,9 +304,10 @@ def _work_through(p: Preparation, phase: Phase, *, counters: Any, worker: int, s
         return
 
     def do(unit: str) -> None:
-        counters[2 * worker + 1] = 0
+        rows, busy = NUM_COUNTERS * worker + 1, NUM_COUNTERS * worker + 2
+        counters[rows], counters[busy] = 0, 1
         phase.do(p, unit)
-        counters[2 * worker + 1] = 0
+        counters[rows], counters[busy] = 0, 0
 
     p.work.work_through(
         phase.units(p),

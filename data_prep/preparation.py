@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.inputs import Container, Source, changed_source, read_exactly
+from data_prep.inputs import Container, Source, changed_source, fill, read_exactly
 from data_prep.labels import Labels, load_labels
 from data_prep.sources.open import open_source
 from data_prep.work_units import WorkFolder
@@ -79,6 +79,8 @@ class Preparation:
     work: WorkFolder
     advance: Callable[[int], None]
     """Told about rows done inside the present unit."""
+    num_threads: Callable[[], int] = lambda: 1
+    """How many threads may decode now: more than one where other processes have nothing to do."""
 
     def open(self) -> None:
         """Create the folder, and the folders in it."""
@@ -128,8 +130,11 @@ class Preparation:
     def _folders(self) -> tuple[bytes, bytes]:
         return os.fsencode(self.root), os.fsencode(self.path("spool"))
 
-    def read(self, place: Place) -> bytes:
-        """The bytes of one input. Raises UserError when the source is not as it was listed."""
+    def read(self, place: Place, *, into: memoryview | None = None) -> bytes | memoryview:
+        """The bytes of one input, read into memory of their length where it is given.
+
+        Raises UserError when the source is not as it was listed, OSError when it cannot be read.
+        """
         # Plain calls: pathlib and file objects would take as long as the reading.
         source, spool = self._folders
         path = b"%s/%s" % (spool if place.spooled else source, place.file or place.path)
@@ -146,7 +151,10 @@ class Preparation:
                 or (whole and status.st_size != place.num_bytes)
             ):
                 raise changed_source(name)
-            return read_exactly(file, offset=place.offset, num_bytes=place.num_bytes)
+            if into is None:
+                return read_exactly(file, offset=place.offset, num_bytes=place.num_bytes)
+            fill(file, into, offset=place.offset)
+            return into
         except EOFError:
             raise changed_source(name) from None
         finally:

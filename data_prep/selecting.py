@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from data_prep.judging import judge_place
+from data_prep.judging import in_order, judge_place
 from data_prep.listing import bucket_path, scan_units
 from data_prep.preparation import Place, Preparation
 from data_prep.row_tables import read_table, write_table
@@ -93,13 +93,19 @@ def survey(p: Preparation, unit: str) -> None:
     reasons: list[str | None] = rows.column("reason").to_pylist()
     hashes: list[bytes | None] = [None] * len(rows)
     descriptors: list[bytes | None] = [None] * len(rows)
-    for i, place in enumerate(row_places(rows)):
-        if reasons[i] is None:
-            judged = judge_place(p, place, settings=p.run.images)
-            reasons[i] = judged.reason
-            if judged.reason is None:
-                hashes[i] = judged.content_hash
-                descriptors[i] = describe(judged.content).tobytes() if needs_looks else None
+
+    def look(place: Place) -> tuple[str | None, bytes | None, bytes | None]:
+        judged = judge_place(p, place, settings=p.run.images)
+        if judged.reason is not None:
+            return judged.reason, None, None
+        looks = describe(bytes(judged.content)).tobytes() if needs_looks else None
+        return None, judged.content_hash, looks
+
+    believed = [i for i, reason in enumerate(reasons) if reason is None]
+    places = list(row_places(rows.take(pa.array(np.array(believed, np.int64)))))
+    looked = in_order(look, places, num_threads=p.num_threads)
+    for i, found in zip(believed, looked, strict=True):
+        reasons[i], hashes[i], descriptors[i] = found
         p.advance(1)
     details = _overlaps(p, reasons, hashes, descriptors)
     table = pa.table(

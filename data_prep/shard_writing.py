@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 
 from data_prep.image_check import Judged
 from data_prep.inputs import printable
-from data_prep.judging import judge_place
+from data_prep.judging import in_order, judge_place
 from data_prep.ledger import FOREIGN_REASONS, check_bad_fraction
 from data_prep.listing import num_inputs
 from data_prep.planning import SplitPlan, read_plan, rows_of_shard
-from data_prep.preparation import Preparation
+from data_prep.preparation import Place, Preparation
 from data_prep.row_tables import write_table
 from data_prep.selecting import row_places
 from data_prep.tar_shards import TarShard
+from vitscale.runs.data_prep import ImageSettings
 
 OUTCOME_SCHEMA = pa.schema(
     [
@@ -84,8 +87,9 @@ def _write_images(
     reasons, examples = Counter[str](), dict[str, list[str]]()
     for rows, labels in rows_of_shard(p, plan, split, number):
         keys = rows.column("key").to_pylist()
-        for place, suffix, label in zip(row_places(rows), keys, labels, strict=True):
-            judged = judge_place(p, place, settings=settings)
+        places = list(row_places(rows))
+        verdicts = _verdicts(p, tar, places, settings=settings)
+        for place, judged, suffix, label in zip(places, verdicts, keys, labels, strict=True):
             key, offset = f"{split}-{suffix}", 0
             if judged.reason is None:
                 offset = tar.add(key, extension=judged.extension, image=judged.content, label=label)
@@ -103,6 +107,16 @@ def _write_images(
             max_bad_fraction=p.run.images.max_bad_fraction,
         )
     return outcomes
+
+
+def _verdicts(
+    p: Preparation, tar: TarShard, places: list[Place], *, settings: ImageSettings
+) -> Iterator[Judged]:
+    if settings.check == "header":
+        # Read to where the tar wants them: what is not decoded is copied once only.
+        return (judge_place(p, place, settings=settings, room=tar.room) for place in places)
+    judge = partial(judge_place, p, settings=settings)
+    return in_order(judge, places, num_threads=p.num_threads)
 
 
 def _outcome(judged: Judged, *, key: str, label: int, offset: int) -> tuple[object, ...]:

@@ -7,13 +7,14 @@ import pytest
 from tests.contract.tree import imports_of, module_files
 
 OWNERS = {
+    "fsspec": {"vitscale.data.remote_store"},
     "deepspeed": {"vitscale.engine.engine"},
     "mlflow": {"vitscale.tracking.mlflow_store"},
     "submitit": {"launch.submission"},
     "webdataset": {"data_prep.tar_shards"},
     "timm": {"vitscale.models.vit"},
     "sklearn": {"data_prep.make_digits"},
-    "simplejpeg": {"vitscale.data.decoding"},
+    "simplejpeg": {"vitscale.data.decoding", "vitscale.data.strict_jpeg"},
 }
 TORCHLESS_FOLDERS = ("launch.", "data_prep.", "vitscale.config.", "vitscale.runs.")
 

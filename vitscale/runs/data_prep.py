@@ -63,8 +63,9 @@ class ShardSettings(Section):
 
 
 class ImageSettings(Section):
-    check: Literal["header", "decode"] = "decode"
-    """How far an image is read to be believed: its header and its end, or every pixel."""
+    check: Literal["header", "decode", "strict"] = "decode"
+    """How far an image is read to be believed: its header and its end, or everything in it; strict:
+    a JPEG's decoder may not even warn."""
     formats: tuple[ImageFormat, ...] = Field(default=("jpeg", "png", "webp"), strict=False)
     max_pixels: int = Field(default=100_000_000, gt=0)
     """Larger images are rejected from their header, before any pixel is decoded."""

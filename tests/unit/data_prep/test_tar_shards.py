@@ -46,3 +46,4 @@ def test_a_full_disk_is_an_error_and_not_a_short_tar(small_disk: Path) -> None:
     with TarShard(path) as tar, pytest.raises(OSError, match="No space left"):
         for i in range(40):
             tar.add(f"k{i}", extension="png", image=bytes(50_000), label=0)
+        tar.finish()

@@ -1,0 +1,157 @@
+"""A file that is written once, from its start to its end, past the page cache where it can be.
+
+Owns: the buffers, the thread that writes one while the other is filled, flushing to disk.
+Leaves out: what is written (`tar_shards`).
+
+Bytes that go through the page cache are copied there and flushed from there: for a photograph of
+110 kB that takes as long as reading it from the cache and hashing it. A shard is not read again
+soon, so the disk fetches it from our buffers (O_DIRECT). Where a file system cannot do that (tmpfs,
+some network ones), or the system has none, everything is written as usual.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+# What O_DIRECT asks of places, lengths and memory: the largest block size in use.
+ALIGNMENT = 4096
+BUFFER_BYTES = 8 << 20
+FLUSH_BYTES = 16 << 20
+O_DIRECT = getattr(os, "O_DIRECT", 0)
+
+Observer = Callable[[memoryview], object]
+
+
+class BlockFile:
+    """Bytes are gathered in one of two buffers, while a thread writes the other."""
+
+    def __init__(self, path: Path, *, observe: Observer) -> None:
+        """observe: told every byte in order, many at a time, before it is written."""
+        self._file = _open(path)
+        self._observe = observe
+        self._buffers = [_buffer(), _buffer()]
+        self._filled = self._observed = 0
+        self._written = self._flushed = 0
+        self._thread: ThreadPoolExecutor | None = None
+        self._under_way: Future[None] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self._written + self._filled
+
+    def room(self, num_bytes: int) -> memoryview:
+        """The next `num_bytes` of the file, to be written to and then taken by `advance`."""
+        assert num_bytes <= BUFFER_BYTES
+        if self._filled + num_bytes > BUFFER_BYTES + ALIGNMENT:
+            self._pass_on()
+        return self._buffers[0][self._filled : self._filled + num_bytes]
+
+    def advance(self, num_bytes: int) -> None:
+        self._filled += num_bytes
+
+    def append(self, data: bytes | bytearray | memoryview) -> None:
+        view = memoryview(data)
+        for start in range(0, len(view), BUFFER_BYTES):
+            part = view[start : start + BUFFER_BYTES]
+            self.room(len(part))[:] = part
+            self.advance(len(part))
+
+    def finish(self) -> None:
+        """Write the rest and flush everything to disk."""
+        self._wait()
+        end = self._filled + -self._filled % ALIGNMENT
+        self._buffers[0][self._filled : end] = bytes(end - self._filled)
+        self._see(self._filled)
+        length = self.num_bytes
+        self._write(self._buffers[0][:end])
+        if end != self._filled:
+            os.ftruncate(self._file, length)
+        self._written, self._filled = length, 0
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown()
+        os.close(self._file)
+
+    def _see(self, end: int) -> None:
+        self._observe(self._buffers[0][self._observed : end])
+        self._observed = end
+
+    def _pass_on(self) -> None:
+        """Write what fills whole blocks in the thread, and go on in the other buffer."""
+        self._see(self._filled)
+        self._wait()
+        whole = self._filled - self._filled % ALIGNMENT
+        full, other = self._buffers
+        rest = self._filled - whole
+        other[:rest] = full[whole : self._filled]
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1)
+        self._under_way = self._thread.submit(self._write, full[:whole])
+        self._buffers = [other, full]
+        self._written += whole
+        self._filled = self._observed = rest
+
+    def _wait(self) -> None:
+        """Until the other buffer is written. Raises what the thread has met."""
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            under_way.result()
+
+    def _write(self, data: memoryview) -> None:
+        while data:
+            try:
+                count = os.write(self._file, data)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _leave_direct(self._file):
+                    raise
+                continue
+            if count == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if count % ALIGNMENT and count < len(data):
+                # A nearly full disk takes a part; the next write tells why.
+                _leave_direct(self._file)
+            data = data[count:]
+            self._flushed = _begin_flush(self._file, self._flushed)
+
+
+def _buffer() -> memoryview:
+    """Page-aligned, with room for the rest of a block in front of a full load."""
+    return memoryview(mmap.mmap(-1, BUFFER_BYTES + 2 * ALIGNMENT))
+
+
+def _open(path: Path) -> int:
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    try:
+        return os.open(path, flags | O_DIRECT, 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # The file may have been created before its flags were refused.
+    path.unlink(missing_ok=True)
+    return os.open(path, flags, 0o644)
+
+
+def _leave_direct(file: int) -> bool:
+    """Write through the page cache from here on; False when that was so already."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    if not flags & O_DIRECT:
+        return False
+    fcntl.fcntl(file, fcntl.F_SETFL, flags & ~O_DIRECT)
+    return True
+
+
+def _begin_flush(file: int, flushed: int) -> int:
+    """Let the disk begin with what the page cache holds, so that little is left for the end."""
+    end = os.lseek(file, 0, os.SEEK_CUR)
+    if end - flushed < FLUSH_BYTES:
+        return flushed
+    os.posix_fadvise(file, flushed, end - flushed, os.POSIX_FADV_DONTNEED)
+    return end
