@@ -19,6 +19,12 @@ from typing import Any
 import pyarrow as pa
 from blake3 import blake3
 
+from data_prep.fingerprints import (
+    folder_fingerprint,
+    label_map_sha256,
+    sample_bytes,
+    split_fingerprint,
+)
 from data_prep.index_writing import write_index, write_info, write_manifest
 from data_prep.ledger import (
     LedgerWriter,
@@ -37,11 +43,7 @@ from vitscale.data.index import (
     Manifest,
     ShardEntry,
     SplitEntry,
-    folder_fingerprint,
     index_schema,
-    label_map_sha256,
-    sample_bytes,
-    split_fingerprint,
 )
 from vitscale.errors import UserError
 

@@ -17,6 +17,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data_prep.fingerprints import (
+    folder_fingerprint,
+    label_map_sha256,
+    sample_bytes,
+    split_fingerprint,
+)
 from data_prep.index_writing import write_index, write_info, write_manifest
 from data_prep.inputs import Container
 from data_prep.labels import load_labels
@@ -33,11 +39,7 @@ from vitscale.data.index import (
     Manifest,
     ShardEntry,
     SplitEntry,
-    folder_fingerprint,
     index_schema,
-    label_map_sha256,
-    sample_bytes,
-    split_fingerprint,
 )
 from vitscale.errors import UserError
 from vitscale.runs.data_prep import DataPrepRun

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from blake3 import blake3
 
+from data_prep.fingerprints import folder_fingerprint, label_map_sha256, sample_bytes
 from data_prep.image_check import SUFFIXES
 from data_prep.image_header import HeaderError, read_header
 from data_prep.index_writing import info_of
@@ -37,10 +38,7 @@ from vitscale.data.index import (
     Manifest,
     ShardEntry,
     SplitEntry,
-    folder_fingerprint,
     index_schema,
-    label_map_sha256,
-    sample_bytes,
 )
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import pyarrow as pa
 from blake3 import blake3
 from PIL import Image
 
+from data_prep.fingerprints import label_map_sha256
 from data_prep.index_writing import write_index, write_info, write_manifest
 from data_prep.tar_shards import TarShard
 from vitscale.atomic_files import blake3_of_file
@@ -21,7 +22,6 @@ from vitscale.data.index import (
     ShardEntry,
     SplitEntry,
     index_schema,
-    label_map_sha256,
 )
 
 

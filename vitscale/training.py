@@ -131,7 +131,9 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
 def _read_data(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
     training_set = open_training_set(run.data, seed=run.seed)
     val_split = run.data.val_split
-    return training_set, None if val_split is None else read_split(run.data.path, split=val_split)
+    if val_split is None:
+        return training_set, None
+    return training_set, read_split(run.data.path, split=val_split, reading=run.data.remote)
 
 
 def _architecture_for(run: TrainingRun, data: TrainingSet) -> Architecture:

@@ -19,6 +19,7 @@ from vitscale.checkpoint.store import CheckpointStore
 from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, evaluation_batches
 from vitscale.data.mixing import mix_batch
+from vitscale.data.remote_store import remote_figures
 from vitscale.data.samples import Unreadable
 from vitscale.distributed import Ranks, StopRequest, gather_objects, sum_over_ranks
 from vitscale.engine.engine import Engine
@@ -107,6 +108,7 @@ class Training:
         if peak is not None:
             flops = train_flops_per_image(self.arch) * speed / self.ranks.world_size
             figures["perf/mfu"] = flops / peak
+        figures |= _storage_figures()
         self.tracker.log(figures, step=step)
         wait = figures["perf/data_wait"]
         self.progress.update(step, loss=loss, lr=lr, images_per_s=speed, data_wait=wait)
@@ -170,3 +172,12 @@ class Training:
             description=self.description,
         )
         self.progress.message(f"step {step}: checkpoint {folder}")
+
+
+def _storage_figures() -> dict[str, float]:
+    """What remote storage was asked for since the start, over all ranks; empty without any."""
+    own = remote_figures()
+    if not own:
+        return {}
+    total = sum_over_ranks(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
+    return dict(zip(own, total, strict=True))

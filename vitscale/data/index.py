@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -18,10 +18,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitscale.data.remote_index import (
+    RemoteShards,
+    first_bytes,
+    open_remote_shards,
+    read_remote_manifest,
+    remote_index,
+    remote_sizes,
+)
+from vitscale.data.remote_store import Url, is_url, local_path_of
+from vitscale.data.settings import RemoteSettings
 from vitscale.errors import UserError, UserErrors
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+# A folder or file: on a file system or behind a URL.
+Place = Path | Url
+BY_RANGE = RemoteSettings()
 
 FORMAT_VERSION = 2
 INDEX_NAME = "index.parquet"
@@ -88,14 +102,14 @@ class Manifest:
     """The resolved configuration of the preparation."""
     shards_root: str = "."
     """Folder that the tars' names are relative to: this one, or where tars of somebody else lie;
-    absolute, or relative to this folder."""
+    absolute, relative to this folder, or a URL."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitIndex:
     """Where each sample of one split lies. Arrays have one entry per sample, in stored order."""
 
-    folder: Path
+    folder: Place
     split: str
     shard_of: np.ndarray
     """int32: position in `shard_paths`."""
@@ -106,6 +120,7 @@ class SplitIndex:
     label: np.ndarray
     """int32: position in `classes`."""
     shard_paths: tuple[Path, ...]
+    """Of local shards; empty when `remote` says where they are."""
     shard_lengths: tuple[int, ...]
     """Samples per tar; samples of one tar are neighbours, so these are block sizes too."""
     classes: tuple[str, ...]
@@ -114,6 +129,10 @@ class SplitIndex:
     label_map_sha256: str
     stored: np.ndarray | None = None
     """int64: the samples' rows in the stored split; None: all of them, in order."""
+    remote: RemoteShards | None = None
+    content: np.ndarray | None = None
+    """uint64, of remote shards: the first 8 bytes of each image's BLAKE3, little-endian."""
+    reading: RemoteSettings = BY_RANGE
 
     @property
     def num_samples(self) -> int:
@@ -122,7 +141,9 @@ class SplitIndex:
     @cached_property
     def keys(self) -> list[str]:
         """Sample keys, read at first use: training needs them only to name a broken sample."""
-        column = _read_columns(self.folder, self.split, ["key"]).column("key")
+        manifest = read_manifest(self.folder, reading=self.reading)
+        table = _read_columns(self.folder, manifest, self.split, ["key"], reading=self.reading)
+        column = table.column("key")
         return (column if self.stored is None else column.take(self.stored)).to_pylist()
 
     def subset(self, rows: np.ndarray, *, name: str) -> SplitIndex:
@@ -130,7 +151,7 @@ class SplitIndex:
 
         rows: int64, increasing.
         """
-        lengths = np.bincount(self.shard_of[rows], minlength=len(self.shard_paths))
+        lengths = np.bincount(self.shard_of[rows], minlength=len(self.shard_lengths))
         digest = hashlib.sha256(f"{self.fingerprint}\0{name}".encode()).hexdigest()
         return replace(
             self,
@@ -141,40 +162,8 @@ class SplitIndex:
             shard_lengths=tuple(lengths.tolist()),
             fingerprint=digest,
             stored=rows if self.stored is None else self.stored[rows],
+            content=None if self.content is None else self.content[rows],
         )
-
-
-def label_map_sha256(classes: Sequence[str]) -> str:
-    """Hash of the class names in label order."""
-    text = json.dumps(list(classes), ensure_ascii=False, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def split_fingerprint(content: Iterable[np.ndarray], *, shard_lengths: Sequence[int]) -> str:
-    """Hash of a split: its samples in order, then the samples per tar.
-
-    content: pieces of [samples, 36] uint8, an image's BLAKE3 and its label (uint32, little-endian).
-    """
-    digest = hashlib.sha256()
-    for piece in content:
-        assert piece.dtype == np.uint8 and piece.shape[1:] == (36,)
-        digest.update(piece.tobytes())
-    digest.update(b"".join(int(length).to_bytes(8, "little") for length in shard_lengths))
-    return digest.hexdigest()
-
-
-def sample_bytes(rows: pa.Table) -> np.ndarray:
-    """What `split_fingerprint` takes, from rows of the index."""
-    hashes = np.frombuffer(b"".join(rows.column("blake3").to_pylist()), np.uint8)
-    labels = rows.column("label").to_numpy().astype("<u4").view(np.uint8)
-    return np.hstack([hashes.reshape(-1, 32), labels.reshape(-1, 4)])
-
-
-def folder_fingerprint(splits: Mapping[str, SplitEntry], *, classes: Sequence[str]) -> str:
-    """Hash of the whole corpus as stored."""
-    parts = {name: entry.fingerprint for name, entry in splits.items()}
-    text = json.dumps([parts, label_map_sha256(classes)], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def index_schema() -> pa.Schema:
@@ -198,15 +187,33 @@ def index_schema() -> pa.Schema:
     )
 
 
-def read_manifest(folder: Path | str) -> Manifest:
+def place_of(path: Path | str, *, where: str = "data.path") -> Place:
+    """A folder, or the URL of one. Raises UserError for URLs that are not read."""
+    if isinstance(path, Path) or not is_url(path):
+        return Path(path)
+    url = Url.checked(path, where=where)
+    return Path(local_path_of(path)) if url.scheme == "file" else url
+
+
+def read_manifest(folder: Place | str, *, reading: RemoteSettings = BY_RANGE) -> Manifest:
     """Read manifest.json. Raises UserError when `folder` is not a finished shard folder."""
-    folder = Path(folder)
+    if isinstance(folder, str):
+        folder = place_of(folder)
     path = folder / MANIFEST_NAME
+    if isinstance(path, Url):
+        text = read_remote_manifest(path, reading=reading)
+    else:
+        _check_is_shard_folder(path.parent)
+        text = path.read_bytes()
+    return _parsed_manifest(text, where=str(path))
+
+
+def _check_is_shard_folder(folder: Path) -> None:
     next_step = MAKE_SHARDS.format(folder=folder)
     if not folder.is_dir():
         what = "is a file, not a folder of shards" if folder.exists() else "no such folder"
         raise UserError(what, where=str(folder), next_step=f"set data.path, or run: {next_step}")
-    if not path.is_file():
+    if not (folder / MANIFEST_NAME).is_file():
         tars = sum(1 for _ in folder.glob("*.tar"))
         what = (
             f"holds {tars} tar files but no {MANIFEST_NAME}"
@@ -217,20 +224,23 @@ def read_manifest(folder: Path | str) -> Manifest:
             next_step = INDEX_SHARDS.format(folder=folder) + ", then set data.path=INDEX"
             raise UserError(what, where=str(folder), next_step=next_step)
         raise UserError(what, where=str(folder), next_step=f"set data.path, or run: {next_step}")
+
+
+def _parsed_manifest(text: bytes, *, where: str) -> Manifest:
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(text)
         version = raw["format_version"]
         if version == FORMAT_VERSION:
             return _manifest_from_json(raw)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"cannot be read as a manifest ({type(error).__name__}: {error})",
-            where=str(path),
+            where=where,
             next_step="remove the folder and make the shards again",
         ) from None
     raise UserError(
         f"format version {version!r} is unknown",
-        where=str(path),
+        where=where,
         allowed=str(FORMAT_VERSION),
         next_step="install the vitscale version that wrote it, or make the shards again",
     )
@@ -249,13 +259,17 @@ def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
     return Manifest(**{**raw, "classes": tuple(raw["classes"]), "splits": splits})
 
 
-def read_split(folder: Path | str, *, split: str) -> SplitIndex:
-    """Read one split's index and check it against the files on disk (existence and size).
+def read_split(
+    folder: Place | str, *, split: str, reading: RemoteSettings = BY_RANGE
+) -> SplitIndex:
+    """Read one split's index and check it against the files there (existence and size).
 
+    reading: how, where they are behind a URL.
     Raises UserError (all problems at once) before anything is trained on a damaged folder.
     """
-    folder = Path(folder)
-    manifest = read_manifest(folder)
+    if isinstance(folder, str):
+        folder = place_of(folder)
+    manifest = read_manifest(folder, reading=reading)
     if split not in manifest.splits:
         raise UserError(
             f"no split {split!r}",
@@ -263,9 +277,21 @@ def read_split(folder: Path | str, *, split: str) -> SplitIndex:
             allowed=", ".join(sorted(manifest.splits)),
             next_step="set data.train_split or data.val_split (null: none)",
         )
-    _check_files(folder, manifest, split)
     entry = manifest.splits[split]
-    table = _read_columns(folder, split, ["shard", "offset", "length", "label"])
+    root = _root_of_tars(folder, manifest)
+    tars = [root / shard.name for shard in entry.shards]
+    _check_files(folder, manifest, split, tars=tars, reading=reading)
+    remote = None
+    columns = ["shard", "offset", "length", "label"]
+    if isinstance(root, Url):
+        remote = open_remote_shards(
+            [tar for tar in tars if isinstance(tar, Url)],
+            sizes=[shard.bytes for shard in entry.shards],
+            hashes=[shard.blake3 for shard in entry.shards],
+            reading=reading,
+        )
+        columns.append("blake3")
+    table = _read_columns(folder, manifest, split, columns, reading=reading)
     positions = {shard.name: position for position, shard in enumerate(entry.shards)}
     shard_column = table.column("shard").combine_chunks()
     stored_names = shard_column.dictionary.to_pylist()
@@ -277,47 +303,79 @@ def read_split(folder: Path | str, *, split: str) -> SplitIndex:
         offset=table.column("offset").to_numpy(),
         length=table.column("length").to_numpy(),
         label=table.column("label").to_numpy(),
-        shard_paths=tuple(folder / manifest.shards_root / shard.name for shard in entry.shards),
+        shard_paths=tuple(tar for tar in tars if isinstance(tar, Path)),
         shard_lengths=entry.shard_lengths,
         classes=manifest.classes,
         fingerprint=entry.fingerprint,
         label_map_sha256=manifest.label_map_sha256,
+        remote=remote,
+        content=None if remote is None else first_bytes(table.column("blake3")),
+        reading=reading,
     )
     _check_index(index, entry)
     return index
 
 
-def _read_columns(folder: Path, split: str, columns: list[str]) -> pa.Table:
+def _root_of_tars(folder: Place, manifest: Manifest) -> Place:
+    named = manifest.shards_root
+    if is_url(named):
+        return Url.checked(named, where=f"{folder / MANIFEST_NAME}: shards_root")
+    if isinstance(folder, Url) and Path(named).is_absolute():
+        raise UserError(
+            f"says that the tars lie in {named!r}, which is a place on one machine only",
+            where=f"{folder / MANIFEST_NAME}: shards_root",
+            next_step="write the URL of the tars there",
+        )
+    return folder / named
+
+
+def _read_columns(
+    folder: Place,
+    manifest: Manifest,
+    split: str,
+    columns: list[str],
+    *,
+    reading: RemoteSettings,
+) -> pa.Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     path = folder / INDEX_NAME
     try:
+        source: Any = path
+        if isinstance(path, Url):
+            content, num_bytes = manifest.index_blake3, manifest.index_bytes
+            source = remote_index(path, num_bytes=num_bytes, content=content, reading=reading)
         # Without filters on row groups every split would be decoded to read a small one.
-        return pq.read_table(path, columns=columns, filters=[("split", "==", split)])
+        return pq.read_table(source, columns=columns, filters=[("split", "==", split)])
     except (OSError, pa.ArrowException) as error:
         raise UserError(
             f"cannot be read ({error})", where=str(path), next_step="make the shards again"
         ) from None
 
 
-def _check_files(folder: Path, manifest: Manifest, split: str) -> None:
+def _check_files(
+    folder: Place, manifest: Manifest, split: str, *, tars: Sequence[Place], reading: RemoteSettings
+) -> None:
     """Refuse missing and wrongly sized files; all of them are named (the first ten in full)."""
-    root = Path(manifest.shards_root)
-    expected = {Path(INDEX_NAME): manifest.index_bytes} | {
-        root / shard.name: shard.bytes for shard in manifest.splits[split].shards
+    shards = manifest.splits[split].shards
+    expected = {folder / INDEX_NAME: manifest.index_bytes} | {
+        tar: shard.bytes for tar, shard in zip(tars, shards, strict=True)
     }
+    urls = [place for place in expected if isinstance(place, Url)]
+    sizes = remote_sizes(urls, reading=reading)
     errors = []
-    for name, num_bytes in expected.items():
-        path = folder / name
+    for place, num_bytes in expected.items():
         try:
-            found = path.stat().st_size
+            found = sizes[place] if isinstance(place, Url) else place.stat().st_size
         except OSError as error:
-            errors.append(UserError(f"missing ({error.strerror})", where=str(path)))
+            errors.append(UserError(f"missing ({error.strerror})", where=str(place)))
             continue
-        if found != num_bytes:
+        if found is None:
+            errors.append(UserError("missing", where=str(place)))
+        elif found != num_bytes:
             what = f"{found} bytes, but the manifest says {num_bytes}"
-            errors.append(UserError(what, where=str(path)))
+            errors.append(UserError(what, where=str(place)))
     if not errors:
         return
     shown = errors[:MAX_ERRORS_SHOWN]

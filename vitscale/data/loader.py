@@ -60,6 +60,8 @@ class Samples(Protocol):
 
     image_size: int
 
+    def announce(self, positions: Sequence[int]) -> None: ...
+
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]: ...
 
 
@@ -105,6 +107,7 @@ class _Batches(Dataset[Batch | _Filled | UserError]):
         else:
             images = self.slots.images[self.slots.slot_of(number)]
         labels, unreadable = [], []
+        self.samples.announce(positions)
         try:
             for row, position in zip(images, positions, strict=False):
                 label, lost = self.samples.fill(position, row)

@@ -86,6 +86,15 @@ class SampleOrder:
         block = int(np.searchsorted(starts, offset, side="right")) - 1
         return epoch, int(_block_samples(self, epoch, block)[offset - starts[block]])
 
+    def shards_ahead(self, *, epoch: int, shard: int) -> list[int]:
+        """Shards of the block that a shard is read in, then those of the block after it."""
+        shards, starts = _blocks(self, epoch)
+        block = int(np.flatnonzero(shards == shard)[0]) // BLOCK_SHARDS
+        ahead = shards[block * BLOCK_SHARDS : (block + 2) * BLOCK_SHARDS].tolist()
+        if block + 1 == len(starts):
+            ahead += _blocks(self, epoch + 1)[0][:BLOCK_SHARDS].tolist()
+        return list(dict.fromkeys(ahead))
+
 
 # The caches go by identity: comparing orders would cost more than looking up a sample.
 @lru_cache(maxsize=8)

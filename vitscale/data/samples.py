@@ -10,6 +10,7 @@ number of ranks and workers gives the same pixels.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ from vitscale.data.augment import augment
 from vitscale.data.decoding import DECODERS, resolve_decoder
 from vitscale.data.index import SplitIndex
 from vitscale.data.order import CounterRandom, Draw, stream_key
+from vitscale.data.remote_shards import RemoteSamples, read_ahead
+from vitscale.data.remote_store import StorageError
 from vitscale.data.settings import AugmentSettings, DataSettings
 from vitscale.data.shard_files import ShardFiles
 from vitscale.data.training_set import TrainingSet
@@ -42,9 +45,13 @@ class SplitReader:
     def __init__(self, index: SplitIndex) -> None:
         self.index = index
         self.files = ShardFiles(index.shard_paths)
+        self.remote = None if index.remote is None else RemoteSamples(index)
 
     def bytes_of(self, sample: int) -> bytes:
-        """The image as stored. Raises OSError when it cannot be read."""
+        """The image as stored. Raises OSError when it cannot be read, StorageError when storage
+        behind a URL does not answer."""
+        if self.remote is not None:
+            return self.remote.read(sample)
         index = self.index
         return self.files.read(
             int(index.shard_of[sample]),
@@ -56,7 +63,9 @@ class SplitReader:
         return int(self.index.label[sample])
 
     def unreadable(self, sample: int, error: Exception) -> Unreadable:
-        shard = self.files.paths[self.index.shard_of[sample]]
+        number = self.index.shard_of[sample]
+        remote = self.index.remote
+        shard = self.files.paths[number] if remote is None else str(remote.urls[number])
         # Pillow's messages hold addresses; the same damage is to read the same everywhere.
         text = re.sub(r" <.* at 0x[0-9a-f]+>", "", str(error))
         return Unreadable(self.index.keys[sample], shard, text)
@@ -74,11 +83,29 @@ class TrainingSamples:
         self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
         self.augments = settings.augment != AugmentSettings()
 
+    def announce(self, positions: Sequence[int]) -> None:
+        """Let samples that lie behind URLs be fetched while others are decoded."""
+        if not any(part.remote for part in self.parts):
+            return
+        draws = [self.order.at(position) for position in positions]
+        last = {draw.part: draw for draw in draws}
+        samples, shards = [], []
+        for number, part in enumerate(self.parts):
+            if part.remote is None or number not in last:
+                continue
+            samples += [(part.remote, draw.sample) for draw in draws if draw.part == number]
+            ahead = self.order.parts[number].shards_ahead(
+                epoch=last[number].epoch, shard=int(part.index.shard_of[last[number].sample])
+            )
+            shards += [(part.remote, shard) for shard in ahead]
+        read_ahead(samples, shards=shards)
+
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write the image that stands at `position` into `out`, uint8 [3, S, S].
 
         Returns its label, and the samples in whose place it stands. Raises UserError when no
-        substitute can be read either.
+        substitute can be read either, StorageError when storage behind a URL does not answer: a
+        substitute for what is there again tomorrow would depend on the day.
         """
         draw = self.order.at(position)
         reader = self.parts[draw.part]
@@ -88,6 +115,8 @@ class TrainingSamples:
             try:
                 self._augmented(reader.bytes_of(sample), draw, out)
                 return reader.label(sample), unreadable
+            except StorageError:
+                raise
             except (OSError, ValueError) as error:
                 unreadable.append(reader.unreadable(sample, error))
         raise UserError(
@@ -148,6 +177,16 @@ class EvaluationSamples:
         self.settings, self.image_size = settings, image_size
         self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
 
+    def announce(self, samples: Sequence[int]) -> None:
+        """Let samples that lie behind a URL be fetched while others are decoded."""
+        remote = self.reader.remote
+        if remote is not None:
+            shards = sorted({int(self.reader.index.shard_of[sample]) for sample in samples})
+            read_ahead(
+                [(remote, sample) for sample in samples],
+                shards=[(remote, shard) for shard in shards],
+            )
+
     def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write the image of `sample` into `out`, uint8 [3, S, S]; returns its label.
 
@@ -155,6 +194,8 @@ class EvaluationSamples:
         """
         try:
             self._resized(self.reader.bytes_of(sample), out)
+        except StorageError:
+            raise
         except (OSError, ValueError) as error:
             lost = self.reader.unreadable(sample, error)
             raise UserError(

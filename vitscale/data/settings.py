@@ -12,6 +12,7 @@ from typing import Literal
 from pydantic import Field
 
 from vitscale.config.section import Section
+from vitscale.data.remote_store import is_url, url_problem
 
 
 class RandAugmentSettings(Section):
@@ -64,11 +65,24 @@ class MixingSettings(Section):
     """batch: one draw for a whole global batch, as in AugReg. pair: one for each two images."""
 
 
+class RemoteSettings(Section):
+    """How shards behind a URL are read."""
+
+    cache_path: str | None = None
+    """Folder on a local disk that keeps whole shards, for all ranks, workers and jobs; null: none,
+    every sample is read by range."""
+    cache_gib: float = Field(default=100.0, gt=0)
+    """The cache never holds more; what was used longest ago leaves first."""
+    patience_s: float = Field(default=20.0, gt=0)
+    """How long one read may take, all repetitions together, before the run ends."""
+
+
 class TrainingShards(Section):
     """One set of shards, or a part of it."""
 
     path: str
-    """Folder of shards written by data_prep/make_shards.py (holds index.parquet, manifest.json)."""
+    """Folder of shards written by data_prep/make_shards.py (holds index.parquet, manifest.json), or
+    its URL: http, https, s3, gs."""
     train_split: str = "train"
     first_percent: float = Field(default=100.0, gt=0, le=100)
     """Only the first share of the stored samples, which are shuffled; rounded up."""
@@ -98,6 +112,7 @@ class DataSettings(TrainingShards):
     """region, simplejpeg, pillow, or auto: the first of these that works here."""
     timeout_s: float = Field(default=25.0, gt=0)
     """A loader process that gives no batch for so long ends the run with its name."""
+    remote: RemoteSettings = RemoteSettings()
     max_unreadable_fraction: float = Field(default=0.001, ge=0, le=1)
     """Training samples that cannot be read are replaced by others; more than this share of the
     samples seen (or of one epoch) ends the run."""
@@ -120,6 +135,21 @@ class DataSettings(TrainingShards):
     mean: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
     std: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
     """0.5 / 0.5 maps pixels to [-1, 1], as the ViT paper's code does; DeiT uses ImageNet's."""
+
+
+def remote_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
+    """URLs that are not read, and patience that would be called a hanging worker."""
+    paths = [("data.path", data.path), *(("data.mixture", part.path) for part in data.mixture)]
+    for key, path in paths:
+        problem = url_problem(path) if is_url(path) else None
+        if problem is not None:
+            yield (key, problem)
+    if data.remote.patience_s >= data.timeout_s and any(is_url(path) for _, path in paths):
+        yield (
+            "data.remote.patience_s",
+            f"{data.remote.patience_s:g} s: must stay below data.timeout_s ({data.timeout_s:g} s), "
+            "after which a worker counts as hanging",
+        )
 
 
 def augment_problems(data: DataSettings) -> Iterator[tuple[str, str]]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from vitscale.data.index import SplitIndex, read_split
-from vitscale.data.order import MILLION, SampleOrder, TrainingOrder
-from vitscale.data.settings import DataSettings, TrainingShards
+from vitscale.data.index import SplitIndex, place_of, read_split
+from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
+from vitscale.data.settings import DataSettings, RemoteSettings, TrainingShards
 from vitscale.errors import UserError, nearest
 
 
@@ -44,9 +45,10 @@ class TrainingSet:
 
 def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
     """Read every index. Raises UserError for damaged folders and parts that do not fit."""
-    parts = [_read_part(settings, where="data")]
+    reading = settings.remote
+    parts = [_read_part(settings, where="data", reading=reading)]
     for number, mixed_in in enumerate(settings.mixture):
-        part = _read_part(mixed_in, where=f"data.mixture[{number}]")
+        part = _read_part(mixed_in, where=f"data.mixture[{number}]", reading=reading)
         if part.label_map_sha256 != parts[0].label_map_sha256:
             raise UserError(
                 f"its label map has {len(part.classes)} classes (the first is "
@@ -56,6 +58,7 @@ def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
                 next_step="prepare both with the same labels.space",
             )
         parts.append(part)
+    _check_cache(parts, reading)
     shares = [round(mixed_in.share * MILLION) for mixed_in in settings.mixture]
     order = TrainingOrder(
         parts=tuple(
@@ -68,8 +71,9 @@ def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
     return TrainingSet(parts=tuple(parts), order=order, fingerprint=_fingerprint(order))
 
 
-def _read_part(settings: TrainingShards, *, where: str) -> SplitIndex:
-    index = read_split(settings.path, split=settings.train_split)
+def _read_part(settings: TrainingShards, *, where: str, reading: RemoteSettings) -> SplitIndex:
+    folder = place_of(settings.path, where=f"{where}.path")
+    index = read_split(folder, split=settings.train_split, reading=reading)
     if settings.first_percent < 100:
         num = math.ceil(index.num_samples * settings.first_percent / 100)
         index = index.subset(np.arange(num), name=f"first {num}")
@@ -84,6 +88,23 @@ def _read_part(settings: TrainingShards, *, where: str) -> SplitIndex:
             )
         index = index.subset(rows, name=f"labels {sorted(set(labels))}")
     return index
+
+
+def _check_cache(parts: Sequence[SplitIndex], reading: RemoteSettings) -> None:
+    """Refuse a cache in which the shards that the order reads at once would evict each other."""
+    needed = sum(
+        sum(sorted(part.remote.sizes, reverse=True)[:BLOCK_SHARDS])
+        for part in parts
+        if part.remote is not None and part.remote.cache is not None
+    )
+    if needed > reading.cache_gib * 2**30:
+        raise UserError(
+            f"{reading.cache_gib:g} GiB hold less than the shards that are read at once "
+            f"({needed / 2**30:.3g} GiB: the {BLOCK_SHARDS} largest of each set)",
+            where="data.remote.cache_gib",
+            next_step="raise it, twice as much lets shards be fetched ahead; or set "
+            "data.remote.cache_path=null to read by range",
+        )
 
 
 def _label(name: str, index: SplitIndex, *, where: str) -> int:

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from vitscale.checkpoint.settings import CheckpointSettings
 from vitscale.config.section import Run
-from vitscale.data.settings import DataSettings, augment_problems
+from vitscale.data.settings import DataSettings, augment_problems, remote_problems
 from vitscale.engine.settings import EngineSettings
 from vitscale.errors import UserError
 from vitscale.models.settings import ModelSettings, model_problems
@@ -60,6 +60,7 @@ class TrainingRun(Run):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from model_problems(self.model)
+        yield from remote_problems(self.data)
         yield from augment_problems(self.data)
         yield from _section_problems(self)
         yield from schedule_problems(self.schedule)

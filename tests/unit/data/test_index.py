@@ -10,6 +10,7 @@ import pyarrow as pa
 import pytest
 
 from data_prep import index_writing
+from data_prep.fingerprints import split_fingerprint
 from data_prep.index_writing import write_index, write_info, write_manifest
 from vitscale.data.index import (
     FORMAT_VERSION,
@@ -20,7 +21,6 @@ from vitscale.data.index import (
     index_schema,
     read_manifest,
     read_split,
-    split_fingerprint,
 )
 from vitscale.errors import UserError
 

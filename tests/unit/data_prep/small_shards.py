@@ -11,6 +11,12 @@ import pyarrow as pa
 from blake3 import blake3
 from PIL import Image
 
+from data_prep.fingerprints import (
+    folder_fingerprint,
+    label_map_sha256,
+    sample_bytes,
+    split_fingerprint,
+)
 from data_prep.index_writing import write_index, write_info, write_manifest
 from data_prep.ledger import LedgerWriter
 from data_prep.tar_shards import TarShard
@@ -21,11 +27,7 @@ from vitscale.data.index import (
     Manifest,
     ShardEntry,
     SplitEntry,
-    folder_fingerprint,
     index_schema,
-    label_map_sha256,
-    sample_bytes,
-    split_fingerprint,
 )
 
 SIDES = {"png": (5, 4), "jpg": (9, 7), "webp": (6, 8)}

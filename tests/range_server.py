@@ -1,0 +1,122 @@
+"""A folder over HTTP with range requests, as faulty as a test wants it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+# What may happen to one request.
+FAULTS = ("error", "drop", "short", "slow", "wrong", "missing", "no_ranges")
+SLOW_S = 0.3
+
+
+@dataclass
+class RangeServer:
+    """What was asked for, and what goes wrong: `fault(path, number of the request to it)`."""
+
+    folder: Path
+    fault: Callable[[str, int], str | None] = lambda path, number: None
+    url: str = ""
+    requests: Counter[str] = field(default_factory=Counter)
+    sent: Counter[str] = field(default_factory=Counter)
+    """Bytes by path."""
+
+
+@contextmanager
+def served(
+    folder: Path, *, fault: Callable[[str, int], str | None] | None = None
+) -> Iterator[RangeServer]:
+    server = RangeServer(folder)
+    if fault is not None:
+        server.fault = fault
+
+    class Handler(_Handler):
+        state = server
+
+    http = _Http(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    server.url = f"http://127.0.0.1:{http.server_address[1]}"
+    try:
+        yield server
+    finally:
+        http.shutdown()
+        thread.join()
+        http.server_close()
+
+
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    state: RangeServer
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self._answer(with_body=False)
+
+    def do_GET(self) -> None:
+        self._answer(with_body=True)
+
+    def _answer(self, *, with_body: bool) -> None:
+        path = unquote(self.path).lstrip("/")
+        self.state.requests[path] += 1
+        fault = self.state.fault(path, self.state.requests[path])
+        assert fault is None or fault in FAULTS
+        file = self.state.folder / path
+        if fault == "missing" or not file.is_file():
+            return self._end(404, b"")
+        if fault == "error":
+            return self._end(503, b"")
+        if fault == "drop":
+            self.close_connection = True
+            return
+        if fault == "slow":
+            time.sleep(SLOW_S)
+        data = file.read_bytes()
+        status, headers = 200, {"Accept-Ranges": "bytes"}
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked and fault != "no_ranges":
+            start, last = int(asked[1]), min(int(asked[2]), len(data) - 1)
+            if start >= len(data):
+                return self._end(416, b"")
+            headers["Content-Range"] = f"bytes {start}-{last}/{len(data)}"
+            status, data = 206, data[start : last + 1]
+        if fault == "wrong":
+            place = secrets.randbelow(len(data))
+            data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+        self._end(status, data, headers, with_body=with_body, short=fault == "short")
+
+    def _end(
+        self,
+        status: int,
+        data: bytes,
+        headers: dict[str, str] | None = None,
+        *,
+        with_body: bool = True,
+        short: bool = False,
+    ) -> None:
+        self.send_response(status)
+        for name, value in ({"Content-Length": str(len(data))} | (headers or {})).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if with_body:
+            self.state.sent[unquote(self.path).lstrip("/")] += len(data)
+            self.wfile.write(data[: len(data) // 2] if short else data)
+        if short:
+            self.close_connection = True
