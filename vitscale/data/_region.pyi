@@ -14,4 +14,5 @@ def crop(
     max_pixels: int,
     allow_avx2: bool,
     /,
-) -> None: ...
+) -> bool:
+    """Whether our own decoder of ordinary JPEGs took the image, or libjpeg."""

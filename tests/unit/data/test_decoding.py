@@ -72,7 +72,9 @@ def encode(pixels: np.ndarray, coding: str) -> bytes:
         "4:4:4 progressive": {"subsampling": "4:4:4", "progressive": True},
         "restarts": {"subsampling": "4:2:0", "restart_marker_blocks": 2},
         "RGB": {"keep_rgb": True},
+        "restarts inside rows": {"subsampling": "4:4:4", "restart_marker_blocks": 3},
         "coarse": {"subsampling": "4:2:0", "quality": 5},
+        "fine": {"subsampling": "4:4:4", "quality": 100, "optimize": True},
         "grey": {},
     }[coding]
     image, file = Image.fromarray(pixels), io.BytesIO()
@@ -89,8 +91,10 @@ CODINGS = (
     "4:2:0 progressive",
     "4:4:4 progressive",
     "restarts",
+    "restarts inside rows",
     "RGB",
     "coarse",
+    "fine",
     "grey",
 )
 BOXES = {
@@ -228,7 +232,9 @@ def _outcome(decoder: decoding.Decoder, data: bytes, box: CropBox) -> object:
         return "unreadable"
 
 
-@pytest.mark.parametrize("coding", ["4:4:4", "4:2:0", "4:2:0 progressive", "restarts", "grey"])
+@pytest.mark.parametrize(
+    "coding", ["4:4:4", "4:2:0", "4:2:0 progressive", "restarts", "restarts inside rows", "grey"]
+)
 def test_damage_gives_pillows_pixels_or_an_error(decoder: decoding.Decoder, coding: str) -> None:
     """Lost data are never filled in with other pixels than those that Pillow fills in."""
     data, box = encode(picture(WIDTH, HEIGHT), coding), CropBox(20, 30, 40, 20)
@@ -276,6 +282,68 @@ def test_a_huge_image_is_refused_before_its_pixels_are_made(
 def test_a_box_outside_the_image_is_refused(decoder: decoding.Decoder, box: CropBox) -> None:
     with pytest.raises(ValueError):
         decoder.crop(encode(picture(WIDTH, HEIGHT), "4:2:0"), box, **PLAIN)
+
+
+ORDINARY = {"4:4:4", "4:2:2", "4:2:0", "restarts", "restarts inside rows", "coarse", "fine", "grey"}
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_ordinary_images_are_decoded_without_libjpeg(coding: str) -> None:
+    """Both ways give the same pixels, so that nothing else shows which was taken."""
+    if not _has_vectors():
+        pytest.skip("this processor has no AVX2 and BMI2")
+    for kind in ("smooth", "noise"):
+        took, _ = _both_ways(encode(picture(WIDTH, HEIGHT, kind=kind), coding), BOXES["off blocks"])
+        assert took == (coding in ORDINARY)
+
+
+@pytest.mark.parametrize("coding", sorted(ORDINARY))
+def test_what_is_wrong_with_an_image_is_left_to_libjpeg(coding: str) -> None:
+    """Whatever bytes there are, our own decoder gives libjpeg's pixels or gives up."""
+    if not _has_vectors():
+        pytest.skip("this processor has no AVX2 and BMI2")
+    data, random = encode(picture(129, 70, kind="noise"), coding), np.random.default_rng(3)
+    start = data.index(b"\xff\xda") + 14
+    num_taken = num_left = 0
+    for _ in range(200):
+        broken = bytearray(data)
+        place = int(random.integers(start, len(data) - 2))
+        kind = random.integers(3)
+        if kind == 0:
+            broken[place] = random.integers(256)
+        elif kind == 1:
+            del broken[place : place + int(random.integers(1, 9))]
+        else:
+            broken[place:place] = random.bytes(int(random.integers(1, 9)))
+        box = CropBox(*(int(random.integers(low)) for low in (100, 50)), 25, 18)
+        took, same = _both_ways(bytes(broken), box)
+        assert same
+        num_taken, num_left = num_taken + took, num_left + (not took)
+    assert num_taken > 20 and num_left > 20
+
+
+def _has_vectors() -> bool:
+    _require("region")
+    with open("/proc/cpuinfo") as lines:
+        return {"avx2", "bmi1", "bmi2"} <= set(lines.read().split())
+
+
+def _both_ways(data: bytes, box: CropBox) -> tuple[bool, bool]:
+    """Whether our own decoder took the image, and whether libjpeg gives the same pixels or none."""
+    from vitscale.data import _region
+
+    side, took, found = max(box.width, box.height), False, []
+    for allowed in (True, False):
+        pixels = np.zeros((3, side, side), np.uint8)
+        corners = (box.left, box.top, box.width, box.height)
+        try:
+            took |= _region.crop(
+                data, corners, pixels, side, False, False, False, images.MAX_PIXELS, allowed
+            )
+        except ValueError:
+            break
+        found.append(pixels)
+    return took, len(found) < 2 or np.array_equal(*found)
 
 
 def test_threads_do_not_disturb_each_other(decoder: decoding.Decoder) -> None:

@@ -1,0 +1,443 @@
+/* Boxes of ordinary JPEGs: one scan of Huffman codes, 8 bits, grey or YCbCr 4:4:4, 4:2:2, 4:2:0.
+ *
+ * Owns: which images these are, which blocks a box needs, the rows in between.
+ * Leaves out: headers (libjpeg reads them), bits (_huffman.c), arithmetic (_blocks.c).
+ *
+ * Whatever a file has that a sound one has not, be it a code that does not exist, a missing marker,
+ * or a number that is too large, ends the attempt, and libjpeg decodes from the start.
+ */
+#include "_baseline.h"
+
+#include <stdlib.h>
+
+#include "_blocks.h"
+#include "_huffman.h"
+
+#if HAS_FAST_BASELINE
+
+#define BLOCK 8
+#define MAX_BANDS 3
+#define MAX_TABLES 2
+#define CHANNELS 3
+#define LEAST_WIDTH 16 /* libjpeg does not interpolate colours of very narrow images */
+#define ONLY_DC (STEPS_TO_END + 2) /* the step where a block ends that has no other coefficient */
+
+struct span {
+    JDIMENSION first, stop; /* in blocks of one component */
+};
+
+/* One component. */
+struct band {
+    int16_t pair[PAIR_SIZE] __attribute__((aligned(32)));
+    int16_t quant[128] __attribute__((aligned(32)));
+    JDIMENSION across, down; /* blocks in an MCU */
+    struct span columns, rows;
+    const struct huffman *dc, *ac;
+    uint32_t last_dc;
+    uint8_t *waiting; /* where the first block of the pair goes; NULL: the pair is empty */
+    uint8_t *samples; /* of the latest two rows of MCUs */
+    size_t stride;
+};
+
+struct baseline {
+    struct band bands[MAX_BANDS];
+    struct huffman dc[MAX_TABLES], ac[MAX_TABLES];
+    struct scan scan;
+    struct bit_reader in;
+    struct box box;
+    struct resampler *sink;
+    JDIMENSION width, height, mcus_across, mcus_down, done; /* rows given to `sink` */
+    struct span mcu_columns, mcu_rows;                      /* that hold blocks of the box */
+    size_t segment, interval, until_restart;
+    int num_bands, halves_rows;
+    uint8_t *rgb, *chroma[2];
+    uint16_t *sums;
+};
+
+/* Steps of the zigzag to places in a pair of blocks; those behind the last lead nowhere. */
+static const uint8_t places[256] = {
+    0,   1,   16,  32,  17,  2,   3,   18,  33,  48,  64,  49,  34,  19,  4,   5,
+    20,  35,  50,  65,  80,  96,  81,  66,  51,  36,  21,  6,   7,   22,  37,  52,
+    67,  82,  97,  112, 113, 98,  83,  68,  53,  38,  23,  39,  54,  69,  84,  99,
+    114, 115, 100, 85,  70,  55,  71,  86,  101, 116, 117, 102, 87,  103, 118, 119,
+    [64 ... 255] = NOWHERE,
+};
+
+static int takes(const struct jpeg_decompress_struct *codec)
+{
+    const jpeg_component_info *info = codec->comp_info;
+    int i;
+
+    if (codec->progressive_mode || codec->arith_code || codec->data_precision != 8 ||
+        codec->comps_in_scan != codec->num_components || codec->Ss != 0 ||
+        codec->Se != BLOCK * BLOCK - 1 || codec->Ah != 0 || codec->Al != 0 ||
+        codec->image_width < LEAST_WIDTH)
+        return 0;
+    if (codec->num_components == 1)
+        return codec->jpeg_color_space == JCS_GRAYSCALE;
+    if (codec->num_components != MAX_BANDS || codec->jpeg_color_space != JCS_YCbCr)
+        return 0;
+    for (i = 0; i < MAX_BANDS; i++)
+        if (codec->cur_comp_info[i] != info + i ||
+            (i > 0 && (info[i].h_samp_factor != 1 || info[i].v_samp_factor != 1)))
+            return 0;
+    return info->v_samp_factor >= 1 && info->v_samp_factor <= info->h_samp_factor &&
+           info->h_samp_factor <= 2;
+}
+
+/* Blocks that hold samples [first, last], and their neighbours where `halved`. */
+static struct span blocks_of(JDIMENSION first, JDIMENSION last, JDIMENSION size, int halved)
+{
+    struct span span;
+
+    if (halved) {
+        JDIMENSION end = (size + 1) / 2 - 1;
+        first = first / 2 > 0 ? first / 2 - 1 : 0;
+        last = last / 2 < end ? last / 2 + 1 : end;
+    }
+    span.first = first / BLOCK;
+    span.stop = last / BLOCK + 1;
+    return span;
+}
+
+static void include(struct span *mcus, struct span blocks, JDIMENSION each)
+{
+    JDIMENSION first = blocks.first / each, stop = (blocks.stop + each - 1) / each;
+
+    mcus->first = first < mcus->first ? first : mcus->first;
+    mcus->stop = stop > mcus->stop ? stop : mcus->stop;
+}
+
+static void lay_out(struct baseline *b, const struct jpeg_decompress_struct *codec)
+{
+    const jpeg_component_info *info = codec->comp_info;
+    int grey = b->num_bands == 1, i; /* then an MCU is one block, whatever the factors say */
+    JDIMENSION across = grey ? 1 : (JDIMENSION)info->h_samp_factor;
+    JDIMENSION down = grey ? 1 : (JDIMENSION)info->v_samp_factor;
+
+    b->halves_rows = down == 2;
+    b->mcus_across = (b->width + across * BLOCK - 1) / (across * BLOCK);
+    b->mcus_down = (b->height + down * BLOCK - 1) / (down * BLOCK);
+    b->mcu_columns.first = b->mcus_across;
+    b->mcu_rows.first = b->mcus_down;
+    for (i = 0; i < b->num_bands; i++) {
+        struct band *band = &b->bands[i];
+        band->across = i == 0 ? across : 1;
+        band->down = i == 0 ? down : 1;
+        band->columns = blocks_of(b->box.left, b->box.left + b->box.width - 1, b->width,
+                                  across != band->across);
+        band->rows = blocks_of(b->box.top, b->box.top + b->box.height - 1, b->height,
+                               down != band->down);
+        include(&b->mcu_columns, band->columns, band->across);
+        include(&b->mcu_rows, band->rows, band->down);
+    }
+}
+
+static int open_table(struct huffman *table, const JHUFF_TBL *stored, int is_dc)
+{
+    if (stored == NULL)
+        return -1;
+    return huffman_open(table, stored->bits, stored->huffval, is_dc);
+}
+
+static int open_tables(struct baseline *b, const struct jpeg_decompress_struct *codec)
+{
+    int i, k, dc_is_open[MAX_TABLES] = {0}, ac_is_open[MAX_TABLES] = {0};
+
+    for (i = 0; i < b->num_bands; i++) {
+        const jpeg_component_info *info = codec->comp_info + i;
+        int dc = info->dc_tbl_no, ac = info->ac_tbl_no, quant = info->quant_tbl_no;
+        if (dc < 0 || dc >= MAX_TABLES || ac < 0 || ac >= MAX_TABLES || quant < 0 ||
+            quant >= NUM_QUANT_TBLS || codec->quant_tbl_ptrs[quant] == NULL)
+            return -1;
+        if (!dc_is_open[dc] && open_table(&b->dc[dc], codec->dc_huff_tbl_ptrs[dc], 1))
+            return -1;
+        if (!ac_is_open[ac] && open_table(&b->ac[ac], codec->ac_huff_tbl_ptrs[ac], 0))
+            return -1;
+        if (!ac_is_open[ac])
+            huffman_open_pairs(&b->ac[ac]);
+        dc_is_open[dc] = ac_is_open[ac] = 1;
+        b->bands[i].dc = &b->dc[dc];
+        b->bands[i].ac = &b->ac[ac];
+        for (k = 0; k < BLOCK * BLOCK; k++) {
+            unsigned value = codec->quant_tbl_ptrs[quant]->quantval[k];
+            if (value > 255)
+                return -1;
+            b->bands[i].quant[k / BLOCK * 16 + k % BLOCK] = (int16_t)value;
+            b->bands[i].quant[k / BLOCK * 16 + BLOCK + k % BLOCK] = (int16_t)value;
+        }
+    }
+    return 0;
+}
+
+static int open_memory(struct baseline *b)
+{
+    size_t width = b->box.width;
+    int i;
+
+    for (i = 0; i < b->num_bands; i++) {
+        struct band *band = &b->bands[i];
+        size_t columns = band->columns.stop - band->columns.first;
+        band->stride = columns * BLOCK + SAMPLE_PADDING;
+        band->samples = calloc(2 * band->down * BLOCK, band->stride);
+        if (band->samples == NULL)
+            return -1;
+    }
+    for (i = 0; i < 2; i++)
+        b->chroma[i] = calloc(width + 2 * SAMPLE_PADDING, 1);
+    b->sums = calloc(width + 2 * SAMPLE_PADDING, sizeof *b->sums);
+    b->rgb = calloc((width + SAMPLE_PADDING) * CHANNELS + ROW_PADDING, 1);
+    return b->chroma[0] && b->chroma[1] && b->sums && b->rgb ? 0 : -1;
+}
+
+static void close_memory(struct baseline *b)
+{
+    int i;
+
+    for (i = 0; i < b->num_bands; i++)
+        free(b->bands[i].samples);
+    free(b->chroma[0]);
+    free(b->chroma[1]);
+    free(b->sums);
+    free(b->rgb);
+    scan_close(&b->scan);
+}
+
+/* Bits of the scan that are used up. */
+static size_t place_of(const struct baseline *b, const struct bit_reader *in)
+{
+    return (size_t)(in->next - b->scan.bytes) * 8 - (size_t)in->count;
+}
+
+/* Goes on behind a restart marker; -1 unless all bits before it, and no others, were used. */
+static int next_segment(struct baseline *b, struct bit_reader *in, size_t segment)
+{
+    size_t start = segment ? b->scan.ends[segment - 1] : 0;
+    int i;
+
+    if (segment != b->segment) {
+        size_t place = place_of(b, in);
+        if (segment == b->scan.num_segments || place > start * 8 || place + 7 < start * 8)
+            return -1;
+    }
+    b->segment = segment;
+    b->until_restart = b->interval;
+    in->next = b->scan.bytes + start;
+    in->bits = 0;
+    in->count = 0;
+    for (i = 0; i < b->num_bands; i++)
+        b->bands[i].last_dc = 0;
+    return 0;
+}
+
+FAST_INLINE int is_in(struct span span, JDIMENSION place)
+{
+    return place >= span.first && place < span.stop;
+}
+
+static uint8_t *row_of(const struct band *band, JDIMENSION y)
+{
+    return band->samples + y % (2 * band->down * BLOCK) * band->stride;
+}
+
+static int fill_block(struct band *band, int dc, uint8_t *to)
+{
+    int level = dc * band->quant[0], i;
+
+    if (level < -8192 || level > 8191)
+        return -1;
+    level = ((level * 4 + 16) >> 5) + 128;
+    for (i = 0; i < BLOCK; i++, to += band->stride)
+        memset(to, level < 0 ? 0 : level > 255 ? 255 : level, BLOCK);
+    return 0;
+}
+
+FAST_INLINE void clear_pair(int16_t *pair)
+{
+    typedef int16_t row __attribute__((vector_size(32), may_alias));
+    int i;
+
+    for (i = 0; i < BLOCK; i++)
+        ((row *)pair)[i] = (row){0};
+}
+
+FAST_INLINE int keep_block(struct band *band, struct bit_reader *in, JDIMENSION column,
+                           JDIMENSION row)
+{
+    uint8_t *to = row_of(band, row * BLOCK) + (size_t)(column - band->columns.first) * BLOCK;
+    int16_t *block = band->waiting ? band->pair + BLOCK : band->pair;
+    uint8_t *first = band->waiting;
+    unsigned end;
+
+    if (first == NULL)
+        clear_pair(band->pair);
+    end = take_block(in, band->dc, band->ac, &band->last_dc, places, block);
+    if (end == 0)
+        return -1;
+    if (end == ONLY_DC) {
+        int dc = block[0];
+        block[0] = 0;
+        return fill_block(band, dc, to);
+    }
+    band->waiting = first == NULL ? to : NULL;
+    return first == NULL ? 0 : blocks_transform(band->pair, band->quant, first, to, band->stride);
+}
+
+/* The second of a pair that is not coming. */
+static int finish_pair(struct band *band)
+{
+    uint8_t *first = band->waiting;
+
+    band->waiting = NULL;
+    return first ? blocks_transform(band->pair, band->quant, first, NULL, band->stride) : 0;
+}
+
+/* MCUs [from, stop) of a row; `any`: some of their blocks are wanted. */
+FAST static int read_mcus(struct baseline *b, JDIMENSION row, JDIMENSION from, JDIMENSION stop,
+                          int any)
+{
+    struct bit_reader in = b->in;
+    const uint8_t *end = b->scan.bytes + b->scan.ends[b->scan.num_segments - 1] + BLOCK;
+    JDIMENSION column, i, k;
+    int c;
+
+    for (column = from; column < stop; column++) {
+        if (b->until_restart == 0 && next_segment(b, &in, b->segment + 1))
+            return -1;
+        b->until_restart--;
+        for (c = 0; c < b->num_bands; c++) {
+            struct band *band = &b->bands[c];
+            for (k = row * band->down; k < (row + 1) * band->down; k++) {
+                int row_is_in = any && is_in(band->rows, k);
+                for (i = column * band->across; i < (column + 1) * band->across; i++)
+                    if (row_is_in && is_in(band->columns, i)) {
+                        if (keep_block(band, &in, i, k))
+                            return -1;
+                    } else if (!skip_block(&in, band->dc, band->ac, &band->last_dc))
+                        return -1;
+            }
+        }
+        if (in.next > end)
+            return -1;
+    }
+    b->in = in;
+    return 0;
+}
+
+static const uint8_t *chroma_of(const struct baseline *b, int c, JDIMENSION y, uint8_t *room)
+{
+    const struct band *band = &b->bands[c];
+    JDIMENSION halves = b->bands[0].across, first = b->box.left / halves, row = y, other = y;
+    JDIMENSION last = (b->box.left + b->box.width - 1) / halves;
+    JDIMENSION width = (b->width + halves - 1) / halves;
+    size_t offset = first - (size_t)band->columns.first * BLOCK;
+    const uint8_t *near;
+
+    if (b->halves_rows) {
+        row = y / 2;
+        other = y % 2 == 0 ? (row > 0 ? row - 1 : 0) : row;
+        if (y % 2 == 1 && row + 1 < (b->height + 1) / 2)
+            other = row + 1;
+    }
+    near = row_of(band, row) + offset;
+    if (halves == 1)
+        return near;
+    blocks_double(near, b->halves_rows ? row_of(band, other) + offset : NULL, (int)first,
+                  (int)(last + 1 - first), (int)width, b->sums, room);
+    return room + b->box.left % 2;
+}
+
+/* All rows of the box above `ready`. */
+static void give_rows(struct baseline *b, JDIMENSION ready)
+{
+    JDIMENSION bottom = b->box.top + b->box.height;
+    int width = (int)b->box.width;
+
+    for (; b->done < ready && b->done < bottom; b->done++) {
+        int y = (int)(b->done - b->box.top);
+        const uint8_t *light = row_of(&b->bands[0], b->done);
+        if (!b->sink->is_used[y])
+            continue;
+        light += b->box.left - (size_t)b->bands[0].columns.first * BLOCK;
+        if (b->num_bands == 1)
+            blocks_grey_to_rgb(light, width, b->rgb);
+        else
+            blocks_to_rgb(light, chroma_of(b, 1, b->done, b->chroma[0]),
+                          chroma_of(b, 2, b->done, b->chroma[1]), width, b->rgb);
+        resampler_take_row(b->sink, y, b->rgb);
+    }
+}
+
+static int read_rows(struct baseline *b)
+{
+    size_t skipped = (size_t)b->mcu_rows.first * b->mcus_across / b->interval * b->interval;
+    JDIMENSION row = (JDIMENSION)(skipped / b->mcus_across), each = b->bands[0].down * BLOCK;
+    JDIMENSION from = (JDIMENSION)(skipped % b->mcus_across), stop;
+    int i;
+
+    b->segment = skipped / b->interval; /* segments above the box are not even looked at */
+    if (next_segment(b, &b->in, b->segment))
+        return -1;
+    for (; row < b->mcu_rows.first; row++, from = 0)
+        if (read_mcus(b, row, from, b->mcus_across, 0))
+            return -1;
+    for (; row < b->mcu_rows.stop; row++, from = 0) {
+        stop = b->mcu_columns.first > from ? b->mcu_columns.first : from;
+        if (read_mcus(b, row, from, stop, 0) || read_mcus(b, row, stop, b->mcu_columns.stop, 1))
+            return -1;
+        for (i = 0; i < b->num_bands; i++)
+            if (finish_pair(&b->bands[i]))
+                return -1;
+        if (row + 1 < b->mcu_rows.stop &&
+            read_mcus(b, row, b->mcu_columns.stop, b->mcus_across, 0))
+            return -1;
+        /* The last row of an MCU is mixed with the first one of the next. */
+        give_rows(b, (row + 1) * each - (b->halves_rows && row + 1 < b->mcus_down));
+    }
+    return place_of(b, &b->in) <= b->scan.ends[b->segment] * 8 ? 0 : -1;
+}
+
+static int read_image(struct baseline *b, const struct jpeg_decompress_struct *codec)
+{
+    size_t num_mcus;
+    int failed;
+
+    lay_out(b, codec);
+    num_mcus = (size_t)b->mcus_across * b->mcus_down;
+    b->interval = codec->restart_interval ? codec->restart_interval : num_mcus;
+    failed = open_tables(b, codec) || open_memory(b) ||
+             scan_open(&b->scan, codec->src->next_input_byte, codec->src->bytes_in_buffer,
+                       (num_mcus + b->interval - 1) / b->interval) ||
+             read_rows(b);
+    close_memory(b);
+    return !failed;
+}
+
+int baseline_read(const struct jpeg_decompress_struct *codec, const struct box *box,
+                  struct resampler *sink)
+{
+    struct baseline b;
+
+    if (!takes(codec) || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi") ||
+        !__builtin_cpu_supports("bmi2"))
+        return 0;
+    memset(&b, 0, sizeof b);
+    b.box = *box;
+    b.sink = sink;
+    b.width = codec->image_width;
+    b.height = codec->image_height;
+    b.num_bands = codec->num_components;
+    b.done = box->top;
+    return read_image(&b, codec);
+}
+
+#else
+int baseline_read(const struct jpeg_decompress_struct *codec, const struct box *box,
+                  struct resampler *sink)
+{
+    (void)codec;
+    (void)box;
+    (void)sink;
+    return 0;
+}
+#endif
