@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from vitscale.errors import UserError
+from vitscale.errors import RankError, UserError
 
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 
@@ -75,9 +75,17 @@ def _pick_device(wanted: Literal["auto", "cuda", "cpu"], local_rank: int) -> tor
 
 @contextmanager
 def process_group(
-    *, device: Literal["auto", "cuda", "cpu"], timeout_min: float, num_threads: int | None
+    *,
+    device: Literal["auto", "cuda", "cpu"],
+    timeout_min: float,
+    num_threads: int | None,
+    meeting_timeout_min: float = 5.0,
 ) -> Iterator[Ranks]:
-    """Join the other ranks for the length of the block. gloo on CPU, NCCL on GPU."""
+    """Join the other ranks for the length of the block. gloo on CPU, NCCL on GPU.
+
+    timeout_min: for collectives; meeting_timeout_min: for all ranks to come.
+    Raises UserError naming the ranks that did not come.
+    """
     _complete_environment()
     env = os.environ
     local_rank, local_world = int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
@@ -92,16 +100,65 @@ def process_group(
         torch.cuda.set_device(ranks.device)
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(num_threads or max(1, cores // local_world))
+    store = None
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # there the launcher has met them already
+        store = _meet(ranks, timeout_min=meeting_timeout_min)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if ranks.device.type == "cuda" else "gloo",
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=timedelta(minutes=timeout_min),
+        store=store,
     )
     try:
         yield ranks
     finally:
         dist.destroy_process_group()
+
+
+def _meet(ranks: Ranks, *, timeout_min: float) -> dist.TCPStore:
+    """Wait for every rank at the address that the launcher named; rank 0 listens there."""
+    env, patience = os.environ, timedelta(minutes=timeout_min)
+    address = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+    try:
+        store = dist.TCPStore(
+            env["MASTER_ADDR"],
+            int(env["MASTER_PORT"]),
+            is_master=ranks.is_first,
+            timeout=patience,
+            wait_for_workers=False,
+        )
+        store.set(f"vitscale/here/{ranks.rank}", "")
+    except RuntimeError as error:
+        if ranks.is_first:
+            what = f"cannot listen at {address}: {str(error).splitlines()[0]}"
+            raise RankError(
+                what, where="MASTER_PORT", next_step="choose a port that nothing uses"
+            ) from None
+        raise RankError(
+            f"rank 0 does not answer at {address} ({timeout_min:g} min)",
+            where="engine.meeting_timeout_min",
+            next_step="read what rank 0 said; check that MASTER_ADDR is its node",
+        ) from None
+    keys = [f"vitscale/here/{rank}" for rank in range(ranks.world_size)]
+    try:
+        store.wait(keys, patience)
+    except RuntimeError as error:
+        raise RankError(
+            f"not all of {ranks.world_size} ranks came within {timeout_min:g} min; "
+            f"{_missing(store, keys)}",
+            where="engine.meeting_timeout_min",
+            next_step="read what the missing ranks said; raise it if they are only slow to start",
+        ) from error
+    return store
+
+
+def _missing(store: dist.TCPStore, keys: list[str]) -> str:
+    try:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:
+        return "rank 0 went away"
+    return f"missing: {', '.join(missing)}"
 
 
 def agree_no_error(error: str | None) -> None:
@@ -137,11 +194,17 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 class StopRequest:
     """Remembers that a stop signal came; asking is collective, so all ranks stop at the same step.
 
-    While the block runs, SIGUSR2 (SLURM's warning) and SIGTERM only set a flag.
+    While the block runs, SIGUSR2 (SLURM's warning) and SIGTERM only set a flag. The ranks' flags
+    are summed in the background, in a gloo group of their own: asking at every step waits for
+    nobody, and answers for the time of the asking before.
     """
 
     def __init__(self) -> None:
         self._received = False
+        self._group: Any = None
+        if dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+        self._asked: tuple[Any, torch.Tensor] | None = None
 
     def __enter__(self) -> StopRequest:
         self._previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -149,7 +212,9 @@ class StopRequest:
             signal.signal(number, self._remember)
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._asked is not None and kind is None:
+            self._asked[0].wait()  # a group must not end with a sum under way
         for number, handler in self._previous.items():
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
@@ -157,6 +222,12 @@ class StopRequest:
         self._received = True
 
     def agreed(self) -> bool:
-        """Whether any rank received a stop signal."""
-        flag = torch.tensor([int(self._received)])
-        return bool(sum_over_ranks(flag).item())
+        """Whether any rank had received a stop signal when this was asked before."""
+        if self._group is None:
+            return self._received
+        before, flag = self._asked, torch.tensor([int(self._received)])
+        self._asked = (dist.all_reduce(flag, group=self._group, async_op=True), flag)
+        if before is None:
+            return False
+        before[0].wait()
+        return bool(before[1].item())

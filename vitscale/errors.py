@@ -40,6 +40,10 @@ class UserError(ValueError):
         return "\n".join(lines)
 
 
+class RankError(UserError):
+    """What one rank alone knows; others may be unable to speak. Every rank that has one says it."""
+
+
 class UserErrors(UserError):
     """Several errors found in one pass, reported together."""
 
@@ -60,7 +64,10 @@ def run_script(main: Callable[[], None]) -> None:
     try:
         main()
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if isinstance(error, RankError):
+            rank = os.environ.get("RANK", "0")
+            print(f"error: rank {rank}: {error.text()}", file=sys.stderr, flush=True)
+        elif os.environ.get("RANK", "0") == "0":
             num = len(error.errors) if isinstance(error, UserErrors) else 1
             heading = "error" if num == 1 else f"{num} errors"
             print(f"{heading}:\n{error.text()}", file=sys.stderr, flush=True)

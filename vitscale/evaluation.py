@@ -17,10 +17,12 @@ from vitscale.engine.engine import Engine
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, batches: Iterable[Batch], *, num_samples: int) -> dict[str, float]:
+def evaluate(
+    engine: Engine, batches: Iterable[Batch], *, num_samples: int, prefix: str = "val/"
+) -> dict[str, float]:
     """Top-1 accuracy and softmax loss, each a mean over `num_samples` images. Collective.
 
-    Every rank passes equally many batches; padding has weight 0.
+    Every rank passes equally many batches; padding has weight 0. Figures: PREFIXtop1, PREFIXloss.
     """
     engine.eval()
     device = engine.ranks.device
@@ -35,4 +37,4 @@ def evaluate(engine: Engine, batches: Iterable[Batch], *, num_samples: int) -> d
     engine.train()
     correct, loss, samples = sum_over_ranks(totals).tolist()
     assert samples == num_samples, f"evaluated {samples} of {num_samples} samples"
-    return {"val/top1": correct / samples, "val/loss": loss / samples}
+    return {f"{prefix}top1": correct / samples, f"{prefix}loss": loss / samples}

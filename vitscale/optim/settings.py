@@ -17,6 +17,18 @@ class ObjectiveSettings(Section):
     """softmax only."""
 
 
+class EmaSettings(Section):
+    decay: float = Field(default=0.9999, ge=0, lt=1)
+    """What the average keeps of itself at every step. Dosovitskiy et al. 2021, table 2: 0.9999
+    (there called Polyak averaging)."""
+    warmup: bool = False
+    """Keep at most (1 + n) / (10 + n) at step n, so that a short run's average is not its start."""
+
+    def decay_at(self, step: int) -> float:
+        """What is kept at the `step`-th step, the first being 1."""
+        return min(self.decay, (1 + step) / (10 + step)) if self.warmup else self.decay
+
+
 class OptimSettings(Section):
     name: Literal["adamw", "sgd", "lamb"] = "adamw"
     """lamb needs engine.zero_stage=0, where every rank sees whole tensors."""
@@ -37,6 +49,8 @@ class OptimSettings(Section):
     """sgd only."""
     clip_norm: float | None = Field(default=None, gt=0)
     """Global gradient norm above which gradients are scaled down; null: never."""
+    ema: EmaSettings | None = None
+    """Keep an average of the weights, evaluate it, and start transfers from it; null: none."""
 
 
 def optim_problems(

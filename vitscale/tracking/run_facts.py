@@ -82,7 +82,7 @@ def process_tags() -> dict[str, str]:
         "mlflow.source.type": "LOCAL",
         "vitscale.world_size": os.environ.get("WORLD_SIZE", "1"),
     }
-    commit = _git_commit()
+    commit = git_commit()
     if commit:
         tags["mlflow.source.git.commit"] = commit
     job = os.environ.get("SLURM_JOB_ID")
@@ -99,7 +99,7 @@ def _user() -> str:
         return str(os.getuid())
 
 
-def _git_commit() -> str | None:
+def git_commit() -> str | None:
     """Commit of the source tree; None outside a git checkout or without git."""
     command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
     try:

@@ -1,0 +1,60 @@
+"""One rank of a loop of collectives in which a rank stops, loops on, or ends. No DeepSpeed.
+
+Started by test_hung_ranks.py: `hang_worker.py CASE`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from vitscale.distributed import StopRequest, process_group, sum_over_ranks
+from vitscale.errors import run_rank_script
+from vitscale.heartbeat import Heartbeat
+
+TIMEOUT_MIN, MEETING_MIN = 0.2, 0.1
+# case: (rank, what befalls it at step 5)
+SIGNALS = {"rank 1 stopped": (1, signal.SIGSTOP), "rank 0 stopped": (0, signal.SIGSTOP)}
+SIGNALS["rank 1 killed"] = (1, signal.SIGKILL)
+
+
+def fate(case: str, rank: int) -> None:
+    if case in SIGNALS and SIGNALS[case][0] == rank:
+        os.kill(os.getpid(), SIGNALS[case][1])
+    if case == "rank 1 slow" and rank == 1:
+        time.sleep(600)
+    if case == "signal to rank 1" and rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def main() -> None:
+    case = sys.argv[1]
+    if case == "rank 1 missing" and os.environ["RANK"] == "1":
+        return
+    with (
+        process_group(
+            device="cpu",
+            timeout_min=TIMEOUT_MIN,
+            num_threads=1,
+            meeting_timeout_min=MEETING_MIN if "missing" in case else 2.0,
+        ) as ranks,
+        Heartbeat(ranks, timeout_min=TIMEOUT_MIN) as heartbeat,
+        StopRequest() as stop,
+    ):
+        for step in range(20):
+            heartbeat.mark("waiting for data")
+            if step == 5:
+                fate(case, ranks.rank)
+            heartbeat.mark("training")
+            sum_over_ranks(torch.ones(3))
+            if stop.agreed():
+                print(f"stopped at step {step}", flush=True)
+                break
+
+
+if __name__ == "__main__":
+    run_rank_script(main)

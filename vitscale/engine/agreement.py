@@ -1,0 +1,53 @@
+"""Whether the ranks still hold the same weights.
+
+Owns: checksums of tensors, and naming the rank whose checksums are not those of the others.
+Leaves out: which tensors have to be equal (`engine`), and when this is asked (the loops).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+NAMES_SHOWN = 3
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum of the elements' bits as integers, int64 scalar on the tensor's device.
+
+    Any one changed bit changes it, and so does nearly any set of them. Exact whatever the order of
+    addition, other than a sum of floats.
+    """
+    return tensor.detach().view(BITS[tensor.element_size()]).sum(dtype=torch.int64)
+
+
+def num_unequal(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Elements of which one is not the other in its own type, int64 scalar."""
+    ours, theirs = ours.detach().flatten(), theirs.detach().flatten()
+    return (ours != theirs.to(ours.dtype)).sum(dtype=torch.int64)
+
+
+def disagreement(names: Sequence[str], rows: Sequence[Sequence[int]]) -> str | None:
+    """Which ranks hold other tensors than most, in words; None when all hold the same.
+
+    names: of the tensors; rows: per rank one checksum for each of them.
+    """
+    counts = Counter(tuple(row) for row in rows).most_common()
+    if len(counts) == 1:
+        return None
+    usual, support = counts[0]
+    if support > 1 and support > counts[1][1]:
+        odd = [rank for rank, row in enumerate(rows) if tuple(row) != usual]
+        who = f"rank {', '.join(map(str, odd))} differs from the other {support}"
+    else:
+        odd = [rank for rank, row in enumerate(rows) if tuple(row) != tuple(rows[0])]
+        who = f"rank 0 and rank {', '.join(map(str, odd))} differ; no majority says who is wrong"
+    other = rows[odd[0]]
+    # Without a majority the first row counts as the usual one.
+    differing = [name for name, a, b in zip(names, other, usual, strict=True) if a != b]
+    more = len(differing) - NAMES_SHOWN
+    shown = ", ".join(differing[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return f"{who}, in {shown}"

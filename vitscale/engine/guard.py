@@ -1,0 +1,135 @@
+"""What happens to gradients between the backward pass and the optimiser: nothing bad gets through.
+
+Owns: clipping to the global norm, leaving out an update whose loss or gradient is not finite, and
+counting those. Everything stays on the device: nothing here waits for it but `health`.
+Leaves out: computing the norm (`engine`), and what is done about skipped updates (the loops).
+
+All ranks decide alike without asking each other: a loss that is not finite makes its gradients NaN,
+gradients are summed over the ranks before their norm is taken, and the norm is the same everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+NEVER = -1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Health:
+    """How updates went, as of now."""
+
+    skipped: int
+    """Updates left out since the first step of the run."""
+    consecutive: int
+    """Of these the last ones in a row."""
+    last_step: int | None
+    """The last step left out (the first step of a run is 1); None before the first."""
+    bad_micro_steps: tuple[int, ...]
+    """Micro-steps of this rank in that step whose own loss was not finite, at most the last one."""
+
+
+class UpdateGuard:
+    """Stands in for `optimizer.step`."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        clip_norm: float | None,
+        norm: Callable[[], Any],
+        device: torch.device,
+    ) -> None:
+        """norm: the global norm of the unclipped gradients, whenever the optimiser steps."""
+        self._optimizer, self._clip_norm, self._norm = optimizer, clip_norm, norm
+        self._device = device
+        self._update = optimizer.step
+        self._fused = bool(optimizer.defaults.get("fused"))
+        # [skipped, consecutive, last skipped step, micro-step of this rank's last bad loss]
+        self._counts = torch.tensor([0, 0, NEVER, NEVER], dtype=torch.int64, device=device)
+        self._steps = 0
+        optimizer.step = self._step  # type: ignore[method-assign,assignment]  # what standing in means
+
+    def checked(self, loss: torch.Tensor, *, micro_step: int) -> torch.Tensor:
+        """The same loss; one that is not finite is made to give gradients that are not."""
+        own = loss.detach()
+        finite = torch.isfinite(own)
+        self._counts[3] = torch.where(finite, self._counts[3], micro_step)
+        # An infinite cross-entropy has finite gradients. Times 1 changes no bit.
+        return loss * torch.where(finite, 1.0, torch.nan)
+
+    def _norm_tensor(self, device: torch.device) -> torch.Tensor:
+        norm = self._norm()
+        return torch.as_tensor(torch.nan if norm is None else norm).to(device, torch.float32)
+
+    def _step(self, closure: Any = None) -> None:
+        assert closure is None
+        gradients = [
+            parameter.grad
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        if not gradients:
+            return
+        norm = self._norm_tensor(gradients[0].device)
+        bad = _is_bad(norm)
+        # As torch.nn.utils.clip_grad_norm_ does: the small term keeps a zero norm from dividing.
+        shrink = torch.ones_like(norm)
+        if self._clip_norm is not None:
+            shrink = ((norm + 1e-6) / self._clip_norm).clamp(min=1.0)
+        if self._fused:
+            # Fused kernels divide by the one and do nothing where the other is 1, step counts
+            # included: the interface that torch made for loss scalers.
+            self._optimizer.grad_scale = torch.where(bad, 1.0, shrink)  # type: ignore[attr-defined]  # see above
+            self._optimizer.found_inf = bad.float()  # type: ignore[attr-defined]  # see above
+            self._update()
+        elif not bool(bad):
+            if self._clip_norm is not None:
+                torch._foreach_mul_(gradients, 1.0 / shrink)
+            self._update()
+
+    def finish(self) -> None:
+        """Count the update that just was, made or not."""
+        self._steps += 1
+        bad = _is_bad(self._norm_tensor(self._device))
+        counts, one = self._counts, bad.to(torch.int64)
+        counts[0] += one
+        counts[1] = (counts[1] + 1) * one
+        counts[2] = torch.where(bad, self._steps, counts[2])
+
+    def health(self, *, accumulation: int) -> Health:
+        """Read the counts; waits for the device."""
+        skipped, consecutive, last, micro = self._counts.tolist()
+        first = (last - 1) * accumulation
+        inside = last != NEVER and first <= micro < first + accumulation
+        return Health(
+            skipped=skipped,
+            consecutive=consecutive,
+            last_step=None if last == NEVER else last,
+            bad_micro_steps=(micro - first,) if inside else (),
+        )
+
+    def state(self) -> dict[str, int]:
+        """What the next step depends on; the same on every rank."""
+        skipped, consecutive, last, _ = self._counts.tolist()
+        return {
+            "steps": self._steps,
+            "skipped": skipped,
+            "consecutive": consecutive,
+            "last_skipped_step": last,
+        }
+
+    def load_state(self, state: dict[str, int]) -> None:
+        self._steps = state["steps"]
+        values = [state["skipped"], state["consecutive"], state["last_skipped_step"], NEVER]
+        self._counts.copy_(torch.tensor(values))
+
+
+def _is_bad(norm: torch.Tensor) -> torch.Tensor:
+    """DeepSpeed also says -1 for a norm that is not finite."""
+    return ~torch.isfinite(norm) | (norm < 0)
