@@ -17,11 +17,13 @@ import mmap
 import os
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 # What O_DIRECT asks of places, lengths and memory: the largest block size in use.
 ALIGNMENT = 4096
 BUFFER_BYTES = 8 << 20
+HUGE_PAGE = 2 << 20
 FLUSH_BYTES = 16 << 20
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
@@ -124,7 +126,11 @@ class BlockFile:
 
 def _buffer() -> memoryview:
     """Page-aligned, with room for the rest of a block in front of a full load."""
-    return memoryview(mmap.mmap(-1, BUFFER_BYTES + 2 * ALIGNMENT))
+    memory = mmap.mmap(-1, BUFFER_BYTES + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        # Handing 4 pages to the disk takes a quarter of the time that 2,048 take.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 def _open(path: Path) -> int:

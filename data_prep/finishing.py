@@ -1,4 +1,4 @@
-"""The last phase: from written shards to a committed folder.
+"""The last phases: from written shards to a committed folder.
 
 Owns: index, info, ledger and manifest over all shards, and the rename that makes them one folder.
 Leaves out: their formats (`vitscale.data.index`, `ledger`).
@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from blake3 import blake3
 
@@ -33,7 +34,7 @@ from data_prep.ledger import (
 from data_prep.listing import bucket_path, check_unchanged, listing_fingerprint, num_inputs
 from data_prep.planning import SplitPlan, read_plan
 from data_prep.preparation import Preparation, content_config, tool_version
-from data_prep.row_tables import read_table
+from data_prep.row_tables import read_table, rows_at
 from data_prep.selecting import fates_path
 from data_prep.shard_writing import outcome_path, shard_path
 from vitscale.atomic_files import blake3_of_file, commit_folder
@@ -50,39 +51,56 @@ from vitscale.errors import UserError
 CLASSES_SHOWN = 10
 
 
+def side_file_units(p: Preparation) -> list[str]:
+    return ["ledger", "index"]
+
+
+def write_side_file(p: Preparation, unit: str) -> None:
+    """The ledger, or the index: each needs all rows, neither needs the other."""
+    plans = read_plan(p)
+    if unit == "ledger":
+        with LedgerWriter(p.path("final")) as ledger:
+            source = _write_ledger_rows(p, ledger, plans)
+        _check_corpus(p, ledger)
+        p.put_result(unit, {"source": source, "inputs": ledger.as_json()})
+        return
+    names = {split: _final_names(p, split, plan) for split, plan in plans.items()}
+    tables = (
+        _index_rows(p, split, number, name)
+        for split in sorted(names)
+        for number, name in names[split].items()
+    )
+    write_index(p.path("final"), tables=tables)
+    fingerprints = {split: _fingerprint(p, split, names[split]) for split in names}
+    digest = blake3_of_file(p.path("final") / INDEX_NAME)
+    p.put_result(unit, {"blake3": digest, "fingerprints": fingerprints})
+
+
 def finish(p: Preparation, unit: str) -> None:
-    """Write the corpus-wide files and give the folder its name."""
+    """Write info and manifest, and give the folder its name."""
     check_unchanged(p)
     final = p.path("final")
-    plans = read_plan(p)
-    names = {split: _final_names(p, split, plan) for split, plan in plans.items()}
-    with LedgerWriter(final) as ledger:
-        source = _write_ledger_rows(p, ledger, plans)
-    _check_corpus(p, ledger)
-    write_index(
-        final,
-        tables=(
-            _index_rows(p, split, number, name)
-            for split in sorted(names)
-            for number, name in names[split].items()
-        ),
-    )
-    entries = {split: _split_entry(p, split, names[split]) for split in sorted(names)}
+    names = {split: _final_names(p, split, plan) for split, plan in read_plan(p).items()}
+    ledger, index = p.result("ledger"), p.result("index")
+    entries = {
+        split: _split_entry(p, split, names[split], fingerprint=index["fingerprints"][split])
+        for split in sorted(names)
+    }
     write_info(final, splits=entries)
     classes = tuple(p.result("selection")["classes"])
     manifest = Manifest(
         format_version=FORMAT_VERSION,
         tool_version=tool_version(),
         fingerprint=folder_fingerprint(entries, classes=classes),
-        source_fingerprint=source,
+        source_fingerprint=ledger["source"],
         source_listing=listing_fingerprint(p),
         label_map_sha256=label_map_sha256(classes),
         classes=classes,
         parents=p.labels.parents,
         index_bytes=(final / INDEX_NAME).stat().st_size,
-        index_blake3=blake3_of_file(final / INDEX_NAME),
+        index_blake3=index["blake3"],
         splits=entries,
-        inputs=ledger.as_json(),
+        inputs=ledger["inputs"],
         config=content_config(p.run),
     )
     write_manifest(final, manifest=manifest)
@@ -171,7 +189,11 @@ def _check_corpus(p: Preparation, ledger: LedgerWriter) -> None:
 
 def _kept(p: Preparation, split: str, number: int, columns: Sequence[str]) -> pa.Table:
     table = read_table(outcome_path(p, split, number))
-    return table.filter(pa.compute.is_null(table.column("reason"))).select(columns)
+    reasons = table.column("reason")
+    if reasons.null_count < len(table):
+        kept = [i for i, reason in enumerate(reasons.to_pylist()) if reason is None]
+        table = rows_at(table, np.array(kept, np.int64))
+    return table.select(columns)
 
 
 def _index_rows(p: Preparation, split: str, number: int, name: str) -> pa.Table:
@@ -182,21 +204,26 @@ def _index_rows(p: Preparation, split: str, number: int, name: str) -> pa.Table:
     return table.select(index_schema().names).cast(index_schema())
 
 
-def _split_entry(p: Preparation, split: str, names: dict[int, str]) -> SplitEntry:
+def _fingerprint(p: Preparation, split: str, names: dict[int, str]) -> str:
+    lengths = [p.result(f"shard-{split}-{number:06d}")["samples"] for number in names]
+    tables = (
+        _kept(p, split, number, ["content_hash", "label"]).rename_columns(["blake3", "label"])
+        for number in names
+    )
+    return split_fingerprint(map(sample_bytes, tables), shard_lengths=lengths)
+
+
+def _split_entry(
+    p: Preparation, split: str, names: dict[int, str], *, fingerprint: str
+) -> SplitEntry:
     shards = tuple(
         ShardEntry(name=name, **p.result(f"shard-{split}-{number:06d}"))
         for number, name in names.items()
     )
-    columns = ["content_hash", "label"]
-    tables = (
-        _kept(p, split, number, columns).rename_columns(["blake3", "label"]) for number in names
-    )
     return SplitEntry(
         num_samples=sum(shard.samples for shard in shards),
         num_bytes=sum(shard.bytes for shard in shards),
-        fingerprint=split_fingerprint(
-            map(sample_bytes, tables), shard_lengths=[shard.samples for shard in shards]
-        ),
+        fingerprint=fingerprint,
         shards=shards,
     )
 
@@ -207,5 +234,8 @@ def _commit(p: Preparation, final: Path, names: dict[str, dict[int, str]]) -> No
         for number, name in numbers.items():
             with suppress(FileNotFoundError):
                 os.rename(shard_path(p, split, number), final / name)
+    for unfinished in final.glob(".*.tmp"):
+        # Of a process that was killed.
+        unfinished.unlink(missing_ok=True)
     commit_folder(final, p.output)
     shutil.rmtree(p.work.path, ignore_errors=True)

@@ -55,7 +55,7 @@ def in_order(
                     yield function(item)
                     continue
                 under_way.append(pool.submit(function, item))
-                while len(under_way) > wanted:
+                while len(under_way) > (wanted if wanted > 1 else 0):
                     yield under_way.popleft().result()
             while under_way:
                 yield under_way.popleft().result()

@@ -16,10 +16,19 @@ from typing import Any
 
 from data_prep.inputs import Container, Input, Watched, changed_source, watched
 from data_prep.preparation import Preparation
-from data_prep.row_tables import RUN_ROWS, bucket, num_buckets, rows_table, write_table
+from data_prep.row_tables import (
+    FILE_NAMES,
+    RUN_ROWS,
+    bucket,
+    num_buckets,
+    rows_table,
+    write_table,
+)
 
-# Containers listed in one unit: class folders and tars of hundreds of images each.
-CONTAINERS_PER_UNIT = 64
+# Containers listed in one unit: class folders and tars of hundreds of images each. Of few
+# containers, so many that each of eight processes finds a unit.
+MAX_CONTAINERS_PER_UNIT = 64
+MIN_UNITS = 8
 LISTING_MODULUS = 1 << 128
 
 
@@ -27,8 +36,13 @@ def list_containers(p: Preparation, unit: str) -> None:
     p.put_result(unit, [astuple(container) for container in p.source.containers()])
 
 
+def containers_per_unit(num_containers: int) -> int:
+    return min(MAX_CONTAINERS_PER_UNIT, max(1, num_containers // MIN_UNITS))
+
+
 def scan_units(p: Preparation) -> list[str]:
-    return [f"scan-{i:06d}" for i in range(-(-len(p.containers) // CONTAINERS_PER_UNIT))]
+    num = len(p.containers)
+    return [f"list-{i:06d}" for i in range(-(-num // containers_per_unit(num)))]
 
 
 class FileSpool:
@@ -57,14 +71,15 @@ class FileSpool:
 def scan(p: Preparation, unit: str) -> None:
     """List the containers of one unit into sorted runs, and say what was found."""
     number = int(unit.rpartition("-")[2])
-    start = number * CONTAINERS_PER_UNIT
-    containers = p.containers[start : start + CONTAINERS_PER_UNIT]
+    size = containers_per_unit(len(p.containers))
+    containers = p.containers[number * size : (number + 1) * size]
     spool = FileSpool(p.work.temporary("spool"), name=f"{unit}.bin")
     summary = Summary(containers)
     num_runs = 0
+    holds_out = bool(p.run.source.holdout_fraction or p.run.source.val_per_class)
     for inputs in _batches(summary.take(_inputs(p, containers, spool), p), RUN_ROWS):
         write_table(
-            rows_table(inputs, seed=p.run.seed),
+            rows_table(inputs, seed=p.run.seed, holds_out=holds_out),
             p.path("runs", f"{unit}-{num_runs:06d}.arrow"),
             temporary=p.work.temporary("run"),
         )
@@ -113,9 +128,8 @@ class Summary:
             self.num_inputs += 1
             self.splits.add(item.split)
             # A sum, since the order of listing means nothing.
-            entry = os.fsencode(f"{item.split}\0{item.path}\0{item.num_bytes}")
-            digest = hashlib.sha256(entry).digest()
-            self.listing += int.from_bytes(digest[:16], "big")
+            entry = f"{item.split}\0{item.path}\0{item.num_bytes}".encode(*FILE_NAMES)
+            self.listing += int.from_bytes(hashlib.sha256(entry).digest()[:16], "big")
             yield self._labelled(item, p) if item.reason is None else item
 
     def _labelled(self, item: Input, p: Preparation) -> Input:

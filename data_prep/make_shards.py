@@ -59,6 +59,7 @@ def main() -> None:
             check_same_source(existing, run)
         print(f"{output}: already there, made from the same inputs with the same settings")
         return
+    raise_verdict(run)
     check_same_settings(run)
     work_until_done(run)
     # A task that came when another was just finishing has made the folder anew.
@@ -138,7 +139,8 @@ def work_until_done(run: DataPrepRun) -> None:
         prepare(run, task=int(task))
     except Interrupted:
         raise
-    except UserError:
+    except UserError as error:
+        leave_verdict(run, error)
         # Renamed first, so that other tasks notice at once.
         given_up = folder.with_name(f"{folder.name}.given-up-{os.getpid()}")
         with suppress(FileNotFoundError):
@@ -148,6 +150,30 @@ def work_until_done(run: DataPrepRun) -> None:
     except KeyboardInterrupt:
         print("\nstopped; run the same command again to go on", flush=True)
         raise SystemExit(EXIT_STOPPED_RESUMABLE) from None
+
+
+def verdict_path(run: DataPrepRun) -> Path:
+    output = Path(run.output).expanduser()
+    return output.with_name(f".{output.name}.verdict.json")
+
+
+def leave_verdict(run: DataPrepRun, error: UserError) -> None:
+    """For tasks of the same array that come when all is over: the work would end the same."""
+    job = os.environ.get("SLURM_ARRAY_JOB_ID")
+    with suppress(FileExistsError, FileNotFoundError):
+        if job is not None and not verdict_path(run).exists():
+            write_json(verdict_path(run), {"job": job, "text": error.text()})
+
+
+def raise_verdict(run: DataPrepRun) -> None:
+    """What another task of this array found; a verdict of another job is forgotten."""
+    try:
+        verdict = json.loads(verdict_path(run).read_text())
+    except FileNotFoundError:
+        return
+    if verdict["job"] == os.environ.get("SLURM_ARRAY_JOB_ID"):
+        raise UserError(verdict["text"])
+    verdict_path(run).unlink(missing_ok=True)
 
 
 def print_summary(output: Path, manifest: Manifest, *, seconds: float) -> None:

@@ -117,6 +117,11 @@ PHASES = (
         do=shard_writing.write_shard,
         weight=_shard_rows,
     ),
+    Phase(
+        title="write index and ledger",
+        units=finishing.side_file_units,
+        do=finishing.write_side_file,
+    ),
     Phase(title="finish", units=_one("finish"), do=finishing.finish),
 )
 

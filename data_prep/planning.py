@@ -15,12 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import pyarrow as pa
 
 from data_prep.judging import judge_place
 from data_prep.listing import bucket_path
 from data_prep.preparation import Preparation
-from data_prep.row_tables import read_table
+from data_prep.row_tables import read_table, rows_at
 from data_prep.selecting import fates_path, row_places
 from data_prep.tar_shards import SAMPLE_OVERHEAD
 from vitscale.errors import UserError
@@ -89,7 +90,7 @@ def _size_ratio(p: Preparation) -> float:
     rows, fates = read_table(bucket_path(p, 0)), read_table(fates_path(p, 0))
     alive = [i for i, r in enumerate(fates.column("reason").to_pylist()) if r is None]
     before = after = 0
-    for place in row_places(rows.take(pa.array(alive[:RATIO_IMAGES], pa.int64()))):
+    for place in row_places(rows_at(rows, np.array(alive[:RATIO_IMAGES], np.int64))):
         judged = judge_place(p, place, settings=p.run.images)
         if judged.reason is None:
             before += place.num_bytes
@@ -118,8 +119,8 @@ def rows_of_shard(
             fates = read_table(fates_path(p, bucket))
             reasons, splits = fates.column("reason").to_pylist(), fates.column("split").to_pylist()
             mine = [i for i, s in enumerate(splits) if s == split and reasons[i] is None]
-            chosen = pa.array(mine[first:last], pa.int64())
-            labels = fates.column("label").take(chosen).to_pylist()
-            yield read_table(bucket_path(p, bucket)).take(chosen), labels
+            chosen = np.array(mine[first:last], np.int64)
+            labels = fates.column("label").to_numpy()[chosen].astype(np.int64).tolist()
+            yield rows_at(read_table(bucket_path(p, bucket)), chosen), labels
         start += last - first
         bucket += 1

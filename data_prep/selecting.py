@@ -22,7 +22,7 @@ import pyarrow as pa
 from data_prep.judging import in_order, judge_place
 from data_prep.listing import bucket_path, scan_units
 from data_prep.preparation import Place, Preparation
-from data_prep.row_tables import read_table, write_table
+from data_prep.row_tables import read_table, rows_at, write_table
 from data_prep.similarity import DESCRIPTOR, describe
 from vitscale.errors import UserError
 
@@ -102,7 +102,7 @@ def survey(p: Preparation, unit: str) -> None:
         return None, judged.content_hash, looks
 
     believed = [i for i, reason in enumerate(reasons) if reason is None]
-    places = list(row_places(rows.take(pa.array(np.array(believed, np.int64)))))
+    places = list(row_places(rows_at(rows, np.array(believed, np.int64))))
     looked = in_order(look, places, num_threads=p.num_threads)
     for i, found in zip(believed, looked, strict=True):
         reasons[i], hashes[i], descriptors[i] = found

@@ -50,6 +50,7 @@ def test_killed_at_any_moment_it_goes_on_and_gives_the_same_bytes(tmp_path: Path
     times = {path: path.stat().st_mtime_ns for path in (folder / "tars").glob("*.tar")}
     done = {path for path in times if f"shard-{path.stem}.json" in finished}
     assert done
+    (folder / "final" / ".index.parquet.0123.tmp").write_text("killed while writing the index")
     make_shards(source, half, many_shards)
     assert contents(half) == contents(tmp_path / "whole")
     assert {(half / path.name).stat().st_mtime_ns for path in done} == {times[p] for p in done}
@@ -124,6 +125,32 @@ def test_a_source_that_changes_meanwhile_is_refused(change: str, tmp_path: Path)
     text = make_shards(source, tmp_path / "shards", rc=2)
     assert "changed while the shards were made" in text and "next:" in text
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
+
+
+def test_late_tasks_of_an_array_hear_the_verdict_and_another_job_works_anew(
+    tmp_path: Path,
+) -> None:
+    source = corpus(tmp_path / "images")
+    victim = source / "cat" / "003.jpg"
+    photo = victim.read_bytes()
+    victim.write_bytes(b"")
+    texts = []
+    for job, rc in (("7", 2), ("7", 2), ("8", 0)):
+        if job == "8":
+            victim.write_bytes(photo)
+        done = subprocess.run(
+            command(source, tmp_path / "shards", "images.max_bad_fraction=0", "launch.num_tasks=2"),
+            cwd=REPOSITORY,
+            env=os.environ | {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": job},
+            capture_output=True,
+            text=True,
+        )
+        texts.append(done.stdout + done.stderr)
+        assert done.returncode == rc, texts
+        # The verdict is all that is left to tell the next task, and it keeps no work.
+        assert not (tmp_path / ".shards.preparing").exists()
+    assert "1 of 24 images are bad" in texts[0] and texts[1] == texts[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
 
 
 def test_a_full_disk_is_one_message_and_no_half_file_has_a_final_name(

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from PIL import Image
 
 from data_prep.image_check import CHANGES, FAULTS, SUFFIXES, Judged, judge_image
@@ -252,3 +254,54 @@ def test_content_can_be_opened_by_a_stock_reader() -> None:
         verdict = judged(data)
         with Image.open(io.BytesIO(verdict.content)) as image:
             assert image.convert("RGB").size == (verdict.width, verdict.height), name
+
+
+def test_a_jpeg_is_judged_the_same_where_it_lies_in_other_memory() -> None:
+    for data in SAMPLES.values():
+        for cut in (data, data[:-2], data[: len(data) // 2], data[:3], b""):
+            held = memoryview(bytearray(b"before" + cut + b"behind"))[6 : 6 + len(cut)]
+            for check in ("header", "decode"):
+                settings = ImageSettings.model_validate({"check": check})
+                expected, found = judged(cut, check=check), judge_image(held, settings=settings)
+                assert (found.content is held) == (expected.content is cut and bool(cut))
+                assert found.content == expected.content
+                expected.content = found.content = b""
+                assert found == expected
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.data())
+def test_decoding_for_faults_finds_what_decoding_every_pixel_finds(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(["jpeg", "jpeg grey", "jpeg progressive"]))
+    jpeg = bytearray(SAMPLES[name])
+    start = jpeg.find(b"\xff\xda") + 14
+    at = data.draw(st.integers(start, len(jpeg) - 2))
+    damage = data.draw(st.binary(min_size=1, max_size=40) | st.just(b"\xff\xd9"))
+    jpeg[at : at + data.draw(st.sampled_from([0, len(damage), 40]))] = damage
+    if judged(bytes(jpeg), check="header").reason is not None:
+        return
+    try:
+        Image.open(io.BytesIO(jpeg)).load()
+        expected = None
+    except Exception:
+        expected = "bad_pixels"
+    assert judged(bytes(jpeg), check="decode").reason == expected
+
+
+def test_strictly_checked_sound_images_pass_and_noise_in_a_jpeg_does_not() -> None:
+    for name, data in SAMPLES.items():
+        assert judged(data, check="strict").reason is None, name
+        same = [judged(data, check=c, convert=False) for c in ("decode", "strict")]
+        assert same[0] == same[1], name
+    chance = np.random.default_rng(0)
+    photo = encoded(chance.integers(0, 256, (200, 200, 3), np.uint8), "JPEG", quality=80)
+    start = photo.find(b"\xff\xda") + 14
+    found = {"decode": 0, "strict": 0}
+    for _ in range(20):
+        at = int(chance.integers(start, len(photo) - 600))
+        # Without markers, which every decoder notices.
+        noise = bytes(chance.integers(0, 255, 512, np.uint8))
+        damaged = photo[:at] + noise + photo[at + 512 :]
+        for check in found:
+            found[check] += judged(damaged, check=check).reason == "bad_pixels"
+    assert found["strict"] == 20 > found["decode"]

@@ -6,6 +6,8 @@ import hashlib
 import os
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,6 +25,19 @@ NAMES = st.text(
 )
 
 
+def test_arrays_are_made_without_pandas_and_data_frames_still_with_it() -> None:
+    code = """
+import sys
+from data_prep.row_tables import leave_pandas_out
+leave_pandas_out()
+import pyarrow as pa
+table = pa.table({"a": pa.array(["x", None]), "b": [1, 2]})
+assert "pandas" not in sys.modules and table.column("a").to_pylist() == ["x", None]
+assert list(table.to_pandas()["b"]) == [1, 2]
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def make_input(path: str, *, class_name: str = "cat", split: str = "train") -> Input:
     name = path.rpartition(".")[0] or path
     return Input(path=path, split=split, class_name=class_name, name=name, num_bytes=1)
@@ -36,7 +51,7 @@ def sort_through_disk(
     runs = []
     for start in range(0, len(inputs), run_rows):
         runs.append(folder / f"{start}.arrow")
-        table = rows_table(inputs[start : start + run_rows], seed=seed)
+        table = rows_table(inputs[start : start + run_rows], seed=seed, holds_out=True)
         write_table(table, runs[-1], temporary=folder / "temporary")
     rows = []
     for number in range(num_buckets):
@@ -92,7 +107,7 @@ def test_names_that_differ_in_case_or_suffix_alone_get_different_keys(tmp_path: 
 
 
 def test_a_table_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
-    table = rows_table([make_input("a.jpg")], seed=0)
+    table = rows_table([make_input("a.jpg")], seed=0, holds_out=True)
     with pytest.raises(FileNotFoundError):
         write_table(table, tmp_path / "t.arrow", temporary=tmp_path / "none" / "t")
     assert not list(tmp_path.iterdir())
@@ -103,8 +118,8 @@ def test_a_table_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
 
 def test_bucket_size_stays_near_a_run_whatever_the_corpus() -> None:
     assert row_tables.num_buckets(0) == 1
-    assert row_tables.num_buckets(row_tables.RUN_ROWS + 1) == 2
-    assert row_tables.num_buckets(14_200_000) == 434
+    assert row_tables.num_buckets(row_tables.BUCKET_ROWS + 1) == 2
+    assert row_tables.num_buckets(14_200_000) == 1734
 
 
 @settings(deadline=None, max_examples=50)
