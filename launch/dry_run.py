@@ -13,7 +13,7 @@ from pathlib import Path
 from launch.preparation import LaunchableRun, job_folder, run_name
 from launch.submission import sbatch_text
 from vitscale.config.loader import run_to_yaml
-from vitscale.data.index import MANIFEST_NAME, read_manifest
+from vitscale.data.index import MANIFEST_NAME, Manifest, Place, place_of, read_manifest
 from vitscale.errors import UserError
 from vitscale.models.costs import memory_estimate, num_parameters, train_flops_per_image
 from vitscale.models.settings import architecture
@@ -35,9 +35,9 @@ class DataFacts:
 
 def data_facts(run: TrainingRun) -> DataFacts:
     """From the shards' manifest where it exists, else what the configuration assumes."""
-    folder = Path(run.data.path)
-    if (folder / MANIFEST_NAME).exists():
-        manifest = read_manifest(folder)
+    folder = place_of(run.data.path)
+    manifest = _manifest(run, folder)
+    if manifest is not None:
         split = manifest.splits.get(run.data.train_split)
         if split is None:
             raise UserError(
@@ -55,6 +55,18 @@ def data_facts(run: TrainingRun) -> DataFacts:
     else:
         source = f"no {MANIFEST_NAME} in {folder}, and data.planned_num_samples is not set"
     return DataFacts(num_samples=run.data.planned_num_samples, num_classes=None, source=source)
+
+
+def _manifest(run: TrainingRun, folder: Place) -> Manifest | None:
+    """None: there is none yet, or none that this machine sees."""
+    if isinstance(folder, Path):
+        return read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
+    try:
+        return read_manifest(folder, reading=run.data.remote)
+    except UserError:
+        if run.data.planned_num_samples is None:
+            raise
+        return None
 
 
 def check_data(run: TrainingRun) -> None:

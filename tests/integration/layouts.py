@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,18 @@ class Run:
         return DataSettings.model_validate(values | self.more)
 
     def batches(
-        self, *, ranks: int, workers: int, start: int, stop: int, accumulation: int = 1
+        self,
+        *,
+        ranks: int,
+        workers: int,
+        start: int,
+        stop: int,
+        accumulation: int = 1,
+        planned: int = 0,
     ) -> list[list[bytes]]:
         """Per global step the hash of each image with its label, in the order of positions.
 
+        planned: the step that the loader would go to, were it not left at `stop`; 0: `stop`.
         Asserts that all ranks make equally many steps.
         """
         data = self.settings(workers)
@@ -55,7 +64,7 @@ class Run:
                 image_size=self.image_size,
                 seed=SEED,
                 start=start * GLOBAL_BATCH,
-                stop=stop * GLOBAL_BATCH,
+                stop=(planned or stop) * GLOBAL_BATCH,
                 rank=rank,
                 world_size=ranks,
                 micro_batch=GLOBAL_BATCH // ranks // accumulation,
@@ -63,7 +72,7 @@ class Run:
             )
             with open_loader(loader) as batches:
                 own = []
-                for batch in batches:
+                for batch in islice(batches, (stop - start) * accumulation):
                     self.unreadable += [each.key for each in batch.unreadable]
                     images = zip(batch.images, batch.labels.tolist(), strict=True)
                     own.append([_digest(image.numpy().tobytes(), label) for image, label in images])
@@ -82,10 +91,20 @@ def _digest(pixels: bytes, label: int) -> bytes:
 
 
 def same_run(
-    run: Run, first: tuple[int, int], second: tuple[int, int], *, stop: int, steps: int
+    run: Run,
+    first: tuple[int, int],
+    second: tuple[int, int],
+    *,
+    stop: int,
+    steps: int,
+    abandoned: bool = False,
 ) -> list[list[bytes]]:
     """What a run gives that is stopped after `stop` steps on one layout (ranks, workers) and goes
-    on, from there, on another."""
-    head = run.batches(ranks=first[0], workers=first[1], start=0, stop=stop)
+    on, from there, on another.
+
+    abandoned: the first half was to go on, and is left with batches under way.
+    """
+    planned = steps if abandoned else stop
+    head = run.batches(ranks=first[0], workers=first[1], start=0, stop=stop, planned=planned)
     tail = run.batches(ranks=second[0], workers=second[1], start=stop, stop=steps)
     return head + tail

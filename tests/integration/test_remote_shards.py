@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from launch.dry_run import DataFacts, data_facts
 from tests.integration.layouts import Run, same_run
 from tests.range_server import RangeServer, served
 from tests.shard_folders import write_shard_folder
+from vitscale.config.loader import load_run
 from vitscale.data import remote_shards
 from vitscale.data.index import MANIFEST_NAME, read_split
 from vitscale.data.remote_store import remote_figures
@@ -21,6 +23,7 @@ from vitscale.data.samples import SplitReader
 from vitscale.data.settings import RemoteSettings
 from vitscale.data.training_set import open_training_set
 from vitscale.errors import UserError
+from vitscale.runs.pretrain import PretrainRun
 
 STEPS = 4
 # (ranks, workers) before and after a stop.
@@ -235,3 +238,37 @@ def test_an_index_that_is_not_the_manifests_is_refused(folder: Path, tmp_path: P
         for reading in (RemoteSettings(), RemoteSettings(**with_cache(tmp_path))):
             with pytest.raises(UserError, match=r"index.parquet: cannot be read .*not those of"):
                 read_split(server.url, split="train", reading=reading)
+
+
+def test_a_dry_run_reads_the_plan_from_the_url(server: RangeServer) -> None:
+    def facts(path: str, **data: int) -> DataFacts:
+        sections = {
+            "data": {"path": path, "global_batch": 8, "remote": {"patience_s": 0.5}, **data},
+            "model": {"preset": "B/16"},
+            "optim": {"lr": 1e-3},
+            "schedule": {"steps": 10, "warmup_steps": 1},
+        }
+        return data_facts(PretrainRun.model_validate({"name": "x", **sections}))
+
+    assert (facts(server.url).num_samples, facts(server.url).num_classes) == (80, 2)
+    with pytest.raises(UserError, match="no such file"):
+        facts(f"{server.url}/nowhere")
+    # A login node need not see what the nodes see.
+    assert facts(f"{server.url}/nowhere", planned_num_samples=7).num_samples == 7
+
+
+def test_a_configuration_says_of_every_url_what_is_wrong_and_no_secret(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "name: x\nstage: pretrain\nmodel: {preset: B/16}\noptim: {lr: 1.0e-3}\n"
+        "schedule: {steps: 10, warmup_steps: 1}\n"
+        "data:\n  path: 'https://user:hunter2@host/shards'\n  global_batch: 8\n  timeout_s: 5\n"
+        f"  mixture: [{{path: 'pipe:touch {tmp_path}/canary', share: 0.5}}]\n"
+    )
+    with pytest.raises(UserError) as caught:
+        load_run(PretrainRun, config)
+    text = str(caught.value)
+    for part in ("data.path: a URL with a user name", "by way of 'pipe:'", "below data.timeout_s"):
+        assert part in text, text
+    assert "hunter2" not in text
+    assert not (tmp_path / "canary").exists()
