@@ -9,6 +9,7 @@ Source: Dosovitskiy et al. 2021, sec. 3.2. This file is the training loop.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 try:
@@ -29,11 +30,23 @@ if TYPE_CHECKING:
 def initial_model(run: FinetuneRun, arch: Architecture) -> nn.Module:
     """The pre-trained trunk under a fresh zero head; random weights when `init` is null."""
     from vitscale.checkpoint.store import resolve_weights
+    from vitscale.models.foreign_weights import is_weight_file, read_foreign_weights
     from vitscale.models.transfer import transfer_weights
     from vitscale.models.vit import build_vit
 
     model = build_vit(run.model, arch, seed=run.seed)
-    if run.init is not None:
+    if run.init is not None and is_weight_file(run.init):
+        foreign = read_foreign_weights(Path(run.init), grid=run.init_grid)
+        transfer_weights(
+            model,
+            weights=foreign.weights,
+            source_grid=foreign.grid,
+            target_grid=arch.grid,
+            num_prefix_tokens=arch.num_prefix_tokens,
+            convention=run.position_embedding,
+            where=run.init,
+        )
+    elif run.init is not None:
         source = resolve_weights(run.init)
         rows, columns = source.description["grid"]
         transfer_weights(

@@ -116,8 +116,9 @@ def learning_rate(
 
     Linear warm-up to `peak` over `warmup_steps`, then `decay`, which the last `cooldown_steps`
     multiply by their own curve; cosine, linear and any cool-down reach `final` at `total_steps`.
-    Source: Dosovitskiy et al. 2021, appendix B.1; rsqrt and its cool-down: Zhai et al. 2022
-    (Scaling Vision Transformers), section 3.5 and big_vision.
+    Source: Dosovitskiy et al. 2021, appendix B.1; rsqrt and its cool-down: big_vision, utils.py,
+    `create_learning_rate_schedule`, for Zhai et al. 2022 (Scaling Vision Transformers). There the
+    first step of a warm-up has rate 0; here it has the rate of the second.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

@@ -15,9 +15,10 @@ import torch
 class Lamb(torch.optim.Optimizer):
     """You et al. 2020 (Large Batch Optimization for Deep Learning), algorithm 2, phi the identity.
 
-    As in the fused LAMB of apex that DeiT-III used, groups without weight decay (biases, norms)
-    take Adam's plain step, and so does a tensor whose norm or whose update is zero (a fresh head).
-    Unlike it, clipping of the global norm is not built in: see `optim.clip_norm`.
+    As in the fused LAMB of apex that DeiT-III used (`multi_tensor_lamb.cu` with `use_nvlamb` false,
+    the default), groups without weight decay (biases, norms, layer scales) take Adam's plain step,
+    and so does a tensor whose norm or whose update is zero (a fresh head). Unlike it, clipping of
+    the global norm, at 1 there, is not built in: see `optim.clip_norm`.
     """
 
     def __init__(

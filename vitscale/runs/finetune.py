@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal
+
+from pydantic import Field
 
 from vitscale.runs.training import TrainingRun
 
@@ -12,6 +15,18 @@ class FinetuneRun(TrainingRun):
 
     stage: Literal["finetune"] = "finetune"
     init: str | None = None
-    """Run folder, checkpoint folder or .safetensors file to start from; null: random weights."""
+    """What to start from: a run folder, a checkpoint folder, Google's .npz, or a .safetensors file
+    with timm's names. null: random weights."""
+    init_grid: tuple[int, int] | None = Field(default=None, strict=False)
+    """[rows, columns] of the position embedding in a file; null: told by a square number."""
     position_embedding: Literal["google", "timm", "deit"] = "google"
     """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if self.init_grid is None:
+            return
+        if min(self.init_grid) < 1:
+            yield ("init_grid", f"{list(self.init_grid)}: rows and columns are at least 1")
+        if self.init is None or not self.init.endswith((".npz", ".safetensors")):
+            yield ("init_grid", "is for weights of a file; a checkpoint knows its grid; remove it")
