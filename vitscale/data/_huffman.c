@@ -23,7 +23,7 @@ static uint32_t entry_of(const struct huffman *table, unsigned symbol, unsigned 
 
 int huffman_open(struct huffman *table, const uint8_t *lengths, const uint8_t *symbols, int is_dc)
 {
-    unsigned bits, i, num = 0, code = 0;
+    unsigned bits, i, num = 0, code = 0, look_bits = is_dc ? DC_LOOK_BITS : LOOK_BITS;
 
     memset(table->look, 0, sizeof table->look);
     table->is_dc = is_dc;
@@ -38,21 +38,21 @@ int huffman_open(struct huffman *table, const uint8_t *lengths, const uint8_t *s
             if ((is_dc ? symbol : symbol & 15) > most)
                 return -1;
             table->symbols[num] = (uint8_t)symbol;
-            if (bits <= LOOK_BITS)
-                for (j = 0; j < 1u << (LOOK_BITS - bits); j++)
-                    table->look[(code << (LOOK_BITS - bits)) + j] = entry_of(table, symbol, bits);
+            if (bits <= look_bits)
+                for (j = 0; j < 1u << (look_bits - bits); j++)
+                    table->look[(code << (look_bits - bits)) + j] = entry_of(table, symbol, bits);
         }
         table->upper[bits] = code << (16 - bits);
     }
     return 0;
 }
 
-uint32_t huffman_long(const struct huffman *table, uint64_t bits)
+uint32_t huffman_long(const struct huffman *table, uint64_t bits, unsigned look_bits)
 {
     uint32_t front = (uint32_t)(bits >> 48);
     unsigned length;
 
-    for (length = LOOK_BITS + 1; length <= 16; length++)
+    for (length = look_bits + 1; length <= 16; length++)
         if (front < table->upper[length]) {
             int32_t place = (int32_t)(front >> (16 - length)) + table->delta[length];
             return entry_of(table, table->symbols[place], length);
@@ -64,7 +64,7 @@ uint32_t huffman_long(const struct huffman *table, uint64_t bits)
 
 /* Bits 0-5 length, 8-15 steps, 16-31 value, which is nonsense where the length is too large for it to
  * be among the known bits; 0 where not even the code is. */
-WIDE static void open_singles(const struct huffman *table, uint32_t *singles)
+WIDE static void open_singles(const struct huffman *table, uint32_t *restrict singles)
 {
     uint32_t i;
 
@@ -78,7 +78,7 @@ WIDE static void open_singles(const struct huffman *table, uint32_t *singles)
     }
 }
 
-WIDE static void open_skip(const uint32_t *from, uint32_t *to)
+WIDE static void open_skip(const uint32_t *restrict from, uint32_t *restrict to)
 {
     uint32_t i;
 
@@ -86,20 +86,22 @@ WIDE static void open_skip(const uint32_t *from, uint32_t *to)
         uint32_t one = from[i] & 0xffff, length = one & 63;
         uint32_t other = from[i << length & MASK] & 0xffff, all = one + other;
         /* Not behind the end, nor so far that steps look like an end. */
-        int fits = other && one < STEPS_TO_END << 8 && length + (other & 63) <= LOOK_BITS;
-        fits = fits && ((one >> 8) + (other >> 8 & 127)) <= 63;
+        uint32_t fits = (other != 0) & (one < STEPS_TO_END << 8) &
+                        (length + (other & 63) <= LOOK_BITS) &
+                        ((one >> 8) + (other >> 8 & 127) <= 63); /* no branch: vectors have none */
         to[i] = fits ? all : one;
     }
 }
 
-WIDE static void open_pairs(const uint32_t *singles, uint64_t *pairs)
+WIDE static void open_pairs(const uint32_t *restrict singles, uint64_t *restrict pairs)
 {
     uint32_t i;
 
     for (i = 0; i <= MASK; i++) {
         uint32_t one = singles[i], length = one & 63, steps = one >> 8 & 255;
         uint32_t other = singles[i << length & MASK], more = other >> 8 & 255;
-        int fits = other && steps < STEPS_TO_END && length + (other & 63) <= LOOK_BITS;
+        uint32_t fits =
+            (other != 0) & (steps < STEPS_TO_END) & (length + (other & 63) <= LOOK_BITS);
         uint32_t places = length | (steps - 1) << 8, values = one >> 16;
         places += fits ? (other & 63) | (steps + more - 1) << 16 | (steps + more) << 24
                        : steps << 16 | steps << 24;
@@ -110,11 +112,13 @@ WIDE static void open_pairs(const uint32_t *singles, uint64_t *pairs)
 
 void huffman_open_pairs(struct huffman *table)
 {
-    uint32_t singles[1 << LOOK_BITS], doubles[1 << LOOK_BITS];
+    uint32_t singles[1 << LOOK_BITS], doubles[1 << LOOK_BITS], fours[1 << LOOK_BITS], i;
 
     open_singles(table, singles);
     open_skip(singles, doubles);
-    open_skip(doubles, table->skip);
+    open_skip(doubles, fours);
+    for (i = 0; i <= MASK; i++)
+        table->skip[i] = (uint16_t)fours[i];
     open_pairs(singles, table->pairs);
 }
 

@@ -22,7 +22,9 @@
 #define HAS_FAST_BASELINE 0
 #endif
 
+/* Together the tables of an image fit into 32 KiB, the usual first cache. */
 #define LOOK_BITS 10
+#define DC_LOOK_BITS 8
 /* More than what an MCU of 10 blocks can take without being noticed: 10 * 64 * 27 bits. */
 #define SCAN_PADDING 4096
 
@@ -36,7 +38,7 @@ struct huffman {
     /* Two symbols, or one, that lie within LOOK_BITS, values and all; 0: not even one does. Bits
      * 0-7 length; 8-15, 16-23 steps to the two places; 24-31 steps in all; 32-47, 48-63 values. */
     uint64_t pairs[1 << LOOK_BITS];
-    uint32_t skip[1 << LOOK_BITS]; /* up to four: bits 0-5 length, 8-15 steps; 0: none */
+    uint16_t skip[1 << LOOK_BITS]; /* up to four: bits 0-5 length, 8-15 steps; 0: none */
     uint32_t upper[17];            /* the first 16 bits that no code of up to this length has */
     int32_t delta[17];             /* from a code of this length to its place in `symbols` */
     uint8_t symbols[256];
@@ -60,8 +62,8 @@ struct bit_reader {
 int huffman_open(struct huffman *table, const uint8_t *lengths, const uint8_t *symbols, int is_dc);
 /* What take_block and skip_block need besides, of a table that is not for DC. */
 void huffman_open_pairs(struct huffman *table);
-/* The entry of a code longer than LOOK_BITS. */
-uint32_t huffman_long(const struct huffman *table, uint64_t bits);
+/* The entry of a code that `look`, of so many bits, does not know. */
+uint32_t huffman_long(const struct huffman *table, uint64_t bits, unsigned look_bits);
 /* From the first byte behind a scan's header. -1: out of memory, or not one whole scan with the
  * restart markers it should have, up to the end marker. `scan_close` is due in both cases. */
 int scan_open(struct scan *scan, const uint8_t *data, size_t num_bytes, size_t most_segments);
@@ -77,11 +79,12 @@ FAST_INLINE void refill(struct bit_reader *in)
     in->count |= 56;
 }
 
-FAST_INLINE uint32_t next_entry(struct bit_reader *in, const struct huffman *table)
+FAST_INLINE uint32_t next_entry(struct bit_reader *in, const struct huffman *table,
+                                unsigned look_bits)
 {
-    uint32_t entry = table->look[in->bits >> (64 - LOOK_BITS)];
+    uint32_t entry = table->look[in->bits >> (64 - look_bits)];
     if (__builtin_expect(entry == 0, 0))
-        entry = huffman_long(table, in->bits);
+        entry = huffman_long(table, in->bits, look_bits);
     return entry;
 }
 
@@ -105,7 +108,7 @@ FAST_INLINE uint32_t take_dc(struct bit_reader *in, const struct huffman *dc, ui
     uint32_t entry;
 
     refill(in);
-    entry = next_entry(in, dc);
+    entry = next_entry(in, dc, DC_LOOK_BITS);
     *last += (uint32_t)take_value(in, entry);
     return entry >> 16;
 }
@@ -125,7 +128,7 @@ FAST_INLINE unsigned take_singly(struct bit_reader *in, const struct huffman *ac
     while (step < 64) {
         uint32_t entry;
         refill(in);
-        entry = next_entry(in, ac);
+        entry = next_entry(in, ac, LOOK_BITS);
         step += entry >> 16;
         block[places[step++]] = (int16_t)take_value(in, entry);
     }
@@ -138,7 +141,7 @@ FAST_INLINE unsigned take_pair(struct bit_reader *in, const struct huffman *ac, 
     uint64_t pair = ac->pairs[in->bits >> (64 - LOOK_BITS)];
 
     if (__builtin_expect(pair == 0, 0)) {
-        uint32_t entry = next_entry(in, ac);
+        uint32_t entry = next_entry(in, ac, LOOK_BITS);
         step += entry >> 16;
         block[places[step++]] = (int16_t)take_value(in, entry);
         return step;
@@ -181,6 +184,19 @@ FAST_INLINE unsigned take_block(struct bit_reader *in, const struct huffman *dc,
     return bad || !ended_well(step) ? 0 : step;
 }
 
+FAST_INLINE unsigned skip_several(struct bit_reader *in, const struct huffman *ac, unsigned step)
+{
+    uint32_t several = ac->skip[in->bits >> (64 - LOOK_BITS)];
+
+    if (__builtin_expect(several == 0, 0)) {
+        uint32_t entry = next_entry(in, ac, LOOK_BITS);
+        several = (entry & 63) | ((entry >> 16) + 1) << 8;
+    }
+    in->bits <<= several & 63;
+    in->count -= (int)(several & 63);
+    return step + (several >> 8);
+}
+
 /* The same without the coefficients; returns 0 if the block ended badly. */
 FAST_INLINE unsigned skip_block(struct bit_reader *in, const struct huffman *dc,
                                 const struct huffman *ac, uint32_t *last)
@@ -189,17 +205,14 @@ FAST_INLINE unsigned skip_block(struct bit_reader *in, const struct huffman *dc,
     struct bit_reader start = *in;
     unsigned step = 1;
 
-    while (step < 64) {
-        uint32_t several;
+    for (;;) {
+        step = skip_several(in, ac, step);
+        if (step > 63)
+            break;
         refill(in);
-        several = ac->skip[in->bits >> (64 - LOOK_BITS)];
-        if (__builtin_expect(several == 0, 0)) {
-            uint32_t entry = next_entry(in, ac);
-            several = (entry & 63) | ((entry >> 16) + 1) << 8;
-        }
-        step += several >> 8;
-        in->bits <<= several & 63;
-        in->count -= (int)(several & 63);
+        step = skip_several(in, ac, step);
+        if (step > 63)
+            break;
     }
     if (__builtin_expect(step != 64 && !ended_well(step), 0)) {
         static const uint8_t nowhere[256];
