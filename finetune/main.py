@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def initial_model(run: FinetuneRun, arch: Architecture) -> nn.Module:
     """The pre-trained trunk under a fresh zero head; random weights when `init` is null."""
-    from vitscale.checkpoint.store import resolve_weights
+    from vitscale.checkpoint.folders import resolve_weights
     from vitscale.models.foreign_weights import is_weight_file, read_foreign_weights
     from vitscale.models.transfer import transfer_weights
     from vitscale.models.vit import build_vit
@@ -118,6 +118,7 @@ def train(run: FinetuneRun) -> None:
             if t.checkpoint_due(done) or stopping:
                 t.save(done)
             if stopping:
+                t.finish_save()
                 t.progress.message(f"stopped by a signal at step {done}; run it again to go on")
                 raise SystemExit(EXIT_STOPPED_RESUMABLE)
 

@@ -61,6 +61,7 @@ def train(run: PretrainRun) -> None:
             if t.checkpoint_due(done) or stopping:
                 t.save(done)
             if stopping:
+                t.finish_save()
                 t.progress.message(f"stopped by a signal at step {done}; run it again to go on")
                 raise SystemExit(EXIT_STOPPED_RESUMABLE)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -17,17 +18,26 @@ settings.register_profile("explore")
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB. Skipped if it cannot be mounted; VITSCALE_REQUIRE_MOUNT=1 fails."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+@contextmanager
+def mounted(folder: Path, source: str | Path, *options: str) -> Iterator[Path]:
+    """Mount for the length of the block. Skips the test where that is not allowed;
+    VITSCALE_REQUIRE_MOUNT=1 fails."""
+    folder.mkdir(exist_ok=True)
+    mount = ["mount", *options, str(source), str(folder)]
     done = subprocess.run(mount, capture_output=True, text=True)
     if done.returncode:
         reason = f"cannot mount a small disk: {done.stderr.strip()}"
         if os.environ.get("VITSCALE_REQUIRE_MOUNT") == "1":
             pytest.fail(reason)
         pytest.skip(reason)
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    with mounted(tmp_path / "disk", "tmpfs", "-t", "tmpfs", "-o", "size=1m") as folder:
+        yield folder

@@ -1,6 +1,7 @@
 """Files that are either whole or absent.
 
 Owns: write -> fsync -> rename -> fsync of the parent, for files and folders, and content hashes.
+Needs no torch.
 Leaves out: what is written, and which folder names mean what.
 
 A rename without the fsync before it can leave a file of zero bytes after power loss (seen on ext4),
@@ -13,7 +14,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -30,6 +31,44 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def make_folders(folder: Path) -> None:
+    """Create a folder and its missing parents so that their names survive power loss."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        fsync_folder(each.parent)
+
+
+def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write and fsync a file that must not exist yet. Returns its bytes and its BLAKE3 hash.
+
+    Hashed while it is written, without a second copy of the content; other threads run meanwhile.
+    For files in a folder that is not committed yet: the file's name needs the fsync of its folder.
+    Raises OSError that names the file.
+    """
+    digest, num_bytes = blake3.blake3(), 0
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            for piece in pieces:
+                whole = memoryview(piece)
+                num_bytes += len(whole)
+                for start in range(0, len(whole), HASH_CHUNK_BYTES):
+                    chunk = whole[start : start + HASH_CHUNK_BYTES]
+                    digest.update(chunk)
+                    while chunk:
+                        chunk = chunk[os.write(fd, chunk) :]
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return num_bytes, digest.hexdigest()
 
 
 @contextmanager
@@ -58,9 +97,13 @@ def write_text(path: Path | str, text: str) -> None:
     write_bytes(path, text.encode())
 
 
+def json_text(value: Any) -> str:
+    """JSON with sorted keys, so that equal values give equal bytes."""
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"
+
+
 def write_json(path: Path | str, value: Any) -> None:
-    """Write JSON with sorted keys, so that equal values give equal bytes."""
-    write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
+    write_text(path, json_text(value))
 
 
 def commit_folder(temporary: Path, final: Path) -> None:
@@ -79,10 +122,15 @@ def sha256_of_file(path: Path | str) -> str:
     return digest.hexdigest()
 
 
-def blake3_of_file(path: Path | str) -> str:
-    """Hexadecimal BLAKE3 of a file's bytes, as `b3sum` prints it."""
+def blake3_of_file(path: Path | str, *, from_disk: bool = False) -> str:
+    """Hexadecimal BLAKE3 of a file's bytes, as `b3sum` prints it.
+
+    from_disk: drop what the page cache holds of the (fsynced) file first, where the system can.
+    """
     digest = blake3.blake3()
     with open(path, "rb") as file:
+        if from_disk:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while chunk := file.read(HASH_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vitscale.checkpoint.store import Checkpoint
+from vitscale.checkpoint.folders import Checkpoint
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed import Ranks, agree_no_error
 from vitscale.engine.engine import Engine

@@ -72,7 +72,7 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
         description = describe(run, arch, data)
         folder = Path(run.folder)
         stack.enter_context(run_folder_lock(folder, ranks=ranks))
-        store = CheckpointStore(folder, keep=run.checkpoint.keep, ranks=ranks)
+        store = stack.enter_context(CheckpointStore(folder, keep=run.checkpoint.keep, ranks=ranks))
         checkpoint, complaints = store.newest()
         check_resumable(run, checkpoint, description, plan)
         engine = _build_engine(run, plan, ranks, arch, initial_model(arch))
@@ -107,7 +107,7 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
             micro_batch=plan.micro_batch,
             pin_memory=ranks.device.type == "cuda",
         )
-        yield Training(
+        training = Training(
             run=run,
             ranks=ranks,
             folder=folder,
@@ -125,6 +125,8 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
             description=description,
             unreadable=[],
         )
+        yield training
+        training.finish_save()
         progress.message(f"done: {folder} at step {plan.total_steps}")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from vitscale.checkpoint.commit import Commit
 from vitscale.checkpoint.store import CheckpointStore
 from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, evaluation_batches
@@ -109,6 +110,7 @@ class Training:
             flops = train_flops_per_image(self.arch) * speed / self.ranks.world_size
             figures["perf/mfu"] = flops / peak
         figures |= _storage_figures()
+        self._tell(self.store.told())
         self.tracker.log(figures, step=step)
         wait = figures["perf/data_wait"]
         self.progress.update(step, loss=loss, lr=lr, images_per_s=speed, data_wait=wait)
@@ -160,8 +162,9 @@ class Training:
         )
 
     def save(self, step: int) -> None:
-        """Commit a checkpoint of everything that the next step depends on."""
-        folder = self.store.save(
+        """Take a checkpoint of everything that the next step depends on; committed meanwhile."""
+        self.finish_save()
+        self.store.save(
             self.engine.export_state(),
             step=step,
             progress={
@@ -171,7 +174,16 @@ class Training:
             },
             description=self.description,
         )
-        self.progress.message(f"step {step}: checkpoint {folder}")
+
+    def finish_save(self) -> None:
+        """Wait until the last checkpoint is committed. Raises UserError when it cannot be."""
+        self._tell(self.store.wait())
+
+    def _tell(self, commit: Commit | None) -> None:
+        if commit is not None:
+            for warning in commit.warnings:
+                self.progress.message(warning)
+            self.progress.message(f"step {commit.step}: checkpoint {commit.folder}")
 
 
 def _storage_figures() -> dict[str, float]:

@@ -49,6 +49,7 @@ NEIGHBOURS = {
     ("vitscale.config", "vitscale.errors"),
     ("vitscale.distributed", "vitscale.errors"),
     ("vitscale.engine", "vitscale.optim"),  # the engine steps the optimiser it is given
+    ("vitscale.engine", "vitscale.checkpoint"),  # the engine names its slices
     ("vitscale.training", "vitscale.runs"),
     ("vitscale.training", "vitscale.resuming"),
     ("vitscale.training", "vitscale.training_loop"),

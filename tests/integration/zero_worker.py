@@ -9,6 +9,7 @@ import json
 
 import torch
 
+from vitscale.checkpoint.tensors import whole_tensors
 from vitscale.distributed import Ranks, gather_objects, process_group, sum_over_ranks
 from vitscale.engine.engine import Engine, deepspeed_config
 from vitscale.engine.settings import EngineSettings
@@ -118,6 +119,11 @@ def engine_losses(engine: Engine, ranks: Ranks, *, start: int, stop: int) -> lis
     return losses
 
 
+def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
+    shares = gather_objects(engine.export_state())
+    return whole_tensors(piece for share in shares for piece in share.items())
+
+
 def moved(
     ranks: Ranks, *, source: int, target: int, name: str, dtype: torch.dtype
 ) -> dict[str, object]:
@@ -125,14 +131,10 @@ def moved(
     half = STEPS // 2
     first = new_engine(ranks, stage=source, name=name, dtype=dtype)
     losses = engine_losses(first, ranks, start=0, stop=half)
-    tensors: dict[str, torch.Tensor] = {}
-    for share in gather_objects(first.export_state()):
-        tensors |= share
+    tensors = whole_state(first)
     second = new_engine(ranks, stage=target, name=name, dtype=dtype)
     second.import_state(tensors, optimizer_steps=first.optimizer_steps())
-    again: dict[str, torch.Tensor] = {}
-    for share in gather_objects(second.export_state()):
-        again |= share
+    again = whole_state(second)
     equal = all(torch.equal(tensors[key], again[key]) for key in tensors)
     losses += engine_losses(second, ranks, start=half, stop=STEPS)
     return {"losses": losses, "state_equal": equal, "tensors": len(tensors)}

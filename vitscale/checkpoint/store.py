@@ -1,11 +1,13 @@
-"""Checkpoints that are either whole or not there.
+"""The checkpoints of a run while it trains: saved in the background, one after the other.
 
-Owns: the commit protocol, verification, fall-back, retention and the lock of a run folder.
-Leaves out: what the tensors mean (`engine`) and when to save (the loops).
+Owns: the thread that writes, agreement between the ranks' threads, and the lock of a run folder.
+Leaves out: the commit protocol (`commit`), reading (`folders`), what the tensors mean (`engine`)
+and when to save (the loops).
 
-Protocol: every rank writes its tensors into `.step-N.tmp` and fsyncs; sizes and hashes of all ranks
-go into manifest.json; the folder is renamed to `step-N`; the parent is fsynced. A reader trusts a
-folder only if its manifest is there and every hash agrees. Nothing in it is pickled.
+Training stands still only for the copy to host memory. The threads of all ranks agree through a
+gloo group of their own, which no other thread uses: each save exchanges exactly twice on every
+rank, in the order of the saves, so it cannot cross with collectives of the training. The outcome is
+looked at where all ranks are at the same point: at the next save and in `wait`.
 """
 
 from __future__ import annotations
@@ -13,108 +15,46 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import shutil
+import threading
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save as to_safetensors_bytes
+import torch.distributed as dist
 
-from vitscale.atomic_files import commit_folder, sha256_of_file, write_bytes, write_json
-from vitscale.distributed import Ranks, agree_no_error, broadcast_object, gather_objects
-from vitscale.errors import UserError
+from vitscale.checkpoint.commit import Commit, Save, commit_save
+from vitscale.checkpoint.folders import Checkpoint, newest_checkpoint
+from vitscale.checkpoint.tensors import HostCopy
+from vitscale.distributed import Ranks, agree_no_error, broadcast_object
 
-MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
-STEP_FOLDER = re.compile(r"step-(\d{8,})")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Checkpoint:
-    """A committed and verified checkpoint."""
-
-    folder: Path
-    step: int
-    files: tuple[str, ...]
-    progress: dict[str, Any]
-    """Where the run stood: JSON values."""
-    description: dict[str, Any]
-    """What the tensors are: architecture, grid, label map."""
-
-    def tensors(self, *, prefix: str = "") -> dict[str, torch.Tensor]:
-        """All tensors whose name starts with `prefix`, without it, on the CPU."""
-        found = {}
-        for name in self.files:
-            with safe_open(self.folder / name, framework="pt") as file:
-                for key in file.keys():
-                    if key.startswith(prefix):
-                        found[key.removeprefix(prefix)] = file.get_tensor(key)
-        return found
-
-
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Verify a checkpoint folder, hashes included. Raises UserError saying what is damaged."""
-    path = folder / MANIFEST
-    remedy = "use another checkpoint of the run"
-    try:
-        manifest = json.loads(path.read_text())
-        if manifest["format_version"] != FORMAT_VERSION:
-            version = manifest["format_version"]
-            raise UserError(f"format version {version} is unknown", where=str(path))
-        files = manifest["files"]
-        for name, expected in files.items():
-            file = folder / Path(name).name
-            if (
-                file.stat().st_size != expected["bytes"]
-                or sha256_of_file(file) != expected["sha256"]
-            ):
-                raise UserError("does not match its hash", where=str(file), next_step=remedy)
-        return Checkpoint(
-            folder=folder,
-            step=int(manifest["step"]),
-            files=tuple(Path(name).name for name in files),
-            progress=manifest["progress"],
-            description=manifest["description"],
-        )
-    except OSError as error:
-        what = f"missing or unreadable ({error.strerror})"
-        raise UserError(what, where=str(error.filename or path), next_step=remedy) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
-        what = f"not a checkpoint manifest ({type(error).__name__}: {error})"
-        raise UserError(what, where=str(path), next_step=remedy) from None
-
-
-def step_folders(folder: Path) -> list[Path]:
-    """Committed checkpoint folders, newest step first. Ordered by step, never by clock."""
-    if not folder.is_dir():
-        return []
-    steps = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
-    return sorted(steps, key=lambda path: int(path.name.removeprefix("step-")), reverse=True)
-
-
-def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint, and a sentence for each newer one that is damaged."""
-    complaints: list[str] = []
-    for path in step_folders(folder):
-        try:
-            return read_checkpoint(path), complaints
-        except UserError as error:
-            complaints.append(f"skipping damaged checkpoint: {error}")
-    return None, complaints
+# Longest that one rank's disk may lag behind another's.
+EXCHANGE_TIMEOUT = timedelta(hours=1)
+# When another error ends the run, its last save gets this long to be committed.
+PATIENCE_S = 120.0
 
 
 class CheckpointStore:
-    """The checkpoints of one run folder. Methods are collective."""
+    """The checkpoints of one run folder. Collective, but for `finished`, `told` and `__exit__`.
+
+    As a context manager it does not end before the last save has.
+    """
 
     def __init__(self, run_folder: Path, *, keep: int, ranks: Ranks) -> None:
         self.folder, self.keep, self.ranks = run_folder / "checkpoints", keep, ranks
+        self._host_copy = HostCopy(pinned=ranks.device.type == "cuda")
+        self._group: Any = None
+        if ranks.world_size > 1:
+            self._group = dist.new_group(backend="gloo", timeout=EXCHANGE_TIMEOUT)
+        self._name: str = broadcast_object(uuid.uuid4().hex[:8])
+        self._num_saves = 0
+        self._thread: threading.Thread | None = None
+        self._commit: Commit | None = None
+        self._error: BaseException | None = None
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
         """Rank 0 verifies, all ranks get the same answer: (checkpoint, complaints)."""
@@ -127,61 +67,77 @@ class CheckpointStore:
         step: int,
         progress: dict[str, Any],
         description: dict[str, Any],
-    ) -> Path:
-        """Write this rank's tensors and commit the step once all ranks have. Returns its folder."""
-        final = self.folder / f"step-{step:08d}"
-        temporary = self.folder / f".step-{step:08d}.tmp"
-        with self._agreed():
-            if self.ranks.is_first:
-                shutil.rmtree(temporary, ignore_errors=True)
-                temporary.mkdir(parents=True)
-        name = f"rank-{self.ranks.rank:05d}.safetensors"
-        with self._agreed():
-            write_bytes(temporary / name, to_safetensors_bytes(dict(tensors)))
-        path = temporary / name
-        entries = gather_objects(
-            (name, {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)})
+    ) -> None:
+        """Copy this rank's tensors and return; they are written and committed in the background.
+
+        Waits for the save before it. Raises UserError when that one failed.
+        """
+        self.wait()
+        pieces = self._host_copy.take(tensors)
+        self._num_saves += 1
+        save = Save(
+            checkpoints=self.folder,
+            step=step,
+            attempt=f"{self._name}-{self._num_saves}",
+            rank=self.ranks.rank,
+            keep=self.keep,
+            progress=json.loads(json.dumps(progress)),  # the run goes on and may change it
+            description=description,
         )
-        with self._agreed():
-            if self.ranks.is_first:
-                manifest = {
-                    "format_version": FORMAT_VERSION,
-                    "step": step,
-                    "files": dict(entries),
-                    "progress": progress,
-                    "description": description,
-                }
-                write_json(temporary / MANIFEST, manifest)
-                if final.exists():
-                    # Only a damaged folder can be here: training goes on from the newest valid one.
-                    shutil.rmtree(final)
-                commit_folder(temporary, final)
-                self._prune()
-        return final
+        # A daemon: a process that must end does not wait for a disk that hangs.
+        self._thread = threading.Thread(
+            target=self._write, args=(save, pieces), name=f"save step {step}", daemon=True
+        )
+        self._thread.start()
 
-    @contextmanager
-    def _agreed(self) -> Iterator[None]:
-        """A disk error on one rank becomes a clear error on all; committed steps stay."""
-        error = None
+    def _write(self, save: Save, pieces: list[bytes | memoryview]) -> None:
         try:
-            yield
-        except OSError as caught:
-            error = (
-                f"{caught.filename or self.folder}: checkpoint cannot be written "
-                f"({caught.strerror})\n  next: free space or set output, then run the same command "
-                "again; committed checkpoints are untouched"
-            )
-        agree_no_error(error)
+            self._commit = commit_save(save, pieces, exchange=self._exchange)
+        except BaseException as error:  # raised again on the main thread, by wait
+            self._error = error
 
-    def _prune(self) -> None:
-        """Remove old steps and abandoned temporary folders. The newest was just committed."""
-        for path in step_folders(self.folder)[self.keep :]:
-            # Renamed first: a folder killed half-way through removal must not look committed.
-            doomed = path.with_name(f".{path.name}.old")
-            shutil.rmtree(doomed, ignore_errors=True)
-            os.rename(path, doomed)
-        for path in self.folder.glob(".step-*"):
-            shutil.rmtree(path, ignore_errors=True)
+    def _exchange(self, value: Any) -> list[Any]:
+        if self._group is None:
+            return [value]
+        values: list[Any] = [None] * self.ranks.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def wait(self) -> Commit | None:
+        """Wait until the last save is committed. Returns it, unless it was told before.
+
+        Raises UserError, the same on all ranks, when it could not be.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self.told()
+
+    def finished(self) -> bool:
+        """Whether this rank has nothing left to write. Never waits; not collective."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def told(self) -> Commit | None:
+        """The last save, once, if it is committed by now. Never waits; not collective."""
+        commit, self._commit = self._commit, None
+        return commit
+
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, *_: object
+    ) -> None:
+        if error is None or isinstance(error, SystemExit):
+            self.wait()
+        elif self._thread is not None:
+            # Another rank may be gone: the first error is the one to see, after a last try.
+            self._thread.join(PATIENCE_S)
+            if self._error is not None or self._thread.is_alive():
+                error.add_note(f"{self._thread.name}: not committed ({self._error or 'too slow'})")
 
 
 @contextmanager
@@ -198,6 +154,8 @@ def run_folder_lock(folder: Path, *, ranks: Ranks) -> Iterator[None]:
                     stack.callback(_remove_if_unused, folder)
                 folder.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(open(folder / ".lock", "w"))
+                # Or loader workers, which outlive a killed rank by seconds, would hold the lock.
+                os.register_at_fork(after_in_child=file.close)
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 error = (
@@ -213,23 +171,3 @@ def run_folder_lock(folder: Path, *, ranks: Ranks) -> Iterator[None]:
 def _remove_if_unused(folder: Path) -> None:
     if folder.is_dir() and [path.name for path in folder.iterdir()] == [".lock"]:
         shutil.rmtree(folder)
-
-
-def resolve_weights(path: str) -> Checkpoint:
-    """The checkpoint that `init=` means: one folder, or the newest valid one of a run folder.
-
-    Raises UserError when there is none.
-    """
-    folder = Path(path)
-    if (folder / MANIFEST).is_file() and STEP_FOLDER.fullmatch(folder.name):
-        return read_checkpoint(folder)
-    checkpoint, complaints = newest_checkpoint(folder / "checkpoints")
-    if checkpoint is not None:
-        return checkpoint
-    what = "holds no valid checkpoint" if folder.is_dir() else "no such run or checkpoint folder"
-    raise UserError(
-        "\n".join([what, *complaints]),
-        where=f"init={path}",
-        allowed="a run folder (runs/NAME) or a checkpoint folder (runs/NAME/checkpoints/step-N)",
-        next_step="run pre-training first, or correct the path",
-    )

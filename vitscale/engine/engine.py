@@ -1,11 +1,11 @@
 """The training engine. The only owner of deepspeed.
 
 Owns: the generated DeepSpeed configuration, forward/backward/step, learning rates, and the state
-of model and optimiser as whole fp32 tensors by name, whatever the ZeRO stage and number of ranks.
+of model and optimiser as fp32 tensors by name, whatever the ZeRO stage and number of ranks.
 Leaves out: files (`checkpoint`), schedules, losses.
 
-Whole tensors by name are what makes a checkpoint independent of its layout: each rank contributes
-and restores its own part, and keeps for writing only every n-th tensor.
+Names of whole tensors are what makes a checkpoint independent of its layout: each rank saves the
+pieces it owns, named by what they are pieces of, and restores its own from the whole.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from deepspeed.utils import (
     logger as deepspeed_logger,
 )
 from deepspeed.utils import (
-    safe_get_full_fp32_param,
-    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
@@ -30,6 +30,7 @@ from deepspeed.utils import (
 )
 from torch import nn
 
+from vitscale.checkpoint.tensors import slice_name
 from vitscale.distributed import Ranks
 from vitscale.engine.settings import EngineSettings
 from vitscale.errors import UserError, nearest
@@ -192,18 +193,22 @@ class Engine:
     # --- state as whole fp32 tensors -------------------------------------------------------------
 
     def export_state(self) -> dict[str, torch.Tensor]:
-        """This rank's share of the state, fp32 on the CPU: `model.NAME`, `exp_avg.NAME`, ...
+        """This rank's part of the state, not copied: `model.NAME`, `exp_avg.NAME`, ..., in fp32.
 
-        Every rank takes part in assembling each tensor; tensor i stays on rank i mod world size.
+        Under ZeRO a part is the slice that this rank owns, named by `slice_name`; without, rank r
+        gives every tensor i with i mod ranks = r. Nothing travels between ranks. Valid until the
+        next step.
         """
         self._link_optimizer_state()
         owned: dict[str, torch.Tensor] = {}
         for number, (name, parameter) in enumerate(self._parameters()):
-            keep = number % self.ranks.world_size == self.ranks.rank
+            shape: torch.Size = getattr(parameter, "ds_shape", parameter.shape)
             for kind in ("model", *self._state_names):
-                value = self._full(parameter, None if kind == "model" else kind)
-                if keep:
-                    owned[f"{kind}.{name}"] = value.detach().to("cpu", torch.float32).clone()
+                start, part = self._own_part(parameter, None if kind == "model" else kind, number)
+                if part.numel() == shape.numel():
+                    owned[f"{kind}.{name}"] = part.detach().view(shape)
+                elif part.numel():
+                    owned[slice_name(f"{kind}.{name}", start=start, shape=shape)] = part.detach()
         return owned
 
     def optimizer_steps(self) -> int:
@@ -214,7 +219,7 @@ class Engine:
         return max(steps, default=0)
 
     def import_state(self, tensors: Mapping[str, torch.Tensor], *, optimizer_steps: int) -> None:
-        """Restore what `export_state` of any layout gave; `tensors` holds all of them."""
+        """Restore what `export_state` of any layout gave; `tensors` holds all of them, whole."""
         self._create_optimizer_state(optimizer_steps)
         self._link_optimizer_state()
         for name, parameter in self._parameters():
@@ -228,12 +233,26 @@ class Engine:
     def _is_plain(self) -> bool:
         return not hasattr(self._engine.optimizer, "optimizer")
 
-    def _full(self, parameter: nn.Parameter, kind: str | None) -> torch.Tensor:
+    def _own_part(self, parameter: Any, kind: str | None, number: int) -> tuple[int, torch.Tensor]:
+        """The flat piece of a parameter, or of a state of it, that this rank saves; its start."""
+        nothing = (0, torch.empty(0))
         if self._is_plain():
-            return parameter if kind is None else self.base_optimizer.state[parameter][kind]
-        if kind is None:
-            return safe_get_full_fp32_param(parameter)
-        return safe_get_full_optimizer_state(parameter, kind)
+            if number % self.ranks.world_size != self.ranks.rank:
+                return nothing
+            whole = parameter if kind is None else self.base_optimizer.state[parameter][kind]
+            return 0, whole.view(-1)
+        if self._stage == 3:
+            size, rank = parameter.ds_tensor.numel(), self.ranks.rank
+            if kind is None:
+                part = safe_get_local_fp32_param(parameter)
+            else:
+                part = safe_get_local_optimizer_state(parameter, kind)
+            # The last ranks' slices may reach into padding, or be nothing else.
+            return size * rank, part.view(-1)[: max(0, parameter.ds_numel - size * rank)]
+        mapping = parameter._hp_mapping
+        if mapping is None:  # all of it belongs to other ranks
+            return nothing
+        return mapping.lp_fragment_address.start, mapping.get_hp_fragment(kind)
 
     def _set_full(self, parameter: nn.Parameter, value: torch.Tensor, kind: str | None) -> None:
         with torch.no_grad():

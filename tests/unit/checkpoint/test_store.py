@@ -1,26 +1,26 @@
-"""The commit protocol on one rank: only whole and unchanged checkpoints are ever read."""
+"""The store on one rank: saved in the background, and only what is whole is ever read."""
 
 from __future__ import annotations
 
-import json
+import contextlib
+import errno
 import os
-import shutil
-import subprocess
-import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from vitscale.checkpoint.store import (
-    CheckpointStore,
+from vitscale.checkpoint import commit
+from vitscale.checkpoint.folders import (
     newest_checkpoint,
     read_checkpoint,
     resolve_weights,
-    run_folder_lock,
     step_folders,
 )
+from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
 from vitscale.distributed import Ranks, process_group
 from vitscale.errors import UserError
 
@@ -43,7 +43,10 @@ def ranks() -> Iterator[Ranks]:
 def save(folder: Path, ranks: Ranks, *, step: int, keep: int = 3) -> Path:
     store = CheckpointStore(folder, keep=keep, ranks=ranks)
     tensors = {"model.a": torch.full((3,), float(step)), "exp_avg.a": torch.arange(3.0)}
-    return store.save(tensors, step=step, progress={"n": step}, description={"grid": [1, 2]})
+    store.save(tensors, step=step, progress={"n": step}, description={"grid": [1, 2]})
+    committed = store.wait()
+    assert committed is not None
+    return committed.folder
 
 
 def test_what_is_saved_is_read_back(tmp_path: Path, ranks: Ranks) -> None:
@@ -55,7 +58,7 @@ def test_what_is_saved_is_read_back(tmp_path: Path, ranks: Ranks) -> None:
 
 
 def test_newest_is_by_step_and_old_ones_go(tmp_path: Path, ranks: Ranks) -> None:
-    for step in (9, 10, 100_000_000, 11):
+    for step in (9, 10, 11, 100_000_000):
         save(tmp_path, ranks, step=step, keep=2)
     names = [path.name for path in step_folders(tmp_path / "checkpoints")]
     assert names == ["step-100000000", "step-00000011"]
@@ -70,44 +73,9 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(bytes(data))
 
 
-DAMAGE = {
-    "bit flipped": lambda folder: flip(folder / "rank-00000.safetensors", -1),
-    "truncated": lambda folder: os.truncate(folder / "rank-00000.safetensors", 20),
-    "rank file missing": lambda folder: (folder / "rank-00000.safetensors").unlink(),
-    "manifest missing": lambda folder: (folder / "manifest.json").unlink(),
-    "manifest torn": lambda folder: os.truncate(folder / "manifest.json", 30),
-    "manifest of lists": lambda folder: (folder / "manifest.json").write_text("[]"),
-    "empty folder": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
-}
-
-
-@pytest.mark.parametrize("damage", sorted(DAMAGE))
-def test_damaged_newest_falls_back_to_the_one_before(
-    tmp_path: Path, ranks: Ranks, damage: str
-) -> None:
-    save(tmp_path, ranks, step=1)
-    DAMAGE[damage](save(tmp_path, ranks, step=2))
-    checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
-    assert checkpoint is not None and checkpoint.step == 1
-    assert len(complaints) == 1 and "skipping damaged checkpoint" in complaints[0]
-    # The run goes on from step 1 and commits step 2 again, over the damaged folder.
-    save(tmp_path, ranks, step=2)
-    assert read_checkpoint(tmp_path / "checkpoints/step-00000002").step == 2
-
-
-def test_manifest_cannot_point_outside_its_folder(tmp_path: Path, ranks: Ranks) -> None:
-    folder = save(tmp_path, ranks, step=1)
-    (tmp_path / "outside.safetensors").write_bytes(b"x")
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest["files"] = {"../../outside.safetensors": manifest["files"]["rank-00000.safetensors"]}
-    (folder / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match="outside.safetensors"):
-        read_checkpoint(folder)
-
-
 def test_unfinished_save_is_invisible_and_collected(tmp_path: Path, ranks: Ranks) -> None:
     save(tmp_path, ranks, step=1)
-    unfinished = tmp_path / "checkpoints/.step-00000002.tmp"
+    unfinished = tmp_path / "checkpoints/.step-00000002.0a1b2c3d-1.tmp"
     unfinished.mkdir()
     (unfinished / "rank-00000.safetensors").write_bytes(b"half")
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
@@ -120,59 +88,164 @@ def test_full_disk_is_one_clear_error_and_loses_nothing(small_disk: Path, ranks:
     save(small_disk, ranks, step=1)
     store = CheckpointStore(small_disk, keep=3, ranks=ranks)
     big = {"model.a": torch.zeros(400_000)}
+    store.save(big, step=2, progress={}, description={})
     with pytest.raises(UserError, match="cannot be written .*No space left"):
-        store.save(big, step=2, progress={}, description={})
+        store.wait()
     checkpoint, complaints = newest_checkpoint(small_disk / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 1 and complaints == []
 
 
-KILLED_SAVE = """
-import os, sys, torch
-from pathlib import Path
-from vitscale.checkpoint import store
-from vitscale.distributed import process_group
-folder, kill_at = Path(sys.argv[1]), int(sys.argv[2])
-calls = 0
-def counted(function):
-    def wrapper(*args, **kwargs):
-        global calls
-        calls += 1
-        if calls == kill_at:
-            os.kill(os.getpid(), 9)
-        return function(*args, **kwargs)
-    return wrapper
-for name in ("fsync", "rename", "replace", "open"):
-    setattr(os, name, counted(getattr(os, name)))
-with process_group(device="cpu", timeout_min=1, num_threads=1) as ranks:
-    calls = 0
-    checkpoints = store.CheckpointStore(folder, keep=1, ranks=ranks)
-    tensors = {"model.a": torch.full((3,), 2.0)}
-    checkpoints.save(tensors, step=2, progress={}, description={})
-print("calls", calls)
-"""
+def test_save_returns_before_the_disk_has_it(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk hangs: the save has returned, nothing is told, and what trains on is not saved."""
+    released = threading.Event()
+    write = commit.write_new_file
+    monkeypatch.setattr(commit, "write_new_file", lambda *a: released.wait(60) and write(*a))
+    store = CheckpointStore(tmp_path, keep=2, ranks=ranks)
+    weights, progress = torch.zeros(1000), {"n": 1}
+    store.save({"model.a": weights}, step=1, progress=progress, description={})
+    weights.fill_(7.0)
+    progress["n"] = 7
+    assert store.told() is None and newest_checkpoint(store.folder)[0] is None
+    released.set()
+    committed = store.wait()
+    assert committed is not None and committed.step == 1 and committed.warnings == ()
+    assert store.wait() is None and store.told() is None, "told twice"
+    checkpoint = read_checkpoint(committed.folder)
+    assert torch.equal(checkpoint.tensors()["model.a"], torch.zeros(1000))
+    assert checkpoint.progress == {"n": 1}
 
 
-def test_kill_along_the_protocol_leaves_a_whole_checkpoint(tmp_path: Path, ranks: Ranks) -> None:
-    """Before every third fsync, rename, replace or open: the old or the new, never nothing."""
-    found, kill_at = [], 0
-    while not found or found[-1][0] != 0:
-        kill_at += 1
-        folder = tmp_path / str(kill_at)
-        save(folder, ranks, step=1)
-        # Every third call: each kill costs a process start, and neighbours rarely differ.
-        finished = subprocess.run(
-            [sys.executable, "-c", KILLED_SAVE, folder, str(kill_at * 3 - 2)],
-            env={k: v for k, v in os.environ.items() if k not in ("RANK", "MASTER_PORT")},
-            capture_output=True,
-            text=True,
-        )
-        checkpoint, complaints = newest_checkpoint(folder / "checkpoints")
-        assert checkpoint is not None and complaints == []
-        found.append((finished.returncode, checkpoint.step))
-        assert finished.returncode in (0, -9), finished.stderr
-        assert kill_at < 20
-    assert {step for code, step in found if code == -9} == {1, 2}
-    assert found[-1] == (0, 2)
+def test_next_save_waits_and_raises_for_the_one_before(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2, ranks=ranks)
+    tensors = {"model.a": torch.zeros(3)}
+    for step in (1, 2):
+        store.save(tensors, step=step, progress={}, description={})
+    assert read_checkpoint(store.folder / "step-00000001").step == 1, "2 began before 1 was whole"
+    store.wait()
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "commit_folder", refuse)
+        store.save(tensors, step=3, progress={}, description={})
+        with pytest.raises(UserError, match=r"cannot be written \(Input/output error\)"):
+            store.save(tensors, step=4, progress={}, description={})
+    assert [path.name for path in step_folders(store.folder)] == ["step-00000002", "step-00000001"]
+    assert not list(store.folder.glob(".step-*")), "the failed save still takes space"
+    store.save(tensors, step=4, progress={}, description={})
+    assert store.wait().step == 4
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO), "disk")
+
+
+@pytest.mark.parametrize("ending", ["good", "stopped", "error"])
+def test_store_does_not_end_before_its_last_save(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    write = commit.write_new_file
+    monkeypatch.setattr(commit, "write_new_file", lambda *a: time.sleep(0.2) or write(*a))
+    endings = {"good": None, "stopped": SystemExit(75), "error": KeyError("other")}
+    with contextlib.suppress(SystemExit, KeyError):
+        with CheckpointStore(tmp_path, keep=2, ranks=ranks) as store:
+            store.save({"a": torch.zeros(3)}, step=1, progress={}, description={})
+            if endings[ending] is not None:
+                raise endings[ending]
+    assert read_checkpoint(tmp_path / "checkpoints/step-00000001").step == 1
+
+
+def test_failed_last_save_is_not_hidden_by_the_stop(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit code 75 would promise a checkpoint; another error stays first and says both."""
+    monkeypatch.setattr(commit, "commit_folder", refuse)
+    for stop, shown in ((SystemExit(75), UserError), (KeyError("other"), KeyError)):
+        with pytest.raises(shown) as caught:
+            with CheckpointStore(tmp_path, keep=2, ranks=ranks) as store:
+                store.save({"a": torch.zeros(3)}, step=1, progress={}, description={})
+                raise stop
+    assert any("not committed" in note for note in caught.value.__notes__)
+
+
+def test_defect_of_our_own_is_no_disk_error(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit, "manifest_text", lambda **_: 1 / 0)
+    store = CheckpointStore(tmp_path, keep=2, ranks=ranks)
+    store.save({"a": torch.zeros(3)}, step=1, progress={}, description={})
+    with pytest.raises(ZeroDivisionError):
+        store.wait()
+
+
+def test_resumed_run_keeps_its_commits_though_later_steps_are_damaged(
+    tmp_path: Path, ranks: Ranks
+) -> None:
+    """Bit-rot in all newer steps: going on from 10, retention must count neither of them."""
+    for step in (10, 20, 30):
+        save(tmp_path, ranks, step=step)
+    folders = step_folders(tmp_path / "checkpoints")
+    for folder in folders[:2]:
+        flip(folder / "rank-00000.safetensors", -1)
+    for step in (11, 12, 13):
+        save(tmp_path, ranks, step=step, keep=1)
+        checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
+        assert checkpoint is not None and checkpoint.step == step and len(complaints) == 2
+    names = [path.name for path in step_folders(tmp_path / "checkpoints")]
+    assert names == ["step-00000030", "step-00000020", "step-00000013"]
+
+
+def test_retention_counts_only_whole_steps(tmp_path: Path, ranks: Ranks) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, ranks, step=step)
+    (tmp_path / "checkpoints/step-00000003/rank-00000.safetensors").unlink()
+    save(tmp_path, ranks, step=4, keep=2)
+    names = [path.name for path in step_folders(tmp_path / "checkpoints")]
+    assert names == ["step-00000004", "step-00000002"]
+
+
+def test_clocks_do_not_matter(tmp_path: Path, ranks: Ranks) -> None:
+    """The newest step has the oldest times."""
+    for step in (1, 2):
+        folder = save(tmp_path, ranks, step=step)
+        for path in (folder, *folder.iterdir()):
+            os.utime(path, (1e9 / step, 1e9 / step))
+    checkpoint, _ = newest_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint is not None and checkpoint.step == 2
+    save(tmp_path, ranks, step=3, keep=2)
+    assert [path.name[-1] for path in step_folders(tmp_path / "checkpoints")] == ["3", "2"]
+
+
+def test_valid_step_is_not_written_twice(tmp_path: Path, ranks: Ranks) -> None:
+    folder = save(tmp_path, ranks, step=1)
+    before = (folder / "manifest.json").stat().st_ino
+    assert save(tmp_path, ranks, step=1) == folder
+    assert (folder / "manifest.json").stat().st_ino == before
+    assert not list(folder.parent.glob(".*"))
+
+
+def test_save_that_reads_back_differently_is_refused(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, ranks, step=1)
+    write = commit.write_new_file
+
+    def lying_disk(path: Path, pieces: object) -> tuple[int, str]:
+        written = write(path, pieces)
+        if path.suffix == ".safetensors":
+            flip(path, -1)
+        return written
+
+    monkeypatch.setattr(commit, "write_new_file", lying_disk)
+    with pytest.raises(UserError, match="does not match its hash"):
+        save(tmp_path, ranks, step=2, keep=1)
+    checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint is not None and checkpoint.step == 1 and complaints == []
+    # Without reading back, retention would have dropped the last valid step.
+    monkeypatch.setattr(commit, "verify_files", lambda *_, **__: None)
+    save(tmp_path, ranks, step=2, keep=1)
+    assert newest_checkpoint(tmp_path / "checkpoints")[0] is None
 
 
 def test_second_holder_of_a_run_folder_is_refused(tmp_path: Path, ranks: Ranks) -> None:

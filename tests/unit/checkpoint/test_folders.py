@@ -1,0 +1,182 @@
+"""Verification: whatever happens to a committed folder, it is read as it was or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors
+
+from tests.light_checkpoints import LENGTH, light_save, tensor_file
+from vitscale.checkpoint import folders
+from vitscale.checkpoint.folders import (
+    manifest_text,
+    newest_checkpoint,
+    read_checkpoint,
+    read_manifest,
+)
+from vitscale.errors import UserError
+
+RANK_FILE, MANIFEST = "rank-00000.safetensors", "manifest.json"
+
+
+def save(tmp_path: Path, step: int) -> Path:
+    return light_save(tmp_path / "checkpoints", step=step, keep=9).folder
+
+
+def flip(path: Path, position: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1 << bit
+    path.write_bytes(bytes(data))
+
+
+def replace_value(path: Path, **values: object) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "bit flipped": lambda folder: flip(folder / RANK_FILE, -1),
+    "truncated": lambda folder: os.truncate(folder / RANK_FILE, 20),
+    "longer": lambda folder: (folder / RANK_FILE).open("ab").write(b"x"),
+    "empty file": lambda folder: os.truncate(folder / RANK_FILE, 0),
+    "rank file missing": lambda folder: (folder / RANK_FILE).unlink(),
+    "rank file a folder": lambda folder: (
+        (folder / RANK_FILE).unlink(),
+        (folder / RANK_FILE).mkdir(),
+    ),
+    "rank file of another step": lambda folder: (folder / RANK_FILE).write_bytes(tensor_file(9)),
+    "manifest missing": lambda folder: (folder / MANIFEST).unlink(),
+    "manifest torn": lambda folder: os.truncate(folder / MANIFEST, 30),
+    "manifest zeroed": lambda folder: (folder / MANIFEST).write_bytes(bytes(300)),
+    "manifest of lists": lambda folder: (folder / MANIFEST).write_text("[]"),
+    "manifest not UTF-8": lambda folder: (folder / MANIFEST).write_bytes(b"\xff\xfe{}"),
+    "manifest of another step": lambda folder: shutil.copy(
+        folder.with_name("step-00000001") / MANIFEST, folder
+    ),
+    "all of another step": lambda folder: shutil.copytree(
+        folder.with_name("step-00000001"), folder, dirs_exist_ok=True
+    ),
+    "version unknown": lambda folder: replace_value(folder / MANIFEST, format_version=3),
+    "version 1 pretended": lambda folder: replace_value(folder / MANIFEST, format_version=1),
+    "empty folder": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
+    "a file": lambda folder: (shutil.rmtree(folder), folder.touch()),
+}
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGE))
+def test_damaged_newest_falls_back_to_the_one_before(tmp_path: Path, damage: str) -> None:
+    save(tmp_path, 1)
+    DAMAGE[damage](save(tmp_path, 2))
+    checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint is not None and checkpoint.step == 1
+    assert len(complaints) == 1 and "skipping damaged checkpoint" in complaints[0]
+    # The run goes on from step 1 and commits step 2 again, over the damaged folder.
+    save(tmp_path, 2)
+    checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
+    assert checkpoint is not None and checkpoint.step == 2 and complaints == []
+
+
+def test_every_bit_of_every_file_counts(tmp_path: Path) -> None:
+    """Each byte in turn with one bit flipped: refused, or (white space) read as it was."""
+    folder = save(tmp_path, 1)
+    undamaged = read_checkpoint(folder)
+    for name in (RANK_FILE, MANIFEST):
+        path = folder / name
+        data, survived = path.read_bytes(), 0
+        for position in range(len(data)):
+            flip(path, position, bit=position % 8)
+            try:
+                assert read_checkpoint(folder) == undamaged
+                survived += 1
+            except UserError:
+                pass
+            path.write_bytes(data)
+        assert survived < (1 if name == RANK_FILE else data.count(b" ") + 5)
+
+
+def test_nothing_is_parsed_before_it_is_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pickle in the place of the tensors would create a file; the parser is not even called."""
+    folder = save(tmp_path, 1)
+
+    class Canary:
+        def __reduce__(self) -> object:
+            return Path.touch, (tmp_path / "canary",)
+
+    payload = pickle.dumps(Canary())
+    (folder / RANK_FILE).write_bytes(payload)
+    monkeypatch.setattr(safetensors, "safe_open", lambda *a, **k: pytest.fail("parsed"))
+    with pytest.raises(UserError, match="does not match its hash"):
+        read_checkpoint(folder)
+    # Listed with its true hash under a pickle's name, it is refused by name.
+    (folder / "data.pt").write_bytes(payload)
+    entry = {"bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()}
+    manifest = {"format_version": 1, "step": 1, "files": {"data.pt": entry}}
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"progress": {}, "description": {}}))
+    with pytest.raises(UserError, match="data.pt"):
+        read_checkpoint(folder)
+    assert not (tmp_path / "canary").exists()
+
+
+def write_version_1(folder: Path, *, name: str = RANK_FILE) -> None:
+    """As the first release wrote it: SHA-256, no hash of the manifest."""
+    folder.mkdir(parents=True)
+    data = tensor_file(5)
+    (folder / name).write_bytes(data)
+    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    manifest = {"format_version": 1, "step": 5, "files": {name: entry}}
+    (folder / MANIFEST).write_text(json.dumps(manifest | {"progress": {"n": 5}, "description": {}}))
+
+
+def test_version_1_is_read(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints/step-00000005"
+    write_version_1(folder)
+    checkpoint = read_checkpoint(folder)
+    assert checkpoint.progress == {"n": 5}
+    assert checkpoint.tensors(prefix="model.")["0"].tolist() == [5] * LENGTH
+    save(tmp_path, 6)
+    assert folder.exists(), "retention knows it as whole"
+    flip(folder / RANK_FILE, -1)
+    with pytest.raises(UserError, match="does not match its hash"):
+        read_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", ".."])
+def test_manifest_cannot_point_outside_its_folder(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / "checkpoints/step-00000005"
+    write_version_1(folder)
+    (folder.parent / "outside.safetensors").write_bytes(tensor_file(5))
+    manifest = json.loads((folder / MANIFEST).read_text())
+    manifest["files"] = {name: manifest["files"][RANK_FILE]}
+    (folder / MANIFEST).write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match="no file of its own"):
+        read_checkpoint(folder)
+
+
+def test_progress_survives_as_json_does(tmp_path: Path) -> None:
+    """Keys that are numbers, floats that are not, and tuples keep the manifest's own hash valid."""
+    path = tmp_path / MANIFEST
+    values = {10: 0.1, 9: (1, float("inf")), "text": "\u00e9\ud800"}
+    path.write_text(manifest_text(step=1, files={}, progress=values, description=values))
+    assert read_manifest(path)["progress"]["9"] == [1, float("inf")]
+
+
+@pytest.mark.parametrize("check", ["verify_files", "_hash_of"])
+def test_without_a_check_damage_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str
+) -> None:
+    """Verification taken away: the damage above is then read, so those tests depend on it."""
+    path = save(tmp_path, 1) / (RANK_FILE if check == "verify_files" else MANIFEST)
+    path.write_bytes(path.read_bytes().replace(b'"n": 1', b'"n": 7').replace(b"\1" * 9, b"\2" * 9))
+    with pytest.raises(UserError):
+        read_checkpoint(path.parent)
+    told = json.loads((path.parent / MANIFEST).read_text())["manifest_blake3"]
+    monkeypatch.setattr(folders, check, lambda *_, **__: told)
+    read_checkpoint(path.parent)

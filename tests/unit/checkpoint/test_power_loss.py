@@ -1,0 +1,153 @@
+"""Power loss after every system call of a save, on a disk that keeps as little as POSIX allows.
+
+The calls of a real save are recorded and replayed on a model: what a file holds is durable from
+its fsync, a name from the fsync of its folder. Every durable state is written out and read by the
+real reader. Then each fsync, rename and check of the protocol is removed, and a state must be
+found that breaks the promise. tests/integration/test_checkpoint_faults.py does it on a real disk,
+which forgives more.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.light_checkpoints import light_save
+from tests.protocol_mutants import MUTANTS, rmtree
+from vitscale.checkpoint import commit
+from vitscale.checkpoint.folders import newest_checkpoint
+
+RECORDED = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "rmdir")
+
+
+@dataclass
+class Node:
+    """A file (content) or folder (names) with what of it would survive power loss."""
+
+    is_folder: bool
+    content: bytes = b""
+    names: dict[str, Node] = field(default_factory=dict)
+    durable_content: bytes = b""
+    durable_names: dict[str, Node] = field(default_factory=dict)
+
+
+class DiskModel:
+    """The tree below one real folder, changed by recorded calls."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.top = root, Node(True)
+        self.files: dict[int, Node] = {}
+
+    def node(self, path: str | Path) -> Node:
+        found = self.top
+        for part in Path(path).relative_to(self.root).parts:
+            found = found.names[part]
+        return found
+
+    def place(self, path: str | Path) -> tuple[dict[str, Node], str]:
+        return self.node(Path(path).parent).names, Path(path).name
+
+    def apply(self, call: str, result: Any, *arguments: Any) -> None:
+        match call, arguments:
+            case "open", (path, flags, *_):
+                names, name = self.place(path) if str(path) != str(self.root) else ({}, "")
+                if flags & os.O_CREAT and name not in names:
+                    names[name] = Node(False)
+                self.files[result] = self.node(path)
+            case "write", (fd, data):
+                self.files[fd].content += data
+            case "fsync", (fd,):
+                node = self.files[fd]
+                node.durable_content, node.durable_names = node.content, dict(node.names)
+            case "rename" | "replace", (old, new):
+                names, name = self.place(old)
+                node = names.pop(name)
+                names, name = self.place(new)
+                names[name] = node
+            case "mkdir", (path, *_):
+                names, name = self.place(path)
+                names[name] = Node(True)
+            case "unlink" | "rmdir", (path,):
+                names, name = self.place(path)
+                del names[name]
+
+    def states(self) -> Iterator[Node]:
+        """What may be left: only what was flushed, or besides it all names without content."""
+        yield _durable(self.top, all_names=False)
+        yield _durable(self.top, all_names=True)
+
+
+def _durable(node: Node, *, all_names: bool) -> Node:
+    names = node.names if all_names else node.durable_names
+    left = {name: _durable(child, all_names=all_names) for name, child in names.items()}
+    return Node(node.is_folder, content=node.durable_content, names=left)
+
+
+def write_out(node: Node, path: Path) -> None:
+    if not node.is_folder:
+        path.write_bytes(node.content)
+        return
+    path.mkdir()
+    for name, child in node.names.items():
+        write_out(child, path / name)
+
+
+def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
+    """Three saves; after each of their calls the power fails. What the reader then finds wrong."""
+    root, promised, broken = tmp_path / "disk", 0, []
+    root.mkdir()
+    model = DiskModel(root)
+
+    def lose_power(moment: str) -> None:
+        for kind, state in zip(("least", "names only"), model.states(), strict=True):
+            write_out(state, tmp_path / "after")
+            checkpoint, _ = newest_checkpoint(tmp_path / "after/run/checkpoints")
+            found = checkpoint.step if checkpoint else 0
+            if found < promised:
+                broken.append(f"{kind}: step {found} where {promised} was promised, {moment}")
+            shutil.rmtree(tmp_path / "after")
+
+    def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            result = function(*arguments, **options)
+            if name == "write":  # the caller goes on with its buffer
+                arguments = (arguments[0], bytes(arguments[1])[:result])
+            moments.append((name, result, arguments))
+            return result
+
+        return call
+
+    moments: list[tuple[str, Any, tuple[Any, ...]]] = []
+    for step in (1, 2, 3):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(shutil, "rmtree", rmtree)
+            for name in RECORDED:
+                patch.setattr(os, name, recorded(name, getattr(os, name)))
+            light_save(root / "run/checkpoints", step=step, keep=keep)
+        for number, (name, result, arguments) in enumerate(moments):
+            model.apply(name, result, *arguments)
+            lose_power(f"after call {number} ({name}) of save {step}")
+        moments.clear()
+        promised = step
+        lose_power(f"after save {step}")
+    return broken
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_no_moment_loses_a_promised_step(tmp_path: Path, keep: int) -> None:
+    assert broken_promises(tmp_path, keep=keep) == []
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_every_step_of_the_protocol_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str
+) -> None:
+    name, function = MUTANTS[mutant]
+    monkeypatch.setattr(commit, name, function)
+    assert broken_promises(tmp_path)

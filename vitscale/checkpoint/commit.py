@@ -1,0 +1,208 @@
+"""The commit protocol: how a step becomes a folder that is either whole or not there.
+
+Owns: one save from the first byte to the last fsync, seen from one rank, and retention.
+Leaves out: threads and process groups (`store`), reading (`folders`). Needs no torch, so that a
+process that is killed at every system call starts in a tenth of a second.
+
+    all ranks   .step-N.ATTEMPT.tmp/rank-R.safetensors: write, hash on the way, fsync
+    exchange    size and hash of every rank's file
+    rank 0      manifest.json, fsync; fsync of the folder; read everything back from the disk;
+                rename to step-N; fsync of the parent; remove what retention no longer wants
+    exchange    how it ended
+
+Nothing is removed before the new step is durable and was read back. ATTEMPT is drawn anew for every
+save, so the files of a killed one are never taken for those of another.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vitscale.atomic_files import commit_folder, make_folders, write_new_file
+from vitscale.checkpoint.folders import (
+    MANIFEST,
+    looks_whole,
+    manifest_text,
+    read_checkpoint,
+    step_folder,
+    step_folders,
+    step_of,
+    verify_files,
+)
+from vitscale.errors import UserError
+
+# Own value in, all ranks' values out, in rank order. Raises when a rank is gone.
+Exchange = Callable[[Any], list[Any]]
+Answer = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """One save, as one rank sees it."""
+
+    checkpoints: Path
+    step: int
+    attempt: str
+    """The same on all ranks, and never used before."""
+    rank: int
+    keep: int
+    progress: Mapping[str, Any]
+    description: Mapping[str, Any]
+
+    @property
+    def temporary(self) -> Path:
+        return self.checkpoints / f".step-{self.step:08d}.{self.attempt}.tmp"
+
+    @property
+    def final(self) -> Path:
+        return step_folder(self.checkpoints, self.step)
+
+    @property
+    def file_name(self) -> str:
+        return f"rank-{self.rank:05d}.safetensors"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit:
+    """A step that survives power loss from now on."""
+
+    folder: Path
+    step: int
+    warnings: tuple[str, ...]
+    """What did not go well after the commit: old folders that could not be removed."""
+
+
+def commit_save(save: Save, pieces: Iterable[bytes | memoryview], *, exchange: Exchange) -> Commit:
+    """Write this rank's tensor file and commit the step once all ranks have.
+
+    Every rank exchanges exactly twice, whatever goes wrong on it, so no rank waits for one that
+    gave up. Raises UserError, the same on all ranks, when a disk refuses.
+    """
+    share, defect = _answer_of(save, lambda: _write_share(save, pieces))
+    shares = exchange(share)
+    ending: Answer | None = None
+    if save.rank == 0:
+        ending, own = _answer_of(save, lambda: _finish(save, shares))
+        defect = defect or own
+        if "error" in ending:
+            _remove([save.temporary])
+    endings = exchange(ending)
+    if defect is not None:
+        raise defect
+    if "error" in endings[0]:
+        raise UserError(endings[0]["error"])
+    return Commit(folder=save.final, step=save.step, warnings=tuple(endings[0]["warnings"]))
+
+
+def _answer_of(save: Save, work: Callable[[], Answer]) -> tuple[Answer, Exception | None]:
+    """What to tell the others, and the error of our own logic to raise once they know."""
+    try:
+        return work(), None
+    except UserError as error:
+        return {"error": str(error)}, None
+    except OSError as error:
+        where = error.filename or save.checkpoints
+        return {
+            "error": f"{where}: checkpoint cannot be written ({error.strerror})\n"
+            "  next: free space or set output, then run the same command again; committed "
+            "checkpoints are untouched"
+        }, None
+    except Exception as error:
+        return {"error": f"checkpoint of step {save.step}: {type(error).__name__}: {error}"}, error
+
+
+def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Answer:
+    warnings = []
+    if save.rank == 0:
+        # First, because what a killed save left behind may be what fills the disk.
+        warnings = _remove(_leftovers(save))
+    make_folders(save.checkpoints)
+    save.temporary.mkdir(exist_ok=True)
+    num_bytes, content = write_new_file(save.temporary / save.file_name, pieces)
+    entry = {"bytes": num_bytes, "blake3": content}
+    return {"file": save.file_name, "entry": entry, "warnings": warnings}
+
+
+def _finish(save: Save, shares: list[Answer]) -> Answer:
+    """Rank 0, when all have written: manifest, verification, rename, retention."""
+    for rank, share in enumerate(shares):
+        if "error" in share:
+            raise UserError(
+                share["error"] if len(shares) == 1 else f"rank {rank}: {share['error']}"
+            )
+    files = {share["file"]: share["entry"] for share in shares}
+    assert len(files) == len(shares)
+    text = manifest_text(
+        step=save.step, files=files, progress=save.progress, description=save.description
+    )
+    write_new_file(save.temporary / MANIFEST, [text.encode()])
+    verify_files(save.temporary, files, from_disk=True)
+    if _is_committed(save):
+        _remove([save.temporary])
+    else:
+        _set_aside(save.final)
+        commit_folder(save.temporary, save.final)
+    return {"warnings": [*shares[0]["warnings"], *_prune(save)]}
+
+
+def _is_committed(save: Save) -> bool:
+    """Whether this very step is there and valid: then it stays, since replacing takes a moment
+    in which neither is."""
+    try:
+        read_checkpoint(save.final)
+    except UserError:
+        return False
+    return True
+
+
+def _set_aside(folder: Path) -> Path | None:
+    """Renamed first: a folder killed half-way through removal must not look committed."""
+    if not folder.exists():
+        return None
+    doomed = folder.with_name(f".{folder.name}.old")
+    _remove([doomed])
+    os.rename(folder, doomed)
+    return doomed
+
+
+def _prune(save: Save) -> list[str]:
+    """Keep the committed step and the newest whole ones before it; remove the rest before it.
+
+    Steps after it are left: they are the damaged ones that a resumed run fell back from, and
+    training will write them anew. Counting them would drop the step just committed.
+    """
+    kept = 1
+    try:
+        for folder in step_folders(save.checkpoints):
+            if step_of(folder) >= save.step:
+                continue
+            if kept < save.keep and looks_whole(folder):
+                kept += 1
+            else:
+                _set_aside(folder)
+        return _remove(_leftovers(save))
+    except OSError as error:
+        return [f"{error.filename}: old checkpoint could not be removed ({error.strerror})"]
+
+
+def _leftovers(save: Save) -> list[Path]:
+    """Folders of killed saves and half-removed checkpoints."""
+    return [path for path in save.checkpoints.glob(".step-*") if path != save.temporary]
+
+
+def _remove(folders: Iterable[Path]) -> list[str]:
+    """Remove folders; a sentence for each one that resists."""
+    warnings = []
+    for folder in folders:
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            warnings.append(f"{folder}: could not be removed ({error.strerror})")
+    return warnings

@@ -1,0 +1,191 @@
+"""Checkpoint folders as a reader sees them: names, manifest, verification, the newest valid one.
+
+Owns: the format of manifest.json and what counts as valid. Needs no torch until tensors are read.
+Leaves out: writing (`commit`), ranks (`store`), what the tensors mean (`engine`).
+
+A reader trusts a folder only if its manifest carries its own hash and every file agrees with the
+size and hash it lists. All of it is checked before any tensor file is parsed; nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import blake3
+
+from vitscale.atomic_files import blake3_of_file, json_text, sha256_of_file
+from vitscale.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 2
+# Version 1: SHA-256, and a manifest without a hash of itself.
+HASHES: Mapping[int, tuple[str, Callable[[Path], str]]] = {
+    1: ("sha256", sha256_of_file),
+    2: ("blake3", blake3_of_file),
+}
+STEP_FOLDER = re.compile(r"step-(\d{8,})")
+REMEDY = "use another checkpoint of the run"
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """A committed and verified checkpoint."""
+
+    folder: Path
+    step: int
+    files: tuple[str, ...]
+    progress: dict[str, Any]
+    """Where the run stood: JSON values."""
+    description: dict[str, Any]
+    """What the tensors are: architecture, grid, label map."""
+
+    def tensors(self, *, prefix: str = "") -> dict[str, torch.Tensor]:
+        """All tensors whose name starts with `prefix`, without it, whole, on the CPU."""
+        # Imported late: torch takes seconds, and verification does without.
+        from vitscale.checkpoint.tensors import read_tensors
+
+        return read_tensors([self.folder / name for name in self.files], prefix=prefix)
+
+
+def manifest_text(
+    *,
+    step: int,
+    files: Mapping[str, Mapping[str, Any]],
+    progress: Mapping[str, Any],
+    description: Mapping[str, Any],
+) -> str:
+    """The text of manifest.json. files: name -> {bytes, blake3}."""
+    body = {
+        "format_version": FORMAT_VERSION,
+        "step": step,
+        "files": files,
+        "progress": progress,
+        "description": description,
+    }
+    # As it will be read: keys become strings, tuples lists.
+    body = json.loads(json.dumps(body))
+    return json_text(body | {"manifest_blake3": _hash_of(body)})
+
+
+def _hash_of(body: Mapping[str, Any]) -> str:
+    return blake3.blake3(json_text(body).encode()).hexdigest()
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Verify a checkpoint folder, hashes included. Raises UserError saying what is damaged."""
+    path = folder / MANIFEST
+    try:
+        manifest = read_manifest(path)
+        if STEP_FOLDER.fullmatch(folder.name) and manifest["step"] != step_of(folder):
+            what = f"belongs to step {manifest['step']}, not to this folder"
+            raise UserError(what, where=str(path), next_step=REMEDY)
+        version, files = manifest["format_version"], manifest["files"]
+        verify_files(folder, files, version=version)
+        return Checkpoint(
+            folder=folder,
+            step=int(manifest["step"]),
+            files=tuple(files),
+            progress=manifest["progress"],
+            description=manifest["description"],
+        )
+    except OSError as error:
+        what = f"missing or unreadable ({error.strerror})"
+        raise UserError(what, where=str(error.filename or path), next_step=REMEDY) from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        what = f"not a checkpoint manifest ({type(error).__name__}: {error})"
+        raise UserError(what, where=str(path), next_step=REMEDY) from None
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A manifest that agrees with its own hash. Raises UserError, OSError, ValueError or such."""
+    manifest = json.loads(path.read_text())
+    version = manifest["format_version"]
+    if version not in HASHES:
+        raise UserError(f"format version {version} is unknown", where=str(path))
+    if version > 1 and manifest.pop("manifest_blake3") != _hash_of(manifest):
+        raise UserError("does not match its own hash", where=str(path), next_step=REMEDY)
+    return manifest
+
+
+def verify_files(
+    folder: Path,
+    files: Mapping[str, Mapping[str, Any]],
+    *,
+    version: int = FORMAT_VERSION,
+    from_disk: bool = False,
+) -> None:
+    """Compare sizes and hashes of all files. Raises UserError for the first one that differs."""
+    key, hash_of = HASHES[version]
+    for name, expected in files.items():
+        file = folder / name
+        if Path(name).name != name or not name.endswith(".safetensors"):
+            raise UserError(f"lists {name!r}, which is no file of its own", where=str(folder))
+        found = blake3_of_file(file, from_disk=True) if from_disk else hash_of(file)
+        if file.stat().st_size != expected["bytes"] or found != expected[key]:
+            raise UserError("does not match its hash", where=str(file), next_step=REMEDY)
+
+
+def looks_whole(folder: Path) -> bool:
+    """Whether manifest and sizes agree: the part of verification that reads no tensors."""
+    try:
+        files = read_manifest(folder / MANIFEST)["files"]
+        return all((folder / name).stat().st_size == files[name]["bytes"] for name in files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def step_folders(folder: Path) -> list[Path]:
+    """Committed checkpoint folders, newest step first. Ordered by step, never by clock."""
+    if not folder.is_dir():
+        return []
+    steps = [path for path in folder.iterdir() if STEP_FOLDER.fullmatch(path.name)]
+    return sorted(steps, key=step_of, reverse=True)
+
+
+def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """The newest valid checkpoint, and a sentence for each newer one that is damaged."""
+    complaints: list[str] = []
+    for path in step_folders(folder):
+        try:
+            return read_checkpoint(path), complaints
+        except UserError as error:
+            complaints.append(f"skipping damaged checkpoint: {error}")
+    return None, complaints
+
+
+def resolve_weights(path: str) -> Checkpoint:
+    """The checkpoint that `init=` means: one folder, or the newest valid one of a run folder.
+
+    Raises UserError when there is none.
+    """
+    folder = Path(path)
+    if (folder / MANIFEST).is_file() and STEP_FOLDER.fullmatch(folder.name):
+        return read_checkpoint(folder)
+    checkpoint, complaints = newest_checkpoint(folder / "checkpoints")
+    if checkpoint is not None:
+        return checkpoint
+    what = "holds no valid checkpoint" if folder.is_dir() else "no such run or checkpoint folder"
+    raise UserError(
+        "\n".join([what, *complaints]),
+        where=f"init={path}",
+        allowed="a run folder (runs/NAME) or a checkpoint folder (runs/NAME/checkpoints/step-N)",
+        next_step="run pre-training first, or correct the path",
+    )

@@ -1,0 +1,109 @@
+"""Tensors to and from the bytes of safetensors files.
+
+Owns: the host copy that a save is written from, the names of slices, and putting slices together.
+Leaves out: files and their commit (`commit`), verification (`folders`).
+
+Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, data). It is
+written here because the library wants all bytes at once, which would double the host memory.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+DTYPES = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+SLICE = re.compile(r"(?P<name>.+)@(?P<start>\d+)/(?P<shape>[\dx]*)")
+
+
+def slice_name(name: str, *, start: int, shape: Iterable[int]) -> str:
+    """Name of a one-dimensional piece: elements from `start` of a tensor of `shape`, flattened."""
+    return f"{name}@{start}/{'x'.join(map(str, shape))}"
+
+
+class HostCopy:
+    """One copy of a rank's tensors in host memory, laid out as the data of a tensor file.
+
+    Kept from save to save: fresh memory costs more than the copy (page faults), and copies from a
+    GPU need pinned memory to be fast, which is slow to get.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
+        """Copy tensors of any device. Returns the file's bytes in pieces, valid until next time."""
+        # Widest first, as the library does, so that every tensor is aligned.
+        order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        if self._buffer.numel() != num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
+        header, end = {}, 0
+        with torch.no_grad():
+            for name in order:
+                tensor = tensors[name]
+                start, end = end, end + tensor.nbytes
+                place = self._buffer[start:end].view(tensor.dtype).view(tensor.shape)
+                place.copy_(tensor, non_blocking=True)
+                header[name] = {
+                    "dtype": DTYPES[tensor.dtype],
+                    "shape": list(tensor.shape),
+                    "data_offsets": [start, end],
+                }
+        if self._pinned:
+            torch.cuda.synchronize()
+        return [_header_bytes(header), self._buffer.numpy().data]
+
+
+def _header_bytes(header: Mapping[str, object]) -> bytes:
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_tensors(files: Iterable[Path], *, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Whole tensors by name, without `prefix`; slices from all files are put together."""
+    return whole_tensors(_pieces(files, prefix))
+
+
+def _pieces(files: Iterable[Path], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():
+                if key.startswith(prefix):
+                    yield key.removeprefix(prefix), file.get_tensor(key)
+
+
+def whole_tensors(pieces: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Put the slices among (name, tensor) pairs of all ranks together."""
+    found: dict[str, torch.Tensor] = {}
+    filled: dict[str, int] = {}
+    for key, part in pieces:
+        piece = SLICE.fullmatch(key)
+        if piece is None:
+            found[key] = part
+            continue
+        name, start = piece["name"], int(piece["start"])
+        if name not in found:
+            shape = [int(size) for size in piece["shape"].split("x") if size]
+            found[name], filled[name] = torch.empty(shape, dtype=part.dtype), 0
+        found[name].view(-1)[start : start + part.numel()] = part
+        filled[name] += part.numel()
+    holes = [name for name, count in filled.items() if count != found[name].numel()]
+    assert not holes, f"slices do not cover {holes}"
+    return found
