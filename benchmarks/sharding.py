@@ -57,7 +57,7 @@ except ModuleNotFoundError as error:
 
 Check = Callable[[PhotoFolder, Path], None]
 Run = Callable[[PhotoFolder, Path], float]
-DECODE_SHARD_MIB = 16
+DECODE_SHARD_MIB, ONE_SHARD_MIB = 16, 1 << 20
 
 
 def header(source: PhotoFolder, output: Path) -> float:
@@ -65,11 +65,22 @@ def header(source: PhotoFolder, output: Path) -> float:
 
 
 def decode(source: PhotoFolder, output: Path) -> float:
-    # Small shards: this part of the photographs would fill one or two, and leave a core idle.
-    command = make_shards_command(
-        source.root, output, "images.check=decode", shard_mib=DECODE_SHARD_MIB
-    )
-    return run_command(command)
+    # Small shards, as many for each core as a large corpus has.
+    return _checked(source, output, "decode", shard_mib=DECODE_SHARD_MIB)
+
+
+def decode_one_shard(source: PhotoFolder, output: Path) -> float:
+    """What idle cores do for the one that has the only shard."""
+    return _checked(source, output, "decode", shard_mib=ONE_SHARD_MIB)
+
+
+def strict(source: PhotoFolder, output: Path) -> float:
+    return _checked(source, output, "strict", shard_mib=DECODE_SHARD_MIB)
+
+
+def _checked(source: PhotoFolder, output: Path, check: str, *, shard_mib: int) -> float:
+    option = f"images.check={check}"
+    return run_command(make_shards_command(source.root, output, option, shard_mib=shard_mib))
 
 
 def decoder(source: PhotoFolder, output: Path) -> float:
@@ -94,14 +105,18 @@ CONTENDERS: dict[str, tuple[Run, Check, str]] = {
     "header": (header, check_prepared, "make_shards.py images.check=header, whole command"),
     "decoder": (decoder, check_nothing, f"Pillow decodes from memory, {NUM_CORES} processes"),
     "decode": (decode, check_prepared, "make_shards.py images.check=decode, whole command"),
+    "decode_one": (decode_one_shard, check_prepared, "the same into one shard"),
+    "strict": (strict, check_prepared, "make_shards.py images.check=strict, whole command"),
 }
-OF_PART = ("decoder", "decode")
+OF_PART = ("decoder", "decode", "decode_one", "strict")
 SCALE = ("scaling", "resume")
 # (contender, beside which, goal, moonshot): rate of the first over rate of the second.
 GOALS = (
     ("header", "copy", 0.85, 0.95),
     ("header", "shardwriter", 2.0, 4.0),
     ("decode", "decoder", 0.85, None),
+    ("decode_one", "decoder", 0.85, None),
+    ("strict", "decoder", 0.85, None),
 )
 
 
@@ -170,7 +185,7 @@ def take_turns(
             check(source, output)
             shutil.rmtree(output)
             os.sync()  # what this one left unwritten must not slow the next one
-        if "header" in names or "decode" in names:
+        if any(CONTENDERS[name][1] is check_prepared for name in names):
             seconds.setdefault("start", []).append(start_seconds(source.root, work / "none"))
     return {
         "files": len(source.digests),

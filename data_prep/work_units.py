@@ -24,8 +24,9 @@ HEARTBEAT_S = 5.0
 # A claim on another machine counts as dead when its heartbeat is this old on the file system's own
 # clock; caching of attributes on network file systems stays well below.
 DEAD_AFTER_S = 60.0
-# Waiting for others starts short, since most waits are, and grows.
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.005, 1.0
+# Waiting for others starts short, since most waits are, and grows: nobody sleeps for more than a
+# quarter of the time that it waited for.
+FIRST_WAIT_S, WAIT_GROWTH, LONGEST_WAIT_S = 0.005, 1.25, 1.0
 
 
 class WorkFolder:
@@ -76,7 +77,7 @@ class WorkFolder:
                 if not self.path.exists() and not is_done(waiting[0]):
                     raise given_up(self.path)
                 time.sleep(pause)
-                pause = min(2 * pause, LONGEST_WAIT_S)
+                pause = min(WAIT_GROWTH * pause, LONGEST_WAIT_S)
 
     @contextmanager
     def _claim(self, unit: str) -> Iterator[bool]:
