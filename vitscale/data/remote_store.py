@@ -228,6 +228,7 @@ class RemoteStore:
             pool.shutdown(cancel_futures=True)
 
     def _patiently(self, once: Callable[[float], T], url: Url, *, patience_s: float) -> T:
+        self.connect(url)  # the first time imports a good deal, which is no fault of the storage
         deadline = time.monotonic() + patience_s
         pause_s, tries = FIRST_PAUSE_S, 0
         while True:

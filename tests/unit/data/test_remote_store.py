@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.range_server import served
+from vitscale.data import remote_store
 from vitscale.data.index import place_of, read_manifest
 from vitscale.data.remote_store import (
     Damaged,
@@ -27,6 +28,7 @@ SECRET = "hunter2"
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(remote_store, "FIRST_PAUSE_S", 0.02)
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / "a.bin").write_bytes(bytes(range(256)) * 40)
     return tmp_path / "served"
@@ -145,9 +147,10 @@ def test_a_fault_that_passes_is_not_noticed_but_counted(folder: Path, fault: str
 def test_a_fault_that_stays_ends_in_time_with_one_named_error(folder: Path, fault: str) -> None:
     with served(folder, fault=lambda path, number: fault) as server:
         start = time.monotonic()
-        with pytest.raises(StorageError, match=r"a\.bin: cannot be read .*[3-9] requests"):
-            RemoteStore(patience_s=1.5).read(Url(server.url) / "a.bin", offset=0, num_bytes=9)
+        with pytest.raises(StorageError, match=r"a\.bin: cannot be read .*; \d+ requests"):
+            RemoteStore(patience_s=1.0).read(Url(server.url) / "a.bin", offset=0, num_bytes=9)
         assert time.monotonic() - start < 10
+        assert server.requests["a.bin"] > 1
 
 
 def test_a_server_that_says_nothing_is_given_up(folder: Path) -> None:
@@ -185,3 +188,8 @@ def test_sizes_tell_missing_files_from_failing_servers(folder: Path) -> None:
         server.fault = lambda path, number: "error"
         with pytest.raises(StorageError, match="cannot be read"):
             RemoteStore(patience_s=0.5).sizes(urls)
+
+
+def test_a_range_behind_the_end_of_a_file_is_not_a_short_answer(folder: Path) -> None:
+    with served(folder) as server, pytest.raises(StorageError, match="ends after 10240 bytes"):
+        RemoteStore(patience_s=2.0).read(Url(server.url) / "a.bin", offset=10230, num_bytes=20)
