@@ -33,6 +33,7 @@ def initial_model(run: FinetuneRun, arch: Architecture) -> nn.Module:
     from vitscale.models.foreign_weights import is_weight_file, read_foreign_weights
     from vitscale.models.transfer import transfer_weights
     from vitscale.models.vit import build_vit
+    from vitscale.resuming import starting_weights
 
     model = build_vit(run.model, arch, seed=run.seed)
     if run.init is not None and is_weight_file(run.init):
@@ -51,7 +52,7 @@ def initial_model(run: FinetuneRun, arch: Architecture) -> nn.Module:
         rows, columns = source.description["grid"]
         transfer_weights(
             model,
-            weights=source.tensors(prefix="model."),
+            weights=starting_weights(source, run.init_weights),
             source_grid=(rows, columns),
             target_grid=arch.grid,
             num_prefix_tokens=source.description["num_prefix_tokens"],
@@ -97,11 +98,10 @@ def train(run: FinetuneRun) -> None:
                 t.engine.step()
                 t.meter.add_loss(loss)
             done = step + 1
-            t.progress.advance(done)
-            stopping = False
+            t.end_step(done)
+            stopping = t.stop.agreed() and not t.is_last(done)
             if t.log_due(done):
                 t.log_interval(done, lr=lr)
-                stopping = t.stop.agreed() and not t.is_last(done)
             if t.evaluation_due(done):
                 t.log_evaluation(done)
                 if t.is_last(done) and t.val_index is not None:
@@ -114,6 +114,8 @@ def train(run: FinetuneRun) -> None:
                             folder=t.folder,
                         )
                     )
+            if t.comparison_due(done):
+                t.compare_weights(done)
             # Saved last: a checkpoint says that everything up to its step was logged.
             if t.checkpoint_due(done) or stopping:
                 t.save(done)

@@ -50,13 +50,14 @@ def train(run: PretrainRun) -> None:
                 t.engine.step()
                 t.meter.add_loss(loss)
             done = step + 1
-            t.progress.advance(done)
-            stopping = False
+            t.end_step(done)
+            stopping = t.stop.agreed() and not t.is_last(done)
             if t.log_due(done):
                 t.log_interval(done, lr=lr)
-                stopping = t.stop.agreed() and not t.is_last(done)
             if t.evaluation_due(done):
                 t.log_evaluation(done)
+            if t.comparison_due(done):
+                t.compare_weights(done)
             # Saved last: a checkpoint says that everything up to its step was logged.
             if t.checkpoint_due(done) or stopping:
                 t.save(done)

@@ -1,31 +1,48 @@
 """What a checkpoint says of its run, and whether a run may go on from it.
 
-Owns: the description that is compared, and putting the saved state back.
+Owns: the description that is compared, the record of everything else, and putting saved state back.
 Leaves out: files (`checkpoint`), state by name (`engine`).
 """
 
 from __future__ import annotations
 
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
+
+import torch
 
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed import Ranks, agree_no_error
 from vitscale.engine.engine import Engine
 from vitscale.errors import UserError
+from vitscale.health import SpikeWatch
 from vitscale.models.settings import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.speed import IntervalMeter
+from vitscale.tracking.run_facts import flatten_params, git_commit
+
+RECORD = "record"
+# What checkpoints mean that were written before these were described.
+EARLIER = {"ema": None, "layer_decay": 1.0, "weight_decay_mode": "coupled"}
+RECORDED_PACKAGES = ("torch", "deepspeed", "timm", "numpy", "vitscale")
+CHANGES_SHOWN = 20
 
 
 def describe(run: TrainingRun, arch: Architecture, data: TrainingSet) -> dict[str, Any]:
     """What a checkpoint must agree with to be resumed, and what transfer needs to know."""
+    optim = run.optim
     return {
         "stage": run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
         "architecture": arch.description(),
         "grid": list(arch.grid),
         "num_prefix_tokens": arch.num_prefix_tokens,
-        "optimizer": run.optim.name,
+        "optimizer": optim.name,
+        "layer_decay": optim.layer_decay,
+        "weight_decay_mode": optim.weight_decay_mode,
+        "ema": None if optim.ema is None else optim.ema.model_dump(mode="json"),
         "data_fingerprint": data.fingerprint,
         "label_map_sha256": data.label_map_sha256,
         "global_batch": run.data.global_batch,
@@ -33,9 +50,48 @@ def describe(run: TrainingRun, arch: Architecture, data: TrainingSet) -> dict[st
     }
 
 
+def record(run: TrainingRun, ranks: Ranks, *, dtype: torch.dtype) -> dict[str, str]:
+    """Everything else that can change what a run computes, as text. Secrets are left out."""
+    facts = {f"config {key}": text for key, text in flatten_params(run.model_dump()).items()}
+    facts["number of ranks"] = str(ranks.world_size)
+    facts["device"] = ranks.device.type
+    if ranks.device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name(ranks.device)
+    facts["precision"] = str(dtype).removeprefix("torch.")
+    facts["threads per rank"] = str(torch.get_num_threads())
+    facts["python"] = platform.python_version()
+    facts |= {name: _version(name) for name in RECORDED_PACKAGES}
+    facts["git commit"] = (git_commit() if ranks.is_first else None) or "unknown"
+    return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, str]) -> Iterator[str]:
+    """A line for each recorded fact that is another now; such changes are said, not refused."""
+    before = saved.get(RECORD)
+    if not isinstance(before, Mapping):
+        return
+    rows = [
+        f"    {key.removeprefix('config ')}: {before.get(key, 'not set')} -> "
+        f"{now.get(key, 'not set')}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    if rows:
+        more = [f"    ... {len(rows) - CHANGES_SHOWN} more"] if len(rows) > CHANGES_SHOWN else []
+        yield "\n".join(["changed since the checkpoint:", *rows[:CHANGES_SHOWN], *more])
+
+
 def check_resumable(
     run: TrainingRun, checkpoint: Checkpoint | None, description: dict[str, Any], plan: TrainingPlan
 ) -> None:
+    """Raise UserError when going on from this checkpoint would not continue its run."""
     if checkpoint is None:
         return
     where = str(checkpoint.folder)
@@ -43,10 +99,11 @@ def check_resumable(
     if run.checkpoint.resume == "never":
         what = f"the run folder holds a checkpoint of step {checkpoint.step}"
         raise UserError(what, where=where, next_step=f"set checkpoint.resume=auto, or {another}")
+    saved = EARLIER | checkpoint.description
     changed = [
-        f"    {key}: checkpoint {checkpoint.description.get(key)!r}, now {value!r}"
+        f"    {key}: checkpoint {saved.get(key)!r}, now {value!r}"
         for key, value in description.items()
-        if checkpoint.description.get(key) != value
+        if key != RECORD and saved.get(key) != value
     ]
     if changed:
         table = "\n".join(changed)
@@ -57,7 +114,18 @@ def check_resumable(
         raise UserError(what, where=where, next_step=f"raise schedule.steps, or {another}")
 
 
-def restore(engine: Engine, meter: IntervalMeter, checkpoint: Checkpoint, ranks: Ranks) -> None:
+def restore(
+    engine: Engine,
+    meter: IntervalMeter,
+    spikes: SpikeWatch,
+    *,
+    checkpoint: Checkpoint,
+    ranks: Ranks,
+) -> None:
+    """Put back everything that the next step depends on. Collective.
+
+    Raises UserError, on all ranks, when the files of a verified checkpoint cannot be read.
+    """
     error = None
     try:
         tensors = checkpoint.tensors()
@@ -67,3 +135,23 @@ def restore(engine: Engine, meter: IntervalMeter, checkpoint: Checkpoint, ranks:
     progress = checkpoint.progress
     engine.import_state(tensors, optimizer_steps=progress["optimizer_steps"])
     meter.load_state(progress["interval"], rank=ranks.rank, world_size=ranks.world_size)
+    if "engine" in progress:  # not in checkpoints written before these counts existed
+        engine.import_counters(progress["engine"])
+        spikes.load_state(progress["spikes"])
+
+
+def starting_weights(checkpoint: Checkpoint, choice: str) -> dict[str, torch.Tensor]:
+    """The weights a transfer starts from: `model`, `ema` or `auto`, the average if there is one.
+
+    Raises UserError when the average is asked for and not there.
+    """
+    has_average = checkpoint.description.get("ema") is not None
+    if choice == "ema" and not has_average:
+        raise UserError(
+            "this checkpoint holds no average of the weights",
+            where=str(checkpoint.folder),
+            allowed="init_weights: auto, model",
+            next_step="set init_weights=auto, or train with optim.ema",
+        )
+    average = has_average and choice != "model"
+    return checkpoint.tensors(prefix="ema." if average else "model.")

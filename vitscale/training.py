@@ -27,16 +27,30 @@ from vitscale.distributed import (
     StopRequest,
     process_group,
 )
-from vitscale.engine.engine import Engine, deepspeed_config, resolve_precision
+from vitscale.engine.engine import (
+    Engine,
+    deepspeed_config,
+    resolve_compile,
+    resolve_precision,
+)
 from vitscale.errors import UserError
+from vitscale.health import SpikeWatch
+from vitscale.heartbeat import Heartbeat
 from vitscale.models.costs import num_parameters
 from vitscale.models.layers import layers_above
 from vitscale.models.settings import Architecture, architecture
-from vitscale.models.vit import checkpoint_activations, decayed
+from vitscale.models.vit import checkpoint_activations, compile_blocks, decayed
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
-from vitscale.resuming import check_resumable, describe, restore
+from vitscale.resuming import (
+    RECORD,
+    changes,
+    check_resumable,
+    describe,
+    record,
+    restore,
+)
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
-from vitscale.speed import IntervalMeter
+from vitscale.speed import IntervalMeter, matmul_flops, peak_flops, profiled
 from vitscale.tracking.console import ProgressLine
 from vitscale.tracking.tracker import Tracker
 from vitscale.training_loop import Training
@@ -64,8 +78,10 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
                 device=settings.device,
                 timeout_min=settings.timeout_min,
                 num_threads=settings.num_threads,
+                meeting_timeout_min=settings.meeting_timeout_min,
             )
         )
+        heartbeat = stack.enter_context(Heartbeat(ranks, timeout_min=settings.timeout_min))
         data, val_index = _read_data(run)
         arch = _architecture_for(run, data)
         plan = training_plan(run, world_size=ranks.world_size, num_samples=data.num_samples)
@@ -76,9 +92,10 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
         checkpoint, complaints = store.newest()
         check_resumable(run, checkpoint, description, plan)
         engine = _build_engine(run, plan, ranks, arch, initial_model(arch))
-        meter = IntervalMeter(ranks.device)
+        facts = record(run, ranks, dtype=engine.dtype)
+        meter, spikes = IntervalMeter(ranks.device), SpikeWatch()
         if checkpoint is not None:
-            restore(engine, meter, checkpoint, ranks)
+            restore(engine, meter, spikes, checkpoint=checkpoint, ranks=ranks)
         start_step = checkpoint.step if checkpoint else 0
         if ranks.is_first:
             write_text(folder / "config.yaml", run_to_yaml(run))
@@ -91,6 +108,8 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
                 is_writer=ranks.is_first,
             )
         )
+        if checkpoint is not None:
+            complaints += changes(checkpoint.description, facts)
         for line in [*complaints, *_opening_lines(run, plan, arch, engine, start_step)]:
             progress.message(line)
         tracker = stack.enter_context(_open_tracker(run, ranks, progress, start_step))
@@ -113,6 +132,7 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
             folder=folder,
             plan=plan,
             arch=arch,
+            data=data,
             val_index=val_index,
             engine=engine,
             store=store,
@@ -122,12 +142,31 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
             stop=stop,
             batches=stack.enter_context(open_loader(loader)),
             start_step=start_step,
-            description=description,
+            description=description | {RECORD: facts},
             unreadable=[],
+            spikes=spikes,
+            heartbeat=heartbeat,
+            rates=_rates(ranks),
+            profile=stack.enter_context(
+                profiled(
+                    folder / "profile.json" if ranks.is_first else None,
+                    steps=settings.profile_steps,
+                )
+            ),
+            skipped_told=engine.health().skipped,
         )
         yield training
         training.finish_save()
         progress.message(f"done: {folder} at step {plan.total_steps}")
+
+
+def _rates(ranks: Ranks) -> dict[str, float]:
+    """FLOP/s to compare with, where they are known: `perf/mfu` is a share of the datasheet's."""
+    rates = {
+        "perf/mfu": peak_flops(ranks.device),
+        "perf/mfu_of_matmul": matmul_flops(ranks.device),
+    }
+    return {name: rate for name, rate in rates.items() if rate is not None}
 
 
 def _read_data(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
@@ -156,6 +195,9 @@ def _build_engine(
     dtype = resolve_precision(run.engine, ranks.device)
     if run.engine.activation_checkpointing:
         checkpoint_activations(model)
+    compiled = resolve_compile(run.engine, ranks.device)
+    if compiled:
+        compile_blocks(model)
     model.to(ranks.device)
     groups = optimizer_groups(
         model.named_parameters(),
@@ -181,6 +223,8 @@ def _build_engine(
         dtype=dtype,
         mean=run.data.mean,
         std=run.data.std,
+        ema=run.optim.ema,
+        compile_input=compiled,
     )
 
 

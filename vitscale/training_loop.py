@@ -8,7 +8,7 @@ opening (`training`).
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,14 +22,18 @@ from vitscale.data.loader import Batch, evaluation_batches
 from vitscale.data.mixing import mix_batch
 from vitscale.data.remote_store import remote_figures
 from vitscale.data.samples import Unreadable
+from vitscale.data.training_set import TrainingSet
 from vitscale.distributed import Ranks, StopRequest, gather_objects, sum_over_ranks
 from vitscale.engine.engine import Engine
+from vitscale.engine.guard import Health
 from vitscale.errors import UserError
 from vitscale.evaluation import evaluate
+from vitscale.health import SpikeWatch, positions_of_step, sample_names
+from vitscale.heartbeat import Heartbeat
 from vitscale.models.costs import train_flops_per_image
 from vitscale.models.settings import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun
-from vitscale.speed import IntervalMeter, peak_flops
+from vitscale.speed import IntervalMeter, peak_memory_gib
 from vitscale.tracking.console import ProgressLine
 from vitscale.tracking.tracker import Tracker
 
@@ -45,6 +49,7 @@ class Training:
     folder: Path
     plan: TrainingPlan
     arch: Architecture
+    data: TrainingSet
     val_index: SplitIndex | None
     engine: Engine
     store: CheckpointStore
@@ -57,6 +62,13 @@ class Training:
     description: dict[str, Any]
     unreadable: list[Unreadable]
     """On this rank, since the start."""
+    spikes: SpikeWatch
+    heartbeat: Heartbeat
+    rates: dict[str, float]
+    """FLOP/s of one device that the loop is held against, by the metric that says so."""
+    profile: Callable[[], None]
+    skipped_told: int = 0
+    """Updates left out that are in the log already."""
     unreadable_told: int = 0
     """How many of all ranks were in the log already."""
     num_batches: int = 0
@@ -65,7 +77,9 @@ class Training:
     def next_batch(self) -> Batch:
         """The next micro-batch of this rank, on the device."""
         start = time.perf_counter()
+        self.heartbeat.mark("waiting for data")
         batch = next(self.batches)
+        self.heartbeat.mark("training")
         self.unreadable.extend(batch.unreadable)
         self.meter.add_images(len(batch.labels), wait_s=time.perf_counter() - start)
         on_device = batch.to(self.ranks.device)
@@ -96,6 +110,26 @@ class Training:
         due = (every is not None and step % every == 0) or self.is_last(step)
         return due and self.val_index is not None
 
+    def end_step(self, step: int) -> None:
+        """After every step: the live line, and the trace where one is wanted."""
+        self.progress.advance(step)
+        self.profile()
+
+    def comparison_due(self, step: int) -> bool:
+        every = self.run.engine.compare_weights_every_steps
+        return every is not None and self.ranks.world_size > 1 and step % every == 0
+
+    def compare_weights(self, step: int) -> None:
+        """Raise UserError when the ranks no longer hold the same weights."""
+        found = self.engine.disagreement()
+        if found is not None:
+            raise UserError(
+                f"the weights of the ranks have come apart by step {step}: {found}",
+                where="engine.compare_weights_every_steps",
+                next_step="look for a faulty GPU or node, leave it out, and run the same command "
+                "again; to be safe remove checkpoints younger than the last good comparison",
+            )
+
     def checkpoint_due(self, step: int) -> bool:
         return step % self.run.checkpoint.every_steps == 0 or self.is_last(step)
 
@@ -105,19 +139,49 @@ class Training:
         figures = self.meter.read()
         loss, speed = figures["train/loss"], figures["perf/images_per_s"]
         figures |= {"train/lr": lr, "train/grad_norm": self.engine.gradient_norm()}
-        peak = peak_flops(self.ranks.device)
-        if peak is not None:
-            flops = train_flops_per_image(self.arch) * speed / self.ranks.world_size
-            figures["perf/mfu"] = flops / peak
+        health = self.engine.health()
+        spike = self.spikes.look(loss)
+        figures["train/skipped_steps"] = float(health.skipped)
+        figures["train/loss_spikes"] = float(self.spikes.num_spikes)
+        figures["perf/memory_gib"] = peak_memory_gib(self.ranks.device)
+        flops = train_flops_per_image(self.arch) * speed / self.ranks.world_size
+        if (scale := self.engine.loss_scale) is not None:
+            figures["train/loss_scale"] = scale
+        for name, rate in self.rates.items():
+            figures[name] = flops / rate
         figures |= _storage_figures()
         self._tell(self.store.told())
         self.tracker.log(figures, step=step)
         wait = figures["perf/data_wait"]
         self.progress.update(step, loss=loss, lr=lr, images_per_s=speed, data_wait=wait)
-        if loss != loss or abs(loss) == float("inf"):
+        if spike is not None:
+            self.progress.message(f"step {step}: {spike}")
+        self._check_skipped(health)
+
+    def _check_skipped(self, health: Health) -> None:
+        """Name the updates that were left out; too many in a row end the run."""
+        if health.skipped == self.skipped_told or health.last_step is None:
+            return
+        num_new, self.skipped_told = health.skipped - self.skipped_told, health.skipped
+        gathered = gather_objects(health.bad_micro_steps)
+        ranks = {rank: numbers for rank, numbers in enumerate(gathered) if numbers}
+        cause = "the loss" if ranks else "the gradient"
+        where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+        positions = positions_of_step(self.plan, step=health.last_step, micro_steps=ranks)
+        names = sample_names(self.data, positions)
+        self.progress.message(
+            f"{num_new} updates left out, {health.skipped} since the start, the last at step "
+            f"{health.last_step}: {cause} was not finite{where}; samples {names}"
+        )
+        scale = self.engine.loss_scale
+        if scale is not None and scale > 1:  # fp16 finds its scale by overflowing
+            return
+        if health.consecutive >= self.run.engine.max_skipped_steps:
             raise UserError(
-                f"the loss is {loss} in the log interval that ends at step {step}",
-                where=str(self.folder),
+                f"{health.consecutive} updates in a row were left out, the last at step "
+                f"{health.last_step}: {cause} was not finite{where}\n"
+                f"    samples of that step: {names}",
+                where="engine.max_skipped_steps",
                 next_step="lower optim.lr, lengthen schedule.warmup_steps or set "
                 "optim.clip_norm=1; the checkpoint before these steps is kept",
             )
@@ -144,6 +208,14 @@ class Training:
             )
 
     def log_evaluation(self, step: int) -> None:
+        """Evaluate the weights, and their average where one is kept: `val/ema_top1`."""
+        self.heartbeat.mark("evaluating")
+        self._evaluate(step, prefix="val/")
+        if self.run.optim.ema is not None:
+            with self.engine.averaged():
+                self._evaluate(step, prefix="val/ema_")
+
+    def _evaluate(self, step: int, *, prefix: str) -> None:
         assert self.val_index is not None
         batches = evaluation_batches(
             self.val_index,
@@ -154,15 +226,19 @@ class Training:
             micro_batch=self.run.engine.max_micro_batch,
             pin_memory=self.ranks.device.type == "cuda",
         )
-        figures = evaluate(self.engine, batches, num_samples=self.val_index.num_samples)
+        figures = evaluate(
+            self.engine, batches, num_samples=self.val_index.num_samples, prefix=prefix
+        )
         self.tracker.log(figures, step=step)
         self.progress.message(
-            f"step {step}: val/top1 {figures['val/top1']:.4f} on {self.val_index.num_samples} "
-            f"images of {self.run.data.val_split!r}, val/loss {figures['val/loss']:.4f}"
+            f"step {step}: {prefix}top1 {figures[f'{prefix}top1']:.4f} on "
+            f"{self.val_index.num_samples} images of {self.run.data.val_split!r}, "
+            f"{prefix}loss {figures[f'{prefix}loss']:.4f}"
         )
 
     def save(self, step: int) -> None:
         """Take a checkpoint of everything that the next step depends on; committed meanwhile."""
+        self.heartbeat.mark("saving")
         self.finish_save()
         self.store.save(
             self.engine.export_state(),
@@ -171,6 +247,8 @@ class Training:
                 "samples_seen": step * self.plan.global_batch,
                 "optimizer_steps": self.engine.optimizer_steps(),
                 "interval": self.meter.state(),
+                "engine": self.engine.export_counters(),
+                "spikes": self.spikes.state(),
             },
             description=self.description,
         )

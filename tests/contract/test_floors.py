@@ -12,6 +12,7 @@ FLOORS = {
     "vitscale.atomic_files": 0,
     "vitscale.config": 0,
     "vitscale.distributed": 0,
+    "vitscale.heartbeat": 0,
     # 1 parts
     "vitscale.data": 1,
     "vitscale.models": 1,
@@ -28,6 +29,7 @@ FLOORS = {
     "vitscale.training": 2,
     "vitscale.training_loop": 2,
     "vitscale.resuming": 2,
+    "vitscale.health": 2,
     # 3 stage parts
     **dict.fromkeys(STAGES, 3),
 }
@@ -41,6 +43,7 @@ SCRIPTS = {
     "finetune.main",
     "launch.compare",
     "launch.demo",
+    "launch.flops",
     "launch.local",
     "launch.slurm",
 }
@@ -48,14 +51,19 @@ SCRIPTS = {
 NEIGHBOURS = {
     ("vitscale.config", "vitscale.errors"),
     ("vitscale.distributed", "vitscale.errors"),
+    ("vitscale.heartbeat", "vitscale.distributed"),
     ("vitscale.engine", "vitscale.optim"),  # the engine steps the optimiser it is given
     ("vitscale.engine", "vitscale.checkpoint"),  # the engine names its slices
     ("vitscale.training", "vitscale.runs"),
+    ("vitscale.training", "vitscale.health"),
     ("vitscale.training", "vitscale.resuming"),
     ("vitscale.training", "vitscale.training_loop"),
     ("vitscale.training_loop", "vitscale.evaluation"),  # both loops evaluate on the way
     ("vitscale.training_loop", "vitscale.runs"),
+    ("vitscale.training_loop", "vitscale.health"),
+    ("vitscale.resuming", "vitscale.health"),
     ("vitscale.resuming", "vitscale.runs"),
+    ("vitscale.health", "vitscale.runs"),
 }
 MODULES = sorted(module_files())
 

@@ -27,7 +27,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 def num_unequal(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
     """Elements of which one is not the other in its own type, int64 scalar."""
     ours, theirs = ours.detach().flatten(), theirs.detach().flatten()
-    return (ours != theirs.to(ours.dtype)).sum(dtype=torch.int64)
+    return (ours != theirs.to(ours.device, ours.dtype)).sum(dtype=torch.int64)
 
 
 def disagreement(names: Sequence[str], rows: Sequence[Sequence[int]]) -> str | None:

@@ -1,8 +1,9 @@
 """The training engine. The only owner of deepspeed.
 
-Owns: the generated DeepSpeed configuration, forward/backward/step, learning rates, and the state
-of model and optimiser as fp32 tensors by name, whatever the ZeRO stage and number of ranks.
-Leaves out: files (`checkpoint`), schedules, losses.
+Owns: forward/backward/step, learning rates, the average of the weights, and the state of model and
+optimiser as fp32 tensors by name, whatever the ZeRO stage and number of ranks.
+Leaves out: the generated configuration (`configuration`), which gradients reach the optimiser
+(`guard`), files (`checkpoint`), schedules, losses.
 
 Names of whole tensors are what makes a checkpoint independent of its layout: each rank saves the
 pieces it owns, named by what they are pieces of, and restores its own from the whole.
@@ -12,11 +13,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.utils import is_invalid_grad_norm
+from deepspeed.runtime.zero import stage_1_and_2
 from deepspeed.utils import (
     logger as deepspeed_logger,
 )
@@ -31,92 +36,37 @@ from deepspeed.utils import (
 from torch import nn
 
 from vitscale.checkpoint.tensors import slice_name
-from vitscale.distributed import Ranks
-from vitscale.engine.settings import EngineSettings
-from vitscale.errors import UserError, nearest
+from vitscale.distributed import Ranks, gather_objects
+from vitscale.engine.agreement import checksum, disagreement, num_unequal
+from vitscale.engine.configuration import deepspeed_config as deepspeed_config
+from vitscale.engine.configuration import resolve_compile as resolve_compile
+from vitscale.engine.configuration import resolve_precision as resolve_precision
+from vitscale.engine.guard import Health, UpdateGuard
 from vitscale.optim.optimizer import STATE_NAMES
+from vitscale.optim.settings import EmaSettings
 
-KNOWN_RAW_KEYS = (
-    "bf16 comms_logger communication_data_type compile data_types dump_state flops_profiler fp16 "
-    "gradient_clipping memory_breakdown prescale_gradients seq_parallel_communication_data_type "
-    "sparse_gradients steps_per_print torch_autocast wall_clock_breakdown zero_optimization "
-    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
-).split()
-OWNED_RAW_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+AVERAGE = "ema"
+# The state of DeepSpeed's dynamic loss scale.
+LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def resolve_precision(settings: EngineSettings, device: torch.device) -> torch.dtype:
-    """The dtype of the forward pass. bf16 only where the device has it."""
-    wanted = settings.precision
-    if wanted == "auto":
-        wanted = "bf16" if device.type == "cuda" else "fp32"
-    if wanted == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
-        raise UserError(
-            f"bf16 is not supported by {torch.cuda.get_device_name(device)}",
-            where="engine.precision",
-            next_step="set engine.precision=fp32",
-        )
-    return {"bf16": torch.bfloat16, "fp32": torch.float32}[wanted]
+def _trust_guard(*, own_check: bool) -> None:
+    """Let DeepSpeed's optimisers ask the host whether a norm is finite only where they must.
 
-
-def deepspeed_config(
-    settings: EngineSettings,
-    *,
-    micro_batch: int,
-    accumulation: int,
-    world_size: int,
-    clip_norm: float | None,
-    dtype: torch.dtype,
-    raw: Mapping[str, Any],
-) -> dict[str, Any]:
-    """The DeepSpeed dict of a run, with raw keys merged over it.
-
-    Settings whose defaults changed between releases (clipping, overflow check) or defeat overlap
-    (bucket, overlap_comm) are always given. Raises UserError for unknown raw keys, which DeepSpeed
-    itself would ignore, and for those that the plan owns.
+    They ask at every step and in every parameter group, which stops a GPU each time; the guard
+    decides on the device instead. fp16 needs the answer on the host, for the loss scale.
     """
-    for key in raw:
-        if key in OWNED_RAW_KEYS:
-            what = "is derived from data.global_batch; it cannot be set here"
-            raise UserError(what, where=f"deepspeed.{key}", next_step="set data.global_batch")
-        if key not in KNOWN_RAW_KEYS:
-            close = nearest(key, KNOWN_RAW_KEYS)
-            hint = f"did you mean {close!r}?" if close else "see DeepSpeed's configuration page"
-            raise UserError("unknown DeepSpeed key", where=f"deepspeed.{key}", next_step=hint)
-    config: dict[str, Any] = {
-        "train_batch_size": micro_batch * accumulation * world_size,
-        "train_micro_batch_size_per_gpu": micro_batch,
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": clip_norm or 0.0,
-        "steps_per_print": 10**9,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": settings.zero_stage,
-            "overlap_comm": settings.overlap_comm and torch.cuda.is_available(),
-            "reduce_bucket_size": settings.reduce_bucket_elements,
-            "allgather_bucket_size": settings.reduce_bucket_elements,
-        },
-    }
-    if dtype == torch.bfloat16 and settings.zero_stage == 0:
-        # DeepSpeed has no stage 0 with fp32 accumulation beside bf16 weights. Autocast over fp32
-        # weights is that: bf16 products, fp32 master weights.
-        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    elif dtype == torch.bfloat16:
-        config["bf16"] = {"enabled": True, "check_grad_overflow": False}
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    return _merged(config, raw)
+    for module in (bf16_optimizer, stage_1_and_2):
+        module.is_invalid_grad_norm = is_invalid_grad_norm if own_check else lambda norm: False
 
 
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
-        merged[key] = _merged(merged[key], value) if both else value
-    return merged
+def _normalize(
+    images_B3SS: torch.Tensor,
+    shift_3HW: torch.Tensor,
+    scale_3HW: torch.Tensor,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return torch.addcmul(shift_3HW, images_B3SS.float(), scale_3HW).to(dtype)
 
 
 class Engine:
@@ -133,23 +83,48 @@ class Engine:
         dtype: torch.dtype,
         mean: tuple[float, float, float],
         std: tuple[float, float, float],
+        ema: EmaSettings | None = None,
+        compile_input: bool = False,
     ) -> None:
+        """config: of `deepspeed_config`; its clipping is done here, at every stage alike.
+
+        ema: keep an exponential average of the weights, in fp32, sharded like the optimiser's
+        states; None: none. compile_input: normalise pixels in one compiled kernel.
+        """
         deepspeed_logger.setLevel(logging.WARNING)
         # DeepSpeed's CPU collectives through shared memory are compiled at first use, spin on the
         # cores that train, and meet leftovers of a killed run under the same name. gloo does not.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.ranks, self.dtype = ranks, dtype
-        self._state_names = STATE_NAMES[optimizer_name]
+        self._state_names = STATE_NAMES[optimizer_name] + ((AVERAGE,) if ema else ())
         self._stage = int(config["zero_optimization"]["stage"])
+        self._accumulation = int(config["gradient_accumulation_steps"])
+        self._ema, self._num_averaged, self._micro_step = ema, 0, 0
         self._plain_norm: torch.Tensor | None = None
         self._names = [name for name, _ in model.named_parameters()]
         self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False
+            model=model,
+            optimizer=optimizer,
+            config=config | {"gradient_clipping": 0.0},
+            dist_init_required=False,
         )
+        if ranks.world_size == 1 and self._is_plain():
+            # DeepSpeed would copy all gradients into one buffer and back, for nobody to add to.
+            self._engine.enable_backward_allreduce = False
+        _trust_guard(own_check=dtype == torch.float16)
+        self._guard = UpdateGuard(
+            self.base_optimizer,
+            clip_norm=config["gradient_clipping"] or None,
+            norm=self._norm,
+            device=ranks.device,
+        )
+        # Before the first step: it may be left out, and a checkpoint needs the states all the same.
+        self._create_optimizer_state(0)
         # Pixels 0..255 to (x / 255 - mean) / std, as one multiply-add on the device.
         scale = torch.tensor([1 / (255 * s) for s in std], device=ranks.device)
         shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=ranks.device)
         self._scale_3HW, self._shift_3HW = scale.view(3, 1, 1), shift.view(3, 1, 1)
+        self._normalize = torch.compile(_normalize) if compile_input else _normalize
 
     @property
     def base_optimizer(self) -> torch.optim.Optimizer:
@@ -158,21 +133,81 @@ class Engine:
 
     def logits(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """Images [B, 3, S, S] on the device, uint8 or mixed float 0..255 -> logits [B, classes]."""
-        x_B3SS = torch.addcmul(self._shift_3HW, images_B3SS.float(), self._scale_3HW)
-        return self._engine(x_B3SS if self._stage == 0 else x_B3SS.to(self.dtype))
+        # At stage 0 autocast takes fp32 and rounds where it multiplies.
+        dtype = torch.float32 if self._stage == 0 else self.dtype
+        return self._engine(self._normalize(images_B3SS, self._shift_3HW, self._scale_3HW, dtype))
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate gradients; DeepSpeed divides by the number of accumulated micro-batches."""
-        self._engine.backward(loss)
+        self._engine.backward(self._guard.checked(loss, micro_step=self._micro_step))
+        self._micro_step += 1
 
     def step(self) -> None:
-        """Update at the end of an accumulation; does nothing in its middle."""
-        if self._is_plain() and self._engine.is_gradient_accumulation_boundary():
+        """Update at the end of an accumulation; does nothing in its middle.
+
+        Nothing is updated, on any rank, when a loss or gradient of any rank was not finite.
+        """
+        is_update = self._engine.is_gradient_accumulation_boundary()
+        if is_update and self._is_plain():
             # DeepSpeed's wrappers measure the norm; without one nobody does. Gradients are already
             # averaged over ranks here, and not yet clipped.
             gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
             self._plain_norm = torch.nn.utils.get_total_norm(gradients)
         self._engine.step()
+        if is_update:
+            self._guard.finish()
+            self._average_weights()
+
+    def health(self) -> Health:
+        """Updates left out so far. Waits for the device: for log intervals."""
+        return self._guard.health(accumulation=self._accumulation)
+
+    @property
+    def loss_scale(self) -> float | None:
+        """What fp16 multiplies losses with; None in other precisions."""
+        return float(self._engine.optimizer.loss_scale) if self.dtype == torch.float16 else None
+
+    @torch.no_grad()
+    def _average_weights(self) -> None:
+        """One step of the average, also where the update was left out: a function of the step."""
+        if self._ema is None:
+            return
+        self._num_averaged += 1
+        decay = self._ema.decay_at(self._num_averaged)
+        flats = self._flat_parameters()
+        averages = [self.base_optimizer.state[flat][AVERAGE] for flat in flats]
+        torch._foreach_lerp_(averages, flats, 1.0 - decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Weights are their average for the length of the block, which must not train. Exact."""
+        assert self._ema is not None
+        self._swap_average()
+        try:
+            yield
+        finally:
+            self._swap_average()
+
+    @torch.no_grad()
+    def _swap_average(self) -> None:
+        for flat in self._flat_parameters():
+            average = self.base_optimizer.state[flat][AVERAGE]
+            weights = flat.detach().clone()
+            flat.copy_(average)
+            average.copy_(weights)
+        self._publish_weights()
+
+    def _publish_weights(self) -> None:
+        """From the tensors that are updated to those of the forward pass, as after an update."""
+        wrapper = self._engine.optimizer
+        if self._stage == 3:
+            wrapper._partition_all_parameters()
+            for number in range(len(wrapper.fp32_partitioned_groups_flat)):
+                wrapper._reassign_or_swap_out_partitioned_parameters(number)
+            if wrapper.persistent_parameters:
+                wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
+        elif not self._is_plain():
+            wrapper.update_lp_params()
 
     def train(self) -> None:
         self._engine.train()
@@ -187,17 +222,60 @@ class Engine:
 
     def gradient_norm(self) -> float:
         """Global norm before clipping, of the last update."""
-        norm = self._plain_norm if self._is_plain() else self._engine.get_global_grad_norm()
+        norm = self._norm()
         return math.nan if norm is None else float(norm)
+
+    def _norm(self) -> Any:
+        if self._is_plain():
+            return self._plain_norm
+        # The wrapper's: DeepSpeed's engine copies it only after the update.
+        return self._engine.optimizer._global_grad_norm
+
+    # --- agreement of the ranks -----------------------------------------------------------------
+
+    @torch.no_grad()
+    def disagreement(self) -> str | None:
+        """Which ranks hold other weights than the rest, in words; None when all agree.
+
+        Compared are the weights of the forward pass, without ZeRO the optimiser's states too. Under
+        ZeRO each rank also compares the weights it is responsible for with their fp32 originals.
+        A wrong original at its only owner is spread by the next update and stays unseen.
+        """
+        names, sums, own = [], [], []
+        parameter: Any  # DeepSpeed adds attributes
+        for name, parameter in self._parameters():
+            if self._is_plain():
+                for kind in ("model", *self._state_names):
+                    whole = parameter
+                    if kind != "model":
+                        whole = self.base_optimizer.state[parameter][kind]
+                    names.append(f"{kind}.{name}")
+                    sums.append(checksum(whole))
+                continue
+            if self._stage == 3:
+                own.append(num_unequal(parameter.ds_tensor, safe_get_local_fp32_param(parameter)))
+                continue
+            names.append(name)
+            sums.append(checksum(parameter))
+            mapping = parameter._hp_mapping
+            if mapping is not None:
+                own.append(num_unequal(mapping.lp_fragment, mapping.hp_fragment))
+        none = torch.zeros((), dtype=torch.int64, device=self.ranks.device)
+        numbers = torch.stack([*sums, torch.stack([none, *own]).sum()])
+        rows = gather_objects(numbers.tolist())
+        wrong = [str(rank) for rank, row in enumerate(rows) if own and row[-1]]
+        if wrong:
+            return f"rank {', '.join(wrong)} uses weights that differ from their fp32 originals"
+        return disagreement(names, [row[:-1] for row in rows])
 
     # --- state as whole fp32 tensors -------------------------------------------------------------
 
     def export_state(self) -> dict[str, torch.Tensor]:
         """This rank's part of the state, not copied: `model.NAME`, `exp_avg.NAME`, ..., in fp32.
 
-        Under ZeRO a part is the slice that this rank owns, named by `slice_name`; without, rank r
-        gives every tensor i with i mod ranks = r. Nothing travels between ranks. Valid until the
-        next step.
+        `ema.NAME` is the average of the weights. Under ZeRO a part is the slice that this rank
+        owns, named by `slice_name`; without, rank r gives every tensor i with i mod ranks = r.
+        Nothing travels between ranks. Valid until the next step.
         """
         self._link_optimizer_state()
         owned: dict[str, torch.Tensor] = {}
@@ -217,6 +295,26 @@ class Engine:
             int(state["step"]) for state in self.base_optimizer.state.values() if "step" in state
         ]
         return max(steps, default=0)
+
+    def export_counters(self) -> dict[str, Any]:
+        """What is not a tensor, as JSON values; the same on every rank."""
+        counters: dict[str, Any] = {
+            "guard": self._guard.state(),
+            "num_averaged": self._num_averaged,
+        }
+        if self.dtype == torch.float16:
+            scaler = self._engine.optimizer.loss_scaler
+            counters["loss_scaler"] = {name: getattr(scaler, name) for name in LOSS_SCALER}
+        return counters
+
+    def import_counters(self, counters: Mapping[str, Any]) -> None:
+        """Restore what `export_counters` of any layout gave."""
+        self._guard.load_state(counters["guard"])
+        self._num_averaged = counters["num_averaged"]
+        if self.dtype == torch.float16 and "loss_scaler" in counters:
+            for name in LOSS_SCALER:
+                setattr(self._engine.optimizer.loss_scaler, name, counters["loss_scaler"][name])
+        self._micro_step = counters["guard"]["steps"] * self._accumulation
 
     def import_state(self, tensors: Mapping[str, torch.Tensor], *, optimizer_steps: int) -> None:
         """Restore what `export_state` of any layout gave; `tensors` holds all of them, whole."""
@@ -299,6 +397,8 @@ class Engine:
             state: dict[str, torch.Tensor] = {
                 name: torch.zeros_like(flat) for name in self._state_names
             }
+            if AVERAGE in state:
+                state[AVERAGE].copy_(flat.detach())
             if "exp_avg" in state:
                 fused = bool(optimizer.defaults.get("fused"))
                 device = flat.device if fused else torch.device("cpu")

@@ -15,11 +15,11 @@ from vitscale.models.settings import Architecture
 # Bytes per parameter: (weights, gradients, fp32 master weights) as the engine holds them.
 # bf16 keeps an fp32 copy. With fp32 the weights are their own master copy, except that ZeRO
 # clones the part of them that its rank updates.
-STATE_BYTES = {"bf16": (2, 2, 4), "fp32": (4, 4, 0)}
+STATE_BYTES = {"bf16": (2, 2, 4), "fp16": (2, 2, 4), "fp32": (4, 4, 0)}
 ZERO_FP32_CLONE_BYTES = 4
 # fp32 values an optimiser keeps per parameter: Adam and LAMB two moments, SGD one momentum.
 OPTIMIZER_VALUES = {"adamw": 2, "sgd": 1, "lamb": 2}
-ACTIVATION_SCALE = {"bf16": 1, "fp32": 2}
+ACTIVATION_SCALE = {"bf16": 1, "fp16": 1, "fp32": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,7 +104,8 @@ def memory_estimate(
     """
     count = num_parameters(arch)
     weight, gradient, master = STATE_BYTES[precision]
-    if precision == "fp32" and zero_stage >= 1:
+    # One rank does in fp32 without stages 1 and 2, which have nothing to spread.
+    if precision == "fp32" and (zero_stage == 3 or (zero_stage >= 1 and world_size > 1)):
         master = ZERO_FP32_CLONE_BYTES
     states = master + 4 * OPTIMIZER_VALUES[optimizer]
 

@@ -204,3 +204,17 @@ def checkpoint_activations(model: nn.Module) -> None:
     """Recompute the blocks' activations in the backward pass instead of keeping them."""
     assert isinstance(model, VisionTransformer)
     model.set_grad_checkpointing(True)
+
+
+def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> None:
+    """Compile each block in place, when it is first used; names and weights stay as they are.
+
+    Equal blocks share what is compiled. Those with drop path of their own rates do not, and
+    training, evaluation and recomputation each are compiled once: hence the higher limit, beyond
+    which torch would quietly go on uncompiled.
+    """
+    assert isinstance(model, VisionTransformer)
+    dynamo = torch._dynamo.config
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(model.blocks))
+    for block in model.blocks:
+        block.compile(dynamic=False, backend=backend)

@@ -19,6 +19,9 @@ class FinetuneRun(TrainingRun):
     with timm's names. null: random weights."""
     init_grid: tuple[int, int] | None = Field(default=None, strict=False)
     """[rows, columns] of the position embedding in a file; null: told by a square number."""
+    init_weights: Literal["auto", "model", "ema"] = "auto"
+    """Start from the weights themselves (model) or their average (ema). auto: the average where
+    the checkpoint has one."""
     position_embedding: Literal["google", "timm", "deit"] = "google"
     """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
 

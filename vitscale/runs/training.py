@@ -98,8 +98,18 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
         yield ("data.std", f"{data.std} must be positive")
     if run.objective.label_smoothing and run.objective.loss != "softmax":
         yield ("objective.label_smoothing", "has no effect on the sigmoid loss; set it to 0")
-    if engine.precision == "bf16" and engine.device == "cpu":
-        yield ("engine.precision", "bf16 is for GPUs; use fp32 (or auto) with engine.device=cpu")
+    if engine.compile is True and engine.zero_stage == 3:
+        yield ("engine.compile", "ZeRO 3's hooks break blocks apart; use auto, or zero_stage<=2")
+    if engine.precision in ("bf16", "fp16") and engine.device == "cpu":
+        what = f"{engine.precision} is for GPUs"
+        yield ("engine.precision", f"{what}; use fp32 (or auto) with engine.device=cpu")
+    if engine.zero_stage == 0 and engine.precision == "fp16":
+        yield ("engine.precision", "fp16 keeps its loss scale in ZeRO 1 to 3; set zero_stage=1")
+    if engine.zero_stage == 0 and engine.offload_optimizer:
+        what = "ZeRO 0 has no optimiser of DeepSpeed's that could keep its states elsewhere"
+        yield ("engine.offload_optimizer", f"{what}; set engine.zero_stage to 1, 2 or 3")
+    if engine.offload_optimizer and run.optim.name == "lamb":
+        yield ("engine.offload_optimizer", "lamb runs under ZeRO 0 only, which cannot offload")
     if run.tracking.uri is not None:
         try:
             absolute_uri(run.tracking.uri)

@@ -1,0 +1,89 @@
+"""What Vision Transformers cost: parameters, FLOPs per training image, and images per second.
+
+    python launch/flops.py                         all sizes at 224 px
+    python launch/flops.py L/16 H/14 --image-size 224 384 --peak-tflops 989 --mfu 0.5
+
+By formula (`vitscale.models.costs`); nothing is run and torch is not needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+try:
+    from vitscale.errors import UserError, UserErrors, run_script
+    from vitscale.models.costs import num_parameters, train_flops_per_image
+    from vitscale.models.settings import ModelSettings, architecture, model_problems
+except ModuleNotFoundError as error:
+    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    raise SystemExit(2) from None
+
+PRESETS = ("Ti/16", "S/32", "S/16", "B/32", "B/16", "L/32", "L/16", "L/14", "H/14", "g/14")
+HEADINGS = ("model", "px", "tokens", "M parameters", "GFLOPs/image", "images/s")
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Parameters and FLOPs per training image of Vision Transformers, by formula."
+    )
+    parser.add_argument(
+        "presets", nargs="*", metavar="SIZE/PATCH", help=f"such as L/16; default: {PRESETS}"
+    )
+    parser.add_argument("--image-size", nargs="+", type=int, default=[224], metavar="PX")
+    parser.add_argument("--num-classes", type=int, default=1000, metavar="N")
+    parser.add_argument("--pool", choices=("cls", "gap"), default="cls")
+    parser.add_argument(
+        "--peak-tflops",
+        type=float,
+        default=989.0,
+        metavar="T",
+        help="rate that --mfu is a share of; default 989: an H100's or H200's dense bf16 datasheet",
+    )
+    parser.add_argument("--mfu", type=float, default=0.5, metavar="SHARE", help="default 0.5")
+    return parser.parse_args()
+
+
+def models(arguments: argparse.Namespace) -> list[ModelSettings]:
+    """The settings asked for. Raises UserErrors naming every one that cannot be."""
+    asked = [
+        ModelSettings(preset=preset, image_size=size, pool=arguments.pool)
+        for preset in arguments.presets or PRESETS
+        for size in arguments.image_size
+        # Of the default list only what fits; what was named has to.
+        if arguments.presets or size % int(preset.split("/")[1]) == 0
+    ]
+    wrong = [
+        UserError(text, where=f"{model.preset} at {model.image_size} px ({key})")
+        for model in asked
+        for key, text in model_problems(model)
+    ]
+    if wrong:
+        raise UserErrors(wrong)
+    return asked
+
+
+def row(model: ModelSettings, arguments: argparse.Namespace) -> tuple[str, ...]:
+    arch = architecture(model, num_classes=arguments.num_classes)
+    flops = train_flops_per_image(arch)
+    speed = arguments.peak_tflops * 1e12 * arguments.mfu / flops
+    numbers = (f"{num_parameters(arch) / 1e6:,.1f}", f"{flops / 1e9:,.1f}", f"{speed:,.0f}")
+    return (str(model.preset), str(model.image_size), str(arch.num_tokens), *numbers)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if min(*arguments.image_size, arguments.num_classes, arguments.peak_tflops, arguments.mfu) <= 0:
+        raise UserError("sizes, classes, --peak-tflops and --mfu must be above 0")
+    rows = [HEADINGS, *(row(model, arguments) for model in models(arguments))]
+    widths = [max(len(line[column]) for line in rows) for column in range(len(HEADINGS))]
+    for line in rows:
+        print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+    print(
+        f"\nForward and backward pass, two FLOPs a multiply-add, without norms, softmax and GELU. "
+        f"images/s: one device at {arguments.mfu:g} of {arguments.peak_tflops:g} TFLOP/s."
+    )
+
+
+if __name__ == "__main__":
+    run_script(main)

@@ -1,0 +1,81 @@
+"""One rank of one layout of the R3 matrix: trains half-way, saves, and goes on from all the others.
+
+Started by test_elastic_resume.py as `elastic_worker.py FOLDER NUM_LAYOUTS`, once for each number of
+ranks, all at the same time; the layouts meet through files in FOLDER.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+# Beside this file; a script's own folder is on the path.
+from zero_worker import (  # type: ignore[import-not-found]  # see above
+    STEPS,
+    engine_losses,
+    new_engine,
+    whole_state,
+)
+
+from vitscale.distributed import Ranks, agree_no_error, process_group
+from vitscale.errors import run_rank_script
+
+STAGES, HALF, PATIENCE_S = (0, 1, 2, 3), STEPS // 2, 900
+
+
+def save_half(ranks: Ranks, folder: Path, *, stage: int) -> list[float]:
+    """Train to the middle; rank 0 leaves the state under the layout's name."""
+    engine = new_engine(ranks, stage=stage)
+    losses = engine_losses(engine, ranks, start=0, stop=HALF)
+    tensors = whole_state(engine)
+    progress = {
+        "losses": losses,
+        "steps": engine.optimizer_steps(),
+        "counters": engine.export_counters(),
+    }
+    if ranks.is_first:
+        name = f"{ranks.world_size} ranks ZeRO {stage}"
+        save_file({k: v.contiguous() for k, v in tensors.items()}, folder / f"{name}.safetensors")
+        (folder / f"{name}.tmp").write_text(json.dumps(progress))
+        os.rename(folder / f"{name}.tmp", folder / f"{name}.json")
+    return losses
+
+
+def wait_for(folder: Path, num_layouts: int) -> list[Path]:
+    deadline = time.monotonic() + PATIENCE_S
+    while len(found := sorted(folder.glob("* ranks ZeRO *.json"))) < num_layouts:
+        assert time.monotonic() < deadline, f"only {found} came"
+        time.sleep(0.2)
+    return found
+
+
+def main() -> None:
+    folder, num_layouts = Path(sys.argv[1]), int(sys.argv[2])
+    results = {}
+    with process_group(device="cpu", timeout_min=20, num_threads=1) as ranks:
+        for stage in STAGES:
+            save_half(ranks, folder, stage=stage)
+        sources = wait_for(folder, num_layouts)
+        agree_no_error(None)
+        for stage in STAGES:
+            for source in sources:
+                progress = json.loads(source.read_text())
+                engine = new_engine(ranks, stage=stage)
+                tensors: dict[str, torch.Tensor] = load_file(source.with_suffix(".safetensors"))
+                engine.import_state(tensors, optimizer_steps=progress["steps"])
+                engine.import_counters(progress["counters"])
+                losses = engine_losses(engine, ranks, start=HALF, stop=STEPS)
+                target = f"{ranks.world_size} ranks ZeRO {stage}"
+                results[f"{source.stem} to {target}"] = progress["losses"] + losses
+        if ranks.is_first:
+            print("RESULTS " + json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    run_rank_script(main)

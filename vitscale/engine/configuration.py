@@ -1,0 +1,150 @@
+"""What DeepSpeed is told: its configuration, made from ours.
+
+Owns: the precision of a device, the generated dict, and which raw keys may be merged over it.
+Leaves out: everything that runs (`engine`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from vitscale.engine.settings import EngineSettings
+from vitscale.errors import UserError, nearest
+
+KNOWN_RAW_KEYS = (
+    "bf16 comms_logger communication_data_type compile data_types dump_state flops_profiler fp16 "
+    "gradient_clipping memory_breakdown prescale_gradients seq_parallel_communication_data_type "
+    "sparse_gradients steps_per_print torch_autocast wall_clock_breakdown zero_optimization "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+).split()
+OWNED_RAW_KEYS = (
+    "train_batch_size",
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+)
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Doubled after 1000 updates without overflow, halved at the second overflow in a row.
+FP16 = {
+    "enabled": True,
+    "loss_scale": 0,
+    "initial_scale_power": 16,
+    "loss_scale_window": 1000,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+
+
+def resolve_precision(settings: EngineSettings, device: torch.device) -> torch.dtype:
+    """The dtype of the forward pass. bf16 only where the device has it."""
+    wanted = settings.precision
+    if wanted == "auto":
+        wanted = "bf16" if device.type == "cuda" else "fp32"
+    if wanted == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise UserError(
+            f"bf16 is not supported by {torch.cuda.get_device_name(device)}",
+            where="engine.precision",
+            next_step="set engine.precision=fp32",
+        )
+    if wanted == "fp16" and device.type != "cuda":
+        raise UserError(
+            f"fp16 needs a GPU, and this rank runs on {device.type}",
+            where="engine.precision",
+            allowed="auto, fp32",
+            next_step="set engine.precision=auto",
+        )
+    return DTYPES[wanted]
+
+
+def resolve_compile(settings: EngineSettings, device: torch.device) -> bool:
+    """Whether to compile; then also says where compiled code is kept, unless that is said already.
+
+    The cache lies in the user's own folder: what is in it will be run.
+    """
+    wanted = settings.compile
+    if wanted == "auto":
+        wanted = device.type == "cuda" and settings.zero_stage < 3
+    if wanted:
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(home, "vitscale/compiled"))
+    return wanted
+
+
+def deepspeed_config(
+    settings: EngineSettings,
+    *,
+    micro_batch: int,
+    accumulation: int,
+    world_size: int,
+    clip_norm: float | None,
+    dtype: torch.dtype,
+    raw: Mapping[str, Any],
+) -> dict[str, Any]:
+    """The DeepSpeed dict of a run, with raw keys merged over it.
+
+    Settings whose defaults changed between releases (clipping, overflow check) or defeat overlap
+    (bucket, overlap_comm) are always given. Raises UserError for unknown raw keys, which DeepSpeed
+    itself would ignore, and for those that the plan owns.
+    """
+    for key in raw:
+        if key in OWNED_RAW_KEYS:
+            what = "is derived from data.global_batch; it cannot be set here"
+            raise UserError(what, where=f"deepspeed.{key}", next_step="set data.global_batch")
+        if key not in KNOWN_RAW_KEYS:
+            close = nearest(key, KNOWN_RAW_KEYS)
+            hint = f"did you mean {close!r}?" if close else "see DeepSpeed's configuration page"
+            raise UserError("unknown DeepSpeed key", where=f"deepspeed.{key}", next_step=hint)
+    zero = raw.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("compute_grad_norm") is False:
+        raise UserError(
+            "the norm decides on every update: one that is not finite leaves it out",
+            where="deepspeed.zero_optimization.compute_grad_norm",
+            next_step="remove the key",
+        )
+    stage: int = settings.zero_stage
+    if world_size == 1 and dtype == torch.float32 and stage in (1, 2):
+        # Nothing to shard, but DeepSpeed would copy all weights and gradients at every step.
+        stage = 0
+    config: dict[str, Any] = {
+        "train_batch_size": micro_batch * accumulation * world_size,
+        "train_micro_batch_size_per_gpu": micro_batch,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": clip_norm or 0.0,
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": stage,
+            "overlap_comm": settings.overlap_comm and torch.cuda.is_available(),
+            "reduce_bucket_size": settings.reduce_bucket_elements,
+            "allgather_bucket_size": settings.reduce_bucket_elements,
+        },
+    }
+    if dtype == torch.bfloat16 and settings.zero_stage == 0:
+        # DeepSpeed has no stage 0 with fp32 accumulation beside bf16 weights. Autocast over fp32
+        # weights is that: bf16 products, fp32 master weights.
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+    elif dtype == torch.bfloat16:
+        config["bf16"] = {"enabled": True, "check_grad_overflow": False}
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    elif dtype == torch.float16:
+        config["fp16"] = dict(FP16)
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if settings.offload_optimizer:
+        # torch's own optimiser updates on the CPU; DeepSpeed's would have to be compiled.
+        config["zero_force_ds_cpu_optimizer"] = False
+        offload = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
+        config["zero_optimization"]["offload_optimizer"] = offload
+    return _merged(config, raw)
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, Mapping) and isinstance(merged.get(key), Mapping)
+        merged[key] = _merged(merged[key], value) if both else value
+    return merged
