@@ -1,7 +1,7 @@
 """Weights of one model into another of the same trunk.
 
 Owns: which tensors carry over, the new grid of position embeddings, and the report of misfits.
-Leaves out: reading files (`checkpoint`).
+Leaves out: reading files (`checkpoint`; those of others: `foreign_weights`).
 """
 
 from __future__ import annotations
