@@ -1,0 +1,41 @@
+"""One rank has nothing to shard: stages 1 and 2 are then done without, where that is the same."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vitscale.engine.configuration import deepspeed_config
+from vitscale.engine.settings import EngineSettings
+from vitscale.models.costs import memory_estimate
+from vitscale.models.settings import ModelSettings, architecture
+
+
+def stage_of(wanted: int, *, world_size: int, dtype: torch.dtype = torch.float32) -> int:
+    config = deepspeed_config(
+        EngineSettings(zero_stage=wanted),
+        micro_batch=2,
+        accumulation=1,
+        world_size=world_size,
+        clip_norm=1.0,
+        dtype=dtype,
+        raw={},
+    )
+    return config["zero_optimization"]["stage"]
+
+
+def test_one_rank_in_fp32_copies_nothing_for_stages_that_shard_nothing() -> None:
+    assert [stage_of(stage, world_size=1) for stage in (0, 1, 2, 3)] == [0, 0, 0, 3]
+    assert [stage_of(stage, world_size=2) for stage in (0, 1, 2, 3)] == [0, 1, 2, 3]
+    # bf16 weights with fp32 originals are another arithmetic than autocast at stage 0.
+    assert stage_of(1, world_size=1, dtype=torch.bfloat16) == 1
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_estimate_knows_it(stage: int) -> None:
+    arch = architecture(ModelSettings(preset="Ti/16"), num_classes=10)
+    options = {"world_size": 1, "precision": "fp32", "micro_batch": 1}
+    options["activation_checkpointing"] = False
+    assert memory_estimate(arch, zero_stage=stage, **options) == memory_estimate(
+        arch, zero_stage=0, **options
+    )
