@@ -107,7 +107,8 @@ def deepspeed_config(
             next_step="remove the key",
         )
     stage: int = settings.zero_stage
-    if world_size == 1 and dtype == torch.float32 and stage in (1, 2):
+    alone = world_size == 1 and dtype == torch.float32 and stage in (1, 2)
+    if alone and not settings.offload_optimizer and not zero:
         # Nothing to shard, but DeepSpeed would copy all weights and gradients at every step.
         stage = 0
     config: dict[str, Any] = {

@@ -11,9 +11,15 @@ from vitscale.models.costs import memory_estimate
 from vitscale.models.settings import ModelSettings, architecture
 
 
-def stage_of(wanted: int, *, world_size: int, dtype: torch.dtype = torch.float32) -> int:
+def stage_of(
+    wanted: int,
+    *,
+    world_size: int,
+    dtype: torch.dtype = torch.float32,
+    offload_optimizer: bool = False,
+) -> int:
     config = deepspeed_config(
-        EngineSettings(zero_stage=wanted),
+        EngineSettings(zero_stage=wanted, offload_optimizer=offload_optimizer),
         micro_batch=2,
         accumulation=1,
         world_size=world_size,
@@ -27,6 +33,7 @@ def stage_of(wanted: int, *, world_size: int, dtype: torch.dtype = torch.float32
 def test_one_rank_in_fp32_copies_nothing_for_stages_that_shard_nothing() -> None:
     assert [stage_of(stage, world_size=1) for stage in (0, 1, 2, 3)] == [0, 0, 0, 3]
     assert [stage_of(stage, world_size=2) for stage in (0, 1, 2, 3)] == [0, 1, 2, 3]
+    assert stage_of(2, world_size=1, offload_optimizer=True) == 2, "which stage 0 cannot"
     # bf16 weights with fp32 originals are another arithmetic than autocast at stage 0.
     assert stage_of(1, world_size=1, dtype=torch.bfloat16) == 1
 
