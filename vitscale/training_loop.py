@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -226,9 +227,11 @@ class Training:
             micro_batch=self.run.engine.max_micro_batch,
             pin_memory=self.ranks.device.type == "cuda",
         )
-        figures = evaluate(
-            self.engine, batches, num_samples=self.val_index.num_samples, prefix=prefix
-        )
+        # Closed on errors too: workers that are left would be waited for at exit, for ever.
+        with closing(batches):
+            figures = evaluate(
+                self.engine, batches, num_samples=self.val_index.num_samples, prefix=prefix
+            )
         self.tracker.log(figures, step=step)
         self.progress.message(
             f"step {step}: {prefix}top1 {figures[f'{prefix}top1']:.4f} on "

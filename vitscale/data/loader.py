@@ -7,7 +7,7 @@ Leaves out: the order (`order`), single samples (`samples`), normalising (`engin
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
@@ -23,7 +23,7 @@ from vitscale.data.order import rank_batches
 from vitscale.data.samples import EvaluationSamples, TrainingSamples, Unreadable
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet
-from vitscale.errors import UserError
+from vitscale.errors import RankError, UserError
 
 # From a broken connection to an exit code.
 DYING_S = 5.0
@@ -221,7 +221,7 @@ def evaluation_batches(
     world_size: int,
     micro_batch: int,
     pin_memory: bool,
-) -> Iterator[Batch]:
+) -> Generator[Batch, None, None]:
     """Every sample once over all ranks; all ranks get equally many batches (ZeRO-3 needs that).
 
     Missing samples of the last batches are padding with weight 0.
@@ -275,7 +275,10 @@ def _watched(
             # OSError, EOFError: it died in the middle of a message.
             raise _worker_error(batches, error, timeout_s=timeout_s) from None
         if isinstance(batch, UserError):
-            raise batch
+            # Of this rank's samples: the others know nothing of it.
+            raise RankError(
+                batch.what, where=batch.where, allowed=batch.allowed, next_step=batch.next_step
+            )
         yield batch.read(pinned=False) if isinstance(batch, _Filled) else batch
 
 
@@ -287,7 +290,7 @@ def _worker_error(batches: object, error: Exception, *, timeout_s: float) -> Exc
     dead = [worker for worker in workers if not worker.is_alive()]
     if dead:
         codes = ", ".join(f"{worker.name} (pid {worker.pid}): {worker.exitcode}" for worker in dead)
-        return UserError(
+        return RankError(
             f"a loader worker died; exit codes: {codes}",
             where="data.num_workers",
             next_step="-9 is mostly the system's memory killer: lower data.num_workers or ask for "
@@ -298,7 +301,7 @@ def _worker_error(batches: object, error: Exception, *, timeout_s: float) -> Exc
     task = getattr(batches, "_task_info", {}).get(getattr(batches, "_rcvd_idx", None), (None,))
     slow = workers[task[0]] if task[0] is not None else None
     name = f"{slow.name} (pid {slow.pid}, {_state(slow.pid)})" if slow else "a loader worker"
-    return UserError(
+    return RankError(
         f"{name} gave no batch for {timeout_s:g} s",
         where="data.timeout_s",
         next_step="check the storage that the shards lie on; raise data.timeout_s if it is "
