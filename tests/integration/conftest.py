@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from benchmarks.warm_ranks import WarmStarter
+from tests.integration.fault_runs import (
+    FaultRuns,
+    copy_of,
+    fault,
+    micro_step,
+    wait_with_launcher,
+)
 from tests.integration.rank_processes import ROOT
 
 
@@ -28,3 +38,27 @@ def digits_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
         script, *arguments = map(str, command)
         subprocess.run([sys.executable, ROOT / script, *arguments], check=True, cwd=folder)
     return folder / "shards"
+
+
+@pytest.fixture(scope="session")
+def fault_runs(
+    digits_shards: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[FaultRuns]:
+    folder = tmp_path_factory.mktemp("faults")
+    with WarmStarter() as starter:
+        yield FaultRuns(starter, shards=digits_shards, folder=folder)
+
+
+@pytest.fixture(scope="session")
+def killed(fault_runs: FaultRuns) -> Path:
+    """A training killed in step 17, with checkpoints of steps 10 and 15. To be copied."""
+    place = fault_runs.folder / "killed"
+    # Rank 1 dies of itself, rank 0 waits for it: the save of step 15 gets its time.
+    ranks = fault_runs.start(place, faults={1: [fault("backward", micro_step(17), "lag and kill")]})
+    assert wait_with_launcher(ranks)[1] == -signal.SIGKILL
+    return place
+
+
+@pytest.fixture
+def killed_copy(killed: Path, tmp_path: Path) -> Path:
+    return copy_of(killed, tmp_path)
