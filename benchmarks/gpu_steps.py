@@ -10,7 +10,7 @@ learning-rate schedule, and return the loss without waiting for it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -119,6 +119,7 @@ class EngineLoop:
         from vitscale.engine.engine import Engine, deepspeed_config
 
         self.task = task
+        self.before_update: Callable[[], None] = lambda: None
         model = task.initial()
         if settings.activation_checkpointing:
             checkpoint_activations(model)
@@ -151,6 +152,7 @@ class EngineLoop:
         self.engine.set_learning_rate(self.task.rate(number // self.task.accumulation))
         loss = LOSSES["softmax"](self.engine.logits(images_B3SS), labels_B, 0.0)
         self.engine.backward(loss)
+        self.before_update()
         self.engine.step()
         return loss.detach()
 

@@ -95,6 +95,7 @@ def train(run: FinetuneRun) -> None:
                     own_shares_B=batch.own_shares,
                 )
                 t.engine.backward(loss)
+                t.store.wait_copied()
                 t.engine.step()
                 t.meter.add_loss(loss)
             done = step + 1

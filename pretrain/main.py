@@ -47,6 +47,7 @@ def train(run: PretrainRun) -> None:
                 seed_step(run.seed, step=step, micro_step=micro_step, rank=t.ranks.rank)
                 loss = supervised_loss(t.engine, batch, run.objective)
                 t.engine.backward(loss)
+                t.store.wait_copied()
                 t.engine.step()
                 t.meter.add_loss(loss)
             done = step + 1

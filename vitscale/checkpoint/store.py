@@ -4,10 +4,12 @@ Owns: the thread that writes, agreement between the ranks' threads, and the lock
 Leaves out: the commit protocol (`commit`), reading (`folders`), what the tensors mean (`engine`)
 and when to save (the loops).
 
-Training stands still only for the copy to host memory. The threads of all ranks agree through a
-gloo group of their own, which no other thread uses: each save exchanges exactly twice on every
-rank, in the order of the saves, so it cannot cross with collectives of the training. The outcome is
-looked at where all ranks are at the same point: at the next save and in `wait`.
+The thread first copies the tensors to host memory, while the next forward and backward pass read
+the same weights; an update must wait for that copy (`wait_copied`), and for nothing else. The
+threads of all ranks agree through a gloo group of their own, which no other thread uses: each save
+exchanges exactly twice on every rank, in the order of the saves, so it cannot cross with
+collectives of the training. The outcome is looked at where all ranks are at the same point: at the
+next save and in `wait`.
 """
 
 from __future__ import annotations
@@ -39,14 +41,18 @@ PATIENCE_S = 120.0
 
 
 class CheckpointStore:
-    """The checkpoints of one run folder. Collective, but for `finished`, `told` and `__exit__`.
+    """The checkpoints of one run folder.
+
+    Collective, but for `wait_copied`, `finished`, `told` and `__exit__`.
 
     As a context manager it does not end before the last save has.
     """
 
     def __init__(self, run_folder: Path, *, keep: int, ranks: Ranks) -> None:
         self.folder, self.keep, self.ranks = run_folder / "checkpoints", keep, ranks
-        self._host_copy = HostCopy(pinned=ranks.device.type == "cuda")
+        self._host_copy = HostCopy(ranks.device)
+        self._copied = threading.Event()
+        self._copied.set()
         self._group: Any = None
         if ranks.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=EXCHANGE_TIMEOUT)
@@ -68,12 +74,13 @@ class CheckpointStore:
         progress: dict[str, Any],
         description: dict[str, Any],
     ) -> None:
-        """Copy this rank's tensors and return; they are written and committed in the background.
+        """Begin to save this rank's tensors and return. They must not change before `wait_copied`.
 
         Waits for the save before it. Raises UserError when that one failed.
         """
         self.wait()
-        pieces = self._host_copy.take(tensors)
+        ready = self._host_copy.prepare(tensors)
+        self._copied.clear()
         self._num_saves += 1
         save = Save(
             checkpoints=self.folder,
@@ -86,15 +93,25 @@ class CheckpointStore:
         )
         # A daemon: a process that must end does not wait for a disk that hangs.
         self._thread = threading.Thread(
-            target=self._write, args=(save, pieces), name=f"save step {step}", daemon=True
+            target=self._write, args=(save, tensors, ready), name=f"save step {step}", daemon=True
         )
         self._thread.start()
 
-    def _write(self, save: Save, pieces: list[bytes | memoryview]) -> None:
+    def wait_copied(self) -> None:
+        """Wait until the tensors given to `save` may change: before an update of the weights."""
+        self._copied.wait()
+
+    def _write(
+        self, save: Save, tensors: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None
+    ) -> None:
         try:
+            pieces = self._host_copy.take(tensors, after=ready)
+            self._copied.set()
             self._commit = commit_save(save, pieces, exchange=self._exchange)
         except BaseException as error:  # raised again on the main thread, by wait
             self._error = error
+        finally:
+            self._copied.set()
 
     def _exchange(self, value: Any) -> list[Any]:
         if self._group is None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -42,32 +43,60 @@ class HostCopy:
     GPU need pinned memory to be fast, which is slow to get.
     """
 
-    def __init__(self, *, pinned: bool) -> None:
-        self._pinned = pinned
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._stream: torch.cuda.Stream | None = None
 
-    def take(self, tensors: Mapping[str, torch.Tensor]) -> list[bytes | memoryview]:
-        """Copy tensors of any device. Returns the file's bytes in pieces, valid until next time."""
+    def prepare(self, tensors: Mapping[str, torch.Tensor]) -> torch.cuda.Event | None:
+        """Get the memory for these tensors; on a GPU, what `take` must wait for on the device."""
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        pinned = self._device.type == "cuda"
+        if self._buffer.numel() != num_bytes:
+            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        return torch.cuda.current_stream(self._device).record_event() if pinned else None
+
+    def take(
+        self, tensors: Mapping[str, torch.Tensor], *, after: torch.cuda.Event | None = None
+    ) -> list[bytes | memoryview]:
+        """Copy the prepared tensors. Returns the file's bytes in pieces, valid until next time.
+
+        On a GPU the copy runs beside the kernels of the thread that trains, behind `after`.
+        """
         # Widest first, as the library does, so that every tensor is aligned.
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
-        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-        if self._buffer.numel() != num_bytes:
-            self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=self._pinned)
-        header, end = {}, 0
-        with torch.no_grad():
-            for name in order:
-                tensor = tensors[name]
-                start, end = end, end + tensor.nbytes
-                place = self._buffer[start:end].view(tensor.dtype).view(tensor.shape)
-                place.copy_(tensor, non_blocking=True)
-                header[name] = {
-                    "dtype": DTYPES[tensor.dtype],
-                    "shape": list(tensor.shape),
-                    "data_offsets": [start, end],
-                }
-        if self._pinned:
-            torch.cuda.synchronize()
+        with torch.no_grad(), self._beside(after):
+            header = self._copy(tensors, order)
         return [_header_bytes(header), self._buffer.numpy().data]
+
+    def _copy(self, tensors: Mapping[str, torch.Tensor], order: list[str]) -> dict[str, object]:
+        header: dict[str, object] = {}
+        end = 0
+        for name in order:
+            tensor = tensors[name]
+            start, end = end, end + tensor.nbytes
+            place = self._buffer[start:end].view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor, non_blocking=True)
+            header[name] = {
+                "dtype": DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [start, end],
+            }
+        return header
+
+    @contextmanager
+    def _beside(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        """On a GPU a stream of its own, finished at the end of the block."""
+        if self._device.type != "cuda":
+            yield
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        if after is not None:
+            self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
 
 def _header_bytes(header: Mapping[str, object]) -> bytes:

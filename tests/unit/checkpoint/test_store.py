@@ -105,6 +105,7 @@ def test_save_returns_before_the_disk_has_it(
     store = CheckpointStore(tmp_path, keep=2, ranks=ranks)
     weights, progress = torch.zeros(1000), {"n": 1}
     store.save({"model.a": weights}, step=1, progress=progress, description={})
+    store.wait_copied()
     weights.fill_(7.0)
     progress["n"] = 7
     assert store.told() is None and newest_checkpoint(store.folder)[0] is None
@@ -115,6 +116,42 @@ def test_save_returns_before_the_disk_has_it(
     checkpoint = read_checkpoint(committed.folder)
     assert torch.equal(checkpoint.tensors()["model.a"], torch.zeros(1000))
     assert checkpoint.progress == {"n": 1}
+
+
+def test_update_waits_for_the_copy_only(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the copy is held up the save has returned; the wait ends with the copy."""
+    released = threading.Event()
+    store = CheckpointStore(tmp_path, keep=2, ranks=ranks)
+    take = store._host_copy.take
+    monkeypatch.setattr(
+        store._host_copy, "take", lambda *a, **k: (released.wait(60), take(*a, **k))[1]
+    )
+    store.save({"model.a": torch.zeros(10)}, step=1, progress={}, description={})
+    waiting = threading.Thread(target=store.wait_copied)
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive(), "did not wait for the copy"
+    released.set()
+    waiting.join(60)
+    assert not waiting.is_alive() and store.wait() is not None
+
+
+def test_failed_copy_releases_the_update_and_is_raised(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep=2, ranks=ranks)
+
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("copy failed")
+
+    monkeypatch.setattr(store._host_copy, "take", broken)
+    store.save({"model.a": torch.zeros(10)}, step=1, progress={}, description={})
+    store.wait_copied()
+    with pytest.raises(RuntimeError, match="copy failed"):
+        store.wait()
+    assert newest_checkpoint(store.folder)[0] is None
 
 
 def test_next_save_waits_and_raises_for_the_one_before(

@@ -13,6 +13,16 @@ from safetensors.torch import load_file
 from vitscale.atomic_files import blake3_of_file, write_new_file
 from vitscale.checkpoint.tensors import DTYPES, HostCopy, read_tensors, slice_name, whole_tensors
 
+CPU = torch.device("cpu")
+
+
+def taken(
+    tensors: dict[str, torch.Tensor], copy: HostCopy | None = None
+) -> list[bytes | memoryview]:
+    copy = copy or HostCopy(CPU)
+    assert copy.prepare(tensors) is None, "nothing to wait for on a CPU"
+    return copy.take(tensors)
+
 
 def test_library_reads_what_was_copied(tmp_path: Path) -> None:
     tensors = {
@@ -22,7 +32,7 @@ def test_library_reads_what_was_copied(tmp_path: Path) -> None:
     }
     tensors |= {"scalar": torch.tensor(3.0), "none": torch.empty(0, 5)}
     tensors["turned"] = torch.arange(6.0).reshape(2, 3).T
-    size, content = write_new_file(tmp_path / "x", HostCopy(pinned=False).take(tensors))
+    size, content = write_new_file(tmp_path / "x", taken(tensors))
     assert (size, content) == ((tmp_path / "x").stat().st_size, blake3_of_file(tmp_path / "x"))
     for found in (load_file(tmp_path / "x"), read_tensors([tmp_path / "x"])):
         assert found.keys() == tensors.keys()
@@ -31,13 +41,13 @@ def test_library_reads_what_was_copied(tmp_path: Path) -> None:
 
 
 def test_host_memory_is_taken_once_and_does_not_alias() -> None:
-    copy, weights = HostCopy(pinned=False), torch.ones(100)
-    header, data = copy.take({"a": weights})
+    copy, weights = HostCopy(CPU), torch.ones(100)
+    header, data = taken({"a": weights}, copy)
     weights.zero_()
     assert bytes(data) == bytes(torch.ones(100).numpy().data)
-    assert copy.take({"a": weights})[1].obj is not None
+    assert taken({"a": weights}, copy)[1].obj is not None
     address = copy._buffer.data_ptr()
-    assert copy.take({"b": weights})[0] != header and copy._buffer.data_ptr() == address
+    assert taken({"b": weights}, copy)[0] != header and copy._buffer.data_ptr() == address
 
 
 @settings(max_examples=30, deadline=None)
@@ -72,6 +82,6 @@ def test_prefix_selects_and_is_dropped(tmp_path: Path) -> None:
     files = []
     for number, tensors in enumerate(halves):
         files.append(tmp_path / str(number))
-        write_new_file(files[-1], HostCopy(pinned=False).take(tensors))
+        write_new_file(files[-1], taken(tensors))
     assert read_tensors(files, prefix="ema.")["w"].tolist() == [0, 1, 2, 3]
     assert read_tensors(files, prefix="model.").keys() == {"0", "2"}
