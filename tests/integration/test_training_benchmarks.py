@@ -37,6 +37,7 @@ def numbers(value: Any) -> Iterator[float]:
         yield value
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_training_benchmarks_measure_everything(tmp_path: Path) -> None:
     """Both at once: what takes time is starting Python."""
@@ -57,7 +58,7 @@ def test_training_benchmarks_measure_everything(tmp_path: Path) -> None:
     assert set(sections["tax"]["speed_over_bare"]) == {f"zero {stage}" for stage in range(4)}
     assert set(sections["timm"]["speed_over_timm"]) == {"timm eager", "timm compiled"}
     assert sections["data"]["real_over_synthetic"] > 0
-    assert sections["checkpoint"]["stall_over_torch_save"] > 0
+    assert sections["checkpoint"]["stall_over_torch_save"] >= 0
     assert set(sections["checks"]["losses_apart"].values()) == {0.0}, "the same arithmetic"
     assert "now" not in results and "L16" in gpu_text
     assert (tmp_path / "out" / "profile.txt").read_text()

@@ -158,6 +158,7 @@ def test_finished_run_repeated_changes_nothing(undisturbed: Finished) -> None:
     assert (undisturbed.folder / "journal.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_checkpoint_resumes_on_another_number_of_ranks(
     undisturbed: Finished, tmp_path: Path
 ) -> None:

@@ -144,7 +144,7 @@ MESSAGES = [
     (
         "schedule=3",
         "command line: schedule: 3 was read as a whole number\n  allowed: a group with the keys "
-        "epochs, steps, warmup_steps, decay, final_lr",
+        "epochs, steps, warmup_steps, warmup_epochs, decay, final_lr",
     ),
     (
         "launch.sbatch.x=[1]",
@@ -155,7 +155,8 @@ MESSAGES = [
         "optim.warmup=3",
         "command line: optim.warmup: unknown key optim.warmup\n"
         "  allowed: name, lr, weight_decay, weight_decay_mode, layer_decay, "
-        "betas, eps, momentum, clip_norm\n  next: did you mean schedule.warmup_steps?",
+        "betas, eps, momentum_dtype, momentum, clip_norm, ema\n"
+        "  next: did you mean optim.ema.warmup?",
     ),
     (
         "engine._target_=os.system",
@@ -390,7 +391,13 @@ def test_one_wrong_letter_is_recognised(here: Path, path: tuple[str, ...], data:
     position = data.draw(st.integers(1, len(path[-1]) - 1))
     typo = path[-1][:position] + "0" + path[-1][position + 1 :]
     text = errors_of("a.yaml", f"{'.'.join((*path[:-1], typo))}=1")[0]
-    assert f"did you mean {'.'.join(path)}?" in text
+    # cooldown_shape and cooldown_share are one letter apart themselves.
+    near = [
+        key
+        for key in KNOWN
+        if key[:-1] == path[:-1] and key[-1][:position] + "0" + key[-1][position + 1 :] == typo
+    ]
+    assert any(f"did you mean {'.'.join(key)}?" in text for key in near)
 
 
 @pytest.mark.parametrize(
