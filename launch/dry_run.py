@@ -174,6 +174,7 @@ def _cost_rows(
         micro_batch=plan.micro_batch,
         activation_checkpointing=run.engine.activation_checkpointing,
         optimizer=run.optim.name,
+        bf16_momentum=run.optim.momentum_dtype == "bf16",
     )
     yield (
         f"memory per {'GPU' if run.launch.gpus_per_node else 'process'}",

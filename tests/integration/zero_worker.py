@@ -60,6 +60,7 @@ class Recipe:
 ADAMW = Recipe(optim=OptimSettings(lr=1e-3, weight_decay=0.1, ema=EMA))
 SGD = Recipe(optim=OptimSettings(name="sgd", lr=1e-3))
 LAMB = Recipe(optim=OptimSettings(name="lamb", lr=1e-3, weight_decay=0.05), decay="rsqrt")
+HALF = Recipe(optim=OptimSettings(lr=1e-3, weight_decay=0.1, ema=EMA, momentum_dtype="bf16"))
 LAYERED = Recipe(
     optim=OptimSettings(
         lr=1e-3, weight_decay=1e-4, weight_decay_mode="independent", layer_decay=0.75
@@ -371,6 +372,8 @@ def main() -> None:
             results[f"moved {source} to {target}"] = moved(
                 ranks, source=source, target=target, recipe=ADAMW
             )
+        results["plain half"] = train_plain(HALF).losses
+        results["moved half"] = moved(ranks, source=1, target=3, recipe=HALF)
         results["moved sgd"] = moved(ranks, source=1, target=3, recipe=SGD)
         results["plain left out"] = train_plain(ADAMW, steps=15, left_out=(3, 4, 8)).losses
         short = train_plain(ADAMW, steps=15)

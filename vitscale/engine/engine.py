@@ -394,8 +394,9 @@ class Engine:
         """Optimisers make their state at the first step; a resumed one needs it before."""
         optimizer = self.base_optimizer
         for flat in self._flat_parameters():
+            dtypes = getattr(optimizer, "state_dtypes", {})
             state: dict[str, torch.Tensor] = {
-                name: torch.zeros_like(flat) for name in self._state_names
+                name: torch.zeros_like(flat, dtype=dtypes.get(name)) for name in self._state_names
             }
             if AVERAGE in state:
                 state[AVERAGE].copy_(flat.detach())

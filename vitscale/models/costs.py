@@ -17,8 +17,9 @@ from vitscale.models.settings import Architecture
 # clones the part of them that its rank updates.
 STATE_BYTES = {"bf16": (2, 2, 4), "fp16": (2, 2, 4), "fp32": (4, 4, 0)}
 ZERO_FP32_CLONE_BYTES = 4
-# fp32 values an optimiser keeps per parameter: Adam and LAMB two moments, SGD one momentum.
-OPTIMIZER_VALUES = {"adamw": 2, "sgd": 1, "lamb": 2}
+# What an optimiser keeps per parameter: Adam and LAMB two moments in fp32, SGD one momentum.
+OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4, "lamb": 8}
+BF16_MOMENTUM_SAVES = 2
 ACTIVATION_SCALE = {"bf16": 1, "fp16": 1, "fp32": 2}
 
 
@@ -95,6 +96,7 @@ def memory_estimate(
     micro_batch: int,
     activation_checkpointing: bool,
     optimizer: str = "adamw",
+    bf16_momentum: bool = False,
 ) -> MemoryEstimate:
     """Bytes one rank needs at its peak: model states after ZeRO plus activations.
 
@@ -107,7 +109,7 @@ def memory_estimate(
     # One rank does in fp32 without stages 1 and 2, which have nothing to spread.
     if precision == "fp32" and (zero_stage == 3 or (zero_stage >= 1 and world_size > 1)):
         master = ZERO_FP32_CLONE_BYTES
-    states = master + 4 * OPTIMIZER_VALUES[optimizer]
+    states = master + OPTIMIZER_BYTES[optimizer] - bf16_momentum * BF16_MOMENTUM_SAVES
 
     def share(total: int, from_stage: int) -> int:
         return -(-total // world_size) if zero_stage >= from_stage else total

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from vitscale.optim.bf16_momentum import Bf16MomentumAdamW
 from vitscale.optim.lamb import Lamb
 from vitscale.optim.settings import OptimSettings
 
@@ -62,6 +63,8 @@ def optimizer_groups(
 
 
 def _adamw(groups: list[dict[str, Any]], settings: OptimSettings, fused: bool) -> Any:
+    if settings.momentum_dtype == "bf16":
+        return Bf16MomentumAdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
     return torch.optim.AdamW(
         groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused
     )

@@ -1,0 +1,79 @@
+"""AdamW with a bf16 first moment, against the algorithm written out, and torch's AdamW."""
+
+from __future__ import annotations
+
+import torch
+
+from vitscale.optim.bf16_momentum import Bf16MomentumAdamW
+from vitscale.optim.optimizer import build_optimizer
+from vitscale.optim.settings import OptimSettings, optim_problems
+
+BETAS, EPS, DECAY = (0.9, 0.99), 1e-8, 0.1
+
+
+def gradients(steps: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    return [torch.randn(5, 3, generator=random) for _ in range(steps)]
+
+
+def optimizer_of(weight: torch.Tensor) -> Bf16MomentumAdamW:
+    return Bf16MomentumAdamW([weight], lr=1e-2, betas=BETAS, eps=EPS, weight_decay=DECAY)
+
+
+def test_equals_the_algorithm_written_out_over_20_steps() -> None:
+    """In fp64, but for the moment that is kept; the update takes it before it is rounded."""
+    weight = torch.nn.Parameter(torch.ones(5, 3))
+    optimizer = optimizer_of(weight)
+    slow, mean, square = torch.ones(5, 3).double(), torch.zeros(5, 3), torch.zeros(5, 3).double()
+    for step, gradient in enumerate(gradients(20), start=1):
+        weight.grad = gradient.clone()
+        optimizer.step()
+        exact = BETAS[0] * mean.double() + (1 - BETAS[0]) * gradient.double()
+        square = BETAS[1] * square + (1 - BETAS[1]) * gradient.double() ** 2
+        update = exact / (1 - BETAS[0] ** step) / ((square / (1 - BETAS[1] ** step)).sqrt() + EPS)
+        slow = slow - 1e-2 * (update + DECAY * slow)
+        # From ours: which way a value in the middle is rounded is not the point.
+        mean = optimizer.state[weight]["exp_avg"].clone()
+        assert mean.dtype == torch.bfloat16
+        torch.testing.assert_close(mean.double(), exact, rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(weight.detach().double(), slow, rtol=1e-5, atol=1e-6)
+
+
+def test_stays_near_adamw_in_fp32() -> None:
+    ours, theirs = (torch.nn.Parameter(torch.ones(5, 3)) for _ in range(2))
+    half = optimizer_of(ours)
+    whole = torch.optim.AdamW([theirs], lr=1e-2, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    for gradient in gradients(20):
+        ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+        half.step()
+        whole.step()
+    assert not torch.equal(ours, theirs)
+    torch.testing.assert_close(ours, theirs, rtol=0.0, atol=5e-3)
+
+
+def test_found_inf_changes_nothing_and_grad_scale_divides() -> None:
+    scaled, divided = (torch.nn.Parameter(torch.ones(5, 3)) for _ in range(2))
+    first, second = optimizer_of(scaled), optimizer_of(divided)
+    for number, gradient in enumerate(gradients(4)):
+        scaled.grad, divided.grad = gradient * 4, gradient * 4 / 4
+        first.grad_scale, first.found_inf = torch.tensor(4.0), torch.tensor(0.0)
+        first.step()
+        second.step()
+        before = [scaled.detach().clone(), *(v.clone() for v in first.state[scaled].values())]
+        scaled.grad = torch.full_like(gradient, torch.nan if number % 2 else torch.inf)
+        first.found_inf = torch.tensor(1.0)
+        first.step()
+        after = [scaled.detach(), *first.state[scaled].values()]
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert torch.equal(scaled, divided)
+
+
+def test_setting_chooses_it_and_is_refused_elsewhere() -> None:
+    half = OptimSettings(lr=1e-3, momentum_dtype="bf16")
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))]}]
+    built = build_optimizer(groups, settings=half, device=torch.device("cpu"))
+    assert isinstance(built, Bf16MomentumAdamW)
+    assert list(optim_problems(half, zero_stage=1, raw_deepspeed={})) == []
+    wrong = OptimSettings(name="sgd", lr=1e-3, momentum_dtype="bf16")
+    ((key, why),) = optim_problems(wrong, zero_stage=1, raw_deepspeed={})
+    assert key == "optim.momentum_dtype" and "sgd keeps its state in fp32" in why
