@@ -43,7 +43,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_every_ordered_pair_of_layouts_goes_on_alike(results: dict[str, Any]) -> None:
     assert len(results) == (len(NUM_RANKS) * NUM_STAGES) ** 2
     expected = results["1 ranks ZeRO 0 to 1 ranks ZeRO 0"]
-    assert len(expected) == 50 and expected[-1] < expected[0]
+    # The second half sees the batches of the first again: a state that got lost would show.
+    first, second = expected[:25], expected[25:]
+    assert len(second) == 25 and all(b < a - 1e-3 for a, b in zip(first, second, strict=True))
     far = {
         pair: max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
         for pair, losses in results.items()
