@@ -80,7 +80,7 @@ def main() -> None:
     options.work.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="tax-", dir=options.work)).resolve()
     try:
-        size = SIZES[options.size]
+        size = chosen_size(options)
         write_photo_folder(
             work / "photos", noise_photos(**size["photos"]), total_bytes=int(size["mib"] * 2**20)
         )
@@ -97,6 +97,10 @@ def main() -> None:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
+def chosen_size(options: argparse.Namespace) -> dict[str, Any]:
+    return SIZES[options.size] | ({"batch": options.batch} if options.batch else {})
+
+
 def run_on_ranks(num_ranks: int, work: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Start this file once per rank; what rank 0 found."""
     with socket.socket() as probe:
@@ -105,6 +109,7 @@ def run_on_ranks(num_ranks: int, work: Path, options: argparse.Namespace) -> dic
     command = [sys.executable, __file__, "--size", options.size, "--blocks", str(options.blocks)]
     command += ["--rank-of", str(work)]
     command += ["--threads", str(options.threads)] if options.threads else []
+    command += ["--batch", str(options.batch)] if options.batch else []
     processes = []
     for rank in range(num_ranks):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
@@ -144,7 +149,7 @@ def measure_on_rank(options: argparse.Namespace) -> None:
     from vitscale.models.vit import build_vit
     from vitscale.training import open_training
 
-    size = SIZES[options.size]
+    size = chosen_size(options)
     run = endless_run(size, options)
     with open_training(
         run, initial_model=lambda arch: build_vit(run.model, arch, seed=run.seed)
@@ -377,6 +382,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=sorted(SIZES), default="small")
     parser.add_argument("--toy", action="store_true", help="tiny; shows only that all works")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--batch", type=int, help="images per rank and step")
     parser.add_argument("--blocks", type=int, default=15)
     parser.add_argument("--threads", type=int, help="per rank; default: cores / ranks")
     parser.add_argument("--work", type=Path, default=Path("runs"))

@@ -24,7 +24,7 @@ from vitscale.data.index import (
 )
 
 # Rows per parquet row group: what a writer holds in memory, and what a reader of one split skips.
-ROW_GROUP_ROWS = 1 << 15
+ROW_GROUP_ROWS = 1 << 13
 
 
 def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
