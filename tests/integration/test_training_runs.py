@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ import torch
 
 from tests.integration.rank_processes import ROOT, free_port, run_ranks, start_ranks
 from vitscale.checkpoint.store import Checkpoint, newest_checkpoint
+from vitscale.errors import UserError
+from vitscale.resuming import starting_weights
 
 pytestmark = pytest.mark.distributed
 
@@ -85,7 +87,9 @@ class Finished:
 @pytest.fixture(scope="module")
 def undisturbed(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    finished = run_ranks(command(digits_shards, folder), num_ranks=2, cwd=folder.parent)
+    # Traced, which the runs that are compared with it are not: it has to change nothing.
+    run = command(digits_shards, folder, "engine.profile_steps=2")
+    finished = run_ranks(run, num_ranks=2, cwd=folder.parent)
     assert [code for code, _ in finished] == [0, 0], finished[0][1]
     return Finished(folder, finished[0][1], digits_shards)
 
@@ -148,6 +152,28 @@ def test_run_folder_holds_what_the_documentation_says(undisturbed: Finished) -> 
     assert "width: 48" in (folder / "config.yaml").read_text()
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == ["step-00000056", "step-00000060"]
+
+
+def test_profiled_steps_are_traced(undisturbed: Finished) -> None:
+    trace = json.loads((undisturbed.folder / "profile.json").read_text())
+    names = [event.get("name", "") for event in trace["traceEvents"]]
+    assert len({name for name in names if name.startswith("ProfilerStep#")}) == 2
+    assert names.count("aten::addmm") > 0 and "gloo:all_reduce" in " ".join(names)
+
+
+def test_transfer_starts_from_the_weights_asked_for(undisturbed: Finished) -> None:
+    checkpoint = last_checkpoint(undisturbed.folder)
+    weights = {choice: starting_weights(checkpoint, choice) for choice in ("auto", "ema", "model")}
+    assert weights["auto"].keys() == weights["ema"].keys() == weights["model"].keys()
+    assert all(torch.equal(weights["auto"][name], ema) for name, ema in weights["ema"].items())
+    assert not all(torch.equal(weights["model"][name], e) for name, e in weights["ema"].items())
+    plain = replace(checkpoint, description={**checkpoint.description, "ema": None})
+    assert all(
+        torch.equal(value, weights["model"][name])
+        for name, value in starting_weights(plain, "auto").items()
+    )
+    with pytest.raises(UserError, match="no average of the weights"):
+        starting_weights(plain, "ema")
 
 
 def test_finished_run_repeated_changes_nothing(undisturbed: Finished) -> None:
