@@ -70,10 +70,13 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 @contextmanager
-def profiled(path: Path | None, *, steps: int) -> Iterator[Callable[[], None]]:
+def profiled(
+    path: Path | None, *, steps: int, say: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
     """Trace `steps` steps behind the first ones into `path`, for chrome://tracing or Perfetto.
 
     Gives a function to call at the end of every step. With path None or no steps it does nothing.
+    Says so when there were too few steps for a trace.
     """
     if path is None or steps == 0:
         yield lambda: None
@@ -90,6 +93,9 @@ def profiled(path: Path | None, *, steps: int) -> Iterator[Callable[[], None]]:
         on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
     ) as profile:
         yield profile.step
+    if profile.step_num < PROFILE_SKIPPED + steps:
+        needed = f"{steps} steps behind the first {PROFILE_SKIPPED}"
+        say(f"no whole trace of {needed}: this start made {profile.step_num} steps")
 
 
 class IntervalMeter:

@@ -151,6 +151,7 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
                 profiled(
                     folder / "profile.json" if ranks.is_first else None,
                     steps=settings.profile_steps,
+                    say=progress.message,
                 )
             ),
             skipped_told=engine.health().skipped,

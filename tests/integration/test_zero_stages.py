@@ -99,6 +99,11 @@ def test_update_that_is_not_finite_on_one_rank_is_left_out_on_all(
     assert after_three == [[3, 0, 9, []], [3, 0, 9, []]]
 
 
+@pytest.mark.parametrize("run", [*(f"{stage} adamw" for stage in range(4)), "1 half", "0 lamb"])
+def test_step_never_asks_for_a_value_of_the_device(results: dict[str, Any], run: str) -> None:
+    assert results[f"waits {run}"] == []
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_average_of_weights_equals_one_kept_by_hand(results: dict[str, Any], stage: int) -> None:
     found = results[f"averaged {stage}"]

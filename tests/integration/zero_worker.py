@@ -14,6 +14,9 @@ from dataclasses import dataclass
 import torch
 from deepspeed.accelerator import get_accelerator
 
+# Beside this file, which is run as a script.
+from host_waits import host_waits  # type: ignore[import-not-found]  # see above
+
 from vitscale.checkpoint.tensors import whole_tensors
 from vitscale.distributed import Ranks, gather_objects, process_group, sum_over_ranks
 from vitscale.engine.engine import Engine, deepspeed_config
@@ -257,6 +260,15 @@ def left_out(ranks: Ranks, *, stage: int, dtype: torch.dtype = torch.float32) ->
     return {"losses": losses, "nothing_changed": same, "health": rows}
 
 
+def waits(ranks: Ranks, *, stage: int, recipe: Recipe) -> list[str]:
+    """Where two steps in bf16 wait for the device."""
+    engine = new_engine(ranks, stage=stage, recipe=recipe, dtype=torch.bfloat16)
+    engine_losses(engine, ranks, start=0, stop=2, recipe=recipe)
+    with host_waits(leave_out=__file__) as places:
+        engine_losses(engine, ranks, start=2, stop=4, recipe=recipe)
+    return places
+
+
 def averaged(ranks: Ranks, *, stage: int, plain: Plain) -> dict[str, object]:
     """The average of the weights, shown to the forward pass and taken away again."""
     engine = new_engine(ranks, stage=stage)
@@ -385,6 +397,10 @@ def main() -> None:
             results[f"apart {stage}"] = come_apart(ranks, stage=stage)
             results[f"clipped {stage}"] = clipped_in_bf16(ranks, stage=stage)
             results[f"averaged {stage}"] = averaged(ranks, stage=stage, plain=short)
+        for stage in (0, 1, 2, 3):
+            results[f"waits {stage} adamw"] = waits(ranks, stage=stage, recipe=ADAMW)
+        results["waits 1 half"] = waits(ranks, stage=1, recipe=HALF)
+        results["waits 0 lamb"] = waits(ranks, stage=0, recipe=LAMB)
         for stage in (1, 2):  # DeepSpeed has other wrappers there than in fp32
             results[f"left out bf16 {stage}"] = left_out(ranks, stage=stage, dtype=torch.bfloat16)
         for stage in (1, 3):

@@ -49,6 +49,9 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
     return {
         "optimizer": optim.name,
         "betas": optim.momentum if optim.name == "sgd" else optim.betas,
+        "adam_eps": None if optim.name == "sgd" else optim.eps,
+        "moment": optim.momentum_dtype,
+        "layer_decay": optim.layer_decay,
         "batch": data.global_batch,
         "lr": optim.lr,
         "decay": schedule.decay,
@@ -56,6 +59,7 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         "length": schedule.epochs or schedule.steps,
         "warmup": schedule.warmup_epochs or schedule.warmup_steps,
         "weight_decay": pytest.approx(optim.weight_decay / rate),
+        "decay_mode": optim.weight_decay_mode,
         "dropout": model.dropout,
         "drop_path": model.drop_path and (model.drop_path, model.drop_path_by_depth),
         "crop": "plain" if data.crop == "plain" else data.crop_area,
@@ -70,12 +74,14 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         "loss": run.objective.loss,
         "smoothing": run.objective.label_smoothing,
         "head_bias": model.head_bias,
+        "head_std": model.head_std,
         "classes": model.num_classes,
         "preset": model.preset,
         "px": model.image_size,
         "tanh_layer": model.representation_layer,
         "pool": model.pool,
-        "positions": model.positions,
+        "positions": (model.positions, model.position_init, model.class_position),
+        "resized_by": run.position_embedding if isinstance(run, FinetuneRun) else None,
         "gelu": model.gelu,
         "eps": model.layer_norm_eps,
         "layer_scale": model.layer_scale,
@@ -93,12 +99,14 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
 # authors, vision_transformer issue 2; 12.4 M images: issue 28; sigmoid: issue 34. No clipping:
 # appendix B.1.
 VIT_21K: dict[str, Any] = {
-    "optimizer": "adamw", "betas": (0.9, 0.999), "batch": 4096, "lr": 1e-3, "decay": "linear",
+    "optimizer": "adamw", "betas": (0.9, 0.999), "adam_eps": 1e-8, "moment": "fp32",
+    "layer_decay": 1.0, "decay_mode": "coupled", "batch": 4096, "lr": 1e-3, "decay": "linear",
     "final_lr": 1e-5, "length": 90, "warmup": 10_000, "weight_decay": 0.03, "dropout": 0.1,
     "drop_path": 0.0, "crop": (0.05, 1.0), "resampling": ("bilinear", False), "flip": True,
     "augment": "", "mixing": None, "pixels": HALF, "clip": None, "loss": "sigmoid",
-    "smoothing": 0.0, "head_bias": -10.0, "classes": 21_843, "px": 224, "tanh_layer": True,
-    "pool": "cls", "positions": "learned", "gelu": "tanh", "eps": 1e-6, "layer_scale": None,
+    "smoothing": 0.0, "head_bias": -10.0, "head_std": 0.0, "classes": 21_843, "px": 224,
+    "tanh_layer": True, "pool": "cls", "positions": ("learned", "vit", None), "resized_by": None,
+    "gelu": "tanh", "eps": 1e-6, "layer_scale": None,
     "init": "vit", "evaluation": "squash", "ema": None, "thousand_steps": 272,
 }  # fmt: skip
 # Table 3, "ViT-*, ImageNet": 3e-3, cosine, decay .3, 300 epochs; clipping at 1: appendix B.1; bias:
@@ -108,10 +116,12 @@ VIT_1K = VIT_21K | {
     "clip": 1.0, "head_bias": -6.9, "classes": 1000, "thousand_steps": 94,
 }  # fmt: skip
 # big_vision configs/vit_i21k.py: lr 1e-3, wd 1e-4 of its own scale, clip 1, 300 epochs; RandAugment
-# and mixup by size. Class token: released weights; no tanh layer: same file.
+# and mixup by size. Momentum in bf16, learned positions of big_vision's own spread, no tanh layer:
+# same file and its models/vit.py. Class token: released weights.
 AUGREG = VIT_21K | {
     "decay": "cosine", "final_lr": 0.0, "length": 300, "weight_decay": 0.1, "dropout": 0.0,
     "clip": 1.0, "tanh_layer": False, "evaluation": ("center_crop", 0.875), "thousand_steps": 908,
+    "moment": "bf16", "decay_mode": "independent", "positions": ("learned", "big_vision", None),
 }  # fmt: skip
 LIGHT1 = {"augment": ("augreg", 2, 0.0)}
 LIGHT2 = {"augment": ("augreg", 2, 10.0), "mixing": (0.2, None, "batch")}
@@ -119,7 +129,7 @@ MEDIUM2 = {"augment": ("augreg", 2, 15.0), "mixing": (0.5, None, "batch")}
 # big_vision configs/vit_s16_i1k.py, Beyer et al. 2022; 99 % of 1,281,167 images.
 PLAIN = AUGREG | LIGHT2 | {
     "batch": 1024, "length": 90, "loss": "softmax", "head_bias": 0.0, "classes": 1000,
-    "tanh_layer": True, "pool": "gap", "positions": "sincos2d", "preset": "S/16",
+    "tanh_layer": True, "pool": "gap", "positions": ("sincos2d", "vit", None), "preset": "S/16",
     "thousand_steps": 111,
 }  # fmt: skip
 # README_revenge.md of facebookresearch/deit, "Training on ImageNet-21k"; main.py: end 1e-5; apex
@@ -129,16 +139,24 @@ DEIT3: dict[str, Any] = VIT_21K | {
     "weight_decay": 0.02, "dropout": 0.0, "crop": "plain", "resampling": ("bicubic", True),
     "augment": "three", "mixing": (None, 1.0, "batch"), "pixels": IMAGENET, "clip": 1.0,
     "loss": "softmax", "smoothing": 0.1, "head_bias": 0.0, "classes": None, "tanh_layer": False,
+    "positions": ("learned", "vit", False), "head_std": 0.02,
     "gelu": "erf", "layer_scale": 1e-4, "init": "deit", "evaluation": ("center_crop", 1.0),
     "thousand_steps": 1664,
 }  # fmt: skip
 # The same README, "finetuning on ImageNet-1k".
-DEIT3_1K = DEIT3 | {"lr": 3e-4, "length": 50, "classes": 1000, "thousand_steps": 31}
+DEIT3_1K = DEIT3 | {
+    "resized_by": "deit",
+    "lr": 3e-4,
+    "length": 50,
+    "classes": 1000,
+    "thousand_steps": 31,
+}
 # Dosovitskiy et al. 2021, table 4: SGD .9, batch 512, cosine, clip 1, no decay, 384 px. Warm-up and
 # dropout of L/16: vision_transformer configs/common.py, configs/models.py. Rates: of those listed.
 FINETUNE = VIT_21K | {
-    "optimizer": "sgd", "betas": 0.9, "batch": 512, "lr": 0.03, "decay": "cosine",
-    "final_lr": 0.0, "length": 20_000, "warmup": 500, "weight_decay": 0.0, "clip": 1.0,
+    "optimizer": "sgd", "betas": 0.9, "adam_eps": None, "resized_by": "google", "batch": 512,
+    "lr": 0.03, "decay": "cosine", "final_lr": 0.0, "length": 20_000, "warmup": 500,
+    "weight_decay": 0.0, "clip": 1.0,
     "loss": "softmax", "head_bias": 0.0, "classes": 1000, "preset": "L/16", "px": 384,
     "tanh_layer": False, "thousand_steps": 20,
 }  # fmt: skip

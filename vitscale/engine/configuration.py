@@ -1,7 +1,7 @@
 """What DeepSpeed is told: its configuration, made from ours.
 
-Owns: the precision of a device, the generated dict, and which raw keys may be merged over it.
-Leaves out: everything that runs (`engine`).
+Owns: the precision of a device and the generated dict. Leaves out: which raw keys may be merged
+over it (`settings`), everything that runs (`engine`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,7 @@ from typing import Any
 import torch
 
 from vitscale.engine.settings import EngineSettings
-from vitscale.errors import UserError, nearest
-
-KNOWN_RAW_KEYS = (
-    "bf16 comms_logger communication_data_type compile data_types dump_state flops_profiler fp16 "
-    "gradient_clipping memory_breakdown prescale_gradients seq_parallel_communication_data_type "
-    "sparse_gradients steps_per_print torch_autocast wall_clock_breakdown zero_optimization "
-    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
-).split()
-OWNED_RAW_KEYS = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
-
+from vitscale.errors import UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Doubled after 1000 updates without overflow, halved at the second overflow in a row.
@@ -85,27 +72,12 @@ def deepspeed_config(
     dtype: torch.dtype,
     raw: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The DeepSpeed dict of a run, with raw keys merged over it.
+    """The DeepSpeed dict of a run, with raw keys (see `raw_problems`) merged over it.
 
     Settings whose defaults changed between releases (clipping, overflow check) or defeat overlap
-    (bucket, overlap_comm) are always given. Raises UserError for unknown raw keys, which DeepSpeed
-    itself would ignore, and for those that the plan owns.
+    (bucket, overlap_comm) are always given.
     """
-    for key in raw:
-        if key in OWNED_RAW_KEYS:
-            what = "is derived from data.global_batch; it cannot be set here"
-            raise UserError(what, where=f"deepspeed.{key}", next_step="set data.global_batch")
-        if key not in KNOWN_RAW_KEYS:
-            close = nearest(key, KNOWN_RAW_KEYS)
-            hint = f"did you mean {close!r}?" if close else "see DeepSpeed's configuration page"
-            raise UserError("unknown DeepSpeed key", where=f"deepspeed.{key}", next_step=hint)
     zero = raw.get("zero_optimization")
-    if isinstance(zero, Mapping) and zero.get("compute_grad_norm") is False:
-        raise UserError(
-            "the norm decides on every update: one that is not finite leaves it out",
-            where="deepspeed.zero_optimization.compute_grad_norm",
-            next_step="remove the key",
-        )
     stage: int = settings.zero_stage
     alone = world_size == 1 and dtype == torch.float32 and stage in (1, 2)
     if alone and not settings.offload_optimizer and not zero:

@@ -21,7 +21,7 @@ import deepspeed
 import torch
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.utils import is_invalid_grad_norm
-from deepspeed.runtime.zero import stage_1_and_2
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 from deepspeed.utils import (
     logger as deepspeed_logger,
 )
@@ -56,7 +56,7 @@ def _trust_guard(*, own_check: bool) -> None:
     They ask at every step and in every parameter group, which stops a GPU each time; the guard
     decides on the device instead. fp16 needs the answer on the host, for the loss scale.
     """
-    for module in (bf16_optimizer, stage_1_and_2):
+    for module in (bf16_optimizer, stage_1_and_2, stage3):
         module.is_invalid_grad_norm = is_invalid_grad_norm if own_check else lambda norm: False
 
 

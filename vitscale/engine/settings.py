@@ -1,12 +1,32 @@
-"""Settings of the `engine` group. Needs no torch."""
+"""Settings of the `engine` group, and which raw keys of DeepSpeed may stand beside them.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
 from vitscale.config.section import Section
+from vitscale.errors import nearest
+
+RAW_GROUPS = (
+    "bf16 comms_logger compile data_types flops_profiler fp16 torch_autocast zero_optimization"
+).split()
+RAW_VALUES = (
+    "communication_data_type dump_state gradient_clipping memory_breakdown prescale_gradients "
+    "seq_parallel_communication_data_type sparse_gradients steps_per_print wall_clock_breakdown "
+    "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
+).split()
+# What a setting of ours decides, and which.
+OWNED_RAW_KEYS = {
+    "train_batch_size": "data.global_batch",
+    "train_micro_batch_size_per_gpu": "data.global_batch and engine.max_micro_batch",
+    "gradient_accumulation_steps": "data.global_batch and engine.max_micro_batch",
+}
 
 
 class EngineSettings(Section):
@@ -44,3 +64,23 @@ class EngineSettings(Section):
     """Steps to trace with torch's profiler, behind the first five: RUN/profile.json on rank 0."""
     num_threads: int | None = Field(default=None, gt=0)
     """CPU threads per rank; null: the usable cores divided by the ranks of the node."""
+
+
+def raw_problems(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Raw DeepSpeed keys that it would ignore or that our settings own, as (key, what is wrong)."""
+    for key, value in raw.items():
+        where = f"deepspeed.{key}"
+        if key in OWNED_RAW_KEYS:
+            yield (where, f"cannot be set here; set {OWNED_RAW_KEYS[key]}")
+        elif key in RAW_GROUPS and not isinstance(value, Mapping):
+            yield (where, f"{value!r} is not a group; set keys of it, as {where}.KEY=VALUE")
+        elif key not in (*RAW_GROUPS, *RAW_VALUES):
+            close = nearest(key, (*RAW_GROUPS, *RAW_VALUES))
+            hint = f"did you mean {close!r}?" if close else "see DeepSpeed's configuration page"
+            yield (where, f"DeepSpeed has no such key; {hint}")
+    zero = raw.get("zero_optimization")
+    if isinstance(zero, Mapping) and "stage" in zero:
+        yield ("deepspeed.zero_optimization.stage", "cannot be set here; set engine.zero_stage")
+    if isinstance(zero, Mapping) and zero.get("compute_grad_norm") is False:
+        what = "the norm decides on every update, and leaves out one that is not finite"
+        yield ("deepspeed.zero_optimization.compute_grad_norm", f"{what}; remove the key")

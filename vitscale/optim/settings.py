@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import Field
 
@@ -55,18 +55,17 @@ class OptimSettings(Section):
     """Keep an average of the weights, evaluate it, and start transfers from it; null: none."""
 
 
-def optim_problems(
-    optim: OptimSettings, *, zero_stage: int, raw_deepspeed: Mapping[str, Any]
-) -> Iterator[tuple[str, str]]:
+def optim_problems(optim: OptimSettings, *, zero_stage: int) -> Iterator[tuple[str, str]]:
     """Combinations that would be ignored or wrong."""
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        yield ("optim.betas", f"{optim.betas} must both be at least 0 and below 1")
     if optim.weight_decay_mode == "independent" and optim.name != "adamw":
         what = f"{optim.name} decays inside its update, which a rate-independent decay would not"
         yield ("optim.weight_decay_mode", f"{what}; use coupled, or optim.name=adamw")
     if optim.momentum_dtype == "bf16" and optim.name != "adamw":
         what = f"{optim.name} keeps its state in fp32"
         yield ("optim.momentum_dtype", f"{what}; use fp32, or optim.name=adamw")
-    zero = raw_deepspeed.get("zero_optimization")
-    stage = zero.get("stage", zero_stage) if isinstance(zero, Mapping) else zero_stage
-    if optim.name == "lamb" and stage != 0:
-        what = f"lamb needs the norms of whole tensors, of which ZeRO {stage} shows a rank slices"
+    if optim.name == "lamb" and zero_stage != 0:
+        what = "lamb needs the norms of whole tensors"
+        what += f", of which ZeRO {zero_stage} shows a rank slices"
         yield ("engine.zero_stage", f"{what}; set engine.zero_stage=0, or optim.name=adamw")

@@ -17,7 +17,7 @@ from pydantic import Field
 from vitscale.checkpoint.settings import CheckpointSettings
 from vitscale.config.section import Run
 from vitscale.data.settings import DataSettings, augment_problems, remote_problems
-from vitscale.engine.settings import EngineSettings
+from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.errors import UserError
 from vitscale.models.settings import ModelSettings, model_problems
 from vitscale.optim.settings import ObjectiveSettings, OptimSettings, optim_problems
@@ -64,9 +64,8 @@ class TrainingRun(Run):
         yield from augment_problems(self.data)
         yield from _section_problems(self)
         yield from schedule_problems(self.schedule)
-        yield from optim_problems(
-            self.optim, zero_stage=self.engine.zero_stage, raw_deepspeed=self.deepspeed
-        )
+        yield from optim_problems(self.optim, zero_stage=self.engine.zero_stage)
+        yield from raw_problems(self.deepspeed)
         yield from launch_problems(self.launch)
 
 

@@ -317,7 +317,7 @@ def test_file_from_windows_is_read(here: Path) -> None:
 
 def test_resolved_run_is_read_back_as_it_was(here: Path) -> None:
     awkward = {"a b": "x: y # z", "on": "on", "1": "1e5", "q": 'é"\\\n\u2028\U0001f600', "e": ""}
-    raw = {"x": {"y": [1, 2.0, {"z": None}], "empty": {}, "none": []}, "yes": True}
+    raw = {"fp16": {"y": [1, 2.0, {"z": None}], "empty": {}, "none": []}, "dump_state": True}
     overrides = [f"tracking.tags={yaml_flow(awkward)}", f"deepspeed={yaml_flow(raw)}"]
     run = load_run(PretrainRun, "a.yaml", overrides=overrides).run
     assert run.tracking.tags == awkward and run.deepspeed == raw

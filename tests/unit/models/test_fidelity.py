@@ -158,12 +158,10 @@ def test_default_state_is_pinned() -> None:
     expected += [f"blocks.{i}.{name}" for i in range(2) for name in block]
     expected += ["norm.weight", "norm.bias", "head.weight", "head.bias"]
     assert list(state) == expected
-    values = [
-        state["blocks.0.attn.qkv.weight"][0, 0].item(),
-        state["pos_embed"][0, 0, 0].item(),
-        state["patch_embed.proj.weight"][0, 0, 0, 0].item(),
-    ]
-    assert values == pytest.approx([-0.3505386, -0.0337334, 0.0960706], abs=1e-6)
+    # Uniform draws only: torch 2.11 and 2.15 draw other normal numbers from one seed.
+    names = ["blocks.0.attn.qkv.weight", "blocks.1.attn.qkv.weight", "blocks.1.mlp.fc2.weight"]
+    values = [state[name][0, 0].item() for name in names]
+    assert values == pytest.approx([-0.3505386, 0.2471785, 0.2022812], abs=1e-6)
 
 
 def test_default_description_is_that_of_earlier_checkpoints() -> None:

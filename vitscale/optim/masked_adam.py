@@ -1,0 +1,77 @@
+"""What our own optimisers share: a step that changes nothing where the guard says so.
+
+Owns: Adam's moments and direction (Kingma & Ba 2015, algorithm 1), and choosing between old and new
+values. Leaves out: what becomes of the direction (`lamb`, `bf16_momentum`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class MaskedAdam(torch.optim.Optimizer):
+    """Speaks the interface of torch's fused optimisers.
+
+    Gradients are divided by `grad_scale`, and where `found_inf` is 1 nothing changes, the step
+    count included; neither waits for the device.
+    """
+
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
+    state_dtypes: dict[str, torch.dtype] = {}
+    """Of the moments that are not kept in the parameter's own type."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, values | {"fused": True})
+
+    def _changed(
+        self, parameter: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]
+    ) -> torch.Tensor:
+        """The new parameter. `direction`: Adam's, without rate and decay; may be overwritten."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not used
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
+    ) -> None:
+        state, device = self.state[parameter], parameter.device
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=self.state_dtypes.get(name))
+        skipped = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
+        if self.grad_scale is not None:
+            gradient = gradient / self.grad_scale
+        beta1, beta2 = group["betas"]
+        # In fp64: 1 - 0.999 in fp32 is off by 5e-5.
+        count = state["step"].add_(1.0 - skipped).double()
+        mean = state["exp_avg"].to(gradient.dtype).lerp(gradient, 1 - beta1)
+        square = torch.addcmul(state["exp_avg_sq"] * beta2, gradient, gradient, value=1 - beta2)
+        deviation = (square / (1 - beta2**count)).sqrt_().add_(group["eps"])
+        changed = self._changed(parameter, (mean / (1 - beta1**count)).div_(deviation), group)
+        keep = skipped.bool()
+        for old, new in (
+            (parameter, changed),
+            (state["exp_avg"], mean.to(state["exp_avg"].dtype)),
+            (state["exp_avg_sq"], square),
+        ):
+            old.copy_(torch.where(keep, old, new))
