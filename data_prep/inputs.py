@@ -66,11 +66,22 @@ class Watched:
     modified_ns: int
 
 
+class SpoolError(Exception):
+    """The spool cannot be written or read: an error of our disk, never of the source.
+
+    Therefore no OSError, which a source takes for a fault of its file.
+    """
+
+    def __init__(self, error: OSError) -> None:
+        self.error = error
+        super().__init__(str(error))
+
+
 class Spool(Protocol):
     """Takes bytes that can be read once only, such as cells of a compressed table."""
 
     def add(self, data: bytes) -> tuple[str, int]:
-        """(file, offset) for `Input.file` and `Input.offset`."""
+        """(file, offset) for `Input.file` and `Input.offset`. Raises SpoolError."""
 
 
 class Source(Protocol):
@@ -120,10 +131,19 @@ def fill(descriptor: int, memory: memoryview, *, offset: int) -> None:
         num += more
 
 
-def changed_source(path: str) -> UserError:
+class ChangedSource(UserError):
     """The source is not what was listed."""
-    return UserError(
+
+    file: str
+    """The file or folder in which that showed, relative to the source's root."""
+
+
+def changed_source(path: str, *, file: str | None = None) -> ChangedSource:
+    """For people: the input at `path` changed; `file` is what holds it, where that is another."""
+    error = ChangedSource(
         "changed while the shards were made",
         where=repr(printable(path)),
         next_step="run the command again once the source no longer changes",
     )
+    error.file = file or path
+    return error

@@ -6,12 +6,14 @@ Leaves out: the verdict on bytes (`image_check`).
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from data_prep.image_check import Judged, judge_image
+from data_prep.outages import refuse_outage
 from data_prep.preparation import Place, Preparation
 from vitscale.runs.data_prep import ImageSettings
 
@@ -27,13 +29,15 @@ def judge_place(
     """Judge one input. Its hash is empty when its bytes were not read.
 
     room: where to read so many bytes to, valid until it is asked again.
-    Raises UserError when the source changed since it was listed.
+    Raises UserError when the source changed since it was listed, Interrupted for an outage,
+    SpoolError where our own copy of it cannot be read.
     """
     if place.num_bytes > settings.max_file_mib * 2**20:
         return Judged("too_large", b"", b"", b"")
     try:
         data = p.read(place, into=None if room is None else room(place.num_bytes))
-    except OSError:
+    except OSError as error:
+        refuse_outage(error, os.fsdecode(place.path))
         return Judged("unreadable", b"", b"", b"")
     return judge_image(data, settings=settings)
 

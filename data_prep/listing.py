@@ -14,7 +14,8 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.inputs import Container, Input, Watched, changed_source, watched
+from data_prep.inputs import Container, Input, SpoolError, Watched, changed_source, watched
+from data_prep.outages import source_error
 from data_prep.preparation import Preparation
 from data_prep.row_tables import (
     FILE_NAMES,
@@ -53,10 +54,13 @@ class FileSpool:
         self._file: Any = None
 
     def add(self, data: bytes) -> tuple[str, int]:
-        if self._file is None:
-            self._file = open(self._path, "wb")
         offset = self._position
-        self._file.write(data)
+        try:
+            if self._file is None:
+                self._file = open(self._path, "wb")
+            self._file.write(data)
+        except OSError as error:
+            raise SpoolError(error) from None
         self._position += len(data)
         return self._name, offset
 
@@ -93,7 +97,10 @@ def _inputs(
     p: Preparation, containers: Sequence[Container], spool: FileSpool
 ) -> Iterator[Input | Watched]:
     for container in containers:
-        yield from p.source.inputs(container, spool=spool)
+        try:
+            yield from p.source.inputs(container, spool=spool)
+        except OSError as error:
+            raise source_error(error, container.path) from None
 
 
 def _batches(inputs: Iterator[Input], size: int) -> Iterator[list[Input]]:

@@ -24,7 +24,8 @@ try:
 
     from data_prep.ledger import describe_rejected
     from data_prep.listing import listing_fingerprint
-    from data_prep.pipeline import LISTING_PHASES, Interrupted, prepare, storage_error
+    from data_prep.outages import Interrupted
+    from data_prep.pipeline import LISTING_PHASES, prepare, storage_error
     from data_prep.preparation import (
         Preparation,
         content_config,

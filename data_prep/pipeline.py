@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from data_prep import finishing, listing, planning, selecting, shard_writing
+from data_prep.inputs import ChangedSource, SpoolError
+from data_prep.outages import Interrupted, away, is_away
 from data_prep.preparation import Preparation, preparation_folder
 from data_prep.progress_line import Progress
 from data_prep.row_tables import leave_pandas_out
@@ -37,10 +39,6 @@ UPDATE_S = 0.5
 # Of each worker: the phase, rows done in its unit, whether it has one.
 NUM_COUNTERS = 3
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-
-
-class Interrupted(UserError):
-    """Nothing is wrong with the corpus: the same command, run again, goes on."""
 
 
 LESS_MEMORY = (
@@ -297,11 +295,16 @@ def work_through_phases(
             if phase.needed(run):
                 counters[rows - 1], counters[rows] = position, 0
                 _work_through(p, phase, counters=counters, worker=worker, start=start)
-    except OSError as error:
+    except (OSError, SpoolError) as error:
         # Another process may have finished the whole preparation, or given it up.
         if _is_finished(p):
             return
         raise storage_error(error, p.output) from error
+    except ChangedSource as error:
+        # A verdict that costs all work: not for a file system that is not mounted here.
+        if is_away(p.root, error.file):
+            raise away(p.root, p.work.path) from None
+        raise
 
 
 def _work_through(p: Preparation, phase: Phase, *, counters: Any, worker: int, start: int) -> None:
@@ -326,15 +329,17 @@ def _is_finished(p: Preparation) -> bool:
     return (p.output / MANIFEST_NAME).exists()
 
 
-def storage_error(error: OSError, output: Path) -> UserError:
+def storage_error(error: OSError | SpoolError, output: Path) -> UserError:
     """For people: the output cannot be written, or its folder is gone."""
+    what = "cannot be written"
+    if isinstance(error, SpoolError):
+        what, error = "the spool cannot be used", error.error
     work = preparation_folder(output)
     if not work.exists() and output.parent.exists():
         return given_up(work)
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return Interrupted(
-        f"cannot be written ({error.strerror or error}); the shards finished so far are kept in "
-        f"{work.name}",
+        f"{what} ({error.strerror or error}); the shards finished so far are kept in {work.name}",
         where=str(output),
         next_step=f"{'free space' if full else 'mend this'} and run the same command again: it "
         "goes on where it was",

@@ -20,6 +20,7 @@ import pyarrow as pa
 
 from data_prep.judging import judge_place
 from data_prep.listing import bucket_path
+from data_prep.outages import Interrupted
 from data_prep.preparation import Preparation
 from data_prep.row_tables import read_table, rows_at
 from data_prep.selecting import fates_path, row_places
@@ -60,10 +61,12 @@ def make_plan(p: Preparation, unit: str) -> None:
         needed += total + SIDE_FILE_BYTES * sum(counts)
     free = shutil.disk_usage(p.work.path).free
     if free < needed:
-        raise UserError(
-            f"{int(free) >> 20} MiB are free, {max(1, int(needed) >> 20)} MiB are needed",
+        raise Interrupted(
+            f"{int(free) >> 20} MiB are free, {max(1, int(needed) >> 20)} MiB are needed; "
+            f"the work done so far is kept in {p.work.path.name}",
             where=str(p.output),
-            next_step="free space and run the command again, or choose another output",
+            next_step="free space and run the same command again; or remove that folder and choose "
+            "another output",
         )
     p.put_result(unit, plan)
 

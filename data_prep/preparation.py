@@ -7,6 +7,7 @@ Leaves out: the phases (`listing`, `selecting`, `shard_writing`, `finishing`) an
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -16,7 +17,15 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data_prep.inputs import Container, Source, changed_source, fill, read_exactly
+from data_prep.inputs import (
+    ChangedSource,
+    Container,
+    Source,
+    SpoolError,
+    changed_source,
+    fill,
+    read_exactly,
+)
 from data_prep.labels import Labels, load_labels
 from data_prep.sources.open import open_source
 from data_prep.work_units import WorkFolder
@@ -133,29 +142,36 @@ class Preparation:
     def read(self, place: Place, *, into: memoryview | None = None) -> bytes | memoryview:
         """The bytes of one input, read into memory of their length where it is given.
 
-        Raises UserError when the source is not as it was listed, OSError when it cannot be read.
+        Raises ChangedSource when the source is not as it was listed, OSError when it cannot be
+        read, SpoolError for the spool.
         """
         # Plain calls: pathlib and file objects would take as long as the reading.
         source, spool = self._folders
         path = b"%s/%s" % (spool if place.spooled else source, place.file or place.path)
-        name = os.fsdecode(place.path)
         try:
             file = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            raise changed_source(name) from None
-        try:
-            status = os.fstat(file)
-            whole = not place.file
-            if not place.spooled and (
-                status.st_mtime_ns != place.modified_ns
-                or (whole and status.st_size != place.num_bytes)
-            ):
-                raise changed_source(name)
-            if into is None:
-                return read_exactly(file, offset=place.offset, num_bytes=place.num_bytes)
-            fill(file, into, offset=place.offset)
-            return into
-        except EOFError:
-            raise changed_source(name) from None
-        finally:
-            os.close(file)
+            try:
+                status = os.fstat(file)
+                whole = not place.file
+                if not place.spooled and (
+                    status.st_mtime_ns != place.modified_ns
+                    or (whole and status.st_size != place.num_bytes)
+                ):
+                    raise _changed(place)
+                if into is None:
+                    return read_exactly(file, offset=place.offset, num_bytes=place.num_bytes)
+                fill(file, into, offset=place.offset)
+                return into
+            finally:
+                os.close(file)
+        except (OSError, EOFError) as error:
+            if place.spooled:
+                cut = OSError(errno.EIO, f"too short: {error}")
+                raise SpoolError(error if isinstance(error, OSError) else cut) from None
+            if isinstance(error, (FileNotFoundError, EOFError)):
+                raise _changed(place) from None
+            raise
+
+
+def _changed(place: Place) -> ChangedSource:
+    return changed_source(os.fsdecode(place.path), file=os.fsdecode(place.file or place.path))

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from data_prep.inputs import Container, Input, Spool, Watched, changed_source, printable
+from data_prep.outages import refuse_outage
 from data_prep.sources.folder_walk import walk_folder
 from data_prep.sources.places import (
     Place,
@@ -202,7 +203,8 @@ def _class_inputs(root: Path, container: Container) -> Iterator[Input | Watched]
         raise compressed_tar_error(container.path, defect.method) from None
     except TarDefect:
         pass
-    except OSError:
+    except OSError as error:
+        refuse_outage(error, path)
         reason = "unreadable"
     yield tar_row(container, reason, num_bytes=num_bytes, modified_ns=status.st_mtime_ns)
 

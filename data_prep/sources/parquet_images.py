@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.inputs import Container, Input, Spool, Watched, printable
+from data_prep.outages import refuse_outage
 from data_prep.sources.class_tars import stat_watched, tidy
 from data_prep.sources.file_lists import FileList
 from data_prep.sources.parquet_rows import (
@@ -91,7 +92,8 @@ class ParquetImages:
                     row = end
         except TableDefect:
             yield damaged
-        except OSError:
+        except OSError as error:
+            refuse_outage(error, path)
             damaged.reason = "unreadable"
             yield damaged
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.inputs import changed_source, printable
+from data_prep.outages import refuse_outage
 from vitscale.errors import UserError
 
 BATCH_ROWS = 64
@@ -48,8 +49,14 @@ def opened_parquet(root: Path, path: str) -> Iterator[Any]:
                 thrift_container_size_limit=MAX_FOOTER_ITEMS,
             )
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise TableDefect(str(error)) from None
+            raise _defect(error, path) from None
         yield table
+
+
+def _defect(error: Exception, path: str) -> TableDefect:
+    if isinstance(error, OSError):
+        refuse_outage(error, path)
+    return TableDefect(str(error))
 
 
 def column_type(table: Any, name: str, *, path: str, key: str) -> Any:
@@ -90,7 +97,7 @@ def record_batches(table: Any, group: int, *, columns: Sequence[str], path: str)
         try:
             batch = next(batches, None)
         except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            raise TableDefect(str(error)) from None
+            raise _defect(error, path) from None
         if batch is None:
             return
         yield batch

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.inputs import Container, Input, Spool, Watched, printable, watched
+from data_prep.outages import refuse_outage
 from data_prep.sources.class_tars import opened, stat_watched
 from data_prep.sources.file_lists import FileList
 from data_prep.sources.parquet_images import class_of
@@ -91,7 +92,8 @@ class PathTable:
                 yield self._input(container, row, files)
         except TableDefect:
             yield Input(container.path, container.split, None, "", 0, "damaged_table")
-        except OSError:
+        except OSError as error:
+            refuse_outage(error, container.path)
             yield Input(container.path, container.split, None, "", 0, "unreadable")
 
     def _input(self, container: Container, row: Row, files: _Files) -> Input:
@@ -267,7 +269,9 @@ class _Files:
                 if not lies_in(os.path.realpath(full), self.real_root):
                     return "link_outside", 0, 0
                 status = os.stat(full)
-        except (OSError, ValueError):  # not there, not permitted, a name no file can have
+        except (OSError, ValueError) as error:  # not there, not permitted, an impossible name
+            if isinstance(error, OSError):
+                refuse_outage(error, path)
             return "unreadable", 0, 0
         if not stat.S_ISREG(status.st_mode):
             return "not_a_file", 0, 0

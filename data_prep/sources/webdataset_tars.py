@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_prep.inputs import Container, Input, Spool, Watched
+from data_prep.outages import refuse_outage
 from data_prep.sources.class_tars import (
     MAX_MEMBERS,
     compressed_tar_error,
@@ -110,7 +111,8 @@ class WebdatasetTars:
             raise compressed_tar_error(path, defect.method) from None
         except TarDefect:
             pass
-        except OSError:
+        except OSError as error:
+            refuse_outage(error, path)
             reason = "unreadable"
         yield tar_row(container, reason, num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
 

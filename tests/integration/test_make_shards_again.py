@@ -159,7 +159,7 @@ def test_a_full_disk_is_one_message_and_no_half_file_has_a_final_name(
     source = corpus(tmp_path / "images", num=60, side=96)
     text = make_shards(source, small_disk / "shards", rc=2)
     assert "MiB are free" in text and "next: free space" in text
-    assert not (small_disk / "shards").exists()
+    assert [path.name for path in small_disk.iterdir()] == [".shards.preparing"]
 
 
 def test_a_write_error_half_way_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
