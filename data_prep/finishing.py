@@ -8,6 +8,7 @@ Everything is streamed, bucket by bucket and shard by shard.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections import Counter
@@ -33,7 +34,13 @@ from data_prep.ledger import (
 )
 from data_prep.listing import bucket_path, check_unchanged, listing_fingerprint, num_inputs
 from data_prep.planning import SplitPlan, read_plan
-from data_prep.preparation import Preparation, content_config, tool_version
+from data_prep.preparation import (
+    SETTINGS_NAME,
+    Preparation,
+    changed_settings,
+    content_config,
+    tool_version,
+)
 from data_prep.row_tables import read_table, rows_at
 from data_prep.selecting import fates_path
 from data_prep.shard_writing import outcome_path, shard_path
@@ -79,6 +86,7 @@ def write_side_file(p: Preparation, unit: str) -> None:
 def finish(p: Preparation, unit: str) -> None:
     """Write info and manifest, and give the folder its name."""
     check_unchanged(p)
+    config = _unchanged_config(p)
     final = p.path("final")
     names = {split: _final_names(p, split, plan) for split, plan in read_plan(p).items()}
     ledger, index = p.result("ledger"), p.result("index")
@@ -101,10 +109,25 @@ def finish(p: Preparation, unit: str) -> None:
         index_blake3=index["blake3"],
         splits=entries,
         inputs=ledger["inputs"],
-        config=content_config(p.run),
+        config=config,
     )
     write_manifest(final, manifest=manifest)
     _commit(p, final, names)
+
+
+def _unchanged_config(p: Preparation) -> dict[str, Any]:
+    """The settings, with the content of their files. Raises UserError when that has changed."""
+    config = content_config(p.run)
+    begun = p.path(SETTINGS_NAME)
+    if begun.exists():
+        old = json.loads(begun.read_text())
+        if changed := changed_settings({key: old[key] for key in config if key in old}, config):
+            raise UserError(
+                "changed while the shards were made",
+                where=", ".join(changed),
+                next_step="run the command again",
+            )
+    return config
 
 
 def _final_names(p: Preparation, split: str, plan: SplitPlan) -> dict[int, str]:

@@ -27,7 +27,9 @@ try:
     from data_prep.outages import Interrupted
     from data_prep.pipeline import LISTING_PHASES, prepare, storage_error
     from data_prep.preparation import (
+        SETTINGS_NAME,
         Preparation,
+        changed_settings,
         content_config,
         preparation_folder,
         tool_version,
@@ -84,9 +86,7 @@ def find_existing(output: Path, run: DataPrepRun) -> Manifest | None:
             where="output",
             next_step=advice,
         ) from None
-    old, new = manifest.config, content_config(run)
-    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    if changed:
+    if changed := changed_settings(manifest.config, content_config(run)):
         raise UserError(
             f"{str(output)!r} exists already, made with other settings: {', '.join(changed)}",
             where="output",
@@ -115,7 +115,7 @@ def check_same_source(existing: Manifest, run: DataPrepRun) -> None:
 def check_same_settings(run: DataPrepRun) -> None:
     """Refuse to go on with work that was begun with other settings."""
     folder = preparation_folder(Path(run.output).expanduser())
-    path = folder / "settings.json"
+    path = folder / SETTINGS_NAME
     settings = content_config(run) | {"path": run.source.path, "tool_version": tool_version()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,8 +126,7 @@ def check_same_settings(run: DataPrepRun) -> None:
         return  # another task has just finished, and named the folder
     except OSError as error:
         raise storage_error(error, Path(run.output)) from None
-    changed = sorted(k for k in begun.keys() | settings.keys() if begun.get(k) != settings.get(k))
-    if changed:
+    if changed := changed_settings(begun, settings):
         raise UserError(
             f"was begun with other settings: {', '.join(changed)}",
             where=str(folder),

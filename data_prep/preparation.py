@@ -10,7 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -27,11 +27,13 @@ from data_prep.inputs import (
     read_exactly,
 )
 from data_prep.labels import Labels, load_labels
+from data_prep.named_files import evaluation_listing, label_hashes
 from data_prep.sources.open import open_source
 from data_prep.work_units import WorkFolder
 from vitscale.atomic_files import write_json
 from vitscale.runs.data_prep import DataPrepRun
 
+SETTINGS_NAME = "settings.json"
 # Settings that do not change a byte of the result.
 PLACE_KEYS = ("output", "launch", "num_workers")
 FOLDERS = (
@@ -50,12 +52,33 @@ FOLDERS = (
 
 
 def content_config(run: DataPrepRun) -> dict[str, Any]:
-    """The settings that decide the bytes written: not where they come from, go to, or who runs."""
+    """The settings that decide the bytes written: not where they come from, go to, or who runs.
+
+    Of files that settings name, their content too. Raises UserError where it cannot be read.
+    """
     config = run.model_dump(mode="json")
     for key in PLACE_KEYS:
         del config[key]
     del config["source"]["path"]
+    config["labels"] |= label_hashes(run.labels)
+    if run.selection.evaluation_sets:
+        listings = list(map(evaluation_listing, run.selection.evaluation_sets))
+        config["selection"]["evaluation_sets_listing"] = listings
     return config
+
+
+def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Keys with different values, such as seed and labels.map_blake3."""
+    before, after = dict(_flat(old)), dict(_flat(new))
+    return sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+
+
+def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        else:
+            yield key, value
 
 
 def tool_version() -> str:
