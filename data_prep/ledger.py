@@ -39,7 +39,7 @@ SOURCE_FAULTS = {
     "no_class": "image outside every class",
     "not_a_file": "not a regular file (pipe, socket, device, link in a tar)",
     "link_broken": "link to nothing",
-    "link_outside": "link or path to a place outside the source",
+    "link_outside": "link or path to a place outside the source, or outside a table's folder",
     "link_loop": "link to a folder that holds the link",
     "truncated_tar": "a tar that ends too early or is damaged; what lies before is used",
     "damaged_table": "a part of a table that cannot be read; one row for all its rows",

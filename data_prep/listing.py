@@ -14,9 +14,18 @@ from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
-from data_prep.inputs import Container, Input, SpoolError, Watched, changed_source, watched
+from data_prep.inputs import (
+    Container,
+    Input,
+    SpoolError,
+    Watched,
+    changed_source,
+    printable,
+    watched,
+)
 from data_prep.outages import source_error
 from data_prep.preparation import Preparation
+from data_prep.rejections import Rejections
 from data_prep.row_tables import (
     FILE_NAMES,
     RUN_ROWS,
@@ -124,6 +133,7 @@ class Summary:
         self.unknown: Counter[str] = Counter()
         self.splits: set[str] = set()
         self.watched: list[Watched] = []
+        self.rejected = Rejections()
         self.containers = {c.path: 0 for c in containers if c.class_name is not None}
 
     def take(self, items: Iterator[Input | Watched], p: Preparation) -> Iterator[Input]:
@@ -137,7 +147,10 @@ class Summary:
             # A sum, since the order of listing means nothing.
             entry = f"{item.split}\0{item.path}\0{item.num_bytes}".encode(*FILE_NAMES)
             self.listing += int.from_bytes(hashlib.sha256(entry).digest()[:16], "big")
-            yield self._labelled(item, p) if item.reason is None else item
+            final = self._labelled(item, p) if item.reason is None else item
+            if final.reason is not None:
+                self.rejected.add(final.reason, printable(final.path))
+            yield final
 
     def _labelled(self, item: Input, p: Preparation) -> Input:
         class_name = p.labels.class_of(item.class_name, item.name)
@@ -156,11 +169,13 @@ class Summary:
             "unknown": dict(self.unknown),
             "splits": sorted(self.splits),
             "watched": [[w.path, w.num_bytes, w.modified_ns] for w in self.watched],
+            **self.rejected.as_json(),
         }
 
 
 def num_inputs(p: Preparation) -> int:
-    return sum(p.result(unit)["num_inputs"] for unit in scan_units(p))
+    num: int = p.result("inputs")["num_inputs"]
+    return num
 
 
 def listing_fingerprint(p: Preparation) -> str:
@@ -181,7 +196,14 @@ def check_unchanged(p: Preparation) -> None:
 
 
 def count_buckets(p: Preparation, unit: str) -> None:
-    p.put_result(unit, num_buckets(num_inputs(p)))
+    """The number of buckets; and beside it, for all later units, sums over all inputs."""
+    num, rejected = 0, Rejections()
+    for scan_unit in scan_units(p):
+        result = p.result(scan_unit)
+        num += result["num_inputs"]
+        rejected.merge(result)
+    p.put_result("inputs", {"num_inputs": num, **rejected.as_json()})
+    p.put_result(unit, num_buckets(num))
 
 
 def bucket_units(p: Preparation) -> list[str]:

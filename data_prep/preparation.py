@@ -43,6 +43,7 @@ FOLDERS = (
     "buckets",
     "evaluation",
     "survey",
+    "rejected",
     "duplicates",
     "fates",
     "tars",

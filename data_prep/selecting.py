@@ -11,6 +11,7 @@ said, and images are judged when they are written.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,9 +20,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from data_prep.inputs import printable
 from data_prep.judging import in_order, judge_place
-from data_prep.listing import bucket_path, scan_units
+from data_prep.ledger import describe_rejected
+from data_prep.listing import bucket_path, num_inputs, scan_units
 from data_prep.preparation import Place, Preparation
+from data_prep.rejections import Rejections, check_so_far, rejected_so_far
 from data_prep.row_tables import read_table, rows_at, write_table
 from data_prep.similarity import DESCRIPTOR, describe
 from vitscale.errors import UserError
@@ -108,6 +112,10 @@ def survey(p: Preparation, unit: str) -> None:
         reasons[i], hashes[i], descriptors[i] = found
         p.advance(1)
     details = _overlaps(p, reasons, hashes, descriptors)
+    rejected = Rejections()
+    for i, place in zip(believed, places, strict=True):
+        if (reason := reasons[i]) is not None:
+            rejected.add(reason, printable(os.fsdecode(place.path)))
     table = pa.table(
         {
             "rank": pa.array(row_ranks(rows, number=number)),
@@ -119,6 +127,7 @@ def survey(p: Preparation, unit: str) -> None:
     )
     write_table(table, survey_path(p, number), temporary=p.work.temporary("survey"))
     p.put_result(unit, {"num_rows": len(rows)})
+    check_so_far(p, unit, rejected)
 
 
 def _overlaps(
@@ -187,14 +196,16 @@ def select(p: Preparation, unit: str) -> None:
     p.labels.check(unknown, found=found)
     if p.run.surveys:
         found = _surveyed_counts(p)
+    if not found:
+        _refuse_nothing(p)
     small = sorted(c for c, num in found.items() if num < p.run.selection.min_images_per_class)
     kept = {c: num for c, num in found.items() if c not in set(small)}
     if p.labels.space is None:
         _refuse_empty_classes(p, found)
     if not kept:
         raise UserError(
-            "no class is left" if found else "no images were found",
-            where="selection.min_images_per_class" if found else "source.path",
+            "no class is left",
+            where="selection.min_images_per_class",
             next_step="look at the source, or ask for less",
         )
     # The numbers that a source gives are labels already: 2 comes before 10.
@@ -210,6 +221,19 @@ def select(p: Preparation, unit: str) -> None:
             "small": small,
             "thresholds": thresholds(p, label_of, taken) if any(taken.values()) else {},
         },
+    )
+
+
+def _refuse_nothing(p: Preparation) -> None:
+    rejected = rejected_so_far(p)
+    if not rejected.reasons:
+        _refuse_empty_classes(p, Counter())
+        raise UserError("holds no inputs", where="source.path", next_step="look at the source")
+    shown = describe_rejected(rejected.reasons, rejected.examples)
+    raise UserError(
+        f"no images were found: all {num_inputs(p):,} inputs are rejected\n{shown}",
+        where="source.path",
+        next_step="mend these names, paths, labels or files, or choose another source",
     )
 
 

@@ -7,7 +7,6 @@ Leaves out: the layout of the tar (`tar_shards`) and the corpus-wide files (`fin
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,10 @@ import pyarrow as pa
 from data_prep.image_check import Judged
 from data_prep.inputs import printable
 from data_prep.judging import in_order, judge_place
-from data_prep.ledger import FOREIGN_REASONS, check_bad_fraction
-from data_prep.listing import num_inputs
+from data_prep.ledger import FOREIGN_REASONS
 from data_prep.planning import SplitPlan, read_plan, rows_of_shard
 from data_prep.preparation import Place, Preparation
+from data_prep.rejections import Rejections, check_so_far
 from data_prep.row_tables import write_table
 from data_prep.selecting import row_places
 from data_prep.tar_shards import TarShard
@@ -66,7 +65,7 @@ def write_shard(p: Preparation, unit: str) -> None:
     plan = read_plan(p)[split]
     temporary = p.work.temporary("tar")
     with TarShard(temporary) as tar:
-        outcomes = _write_images(p, tar, plan, split=split, number=number)
+        outcomes, rejected = _write_images(p, tar, plan, split=split, number=number)
         digest = tar.finish()
     os.replace(temporary, shard_path(p, split, number))
     columns = zip(*outcomes, strict=True)
@@ -75,16 +74,17 @@ def write_shard(p: Preparation, unit: str) -> None:
     write_table(table, outcome_path(p, split, number), temporary=p.work.temporary("outcome"))
     num_samples = table.column("reason").null_count
     p.put_result(unit, {"samples": num_samples, "bytes": tar.num_bytes, "blake3": digest})
+    check_so_far(p, unit, rejected)
 
 
 def _write_images(
     p: Preparation, tar: TarShard, plan: SplitPlan, *, split: str, number: int
-) -> list[tuple[object, ...]]:
+) -> tuple[list[tuple[object, ...]], Rejections]:
     # The survey has looked at every pixel already.
     check = {"check": "header"} if p.run.surveys else {}
     settings = p.run.images.model_copy(update=check)
     outcomes: list[tuple[object, ...]] = []
-    reasons, examples = Counter[str](), dict[str, list[str]]()
+    rejected = Rejections()
     for rows, labels in rows_of_shard(p, plan, split, number):
         keys = rows.column("key").to_pylist()
         places = list(row_places(rows))
@@ -94,19 +94,10 @@ def _write_images(
             if judged.reason is None:
                 offset = tar.add(key, extension=judged.extension, image=judged.content, label=label)
             else:
-                reasons[judged.reason] += 1
-                examples.setdefault(judged.reason, []).append(printable(os.fsdecode(place.path)))
+                rejected.add(judged.reason, printable(os.fsdecode(place.path)))
             outcomes.append(_outcome(judged, key=key, label=label, offset=offset))
             p.advance(1)
-    if reasons:
-        # One shard alone can show that the corpus has too many; the end counts them all.
-        check_bad_fraction(
-            reasons,
-            examples,
-            num_judged=num_inputs(p),
-            max_bad_fraction=p.run.images.max_bad_fraction,
-        )
-    return outcomes
+    return outcomes, rejected
 
 
 def _verdicts(
