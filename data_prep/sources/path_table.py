@@ -3,7 +3,8 @@
 Owns: the columns, which parts of a large table are listed apart, what a path alone says.
 Leaves out: rows with equal paths, which need the whole corpus to be found.
 
-A path leads to a file in the table's folder or below: names or links that leave it are rejected.
+A path, relative to the table's folder or absolute, leads to a file there or below: names or links
+that leave it are rejected.
 """
 
 from __future__ import annotations
@@ -109,7 +110,7 @@ class PathTable:
         num_bytes = modified_ns = 0
         reason: str | None = "unreadable"
         if path:
-            path = os.path.normpath(path)
+            path = files.below(os.path.normpath(path))
             reason, num_bytes, modified_ns = files.look(path)
             path = os.path.join(os.path.dirname(container.file or container.path), path)
         if reason is None and class_name is None and self.labels.map_key != "image":
@@ -250,7 +251,15 @@ class _Files:
     def __init__(self, root: Path) -> None:
         self.root = str(root)
         self.real_root = os.path.realpath(root)
+        self._tops = [f"{top.rstrip('/')}/" for top in (os.path.abspath(root), self.real_root)]
         self._stays_inside = lru_cache(maxsize=1024)(self._looks_inside)
+
+    def below(self, path: str) -> str:
+        """An absolute path in the table's folder as relative to it; any other as it is."""
+        for top in self._tops:
+            if path.startswith(top):
+                return path[len(top) :]
+        return path
 
     def _looks_inside(self, folder: str) -> bool:
         return lies_in(os.path.realpath(os.path.join(self.root, folder)), self.real_root)

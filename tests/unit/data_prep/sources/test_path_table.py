@@ -88,7 +88,14 @@ def test_a_path_may_not_leave_the_tables_folder(suffix: str, tmp_path: Path) -> 
         "../out.jpg": "link_outside",
         "..": "link_outside",
         "deep/../../out.jpg": "link_outside",
-        str(tmp_path / "in/1.jpg"): "link_outside",
+        str(tmp_path / "in/1.jpg"): None,
+        str(tmp_path / "in/deep/../deep/2.jpg"): None,
+        str(tmp_path / "in"): "link_outside",
+        str(tmp_path / "in/../out.jpg"): "link_outside",
+        str(tmp_path / "in/up/out.jpg"): "link_outside",
+        str(tmp_path / "in/x.jpg"): "link_outside",
+        str(tmp_path / "out.jpg"): "link_outside",
+        str(tmp_path / "input/1.jpg"): "link_outside",
         "//etc/passwd": "link_outside",
         "up/out.jpg": "link_outside",
         "up/out/1.jpg": "link_outside",
@@ -105,6 +112,20 @@ def test_a_path_may_not_leave_the_tables_folder(suffix: str, tmp_path: Path) -> 
     }
     table = write(tmp_path / f"in/t.{suffix}", {"image": list(fates), "label": ["a"] * len(fates)})
     assert [row.reason for row in list_source(source(table))] == list(fates.values())
+
+
+def test_an_absolute_path_below_the_tables_folder_is_the_file_that_a_relative_one_names(
+    tmp_path: Path,
+) -> None:
+    touch(tmp_path, "real/1.jpg")
+    (tmp_path / "link").symlink_to("real")
+    paths = ["1.jpg", str(tmp_path / "link/1.jpg"), str(tmp_path / "real/./1.jpg")]
+    write(tmp_path / "real/t.csv", {"image": paths, "label": ["a"] * 3})
+    rows = list_source(source(tmp_path / "link/t.csv"))
+    assert [(row.path, row.name, row.reason) for row in rows] == [("1.jpg", "1", None)] * 3
+    rows = list_source(source(tmp_path, splits={"train": "real/t.csv"}))
+    assert [row.reason for row in rows] == [None, "link_outside", None]
+    assert rows[2].path == "real/1.jpg"
 
 
 def test_tables_in_folders_name_files_beside_them(tmp_path: Path) -> None:
