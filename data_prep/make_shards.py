@@ -29,6 +29,7 @@ try:
     from data_prep.preparation import (
         SETTINGS_NAME,
         Preparation,
+        at_real_output,
         changed_settings,
         content_config,
         preparation_folder,
@@ -51,7 +52,7 @@ def main() -> None:
         script="data_prep/make_shards.py",
         description="Turn a raw corpus into shuffled WebDataset tars with index and ledger.",
     )
-    run = command.run
+    run = at_real_output(command.run)
     start = time.monotonic()
     output = Path(run.output).expanduser()
     if output.resolve().is_relative_to(Path(run.source.path).expanduser().resolve()):

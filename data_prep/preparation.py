@@ -31,6 +31,7 @@ from data_prep.named_files import evaluation_listing, label_hashes
 from data_prep.sources.open import open_source
 from data_prep.work_units import WorkFolder
 from vitscale.atomic_files import write_json
+from vitscale.errors import UserError
 from vitscale.runs.data_prep import DataPrepRun
 
 SETTINGS_NAME = "settings.json"
@@ -87,6 +88,24 @@ def tool_version() -> str:
         return f"vitscale {version('vitscale')}"
     except PackageNotFoundError:
         return "vitscale (not installed)"
+
+
+def at_real_output(run: DataPrepRun) -> DataPrepRun:
+    """The run with the folder that a linked `output` leads to: the work lies beside that one.
+
+    A rename gives the finished folder its name, which it can neither in place of a link nor onto
+    another file system. Raises UserError for a mount point.
+    """
+    output = Path(run.output).expanduser()
+    real = Path(os.path.realpath(output)) if output.is_symlink() else output
+    if os.path.ismount(real):
+        raise UserError(
+            f"{str(real)!r} is a mount point: the work lies beside the folder, and would be on "
+            "another file system",
+            where="output",
+            next_step=f"choose a folder in it, such as {real / 'shards'}",
+        )
+    return run if real is output else run.model_copy(update={"output": str(real)})
 
 
 def preparation_folder(output: Path) -> Path:

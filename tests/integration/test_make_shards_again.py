@@ -178,3 +178,13 @@ def test_a_write_error_half_way_is_one_message_and_loses_nothing(tmp_path: Path)
     assert not list((tmp_path / ".shards.preparing" / "tars").glob("train-*"))
     make_shards(source, tmp_path / "shards")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
+
+
+def test_an_output_that_is_a_link_is_made_where_it_leads(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "images")
+    (tmp_path / "disk" / "big").mkdir(parents=True)
+    (tmp_path / "shards").symlink_to("disk/big")
+    make_shards(source, tmp_path / "shards")
+    assert (tmp_path / "shards").is_symlink() and (tmp_path / "shards" / "manifest.json").exists()
+    assert sorted(path.name for path in tmp_path.rglob(".*")) == []
+    assert "already there" in make_shards(source, tmp_path / "shards")
