@@ -55,6 +55,22 @@ def scan_units(p: Preparation) -> list[str]:
     return [f"list-{i:06d}" for i in range(-(-num // containers_per_unit(num)))]
 
 
+def num_containers(p: Preparation, unit: str) -> int:
+    """Containers of one unit."""
+    return len(_containers_of(p, unit))
+
+
+def num_listed(p: Preparation, unit: str) -> int:
+    """Inputs that a unit has found."""
+    num: int = p.result(unit)["num_inputs"]
+    return num
+
+
+def _containers_of(p: Preparation, unit: str) -> list[Container]:
+    number, size = int(unit.rpartition("-")[2]), containers_per_unit(len(p.containers))
+    return p.containers[number * size : (number + 1) * size]
+
+
 class FileSpool:
     """Bytes that can be read from the source once only, appended to one file per unit."""
 
@@ -83,9 +99,7 @@ class FileSpool:
 
 def scan(p: Preparation, unit: str) -> None:
     """List the containers of one unit into sorted runs, and say what was found."""
-    number = int(unit.rpartition("-")[2])
-    size = containers_per_unit(len(p.containers))
-    containers = p.containers[number * size : (number + 1) * size]
+    containers = _containers_of(p, unit)
     spool = FileSpool(p.work.temporary("spool"), name=f"{unit}.bin")
     summary = Summary(containers)
     num_runs = 0

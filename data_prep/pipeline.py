@@ -17,7 +17,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
@@ -28,7 +28,7 @@ from data_prep import finishing, listing, planning, selecting, shard_writing
 from data_prep.inputs import ChangedSource, SpoolError
 from data_prep.outages import Interrupted, away, is_away
 from data_prep.preparation import Preparation, preparation_folder
-from data_prep.progress_line import Progress
+from data_prep.progress_line import Elapsed, Progress
 from data_prep.row_tables import leave_pandas_out
 from data_prep.work_units import WorkFolder, given_up
 from vitscale.data.index import MANIFEST_NAME
@@ -57,7 +57,9 @@ class Phase:
     units: Callable[[Preparation], list[str]]
     do: Callable[[Preparation, str], None]
     weight: Callable[[Preparation, str], int] | None = None
-    """Images in a unit, for progress; None: too short to show."""
+    """Images in a unit, for progress; None: only the time is shown."""
+    rows: Callable[[Preparation, str], int] | None = None
+    """Inputs in a unit that is done, where `weight` counts containers: nobody knows their total."""
     needed: Callable[[DataPrepRun], bool] = lambda run: True
 
 
@@ -81,7 +83,13 @@ def _shard_rows(p: Preparation, unit: str) -> int:
 
 LISTING_PHASES = (
     Phase(title="open source", units=_one("containers"), do=listing.list_containers),
-    Phase(title="list inputs", units=listing.scan_units, do=listing.scan),
+    Phase(
+        title="list inputs",
+        units=listing.scan_units,
+        do=listing.scan,
+        weight=listing.num_containers,
+        rows=listing.num_listed,
+    ),
 )
 PHASES = (
     *LISTING_PHASES,
@@ -155,7 +163,7 @@ def prepare(run: DataPrepRun, *, phases: tuple[Phase, ...] = PHASES, task: int =
         for process in processes:
             process.start()
     try:
-        _watch(_PhaseProgress(p, phases, counters), processes, messages, stop)
+        _watch(PhaseProgress(p, phases, counters), processes, messages, stop)
     finally:
         for process in processes:
             process.kill()
@@ -191,7 +199,7 @@ def _open(
 
 
 def _watch(
-    progress: _PhaseProgress, processes: list[Any], messages: Any, stop: threading.Event
+    progress: PhaseProgress, processes: list[Any], messages: Any, stop: threading.Event
 ) -> None:
     """Show progress until all workers ended; raise what they report."""
     while any(process.exitcode is None for process in processes):
@@ -216,7 +224,7 @@ def _watch(
         raise ERRORS[kind](text)
 
 
-class _PhaseProgress:
+class PhaseProgress:
     """Progress lines from the workers' counters and the units that are done."""
 
     def __init__(self, p: Preparation, phases: tuple[Phase, ...], counters: Any) -> None:
@@ -224,34 +232,57 @@ class _PhaseProgress:
         self._shown = -1
         self._weights: dict[str, int] = {}
         self._done: set[str] = set()
-        self._line: Progress | None = None
+        self._rows = 0
+        self._line: Progress | Elapsed | None = None
 
     def update(self) -> None:
         reached = max(self._counters[::NUM_COUNTERS])
         if reached != self._shown:
             self._show(reached)
-        if self._line is not None:
-            self._done |= {u for u in self._weights.keys() - self._done if self.p.has_result(u)}
-            rows = sum(self._weights[unit] for unit in self._done)
-            self._line.update(rows + sum(self._counters[1::NUM_COUNTERS]))
+        if self._line is None:
+            return
+        under_way = sum(self._counters[1::NUM_COUNTERS])
+        if isinstance(self._line, Progress):
+            self._line.update(self._look() + under_way)
+        else:
+            self._line.update(self._note(under_way))
+
+    def _look(self) -> int:
+        """The weight of all units that are done by now."""
+        new = {unit for unit in self._weights.keys() - self._done if self.p.has_result(unit)}
+        self._done |= new
+        if (rows := self._phases[self._shown].rows) is not None:
+            with suppress(FileNotFoundError):  # another process gave the preparation up
+                self._rows += sum(rows(self.p, unit) for unit in new)
+        return sum(self._weights[unit] for unit in self._done)
+
+    def _note(self, under_way: int) -> str:
+        if self._phases[self._shown].rows is None:
+            return ""
+        done, total = self._look(), sum(self._weights.values())
+        return f"{done:,} of {total:,} containers, {self._rows + under_way:,} inputs"
 
     def _show(self, reached: int) -> None:
         self.close()
-        self._shown, self._done = reached, set()
+        self._shown, self._done, self._weights, self._rows = reached, set(), {}, 0
         phase = self._phases[reached]
-        if phase.weight is None:
-            return
         try:
-            units = phase.units(self.p)
-            self._weights = {unit: phase.weight(self.p, unit) for unit in units}
+            if phase.weight is not None:
+                units = phase.units(self.p)
+                self._weights = {unit: phase.weight(self.p, unit) for unit in units}
         except FileNotFoundError:
             return  # the folder got its name meanwhile
-        self._line = Progress(phase.title, total=sum(self._weights.values()))
+        if phase.weight is None or phase.rows is not None:
+            self._line = Elapsed(phase.title)
+        else:
+            self._line = Progress(phase.title, total=sum(self._weights.values()))
 
     def close(self) -> None:
-        if self._line is not None:
+        if isinstance(self._line, Elapsed):
+            self._line.close(self._note(under_way=0))
+        elif self._line is not None:
             self._line.close()
-            self._line = None
+        self._line = None
 
 
 def _work(

@@ -1,4 +1,4 @@
-"""How far a long pass has come: a bar on a terminal, a plain line now and then in a log."""
+"""How far a long step has come: a bar on a terminal, a plain line now and then in a log."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 PLAIN_INTERVAL_S = 5.0
+# On a terminal nothing is said about shorter steps.
+SHORT_S = 1.0
 
 
 class Progress:
@@ -54,6 +56,42 @@ class Progress:
         )
 
 
+class Elapsed:
+    """Shows that a step goes on whose end nobody can tell: a note, and the time since it began."""
+
+    def __init__(self, title: str) -> None:
+        self._title, self._note = title, ""
+        self._start = self._last = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def update(self, note: str = "") -> None:
+        self._note = note
+        now = time.monotonic()
+        if not sys.stdout.isatty():
+            if now - self._last >= PLAIN_INTERVAL_S:
+                self._last = now
+                self._print(now)
+        elif self._bar is not None:
+            self._bar.update(self._task, note=note)
+        elif now - self._start >= SHORT_S:
+            self._bar = _clock()
+            self._bar.start()
+            self._task = self._bar.add_task(self._title, total=None, note=note)
+
+    def close(self, note: str = "") -> None:
+        self._note = note
+        if self._bar is not None:
+            self._bar.update(self._task, note=note)
+            self._bar.stop()
+        elif self._last > self._start:
+            self._print(time.monotonic())
+
+    def _print(self, now: float) -> None:
+        facts = [self._note] if self._note else []
+        print(f"{self._title}: {', '.join([*facts, f'{now - self._start:,.0f} s'])}", flush=True)
+
+
 @contextmanager
 def progress(title: str, *, total: int, unit: str = "images") -> Iterator[Callable[[int], None]]:
     """Yield a function that takes the number of further images done."""
@@ -69,6 +107,15 @@ def progress(title: str, *, total: int, unit: str = "images") -> Iterator[Callab
         yield advance
     finally:
         line.close()
+
+
+def _clock() -> Any:
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TextColumn, TimeElapsedColumn
+
+    return RichProgress(
+        TextColumn("{task.description}"), TextColumn("{task.fields[note]}"), TimeElapsedColumn()
+    )
 
 
 def _bar() -> Any:
