@@ -48,6 +48,11 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
             yield image
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from None
+    except (MemoryError, OSError, ValueError):
+        raise
+    except Exception as error:
+        # On broken bytes Pillow raises SyntaxError, EOFError, struct.error, zlib.error ... as well.
+        raise OSError(f"{type(error).__name__}: {error}") from None
 
 
 def decode(data: bytes) -> torch.Tensor:

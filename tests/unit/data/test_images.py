@@ -16,6 +16,7 @@ from vitscale.data.images import (
     center_crop_box,
     crop_and_resize,
     decode,
+    open_image,
     plain_crop_box,
     random_crop_box,
     reflected,
@@ -141,3 +142,28 @@ def test_decode_refuses_other_formats() -> None:
     Image.new("RGB", (4, 4)).save(file, "BMP")
     with pytest.raises(OSError):
         decode(file.getvalue())
+
+
+def png() -> bytes:
+    file = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 255, (240, 240, 3), np.uint8)
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_whatever_rot_makes_of_an_image_it_is_an_error_of_its_bytes() -> None:
+    """For a broken chunk Pillow raises SyntaxError, which is neither OSError nor ValueError."""
+    data = png()
+    kinds = set()
+    for start in range(0, len(data), 512):
+        rotten = data[:start] + bytes(512) + data[start + 512 :]
+        try:
+            decode(rotten)
+        except (OSError, ValueError) as error:
+            kinds.add(str(error).partition(":")[0])
+    assert "SyntaxError" in kinds
+
+
+def test_too_little_memory_is_no_fault_of_the_image() -> None:
+    with pytest.raises(MemoryError), open_image(png()):
+        raise MemoryError
