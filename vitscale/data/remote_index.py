@@ -45,7 +45,7 @@ def open_remote_shards(
     if urls:
         # The smallest: a server without ranges would send all of it.
         smallest = min(range(len(urls)), key=sizes.__getitem__)
-        store.read(urls[smallest], offset=0, num_bytes=1)
+        store.check_ranges(urls[smallest])
     return RemoteShards(
         store=store,
         cache=_cache(reading),

@@ -56,12 +56,15 @@ class RemoteSamples:
 
         if shards.cache is not None:
             content = shards.hashes[shard]
-            data = shards.cache.read(content, offset=offset, num_bytes=num_bytes)
-            if data is not None and is_right(data):
-                shards.store.counts.add("cache_hits")
-                return data
-            if data is not None:
-                shards.cache.forget(content)  # rotten on the disk; the store has it still
+            try:
+                data = shards.cache.read(content, offset=offset, num_bytes=num_bytes)
+                if data is not None and is_right(data):
+                    shards.store.counts.add("cache_hits")
+                    return data
+                if data is not None:
+                    shards.store.counts.add("cache_failures")
+                    shards.cache.forget(content)  # rotten on the disk; the store has it still
+            except OSError:  # of the cache's disk, and no fault of the sample
                 shards.store.counts.add("cache_failures")
         return shards.store.read(
             shards.urls[shard], offset=offset, num_bytes=num_bytes, is_right=is_right

@@ -38,6 +38,8 @@ SHARE_OF_ONE = 0.25
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 # The same wrong bytes so often are wrong where they are stored.
 DAMAGED_READS = 3
+# A server that answers so often with the whole file serves no ranges; some do so under load.
+RANGE_TRIES = 3
 SIZE_THREADS = 16
 COUNTS = ("retries", "requests", "bytes", "cache_hits", "cache_failures")
 # Of all processes of a rank; each writes into the row of its own process id.
@@ -52,6 +54,10 @@ T = TypeVar("T")
 
 class Damaged(OSError):
     """Bytes that are not those of the index, however often they are read."""
+
+
+class WholeFile(OSError):
+    """A range was asked for, and more came."""
 
 
 class StorageError(UserError):
@@ -181,8 +187,7 @@ class RemoteStore:
         """Bytes of one range.
 
         is_right: says whether bytes are those that were stored.
-        Raises StorageError when they cannot be had in time, Damaged when they are always wrong,
-        UserError when the server does not serve ranges.
+        Raises StorageError when they cannot be had in time, Damaged when they are always wrong.
         """
         wrong: list[bytes] = []
 
@@ -198,6 +203,23 @@ class RemoteStore:
             return data
 
         return self._patiently(once, url, patience_s=patience_s or self.patience_s)
+
+    def check_ranges(self, url: Url) -> None:
+        """Raises UserError when the server answers a range with the whole file, StorageError."""
+        tries = 0
+
+        def once(timeout_s: float) -> None:
+            nonlocal tries
+            tries += 1
+            try:
+                _range(url, offset=0, num_bytes=1, timeout_s=timeout_s)
+            except WholeFile as error:
+                if tries < RANGE_TRIES:
+                    raise
+                next_step = "serve the shards from a server with range requests (nginx, S3, ...)"
+                raise _Final(UserError(str(error), where=str(url), next_step=next_step)) from None
+
+        self._patiently(once, url, patience_s=self.patience_s)
 
     def size(self, url: Url) -> int | None:
         """Bytes of a file; None: there is none. Raises StorageError."""
@@ -280,11 +302,7 @@ def _range(url: Url, *, offset: int, num_bytes: int, timeout_s: float) -> bytes:
     span = {"start": offset, "end": offset + num_bytes}
     data = _call(url, "cat_file", timeout_s=timeout_s, **span) if num_bytes else b""
     if len(data) > num_bytes:
-        raise UserError(
-            f"answers a request for {num_bytes} bytes with {len(data)}: no range reads",
-            where=str(url),
-            next_step="serve the shards from a server with range requests (nginx, Apache, S3, ...)",
-        )
+        raise WholeFile(f"answers a request for {num_bytes} bytes with {len(data)}: no range reads")
     if len(data) < num_bytes:
         raise OSError(f"ends after {offset + len(data)} bytes")
     return bytes(data)

@@ -21,7 +21,6 @@ from vitscale.data.decoding import DECODERS, resolve_decoder
 from vitscale.data.index import SplitIndex
 from vitscale.data.order import CounterRandom, Draw, stream_key
 from vitscale.data.remote_shards import RemoteSamples, read_ahead
-from vitscale.data.remote_store import StorageError
 from vitscale.data.settings import AugmentSettings, DataSettings
 from vitscale.data.shard_files import ShardFiles
 from vitscale.data.training_set import TrainingSet
@@ -48,8 +47,8 @@ class SplitReader:
         self.remote = None if index.remote is None else RemoteSamples(index)
 
     def bytes_of(self, sample: int) -> bytes:
-        """The image as stored. Raises OSError when it cannot be read, StorageError when storage
-        behind a URL does not answer."""
+        """The image as stored. Raises OSError when its bytes are lost, UserError when the storage
+        cannot be reached."""
         if self.remote is not None:
             return self.remote.read(sample)
         index = self.index
@@ -104,8 +103,8 @@ class TrainingSamples:
         """Write the image that stands at `position` into `out`, uint8 [3, S, S].
 
         Returns its label, and the samples in whose place it stands. Raises UserError when no
-        substitute can be read either, StorageError when storage behind a URL does not answer: a
-        substitute for what is there again tomorrow would depend on the day.
+        substitute can be read either, or when the storage cannot be reached: a substitute for what
+        is there again tomorrow would depend on the day.
         """
         draw = self.order.at(position)
         reader = self.parts[draw.part]
@@ -115,7 +114,7 @@ class TrainingSamples:
             try:
                 self._augmented(reader.bytes_of(sample), draw, out)
                 return reader.label(sample), unreadable
-            except StorageError:
+            except UserError:
                 raise
             except (OSError, ValueError) as error:
                 unreadable.append(reader.unreadable(sample, error))
@@ -194,7 +193,7 @@ class EvaluationSamples:
         """
         try:
             self._resized(self.reader.bytes_of(sample), out)
-        except StorageError:
+        except UserError:
             raise
         except (OSError, ValueError) as error:
             lost = self.reader.unreadable(sample, error)

@@ -1,17 +1,23 @@
 """Byte ranges of shards.
 
-Owns: open files, one set per process.
+Owns: open files, one set per process; which errors are a file's own.
 Leaves out: which range is which sample (`index`).
 """
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from vitscale.errors import UserError
+
 MAX_OPEN_SHARDS = 64
+# Bytes that are lost: a bad block, a checksum or structure that the file system finds broken. With
+# every other error (stale handle, no memory, too many open files, ...) they are there another day.
+LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
 
 
 class ShardFiles:
@@ -21,8 +27,19 @@ class ShardFiles:
         self.paths = tuple(os.fspath(path) for path in paths)
 
     def read(self, shard: int, *, offset: int, num_bytes: int) -> bytes:
-        """Bytes of one range. Raises OSError when they cannot be had in full."""
-        data = os.pread(_descriptor(self.paths[shard], os.getpid()), num_bytes, offset)
+        """Bytes of one range. Raises OSError when they are lost or end too early, UserError when
+        the file cannot be reached."""
+        try:
+            data = os.pread(_descriptor(self.paths[shard], os.getpid()), num_bytes, offset)
+        except OSError as error:
+            if error.errno in LOST:
+                raise
+            raise UserError(
+                f"cannot be read ({error.strerror})",
+                where=self.paths[shard],
+                next_step="check the storage and the limits of this machine (ulimit -n, memory), "
+                "and run the same command again",
+            ) from None
         if len(data) < num_bytes:
             raise OSError(f"ends after {offset + len(data)} bytes")
         return data

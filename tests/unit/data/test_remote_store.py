@@ -174,8 +174,19 @@ def test_bytes_that_are_always_wrong_are_damaged_not_unreachable(folder: Path) -
 def test_a_server_without_ranges_is_told_from_one_that_fails(folder: Path) -> None:
     with served(folder, fault=lambda path, number: "no_ranges") as server:
         with pytest.raises(UserError, match="no range reads") as caught:
-            RemoteStore(patience_s=20.0).read(Url(server.url) / "a.bin", offset=0, num_bytes=1)
+            RemoteStore(patience_s=20.0).check_ranges(Url(server.url) / "a.bin")
         assert not isinstance(caught.value, StorageError)
+
+
+def test_a_server_that_forgets_ranges_at_times_is_asked_again(folder: Path) -> None:
+    """A proxy under load answers 200 with the whole file. That says nothing about a sample."""
+    with served(folder, fault=lambda path, number: "no_ranges" if number % 3 else None) as server:
+        store, url = RemoteStore(patience_s=20.0), Url(server.url) / "a.bin"
+        store.check_ranges(url)
+        assert store.read(url, offset=5, num_bytes=2) == bytes([5, 6])
+        server.fault = lambda path, number: "no_ranges"
+        with pytest.raises(StorageError, match="for 2 bytes with 10240"):
+            RemoteStore(patience_s=0.5).read(url, offset=5, num_bytes=2)
 
 
 def test_sizes_tell_missing_files_from_failing_servers(folder: Path) -> None:

@@ -1,0 +1,80 @@
+"""Which errors of reading mean that a sample is lost, and which end the run."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.shard_folders import write_shard_folder
+from vitscale.data import shard_files
+from vitscale.data.index import read_split
+from vitscale.data.samples import EvaluationSamples, TrainingSamples
+from vitscale.data.settings import DataSettings
+from vitscale.data.training_set import open_training_set
+from vitscale.errors import UserError
+
+SIZE = 16
+OUT = torch.empty(3, SIZE, SIZE, dtype=torch.uint8)
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    return write_shard_folder(tmp_path / "shards", num_per_class=6, num_shards=3)
+
+
+def training(shards: Path) -> TrainingSamples:
+    data = DataSettings(path=str(shards), global_batch=4)
+    return TrainingSamples(open_training_set(data, seed=0), settings=data, image_size=SIZE, seed=0)
+
+
+def evaluation(shards: Path) -> EvaluationSamples:
+    data = DataSettings(path=str(shards), global_batch=4)
+    return EvaluationSamples(read_split(shards, split="train"), settings=data, image_size=SIZE)
+
+
+def failing_once(monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+    """The first `os.pread` or `os.open` of a shard ends with this error."""
+    real, calls = getattr(os, call), []
+
+    def fail(*arguments: object) -> object:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise OSError(number, os.strerror(number))
+        return real(*arguments)
+
+    monkeypatch.setattr(shard_files.os, call, fail)
+
+
+def test_a_bad_block_is_replaced_in_training_and_named_in_evaluation(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = training(shards)
+    with monkeypatch.context() as patch:
+        failing_once(patch, "pread", errno.EIO)
+        _, (lost,) = samples.fill(0, OUT)
+    assert "Input/output error" in lost.error
+    with monkeypatch.context() as patch:
+        failing_once(patch, "pread", errno.EIO)
+        with pytest.raises(UserError, match="'train-00003' cannot be read"):
+            evaluation(shards).fill(3, OUT)
+
+
+@pytest.mark.parametrize(
+    "call, number",
+    [("pread", errno.ESTALE), ("pread", errno.ENOMEM), ("open", errno.EMFILE)],
+)
+def test_an_error_of_the_machine_ends_the_run_and_replaces_nothing(
+    call: str, number: int, shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shard_files._open_files.cache_clear()
+    for samples in (training(shards), evaluation(shards)):
+        with monkeypatch.context() as patch:
+            failing_once(patch, call, number)
+            with pytest.raises(UserError, match=rf"\.tar: cannot be read \({os.strerror(number)}"):
+                samples.fill(0, OUT)
+        assert samples.fill(0, OUT)[1] == []
+        shard_files._open_files.cache_clear()
