@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from launch.dry_run import DataFacts, data_facts
@@ -139,10 +140,49 @@ def test_a_rotten_cache_is_mended(
 ) -> None:
     run = Run(path=server.url, remote=with_cache(tmp_path))
     assert run.batches(ranks=1, workers=0, start=0, stop=STEPS) == undisturbed
-    for path in (tmp_path / "cache").iterdir():
-        if path.name != "lock" and path.suffix != ".part" and path.read_bytes()[:4] != b"PAR1":
-            path.write_bytes(b"x" * path.stat().st_size)
+    cached = [path for path in (tmp_path / "cache").iterdir() if len(path.name) == 64]
+    for path in cached:
+        path.write_bytes(b"x" * path.stat().st_size)
     assert run.batches(ranks=1, workers=1, start=0, stop=STEPS) == undisturbed
+    assert not any(path.exists() and path.read_bytes()[:9] == b"x" * 9 for path in cached)
+
+
+def cached_index(tmp_path: Path) -> Path:
+    (path,) = (p for p in (tmp_path / "cache").iterdir() if p.read_bytes()[:4] == b"PAR1")
+    return path
+
+
+def test_a_bit_turned_in_the_cached_index_changes_no_label(
+    server: RangeServer, tmp_path: Path
+) -> None:
+    reading = RemoteSettings(**with_cache(tmp_path))
+    labels = read_split(server.url, split="train", reading=reading).label
+    path = cached_index(tmp_path)
+    good = path.read_bytes()
+    for place in range(4, len(good), len(good) // 9):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        np.testing.assert_array_equal(
+            read_split(server.url, split="train", reading=reading).label, labels
+        )
+        assert path.read_bytes() == good
+
+
+@pytest.mark.parametrize("smaller", [False, True])
+def test_a_cache_without_room_for_the_index_costs_nothing_but_memory(
+    smaller: bool, server: RangeServer, tmp_path: Path
+) -> None:
+    """All of it is in use by another job, or it is smaller than the index."""
+    reading = RemoteSettings(**with_cache(tmp_path))
+    expected = read_split(server.url, split="train", reading=reading)
+    path = cached_index(tmp_path)
+    if not smaller:
+        path.with_name("0" * 64).write_bytes(path.read_bytes())  # in use
+    num_bytes = path.stat().st_size - smaller
+    path.unlink()
+    full = RemoteSettings(**with_cache(tmp_path, cache_gib=num_bytes / 2**30))
+    found = read_split(server.url, split="train", reading=full)
+    np.testing.assert_array_equal(found.offset, expected.offset)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -7,6 +7,7 @@ Leaves out: what they say (`index`), and reading samples (`remote_shards`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +17,7 @@ import numpy as np
 
 from vitscale.data.remote_store import DAMAGED_READS, Damaged, RemoteStore, Url
 from vitscale.data.settings import RemoteSettings
-from vitscale.data.shard_cache import CHUNK_BYTES, ShardCache
+from vitscale.data.shard_cache import CHUNK_BYTES, NoRoom, ShardCache
 from vitscale.errors import UserError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def remote_sizes(urls: Sequence[Url], *, reading: RemoteSettings) -> Mapping[Url
 def remote_index(
     url: Url, *, num_bytes: int, content: str, reading: RemoteSettings
 ) -> Path | pa.BufferReader:
-    """The index, whole and verified: in the cache where there is one, or else in memory.
+    """The index, whole and verified: in the cache where it has room for it, or else in memory.
 
     content: BLAKE3. Raises Damaged when the bytes have another, however often they are read.
     """
@@ -91,10 +92,12 @@ def remote_index(
 
     for attempt in range(DAMAGED_READS):
         try:
-            if cache is None or num_bytes > cache.max_bytes:
-                return pa.BufferReader(_fetched(read, num_bytes=num_bytes, content=content))
-            cache.fetch(content, num_bytes=num_bytes, read=read, wait=True)
-            return cache.path(content)
+            if cache is not None:
+                with suppress(NoRoom):
+                    cache.fetch(content, num_bytes=num_bytes, read=read, wait=True)
+                    cache.verify(content)
+                    return cache.path(content)
+            return pa.BufferReader(_fetched(read, num_bytes=num_bytes, content=content))
         except Damaged:
             if attempt == DAMAGED_READS - 1:
                 raise

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import blake3
 
-from vitscale.atomic_files import fsync_folder
+from vitscale.atomic_files import blake3_of_file, fsync_folder
 from vitscale.data.remote_store import Damaged
 from vitscale.errors import UserError
 
@@ -81,6 +81,18 @@ class ShardCache:
             os.close(file)
         return data if len(data) == num_bytes else None
 
+    def verify(self, content: str) -> None:
+        """Hash a whole file, which counts as use. Raises Damaged after removing a wrong one."""
+        path = self.path(content)
+        try:
+            os.utime(path)
+            is_right = blake3_of_file(path) == content
+        except OSError:  # a bad block, or evicted by now
+            is_right = False
+        if not is_right:
+            self.forget(content)
+            raise Damaged(f"{path} does not hold the bytes of its name")
+
     def forget(self, content: str) -> None:
         """Remove a shard that turned out to be damaged."""
         self.path(content).unlink(missing_ok=True)
@@ -129,13 +141,16 @@ class ShardCache:
                     used += stat.st_size
                     if _NAME.fullmatch(entry.name):
                         idle.append((stat.st_mtime, stat.st_size, entry.path))
+            leaving = []
             for last_use, size, path in sorted(idle):
                 if used + num_bytes <= self.max_bytes or time.time() - last_use < self.idle_s:
                     break
-                os.unlink(path)
+                leaving.append(path)
                 used -= size
             if used + num_bytes > self.max_bytes:
                 raise NoRoom(f"no room for {num_bytes} bytes in {self.folder}")
+            for path in leaving:
+                os.unlink(path)
             os.ftruncate(file, num_bytes)
 
     @contextmanager

@@ -83,6 +83,26 @@ def test_what_is_being_used_stays(tmp_path: Path) -> None:
     assert held(cache) == {name(1), name(2)}
 
 
+def test_nothing_leaves_for_what_has_no_room_all_the_same(tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "cache", max_bytes=2 * SIZE, idle_s=10.0)
+    cache.prepare()
+    fetch(cache, 0)
+    fetch(cache, 1)
+    used(cache, 0, seconds_ago=11)
+    with pytest.raises(NoRoom):
+        cache.fetch(name(2), num_bytes=2 * SIZE, read=reader(2))
+    assert held(cache) == {name(0), name(1)}
+
+
+def test_a_file_that_rotted_is_forgotten_when_it_is_verified(cache: ShardCache) -> None:
+    fetch(cache, 1)
+    cache.verify(name(1))
+    cache.path(name(1)).write_bytes(content(1)[:-1] + b"x")
+    with pytest.raises(Damaged):
+        cache.verify(name(1))
+    assert held(cache) == set()
+
+
 @pytest.mark.parametrize("wrong", [content(7), content(1)[:-1] + b"x"])
 def test_wrong_bytes_never_get_a_name(cache: ShardCache, wrong: bytes) -> None:
     with pytest.raises(Damaged):
