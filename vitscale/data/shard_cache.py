@@ -33,6 +33,8 @@ IDLE_S = 10.0
 TOUCH_S = 1.0
 
 _NAME = re.compile(r"[0-9a-f]{64}")
+# Whatever else lies in the folder is somebody's: neither counted nor touched.
+_OURS = re.compile(r"[0-9a-f]{64}(?P<part>\.part)?")
 
 
 class NoRoom(OSError):
@@ -134,12 +136,15 @@ class ShardCache:
             os.ftruncate(file, 0)
             used, idle = 0, []
             for entry in list(os.scandir(self.folder)):
+                ours = _OURS.fullmatch(entry.name)
+                if not ours:
+                    continue
                 with suppress(FileNotFoundError):  # renamed or evicted by now
                     stat = entry.stat()
-                    if entry.name.endswith(".part") and _removed_as_abandoned(entry.path):
+                    if ours["part"] and _removed_as_abandoned(entry.path):
                         continue
                     used += stat.st_size
-                    if _NAME.fullmatch(entry.name):
+                    if not ours["part"]:
                         idle.append((stat.st_mtime, stat.st_size, entry.path))
             leaving = []
             for last_use, size, path in sorted(idle):

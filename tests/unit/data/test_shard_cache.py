@@ -83,6 +83,25 @@ def test_what_is_being_used_stays(tmp_path: Path) -> None:
     assert held(cache) == {name(1), name(2)}
 
 
+def test_files_of_others_are_neither_counted_nor_touched(cache: ShardCache) -> None:
+    foreign = {"film.mkv.part", "notes.txt", f"{name(1)}.part.old", "f" * 63}
+    for each in foreign:
+        (cache.folder / each).write_bytes(bytes(3 * SIZE))
+    (cache.folder / "folder.part").mkdir()
+    for number in range(4):
+        assert fetch(cache, number)
+    assert held(cache) == foreign | {"folder.part"} | {name(number) for number in (1, 2, 3)}
+
+
+def test_room_is_counted_once_for_what_another_process_left_at_full_length(
+    cache: ShardCache,
+) -> None:
+    """The fetch that takes over an abandoned partial file begins by giving its room back."""
+    (cache.folder / f"{name(1)}.part").write_bytes(bytes(3 * SIZE))
+    assert fetch(cache, 1)
+    assert held(cache) == {name(1)}
+
+
 def test_nothing_leaves_for_what_has_no_room_all_the_same(tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", max_bytes=2 * SIZE, idle_s=10.0)
     cache.prepare()
