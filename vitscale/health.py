@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from vitscale.data.index_keys import sample_names
 from vitscale.data.training_set import TrainingSet
 from vitscale.runs.training import TrainingPlan
 
@@ -70,9 +71,9 @@ def positions_of_step(
     return found or list(range(start, start + plan.global_batch))
 
 
-def sample_names(data: TrainingSet, positions: Iterable[int]) -> str:
+def names_at(data: TrainingSet, positions: Iterable[int]) -> str:
     """Keys of the samples there; of many only the first."""
     draws = [data.order.at(position) for position in positions]
-    shown = [repr(data.parts[draw.part].keys[draw.sample]) for draw in draws[:NAMES_SHOWN]]
+    shown = sample_names(data.parts, [(draw.part, draw.sample) for draw in draws[:NAMES_SHOWN]])
     more = f" and {len(draws) - NAMES_SHOWN} more" if len(draws) > NAMES_SHOWN else ""
     return ", ".join(shown) + more

@@ -19,6 +19,7 @@ import torch
 from vitscale.checkpoint.commit import Commit
 from vitscale.checkpoint.store import CheckpointStore
 from vitscale.data.index import SplitIndex
+from vitscale.data.index_keys import sample_names
 from vitscale.data.loader import Batch, evaluation_batches
 from vitscale.data.mixing import mix_batch
 from vitscale.data.remote_store import remote_figures
@@ -29,7 +30,7 @@ from vitscale.engine.engine import Engine
 from vitscale.engine.guard import Health
 from vitscale.errors import UserError
 from vitscale.evaluation import evaluate
-from vitscale.health import SpikeWatch, positions_of_step, sample_names
+from vitscale.health import SpikeWatch, names_at, positions_of_step
 from vitscale.heartbeat import Heartbeat
 from vitscale.models.costs import train_flops_per_image
 from vitscale.models.settings import Architecture
@@ -62,7 +63,7 @@ class Training:
     start_step: int
     description: dict[str, Any]
     unreadable: list[Unreadable]
-    """On this rank, since the start."""
+    """On this rank, since the last log line."""
     spikes: SpikeWatch
     heartbeat: Heartbeat
     rates: dict[str, float]
@@ -71,7 +72,7 @@ class Training:
     skipped_told: int = 0
     """Updates left out that are in the log already."""
     unreadable_told: int = 0
-    """How many of all ranks were in the log already."""
+    """Of all ranks since the start, as far as they were in the log already."""
     num_batches: int = 0
     """Micro-batches of this rank since the start."""
 
@@ -169,7 +170,7 @@ class Training:
         cause = "the loss" if ranks else "the gradient"
         where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
         positions = positions_of_step(self.plan, step=health.last_step, micro_steps=ranks)
-        names = sample_names(self.data, positions)
+        names = names_at(self.data, positions)
         self.progress.message(
             f"{num_new} updates left out, {health.skipped} since the start, the last at step "
             f"{health.last_step}: {cause} was not finite{where}; samples {names}"
@@ -189,22 +190,27 @@ class Training:
 
     def _check_unreadable(self, step: int) -> None:
         """Name the samples that others stood in for; too many of them end the run."""
-        total = int(sum_over_ranks(torch.tensor([float(len(self.unreadable))])).item())
-        if total == self.unreadable_told:
+        num_new = int(sum_over_ranks(torch.tensor([float(len(self.unreadable))])).item())
+        if not num_new:
             return
-        lost = [each for own in gather_objects(self.unreadable) for each in own]
-        for key, shard, error in lost[-UNREADABLE_SHOWN:]:
-            self.progress.message(f"{shard}: sample {key!r} was replaced: {error}")
-        self.progress.message(f"step {step}: {total} samples replaced since the start")
+        own, self.unreadable = self.unreadable[:UNREADABLE_SHOWN], []
+        names = sample_names(self.data.parts, [(each.part, each.sample) for each in own])
+        gathered = gather_objects(list(zip(names, own, strict=True)))
+        lost = [each for found in gathered for each in found][:UNREADABLE_SHOWN]
+        for name, (_, _, shard, error) in lost:
+            self.progress.message(f"{shard}: sample {name} was replaced: {error}")
+        self.unreadable_told += num_new
+        total, unnamed = self.unreadable_told, num_new - len(lost)
+        more = f", of the last {num_new} another {unnamed} not named here" if unnamed else ""
+        self.progress.message(f"step {step}: {total} samples replaced since the start{more}")
         self.tracker.log({"data/unreadable": float(total)}, step=step)
-        self.unreadable_told = total
         seen = (step - self.start_step) * self.plan.global_batch
         allowed = self.run.data.max_unreadable_fraction * max(seen, self.plan.num_samples)
         if total > allowed:
             raise UserError(
                 f"{total} samples could not be read, more than data.max_unreadable_fraction="
-                f"{self.run.data.max_unreadable_fraction:g} allows; the last: {lost[-1].key!r}",
-                where=lost[-1].shard,
+                f"{self.run.data.max_unreadable_fraction:g} allows; the last: {lost[-1][0]}",
+                where=lost[-1][1].shard,
                 next_step="data_prep/verify_shards.py names every damaged shard; copy it again",
             )
 

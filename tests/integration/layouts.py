@@ -27,8 +27,8 @@ class Run:
     remote: dict[str, Any] = field(default_factory=dict)
     mixture: list[dict[str, Any]] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
-    unreadable: list[str] = field(default_factory=list)
-    """Keys of samples that others stood in for, so far."""
+    unreadable: list[int] = field(default_factory=list)
+    """Numbers of samples that others stood in for, so far."""
 
     def settings(self, workers: int) -> DataSettings:
         values = {
@@ -73,7 +73,7 @@ class Run:
             with open_loader(loader) as batches:
                 own = []
                 for batch in islice(batches, (stop - start) * accumulation):
-                    self.unreadable += [each.key for each in batch.unreadable]
+                    self.unreadable += [each.sample for each in batch.unreadable]
                     images = zip(batch.images, batch.labels.tolist(), strict=True)
                     own.append([_digest(image.numpy().tobytes(), label) for image, label in images])
                 per_rank.append(own)

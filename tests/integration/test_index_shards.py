@@ -34,6 +34,7 @@ from tests.foreign_tars import (
 from tests.integration.rank_processes import ROOT
 from tests.unit.data_prep.small_shards import make_shard_folder
 from vitscale.data.index import read_manifest, read_split
+from vitscale.data.index_keys import sample_keys
 
 SCRIPT = ROOT / "data_prep/index_shards.py"
 VERIFY = ROOT / "data_prep/verify_shards.py"
@@ -77,7 +78,7 @@ def samples(folder: Path, split: str) -> dict[str, tuple[bytes, str]]:
     """key -> (image, class), read as training reads them."""
     entries = read_split(folder, split=split)
     found = {}
-    for i, key in enumerate(entries.keys):
+    for i, key in enumerate(sample_keys(entries, range(entries.num_samples))):
         path = entries.shard_paths[entries.shard_of[i]]
         with open(path, "rb") as file:
             file.seek(entries.offset[i])

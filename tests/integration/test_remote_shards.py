@@ -19,6 +19,7 @@ from tests.shard_folders import write_shard_folder
 from vitscale.config.loader import load_run
 from vitscale.data import remote_shards, remote_store
 from vitscale.data.index import MANIFEST_NAME, read_split
+from vitscale.data.index_keys import sample_keys, sample_names
 from vitscale.data.remote_store import remote_figures
 from vitscale.data.samples import SplitReader
 from vitscale.data.settings import RemoteSettings
@@ -201,7 +202,20 @@ def test_rot_at_rest_is_replaced_by_the_same_samples_on_every_layout(
     with served(rotten) as server:
         run = Run(path=server.url, remote=with_cache(tmp_path) if cached else {})
         assert same_run(run, (2, 0), (1, 2), stop=2, steps=STEPS) == expected
-        assert run.unreadable and set(run.unreadable) <= {index.keys[3], index.keys[50]}
+        assert run.unreadable and set(run.unreadable) <= {3, 50}
+
+
+def test_samples_behind_a_url_are_named_by_key_and_in_an_outage_by_number(
+    folder: Path, server: RangeServer
+) -> None:
+    index = read_split(server.url, split="train", reading=RemoteSettings(patience_s=1.0))
+    assert sample_keys(index, [70, 3]) == ["train-00070", "train-00003"]
+    number = int(index.shard_of[70])
+    assert SplitReader(index).unreadable(70, OSError()).shard == (
+        f"{server.url}/train-{number:06d}.tar"
+    )
+    server.fault = lambda path, number: "error"
+    assert sample_names([index], [(0, 70)]) == ["number 70 of 'train'"]
 
 
 @pytest.mark.parametrize("workers", [0, 2])

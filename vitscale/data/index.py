@@ -1,8 +1,9 @@
 """The shard folder: its index, its manifest and timm's `_info.json`.
 
 Owns: names, columns and checks of the files that say which sample lies where.
-Leaves out: reading image bytes (`samples`), writing any of it (data_prep). Needs no torch; pyarrow
-is imported only where the index itself is read, so that `read_manifest` stays light.
+Leaves out: keys of samples (`index_keys`), image bytes (`samples`), writing any of it (data_prep).
+Needs no torch; pyarrow is imported only where the index itself is read, so that `read_manifest`
+stays light.
 See docs/data_format.md.
 """
 
@@ -12,7 +13,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,14 +137,6 @@ class SplitIndex:
     @property
     def num_samples(self) -> int:
         return len(self.label)
-
-    @cached_property
-    def keys(self) -> list[str]:
-        """Sample keys, read at first use: training needs them only to name a broken sample."""
-        manifest = read_manifest(self.folder, reading=self.reading)
-        table = _read_columns(self.folder, manifest, self.split, ["key"], reading=self.reading)
-        column = table.column("key")
-        return (column if self.stored is None else column.take(self.stored)).to_pylist()
 
     def subset(self, rows: np.ndarray, *, name: str) -> SplitIndex:
         """Some of the samples, in stored order; `name` tells subsets apart.

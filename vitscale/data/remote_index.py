@@ -6,11 +6,12 @@ Leaves out: what they say (`index`), and reading samples (`remote_shards`).
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import blake3
 import numpy as np
@@ -102,6 +103,36 @@ def remote_index(
             if attempt == DAMAGED_READS - 1:
                 raise
     raise AssertionError("unreachable")
+
+
+class RangeFile(io.RawIOBase):
+    """A file behind a URL for reading a little of it; every read is a request, nothing is verified.
+
+    Raises StorageError, here and while reading; OSError when there is no such file.
+    """
+
+    def __init__(self, url: Url, *, reading: RemoteSettings) -> None:
+        self.url, self.store, self.at = url, _store(reading), 0
+        num_bytes = self.store.size(url)
+        if num_bytes is None:
+            raise OSError("no such file")
+        self.num_bytes = num_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.at = (0, self.at, self.num_bytes)[whence] + offset
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = max(0, min(len(buffer), self.num_bytes - self.at))
+        buffer[:num_bytes] = self.store.read(self.url, offset=self.at, num_bytes=num_bytes)
+        self.at += num_bytes
+        return num_bytes
 
 
 def first_bytes(hashes: pa.ChunkedArray) -> np.ndarray:

@@ -19,6 +19,7 @@ from vitscale.data import images
 from vitscale.data.augment import augment
 from vitscale.data.decoding import DECODERS, resolve_decoder
 from vitscale.data.index import SplitIndex
+from vitscale.data.index_keys import sample_names
 from vitscale.data.order import CounterRandom, Draw, stream_key
 from vitscale.data.remote_shards import RemoteSamples, read_ahead
 from vitscale.data.settings import AugmentSettings, DataSettings
@@ -33,7 +34,10 @@ SUBSTITUTES = 8
 class Unreadable(NamedTuple):
     """A sample that could not be read or decoded."""
 
-    key: str
+    part: int
+    """Which set of shards."""
+    sample: int
+    """Its number there; what it is called is for the trainer to find out, once."""
     shard: str
     error: str
 
@@ -41,8 +45,8 @@ class Unreadable(NamedTuple):
 class SplitReader:
     """Samples of one split by number."""
 
-    def __init__(self, index: SplitIndex) -> None:
-        self.index = index
+    def __init__(self, index: SplitIndex, *, part: int = 0) -> None:
+        self.index, self.part = index, part
         self.files = ShardFiles(index.shard_paths)
         self.remote = None if index.remote is None else RemoteSamples(index)
 
@@ -67,7 +71,13 @@ class SplitReader:
         shard = self.files.paths[number] if remote is None else str(remote.urls[number])
         # Pillow's messages hold addresses; the same damage is to read the same everywhere.
         text = re.sub(r" <.* at 0x[0-9a-f]+>", "", str(error))
-        return Unreadable(self.index.keys[sample], shard, text)
+        return Unreadable(self.part, sample, shard, text)
+
+    def ending(self, lost: Unreadable, *, more: str = "", next_step: str) -> UserError:
+        """For a sample without which the run ends."""
+        (name,) = sample_names([self.index], [(0, lost.sample)])
+        what = f"sample {name} cannot be read ({lost.error}){more}"
+        return UserError(what, where=lost.shard, next_step=next_step)
 
 
 class TrainingSamples:
@@ -76,7 +86,9 @@ class TrainingSamples:
     def __init__(
         self, training_set: TrainingSet, *, settings: DataSettings, image_size: int, seed: int
     ) -> None:
-        self.parts = [SplitReader(part) for part in training_set.parts]
+        self.parts = [
+            SplitReader(index, part=part) for part, index in enumerate(training_set.parts)
+        ]
         self.order, self.seed = training_set.order, seed
         self.settings, self.image_size = settings, image_size
         self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
@@ -118,10 +130,9 @@ class TrainingSamples:
                 raise
             except (OSError, ValueError) as error:
                 unreadable.append(reader.unreadable(sample, error))
-        raise UserError(
-            f"sample {unreadable[0].key!r} cannot be read ({unreadable[0].error}), nor can "
-            f"{SUBSTITUTES} others tried in its place",
-            where=unreadable[0].shard,
+        raise reader.ending(
+            unreadable[0],
+            more=f", nor can {SUBSTITUTES} others tried in its place",
             next_step="check the storage; data_prep/verify_shards.py names every damaged shard",
         )
 
@@ -196,10 +207,8 @@ class EvaluationSamples:
         except UserError:
             raise
         except (OSError, ValueError) as error:
-            lost = self.reader.unreadable(sample, error)
-            raise UserError(
-                f"sample {lost.key!r} cannot be read ({lost.error})",
-                where=lost.shard,
+            raise self.reader.ending(
+                self.reader.unreadable(sample, error),
                 next_step="make the shards again: they changed since data preparation",
             ) from None
         return self.reader.label(sample), []

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from data_prep import index_writing
@@ -22,6 +23,7 @@ from vitscale.data.index import (
     read_manifest,
     read_split,
 )
+from vitscale.data.index_keys import sample_keys, sample_names
 from vitscale.errors import UserError
 
 SPLITS = {"test": (3, 1), "train": (3, 3, 1)}
@@ -92,13 +94,47 @@ def test_a_split_is_read_without_the_others(folder: Path) -> None:
     assert index.offset.tolist() == [512, 1536, 2560, 512, 1536, 2560, 512]
     assert index.length.tolist() == [100, 101, 102, 100, 101, 102, 100]
     assert index.label.tolist() == [0, 1, 0, 0, 1, 0, 0]
-    assert index.keys[:4] == ["train-0-0", "train-0-1", "train-0-2", "train-1-0"]
+    first = ["train-0-0", "train-0-1", "train-0-2", "train-1-0"]
+    assert sample_keys(index, range(4)) == first
     assert (index.classes, index.fingerprint) == (("cat", "dog"), "train")
     assert (index.shard_of.dtype, index.offset.dtype, index.label.dtype) == (
         "int32",
         "int64",
         "int32",
     )
+
+
+def test_a_few_keys_are_read_without_the_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = pq.read_table(folder / INDEX_NAME)
+    # In row groups of two; one of them holds rows of both splits.
+    pq.write_table(table, folder / INDEX_NAME, row_group_size=2)
+    edit_manifest(folder, index_bytes=(folder / INDEX_NAME).stat().st_size)
+    index = read_split(folder, split="train")
+    keys = table.column("key").to_pylist()[4:]
+    assert sample_keys(index, range(7)) == keys
+    some = index.subset(np.array([1, 4, 6]), name="some")
+    assert sample_keys(some, [2, 0, 2]) == [keys[6], keys[1], keys[6]]
+    read = []
+    real = pq.ParquetFile.read_row_group
+
+    def noted(file: pq.ParquetFile, group: int, columns: list[str]) -> pa.Table:
+        read.append((group, *columns))
+        return real(file, group, columns=columns)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", noted)
+    assert sample_keys(index, [5]) == [keys[5]]
+    assert read == [(4, "key")]
+
+
+def test_a_sample_whose_key_cannot_be_read_is_named_by_its_number(folder: Path) -> None:
+    index = read_split(folder, split="train")
+    assert sample_names([index], [(0, 6), (0, 1)]) == ["'train-2-0'", "'train-0-1'"]
+    with pytest.raises(UserError, match="keys of samples"):
+        sample_keys(index, [7])
+    (folder / INDEX_NAME).write_bytes(b"rotten")
+    assert sample_names([index], [(0, 6)]) == ["number 6 of 'train'"]
 
 
 def test_missing_and_shortened_tars_are_all_named(folder: Path) -> None:

@@ -1,0 +1,88 @@
+"""Keys of samples, read from the index when a message wants to name some.
+
+Owns: reading a few keys without the others: all of 14 million would take 2 GB.
+Leaves out: the columns that training needs (`index`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from vitscale.data.index import INDEX_NAME, SplitIndex
+from vitscale.data.remote_index import RangeFile
+from vitscale.data.remote_store import Url
+from vitscale.errors import UserError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+
+def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
+    """Keys of some samples of a split, in the order given.
+
+    Only the row groups in which they lie are decoded; behind a URL only these are requested.
+    Raises UserError when the index cannot be read or does not hold them.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = index.folder / INDEX_NAME
+    rows = np.asarray(samples, np.int64)
+    rows = rows if index.stored is None else index.stored[rows]
+    try:
+        source: Any = RangeFile(path, reading=index.reading) if isinstance(path, Url) else path
+        with pq.ParquetFile(source) as file:
+            found = _keys_of_rows(file, index.split, np.unique(rows))
+        return [found[row] for row in rows.tolist()]
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise UserError(
+            f"cannot be read for the keys of samples ({error})",
+            where=str(path),
+            next_step="make the shards again",
+        ) from None
+
+
+def sample_names(parts: Sequence[SplitIndex], samples: Sequence[tuple[int, int]]) -> list[str]:
+    """For messages: quoted keys, or numbers where no key can be read (no reason to end a run).
+
+    samples: (position in `parts`, sample).
+    """
+    names: dict[tuple[int, int], str] = {}
+    for part in {part for part, _ in samples}:
+        numbers = [number for of, number in samples if of == part]
+        try:
+            keys = [repr(key) for key in sample_keys(parts[part], numbers)]
+        except UserError:
+            keys = [f"number {number} of {parts[part].split!r}" for number in numbers]
+        names |= {(part, number): key for number, key in zip(numbers, keys, strict=True)}
+    return [names[sample] for sample in samples]
+
+
+def _keys_of_rows(file: pq.ParquetFile, split: str, rows: np.ndarray) -> dict[int, str]:
+    """By row in the split; rows: int64, increasing. Rows that are not there are left out."""
+    found: dict[int, str] = {}
+    first = 0
+    for group in range(file.num_row_groups):
+        if len(found) == len(rows):
+            break
+        inside = _rows_of_split(file, group, split)
+        here = rows[(rows >= first) & (rows < first + len(inside))]
+        if len(here):
+            keys = file.read_row_group(group, columns=["key"]).column(0).take(inside[here - first])
+            found |= zip(here.tolist(), keys.to_pylist(), strict=True)
+        first += len(inside)
+    return found
+
+
+def _rows_of_split(file: pq.ParquetFile, group: int, split: str) -> np.ndarray:
+    """int64: which rows of a row group are of a split. Mostly the statistics tell."""
+    metadata = file.metadata.row_group(group)
+    statistics = metadata.column(file.schema_arrow.get_field_index("split")).statistics
+    if statistics is not None and statistics.has_min_max and statistics.min == statistics.max:
+        return np.arange(metadata.num_rows if statistics.min == split else 0)
+    column: pa.ChunkedArray = file.read_row_group(group, columns=["split"]).column(0)
+    return np.flatnonzero([name == split for name in column.to_pylist()])
