@@ -23,7 +23,8 @@ import blake3
 
 from vitscale.data.index import SplitIndex
 from vitscale.data.remote_index import RemoteShards
-from vitscale.data.remote_store import DAMAGED_READS, Damaged, StorageError
+from vitscale.data.remote_store import DAMAGED_READS, Damaged
+from vitscale.errors import UserError
 
 # Requests of one process under way at once: a distant store answers late, but many at a time.
 READ_THREADS = 8
@@ -189,7 +190,7 @@ class _Threads:
                 continue
             try:
                 wanted.fetch()
-            except (OSError, StorageError) as error:
+            except (OSError, UserError) as error:
                 # Not lost: samples are read by range, and that names what does not work.
                 wanted.shards.store.counts.add("cache_failures")
                 damaged += isinstance(error, Damaged)
