@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,8 +22,11 @@ BLOCK_SHARDS = 16
 MIXTURE_BLOCK = 1 << 14
 VIEW_BLOCK = 64
 MILLION = 1_000_000
+REMEMBERED = 3
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 def stream_key(*parts: object) -> int:
@@ -82,41 +86,58 @@ class SampleOrder:
     def at(self, position: int) -> tuple[int, int]:
         """(epoch, sample) at a position counted from the start of training. O(block)."""
         epoch, offset = divmod(position, self.num_samples)
-        shards, starts = _blocks(self, epoch)
+        shards, starts = self._blocks(epoch)
         block = int(np.searchsorted(starts, offset, side="right")) - 1
-        return epoch, int(_block_samples(self, epoch, block)[offset - starts[block]])
+        return epoch, int(self._block_samples(epoch, block)[offset - starts[block]])
 
     def shards_ahead(self, *, epoch: int, shard: int) -> list[int]:
         """Shards of the block that a shard is read in, then those of the block after it."""
-        shards, starts = _blocks(self, epoch)
+        shards, starts = self._blocks(epoch)
         block = int(np.flatnonzero(shards == shard)[0]) // BLOCK_SHARDS
         ahead = shards[block * BLOCK_SHARDS : (block + 2) * BLOCK_SHARDS].tolist()
         if block + 1 == len(starts):
-            ahead += _blocks(self, epoch + 1)[0][:BLOCK_SHARDS].tolist()
+            ahead += self._blocks(epoch + 1)[0][:BLOCK_SHARDS].tolist()
         return list(dict.fromkeys(ahead))
 
+    def _blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Permuted shard numbers, and the offset in the epoch at which each block starts."""
+        found = self._recent_epochs.get(epoch)
+        if found is None:
+            key = stream_key("shards", self.fingerprint, self.seed, epoch)
+            shards = permutation(len(self.shard_lengths), key=key)
+            ends = np.cumsum(np.diff(self.first_samples)[shards])
+            found = shards, np.concatenate([[0], ends])[:-1][::BLOCK_SHARDS]
+            _remember(self._recent_epochs, epoch, found)
+        return found
 
-# The caches go by identity: comparing orders would cost more than looking up a sample.
-@lru_cache(maxsize=8)
-def _blocks(order: SampleOrder, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Permuted shard numbers, and the offset in the epoch at which each block starts."""
-    key = stream_key("shards", order.fingerprint, order.seed, epoch)
-    shards = permutation(len(order.shard_lengths), key=key)
-    lengths = np.diff(order.first_samples)[shards]
-    ends = np.cumsum(lengths)
-    starts = np.concatenate([[0], ends])[:-1][::BLOCK_SHARDS]
-    return shards, starts
+    def _block_samples(self, epoch: int, block: int) -> np.ndarray:
+        """Samples of one block, in order."""
+        found = self._recent_blocks.get((epoch, block))
+        if found is None:
+            shards, _ = self._blocks(epoch)
+            first = self.first_samples
+            chosen = shards[block * BLOCK_SHARDS : (block + 1) * BLOCK_SHARDS]
+            samples = np.concatenate([np.arange(first[i], first[i + 1]) for i in chosen])
+            key = stream_key("samples", self.fingerprint, self.seed, epoch, block)
+            found = samples[permutation(len(samples), key=key)]
+            _remember(self._recent_blocks, (epoch, block), found)
+        return found
+
+    # Each order's own: shared by all, they would be emptied by a mixture of many sets.
+    @cached_property
+    def _recent_epochs(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        return {}
+
+    @cached_property
+    def _recent_blocks(self) -> dict[tuple[int, int], np.ndarray]:
+        return {}
 
 
-@lru_cache(maxsize=8)
-def _block_samples(order: SampleOrder, epoch: int, block: int) -> np.ndarray:
-    """Samples of one block, in order."""
-    shards, _ = _blocks(order, epoch)
-    chosen = shards[block * BLOCK_SHARDS : (block + 1) * BLOCK_SHARDS]
-    first = order.first_samples
-    samples = np.concatenate([np.arange(first[shard], first[shard + 1]) for shard in chosen])
-    key = stream_key("samples", order.fingerprint, order.seed, epoch, block)
-    return samples[permutation(len(samples), key=key)]
+def _remember(recent: dict[K, V], key: K, value: V) -> None:
+    """Views and shards ahead need two at a time, in turns; the oldest leaves."""
+    if len(recent) == REMEMBERED:
+        del recent[next(iter(recent))]
+    recent[key] = value
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +184,7 @@ class TrainingOrder:
         return int(parts[inside]), int(places[inside])
 
 
+# By identity: comparing orders would cost more than looking up a sample.
 @lru_cache(maxsize=8)
 def _mixture_block(order: TrainingOrder, block: int) -> tuple[np.ndarray, np.ndarray]:
     """(set, position in the set's own order) of each slot of one block."""

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vitscale.data.order import CounterRandom, SampleOrder, permutation, rank_batches, stream_key
+from vitscale.data import order as order_module
+from vitscale.data.order import (
+    BLOCK_SHARDS,
+    REMEMBERED,
+    CounterRandom,
+    SampleOrder,
+    permutation,
+    rank_batches,
+    stream_key,
+)
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(lambda x: sum(x) > 0)
 
@@ -44,6 +55,44 @@ def test_order_is_pinned_for_all_time() -> None:
     assert permutation(8, key=42).tolist() == PINNED_PERMUTATION
     assert [order([3, 2, 4], seed=7).at(p)[1] for p in range(9)] == PINNED_ORDER
     assert stream_key("a", 1) == PINNED_KEY
+
+
+def test_each_order_remembers_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture goes through many orders in turn; none may push out the blocks of another."""
+    computed = []
+
+    def noted(num: int, *, key: int) -> np.ndarray:
+        computed.append(key)
+        return permutation(num, key=key)
+
+    monkeypatch.setattr(order_module, "permutation", noted)
+    orders = [order([3] * 40, fingerprint=str(i)) for i in range(20)]
+    for offset in range(40):
+        for each in orders:
+            each.at(offset)
+    assert len(computed) == 2 * len(orders)  # of shards, and of the first block's samples
+    for position in range(0, 10_000, 40):
+        orders[0].at(position)
+    assert len(orders[0]._recent_epochs) == len(orders[0]._recent_blocks) == REMEMBERED
+
+
+def test_an_order_is_the_same_in_a_worker_that_gets_it_pickled() -> None:
+    sample_order = order([3, 2, 4] * 20)
+    before = epoch_samples(sample_order, 1)
+    assert epoch_samples(pickle.loads(pickle.dumps(sample_order)), 1) == before
+
+
+def test_the_shards_of_this_block_and_the_next_are_wanted_ahead() -> None:
+    sample_order = order([1] * (3 * BLOCK_SHARDS + 4))
+    num = sample_order.num_samples
+    this_epoch = [sample_order.at(offset)[1] for offset in range(num)]  # a sample is a shard here
+    next_epoch = [sample_order.at(num + offset)[1] for offset in range(num)]
+    for start in range(0, num, BLOCK_SHARDS):
+        block = this_epoch[start : start + BLOCK_SHARDS]
+        after = (this_epoch[start + BLOCK_SHARDS :] or next_epoch)[:BLOCK_SHARDS]
+        ahead = sample_order.shards_ahead(epoch=0, shard=block[0])
+        assert sorted(ahead[: len(block)]) == sorted(block)
+        assert set(ahead) == {*block, *after}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
