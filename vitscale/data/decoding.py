@@ -3,7 +3,7 @@
 Owns: the decoders by name, which images each of them takes, and what they have in common.
 Leaves out: boxes and the reference (`images`), reading bytes (`loader`).
 
-The boxes are the same with every decoder; pixels differ a little.
+The boxes are the same with every decoder, and so is every pixel (docs/decoding.md, "Same pixels").
 Pillow is the judge: what a fast decoder does not know (PNG, CMYK, 12 bit, ...) or finds damaged
 goes to Pillow, and Pillow's pixels or Pillow's error come back. So a sample that can be read with
 one decoder can be read with all of them.

@@ -165,7 +165,8 @@ class TrainingOrder:
     shares: tuple[int, ...]
     """Parts per million of the samples; sum 1,000,000."""
     views: int = 1
-    """Views of a sample lie `VIEW_BLOCK` positions apart. Hoffer et al. 2020; 3 in DeiT."""
+    """Views of a sample lie `VIEW_BLOCK` positions apart, in one run of views * VIEW_BLOCK, which a
+    global batch that is no multiple of it divides. Hoffer et al. 2020; 3 in DeiT."""
 
     def at(self, position: int) -> Draw:
         """What stands at a position counted from the start of training. O(block)."""

@@ -85,7 +85,8 @@ class TrainingShards(Section):
     its URL: http, https, s3, gs."""
     train_split: str = "train"
     first_percent: float = Field(default=100.0, gt=0, le=100)
-    """Only the first share of the stored samples, which are shuffled; rounded up."""
+    """Only the first share of the stored samples, rounded up: a random part of what make_shards.py
+    wrote, which is shuffled; of tars indexed in place the first as they lie there."""
     only_classes: tuple[str, ...] = Field(default=(), strict=False)
     """Only samples of these classes; labels stay what they are. Empty: all."""
 
@@ -99,7 +100,8 @@ class DataSettings(TrainingShards):
     mixture: tuple[MixedInShards, ...] = Field(default=(), strict=False)
     """Further sets with the same label map; `path` above gets the rest of the samples."""
     views: int = Field(default=1, gt=0, le=16)
-    """Repeated augmentation: how often each sample comes, differently augmented. DeiT: 3."""
+    """Repeated augmentation: how often each sample comes, differently augmented. DeiT: 3. All in
+    one global batch where `global_batch` is a multiple of 64 * views."""
     val_split: str | None = "test"
     """Split evaluated during and after training; null: none."""
     global_batch: int = Field(gt=0)

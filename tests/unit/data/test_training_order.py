@@ -69,9 +69,10 @@ def test_every_sample_comes_once_in_each_view(views: int) -> None:
     assert Counter((d.sample, d.view) for d in draws) == {
         (sample, view): 1 for sample in range(num) for view in range(views)
     }
-    # A sample's views fall into one stretch, so that one global batch holds them together ...
-    stretch = [d.sample for d in draws[: views * VIEW_BLOCK]]
-    assert len(set(stretch)) == VIEW_BLOCK
+    # A sample's views fall into one stretch: a global batch that is a multiple holds them together.
+    for start in range(0, views * num, views * VIEW_BLOCK):
+        stretch = [d.sample for d in draws[start : start + views * VIEW_BLOCK]]
+        assert len(set(stretch)) == VIEW_BLOCK
     # ... and neighbours are different samples, which mixing relies on.
     assert all(a.sample != b.sample for a, b in zip(draws[::2], draws[1::2], strict=True))
 
