@@ -154,6 +154,13 @@ def test_run_folder_holds_what_the_documentation_says(undisturbed: Finished) -> 
     assert kept == ["step-00000056", "step-00000060"]
 
 
+def test_every_log_line_says_how_long_was_waited_for_data(undisturbed: Finished) -> None:
+    lines = (undisturbed.folder / "journal.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if "train/loss" in row]
+    assert len(rows) == STEPS // 5
+    assert all(0 < row["perf/data_wait"] < 1 for row in rows)
+
+
 def test_profiled_steps_are_traced(undisturbed: Finished) -> None:
     trace = json.loads((undisturbed.folder / "profile.json").read_text())
     names = [event.get("name", "") for event in trace["traceEvents"]]

@@ -1,0 +1,41 @@
+"""The ring of batches in shared memory: refused where there is no room, never overwritten early."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from vitscale.data.batch_slots import PREFETCH, SHARED_MEMORY, BatchSlots
+from vitscale.errors import UserError
+
+MIB = 1 << 20
+
+
+def test_too_little_shared_memory_is_refused_before_a_worker_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that writes beyond it would die of SIGBUS in the middle of training."""
+    asked = []
+    room = {"blocks": 3 * 2 * 3}  # three slots of two images of 3 x 512 x 512 bytes, in quarter MiB
+
+    def statvfs(path: str) -> SimpleNamespace:
+        asked.append(path)
+        return SimpleNamespace(f_bavail=room["blocks"], f_frsize=MIB // 4)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    slots = BatchSlots(num_workers=1, batch=2, image_size=512)
+    assert slots.images.shape == (3, 2, 3, 512, 512) and slots.images.is_shared()
+    room["blocks"] -= 1
+    with pytest.raises(UserError, match=r"/dev/shm: .* need 4 MiB .* 4 MiB are free(?s:.*)--shm"):
+        BatchSlots(num_workers=1, batch=2, image_size=512)
+    assert asked == [SHARED_MEMORY] * 2
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_no_batch_under_way_shares_a_slot_with_the_one_being_read(num_workers: int) -> None:
+    slots = BatchSlots(num_workers=num_workers, batch=1, image_size=2)
+    for number in range(20):
+        under_way = range(number, number + num_workers * PREFETCH + 1)
+        assert len({slots.slot_of(each) for each in under_way}) == len(under_way)
