@@ -34,7 +34,7 @@ try:
     from loader_contenders import BATCH, CONTENDERS, RIVALS, sample_order, why_missing
     from output_checks import WrongOutput
     from photo_folder import given_photos, noise_photos, write_photo_folder
-    from process_runs import ROOT, CommandFailed, run_command
+    from process_runs import ROOT, CommandFailed, check_figures_path, run_command
     from sharding_contenders import NUM_CORES, make_shards_command
 
     from vitscale.data.decoding import DECODERS, missing
@@ -196,10 +196,17 @@ def print_rates(runs: dict[str, list[dict[str, float]]]) -> None:
             f"{ratio(runs, name, first)[0]:13.2f} "
             f"{median(run['start_s'] for run in runs[name]):8.2f}  {contender.what}"
         )
-    rivals = [name for name in RIVALS if name in runs]
-    best = max(rivals, key=lambda name: median(run["rate"] for run in runs[name]))
     ours = next(name for name in DECODERS if name in runs)
-    print_goal(f"{ours} / {first}", ratio(runs, ours, first), goal=3.0, moonshot=4.0)
+    if "webdataset" in runs:
+        found = ratio(runs, ours, "webdataset")
+        print_goal(f"{ours} / webdataset", found, goal=3.0, moonshot=4.0)
+    else:
+        print(f"{ours} / webdataset: not judged, webdataset is left out")
+    rivals = [name for name in RIVALS if name in runs]
+    if not rivals:
+        print(f"{ours} / the best rival: not judged, all are left out")
+        return
+    best = max(rivals, key=lambda name: median(run["rate"] for run in runs[name]))
     print_goal(f"{ours} / {best}, the best rival", ratio(runs, ours, best), goal=1.7, moonshot=2.2)
 
 
@@ -328,6 +335,10 @@ def parse_arguments() -> argparse.Namespace:
     unknown = sorted(set(options.only) - set(MEASUREMENTS))
     if unknown:
         raise UserError(f"{', '.join(unknown)}", where="--only", allowed=", ".join(MEASUREMENTS))
+    for name in ("workers", "rounds"):
+        if getattr(options, name) < 1:
+            raise UserError(f"{getattr(options, name)}", where=f"--{name}", allowed="1 or more")
+    check_figures_path(options.json)
     return options
 
 

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # has no type information
 
+from vitscale.errors import UserError
+
 ROOT = Path(__file__).resolve().parents[1]
 SAMPLE_EVERY_S = 0.03
 
@@ -34,6 +36,18 @@ class Memory:
 
     process: float
     tree: float
+
+
+def check_figures_path(path: Path | None) -> None:
+    """Raises UserError for a file that cannot be written, which would be found out last of all."""
+    if path is None:
+        return
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(
+            f"{str(path)!r} cannot be written",
+            where="--json",
+            next_step="name a file in a folder that exists",
+        )
 
 
 def run_command(command: Sequence[str]) -> float:

@@ -35,7 +35,7 @@ try:
         spoil,
     )
     from photo_folder import PhotoFolder, given_photos, noise_photos, part_of, write_photo_folder
-    from process_runs import CommandFailed, drop_page_cache, run_command
+    from process_runs import CommandFailed, check_figures_path, drop_page_cache, run_command
     from sharding_contenders import (
         NUM_CORES,
         copy_into_one_file,
@@ -282,6 +282,7 @@ def parse_arguments() -> argparse.Namespace:
         raise UserError(f"{', '.join(unknown)}", where="--only", allowed=", ".join(everything))
     if options.cold and os.geteuid() != 0:
         raise UserError("dropping the page cache needs root", where="--cold")
+    check_figures_path(options.json)
     return options
 
 

@@ -69,6 +69,11 @@ def test_unknown_measurement_is_refused(tmp_path: Path) -> None:
     assert "speed" in text and "shardwriter" in text
 
 
+def test_a_file_for_figures_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    text = run("sharding.py", "--quick", "--json", tmp_path / "no/x.json", "--work", tmp_path, rc=2)
+    assert "--json: " in text and "cannot be written" in text and "Traceback" not in text
+
+
 def test_glyphs_do_not_depend_on_workers_or_layout(tmp_path: Path) -> None:
     options = ("--classes=5", "--images-per-class=3", "--faults=1")
     tars = glyphs(tmp_path / "a", *options, "--workers=1") / "tars"

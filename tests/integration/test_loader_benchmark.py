@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -39,6 +40,37 @@ def test_loader_benchmark_measures_everything(tmp_path: Path) -> None:
     assert "index / webdataset" in text and "order of 14.2 M samples" in text
     assert results["memory"]["last_tenth"] > 0
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"], "left behind"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (("--json", "/nonexistent/x.json"), r"--json: '/nonexistent/x.json' cannot be written"),
+        (("--only", "rates", "--workers", "0"), r"--workers: 0\n  allowed: 1 or more"),
+    ],
+)
+def test_what_would_fail_in_the_end_is_refused_at_the_start(
+    tmp_path: Path, options: tuple[str, ...], message: str
+) -> None:
+    text = run(*options, "--work", tmp_path / "work", rc=2)
+    assert re.search(message, text) and "Traceback" not in text
+    assert not (tmp_path / "work").exists()
+
+
+def test_a_goal_beside_a_loader_that_is_not_there_is_not_judged(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    loader = importlib.import_module("loader")
+    runs = {name: [{"rate": 100.0, "start_s": 1.0}] for name in ("torchvision", "pillow")}
+    loader.print_rates(runs)
+    text = capsys.readouterr().out
+    assert "pillow / webdataset: not judged, webdataset is left out" in text
+    assert "pillow / torchvision, the best rival: 1.00" in text and "goal 3.0" not in text
+    loader.print_rates({"pillow": runs["pillow"]})
+    assert "the best rival: not judged" in capsys.readouterr().out
+    loader.print_rates({"webdataset": [{"rate": 50.0, "start_s": 1.0}], **runs})
+    assert "pillow / webdataset: 2.00 (2.00 to 2.00); goal 3.0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("what", ["pixels", "labels", "count"])
