@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 # What may happen to one request.
-FAULTS = ("error", "drop", "short", "slow", "wrong", "missing", "no_ranges")
+FAULTS = ("error", "drop", "short", "slow", "wrong", "missing", "no_ranges", "forbidden")
 SLOW_S = 0.1
 
 
@@ -29,6 +29,8 @@ class RangeServer:
     requests: Counter[str] = field(default_factory=Counter)
     sent: Counter[str] = field(default_factory=Counter)
     """Bytes by path."""
+    encodings: set[str | None] = field(default_factory=set)
+    """What the clients would take the bytes compressed as."""
 
 
 @contextmanager
@@ -79,6 +81,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, *, with_body: bool) -> None:
         path = unquote(self.path).lstrip("/")
         self.state.requests[path] += 1
+        self.state.encodings.add(self.headers.get("Accept-Encoding"))
         fault = self.state.fault(path, self.state.requests[path])
         assert fault is None or fault in FAULTS
         file = self.state.folder / path
@@ -86,6 +89,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._end(404, b"")
         if fault == "error":
             return self._end(503, b"")
+        if fault == "forbidden":
+            return self._end(403, b"")
         if fault == "drop":
             self.close_connection = True
             return

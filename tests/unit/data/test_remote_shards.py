@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +16,10 @@ from tests.range_server import RangeServer, served
 from tests.shard_folders import write_shard_folder
 from vitscale.data import remote_shards
 from vitscale.data.index import read_split
-from vitscale.data.remote_store import DAMAGED_READS, Damaged
+from vitscale.data.remote_store import DAMAGED_READS, Damaged, remote_figures
 from vitscale.data.samples import SplitReader
+from vitscale.data.settings import RemoteSettings
+from vitscale.data.shard_cache import ShardCache
 from vitscale.errors import UserError
 
 
@@ -45,6 +49,21 @@ def test_samples_of_the_batch_at_hand_are_requested_before_they_are_asked_for(
     wait_for(lambda: dict(server.requests) == tars)
     assert len({reader.bytes_of(sample) for sample in range(12)}) == 12
     assert dict(server.requests) == tars
+
+
+def test_a_cache_whose_disk_fails_costs_no_sample(
+    server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **more: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    reading = RemoteSettings(cache_path=str(tmp_path / "cache"))
+    reader = SplitReader(read_split(server.url, split="train", reading=reading))
+    monkeypatch.setattr(ShardCache, "read", fail)
+    before = remote_figures()["data/remote_cache_failures"]
+    plain = SplitReader(read_split(server.url, split="train"))
+    assert reader.bytes_of(5) == plain.bytes_of(5)
+    assert remote_figures()["data/remote_cache_failures"] == before + 1
 
 
 class Fetches:

@@ -153,6 +153,34 @@ def test_a_fault_that_stays_ends_in_time_with_one_named_error(folder: Path, faul
         assert server.requests["a.bin"] > 1
 
 
+def test_a_refusal_is_not_repeated(folder: Path) -> None:
+    with served(folder, fault=lambda path, number: "forbidden") as server:
+        with pytest.raises(StorageError, match=r"a\.bin: cannot be read .*403.*; 1 requests"):
+            RemoteStore(patience_s=20.0).read(Url(server.url) / "a.bin", offset=0, num_bytes=9)
+        assert server.requests["a.bin"] == 1
+
+
+def test_bytes_are_asked_for_as_they_are_stored(folder: Path) -> None:
+    with served(folder) as server:
+        RemoteStore(patience_s=20.0).read(Url(server.url) / "a.bin", offset=0, num_bytes=9)
+        assert server.encodings == {"identity"}
+
+
+def test_what_a_backend_says_is_repeated_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(url: Url, *, timeout_s: float, **span: int) -> bytes:
+        timeouts.append(timeout_s)
+        raise OSError(f"GET https://key:{SECRET}@host/a.bin?X-Amz-Signature={SECRET} failed")
+
+    timeouts: list[float] = []
+    monkeypatch.setattr(remote_store, "_range", fail)
+    with pytest.raises(StorageError) as caught:
+        RemoteStore(patience_s=0.4).read(Url("http://host/a.bin"), offset=0, num_bytes=9)
+    assert "GET https://host/a.bin?*** failed" in str(caught.value)
+    assert SECRET not in str(caught.value)
+    # A silent server is asked again, several times within the patience.
+    assert len(timeouts) > 1 and max(timeouts) <= 0.1
+
+
 def test_a_server_that_says_nothing_is_given_up(folder: Path) -> None:
     import socket
 

@@ -74,7 +74,10 @@ def test_an_error_of_the_machine_ends_the_run_and_replaces_nothing(
     for samples in (training(shards), evaluation(shards)):
         with monkeypatch.context() as patch:
             failing_once(patch, call, number)
-            with pytest.raises(UserError, match=rf"\.tar: cannot be read \({os.strerror(number)}"):
+            with pytest.raises(
+                UserError, match=rf"\.tar: cannot be read \({os.strerror(number)}"
+            ) as caught:
                 samples.fill(0, OUT)
+        assert "sample '" not in str(caught.value)  # nothing is wrong with it
         assert samples.fill(0, OUT)[1] == []
         shard_files._open_files.cache_clear()
