@@ -32,6 +32,7 @@ LABEL_SPACES = {
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 # Lists and maps are held in memory, at about ten times their size.
 MAX_FILE_MIB = 64
+PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,12 +72,15 @@ class Labels:
         """Class names in label order, given the images of each class.
 
         keep_numbers: the source gives labels, as `.cls` does; without a space or map they stay what
-        they are, where sorted names would make label 2 of class 10.
+        they are, where sorted names would make label 2 of class 10. Raises UserError when most of
+        them are such numbers and some are not: by their names, they would become other numbers.
         """
         if self.space is None:
             names = tuple(sorted(found))
-            if keep_numbers and self.map is None and is_numbers(names):
-                return tuple(str(number) for number in range(max(map(int, names)) + 1))
+            if keep_numbers and self.map is None:
+                if is_numbers(names):
+                    return tuple(str(number) for number in range(max(map(int, names)) + 1))
+                _refuse_mixture(names, found)
             return names
         assert self.known.issuperset(found)
         return self.space
@@ -169,7 +173,33 @@ class Labels:
 
 def is_numbers(names: Collection[str]) -> bool:
     """Whether all names are labels written plainly: 0, 1, 10."""
-    return bool(names) and all(re.fullmatch(r"0|[1-9][0-9]{0,5}", name) for name in names)
+    return bool(names) and all(map(PLAIN_NUMBER.fullmatch, names))
+
+
+def says_none(name: str, settings: LabelSettings) -> bool:
+    """Whether a label that a source gives is a negative number, which stands for none.
+
+    Not so with a space or map: there it is one more class without a place, as `unknown` says.
+    """
+    judged = settings.space is not None or settings.map is not None
+    return not judged and re.fullmatch(r"-[0-9]+", name) is not None
+
+
+def _refuse_mixture(names: Collection[str], found: Mapping[str, int]) -> None:
+    others = [name for name in names if not PLAIN_NUMBER.fullmatch(name)]
+    # Numbers filled up with zeros (001, 002, 100) sort as they count.
+    filled = all(re.fullmatch("[0-9]+", name) for name in names) and len(set(map(len, names))) == 1
+    if 2 * len(others) >= len(names) or filled:
+        return
+    name = max(others, key=lambda name: found[name])
+    raise UserError(
+        f"{len(names) - len(others):,} of the source's {len(names):,} labels are numbers from 0 to "
+        f"999,999, and {len(others):,} ({sum(map(found.__getitem__, others)):,} images) "
+        f"{'is' if len(others) == 1 else 'are'} not; for example {name!r} ({found[name]:,} images)",
+        where="source.label",
+        next_step="correct these labels; or say what each label means with labels.map or "
+        "labels.space",
+    )
 
 
 def _classes(num: int) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.inputs import Container, Input, Spool, Watched, printable
+from data_prep.labels import says_none
 from data_prep.outages import refuse_outage
 from data_prep.sources.class_tars import stat_watched, tidy
 from data_prep.sources.file_lists import FileList
@@ -159,7 +160,7 @@ class ParquetImages:
         status: os.stat_result,
     ) -> Input:
         data, path, label = cells
-        class_name = class_of(label, names)
+        class_name = class_of(label, names, self.labels)
         reason = None
         if data is None:
             reason = "no_image"
@@ -199,15 +200,16 @@ def class_label_names(table: Any, column: str) -> tuple[str, ...] | None:
     return tuple(names)
 
 
-def class_of(label: object, names: tuple[str, ...] | None) -> str | None:
-    """The class that a cell says; None for null, nothing, and numbers without a name."""
+def class_of(label: object, names: tuple[str, ...] | None, settings: LabelSettings) -> str | None:
+    """The class that a cell says; None for null, nothing, negative and nameless numbers."""
     if isinstance(label, int) and not isinstance(label, bool):
         if names is None:
             return str(label) if label >= 0 else None
         return names[label] if 0 <= label < len(names) else None
     if not isinstance(label, str) or len(label) > MAX_CLASS_LENGTH:
         return None
-    return label.strip() or None
+    label = label.strip()
+    return None if not label or says_none(label, settings) else label
 
 
 def _lost_rows(damaged: Input, start: int, end: int) -> Input:

@@ -106,7 +106,7 @@ class PathTable:
                 where="source.path",
                 allowed="letters, digits and _, without the letters 'tar' in a row",
             )
-        class_name = class_of(label, None)
+        class_name = class_of(label, None, self.labels)
         num_bytes = modified_ns = 0
         reason: str | None = "unreadable"
         if path:

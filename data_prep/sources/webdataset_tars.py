@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from data_prep.inputs import Container, Input, Spool, Watched
+from data_prep.labels import says_none
 from data_prep.outages import refuse_outage
 from data_prep.sources.class_tars import (
     MAX_MEMBERS,
@@ -103,6 +104,8 @@ class WebdatasetTars:
                 members = walk_tar(fd, end=status.st_size)
                 for row in _sample_rows(fd, members, container=container, label=self.label):
                     row.modified_ns = status.st_mtime_ns
+                    if row.class_name is not None and says_none(row.class_name, self.labels):
+                        row.class_name, row.reason = None, row.reason or "no_label"
                     if row.reason == "no_label" and self.labels.map_key == "image":
                         row.reason = None  # the map says it
                     yield row

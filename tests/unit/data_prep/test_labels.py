@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_prep.labels import LABEL_SPACES, Labels, known_space, load_labels, read_pairs
+from data_prep.labels import (
+    LABEL_SPACES,
+    Labels,
+    known_space,
+    load_labels,
+    read_pairs,
+    says_none,
+)
 from vitscale.errors import UserError
 from vitscale.runs.data_prep import LabelSettings
 
@@ -69,9 +76,35 @@ def test_labels_that_a_source_gives_keep_their_numbers() -> None:
     found = {"10": 1, "2": 5, "0": 1}
     assert labels().label_map(found, keep_numbers=True) == tuple(map(str, range(11)))
     assert labels().label_map(found) == ("0", "10", "2")
-    assert labels().label_map(found | {"02": 1}, keep_numbers=True) == ("0", "02", "10", "2")
+    assert labels().label_map({"a": 1, "10": 9, "2": 9}) == ("10", "2", "a")
+    assert labels().label_map({"a": 1, "10": 9}, keep_numbers=True) == ("10", "a")
     assert labels().label_map({"9999999": 1}, keep_numbers=True) == ("9999999",)
     assert labels().label_map({}, keep_numbers=True) == ()
+
+
+@pytest.mark.parametrize("others", [["x"], ["02"], ["9999999", "1.5"]])
+def test_numbers_with_a_few_other_labels_are_refused(others: list[str], tmp_path: Path) -> None:
+    found = dict.fromkeys(map(str, range(12)), 10) | {name: i for i, name in enumerate(others, 3)}
+    message = rf"12 of the source's {len(found)} labels.*for example '{others[-1]}' \("
+    with pytest.raises(UserError, match=message):
+        labels().label_map(found, keep_numbers=True)
+    # Folders' names are names, and a map or a space says what each label means.
+    assert labels().label_map(found) == tuple(sorted(found))
+    names = written(tmp_path / "names.txt", "".join(f"{name}\n" for name in found))
+    assert labels(space=names).label_map(found, keep_numbers=True) == tuple(found)
+
+
+def test_numbers_filled_up_with_zeros_are_names_that_sort_as_they_count() -> None:
+    names = tuple(f"{i:03d}" for i in range(1, 201))
+    assert labels().label_map(dict.fromkeys(names, 1), keep_numbers=True) == names
+
+
+def test_negative_numbers_say_none_unless_a_space_or_map_judges_them(tmp_path: Path) -> None:
+    pairs = written(tmp_path / "a.csv", "-1,dog\n0,cat\n")
+    for name, none in (("-1", True), ("-007", True), ("1", False), ("-", False), ("-x", False)):
+        assert says_none(name, LabelSettings()) == none
+        assert not says_none(name, LabelSettings(space="imagenet_1k", values="index"))
+        assert not says_none(name, LabelSettings(map=pairs))
 
 
 def test_a_space_gives_all_its_classes_whatever_the_source_holds() -> None:

@@ -65,6 +65,7 @@ def test_rows_are_inputs_with_bytes_in_the_spool(tmp_path: Path) -> None:
     [
         (pa.array(["a", " b ", "", None]), ["a", "b", None, None]),
         (pa.array([7, -1, None, 0], pa.int16()), ["7", None, None, "0"]),
+        (pa.array(["7", " -1", "0", "-x"]), ["7", None, "0", "-x"]),
         (pa.array(["a", "b", "a", None]).dictionary_encode(), ["a", "b", "a", None]),
         (pa.array(["a", "x" * 5000, "c", "d"], pa.large_string()), ["a", None, "c", "d"]),
     ],
@@ -212,4 +213,4 @@ def test_any_paths_and_class_names_give_one_row_each(
 
 
 def test_truth_values_are_no_class() -> None:
-    assert class_of(True, ("a", "b")) is None
+    assert class_of(True, ("a", "b"), LabelSettings()) is None

@@ -156,6 +156,8 @@ def test_rows_without_label_are_told_unless_a_map_of_images_has_it(tmp_path: Pat
     touch(tmp_path, "1.jpg", "2.jpg")
     table = write(tmp_path / "t.csv", {"image": ["1.jpg", "2.jpg"], "label": ["a", " "]})
     assert [row.reason for row in list_source(source(table))] == [None, "no_label"]
+    minus = write(tmp_path / "m.csv", {"image": ["1.jpg", "2.jpg"], "label": ["3", "-1"]})
+    assert [row.reason for row in list_source(source(minus))] == [None, "no_label"]
     assert [row.reason for row in list_source(source(table, map_key="image"))] == [None, None]
     write(table, {"image": ["1.jpg"]})
     assert [row.reason for row in list_source(source(table, map_key="image"))] == [None]

@@ -51,10 +51,19 @@ def test_a_sample_is_one_input_with_its_label(tmp_path: Path) -> None:
     assert list_watched(listed) == {"t", "t/1.tar"}
 
 
+def test_a_negative_number_is_no_label_unless_a_space_judges_it(tmp_path: Path) -> None:
+    members = {"1.jpg": b"one", "1.cls": b"-1\n", "2.jpg": b"two", "2.cls": b"2"}
+    assert fates(tmp_path, members) == {"1.jpg": "<no_label>", "2.jpg": "2"}
+    labels = LabelSettings(space="imagenet_12k", values="index")
+    rows = list_source(WebdatasetTars(source(tmp_path).settings, labels))
+    assert [(row.class_name, row.reason) for row in rows] == [("-1", None), ("2", None)]
+
+
 @pytest.mark.parametrize(
     "content, class_name",
     [
         ({"label": 5}, "5"),
+        ({"label": -1}, "<no_label>"),
         ({"label": "n01440764"}, "n01440764"),
         ({"label": True}, "<no_label>"),
         ({"label": 1.5}, "<no_label>"),
