@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 from zipfile import BadZipFile
 
 import numpy as np
@@ -20,6 +20,7 @@ import numpy as np
 from data_prep.inputs import printable, read_exactly
 from data_prep.similarity import (
     DESCRIPTOR,
+    FORMATS,
     HASHES,
     NUM_KEYS,
     SIDE_PX,
@@ -31,12 +32,12 @@ from data_prep.similarity import (
     near,
     same_picture,
 )
+from data_prep.sources.places import is_image_name
 from vitscale.atomic_files import atomic_file
-from vitscale.data.index import INDEX_NAME
+from vitscale.data.index import INDEX_NAME, MANIFEST_NAME, place_of_tars, read_manifest
 from vitscale.errors import UserError
 
 FORMAT_VERSION = 1
-IMAGE_SUFFIXES = frozenset({".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp"})
 MAX_FILE_BYTES = 1 << 29
 MAX_PIXELS = 100_000_000
 BATCH_IMAGES = 64
@@ -59,7 +60,8 @@ def build_evaluation_index(paths: Sequence[str], *, output: Path) -> None:
 
     Raises UserError for a path without images, and when most images of one cannot be decoded.
     """
-    images = [image for path in paths for image in _images_of(Path(path))]
+    sets = [_images_of(Path(path)) for path in paths]
+    images = [image for each in sets for image in each]
     pictures = np.zeros((len(images), SIDE_PX, SIDE_PX), dtype=np.uint8)
     readable = np.zeros(len(images), dtype=bool)
 
@@ -72,7 +74,7 @@ def build_evaluation_index(paths: Sequence[str], *, output: Path) -> None:
     # Threads: decoders work outside the interpreter's lock.
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         list(pool.map(describe_batch, range(0, len(images), BATCH_IMAGES)))
-    _check_readable(images, readable)
+    _check_readable(paths, sets, readable)
     descriptors = np.concatenate(
         [np.zeros(0, DESCRIPTOR)]
         + [
@@ -105,7 +107,7 @@ def _images_of(path: Path) -> list[_Image]:
         raise UserError(
             "holds no images",
             where=f"selection.evaluation_sets: {path}",
-            allowed="folders with .jpg, .png or .webp files, or shards with index.parquet",
+            allowed="folders with image files, or shards with index.parquet",
         )
     return images
 
@@ -121,7 +123,7 @@ def _folder_images(path: Path) -> Iterator[_Image]:
         seen.add(real)
         sub_folders[:] = sorted(name for name in sub_folders if not name.startswith("."))
         for name in sorted(files):
-            if not name.startswith(".") and Path(name).suffix.lower() in IMAGE_SUFFIXES:
+            if not name.startswith(".") and is_image_name(name):
                 file = Path(folder, name)
                 yield _Image(printable(str(file)), file)
 
@@ -131,21 +133,37 @@ def _shard_images(path: Path) -> Iterator[_Image]:
     import pyarrow.parquet as pq
 
     where = str(path / INDEX_NAME)
+    root = _folder_of_tars(path)
     try:
         with pq.ParquetFile(path / INDEX_NAME) as index:
             columns = ["key", "shard", "offset", "length"]
             for batch in index.iter_batches(columns=columns):
                 for row in batch.to_pylist():
-                    if row["shard"] in ("", ".", "..") or "/" in row["shard"]:
+                    shard = PurePath(row["shard"])
+                    if not shard.name or shard.is_absolute() or ".." in shard.parts:
                         raise UserError(f"names {row['shard']!r} as a shard", where=where)
                     yield _Image(
                         f"{printable(str(path))}/{row['shard']}/{row['key']}",
-                        path / row["shard"],
+                        root / shard,
                         row["offset"],
                         row["length"],
                     )
     except (OSError, KeyError, pa.ArrowException) as error:
         raise UserError(f"cannot be read ({error})", where=where) from None
+
+
+def _folder_of_tars(path: Path) -> Path:
+    """An index of tars of others says in its manifest where they lie."""
+    if not (path / MANIFEST_NAME).is_file():
+        return path
+    place = place_of_tars(path, read_manifest(path))
+    if not isinstance(place, Path):
+        raise UserError(
+            f"its tars lie behind a URL ({place})",
+            where=f"selection.evaluation_sets: {path}",
+            next_step="copy them to a disk and index them there: data_prep/index_shards.py",
+        )
+    return place
 
 
 def _content(image: _Image) -> bytes:
@@ -162,14 +180,21 @@ def _content(image: _Image) -> bytes:
         return b""
 
 
-def _check_readable(images: Sequence[_Image], readable: np.ndarray) -> None:
-    broken = [image.name for image, good in zip(images, readable, strict=True) if not good]
-    if 2 * len(broken) > len(images):
-        raise UserError(
-            f"{len(broken)} of {len(images)} images cannot be decoded, such as {broken[0]!r}",
-            where="selection.evaluation_sets",
-            next_step="look at these files; a set that cannot be read protects nothing",
-        )
+def _check_readable(
+    paths: Sequence[str], sets: Sequence[Sequence[_Image]], readable: np.ndarray
+) -> None:
+    """Refuse a set of which most cannot be decoded."""
+    ends = np.cumsum([len(images) for images in sets])
+    for path, images, good in zip(paths, sets, np.split(readable, ends[:-1]), strict=True):
+        broken = [image.name for image, is_good in zip(images, good, strict=True) if not is_good]
+        if 2 * len(broken) > len(images):
+            raise UserError(
+                f"{len(broken)} of {len(images)} images cannot be decoded, such as {broken[0]!r}",
+                where=f"selection.evaluation_sets: {path}",
+                allowed=", ".join(FORMATS),
+                next_step="look at these files, or convert them: a set that cannot be read "
+                "protects nothing",
+            )
 
 
 @dataclass(frozen=True)

@@ -270,7 +270,7 @@ def read_split(
             next_step="set data.train_split or data.val_split (null: none)",
         )
     entry = manifest.splits[split]
-    root = _root_of_tars(folder, manifest)
+    root = place_of_tars(folder, manifest)
     tars = [root / shard.name for shard in entry.shards]
     _check_files(folder, manifest, split, tars=tars, reading=reading)
     remote = None
@@ -308,7 +308,8 @@ def read_split(
     return index
 
 
-def _root_of_tars(folder: Place, manifest: Manifest) -> Place:
+def place_of_tars(folder: Place, manifest: Manifest) -> Place:
+    """What the tars' names are relative to. Raises UserError for a place that cannot be read."""
     named = manifest.shards_root
     if is_url(named):
         return Url.checked(named, where=f"{folder / MANIFEST_NAME}: shards_root")

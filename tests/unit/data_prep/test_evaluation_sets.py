@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from PIL import Image, ImageOps
 from data_prep import evaluation_sets
 from data_prep.evaluation_sets import EvaluationIndex, build_evaluation_index
 from data_prep.similarity import describe_many, looks_like
+from tests.unit.data_prep.small_shards import make_shard_folder
 from vitscale.errors import UserError
 
 
@@ -124,6 +126,38 @@ def test_broken_images_are_named(tmp_path: Path) -> None:
     assert (index.match(index.descriptors) >= 0).sum() == 5
 
 
+def test_images_of_formats_that_are_not_decoded_are_named_too(tmp_path: Path) -> None:
+    formats = {"jpg": "JPEG", "JPEG": "JPEG", "png": "PNG", "webp": "WEBP"}
+    others = {"bmp": "BMP", "tif": "TIFF", "gif": "GIF", "ppm": "PPM"}
+    images = tmp_path / "images"
+    images.mkdir()
+    for seed, (suffix, format) in enumerate((formats | others).items()):
+        picture(seed).save(images / f"{seed}.{suffix}", format)
+    index = built(tmp_path, images)
+    assert index.unreadable == tuple(str(images / f"{4 + i}.{s}") for i, s in enumerate(others))
+    assert (index.match(describe_many([copy_of(seed) for seed in range(8)])) >= 0).sum() == 4
+
+
+def test_an_index_of_tars_elsewhere_is_read_where_the_tars_lie(tmp_path: Path) -> None:
+    make_shard_folder(tmp_path / "tars/deeper")
+    whole = built(tmp_path, tmp_path / "tars/deeper")
+    assert len(whole.names) == 7 and not whole.unreadable
+    index = tmp_path / "index"
+    index.mkdir()
+    rows = pq.read_table(tmp_path / "tars/deeper/index.parquet").to_pylist()
+    for row in rows:
+        row["shard"] = f"deeper/{row['shard']}"
+    pq.write_table(pa.Table.from_pylist(rows), index / "index.parquet")
+    manifest = json.loads((tmp_path / "tars/deeper/manifest.json").read_text())
+    for root in ("../tars", str(tmp_path / "tars")):
+        (index / "manifest.json").write_text(json.dumps(manifest | {"shards_root": root}))
+        found = built(tmp_path, index)
+        assert np.array_equal(found.descriptors, whole.descriptors) and not found.unreadable
+    (index / "manifest.json").write_text(json.dumps(manifest | {"shards_root": "s3://a/b"}))
+    with pytest.raises(UserError, match="behind a URL.*s3://a/b"):
+        built(tmp_path, index)
+
+
 def test_an_image_of_too_many_pixels_is_not_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,8 +182,17 @@ def test_sets_without_readable_images_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "index.npz").exists()
 
 
-def test_a_shard_outside_its_folder_is_refused(tmp_path: Path) -> None:
-    shards = write_shards(tmp_path / "shards", range(2), shard="../secret.tar")
+def test_each_set_has_to_be_readable(tmp_path: Path) -> None:
+    images = write_folder(tmp_path / "images", range(9))
+    (tmp_path / "pictures").mkdir()
+    picture(9).save(tmp_path / "pictures/a.bmp")
+    with pytest.raises(UserError, match="pictures: 1 of 1.*a.bmp'\n.*JPEG, PNG, WEBP"):
+        built(tmp_path, images, tmp_path / "pictures")
+
+
+@pytest.mark.parametrize("shard", ["../secret.tar", "a/../../secret.tar", "/secret.tar", "."])
+def test_a_shard_outside_its_folder_is_refused(shard: str, tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "shards", range(2), shard=shard)
     with pytest.raises(UserError, match="as a shard"):
         build_evaluation_index([str(shards)], output=tmp_path / "index.npz")
 
