@@ -50,6 +50,7 @@ SUFFIXES = {"jpeg": "jpg", "png": "png", "webp": "webp"}
 MIB = 1 << 20
 # Enough of an unpacked file to know its format.
 PEEK_BYTES = 64
+PIECE_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
@@ -119,24 +120,29 @@ def _believed_header(
 
 
 def _unpacked(data: bytes | memoryview, max_bytes: int) -> bytes:
-    unpacker = zlib.decompressobj(wbits=31)
+    peek, unpacker = zlib.decompressobj(wbits=31), zlib.decompressobj(wbits=31)
+    unpacked = bytearray()
     try:
-        start = unpacker.decompress(data, PEEK_BYTES)
+        start = peek.decompress(data, PEEK_BYTES)
         try:
             read_header(start)
         except HeaderError as error:
             # Whatever is no image is not unpacked at all.
             if error.reason in ("not_an_image", "other_format"):
-                is_cut = len(start) < PEEK_BYTES and not unpacker.eof
+                is_cut = len(start) < PEEK_BYTES and not peek.eof
                 raise Rejected("bad_gzip" if is_cut else error.reason) from None
-        rest = unpacker.decompress(unpacker.unconsumed_tail, max_bytes - len(start) + 1)
+        del peek  # it holds a copy of the file
+        # In pieces: what zlib does not take at once, it copies.
+        for position in range(0, len(data), PIECE_BYTES):
+            piece = memoryview(data)[position : position + PIECE_BYTES]
+            unpacked += unpacker.decompress(piece, max_bytes - len(unpacked) + 1)
+            if len(unpacked) > max_bytes:
+                raise Rejected("too_large")
+            if unpacker.eof:
+                return bytes(unpacked)
     except zlib.error:
-        raise Rejected("bad_gzip") from None
-    if len(start) + len(rest) > max_bytes:
-        raise Rejected("too_large")
-    if not unpacker.eof:
-        raise Rejected("bad_gzip")
-    return start + rest
+        pass
+    raise Rejected("bad_gzip")
 
 
 def _judged_pixels(

@@ -93,8 +93,9 @@ def check_pixels(
     except MemoryError:
         raise
     except Exception:
-        open_image(plain, header).load()
-        return plain
+        repaired = b"".join(plain)
+        open_image(repaired, header).load()
+        return repaired
     return data
 
 
@@ -103,7 +104,7 @@ def convert(
 ) -> tuple[bytes, str, int, int]:
     """(content, extension, width, height) of the plain image. Raises whatever Pillow raises."""
     if header.format == "png":
-        data = critical_chunks(data)
+        data = b"".join(critical_chunks(data))
     file = open_image(data, header)
     size = _target_size(file.size, short_side)
     if size != file.size and header.format == "jpeg":

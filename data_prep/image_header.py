@@ -74,19 +74,20 @@ class Header:
 def read_header(data: bytes | memoryview) -> Header:
     """Raises HeaderError; never reads more than a few bytes per segment.
 
-    A JPEG in a memoryview is read where it lies; others are copied.
+    A file is read where it lies. The coded data of a JPEG are copied once if it is progressive, or
+    if anything follows its end.
     """
+    start = bytes(data[:12])
     try:
-        if data[:3] == b"\xff\xd8\xff":
+        if start.startswith(b"\xff\xd8\xff"):
             return _jpeg_header(data)
-        data = bytes(data)
-        if data.startswith(PNG_SIGNATURE):
-            return _png_header(data)
-        if data.startswith(b"RIFF") and data[8:12] == b"WEBP":
-            return _webp_header(data)
+        if start.startswith(PNG_SIGNATURE):
+            return _png_header(memoryview(data))
+        if start.startswith(b"RIFF") and start.endswith(b"WEBP"):
+            return _webp_header(memoryview(data))
     except (IndexError, struct.error):
         raise HeaderError("bad_header") from None
-    if data.startswith(OTHER_FORMATS) or data[4:12] in OTHER_BRANDS:
+    if start.startswith(OTHER_FORMATS) or start[4:] in OTHER_BRANDS:
         raise HeaderError("other_format")
     raise HeaderError("not_an_image")
 
@@ -150,9 +151,9 @@ def _jpeg_header(data: bytes | memoryview) -> Header:
     return Header("jpeg", width, height, fault, certain, changes, orientation or 1)
 
 
-def exif_orientation(tiff: bytes) -> int:
+def exif_orientation(tiff: bytes | memoryview) -> int:
     """Orientation 1 to 8 in the first directory; 1 where there is none or it cannot be read."""
-    order = {b"II*\0": "<", b"MM\0*": ">"}.get(tiff[:4])
+    order = {b"II*\0": "<", b"MM\0*": ">"}.get(bytes(tiff[:4]))
     if order is None:
         return 1
     try:
@@ -167,7 +168,7 @@ def exif_orientation(tiff: bytes) -> int:
     return 1
 
 
-def _png_header(data: bytes) -> Header:
+def _png_header(data: memoryview) -> Header:
     length, kind, width, height, depth, colour, packing, filtering, interlace, checksum = (
         struct.unpack_from(">I4sIIBBBBBI", data, 8)
     )
@@ -219,7 +220,7 @@ class _Chunks:
     transparent: bytes = b""
 
 
-def _png_chunks(data: bytes, *, keyed: bool) -> _Chunks:
+def _png_chunks(data: memoryview, *, keyed: bool) -> _Chunks:
     chunks = _Chunks()
     position = 33
     for _ in range(MAX_CHUNKS):
@@ -237,8 +238,8 @@ def _png_chunks(data: bytes, *, keyed: bool) -> _Chunks:
         elif kind == b"acTL":
             chunks.animated = chunks.animated or not chunks.num_pixel_bytes
         elif kind == b"tRNS" and keyed and not chunks.num_pixel_bytes:
-            chunks.transparent = data[position + 8 : position + 8 + length]
             _check_small_chunk(data, position, length)
+            chunks.transparent = bytes(data[position + 8 : position + 8 + length])
         else:
             if kind == b"eXIf":
                 tiff = data[position + 8 : position + 8 + length]
@@ -248,7 +249,7 @@ def _png_chunks(data: bytes, *, keyed: bool) -> _Chunks:
     raise HeaderError("bomb")
 
 
-def _is_plain_chunk(data: bytes, position: int, length: int) -> bool:
+def _is_plain_chunk(data: memoryview, position: int, length: int) -> bool:
     """Whether nothing about this text or profile can make a reader refuse the image: Pillow does
     not take bad checksums, nor more than 1 MiB unpacked."""
     if length * DEFLATE_MAX_RATIO > MAX_UNPACKED_TEXT:
@@ -257,7 +258,7 @@ def _is_plain_chunk(data: bytes, position: int, length: int) -> bool:
     return zlib.crc32(data[position + 4 : end]) == int.from_bytes(data[end : end + 4])
 
 
-def _check_small_chunk(data: bytes, position: int, length: int) -> None:
+def _check_small_chunk(data: memoryview, position: int, length: int) -> None:
     """Palettes have 256 entries at most: what is checked without decoding stays cheap."""
     if length > 768 or length + position + 12 > len(data):
         raise HeaderError("bad_header")
@@ -266,11 +267,11 @@ def _check_small_chunk(data: bytes, position: int, length: int) -> None:
         raise HeaderError("bad_header")
 
 
-def critical_chunks(png: bytes | memoryview) -> bytes:
-    """The file with nothing but what its pixels are made of. Raises HeaderError on a bad checksum.
+def critical_chunks(png: bytes | memoryview) -> list[memoryview]:
+    """Parts that joined make the file with nothing but what its pixels are made of.
 
     No profile, text or further frame reaches the decoder, whatever they unpack to; and the decoder
-    itself (Pillow's) skips the checksums of pixels.
+    itself (Pillow's) skips the checksums of pixels. Raises HeaderError where one is wrong.
     """
     view = memoryview(png)
     position = len(PNG_SIGNATURE)
@@ -284,10 +285,10 @@ def critical_chunks(png: bytes | memoryview) -> bytes:
                 raise HeaderError("bad_pixels")
             parts.append(view[position : end + 4])
         position = end + 4
-    return b"".join(parts)
+    return parts
 
 
-def _webp_header(data: bytes) -> Header:
+def _webp_header(data: memoryview) -> Header:
     end = 8 + struct.unpack_from("<I", data, 4)[0]
     if end > len(data):
         raise HeaderError("bad_pixels")
@@ -299,12 +300,13 @@ def _webp_header(data: bytes) -> Header:
     return Header("webp", width, height, changes=changes, lossy=kind == b"VP8 ")
 
 
-def _webp_frame(data: bytes, position: int) -> tuple[int, int, bool]:
+def _webp_frame(data: memoryview, position: int) -> tuple[int, int, bool]:
     """Size and transparency of the coded picture in the chunk at `position`."""
-    if data.startswith(b"VP8 ", position) and data.startswith(b"\x9d\x01\x2a", position + 11):
+    kind = data[position : position + 4]
+    if kind == b"VP8 " and data[position + 11 : position + 14] == b"\x9d\x01\x2a":
         width, height = struct.unpack_from("<HH", data, position + 14)
         width, height, transparent = width & 0x3FFF, height & 0x3FFF, False
-    elif data.startswith(b"VP8L", position) and data[position + 8] == 0x2F:
+    elif kind == b"VP8L" and data[position + 8] == 0x2F:
         (packed,) = struct.unpack_from("<I", data, position + 9)
         width, height = (packed & 0x3FFF) + 1, (packed >> 14 & 0x3FFF) + 1
         transparent = bool(packed >> 28 & 1)
@@ -315,7 +317,7 @@ def _webp_frame(data: bytes, position: int) -> tuple[int, int, bool]:
     return width, height, transparent
 
 
-def _webp_extended_header(data: bytes, end: int) -> Header:
+def _webp_extended_header(data: memoryview, end: int) -> Header:
     flags = data[20]
     width = int.from_bytes(data[24:27], "little") + 1
     height = int.from_bytes(data[27:30], "little") + 1
@@ -335,7 +337,7 @@ def _webp_extended_header(data: bytes, end: int) -> Header:
             lossy = lossy and b"VP8L" not in (kind, data[position + 24 : position + 28])
         elif kind == b"EXIF":
             block = data[position + 8 : position + 8 + length]
-            orientation = exif_orientation(block.removeprefix(_EXIF))
+            orientation = exif_orientation(block[len(_EXIF) :] if block[:6] == _EXIF else block)
         position += 8 + length + (length & 1)
     else:
         raise HeaderError("bomb")

@@ -7,6 +7,7 @@ Leaves out: what the columns mean (`parquet_images`, `path_table`).
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,8 @@ from vitscale.errors import UserError
 BATCH_ROWS = 64
 # A column of a row group is read page by page, but nothing keeps it from being one page.
 MAX_CHUNK_BYTES = 1 << 30
+# What a batch holds by the mean size of a row.
+MEAN_BATCH_BYTES = 16 << 20
 # A value in a dictionary may come back in every row of a batch.
 MAX_BATCH_BYTES = 256 << 20
 READ_BYTES = 1 << 20
@@ -39,10 +42,13 @@ def opened_parquet(root: Path, path: str) -> Iterator[Any]:
         fd = os.open(root / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise changed_source(path) from None
-    with os.fdopen(fd, "rb") as file:
+    with os.fdopen(fd, "rb"):
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise TableDefect("not a regular file")
         try:
             table = pq.ParquetFile(
-                file,
+                # Opened by Arrow: a page read through a Python file would be there twice.
+                pa.OSFile(f"/proc/self/fd/{fd}"),
                 pre_buffer=False,
                 buffer_size=READ_BYTES,
                 thrift_string_size_limit=MAX_FOOTER_STRING_BYTES,
@@ -89,9 +95,10 @@ def record_batches(table: Any, group: int, *, columns: Sequence[str], path: str)
                 next_step="write the file with smaller row groups, such as 100 rows",
             )
         if chunk.has_dictionary_page:
-            rows = max(1, min(rows, MAX_BATCH_BYTES // max(1, num_bytes)))
+            rows = min(rows, MAX_BATCH_BYTES // max(1, num_bytes))
+        rows = min(rows, MEAN_BATCH_BYTES * metadata.num_rows // max(1, num_bytes))
     batches = table.iter_batches(
-        batch_size=rows, row_groups=[group], columns=list(columns), use_threads=False
+        batch_size=max(1, rows), row_groups=[group], columns=list(columns), use_threads=False
     )
     while True:
         try:

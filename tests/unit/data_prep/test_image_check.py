@@ -18,6 +18,7 @@ from PIL import Image
 
 from data_prep.image_check import CHANGES, FAULTS, SUFFIXES, Judged, judge_image
 from data_prep.image_header import MAX_SCANS
+from tests.peak_memory import peak_mib
 from tests.unit.data_prep.image_samples import (
     HEIGHT,
     WIDTH,
@@ -305,3 +306,42 @@ def test_strictly_checked_sound_images_pass_and_noise_in_a_jpeg_does_not() -> No
         for check in found:
             found[check] += judged(damaged, check=check).reason == "bad_pixels"
     assert found["strict"] == 20 > found["decode"]
+
+
+LARGE = 48 << 20
+PNG_END = chunk(b"IEND", b"")
+JUDGING = """
+from data_prep.image_check import judge_image
+from tests.unit.data_prep.image_samples import small_samples
+from vitscale.runs.data_prep import ImageSettings
+for data in small_samples().values():
+    judge_image(data, settings=ImageSettings())
+"""
+
+
+@pytest.mark.parametrize(
+    "packed, form, check, copies",
+    [
+        (False, "memory", "header", 1),
+        (False, "bytes", "decode", 1),
+        (True, "bytes", "header", 3),
+    ],
+)
+def test_a_large_file_is_copied_no_more_often_than_documented(
+    packed: bool, form: str, check: str, copies: int, tmp_path: Path
+) -> None:
+    """docs/images.md; the file itself counts as the first copy."""
+    part = chunk(b"IDAT", bytes(64 << 10))
+    content = png(WIDTH, HEIGHT, rows=ROWS).removesuffix(PNG_END) + part * (LARGE // len(part))
+    content += PNG_END
+    (tmp_path / "large").write_bytes(gzip.compress(content, 0) if packed else content)
+    work = f"""
+with open({str(tmp_path / "large")!r}, "rb", buffering=0) as file:
+    if {form!r} == "bytes":
+        data = file.read()
+    else:
+        data = memoryview(bytearray({LARGE + (1 << 20)}))
+        data = data[:file.readinto(data)]
+assert judge_image(data, settings=ImageSettings(check={check!r})).reason is None
+"""
+    assert peak_mib(imports=JUDGING, work=work) < (copies + 0.4) * (LARGE >> 20)

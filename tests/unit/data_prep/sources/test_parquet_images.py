@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from data_prep.sources import parquet_rows
 from data_prep.sources.parquet_images import ParquetImages, class_of
+from tests.peak_memory import peak_mib
 from tests.unit.data_prep.sources.listing import MemorySpool, list_source, list_watched
 from vitscale.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
@@ -185,6 +186,30 @@ def test_one_large_value_in_every_row_takes_the_memory_of_a_few(
 
     list_source(source(tmp_path), Measuring())
     assert len(taken) == 64 and max(taken) < 40 << 20
+
+
+def test_rows_of_large_images_take_the_memory_of_a_few(tmp_path: Path) -> None:
+    table = pa.table({"image": pa.array([bytes(8 << 20)] * 24), "label": [0] * 24})
+    options = {"use_dictionary": False, "compression": "none", "write_statistics": False}
+    # A page for each row, as other writers than Arrow's make them.
+    pq.write_table(table, tmp_path / "a.parquet", write_batch_size=1, **options)
+    imports = """
+import os
+os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # as make_shards does
+import pyarrow.parquet
+from data_prep.sources.parquet_images import ParquetImages
+from vitscale.runs.data_prep import SourceSettings
+
+class Spool:
+    def add(self, data):
+        return "spool", 0
+"""
+    work = f"""
+listed = ParquetImages(SourceSettings(kind="parquet", path={str(tmp_path / "a.parquet")!r}))
+for container in listed.containers():
+    assert len([*listed.inputs(container, spool=Spool())]) == 25
+"""
+    assert peak_mib(imports=imports, work=work) < 150  # of 192 in all
 
 
 def test_text_that_is_not_utf_8_is_no_label(tmp_path: Path) -> None:
