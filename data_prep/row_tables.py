@@ -26,13 +26,14 @@ import pyarrow as pa
 from pyarrow._compute import call_function
 
 from data_prep.inputs import Input
+from vitscale.runs.data_prep import MAX_SPLIT_LENGTH
 
 RUN_ROWS = 1 << 15
 BUCKET_ROWS = 1 << 13
 # How Python turns names of files into bytes; as os.fsencode, in a tenth of its time.
 FILE_NAMES = (sys.getfilesystemencoding(), sys.getfilesystemencodeerrors())
-# A tar header has 100 bytes for a name: split (17), class and name (70), suffix (5), dashes.
-MAX_KEY_LENGTH = 70
+# A tar header has 100 bytes for a name: split (up to 24), a dash, class and name, suffix (5).
+MAX_KEY_LENGTH = 100 - MAX_SPLIT_LENGTH - 1 - len(".webp")
 KEY_HASH_LENGTH = 16
 _HASHED = re.compile(rf"-[0-9a-f]{{{KEY_HASH_LENGTH}}}$")
 _UNSAFE = re.compile(r"[^A-Za-z0-9_-]")

@@ -10,7 +10,6 @@ that leave it are rejected.
 from __future__ import annotations
 
 import os
-import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,7 +32,12 @@ from data_prep.sources.parquet_rows import (
 from data_prep.sources.places import is_hidden, lies_in, stem_and_suffix
 from data_prep.sources.text_lines import Lines, csv_rows, has_quote, next_line
 from vitscale.errors import UserError
-from vitscale.runs.data_prep import LabelSettings, SourceSettings
+from vitscale.runs.data_prep import (
+    SPLIT_NAMES,
+    LabelSettings,
+    SourceSettings,
+    can_name_split,
+)
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 SPLIT_COLUMN = "split"
@@ -99,12 +103,11 @@ class PathTable:
 
     def _input(self, container: Container, row: Row, files: _Files) -> Input:
         row_name, path, label, split = row
-        is_split = split is None or (re.fullmatch(r"[A-Za-z0-9_]+", split) and "tar" not in split)
-        if not is_split:
+        if split is not None and not can_name_split(split):
             raise UserError(
                 f"{printable(row_name)}: {split!r} cannot name a split",
                 where="source.path",
-                allowed="letters, digits and _, without the letters 'tar' in a row",
+                allowed=SPLIT_NAMES,
             )
         class_name = class_of(label, None, self.labels)
         num_bytes = modified_ns = 0

@@ -12,6 +12,20 @@ from vitscale.config.section import Run, Section
 from vitscale.runs.launching import LaunchSettings, launch_problems
 
 ImageFormat = Literal["jpeg", "png", "webp"]
+# A tar header has 100 bytes for SPLIT-KEY.webp, of which SPLIT and KEY may take 94.
+MAX_SPLIT_LENGTH = 24
+SPLIT_NAMES = (
+    f"1 to {MAX_SPLIT_LENGTH} letters, digits and _, without the letters 'tar' in a row: tars and "
+    "their members are named after it"
+)
+
+
+def can_name_split(name: str) -> bool:
+    """Whether a split may have this name; SPLIT_NAMES says it in words."""
+    # timm takes a split name that holds "tar" for a list of tar files.
+    return re.fullmatch(r"[A-Za-z0-9_]+", name) is not None and (
+        len(name) <= MAX_SPLIT_LENGTH and "tar" not in name
+    )
 
 
 class SourceSettings(Section):
@@ -138,11 +152,6 @@ class DataPrepRun(Run):
             ("source.holdout_split", self.source.holdout_split),
             *((f"source.splits.{name}", name) for name in self.source.splits),
         ]:
-            # timm takes a split name that holds "tar" for a list of tar files.
-            if not re.fullmatch(r"[A-Za-z0-9_]+", name) or "tar" in name:
-                yield (
-                    key,
-                    f"{name!r} names tar files: use letters, digits and _, without the "
-                    "letters 'tar' in a row",
-                )
+            if not can_name_split(name):
+                yield (key, f"{name!r} cannot name a split; allowed: {SPLIT_NAMES}")
         yield from launch_problems(self.launch, independent_tasks=True)

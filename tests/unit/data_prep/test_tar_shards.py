@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from data_prep.row_tables import hashed_key, make_key
 from data_prep.tar_shards import MAX_MEMBER_BYTES, TarShard, ustar_header
+from vitscale.runs.data_prep import DataPrepRun
 
 
 @given(st.text("ABCxyz019_-.", min_size=1, max_size=100), st.integers(0, MAX_MEMBER_BYTES - 1))
@@ -16,6 +18,21 @@ def test_headers_are_those_of_the_standard_library(name: str, num_bytes: int) ->
     member = tarfile.TarInfo(name)
     member.size, member.mtime, member.mode = num_bytes, 0, 0o644
     assert ustar_header(name, num_bytes) == member.tobuf(tarfile.USTAR_FORMAT)
+
+
+@given(st.text("aB9_", min_size=1, max_size=30), st.text("aB9_-", max_size=90), st.text())
+def test_every_split_that_is_allowed_leaves_room_for_the_longest_key(
+    split: str, class_name: str, name: str
+) -> None:
+    run = {"source": {"path": "x", "holdout_split": split}, "output": "y"}
+    problems = [key for key, _ in DataPrepRun.model_validate(run).problems()]
+    assert (problems == ["source.holdout_split"]) == (len(split) > 24)
+    longest = hashed_key(100 * "x", "path")
+    for key in (make_key(class_name, name, path="path"), longest):
+        if not problems:
+            assert ustar_header(f"{split}-{key}.webp", 1)
+            assert len(f"{split}-{key}") <= 95
+    assert len(longest) == 70
 
 
 def test_offsets_point_at_the_images_and_the_hash_is_that_of_the_file(tmp_path: Path) -> None:

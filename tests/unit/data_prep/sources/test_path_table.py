@@ -146,7 +146,7 @@ def test_a_column_may_say_the_split(suffix: str, tmp_path: Path) -> None:
     columns = {"image": ["1.jpg", "2.jpg"], "label": ["a", "a"], "split": ["train", "val"]}
     table = write(tmp_path / f"t.{suffix}", columns)
     assert [row.split for row in list_source(source(table))] == ["train", "val"]
-    for wrong in ("", "a/b", "start"):
+    for wrong in ("", "a/b", "start", 25 * "a"):
         write(table, {**columns, "split": ["train", wrong]})
         with pytest.raises(UserError, match="cannot name a split"):
             list_source(source(table))
