@@ -17,6 +17,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
+from data_prep.index_folder import folder_of_tars
 from data_prep.inputs import printable, read_exactly
 from data_prep.similarity import (
     DESCRIPTOR,
@@ -34,7 +35,7 @@ from data_prep.similarity import (
 )
 from data_prep.sources.places import is_image_name
 from vitscale.atomic_files import atomic_file
-from vitscale.data.index import INDEX_NAME, MANIFEST_NAME, place_of_tars, read_manifest
+from vitscale.data.index import INDEX_NAME, MANIFEST_NAME, read_manifest
 from vitscale.errors import UserError
 
 FORMAT_VERSION = 1
@@ -133,7 +134,8 @@ def _shard_images(path: Path) -> Iterator[_Image]:
     import pyarrow.parquet as pq
 
     where = str(path / INDEX_NAME)
-    root = _folder_of_tars(path)
+    has_manifest = (path / MANIFEST_NAME).is_file()
+    root = folder_of_tars(path, read_manifest(path)) if has_manifest else path
     try:
         with pq.ParquetFile(path / INDEX_NAME) as index:
             columns = ["key", "shard", "offset", "length"]
@@ -150,20 +152,6 @@ def _shard_images(path: Path) -> Iterator[_Image]:
                     )
     except (OSError, KeyError, pa.ArrowException) as error:
         raise UserError(f"cannot be read ({error})", where=where) from None
-
-
-def _folder_of_tars(path: Path) -> Path:
-    """An index of tars of others says in its manifest where they lie."""
-    if not (path / MANIFEST_NAME).is_file():
-        return path
-    place = place_of_tars(path, read_manifest(path))
-    if not isinstance(place, Path):
-        raise UserError(
-            f"its tars lie behind a URL ({place})",
-            where=f"selection.evaluation_sets: {path}",
-            next_step="copy them to a disk and index them there: data_prep/index_shards.py",
-        )
-    return place
 
 
 def _content(image: _Image) -> bytes:

@@ -24,7 +24,7 @@ from data_prep.fingerprints import (
     split_fingerprint,
 )
 from data_prep.index_writing import write_index, write_info, write_manifest
-from data_prep.inputs import Container
+from data_prep.inputs import Container, watched
 from data_prep.labels import load_labels
 from data_prep.ledger import (
     LedgerWriter,
@@ -36,10 +36,12 @@ from vitscale.atomic_files import blake3_of_file
 from vitscale.data.index import (
     FORMAT_VERSION,
     INDEX_NAME,
+    MANIFEST_NAME,
     Manifest,
     ShardEntry,
     SplitEntry,
     index_schema,
+    place_of_tars,
 )
 from vitscale.errors import UserError
 from vitscale.runs.data_prep import DataPrepRun
@@ -108,7 +110,7 @@ def tar_listing(root: Path, containers: Sequence[Container]) -> str:
     """Hash over every tar's split, path and size."""
     digest = hashlib.sha256()
     for container in containers:
-        num_bytes = os.stat(root / container.path).st_size
+        num_bytes = watched(root, container.path).num_bytes
         digest.update(os.fsencode(f"{container.split}\0{container.path}\0{num_bytes}\0"))
     return digest.hexdigest()
 
@@ -141,6 +143,19 @@ def root_of_tars(tars: Path, *, output: Path) -> str:
     if real.is_relative_to(parent):
         return os.path.relpath(real, parent / output.name)
     return str(real)
+
+
+def folder_of_tars(folder: Path, manifest: Manifest) -> Path:
+    """Where the tars of a shard folder lie. Raises UserError when that is behind a URL."""
+    place = place_of_tars(folder, manifest)
+    if not isinstance(place, Path):
+        raise UserError(
+            f"its tars lie behind a URL ({place}), and only tars on this machine are read here",
+            where=f"{folder / MANIFEST_NAME}: shards_root",
+            next_step="give the folder that was uploaded; or download the tars and index them: "
+            "data_prep/index_shards.py",
+        )
+    return place
 
 
 def _split_entry(tars: Tars, classes: Sequence[str]) -> SplitEntry:

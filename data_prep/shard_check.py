@@ -25,6 +25,7 @@ from blake3 import blake3
 from data_prep.fingerprints import folder_fingerprint, label_map_sha256, sample_bytes
 from data_prep.image_check import SUFFIXES
 from data_prep.image_header import HeaderError, read_header
+from data_prep.index_folder import folder_of_tars
 from data_prep.index_writing import info_of
 from data_prep.labels import is_numbers
 from data_prep.ledger import LEDGER_NAME
@@ -84,7 +85,7 @@ def check_folder(
     num_workers: int | None,
     advance: Callable[[int], None],
 ) -> list[Finding]:
-    """Everything found wrong; empty for a sound folder."""
+    """Everything found wrong; empty for a sound folder. Raises UserError for tars behind a URL."""
     findings = check_manifest(manifest)
     findings += _check_info(folder, manifest)
     findings += _check_whole_index(folder, manifest)
@@ -182,7 +183,7 @@ def tar_tasks(
     sums, notes = RowSum() if sums is None else sums, [] if notes is None else notes
     ours = manifest.shards_root == "."
     labels_stored = ours or stores_labels(manifest)
-    root = folder / manifest.shards_root
+    root = folder_of_tars(folder, manifest)
 
     def task(entry: ShardEntry, rows: pa.Table | None) -> TarTask:
         path = root / entry.name

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from PIL import Image, ImageFile
 
+from data_prep.sources.class_tars import is_tar_name
 from data_prep.sources.tar_walk import TarDefect, walk_tar
 
 SIDE = 128
@@ -73,7 +74,10 @@ def _input_bytes(source: Path, path: str) -> bytes | None:
     """The bytes of an input: a file below the source, or a member of a tar below it."""
     try:
         if source.is_file():
-            return _member_of(source, path)
+            top, _, name = path.partition("/")
+            if is_tar_name(source.name):
+                return _member_of(source, name) if top == source.name else None
+            source = source.parent  # of a table, which names files beside it
         inside = source.resolve()
         parts = path.split("/")
         for num in range(len(parts), 0, -1):

@@ -22,6 +22,7 @@ from vitscale.data.index import (
     index_schema,
     read_manifest,
 )
+from vitscale.errors import UserError
 
 TRAIN = "train-000000.tar"
 
@@ -55,6 +56,13 @@ def first_task(folder: Path) -> TarTask:
 
 def test_a_sound_folder_has_no_findings(sound: Path) -> None:
     assert findings(sound) == []
+
+
+def test_tars_behind_a_url_are_refused_and_not_called_damaged(shards: Path) -> None:
+    manifest = replace(read_manifest(shards), shards_root="https://host/shards")
+    write_manifest(shards, manifest=manifest)
+    with pytest.raises(UserError, match="behind a URL.*https://host/shards(.|\n)*download"):
+        findings(shards)
 
 
 def test_workers_find_what_one_process_finds(shards: Path) -> None:

@@ -10,9 +10,12 @@ import pytest
 
 from data_prep.shard_check import Finding
 from data_prep.shard_report import gather_statistics, histogram, write_report
+from data_prep.sources.open import open_source
 from data_prep.thumbnails import rejected_thumbnail, stored_thumbnail
 from tests.unit.data_prep.small_shards import image_bytes, make_shard_folder
+from tests.unit.data_prep.sources.listing import list_source
 from vitscale.data.index import Manifest
+from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 EVIL = '<script>alert("1")</script>'
 CLASSES = (EVIL, '"><img src=x onerror=alert(2)>', "{{ 7 * 7 }}")
@@ -115,8 +118,25 @@ def test_thumbnails_come_out_of_tars_in_tars(tmp_path: Path) -> None:
     assert direct is not None
     assert rejected_thumbnail(tmp_path, "n01.tar/a.jpg", reason="bad_pixels") == direct
     assert rejected_thumbnail(tmp_path, "all.tar/n01.tar/a.jpg", reason="bad_pixels") == direct
-    assert rejected_thumbnail(tmp_path / "all.tar", "n01.tar/a.jpg", reason="x") == direct
     assert rejected_thumbnail(tmp_path, "all.tar/n02.tar/a.jpg", reason="x") is None
+
+
+@pytest.mark.parametrize("kind", ["class_tars", "webdataset", "path_table"])
+def test_thumbnails_are_found_when_the_source_is_one_file(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(image_bytes("jpg", seed=1))
+    (tmp_path / "t.csv").write_text("image,label\na.jpg,cat\n")
+    for name, member in (("n01.tar", "a.jpg"), ("all.tar", "n01.tar")):
+        with tarfile.open(tmp_path / name, "w") as tar:
+            tar.add(tmp_path / member, member)
+    name = {"class_tars": "all.tar", "webdataset": "n01.tar", "path_table": "t.csv"}[kind]
+    settings = {"kind": kind, "path": str(tmp_path / name), "label": "label"}
+    listed = open_source(SourceSettings.model_validate(settings), LabelSettings())
+    images = [row.path for row in list_source(listed) if row.path.endswith("a.jpg")]
+    direct = rejected_thumbnail(tmp_path, "a.jpg", reason="bad_pixels")
+    assert [rejected_thumbnail(tmp_path / name, path, reason="x") for path in images] == [direct]
+    # A ledger of somebody else shows nothing that lies beside a tar.
+    beside = rejected_thumbnail(tmp_path / "all.tar", "a.jpg", reason="x")
+    assert direct is not None and beside is None
 
 
 def test_thumbnails_of_samples_stay_inside_their_bounds(tmp_path: Path) -> None:
