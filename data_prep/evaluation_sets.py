@@ -19,6 +19,7 @@ import numpy as np
 
 from data_prep.index_folder import folder_of_tars
 from data_prep.inputs import printable, read_exactly
+from data_prep.outages import refuse_outage
 from data_prep.similarity import (
     DESCRIPTOR,
     FORMATS,
@@ -155,7 +156,7 @@ def _shard_images(path: Path) -> Iterator[_Image]:
 
 
 def _content(image: _Image) -> bytes:
-    """The image's bytes; empty where they cannot be had."""
+    """The image's bytes; empty where they are lost. Raises Interrupted for an outage."""
     try:
         with open(image.file, "rb") as file:
             num_bytes = image.num_bytes
@@ -164,7 +165,10 @@ def _content(image: _Image) -> bytes:
             if num_bytes > MAX_FILE_BYTES or image.offset < 0:
                 return b""
             return read_exactly(file.fileno(), offset=image.offset, num_bytes=num_bytes)
-    except (OSError, EOFError):
+    except EOFError:
+        return b""
+    except OSError as error:
+        refuse_outage(error, str(image.file))
         return b""
 
 

@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from data_prep.labels import LABEL_SPACES, load_space
 from data_prep.outages import Interrupted
+from data_prep.sources.places import is_image_name
 from vitscale.atomic_files import blake3_of_file
 from vitscale.data.index import INDEX_NAME
 from vitscale.runs.data_prep import LabelSettings
@@ -37,8 +38,6 @@ def evaluation_listing(path: str) -> str:
 
     Raises Interrupted for a folder that is not there.
     """
-    from data_prep.evaluation_sets import IMAGE_SUFFIXES
-
     folder, where = Path(path).expanduser(), f"selection.evaluation_sets: {path}"
     if not folder.is_dir():
         raise Interrupted("no such folder", where=where)
@@ -54,7 +53,7 @@ def evaluation_listing(path: str) -> str:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             file = os.path.join(parent, name)
-            if Path(name).suffix.lower() in IMAGE_SUFFIXES and os.path.isfile(file):
+            if is_image_name(name) and os.path.isfile(file):
                 place = os.path.relpath(file, folder)
                 digest.update(os.fsencode(f"{place}\0{os.path.getsize(file)}\0"))
     return digest.hexdigest()

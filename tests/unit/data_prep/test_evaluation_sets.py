@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +16,8 @@ from PIL import Image, ImageOps
 
 from data_prep import evaluation_sets
 from data_prep.evaluation_sets import EvaluationIndex, build_evaluation_index
+from data_prep.inputs import read_exactly
+from data_prep.outages import Interrupted
 from data_prep.similarity import describe_many, looks_like
 from tests.unit.data_prep.small_shards import make_shard_folder
 from vitscale.errors import UserError
@@ -209,3 +213,23 @@ def test_files_that_are_no_index_are_refused(tmp_path: Path) -> None:
             EvaluationIndex.load(path)
     path.write_bytes(whole)
     assert EvaluationIndex.load(path).names == index.names
+
+
+@pytest.mark.parametrize("number, ends", [(errno.ESTALE, True), (errno.EIO, False)])
+def test_outage_loses_no_evaluation_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, ends: bool
+) -> None:
+    images = write_folder(tmp_path / "images", range(4))
+    lost = images / "class0/deeper/000.png"
+
+    def fail(descriptor: int, *, offset: int, num_bytes: int) -> bytes:
+        if os.path.samestat(os.fstat(descriptor), lost.stat()):
+            raise OSError(number, os.strerror(number))
+        return read_exactly(descriptor, offset=offset, num_bytes=num_bytes)
+
+    monkeypatch.setattr(evaluation_sets, "read_exactly", fail)
+    if ends:
+        with pytest.raises(Interrupted, match="the work done so far is kept"):
+            built(tmp_path, images)
+    else:
+        assert built(tmp_path, images).unreadable == (str(lost),)
