@@ -58,30 +58,23 @@ def _mix_steps(checkpoints: Path) -> None:
         shutil.copy(checkpoints / OLDER / name, checkpoints / NEWEST / name)
 
 
-def _damage_both(checkpoints: Path) -> None:
-    _flip_bit(checkpoints)
-    (checkpoints / OLDER / "manifest.json").write_bytes(b"")
-
-
 def _empty(checkpoints: Path) -> None:
     for path in (checkpoints / NEWEST).iterdir():
         path.unlink()
 
 
-# What is done to the checkpoints of steps 10 and 15, and the step it goes on from.
-DAMAGES: dict[str, tuple[Callable[[Path], object], int]] = {
-    "tensor file cut in half": (_cut_tensors, 10),
-    "one bit of a tensor file": (_flip_bit, 10),
-    "tensor file missing": (lambda c: (c / NEWEST / "rank-00001.safetensors").unlink(), 10),
-    "manifest missing": (lambda c: (c / NEWEST / "manifest.json").unlink(), 10),
-    "manifest cut": (lambda c: os.truncate(c / NEWEST / "manifest.json", 300), 10),
-    "manifest of another step": (
-        lambda c: shutil.copy(c / OLDER / "manifest.json", c / NEWEST / "manifest.json"),
-        10,
+# What is done to the newest checkpoint, that of step 15; the one before is of step 10.
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "tensor file cut in half": _cut_tensors,
+    "one bit of a tensor file": _flip_bit,
+    "tensor file missing": lambda c: (c / NEWEST / "rank-00001.safetensors").unlink(),
+    "manifest missing": lambda c: (c / NEWEST / "manifest.json").unlink(),
+    "manifest cut": lambda c: os.truncate(c / NEWEST / "manifest.json", 300),
+    "manifest of another step": lambda c: shutil.copy(
+        c / OLDER / "manifest.json", c / NEWEST / "manifest.json"
     ),
-    "tensors of another step": (_mix_steps, 10),
-    "empty folder": (_empty, 10),
-    "both checkpoints": (_damage_both, 0),
+    "tensors of another step": _mix_steps,
+    "empty folder": _empty,
 }
 
 
@@ -92,11 +85,31 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], int]] = {
 def test_damaged_checkpoint_is_skipped_with_a_word(
     fault_runs: FaultRuns, killed_copy: Path, case: str
 ) -> None:
-    damage, step = DAMAGES[case]
-    damage(killed_copy / "run/checkpoints")
+    DAMAGES[case](killed_copy / "run/checkpoints")
     said = fault_runs.assert_goes_on(killed_copy)
     assert "skipping damaged checkpoint" in said and NEWEST in said
-    assert (f"at step {step}\n" in said) == (step > 0)
+    assert "at step 10\n" in said
+
+
+@slow
+def test_storage_that_is_away_at_a_restart_costs_nothing(
+    fault_runs: FaultRuns, killed_copy: Path
+) -> None:
+    """The tensors of both checkpoints: refused, everything left as it is, until they are back."""
+    names = [f"{step}/rank-00000.safetensors" for step in (NEWEST, OLDER)]
+    checkpoints, away = killed_copy / "run/checkpoints", killed_copy / "away"
+    for name in names:
+        (away / name).parent.mkdir(parents=True)
+        (checkpoints / name).rename(away / name)
+    rows = journal_rows(killed_copy / "run")
+    assert fault_runs.run(killed_copy) == [2, 2]
+    said = output(killed_copy)
+    assert "holds checkpoints, but none that can be read" in said and "Traceback" not in said
+    assert all(step in said for step in (NEWEST, OLDER))
+    assert journal_rows(killed_copy / "run") == rows
+    for name in names:
+        (away / name).rename(checkpoints / name)
+    assert "at step 15\n" in fault_runs.assert_goes_on(killed_copy)
 
 
 @slow

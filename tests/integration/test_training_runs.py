@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.integration.rank_processes import ROOT, free_port, run_ranks, start_ranks
-from vitscale.checkpoint.store import Checkpoint, newest_checkpoint
+from vitscale.checkpoint.folders import Checkpoint, newest_checkpoint
 from vitscale.errors import UserError
 from vitscale.resuming import starting_weights
 

@@ -26,6 +26,7 @@ from typing import Any
 from vitscale.atomic_files import commit_folder, make_folders, write_new_file
 from vitscale.checkpoint.folders import (
     MANIFEST,
+    LaterVersion,
     looks_whole,
     manifest_text,
     read_checkpoint,
@@ -152,9 +153,11 @@ def _finish(save: Save, shares: list[Answer]) -> Answer:
 
 def _is_committed(save: Save) -> bool:
     """Whether this very step is there and valid: then it stays, since replacing takes a moment
-    in which neither is."""
+    in which neither is. Raises LaterVersion."""
     try:
         read_checkpoint(save.final)
+    except LaterVersion:
+        raise
     except UserError:
         return False
     return True
@@ -173,15 +176,20 @@ def _set_aside(folder: Path) -> Path | None:
 def _prune(save: Save) -> list[str]:
     """Keep the committed step and the newest whole ones before it; remove the rest before it.
 
-    Steps after it are left: they are the damaged ones that a resumed run fell back from, and
-    training will write them anew. Counting them would drop the step just committed.
+    What a later release wrote is neither counted nor removed. Steps after it are left: they are the
+    damaged ones that a resumed run fell back from, and training will write them anew. Counting them
+    would drop the step just committed.
     """
     kept = 1
     try:
         for folder in step_folders(save.checkpoints):
             if step_of(folder) >= save.step:
                 continue
-            if kept < save.keep and looks_whole(folder):
+            try:
+                whole = looks_whole(folder)
+            except LaterVersion:
+                continue
+            if whole and kept < save.keep:
                 kept += 1
             else:
                 _set_aside(folder)

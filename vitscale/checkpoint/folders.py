@@ -35,6 +35,10 @@ STEP_FOLDER = re.compile(r"step-(\d{8,})")
 REMEDY = "use another checkpoint of the run"
 
 
+class LaterVersion(UserError):
+    """A checkpoint of a later format: whole for all this release knows, and never to be removed."""
+
+
 def step_folder(checkpoints: Path, step: int) -> Path:
     return checkpoints / f"step-{step:08d}"
 
@@ -115,13 +119,24 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A manifest that agrees with its own hash. Raises UserError, OSError, ValueError or such."""
+    """A manifest that agrees with its own hash.
+
+    Raises LaterVersion; for damage UserError, OSError, ValueError or such.
+    """
     manifest = json.loads(path.read_text())
-    version = manifest["format_version"]
+    version, told = manifest["format_version"], manifest.pop("manifest_blake3", None)
+    # A hash that is there and wrong is damage in any version: the version itself may be.
+    if version > 1 and told != _hash_of(manifest) and not (told is None and version not in HASHES):
+        raise UserError("does not match its own hash", where=str(path), next_step=REMEDY)
+    if version > FORMAT_VERSION:
+        raise LaterVersion(
+            f"has format version {version}, of a later vitscale; this one reads versions up to "
+            f"{FORMAT_VERSION}",
+            where=str(path),
+            next_step="use the release that wrote it, or another checkpoint",
+        )
     if version not in HASHES:
         raise UserError(f"format version {version} is unknown", where=str(path))
-    if version > 1 and manifest.pop("manifest_blake3") != _hash_of(manifest):
-        raise UserError("does not match its own hash", where=str(path), next_step=REMEDY)
     return manifest
 
 
@@ -144,10 +159,15 @@ def verify_files(
 
 
 def looks_whole(folder: Path) -> bool:
-    """Whether manifest and sizes agree: the part of verification that reads no tensors."""
+    """Whether manifest and sizes agree: the part of verification that reads no tensors.
+
+    Raises LaterVersion.
+    """
     try:
         files = read_manifest(folder / MANIFEST)["files"]
         return all((folder / name).stat().st_size == files[name]["bytes"] for name in files)
+    except LaterVersion:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
@@ -161,14 +181,34 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint, and a sentence for each newer one that is damaged."""
+    """The newest valid checkpoint, and a sentence for each newer one that is damaged.
+
+    Raises LaterVersion rather than fall back behind a checkpoint that is not damaged.
+    """
     complaints: list[str] = []
     for path in step_folders(folder):
         try:
             return read_checkpoint(path), complaints
+        except LaterVersion:
+            raise
         except UserError as error:
             complaints.append(f"skipping damaged checkpoint: {error}")
     return None, complaints
+
+
+def checkpoint_to_resume(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+    """As `newest_checkpoint`; None only when there is no checkpoint at all.
+
+    Raises UserError when there are some and none can be read: starting over would overwrite them.
+    """
+    checkpoint, complaints = newest_checkpoint(folder)
+    if checkpoint is None and complaints:
+        raise UserError(
+            "\n".join(["holds checkpoints, but none that can be read", *complaints]),
+            where=str(folder),
+            next_step="bring their files back, or move this folder away to start over",
+        )
+    return checkpoint, complaints
 
 
 def resolve_weights(path: str) -> Checkpoint:

@@ -30,9 +30,10 @@ import torch
 import torch.distributed as dist
 
 from vitscale.checkpoint.commit import Commit, Save, commit_save
-from vitscale.checkpoint.folders import Checkpoint, newest_checkpoint
+from vitscale.checkpoint.folders import Checkpoint, checkpoint_to_resume
 from vitscale.checkpoint.tensors import HostCopy
 from vitscale.distributed import Ranks, agree_no_error, broadcast_object
+from vitscale.errors import UserError
 
 # Longest that one rank's disk may lag behind another's.
 EXCHANGE_TIMEOUT = timedelta(hours=1)
@@ -63,8 +64,20 @@ class CheckpointStore:
         self._error: BaseException | None = None
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
-        """Rank 0 verifies, all ranks get the same answer: (checkpoint, complaints)."""
-        return broadcast_object(newest_checkpoint(self.folder) if self.ranks.is_first else None)
+        """Rank 0 verifies, all ranks get the same answer: (checkpoint, complaints).
+
+        Raises UserError, on all ranks, when there are checkpoints and none can be read.
+        """
+        found, error = None, None
+        if self.ranks.is_first:
+            try:
+                found = checkpoint_to_resume(self.folder)
+            except UserError as caught:
+                error = str(caught)
+            except OSError as caught:
+                error = f"{caught.filename or self.folder}: cannot be read ({caught.strerror})"
+        agree_no_error(error)
+        return broadcast_object(found)
 
     def save(
         self,

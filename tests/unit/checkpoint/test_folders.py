@@ -16,6 +16,8 @@ import safetensors
 from tests.light_checkpoints import LENGTH, light_save, tensor_file
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
+    LaterVersion,
+    checkpoint_to_resume,
     manifest_text,
     newest_checkpoint,
     read_checkpoint,
@@ -67,6 +69,59 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "empty folder": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
     "a file": lambda folder: (shutil.rmtree(folder), folder.touch()),
 }
+
+
+def as_later_version(folder: Path, *, signed: bool = True) -> None:
+    """As a later release may write it: sound, with a hash of itself as now or in another way."""
+    path = folder / MANIFEST
+    manifest = json.loads(path.read_text()) | {"format_version": 3}
+    del manifest["manifest_blake3"]
+    if signed:
+        manifest["manifest_blake3"] = folders._hash_of(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGE))
+def test_without_any_readable_checkpoint_nothing_starts(tmp_path: Path, damage: str) -> None:
+    """Starting over would cut the journal and, step by step, overwrite what may come back."""
+    checkpoints = tmp_path / "checkpoints"
+    assert checkpoint_to_resume(checkpoints) == (None, [])
+    (checkpoints / ".step-00000001.killed.tmp").mkdir(parents=True)
+    assert checkpoint_to_resume(checkpoints) == (None, [])
+    for step in (1, 2):
+        save(tmp_path, step)
+    DAMAGE[damage](checkpoints / "step-00000002")
+    assert checkpoint_to_resume(checkpoints)[0] is not None
+    shutil.rmtree(checkpoints / "step-00000001")
+    before = content(checkpoints)
+    with pytest.raises(UserError, match="holds checkpoints, but none that can be read") as caught:
+        checkpoint_to_resume(checkpoints)
+    assert "step-00000002" in caught.value.what and "start over" in str(caught.value.next_step)
+    assert content(checkpoints) == before
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_checkpoint_of_a_later_release_is_neither_skipped_nor_removed(
+    tmp_path: Path, signed: bool
+) -> None:
+    save(tmp_path, 1)
+    later = save(tmp_path, 2)
+    as_later_version(later, signed=signed)
+    before = content(later)
+    for read in (newest_checkpoint, checkpoint_to_resume):
+        with pytest.raises(LaterVersion, match="format version 3, of a later vitscale"):
+            read(tmp_path / "checkpoints")
+    with pytest.raises(UserError, match="of a later vitscale"):
+        save(tmp_path, 2)
+    for step in (3, 4):
+        light_save(tmp_path / "checkpoints", step=step, keep=1)
+    assert content(later) == before
+    names = [path.name[-1] for path in sorted((tmp_path / "checkpoints").iterdir())]
+    assert names == ["2", "4"]
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))

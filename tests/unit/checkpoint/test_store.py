@@ -73,6 +73,22 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(bytes(data))
 
 
+def test_store_refuses_a_folder_without_a_readable_checkpoint(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = CheckpointStore(tmp_path, keep=3, ranks=ranks)
+    assert store.newest() == (None, [])
+    tensors = save(tmp_path, ranks, step=1) / "rank-00000.safetensors"
+    away = tensors.rename(tmp_path / "away")
+    with pytest.raises(UserError, match="none that can be read(.|\n)*No such file"):
+        store.newest()
+    away.rename(tensors)
+    assert store.newest()[0] == read_checkpoint(tensors.parent)
+    monkeypatch.setattr("vitscale.checkpoint.folders.step_folders", refuse)
+    with pytest.raises(UserError, match="disk: cannot be read"):
+        store.newest()
+
+
 def test_unfinished_save_is_invisible_and_collected(tmp_path: Path, ranks: Ranks) -> None:
     save(tmp_path, ranks, step=1)
     unfinished = tmp_path / "checkpoints/.step-00000002.0a1b2c3d-1.tmp"
