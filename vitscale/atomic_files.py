@@ -22,6 +22,8 @@ from typing import Any, BinaryIO
 import blake3
 
 HASH_CHUNK_BYTES = 1 << 20
+# Or one fsync at the end would flush all of a large file, and nobody could tell it from a hang.
+FLUSH_BYTES = 1 << 30
 
 
 def fsync_folder(folder: Path) -> None:
@@ -47,11 +49,12 @@ def make_folders(folder: Path) -> None:
 def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """Write and fsync a file that must not exist yet. Returns its bytes and its BLAKE3 hash.
 
-    Hashed while it is written, without a second copy of the content; other threads run meanwhile.
+    Pieces are taken one after the other, as the disk gets on. Hashed while it is written, without a
+    second copy of the content; other threads run meanwhile.
     For files in a folder that is not committed yet: the file's name needs the fsync of its folder.
     Raises OSError that names the file.
     """
-    digest, num_bytes = blake3.blake3(), 0
+    digest, num_bytes, num_flushed = blake3.blake3(), 0, 0
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
@@ -63,6 +66,9 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[in
                     digest.update(chunk)
                     while chunk:
                         chunk = chunk[os.write(fd, chunk) :]
+                if num_bytes - num_flushed >= FLUSH_BYTES:
+                    os.fdatasync(fd)
+                    num_flushed = num_bytes
             os.fsync(fd)
         finally:
             os.close(fd)

@@ -102,7 +102,7 @@ class Heartbeat:
         """Look whether the store still answers this rank."""
         while not self._end.wait(self.period_s):
             if time.monotonic() - self._last_answer > self.silence_s + self.period_s:
-                self._give_up(
+                self.give_up(
                     f"rank 0, where the ranks meet, has not answered for {self.silence_s:.0f} s: "
                     "it was stopped or killed, or its node is gone"
                 )
@@ -125,12 +125,12 @@ class Heartbeat:
             if beats != seen:
                 seen, last_change = beats, now
             elif now - last_change > self.silence_s:
-                self._give_up(
+                self.give_up(
                     f"rank {watched} has given no sign of life for {self.silence_s:.0f} s: it was "
                     "stopped or killed, or its node is gone"
                 )
             if behind:
-                self._give_up(behind)
+                self.give_up(behind)
 
     def _connect(self) -> dist.TCPStore:
         # A connection of its own: collectives may hold the other one while they wait.
@@ -165,8 +165,8 @@ class Heartbeat:
             return None
         return f"the others have waited {self.silence_s:.0f} s for {', '.join(late)}"
 
-    def _give_up(self, what: str) -> None:
-        """End the process: its loop hangs in a collective and can raise nothing."""
+    def give_up(self, what: str) -> None:
+        """End the process: its loop hangs in a collective or a disk and can raise nothing."""
         if self._end.is_set():
             return
         self.say(

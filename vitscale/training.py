@@ -88,7 +88,9 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
         description = describe(run, arch, data)
         folder = Path(run.folder)
         stack.enter_context(run_folder_lock(folder, ranks=ranks))
-        store = stack.enter_context(CheckpointStore(folder, keep=run.checkpoint.keep, ranks=ranks))
+        store = stack.enter_context(
+            CheckpointStore(folder, keep=run.checkpoint.keep, ranks=ranks, heartbeat=heartbeat)
+        )
         checkpoint, complaints = store.newest()
         check_resumable(run, checkpoint, description, plan)
         engine = _build_engine(run, plan, ranks, arch, initial_model(arch))

@@ -9,10 +9,13 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
-from vitscale.distributed import StopRequest, process_group, sum_over_ranks
+from vitscale.checkpoint import commit
+from vitscale.checkpoint.store import CheckpointStore
+from vitscale.distributed import Ranks, StopRequest, process_group, sum_over_ranks
 from vitscale.errors import run_rank_script
 from vitscale.heartbeat import Heartbeat
 
@@ -29,6 +32,14 @@ def fate(case: str, rank: int) -> None:
         time.sleep(600)
     if case == "signal to rank 1" and rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
+
+
+def save_on_a_disk_that_hangs(ranks: Ranks, heartbeat: Heartbeat) -> None:
+    """All main threads wait for their last save, at the same mark."""
+    if ranks.rank == 1:
+        commit.write_new_file = lambda *_: time.sleep(600)  # type: ignore[assignment]  # the fault
+    with CheckpointStore(Path("run"), keep=1, ranks=ranks, heartbeat=heartbeat) as store:
+        store.save({"a": torch.ones(3)}, step=5, progress={}, description={})
 
 
 def main() -> None:
@@ -49,6 +60,8 @@ def main() -> None:
             heartbeat.mark("waiting for data")
             if step == 5:
                 fate(case, ranks.rank)
+                if case == "disk of rank 1 hangs":
+                    save_on_a_disk_that_hangs(ranks, heartbeat)
             heartbeat.mark("training")
             sum_over_ranks(torch.ones(3))
             if stop.agreed():

@@ -239,6 +239,22 @@ def test_silent_rank_is_named_in_time(fault_runs: FaultRuns, tmp_path: Path, cas
 
 
 @slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_disk_of_a_rank_that_hangs_ends_the_training(
+    fault_runs: FaultRuns, tmp_path: Path, rank: int
+) -> None:
+    """In the save of step 10. All loops wait at the same place, so only that rank can tell."""
+    planted = {rank: [fault("write", {0: 3, 1: 2}[rank], "hang")]}
+    ranks = fault_runs.start(tmp_path, "engine.timeout_min=0.15", faults=planted)
+    assert wait_all(ranks) == [1, 1]
+    said = ranks[rank].output()
+    assert f"error: rank {rank}: save step 10: no progress in " in said
+    assert f"rank {rank}: save step 10" not in ranks[1 - rank].output()
+    assert newest_step(tmp_path) == 5
+    fault_runs.assert_goes_on(tmp_path)
+
+
+@slow
 def test_slow_rank_changes_nothing(fault_runs: FaultRuns, tmp_path: Path) -> None:
     planted = {
         0: [fault("write", 3, "lag"), fault("log", 4, "lag")],

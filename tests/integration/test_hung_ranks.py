@@ -21,6 +21,7 @@ CASES = {
     "rank 0 stopped": (1, 1, "rank 0, where the ranks meet, has not answered for"),
     "rank 1 slow": (0, 1, "s for rank 1 (waiting for data)"),
     "rank 1 killed": (0, 1, "without a sign of life: rank 1"),
+    "disk of rank 1 hangs": (0, 1, "without a sign of life: rank 1"),
     "rank 1 missing": (0, 2, "not all of 2 ranks came within 0.1 min; missing: 1"),
     "rank 0 missing": (1, 2, "rank 0 does not answer at 127.0.0.1:"),
     "nothing": (1, 0, ""),

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from vitscale.errors import UserError
 # Own value in, all ranks' values out, in rank order. Raises when a rank is gone.
 Exchange = Callable[[Any], list[Any]]
 Answer = dict[str, Any]
+CHUNK_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,8 @@ class Save:
     keep: int
     progress: Mapping[str, Any]
     description: Mapping[str, Any]
+    moved: Callable[[], None] = lambda: None
+    """Called whenever the disk has taken or given another part."""
 
     @property
     def temporary(self) -> Path:
@@ -124,9 +127,20 @@ def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Answer:
         warnings = _remove(_leftovers(save))
     make_folders(save.checkpoints)
     save.temporary.mkdir(exist_ok=True)
-    num_bytes, content = write_new_file(save.temporary / save.file_name, pieces)
+    chunks = _chunks(pieces, taken=save.moved)
+    num_bytes, content = write_new_file(save.temporary / save.file_name, chunks)
     entry = {"bytes": num_bytes, "blake3": content}
     return {"file": save.file_name, "entry": entry, "warnings": warnings}
+
+
+def _chunks(
+    pieces: Iterable[bytes | memoryview], *, taken: Callable[[], None]
+) -> Iterator[memoryview]:
+    for piece in pieces:
+        whole = memoryview(piece)
+        for start in range(0, len(whole), CHUNK_BYTES):
+            yield whole[start : start + CHUNK_BYTES]
+            taken()
 
 
 def _finish(save: Save, shares: list[Answer]) -> Answer:
@@ -142,7 +156,9 @@ def _finish(save: Save, shares: list[Answer]) -> Answer:
         step=save.step, files=files, progress=save.progress, description=save.description
     )
     write_new_file(save.temporary / MANIFEST, [text.encode()])
-    verify_files(save.temporary, files, from_disk=True)
+    for name, entry in files.items():
+        verify_files(save.temporary, {name: entry}, from_disk=True)
+        save.moved()
     if _is_committed(save):
         _remove([save.temporary])
     else:

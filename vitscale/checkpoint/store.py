@@ -34,11 +34,14 @@ from vitscale.checkpoint.folders import Checkpoint, checkpoint_to_resume
 from vitscale.checkpoint.tensors import HostCopy
 from vitscale.distributed import Ranks, agree_no_error, broadcast_object
 from vitscale.errors import UserError
+from vitscale.heartbeat import Heartbeat
 
 # Longest that one rank's disk may lag behind another's.
 EXCHANGE_TIMEOUT = timedelta(hours=1)
 # When another error ends the run, its last save gets this long to be committed.
 PATIENCE_S = 120.0
+# How often within the patience with a disk it is looked at, and said that nothing moves.
+CHECKS = 4
 
 
 class CheckpointStore:
@@ -46,11 +49,15 @@ class CheckpointStore:
 
     Collective, but for `wait_copied`, `finished`, `told` and `__exit__`.
 
-    As a context manager it does not end before the last save has.
+    As a context manager it does not end before the last save has. With a heartbeat, a rank whose
+    disk does not get on for as long as ranks may be silent says so and ends its process.
     """
 
-    def __init__(self, run_folder: Path, *, keep: int, ranks: Ranks) -> None:
+    def __init__(
+        self, run_folder: Path, *, keep: int, ranks: Ranks, heartbeat: Heartbeat | None = None
+    ) -> None:
         self.folder, self.keep, self.ranks = run_folder / "checkpoints", keep, ranks
+        self._heartbeat, self._num_moves, self._exchanging = heartbeat, 0, False
         self._host_copy = HostCopy(ranks.device)
         self._copied = threading.Event()
         self._copied.set()
@@ -103,6 +110,7 @@ class CheckpointStore:
             keep=self.keep,
             progress=json.loads(json.dumps(progress)),  # the run goes on and may change it
             description=description,
+            moved=self._move,
         )
         # A daemon: a process that must end does not wait for a disk that hangs.
         self._thread = threading.Thread(
@@ -126,11 +134,18 @@ class CheckpointStore:
         finally:
             self._copied.set()
 
+    def _move(self) -> None:
+        self._num_moves += 1
+
     def _exchange(self, value: Any) -> list[Any]:
         if self._group is None:
             return [value]
         values: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(values, value, group=self._group)
+        self._exchanging = True
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        finally:
+            self._exchanging = False
         return values
 
     def wait(self) -> Commit | None:
@@ -139,12 +154,34 @@ class CheckpointStore:
         Raises UserError, the same on all ranks, when it could not be.
         """
         if self._thread is not None:
-            self._thread.join()
+            self._join(self._thread)
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
         return self.told()
+
+    def _join(self, thread: threading.Thread) -> None:
+        """Wait for the thread, however slow; end the process if its disk hangs.
+
+        A rank whose share is written waits for the others: those speak for themselves.
+        """
+        if self._heartbeat is None:
+            thread.join()
+            return
+        period_s = self._heartbeat.silence_s / CHECKS
+        num_still, seen = 0, self._num_moves
+        while True:
+            thread.join(period_s)
+            if not thread.is_alive():
+                return
+            still = self._num_moves == seen and not self._exchanging
+            num_still, seen = num_still + 1 if still else 0, self._num_moves
+            what = f"{thread.name}: no progress in {self.folder} for {num_still * period_s:.3g} s"
+            if num_still >= CHECKS:
+                self._heartbeat.give_up(f"{what}: its storage hangs")
+            elif num_still:
+                self._heartbeat.say(f"rank {self.ranks.rank}: {what}")
 
     def finished(self) -> bool:
         """Whether this rank has nothing left to write. Never waits; not collective."""

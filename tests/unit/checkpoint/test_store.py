@@ -7,12 +7,13 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+from vitscale import atomic_files
 from vitscale.checkpoint import commit
 from vitscale.checkpoint.folders import (
     newest_checkpoint,
@@ -23,6 +24,7 @@ from vitscale.checkpoint.folders import (
 from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
 from vitscale.distributed import Ranks, process_group
 from vitscale.errors import UserError
+from vitscale.heartbeat import SHARE_OF_TIMEOUT, Heartbeat
 
 
 @pytest.fixture(scope="module")
@@ -152,6 +154,76 @@ def test_update_waits_for_the_copy_only(
     released.set()
     waiting.join(60)
     assert not waiting.is_alive() and store.wait() is not None
+
+
+class GivenUp(Exception):
+    """In place of the end of the process."""
+
+
+@pytest.fixture
+def watched(
+    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> tuple[CheckpointStore, list[str]]:
+    """A store whose patience is 0.6 s, and what is said."""
+    said: list[str] = []
+    heartbeat = Heartbeat(ranks, timeout_min=0.6 / 60 / SHARE_OF_TIMEOUT, say=said.append)
+
+    def give_up(what: str) -> None:
+        raise GivenUp(what)
+
+    monkeypatch.setattr(heartbeat, "give_up", give_up)
+    return CheckpointStore(tmp_path, keep=2, ranks=ranks, heartbeat=heartbeat), said
+
+
+@pytest.mark.parametrize("hanging", ["write_new_file", "verify_files"])
+def test_disk_that_hangs_is_told_and_ends_the_rank(
+    watched: tuple[CheckpointStore, list[str]], monkeypatch: pytest.MonkeyPatch, hanging: str
+) -> None:
+    store, said = watched
+    released = threading.Event()
+    monkeypatch.setattr(commit, hanging, lambda *a, **k: released.wait(60))
+    store.save({"a": torch.zeros(3)}, step=7, progress={}, description={})
+    with pytest.raises(GivenUp, match="save step 7: no progress in .* for 0.6 s: its storage"):
+        store.wait()
+    assert len(said) == 3 and said[0].startswith("rank 0: save step 7: no progress in ")
+    released.set()
+
+
+@pytest.mark.parametrize("slow", ["chunks", "others"])
+def test_slow_disk_and_slow_ranks_are_waited_for(
+    watched: tuple[CheckpointStore, list[str]], monkeypatch: pytest.MonkeyPatch, slow: str
+) -> None:
+    """Eleven chunks of 0.08 s each, or other ranks that come 0.8 s later."""
+    store, said = watched
+    write = commit.write_new_file
+
+    def slowly(path: Path, pieces: Iterable[memoryview]) -> tuple[int, str]:
+        return write(path, (time.sleep(0.08) or piece for piece in pieces))
+
+    def late(values: list[object], value: object, **_: object) -> None:
+        time.sleep(0.8)
+        values[:] = [value]
+
+    if slow == "chunks":
+        monkeypatch.setattr(commit, "CHUNK_BYTES", 1 << 8)
+        monkeypatch.setattr(commit, "write_new_file", slowly)
+    else:
+        monkeypatch.setattr(store, "_group", object())
+        monkeypatch.setattr("torch.distributed.all_gather_object", late)
+    tensor = torch.arange(640.0)
+    store.save({"a": tensor}, step=7, progress={}, description={})
+    committed = store.wait()
+    assert committed is not None and (said == [] or slow == "chunks")
+    assert torch.equal(read_checkpoint(committed.folder).tensors()["a"], tensor)
+
+
+def test_large_file_is_flushed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a slow disk shows how far it is, long before the one fsync at the end."""
+    sizes: list[int] = []
+    monkeypatch.setattr(atomic_files, "FLUSH_BYTES", 100)
+    monkeypatch.setattr(os, "fdatasync", lambda fd: sizes.append(os.fstat(fd).st_size))
+    atomic_files.write_new_file(tmp_path / "file", [bytes(60)] * 5)
+    assert sizes == [120, 240]
 
 
 def test_failed_copy_releases_the_update_and_is_raised(
