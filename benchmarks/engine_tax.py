@@ -146,14 +146,11 @@ def measure_on_rank(options: argparse.Namespace) -> None:
 
     from vitscale.engine.settings import EngineSettings
     from vitscale.models.settings import ModelSettings
-    from vitscale.models.vit import build_vit
     from vitscale.training import open_training
 
     size = chosen_size(options)
     run = endless_run(size, options)
-    with open_training(
-        run, initial_model=lambda arch: build_vit(run.model, arch, seed=run.seed)
-    ) as t:
+    with open_training(run) as t:
         import torch
 
         ranks = t.ranks

@@ -27,16 +27,16 @@ if TYPE_CHECKING:
     from vitscale.models.settings import Architecture
 
 
-def initial_model(run: FinetuneRun, arch: Architecture) -> nn.Module:
-    """The pre-trained trunk under a fresh zero head; random weights when `init` is null."""
+def load_trunk(model: nn.Module, arch: Architecture, run: FinetuneRun) -> list[str]:
+    """The weights of `init` under the model's fresh zero head; returns what they are."""
     from vitscale.checkpoint.folders import resolve_weights
     from vitscale.models.foreign_weights import is_weight_file, read_foreign_weights
     from vitscale.models.transfer import transfer_weights
-    from vitscale.models.vit import build_vit
     from vitscale.resuming import starting_weights
 
-    model = build_vit(run.model, arch, seed=run.seed)
-    if run.init is not None and is_weight_file(run.init):
+    if run.init is None:
+        return []
+    if is_weight_file(run.init):
         foreign = read_foreign_weights(Path(run.init), grid=run.init_grid)
         transfer_weights(
             model,
@@ -47,19 +47,19 @@ def initial_model(run: FinetuneRun, arch: Architecture) -> nn.Module:
             convention=run.position_embedding,
             where=run.init,
         )
-    elif run.init is not None:
-        source = resolve_weights(run.init)
-        rows, columns = source.description["grid"]
-        transfer_weights(
-            model,
-            weights=starting_weights(source, run.init_weights),
-            source_grid=(rows, columns),
-            target_grid=arch.grid,
-            num_prefix_tokens=source.description["num_prefix_tokens"],
-            convention=run.position_embedding,
-            where=str(source.folder),
-        )
-    return model
+        return [f"starting from {run.init}"]
+    source, complaints = resolve_weights(run.init)
+    rows, columns = source.description["grid"]
+    transfer_weights(
+        model,
+        weights=starting_weights(source, run.init_weights),
+        source_grid=(rows, columns),
+        target_grid=arch.grid,
+        num_prefix_tokens=source.description["num_prefix_tokens"],
+        convention=run.position_embedding,
+        where=str(source.folder),
+    )
+    return [*complaints, f"starting from {source.folder}, step {source.step}"]
 
 
 def train(run: FinetuneRun) -> None:
@@ -69,7 +69,7 @@ def train(run: FinetuneRun) -> None:
     from vitscale.training import open_training, seed_step
 
     loss_of = LOSSES[run.objective.loss]
-    with open_training(run, initial_model=lambda arch: initial_model(run, arch)) as t:
+    with open_training(run, initial_weights=lambda model, arch: load_trunk(model, arch, run)) as t:
         for step in range(t.start_step, t.plan.total_steps):
             lr = learning_rate(
                 step,

@@ -23,12 +23,9 @@ except ModuleNotFoundError as error:
 def train(run: PretrainRun) -> None:
     # Imported late: torch and deepspeed take seconds, and a wrong configuration fails before them.
     from pretrain.objectives.supervised import supervised_loss
-    from vitscale.models.vit import build_vit
     from vitscale.training import open_training, seed_step
 
-    with open_training(
-        run, initial_model=lambda arch: build_vit(run.model, arch, seed=run.seed)
-    ) as t:
+    with open_training(run) as t:
         for step in range(t.start_step, t.plan.total_steps):
             lr = learning_rate(
                 step,

@@ -39,7 +39,7 @@ from vitscale.heartbeat import Heartbeat
 from vitscale.models.costs import num_parameters
 from vitscale.models.layers import layers_above
 from vitscale.models.settings import Architecture, architecture
-from vitscale.models.vit import checkpoint_activations, compile_blocks, decayed
+from vitscale.models.vit import build_vit, checkpoint_activations, compile_blocks, decayed
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.resuming import (
     RECORD,
@@ -55,7 +55,8 @@ from vitscale.tracking.console import ProgressLine
 from vitscale.tracking.tracker import Tracker
 from vitscale.training_loop import Training
 
-InitialModel = Callable[[Architecture], nn.Module]
+# Loads weights into a fresh model, the same on every rank; returns what to say about them.
+InitialWeights = Callable[[nn.Module, Architecture], list[str]]
 
 
 def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
@@ -64,11 +65,13 @@ def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
 
 
 @contextmanager
-def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[Training]:
+def open_training(
+    run: TrainingRun, *, initial_weights: InitialWeights | None = None
+) -> Iterator[Training]:
     """Open a run: join the ranks, read the index, build the engine, resume, start tracking.
 
-    initial_model: builds the model a run starts from; the same weights on every rank. Not called
-    for its weights when a checkpoint is resumed, but the architecture must be the run's.
+    initial_weights: what a run starts from; None: random weights. Not asked when a checkpoint is
+    resumed, which has all weights: a run goes on without what it started from.
     Raises UserError for anything that cannot train, before the first step.
     """
     with ExitStack() as stack:
@@ -91,9 +94,12 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
         store = stack.enter_context(
             CheckpointStore(folder, keep=run.checkpoint.keep, ranks=ranks, heartbeat=heartbeat)
         )
-        checkpoint, complaints = store.newest()
+        checkpoint, told = store.newest()
         check_resumable(run, checkpoint, description, plan)
-        engine = _build_engine(run, plan, ranks, arch, initial_model(arch))
+        model = build_vit(run.model, arch, seed=run.seed)
+        if checkpoint is None and initial_weights is not None:
+            told += initial_weights(model, arch)
+        engine = _build_engine(run, plan, ranks, arch, model)
         facts = record(run, ranks, dtype=engine.dtype)
         meter, spikes = IntervalMeter(ranks.device), SpikeWatch()
         if checkpoint is not None:
@@ -111,8 +117,8 @@ def open_training(run: TrainingRun, *, initial_model: InitialModel) -> Iterator[
             )
         )
         if checkpoint is not None:
-            complaints += changes(checkpoint.description, facts)
-        for line in [*complaints, *_opening_lines(run, plan, arch, engine, start_step)]:
+            told += changes(checkpoint.description, facts)
+        for line in [*told, *_opening_lines(run, plan, arch, engine, start_step)]:
             progress.message(line)
         tracker = stack.enter_context(_open_tracker(run, ranks, progress, start_step))
         stop = stack.enter_context(StopRequest())

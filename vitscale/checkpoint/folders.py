@@ -211,17 +211,17 @@ def checkpoint_to_resume(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return checkpoint, complaints
 
 
-def resolve_weights(path: str) -> Checkpoint:
+def resolve_weights(path: str) -> tuple[Checkpoint, list[str]]:
     """The checkpoint that `init=` means: one folder, or the newest valid one of a run folder.
 
-    Raises UserError when there is none.
+    Returns it and a sentence for each newer one that is damaged. Raises UserError if there is none.
     """
     folder = Path(path)
     if (folder / MANIFEST).is_file() and STEP_FOLDER.fullmatch(folder.name):
-        return read_checkpoint(folder)
+        return read_checkpoint(folder), []
     checkpoint, complaints = newest_checkpoint(folder / "checkpoints")
     if checkpoint is not None:
-        return checkpoint
+        return checkpoint, complaints
     what = "holds no valid checkpoint" if folder.is_dir() else "no such run or checkpoint folder"
     raise UserError(
         "\n".join([what, *complaints]),

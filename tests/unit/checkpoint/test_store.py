@@ -384,7 +384,12 @@ def test_second_holder_of_a_run_folder_is_refused(tmp_path: Path, ranks: Ranks) 
 
 def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path: Path, ranks: Ranks) -> None:
     folder = save(tmp_path, ranks, step=4)
-    assert resolve_weights(str(tmp_path)).step == resolve_weights(str(folder)).step == 4
+    assert resolve_weights(str(tmp_path)) == resolve_weights(str(folder))
+    checkpoint, complaints = resolve_weights(str(tmp_path))
+    assert checkpoint.step == 4 and complaints == []
+    flip(save(tmp_path, ranks, step=5) / "rank-00000.safetensors", -1)
+    checkpoint, complaints = resolve_weights(str(tmp_path))
+    assert checkpoint.step == 4 and "step-00000005" in complaints[0]
     with pytest.raises(UserError, match="no such run"):
         resolve_weights(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="holds no valid checkpoint"):
