@@ -14,6 +14,8 @@ from typing import Any
 import torch
 
 from vitscale.checkpoint.folders import Checkpoint
+from vitscale.data.decoding import resolve_decoder
+from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed import Ranks, agree_no_error
 from vitscale.engine.engine import Engine
@@ -26,8 +28,13 @@ from vitscale.tracking.run_facts import flatten_params, git_commit
 
 RECORD = "record"
 # What checkpoints mean that were written before these were described.
-EARLIER = {"ema": None, "layer_decay": 1.0, "weight_decay_mode": "coupled"}
-RECORDED_PACKAGES = ("torch", "deepspeed", "timm", "numpy", "vitscale")
+EARLIER = {
+    "ema": None,
+    "layer_decay": 1.0,
+    "weight_decay_mode": "coupled",
+    "order_version": 1,
+}
+RECORDED_PACKAGES = ("torch", "deepspeed", "timm", "numpy", "pillow", "simplejpeg", "vitscale")
 CHANGES_SHOWN = 20
 
 
@@ -44,6 +51,7 @@ def describe(run: TrainingRun, arch: Architecture, data: TrainingSet) -> dict[st
         "weight_decay_mode": optim.weight_decay_mode,
         "ema": None if optim.ema is None else optim.ema.model_dump(mode="json"),
         "data_fingerprint": data.fingerprint,
+        "order_version": ORDER_VERSION,
         "label_map_sha256": data.label_map_sha256,
         "global_batch": run.data.global_batch,
         "seed": run.seed,
@@ -58,6 +66,7 @@ def record(run: TrainingRun, ranks: Ranks, *, dtype: torch.dtype) -> dict[str, s
     if ranks.device.type == "cuda":
         facts["device"] = torch.cuda.get_device_name(ranks.device)
     facts["precision"] = str(dtype).removeprefix("torch.")
+    facts["decoder"] = resolve_decoder(run.data.decoder)
     facts["threads per rank"] = str(torch.get_num_threads())
     facts["python"] = platform.python_version()
     facts |= {name: _version(name) for name in RECORDED_PACKAGES}
@@ -109,6 +118,10 @@ def check_resumable(
         table = "\n".join(changed)
         what = f"this checkpoint belongs to another run; resuming would not continue it\n{table}"
         raise UserError(what, where=where, next_step=f"undo the change, or {another}")
+    seen, due = checkpoint.progress["samples_seen"], checkpoint.step * plan.global_batch
+    if seen != due:
+        what = f"{seen} samples seen by step {checkpoint.step}, which are {due} of this run"
+        raise UserError(what, where=where, next_step=f"use the checkpoint before it, or {another}")
     if checkpoint.step > plan.total_steps:
         what = f"step {checkpoint.step} lies behind the {plan.total_steps} steps of this run"
         raise UserError(what, where=where, next_step=f"raise schedule.steps, or {another}")

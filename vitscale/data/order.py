@@ -18,6 +18,9 @@ from typing import TypeVar
 
 import numpy as np
 
+# A checkpoint of another version is refused: it would go on in another order. To be raised with
+# any change of what stands at a position.
+ORDER_VERSION = 1
 BLOCK_SHARDS = 16
 MIXTURE_BLOCK = 1 << 14
 VIEW_BLOCK = 64

@@ -1,7 +1,7 @@
 """The training engine. The only owner of deepspeed.
 
 Owns: forward/backward/step, learning rates, the average of the weights, and the state of model and
-optimiser as fp32 tensors by name, whatever the ZeRO stage and number of ranks.
+optimiser as tensors by name, whatever the ZeRO stage and number of ranks.
 Leaves out: the generated configuration (`configuration`), which gradients reach the optimiser
 (`guard`), files (`checkpoint`), schedules, losses.
 
@@ -268,13 +268,14 @@ class Engine:
             return f"rank {', '.join(wrong)} uses weights that differ from their fp32 originals"
         return disagreement(names, [row[:-1] for row in rows])
 
-    # --- state as whole fp32 tensors -------------------------------------------------------------
+    # --- state as tensors by name ----------------------------------------------------------------
 
     def export_state(self) -> dict[str, torch.Tensor]:
-        """This rank's part of the state, not copied: `model.NAME`, `exp_avg.NAME`, ..., in fp32.
+        """This rank's part of the state, not copied: `model.NAME`, `exp_avg.NAME`, ...
 
-        `ema.NAME` is the average of the weights. Under ZeRO a part is the slice that this rank
-        owns, named by `slice_name`; without, rank r gives every tensor i with i mod ranks = r.
+        In fp32, but for a first moment that is kept in bf16. `ema.NAME` is the average of the
+        weights. Under ZeRO a part is the slice that this rank owns, named by `slice_name`;
+        without, rank r gives every tensor i with i mod ranks = r.
         Nothing travels between ranks. Valid until the next step.
         """
         self._link_optimizer_state()

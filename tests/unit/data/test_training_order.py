@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 
 import numpy as np
@@ -10,7 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitscale.data import order as order_module
-from vitscale.data.order import MIXTURE_BLOCK, VIEW_BLOCK, Draw, SampleOrder, TrainingOrder
+from vitscale.data.order import (
+    MIXTURE_BLOCK,
+    ORDER_VERSION,
+    VIEW_BLOCK,
+    Draw,
+    SampleOrder,
+    TrainingOrder,
+)
 
 
 def part(num: int, name: str = "f") -> SampleOrder:
@@ -29,6 +37,19 @@ def test_one_set_in_one_view_is_its_own_order() -> None:
     for position in range(120):
         epoch, sample = single.at(position)
         assert order.at(position) == Draw(0, epoch, sample, 0)
+
+
+def test_order_of_this_version_is_pinned() -> None:
+    """Whoever changes it on purpose raises ORDER_VERSION, so that no run goes on in another."""
+    parts = tuple(
+        SampleOrder(shard_lengths=tuple(range(3, 3 + num)), fingerprint=f"part {num}", seed=5)
+        for num in (40, 20)
+    )
+    order = TrainingOrder(parts=parts, shares=(700_000, 300_000), views=2)
+    draws = [order.at(position) for position in range(0, 4 * MIXTURE_BLOCK, 29)]
+    text = repr([(draw.part, draw.epoch, draw.sample, draw.view) for draw in draws])
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    assert (ORDER_VERSION, digest[:16]) == (1, "b3d807c974a49307")
 
 
 def test_each_set_is_passed_through_in_its_own_order_at_its_share() -> None:
