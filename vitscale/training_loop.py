@@ -185,7 +185,7 @@ class Training:
                 f"    samples of that step: {names}",
                 where="engine.max_skipped_steps",
                 next_step="lower optim.lr, lengthen schedule.warmup_steps or set "
-                "optim.clip_norm=1; the checkpoint before these steps is kept",
+                "optim.clip_norm=1; no checkpoint holds weights that are not finite",
             )
 
     def _check_unreadable(self, step: int) -> None:

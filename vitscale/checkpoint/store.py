@@ -128,11 +128,23 @@ class CheckpointStore:
         try:
             pieces = self._host_copy.take(tensors, after=ready)
             self._copied.set()
-            self._commit = commit_save(save, pieces, exchange=self._exchange)
+            self._commit = commit_save(save, self._finite(save, pieces), exchange=self._exchange)
         except BaseException as error:  # raised again on the main thread, by wait
             self._error = error
         finally:
             self._copied.set()
+
+    def _finite(self, save: Save, pieces: list[bytes | memoryview]) -> Iterator[bytes | memoryview]:
+        """The pieces; UserError before the first if this rank holds what no run recovers from."""
+        if bad := self._host_copy.not_finite():
+            more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+            raise UserError(
+                f"not saved: {bad[0]}{more} not finite by step {save.step}",
+                where=str(self.folder),
+                next_step="lower optim.lr, lengthen schedule.warmup_steps or set optim.clip_norm=1 "
+                "and go on from the newest checkpoint, which is finite",
+            )
+        yield from pieces
 
     def _move(self) -> None:
         self._num_moves += 1

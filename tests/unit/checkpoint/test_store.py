@@ -294,6 +294,26 @@ def test_failed_last_save_is_not_hidden_by_the_stop(
     assert any("not committed" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_state_that_is_not_finite_is_not_committed(
+    tmp_path: Path, ranks: Ranks, dtype: torch.dtype, value: float
+) -> None:
+    """One value of many; no run recovers from it, and retention would drop the last good step."""
+    before = save(tmp_path, ranks, step=1)
+    store = CheckpointStore(tmp_path, keep=1, ranks=ranks)
+    momentum = torch.arange(1000.0).to(dtype)
+    momentum[531] = value
+    tensors = {"exp_avg.a": momentum, "model.a": torch.ones(9), "n": torch.arange(3)}
+    store.save(tensors | {"empty": torch.empty(0)}, step=2, progress={}, description={})
+    with pytest.raises(UserError, match="not saved: exp_avg.a not finite by step 2"):
+        store.wait()
+    assert [path.name for path in store.folder.iterdir()] == [before.name]
+    momentum[531] = torch.finfo(dtype).max
+    store.save(tensors, step=2, progress={}, description={})
+    assert store.wait() is not None
+
+
 def test_defect_of_our_own_is_no_disk_error(
     tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
