@@ -223,18 +223,27 @@ def _build_engine(
         dtype=dtype,
         raw=run.deepspeed,
     )
-    return Engine(
-        model,
-        optimizer=build_optimizer(groups, settings=run.optim, device=ranks.device),
-        optimizer_name=run.optim.name,
-        config=config,
-        ranks=ranks,
-        dtype=dtype,
-        mean=run.data.mean,
-        std=run.data.std,
-        ema=run.optim.ema,
-        compile_input=compiled,
-    )
+    try:
+        return Engine(
+            model,
+            optimizer=build_optimizer(groups, settings=run.optim, device=ranks.device),
+            optimizer_name=run.optim.name,
+            config=config,
+            ranks=ranks,
+            dtype=dtype,
+            mean=run.data.mean,
+            std=run.data.std,
+            ema=run.optim.ema,
+            compile_input=compiled,
+        )
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+        if not run.deepspeed:
+            raise
+        raise UserError(
+            f"DeepSpeed does not start with them: {error}",
+            where="deepspeed",
+            next_step="mend or remove the raw keys",
+        ) from error
 
 
 def _opening_lines(

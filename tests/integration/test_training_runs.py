@@ -263,6 +263,7 @@ BAD_INPUT = {
     "shards missing": (["data.path=nowhere", "output=runs/x"], "no such folder"),
     "class count": (["model.num_classes=7", "output=runs/y"], "label map"),
     "unknown key": (["optim.lerning_rate=1"], "did you mean"),
+    "raw key": (["deepspeed.zero_optimization.reduce_scatter=7"], "does not start with them"),
     "resume never": (["checkpoint.resume=never"], "holds a checkpoint"),
 }
 

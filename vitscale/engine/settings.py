@@ -53,7 +53,8 @@ class EngineSettings(Section):
     start, then from the cache in TORCHINDUCTOR_CACHE_DIR (~/.cache/vitscale/compiled). Not with
     ZeRO 3, whose hooks break the blocks apart. auto: on GPU. On CPU it needs a C++ compiler."""
     timeout_min: float = Field(default=10.0, gt=0)
-    """A collective that takes longer ends the run, and so does a rank without a sign of life."""
+    """A collective that takes longer ends the run, and so does a rank without a sign of life or
+    whose storage does not get on with a save."""
     meeting_timeout_min: float = Field(default=5.0, gt=0)
     """Longest that ranks wait for the others to start."""
     max_skipped_steps: int = Field(default=10, gt=0)
