@@ -19,6 +19,7 @@ import numpy as np
 
 from data_prep.index_folder import folder_of_tars
 from data_prep.inputs import printable, read_exactly
+from data_prep.named_files import EVALUATION_FOLDERS, image_files
 from data_prep.outages import refuse_outage
 from data_prep.similarity import (
     DESCRIPTOR,
@@ -34,7 +35,6 @@ from data_prep.similarity import (
     near,
     same_picture,
 )
-from data_prep.sources.places import is_image_name
 from vitscale.atomic_files import atomic_file
 from vitscale.data.index import INDEX_NAME, MANIFEST_NAME, read_manifest
 from vitscale.errors import UserError
@@ -62,7 +62,7 @@ def build_evaluation_index(paths: Sequence[str], *, output: Path) -> None:
 
     Raises UserError for a path without images, and when most images of one cannot be decoded.
     """
-    sets = [_images_of(Path(path)) for path in paths]
+    sets = [_images_of(Path(path).expanduser()) for path in paths]
     images = [image for each in sets for image in each]
     pictures = np.zeros((len(images), SIDE_PX, SIDE_PX), dtype=np.uint8)
     readable = np.zeros(len(images), dtype=bool)
@@ -98,36 +98,13 @@ def build_evaluation_index(paths: Sequence[str], *, output: Path) -> None:
 
 
 def _images_of(path: Path) -> list[_Image]:
-    if not path.is_dir():
-        raise UserError(
-            "no such folder",
-            where=f"selection.evaluation_sets: {path}",
-            allowed="folders of images, or of shards with index.parquet",
-        )
-    images = list(_shard_images(path) if (path / INDEX_NAME).is_file() else _folder_images(path))
-    if not images:
-        raise UserError(
-            "holds no images",
-            where=f"selection.evaluation_sets: {path}",
-            allowed="folders with image files, or shards with index.parquet",
-        )
-    return images
-
-
-def _folder_images(path: Path) -> Iterator[_Image]:
-    """Image files below a folder, sorted within each; links are followed, each folder once."""
-    seen = set()
-    for folder, sub_folders, files in os.walk(path, followlinks=True):
-        real = os.path.realpath(folder)
-        if real in seen:
-            sub_folders.clear()
-            continue
-        seen.add(real)
-        sub_folders[:] = sorted(name for name in sub_folders if not name.startswith("."))
-        for name in sorted(files):
-            if not name.startswith(".") and is_image_name(name):
-                file = Path(folder, name)
-                yield _Image(printable(str(file)), file)
+    if os.path.isfile(path / INDEX_NAME):
+        images = list(_shard_images(path))
+        if not images:
+            where = f"selection.evaluation_sets: {path}"
+            raise UserError("holds no images", where=where, allowed=EVALUATION_FOLDERS)
+        return images
+    return [_Image(printable(str(file)), file) for file in image_files(path)]
 
 
 def _shard_images(path: Path) -> Iterator[_Image]:
@@ -152,6 +129,8 @@ def _shard_images(path: Path) -> Iterator[_Image]:
                         row["length"],
                     )
     except (OSError, KeyError, pa.ArrowException) as error:
+        if isinstance(error, OSError):
+            refuse_outage(error, where)
         raise UserError(f"cannot be read ({error})", where=where) from None
 
 

@@ -37,8 +37,8 @@ from data_prep.planning import SplitPlan, read_plan
 from data_prep.preparation import (
     SETTINGS_NAME,
     Preparation,
-    changed_settings,
     content_config,
+    refuse_changed_files,
     tool_version,
 )
 from data_prep.row_tables import read_table, rows_at
@@ -117,17 +117,10 @@ def finish(p: Preparation, unit: str) -> None:
 
 def _unchanged_config(p: Preparation) -> dict[str, Any]:
     """The settings, with the content of their files. Raises UserError when that has changed."""
-    config = content_config(p.run)
     begun = p.path(SETTINGS_NAME)
-    if begun.exists():
-        old = json.loads(begun.read_text())
-        if changed := changed_settings({key: old[key] for key in config if key in old}, config):
-            raise UserError(
-                "changed while the shards were made",
-                where=", ".join(changed),
-                next_step="run the command again",
-            )
-    return config
+    if not begun.exists():
+        return content_config(p.run)
+    return refuse_changed_files(json.loads(begun.read_text()), p.run)
 
 
 def _final_names(p: Preparation, split: str, plan: SplitPlan) -> dict[int, str]:

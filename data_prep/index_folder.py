@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,7 +30,7 @@ from data_prep.labels import load_labels
 from data_prep.ledger import (
     LedgerWriter,
 )
-from data_prep.preparation import content_config, tool_version
+from data_prep.preparation import tool_version
 from data_prep.row_tables import read_table
 from data_prep.shard_index import TarResult, TarUnit
 from vitscale.atomic_files import blake3_of_file
@@ -64,9 +65,18 @@ class IndexedTars:
 
 
 def write_index_folder(
-    folder: Path, *, run: DataPrepRun, indexed: IndexedTars, root: Path, shards_root: str
+    folder: Path,
+    *,
+    run: DataPrepRun,
+    config: dict[str, Any],
+    indexed: IndexedTars,
+    root: Path,
+    shards_root: str,
 ) -> Manifest:
-    """Write everything that belongs to the index. Raises UserError for what does not fit."""
+    """Write everything that belongs to the index; `config` of `content_config`, from the start.
+
+    Raises UserError for what does not fit.
+    """
     tars, found = indexed.tars, indexed.classes
     labels = load_labels(run.labels)
     labels.check(indexed.unknown, found=found)
@@ -99,7 +109,7 @@ def write_index_folder(
         index_blake3=blake3_of_file(folder / INDEX_NAME),
         splits=splits,
         inputs=ledger.as_json(),
-        config=content_config(run),
+        config=config,
         shards_root=shards_root,
     )
     write_manifest(folder, manifest=manifest)

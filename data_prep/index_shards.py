@@ -19,12 +19,13 @@ try:
     import json
     import os
     import shutil
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from contextlib import contextmanager
     from pathlib import Path
+    from typing import Any
 
     from data_prep.index_folder import IndexedTars, root_of_tars, tar_listing, write_index_folder
-    from data_prep.preparation import content_config, preparation_folder
+    from data_prep.preparation import content_config, preparation_folder, refuse_changed_files
     from data_prep.process_pool import ordered_results, workers_for
     from data_prep.progress_line import progress
     from data_prep.shard_index import TarUnit, index_tar
@@ -51,11 +52,12 @@ def main() -> None:
     source = open_source(run.source, run.labels)
     containers = source.containers()
     output = Path(run.output).expanduser()
-    if already_there(run, output, listing=tar_listing(source.root, containers)):
+    config = content_config(run)
+    if already_there(output, config=config, listing=tar_listing(source.root, containers)):
         print(f"{output}: already there, made from the same tars with the same settings")
         return
     work = preparation_folder(output)
-    with locked(work, run, output=output):
+    with locked(work, run, config=config, output=output):
         units = [
             TarUnit(run=run, folder=work, root=source.root, number=number, container=container)
             for number, container in enumerate(containers)
@@ -72,8 +74,9 @@ def main() -> None:
         folder.mkdir()
         root = root_of_tars(source.root, output=output)
         manifest = write_index_folder(
-            folder, run=run, indexed=indexed, root=source.root, shards_root=root
+            folder, run=run, config=config, indexed=indexed, root=source.root, shards_root=root
         )
+        refuse_changed_files(config, run)
         commit_folder(folder, output)
         shutil.rmtree(work, ignore_errors=True)
     print_summary(output, manifest, seconds=time.monotonic() - start)
@@ -102,13 +105,13 @@ def refuse_rewriting(run: DataPrepRun) -> None:
         raise UserErrors(errors)
 
 
-def already_there(run: DataPrepRun, output: Path, *, listing: str) -> bool:
+def already_there(output: Path, *, config: Mapping[str, Any], listing: str) -> bool:
     """Whether the output was made by this command from these tars; refuses any other output."""
     if not os.path.lexists(output):
         return False
     try:
         manifest = read_manifest(output)
-        same = manifest.config == content_config(run) and manifest.source_listing == listing
+        same = manifest.config == config and manifest.source_listing == listing
     except UserError:
         same = False
     if not same:
@@ -121,9 +124,11 @@ def already_there(run: DataPrepRun, output: Path, *, listing: str) -> bool:
 
 
 @contextmanager
-def locked(work: Path, run: DataPrepRun, *, output: Path) -> Iterator[None]:
+def locked(
+    work: Path, run: DataPrepRun, *, config: Mapping[str, Any], output: Path
+) -> Iterator[None]:
     """The folder `.OUTPUT.preparing`, ours alone, with the rows that an earlier run left in it."""
-    settings = {"source": str(Path(run.source.path).resolve()), **content_config(run)}
+    settings = {"source": str(Path(run.source.path).resolve()), **config}
     note = work / "settings.json"
     try:
         work.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from data_prep.inputs import printable
+from data_prep.outages import Interrupted
 from vitscale.errors import UserError, nearest
 from vitscale.runs.data_prep import LabelSettings
 
@@ -328,7 +329,7 @@ def _read_text(path: Path, *, where: str) -> str:
             )
         return path.read_bytes().decode()
     except OSError as error:
-        raise UserError(f"{str(path)!r} cannot be read ({error.strerror})", where=where) from None
+        raise Interrupted(f"{str(path)!r} cannot be read ({error.strerror})", where=where) from None
     except UnicodeDecodeError as error:
         raise UserError(
             f"{str(path)!r} is not UTF-8 (byte {error.start})", where=where, allowed="UTF-8 text"

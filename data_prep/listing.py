@@ -198,13 +198,16 @@ def listing_fingerprint(p: Preparation) -> str:
 
 
 def check_unchanged(p: Preparation) -> None:
-    """Raise UserError when a folder, tar or table of the source is not as it was listed."""
+    """Raise ChangedSource when a folder, tar or table of the source is not as it was listed,
+    Interrupted when that cannot be told."""
     for unit in scan_units(p):
         for path, num_bytes, modified_ns in p.result(unit)["watched"]:
             try:
                 now = watched(p.root, path)
-            except OSError:
+            except (FileNotFoundError, NotADirectoryError):
                 raise changed_source(path) from None
+            except OSError as error:
+                raise source_error(error, path) from None
             if (now.num_bytes, now.modified_ns) != (num_bytes, modified_ns):
                 raise changed_source(path)
 

@@ -28,6 +28,7 @@ try:
     from data_prep.pipeline import LISTING_PHASES, prepare, storage_error
     from data_prep.preparation import (
         SETTINGS_NAME,
+        WORK_FORMAT,
         Preparation,
         at_real_output,
         changed_settings,
@@ -117,7 +118,11 @@ def check_same_settings(run: DataPrepRun) -> None:
     """Refuse to go on with work that was begun with other settings."""
     folder = preparation_folder(Path(run.output).expanduser())
     path = folder / SETTINGS_NAME
-    settings = content_config(run) | {"path": run.source.path, "tool_version": tool_version()}
+    settings = content_config(run) | {
+        "path": run.source.path,
+        "tool_version": tool_version(),
+        "work_format": WORK_FORMAT,
+    }
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not path.exists():

@@ -1,22 +1,26 @@
 """What stands in the files that settings name: a path alone does not say which bytes come out.
 
-Owns: hashes of the label files, and of the listing of evaluation sets.
+Owns: hashes of the label files and of the listing of evaluation sets, and that listing.
 Leaves out: reading them (`labels`, `evaluation_sets`), and comparing (`preparation`).
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 from blake3 import blake3
 
 from data_prep.labels import LABEL_SPACES, load_space
-from data_prep.outages import Interrupted
+from data_prep.outages import Interrupted, refuse_outage, source_error
 from data_prep.sources.places import is_image_name
 from vitscale.atomic_files import blake3_of_file
 from vitscale.data.index import INDEX_NAME
 from vitscale.runs.data_prep import LabelSettings
+
+EVALUATION_FOLDERS = "folders with image files, or shards with index.parquet"
 
 
 def label_hashes(settings: LabelSettings) -> dict[str, str]:
@@ -36,15 +40,36 @@ def label_hashes(settings: LabelSettings) -> dict[str, str]:
 def evaluation_listing(path: str) -> str:
     """Hash over the names and sizes of a folder's images, or over the index of a shard folder.
 
-    Raises Interrupted for a folder that is not there.
+    Raises Interrupted for a folder that is not there, or holds nothing.
     """
     folder, where = Path(path).expanduser(), f"selection.evaluation_sets: {path}"
-    if not folder.is_dir():
-        raise Interrupted("no such folder", where=where)
-    if (folder / INDEX_NAME).is_file():
+    if os.path.isfile(folder / INDEX_NAME):
         return _hash(folder / INDEX_NAME, where=where)
-    digest, seen = blake3(), set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    digest = blake3()
+    for file in image_files(folder):
+        try:
+            num_bytes = os.path.getsize(file)
+        except OSError as error:
+            refuse_outage(error, str(file))
+            num_bytes = -1
+        digest.update(os.fsencode(f"{os.path.relpath(file, folder)}\0{num_bytes}\0"))
+    return digest.hexdigest()
+
+
+def image_files(folder: Path) -> Iterator[Path]:
+    """Files named as images below a folder, sorted within each; links are followed, each once.
+
+    Hidden ones are passed over. Raises Interrupted when there are none, or a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> NoReturn:
+        raise source_error(error, error.filename or str(folder)) from None
+
+    where = f"selection.evaluation_sets: {folder}"
+    if not os.path.isdir(folder):
+        raise Interrupted("no such folder", where=where, allowed=EVALUATION_FOLDERS)
+    seen, found = set(), False
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
         real = os.path.realpath(parent)
         if real in seen:
             folders.clear()
@@ -52,11 +77,11 @@ def evaluation_listing(path: str) -> str:
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            file = os.path.join(parent, name)
-            if is_image_name(name) and os.path.isfile(file):
-                place = os.path.relpath(file, folder)
-                digest.update(os.fsencode(f"{place}\0{os.path.getsize(file)}\0"))
-    return digest.hexdigest()
+            if not name.startswith(".") and is_image_name(name):
+                found = True
+                yield Path(parent, name)
+    if not found:
+        raise Interrupted("holds no images", where=where, allowed=EVALUATION_FOLDERS)
 
 
 def _hash(file: Path, *, where: str) -> str:

@@ -11,29 +11,25 @@ import os
 from pathlib import Path
 
 from data_prep.inputs import printable
+from vitscale.data.shard_files import LOST
 from vitscale.errors import UserError
 
-# A server that does not answer, or a machine without memory or file handles. EIO is none of them:
-# a bad disk sector is a property of one file.
-OUTAGES = frozenset(
+# What a file itself can be: lost bytes, no permission, no file. Whatever else a system reports (a
+# server that does not answer, no memory, no file handles, an expired key) is gone another day.
+FILE_FAULTS = frozenset(
     {
-        errno.ENOMEM,
-        errno.EMFILE,
-        errno.ENFILE,
-        errno.ENOBUFS,
-        errno.ENODEV,
-        errno.ENOTCONN,
-        errno.ESHUTDOWN,
-        errno.ESTALE,
-        errno.ETIMEDOUT,
-        errno.ECONNABORTED,
-        errno.ECONNREFUSED,
-        errno.ECONNRESET,
-        errno.EHOSTDOWN,
-        errno.EHOSTUNREACH,
-        errno.ENETDOWN,
-        errno.ENETRESET,
-        errno.ENETUNREACH,
+        *LOST,
+        errno.EACCES,
+        errno.EINVAL,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.ENXIO,
+        errno.EOVERFLOW,
+        errno.EPERM,
+        errno.ESPIPE,
     }
 )
 
@@ -43,8 +39,11 @@ class Interrupted(UserError):
 
 
 def refuse_outage(error: OSError, path: str) -> None:
-    """Raise Interrupted for an error that is no property of the file at `path` of the source."""
-    if error.errno in OUTAGES:
+    """Raise Interrupted for an error that is no property of the file at `path` of the source.
+
+    An error without a number is a library's word on the bytes.
+    """
+    if error.errno is not None and error.errno not in FILE_FAULTS:
         raise source_error(error, path) from None
 
 
@@ -81,6 +80,6 @@ def is_away(root: Path, path: str) -> bool:
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError as error:
-            if error.errno in OUTAGES | {errno.EIO}:
+            if error.errno not in FILE_FAULTS - set(LOST):
                 return True
     return False

@@ -35,6 +35,8 @@ from vitscale.errors import UserError
 from vitscale.runs.data_prep import DataPrepRun
 
 SETTINGS_NAME = "settings.json"
+# Of the files in a preparation folder: raised when a release cannot go on with another's work.
+WORK_FORMAT = 2
 # Settings that do not change a byte of the result.
 PLACE_KEYS = ("output", "launch", "num_workers")
 FOLDERS = (
@@ -73,6 +75,18 @@ def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
     """Keys with different values, such as seed and labels.map_blake3."""
     before, after = dict(_flat(old)), dict(_flat(new))
     return sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+
+
+def refuse_changed_files(begun: Mapping[str, Any], run: DataPrepRun) -> dict[str, Any]:
+    """`content_config` as it is now; UserError when it is not that of `begun`, from the start."""
+    config = content_config(run)
+    if changed := changed_settings({key: begun[key] for key in config if key in begun}, config):
+        raise UserError(
+            "changed while the shards were made",
+            where=", ".join(changed),
+            next_step="run the command again",
+        )
+    return config
 
 
 def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

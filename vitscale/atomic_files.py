@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -119,19 +119,23 @@ def commit_folder(temporary: Path, final: Path) -> None:
     fsync_folder(final.parent)
 
 
-def sha256_of_file(path: Path | str) -> str:
-    """Hexadecimal SHA-256 of a file's bytes, read in chunks."""
+def sha256_of_file(path: Path | str, *, moved: Callable[[], None] = lambda: None) -> str:
+    """Hexadecimal SHA-256 of a file's bytes, read in chunks; `moved` is called after each."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(HASH_CHUNK_BYTES):
             digest.update(chunk)
+            moved()
     return digest.hexdigest()
 
 
-def blake3_of_file(path: Path | str, *, from_disk: bool = False) -> str:
+def blake3_of_file(
+    path: Path | str, *, from_disk: bool = False, moved: Callable[[], None] = lambda: None
+) -> str:
     """Hexadecimal BLAKE3 of a file's bytes, as `b3sum` prints it.
 
     from_disk: drop what the page cache holds of the (fsynced) file first, where the system can.
+    moved: called after each chunk.
     """
     digest = blake3.blake3()
     with open(path, "rb") as file:
@@ -139,4 +143,5 @@ def blake3_of_file(path: Path | str, *, from_disk: bool = False) -> str:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while chunk := file.read(HASH_CHUNK_BYTES):
             digest.update(chunk)
+            moved()
     return digest.hexdigest()

@@ -269,6 +269,8 @@ def _tars_in_tar(root: Path, place: Place) -> list[Container]:
     except CompressedTar as defect:
         raise compressed_tar_error(place.path, defect.method) from None
     except (TarDefect, OSError) as defect:
+        if isinstance(defect, OSError):
+            refuse_outage(defect, place.path)
         if not found or isinstance(defect, OSError):
             what = f"{printable(place.path)!r} is no tar file that can be read ({defect})"
             raise UserError(what, where=place.where) from None

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from data_prep import index_folder
 from data_prep.labels import known_space
 from tests.foreign_tars import (
     hugging_face_layout,
@@ -332,3 +333,32 @@ def test_number_of_workers_does_not_matter(tmp_path: Path) -> None:
         index(tmp_path / "repo/data/train", tmp_path / f"index{num}", f"num_workers={num}")
     assert contents(tmp_path / "index1") == contents(tmp_path / "index2")
     assert os.listdir(tmp_path / "index1") == os.listdir(tmp_path / "index2")
+
+
+def test_label_map_that_is_gone_or_changes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = tmp_path / "tars", tmp_path / "index"
+    pets = [{"__key__": name, "jpg": photo(0), "cls": name} for name in ("cat", "dog")]
+    write_tar(source / "a.tar", pets)
+    label_map = tmp_path / "map.csv"
+    label_map.write_text("cat,one\ndog,two\n")
+    own = index_folder.write_info
+
+    def edit(*arguments: Any, **named: Any) -> None:
+        label_map.write_text("cat,two\ndog,one\n")
+        own(*arguments, **named)
+
+    setting = f"labels.map={label_map}"
+    with monkeypatch.context() as patch:
+        patch.setattr(index_folder, "write_info", edit)
+        finished = run_index(source, output, setting)
+    assert finished.returncode == 2 and "labels.map_blake3: changed while" in finished.stderr
+    assert not output.exists()
+    index(source, output, setting)
+    assert read_manifest(output).classes == ("one", "two")
+    assert "already there" in index(source, output, setting)
+    label_map.unlink()
+    finished = run_index(source, output, setting)
+    assert finished.returncode == 2 and "map.csv' cannot be read" in finished.stderr
+    assert "remove this folder" not in finished.stderr

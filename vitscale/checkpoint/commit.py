@@ -156,9 +156,7 @@ def _finish(save: Save, shares: list[Answer]) -> Answer:
         step=save.step, files=files, progress=save.progress, description=save.description
     )
     write_new_file(save.temporary / MANIFEST, [text.encode()])
-    for name, entry in files.items():
-        verify_files(save.temporary, {name: entry}, from_disk=True)
-        save.moved()
+    verify_files(save.temporary, files, from_disk=True, moved=save.moved)
     if _is_committed(save):
         _remove([save.temporary])
     else:
@@ -171,7 +169,7 @@ def _is_committed(save: Save) -> bool:
     """Whether this very step is there and valid: then it stays, since replacing takes a moment
     in which neither is. Raises LaterVersion."""
     try:
-        read_checkpoint(save.final)
+        read_checkpoint(save.final, moved=save.moved)
     except LaterVersion:
         raise
     except UserError:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
 # Version 1: SHA-256, and a manifest without a hash of itself.
-HASHES: Mapping[int, tuple[str, Callable[[Path], str]]] = {
+HASHES: Mapping[int, tuple[str, Callable[..., str]]] = {
     1: ("sha256", sha256_of_file),
     2: ("blake3", blake3_of_file),
 }
@@ -91,8 +91,11 @@ def _hash_of(body: Mapping[str, Any]) -> str:
     return blake3.blake3(json_text(body).encode()).hexdigest()
 
 
-def read_checkpoint(folder: Path) -> Checkpoint:
-    """Verify a checkpoint folder, hashes included. Raises UserError saying what is damaged."""
+def read_checkpoint(folder: Path, *, moved: Callable[[], None] = lambda: None) -> Checkpoint:
+    """Verify a checkpoint folder, hashes included. Raises UserError saying what is damaged.
+
+    moved: called whenever another part has been read.
+    """
     path = folder / MANIFEST
     try:
         manifest = read_manifest(path)
@@ -100,7 +103,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
             what = f"belongs to step {manifest['step']}, not to this folder"
             raise UserError(what, where=str(path), next_step=REMEDY)
         version, files = manifest["format_version"], manifest["files"]
-        verify_files(folder, files, version=version)
+        verify_files(folder, files, version=version, moved=moved)
         return Checkpoint(
             folder=folder,
             step=int(manifest["step"]),
@@ -146,6 +149,7 @@ def verify_files(
     *,
     version: int = FORMAT_VERSION,
     from_disk: bool = False,
+    moved: Callable[[], None] = lambda: None,
 ) -> None:
     """Compare sizes and hashes of all files. Raises UserError for the first one that differs."""
     key, hash_of = HASHES[version]
@@ -153,7 +157,8 @@ def verify_files(
         file = folder / name
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(f"lists {name!r}, which is no file of its own", where=str(folder))
-        found = blake3_of_file(file, from_disk=True) if from_disk else hash_of(file)
+        fresh = {"from_disk": True} if from_disk else {}
+        found = hash_of(file, moved=moved, **fresh)
         if file.stat().st_size != expected["bytes"] or found != expected[key]:
             raise UserError("does not match its hash", where=str(file), next_step=REMEDY)
 

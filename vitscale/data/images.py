@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import io
 import math
+import struct
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +25,12 @@ CROP_ATTEMPTS = 10
 PLAIN_CROP_PADDING = 4  # px of the output; DeiT's augment.py
 # Beyond this Pillow takes an image for a decompression bomb.
 MAX_PIXELS = 178_956_970
+
+# What Pillow raises, or has raised, on broken bytes besides OSError and ValueError.
+PILLOW_ERRORS = (
+    *(EOFError, LookupError, OverflowError, SyntaxError, TypeError),
+    *(struct.error, zlib.error),
+)
 
 # H height, W width, S output side
 
@@ -48,10 +56,7 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
             yield image
     except Image.DecompressionBombError as error:
         raise ValueError(str(error)) from None
-    except (MemoryError, OSError, ValueError):
-        raise
-    except Exception as error:
-        # On broken bytes Pillow raises SyntaxError, EOFError, struct.error, zlib.error ... as well.
+    except PILLOW_ERRORS as error:
         raise OSError(f"{type(error).__name__}: {error}") from None
 
 

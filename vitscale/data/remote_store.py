@@ -210,10 +210,10 @@ class RemoteStore:
 
         def once(timeout_s: float) -> None:
             nonlocal tries
-            tries += 1
             try:
                 _range(url, offset=0, num_bytes=1, timeout_s=timeout_s)
             except WholeFile as error:
+                tries += 1
                 if tries < RANGE_TRIES:
                     raise
                 next_step = "serve the shards from a server with range requests (nginx, S3, ...)"

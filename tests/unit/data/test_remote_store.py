@@ -206,6 +206,12 @@ def test_a_server_without_ranges_is_told_from_one_that_fails(folder: Path) -> No
         assert not isinstance(caught.value, StorageError)
 
 
+def test_a_failed_request_is_no_answer_without_ranges(folder: Path) -> None:
+    answers = {1: "error", 2: "error", 3: "error", 4: "no_ranges"}
+    with served(folder, fault=lambda path, number: answers.get(number)) as server:
+        RemoteStore(patience_s=20.0).check_ranges(Url(server.url) / "a.bin")
+
+
 def test_a_server_that_forgets_ranges_at_times_is_asked_again(folder: Path) -> None:
     """A proxy under load answers 200 with the whole file. That says nothing about a sample."""
     with served(folder, fault=lambda path, number: "no_ranges" if number % 3 else None) as server:

@@ -6,6 +6,7 @@ import errno
 import io
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from PIL import Image, ImageOps
 from data_prep import evaluation_sets
 from data_prep.evaluation_sets import EvaluationIndex, build_evaluation_index
 from data_prep.inputs import read_exactly
+from data_prep.named_files import evaluation_listing
 from data_prep.outages import Interrupted
 from data_prep.similarity import describe_many, looks_like
 from tests.unit.data_prep.small_shards import make_shard_folder
@@ -233,3 +235,33 @@ def test_outage_loses_no_evaluation_image(
             built(tmp_path, images)
     else:
         assert built(tmp_path, images).unreadable == (str(lost),)
+
+
+def test_folder_that_cannot_be_listed_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    images = write_folder(tmp_path / "images", range(4))
+    own = os.scandir
+
+    def fail(path: str) -> Iterator[os.DirEntry[str]]:
+        if os.path.basename(path) == "class1":
+            raise OSError(errno.ESTALE, "Stale file handle", path)
+        return own(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(Interrupted, match="Stale file handle"):
+        built(tmp_path, images)
+    with pytest.raises(Interrupted, match="Stale file handle"):
+        evaluation_listing(str(images))
+
+
+def test_sets_in_the_home_folder_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images = write_folder(tmp_path / "images", range(2))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert evaluation_listing("~/images") == evaluation_listing(str(images))
+    assert len(built(tmp_path, Path("~/images")).names) == 2
+
+
+def test_set_that_is_empty_now_is_no_other_set(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted, match="holds no images"):
+        evaluation_listing(str(tmp_path))

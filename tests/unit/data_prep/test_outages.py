@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.inputs import ChangedSource, Input
+from data_prep import listing
+from data_prep.inputs import ChangedSource, Input, Watched
 from data_prep.judging import judge_place
 from data_prep.outages import Interrupted
 from data_prep.preparation import Place
@@ -28,6 +29,7 @@ from vitscale.data.index import read_manifest
 from vitscale.runs.data_prep import SourceSettings
 
 OUTAGES = [errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.ENOTCONN]
+OUTAGES += [errno.EREMOTEIO, errno.EKEYEXPIRED]
 FAULTS = [errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR]
 
 
@@ -172,3 +174,32 @@ def test_a_disk_without_room_for_the_shards_keeps_the_work(
             prepare_here(run)
     prepare_here(run)
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
+
+
+def test_source_that_cannot_be_asked_at_the_end_keeps_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+    p = prepare_here(run, until="finish")
+
+    def fail(root: Path, path: str) -> Watched:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(listing, "watched", fail)
+        with pytest.raises(Interrupted, match="Stale file handle"):
+            prepare_here(run)
+    assert p.work.path.exists()
+    prepare_here(run)
+    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
+
+
+def test_label_file_that_is_away_is_no_verdict(tmp_path: Path) -> None:
+    label_map = tmp_path / "map.csv"
+    label_map.write_text("cat,animal\ndog,animal\n")
+    images = corpus(tmp_path / "images", num=3)
+    run = run_of(images, tmp_path / "shards", labels={"map": str(label_map)})
+    prepare_here(run, until="count")
+    label_map.unlink()
+    with pytest.raises(Interrupted, match="map.csv' cannot be read"):
+        prepare_here(run)
