@@ -71,6 +71,7 @@ def main() -> None:
     if options.worker:
         run_rank_script(lambda: measure(options.work, size=options.mb[0], rounds=options.rounds))
         return
+    options.work.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"environment": environment(options), "measurements": []}
     print("\n".join(f"{key}: {value}" for key, value in results["environment"].items()), flush=True)
     for size in options.mb:

@@ -95,6 +95,8 @@ def watch(options: argparse.Namespace) -> None:
         results.values["sections"].pop(name, None)  # of an earlier command into the same folder
     results.write()
     (options.out / "worker.log").unlink(missing_ok=True)
+    if options.work:
+        options.work.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="vitscale-gpu-", dir=options.work))
     end = time.monotonic() + 60 * options.minutes
     left = list(options.sections)
