@@ -36,7 +36,7 @@ try:
         preparation_folder,
         tool_version,
     )
-    from data_prep.work_units import WorkFolder
+    from data_prep.work_units import WorkFolder, remove_left_by_dead, this_process
     from vitscale.atomic_files import write_json
     from vitscale.config.command_line import load_command
     from vitscale.data.index import Manifest, read_manifest
@@ -99,11 +99,16 @@ def find_existing(output: Path, run: DataPrepRun) -> Manifest | None:
 
 def check_same_source(existing: Manifest, run: DataPrepRun) -> None:
     """Compare names and sizes of the inputs; content is left to verify_shards.py."""
-    listing = run.model_copy(update={"output": f"{run.output}.listing"})
-    folder = preparation_folder(Path(listing.output).expanduser())
+    output = Path(run.output).expanduser()
+    # Of this process alone: commands that compare at the same time would remove each other's.
+    prefix = f".{output.name}.comparing-"
+    remove_left_by_dead(output.parent, prefix=prefix)
+    folder = output.with_name(prefix + this_process())
+    listing = run.model_copy(update={"output": str(folder / "listing")})
+    work = WorkFolder(preparation_folder(folder / "listing"))
     try:
         prepare(listing, phases=LISTING_PHASES)
-        now = listing_fingerprint(Preparation(listing, WorkFolder(folder), lambda num: None))
+        now = listing_fingerprint(Preparation(listing, work, lambda num: None))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     if now != existing.source_listing:

@@ -194,7 +194,9 @@ def _open(
     try:
         p.open()
     except OSError as error:
-        raise storage_error(error, p.output) from None
+        # Another process that finishes meanwhile removes the folder.
+        if not _is_finished(p):
+            raise storage_error(error, p.output) from None
     return p
 
 

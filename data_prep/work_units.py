@@ -7,6 +7,7 @@ whoever does it, so a claim only saves work: when two processes take one unit, n
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import shutil
@@ -34,17 +35,14 @@ class WorkFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.scratch = path / "scratch" / f"{socket.gethostname()}.{os.getpid()}"
+        self.scratch = path / "scratch" / this_process()
         """Unfinished files of this process; renamed out of here when whole."""
         self._claims = path / "claims"
 
     def open(self) -> None:
         """Create the folders and clear what dead processes of this machine left unfinished."""
         self._claims.mkdir(parents=True, exist_ok=True)
-        for folder in self.scratch.parent.glob("*") if self.scratch.parent.exists() else ():
-            host, _, pid = folder.name.rpartition(".")
-            if host == socket.gethostname() and not _process_lives(int(pid)):
-                shutil.rmtree(folder, ignore_errors=True)
+        remove_left_by_dead(self.scratch.parent)
         self.scratch.mkdir(parents=True, exist_ok=True)
 
     def work_through(
@@ -132,6 +130,19 @@ class WorkFolder:
     def temporary(self, name: str) -> Path:
         """A new name for an unfinished file or folder."""
         return self.scratch / f"{name}.{uuid.uuid4().hex[:8]}"
+
+
+def this_process() -> str:
+    """A name that no other process has now, on any machine of a shared file system."""
+    return f"{socket.gethostname()}.{os.getpid()}"
+
+
+def remove_left_by_dead(folder: Path, *, prefix: str = "") -> None:
+    """Remove what is called `prefix` + `this_process()` of processes of this machine that ended."""
+    for path in folder.glob(f"{glob.escape(prefix)}*"):
+        host, _, pid = path.name.removeprefix(prefix).rpartition(".")
+        if host == socket.gethostname() and pid.isdigit() and not _process_lives(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def given_up(path: Path) -> UserError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -25,9 +26,11 @@ def restart_count(environment: Mapping[str, str] = os.environ) -> int:
 def requeue(job_id: str) -> None:
     """Put this job (ARRAY_TASK for one of an array) back into the queue.
 
-    It keeps its id and replays its batch script.
+    It keeps its id and replays its batch script. SLURM stops every process of the job when it
+    hears of this; held back, its signal does not end `scontrol` before that has heard the answer.
     Raises RuntimeError with SLURM's own words when it refuses.
     """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
         done = subprocess.run(
             ["scontrol", "requeue", job_id],
@@ -37,6 +40,8 @@ def requeue(job_id: str) -> None:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RuntimeError(f"job {job_id} was not requeued: {error}") from error
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     # It is back in the queue already when SLURM (a preemption) or a person requeued it, and that is
     # why it was stopped.
     if done.returncode and ALREADY_QUEUED not in done.stderr:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -89,6 +90,32 @@ def test_several_commands_at_once_share_the_work_and_give_the_same_bytes(
     texts = [process.communicate(timeout=120)[0] for process in running]
     assert [process.returncode for process in running] == [0, 0, 0], texts
     assert contents(tmp_path / "shared") == contents(shards)
+
+
+def test_several_commands_at_once_find_the_same_shards_already_there(
+    made: tuple[Path, Path, str],
+) -> None:
+    source, shards, _ = made
+    before = contents(shards)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = shards.with_name(f".shards.comparing-{socket.gethostname()}.{ended.pid}")
+    (left / ".listing.preparing").mkdir(parents=True)
+    running = [
+        subprocess.Popen(
+            command(source, shards, "shards.min_shards=2"),
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    texts = [process.communicate(timeout=120)[0] for process in running]
+    assert [process.returncode for process in running] == [0] * 4, texts
+    assert all("already there" in text for text in texts)
+    assert contents(shards) == before
+    assert sorted(path.name for path in shards.parent.iterdir()) == ["images", "shards"]
 
 
 def test_work_begun_with_other_settings_is_not_gone_on_with(tmp_path: Path) -> None:

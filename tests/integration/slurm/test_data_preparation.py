@@ -32,7 +32,7 @@ def script(*command: str | Path, cwd: Path, environment: dict[str, str]) -> str:
 
 
 def write_corpus(folder: Path) -> None:
-    """Noise in three classes, some files cut short."""
+    """Noise in three classes, seconds of work to decode, some files cut short."""
     import numpy as np
     from PIL import Image
 
@@ -40,8 +40,8 @@ def write_corpus(folder: Path) -> None:
     for label in ("dark", "grey", "light"):
         (folder / label).mkdir(parents=True)
         for number in range(80):
-            path = folder / label / f"{number}.png"
-            Image.fromarray(random.integers(0, 256, (160, 160, 3), dtype=np.uint8)).save(path)
+            path = folder / label / f"{number}.jpg"
+            Image.fromarray(random.integers(0, 256, (800, 800, 3), dtype=np.uint8)).save(path)
             if number % 20 == 7:
                 path.write_bytes(path.read_bytes()[:1000])
 
@@ -73,12 +73,13 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     array, logs = found[1], tmp_path / f"runs/data_prep-shards/slurm/{found[1]}"
     assert f"{logs}/{array}_TASK_0_log.out, TASK from 0 to 3" in output
 
-    # The first shards are there, the last ones not.
-    wait_for(lambda: list((tmp_path / ".shards.preparing").rglob("*.tar")), seconds=60)
-    assert not (tmp_path / "shards").exists()
+    # All are at work, each in its main process, which handles signals by then, and in one worker.
+    scratch = tmp_path / ".shards.preparing" / "scratch"
+    wait_for(lambda: len(list(scratch.glob("*"))) == 2 * NUM_TASKS, seconds=60)
     # As at the end of its time; and as SLURM does for a preemption.
     slurm.run(["scancel", "--signal=USR2", f"{array}_0"])
     slurm.run(["scontrol", "requeue", f"{array}_1"])
+    assert not (tmp_path / "shards").exists()
     # Meanwhile, since SLURM lets a requeued job wait.
     script(
         ROOT / "data_prep/make_shards.py", *SETTINGS, "output=alone", "num_workers=2",
