@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.scontrol import requeue, restart_count
+from launch.scontrol import is_ended_by_slurm, requeue, restart_count
 from launch.submission import Task, resubmission, start_task
 from vitscale.atomic_files import write_json
 from vitscale.errors import EXIT_STOPPED_RESUMABLE, skip_teardown
@@ -119,11 +119,13 @@ class StageJob:
                     flush=True,
                 )
             return False
-        if task.rank == 0:
-            print(
-                f"requeueing job {task.job_id} ({requeues + 1} of {self.max_requeues})", flush=True
-            )
-            requeue(task.job_id)
+        if task.rank != 0:
+            return True
+        if is_ended_by_slurm(task.job_id):
+            print(f"SLURM ends job {task.job_id} itself: not requeued from here", flush=True)
+            return True
+        print(f"requeueing job {task.job_id} ({requeues + 1} of {self.max_requeues})", flush=True)
+        requeue(task.job_id)
         return True
 
 

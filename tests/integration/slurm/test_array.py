@@ -43,7 +43,7 @@ SHARING = """
         time.sleep(0.05)
 """
 
-# Tasks 0 and 3 end when told; 1 and 2 wait for a signal, and end at once in their second attempt.
+# Task 0 ends when told; the others wait for a signal, and end at once in a second attempt.
 STOPPABLE = """
     import os, pathlib, signal, sys, time
     stop = []
@@ -55,7 +55,7 @@ STOPPABLE = """
         sys.exit(0)
     (folder / f"ready-{index}").touch()
     while not stop:
-        if index in "03" and (folder / "end").exists():
+        if index == "0" and (folder / "end").exists():
             sys.exit(0)
         time.sleep(0.05)
     sys.exit(75)
@@ -131,17 +131,20 @@ def test_a_stopped_task_is_requeued_alone(slurm, submit, tmp_path) -> None:
     # As at the end of its time; and as SLURM does for a preemption, before the task can ask.
     slurm.run(["scancel", "--signal=USR2", f"{job.job_id}_1"])
     slurm.run(["scontrol", "requeue", f"{job.job_id}_2"])
+    slurm.run(["scancel", f"{job.job_id}_3"])
     assert "RUNNING" == slurm.job(f"{job.job_id}_0")["JobState"]
     for task in (1, 2):
         slurm.wait(f"{job.job_id}_{task}", states=["COMPLETED"], seconds=60)
     (folder / "end").touch()
     ended = wait_for_all(slurm, job)
-    assert [task["JobState"] for task in ended] == ["COMPLETED"] * 4
+    assert [task["JobState"] for task in ended] == ["COMPLETED"] * 3 + ["CANCELLED"]
     assert [task["Restarts"] for task in ended] == ["0", "1", "1", "0"]
     logs = [job.log(task).read_text() for task in range(4)]
     assert f"requeueing job {job.job_id}_1 (1 of 3)" in logs[1]
     assert all("attempt 2" in logs[task] for task in (1, 2))
-    # The second was in the queue already when it asked.
+    # SLURM requeues the one, and cancels the other.
+    for task in (2, 3):
+        assert f"SLURM ends job {job.job_id}_{task} itself" in logs[task]
     assert not [log for log in logs if "Traceback" in log]
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.scontrol import requeue
+from launch import scontrol
+from launch.scontrol import is_ended_by_slurm, requeue
 
 
 @pytest.fixture
@@ -35,7 +36,37 @@ def test_a_job_that_waits_already_is_requeued(answer) -> None:
     requeue("17")
 
 
-def test_a_refusal_is_told_in_slurms_own_words(answer) -> None:
+def test_a_refusal_is_told_in_slurms_own_words(answer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scontrol, "REQUEUE_SECONDS", 0.0)
+    monkeypatch.setattr(scontrol, "REQUEUE_PAUSE_S", 0.01)
     answer("echo 'Invalid user id for job 17' >&2; exit 1")
     with pytest.raises(RuntimeError, match="job 17 was not requeued: Invalid user id for job 17"):
         requeue("17")
+
+
+def test_a_controller_that_is_away_is_asked_again(
+    answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scontrol, "REQUEUE_PAUSE_S", 0.01)
+    count = tmp_path / "count"
+    answer(f"""
+        if [ "$1" = requeue ]; then echo >> {count}; fi
+        [ $(wc -l < {count}) -ge 3 ] || {{ echo 'Unable to contact controller' >&2; exit 1; }}
+    """)
+    requeue("17")
+    assert len(count.read_text()) == 3
+
+
+@pytest.mark.parametrize(
+    ("shown", "ended"),
+    [
+        ("JobId=17 JobState=COMPLETING Reason=None", True),
+        ("JobId=17 JobState=CANCELLED Reason=None", True),
+        ("JobId=17 JobState=COMPLETING Reason=TimeLimit", False),
+        ("JobId=17 JobState=RUNNING Reason=None", False),
+        ("", False),
+    ],
+)
+def test_a_job_that_somebody_ends_is_left_alone(answer, shown: str, ended: bool) -> None:
+    answer(f"echo '{shown}'")
+    assert is_ended_by_slurm("17") is ended
