@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +32,7 @@ from data_prep.ledger import (
     describe_rejected,
 )
 from data_prep.listing import bucket_path, check_unchanged, listing_fingerprint, num_inputs
+from data_prep.outages import Interrupted
 from data_prep.planning import SplitPlan, read_plan
 from data_prep.preparation import (
     SETTINGS_NAME,
@@ -44,7 +44,8 @@ from data_prep.preparation import (
 from data_prep.row_tables import read_table, rows_at
 from data_prep.selecting import fates_path
 from data_prep.shard_writing import outcome_path, shard_path
-from vitscale.atomic_files import blake3_of_file, commit_folder
+from data_prep.work_units import remove_folder
+from vitscale.atomic_files import blake3_of_file, commit_folder, fsync_folder
 from vitscale.data.index import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -66,7 +67,7 @@ def write_side_file(p: Preparation, unit: str) -> None:
     """The ledger, or the index: each needs all rows, neither needs the other."""
     plans = read_plan(p)
     if unit == "ledger":
-        with LedgerWriter(p.path("final")) as ledger:
+        with _side_files(p) as folder, LedgerWriter(folder) as ledger:
             source = _write_ledger_rows(p, ledger, plans)
         _check_corpus(p, ledger)
         p.put_result(unit, {"source": source, "inputs": ledger.as_json()})
@@ -77,10 +78,22 @@ def write_side_file(p: Preparation, unit: str) -> None:
         for split in sorted(names)
         for number, name in names[split].items()
     )
-    write_index(p.path("final"), tables=tables)
+    with _side_files(p) as folder:
+        write_index(folder, tables=tables)
     fingerprints = {split: _fingerprint(p, split, names[split]) for split in names}
     digest = blake3_of_file(p.path("final") / INDEX_NAME)
     p.put_result(unit, {"blake3": digest, "fingerprints": fingerprints})
+
+
+@contextmanager
+def _side_files(p: Preparation) -> Iterator[Path]:
+    """A folder of this process; what is in it at the end is moved to the finished files."""
+    folder, final = p.work.temporary("final"), p.path("final")
+    folder.mkdir()
+    yield folder
+    for path in folder.iterdir():
+        os.replace(path, final / path.name)
+    fsync_folder(final)
 
 
 def finish(p: Preparation, unit: str) -> None:
@@ -94,7 +107,6 @@ def finish(p: Preparation, unit: str) -> None:
         split: _split_entry(p, split, names[split], fingerprint=index["fingerprints"][split])
         for split in sorted(names)
     }
-    write_info(final, splits=entries)
     classes = tuple(p.result("selection")["classes"])
     manifest = Manifest(
         format_version=FORMAT_VERSION,
@@ -111,8 +123,10 @@ def finish(p: Preparation, unit: str) -> None:
         inputs=ledger["inputs"],
         config=config,
     )
-    write_manifest(final, manifest=manifest)
-    _commit(p, final, names)
+    with _side_files(p) as folder:
+        write_info(folder, splits=entries)
+        write_manifest(folder, manifest=manifest)
+    _commit(p, final, names, entries)
 
 
 def _unchanged_config(p: Preparation) -> dict[str, Any]:
@@ -244,14 +258,24 @@ def _split_entry(
     )
 
 
-def _commit(p: Preparation, final: Path, names: dict[str, dict[int, str]]) -> None:
+def _commit(
+    p: Preparation,
+    final: Path,
+    names: dict[str, dict[int, str]],
+    entries: dict[str, SplitEntry],
+) -> None:
     """Move the tars beside the index and name the folder; each step may find itself done."""
     for split, numbers in names.items():
         for number, name in numbers.items():
             with suppress(FileNotFoundError):
                 os.rename(shard_path(p, split, number), final / name)
-    for unfinished in final.glob(".*.tmp"):
-        # Of a process that was killed.
-        unfinished.unlink(missing_ok=True)
+        for shard in entries[split].shards:
+            path = final / shard.name
+            if not path.exists() or path.stat().st_size != shard.bytes:
+                raise Interrupted(
+                    f"{shard.name}, written before, is missing or has another size",
+                    where=str(p.work.path),
+                    next_step="remove this folder and run the same command again",
+                )
     commit_folder(final, p.output)
-    shutil.rmtree(p.work.path, ignore_errors=True)
+    remove_folder(p.work.path)

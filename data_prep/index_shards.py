@@ -53,11 +53,18 @@ def main() -> None:
     containers = source.containers()
     output = Path(run.output).expanduser()
     config = content_config(run)
-    if already_there(output, config=config, listing=tar_listing(source.root, containers)):
-        print(f"{output}: already there, made from the same tars with the same settings")
+    listing = tar_listing(source.root, containers)
+    made_before = f"{output}: already there, made from the same tars with the same settings"
+    if already_there(output, config=config, listing=listing):
+        print(made_before)
         return
     work = preparation_folder(output)
     with locked(work, run, config=config, output=output):
+        # Another command may have finished since, and given the lock back.
+        if already_there(output, config=config, listing=listing):
+            shutil.rmtree(work, ignore_errors=True)
+            print(made_before)
+            return
         units = [
             TarUnit(run=run, folder=work, root=source.root, number=number, container=container)
             for number, container in enumerate(containers)

@@ -34,6 +34,7 @@ from data_prep.row_tables import (
     rows_table,
     write_table,
 )
+from vitscale.atomic_files import fsync_folder
 
 # Containers listed in one unit: class folders and tars of hundreds of images each. Of few
 # containers, so many that each of eight processes finds a unit.
@@ -95,6 +96,7 @@ class FileSpool:
             os.fsync(self._file.fileno())
             self._file.close()
             os.replace(self._path, final)
+            fsync_folder(final.parent)
 
 
 def scan(p: Preparation, unit: str) -> None:

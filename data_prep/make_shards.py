@@ -9,6 +9,7 @@ the output's folder, divide the work. Formats: docs/data_format.md.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
 
 try:
     from pathlib import Path
+    from typing import Any
 
     from data_prep.ledger import describe_rejected
     from data_prep.listing import listing_fingerprint
@@ -36,10 +38,10 @@ try:
         preparation_folder,
         tool_version,
     )
-    from data_prep.work_units import WorkFolder, remove_left_by_dead, this_process
+    from data_prep.work_units import WorkFolder, aside, given_up, remove_folder
     from vitscale.atomic_files import write_json
     from vitscale.config.command_line import load_command
-    from vitscale.data.index import Manifest, read_manifest
+    from vitscale.data.index import INDEX_NAME, MANIFEST_NAME, Manifest, read_manifest
     from vitscale.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
     from vitscale.runs.data_prep import DataPrepRun
 except ModuleNotFoundError as error:
@@ -65,14 +67,18 @@ def main() -> None:
         # Tasks of one job that come late have nothing to compare: the others have just read it.
         if run.launch.num_tasks == 1:
             check_same_source(existing, run)
+        remove_folder(preparation_folder(output))  # of one killed after it had named the output
         print(f"{output}: already there, made from the same inputs with the same settings")
         return
     raise_verdict(run)
-    check_same_settings(run)
+    begin(run)
     work_until_done(run)
     # A task that came when another was just finishing has made the folder anew.
-    shutil.rmtree(preparation_folder(output), ignore_errors=True)
-    print_summary(output, read_manifest(output), seconds=time.monotonic() - start)
+    remove_folder(preparation_folder(output))
+    # Again with its settings: another command may have finished it while this one began.
+    made = find_existing(output, run)
+    assert made is not None
+    print_summary(output, made, seconds=time.monotonic() - start)
 
 
 def find_existing(output: Path, run: DataPrepRun) -> Manifest | None:
@@ -99,14 +105,12 @@ def find_existing(output: Path, run: DataPrepRun) -> Manifest | None:
 
 def check_same_source(existing: Manifest, run: DataPrepRun) -> None:
     """Compare names and sizes of the inputs; content is left to verify_shards.py."""
-    output = Path(run.output).expanduser()
     # Of this process alone: commands that compare at the same time would remove each other's.
-    prefix = f".{output.name}.comparing-"
-    remove_left_by_dead(output.parent, prefix=prefix)
-    folder = output.with_name(prefix + this_process())
+    folder = aside(preparation_folder(Path(run.output).expanduser()))
     listing = run.model_copy(update={"output": str(folder / "listing")})
     work = WorkFolder(preparation_folder(folder / "listing"))
     try:
+        work.path.mkdir(parents=True)
         prepare(listing, phases=LISTING_PHASES)
         now = listing_fingerprint(Preparation(listing, work, lambda num: None))
     finally:
@@ -119,22 +123,24 @@ def check_same_source(existing: Manifest, run: DataPrepRun) -> None:
         )
 
 
-def check_same_settings(run: DataPrepRun) -> None:
-    """Refuse to go on with work that was begun with other settings."""
+def begin(run: DataPrepRun) -> None:
+    """Make the folder for the work, or refuse to go on with work begun with other settings."""
     folder = preparation_folder(Path(run.output).expanduser())
-    path = folder / SETTINGS_NAME
     settings = content_config(run) | {
         "path": run.source.path,
         "tool_version": tool_version(),
         "work_format": WORK_FORMAT,
     }
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        if not path.exists():
-            write_json(path, settings)
-        begun = json.loads(path.read_text())
+        if is_left_over(run):
+            remove_folder(folder)
+        if not (folder / SETTINGS_NAME).exists():
+            make_work_folder(folder, settings)
+        begun = json.loads((folder / SETTINGS_NAME).read_text())
     except FileNotFoundError:
-        return  # another task has just finished, and named the folder
+        if is_finished(run):
+            return  # another task has just finished, and named the folder
+        raise given_up(folder) from None
     except OSError as error:
         raise storage_error(error, Path(run.output)) from None
     if changed := changed_settings(begun, settings):
@@ -143,6 +149,36 @@ def check_same_settings(run: DataPrepRun) -> None:
             where=str(folder),
             next_step="use the same settings again, or remove this folder",
         )
+
+
+def make_work_folder(folder: Path, settings: dict[str, Any]) -> None:
+    """Create it with its settings in it by one rename; of several processes one succeeds."""
+    new = aside(folder)
+    new.mkdir(parents=True)
+    write_json(new / SETTINGS_NAME, settings)
+    try:
+        new.rename(folder)
+    except OSError as error:
+        shutil.rmtree(new)
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        if not (folder / SETTINGS_NAME).exists() and folder.exists():
+            raise UserError(
+                f"holds files, but no {SETTINGS_NAME} that says what they are of",
+                where=str(folder),
+                next_step="remove this folder",
+            ) from None
+
+
+def is_left_over(run: DataPrepRun) -> bool:
+    """Whether the index is written and gone: with an output that was finished and then removed."""
+    work = WorkFolder(preparation_folder(Path(run.output).expanduser()))
+    p = Preparation(run, work, lambda num: None)
+    return p.has_result("index") and not (p.path("final") / INDEX_NAME).exists()
+
+
+def is_finished(run: DataPrepRun) -> bool:
+    return (Path(run.output).expanduser() / MANIFEST_NAME).exists()
 
 
 def work_until_done(run: DataPrepRun) -> None:
@@ -155,11 +191,7 @@ def work_until_done(run: DataPrepRun) -> None:
         raise
     except UserError as error:
         leave_verdict(run, error)
-        # Renamed first, so that other tasks notice at once.
-        given_up = folder.with_name(f"{folder.name}.given-up-{os.getpid()}")
-        with suppress(FileNotFoundError):
-            folder.rename(given_up)
-        shutil.rmtree(given_up, ignore_errors=True)
+        remove_folder(folder)
         raise
     except KeyboardInterrupt:
         print("\nstopped; run the same command again to go on", flush=True)

@@ -169,7 +169,8 @@ def prepare(run: DataPrepRun, *, phases: tuple[Phase, ...] = PHASES, task: int =
             process.kill()
             process.join()
         for number, handler in previous.items():
-            signal.signal(number, handler)
+            # A second signal must not kill what stops already.
+            signal.signal(number, signal.SIG_IGN if stop.is_set() else handler)
 
 
 @contextmanager
@@ -238,6 +239,11 @@ class PhaseProgress:
         self._line: Progress | Elapsed | None = None
 
     def update(self) -> None:
+        # Workers say what is wrong with storage; progress must not be the first to stumble on it.
+        with suppress(OSError):
+            self._update()
+
+    def _update(self) -> None:
         reached = max(self._counters[::NUM_COUNTERS])
         if reached != self._shown:
             self._show(reached)
@@ -280,6 +286,10 @@ class PhaseProgress:
             self._line = Progress(phase.title, total=sum(self._weights.values()))
 
     def close(self) -> None:
+        with suppress(OSError):
+            self._close()
+
+    def _close(self) -> None:
         if isinstance(self._line, Elapsed):
             self._line.close(self._note(under_way=0))
         elif self._line is not None:
@@ -328,14 +338,14 @@ def work_through_phases(
             if phase.needed(run):
                 counters[rows - 1], counters[rows] = position, 0
                 _work_through(p, phase, counters=counters, worker=worker, start=start)
-    except (OSError, SpoolError) as error:
+    except (OSError, SpoolError, UserError) as error:
         # Another process may have finished the whole preparation, or given it up.
         if _is_finished(p):
             return
-        raise storage_error(error, p.output) from error
-    except ChangedSource as error:
+        if isinstance(error, (OSError, SpoolError)):
+            raise storage_error(error, p.output) from error
         # A verdict that costs all work: not for a file system that is not mounted here.
-        if is_away(p.root, error.file):
+        if isinstance(error, ChangedSource) and is_away(p.root, error.file):
             raise away(p.root, p.work.path) from None
         raise
 

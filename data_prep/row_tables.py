@@ -26,6 +26,7 @@ import pyarrow as pa
 from pyarrow._compute import call_function
 
 from data_prep.inputs import Input
+from vitscale.atomic_files import fsync_folder
 from vitscale.runs.data_prep import MAX_SPLIT_LENGTH
 
 RUN_ROWS = 1 << 15
@@ -163,6 +164,7 @@ def write_table(table: pa.Table, path: Path, *, temporary: Path) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+    fsync_folder(path.parent)
 
 
 def read_table(path: Path) -> pa.Table:

@@ -23,6 +23,7 @@ from data_prep.rejections import Rejections, check_so_far
 from data_prep.row_tables import write_table
 from data_prep.selecting import row_places
 from data_prep.tar_shards import TarShard
+from vitscale.atomic_files import fsync_folder
 from vitscale.runs.data_prep import ImageSettings
 
 OUTCOME_SCHEMA = pa.schema(
@@ -68,6 +69,7 @@ def write_shard(p: Preparation, unit: str) -> None:
         outcomes, rejected = _write_images(p, tar, plan, split=split, number=number)
         digest = tar.finish()
     os.replace(temporary, shard_path(p, split, number))
+    fsync_folder(p.path("tars"))
     columns = zip(*outcomes, strict=True)
     arrays = [pa.array(c, f.type) for c, f in zip(columns, OUTCOME_SCHEMA, strict=True)]
     table = pa.Table.from_arrays(arrays, schema=OUTCOME_SCHEMA)

@@ -17,9 +17,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
-from vitscale.errors import UserError
+from data_prep.outages import Interrupted
 
 HEARTBEAT_S = 5.0
 # A claim on another machine counts as dead when its heartbeat is this old on the file system's own
@@ -40,8 +41,11 @@ class WorkFolder:
         self._claims = path / "claims"
 
     def open(self) -> None:
-        """Create the folders and clear what dead processes of this machine left unfinished."""
-        self._claims.mkdir(parents=True, exist_ok=True)
+        """Create the folders and clear what dead processes of this machine left unfinished.
+
+        Raises FileNotFoundError when the folder itself is gone: another process ended the work.
+        """
+        self._claims.mkdir(exist_ok=True)
         remove_left_by_dead(self.scratch.parent)
         self.scratch.mkdir(parents=True, exist_ok=True)
 
@@ -56,7 +60,7 @@ class WorkFolder:
         """Return when every unit is done, by this process or another.
 
         `start` is where to begin, so that processes do not all try the same claims first.
-        Raises UserError when the folder vanishes: another process gave the preparation up.
+        Raises Interrupted when the folder vanishes: another process gave the preparation up.
         """
         order = [*units[start % max(1, len(units)) :], *units[: start % max(1, len(units))]]
         waiting = [unit for unit in order if not is_done(unit)]
@@ -105,7 +109,7 @@ class WorkFolder:
             except FileNotFoundError:
                 return False
             with os.fdopen(descriptor, "w") as file:
-                json.dump({"host": socket.gethostname(), "pid": os.getpid()}, file)
+                json.dump({"machine": machine(), "pid": os.getpid()}, file)
             return True
         return False
 
@@ -118,7 +122,7 @@ class WorkFolder:
         except ValueError:
             # Created, not yet written; dead only when it stays so.
             return age > DEAD_AFTER_S
-        if owner["host"] == socket.gethostname() and not _process_lives(owner["pid"]):
+        if owner.get("machine") == machine() and not _process_lives(owner["pid"]):
             return True
         return age > DEAD_AFTER_S
 
@@ -132,21 +136,48 @@ class WorkFolder:
         return self.scratch / f"{name}.{uuid.uuid4().hex[:8]}"
 
 
+@cache
+def machine() -> str:
+    """Where process ids mean what they mean here: containers may share their host's name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+        return f"{socket.gethostname()}-{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
 def this_process() -> str:
     """A name that no other process has now, on any machine of a shared file system."""
-    return f"{socket.gethostname()}.{os.getpid()}"
+    return f"{machine()}.{os.getpid()}"
 
 
 def remove_left_by_dead(folder: Path, *, prefix: str = "") -> None:
     """Remove what is called `prefix` + `this_process()` of processes of this machine that ended."""
     for path in folder.glob(f"{glob.escape(prefix)}*"):
-        host, _, pid = path.name.removeprefix(prefix).rpartition(".")
-        if host == socket.gethostname() and pid.isdigit() and not _process_lives(int(pid)):
+        where, _, pid = path.name.removeprefix(prefix).rpartition(".")
+        if where == machine() and pid.isdigit() and not _process_lives(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def given_up(path: Path) -> UserError:
-    return UserError(
+def aside(folder: Path) -> Path:
+    """A free name beside `folder` for this process alone; what dead ones left there is removed."""
+    prefix = f"{folder.name}-"
+    remove_left_by_dead(folder.parent, prefix=prefix)
+    own = folder.with_name(prefix + this_process())
+    shutil.rmtree(own, ignore_errors=True)
+    return own
+
+
+def remove_folder(folder: Path) -> None:
+    """Take its name away first: what a kill leaves of it must not pass for work to go on with."""
+    removed = aside(folder)
+    with suppress(OSError):
+        folder.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def given_up(path: Path) -> Interrupted:
+    return Interrupted(
         "was removed while the work went on: another process ended the preparation",
         where=str(path),
         next_step="see its message, then run the command again",

@@ -362,3 +362,24 @@ def test_label_map_that_is_gone_or_changes_meanwhile(
     finished = run_index(source, output, setting)
     assert finished.returncode == 2 and "map.csv' cannot be read" in finished.stderr
     assert "remove this folder" not in finished.stderr
+
+
+def test_one_that_gets_the_lock_late_finds_the_index_already_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, output = tmp_path / "tars", tmp_path / "index"
+    write_tar(source / "a.tar", [{"__key__": "a", "jpg": photo(0), "cls": "0"}])
+    index(source, output)
+    before = contents(output)
+    own, asked = os.path.lexists, []
+
+    def not_at_first(path: Any) -> bool:
+        if Path(path) != output:
+            return own(path)
+        asked.append(path)
+        return len(asked) > 1 and own(path)
+
+    monkeypatch.setattr(os.path, "lexists", not_at_first)
+    assert "already there" in index(source, output)
+    assert len(asked) == 2 and contents(output) == before
+    assert sorted(os.listdir(tmp_path)) == ["index", "tars"]

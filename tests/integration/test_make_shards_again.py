@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from data_prep.work_units import machine
 from tests.image_corpus import REPOSITORY, command, contents, corpus, make_shards
 
 
@@ -51,7 +51,6 @@ def test_killed_at_any_moment_it_goes_on_and_gives_the_same_bytes(tmp_path: Path
     times = {path: path.stat().st_mtime_ns for path in (folder / "tars").glob("*.tar")}
     done = {path for path in times if f"shard-{path.stem}.json" in finished}
     assert done
-    (folder / "final" / ".index.parquet.0123.tmp").write_text("killed while writing the index")
     make_shards(source, half, many_shards)
     assert contents(half) == contents(tmp_path / "whole")
     assert {(half / path.name).stat().st_mtime_ns for path in done} == {times[p] for p in done}
@@ -99,7 +98,7 @@ def test_several_commands_at_once_find_the_same_shards_already_there(
     before = contents(shards)
     ended = subprocess.Popen(["true"])
     ended.wait()
-    left = shards.with_name(f".shards.comparing-{socket.gethostname()}.{ended.pid}")
+    left = shards.with_name(f".shards.preparing-{machine()}.{ended.pid}")
     (left / ".listing.preparing").mkdir(parents=True)
     running = [
         subprocess.Popen(

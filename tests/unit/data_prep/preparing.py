@@ -23,6 +23,7 @@ def prepare_here(
     """Work through the phases before the one named `until`, or all; no process is started."""
     titles = [phase.title for phase in phases]
     wanted = phases if until is None else phases[: titles.index(until)]
+    preparation_folder(Path(run.output)).mkdir(parents=True, exist_ok=True)
     work_through_phases(run, wanted, counters=[0, 0, 0], worker=0, start=0)
     return preparation(run)
 

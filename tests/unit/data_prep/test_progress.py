@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
 from data_prep import listing, progress_line
 from data_prep.pipeline import PHASES, PhaseProgress
+from data_prep.preparation import Preparation
 from tests.image_corpus import corpus
 from tests.unit.data_prep.preparing import prepare_here, run_of
 
@@ -57,3 +59,19 @@ def test_short_steps_say_nothing(
     line.update()
     line.close()
     assert capsys.readouterr().out == ""
+
+
+def test_storage_that_fails_is_left_to_the_workers_to_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(corpus(tmp_path / "images"), tmp_path / "shards")
+    p = prepare_here(run, until="count")
+    progress = PhaseProgress(p, PHASES, [TITLES.index("list inputs"), 0, 1])
+
+    def stale(p: Preparation, unit: str) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(Preparation, "has_result", stale)
+    progress.update()
+    progress.update()
+    progress.close()
