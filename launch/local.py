@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import signal
 import sys
-from types import FrameType
+from contextlib import suppress
+from pathlib import Path
 
 try:
-    from launch.local_run import CONTROLLER_SECONDS, end, failure_report, follow
+    from launch.job import StageJob
+    from launch.local_run import CONTROLLER_SECONDS, StopNote, end, failure_report, follow
     from launch.preparation import (
         RUN_TYPES,
         check_job,
@@ -22,6 +24,7 @@ try:
     from launch.submission import Submission, start_locally
     from vitscale.config.command_line import load_command
     from vitscale.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
+    from vitscale.runs.launching import LaunchSettings
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -42,28 +45,39 @@ def main() -> None:
     check_job(run, num_tasks=num_procs, cluster="local")
     run = with_num_workers(run, num_cores=max(1, num_cores() // num_procs))
     job, folder = prepare_job(run, cluster="local")
+    raise SystemExit(start_and_watch(job, launch=run.launch, num_procs=num_procs, folder=folder))
+
+
+def start_and_watch(job: StageJob, *, launch: LaunchSettings, num_procs: int, folder: Path) -> int:
+    """Run the job to its end; its exit code. SIGTERM stops it with a checkpoint."""
+    stop = StopNote()
     submission = start_locally(
-        job, launch=run.launch, num_procs=num_procs, folder=folder, independent=job.independent
+        job, launch=launch, num_procs=num_procs, folder=folder, independent=job.independent
     )
-    print(f"running {num_procs} process(es); logs in {submission.folder}", flush=True)
-    raise SystemExit(watch(submission))
+    return watch(submission, stop=stop)
 
 
-def watch(submission: Submission) -> int:
-    """Follow the job; SIGTERM stops it with a checkpoint, Ctrl-C ends it at once."""
-
-    def forward(signum: int, frame: FrameType | None) -> None:
-        assert submission.controller is not None
-        submission.controller.send_signal(signal.SIGTERM)
-
-    signal.signal(signal.SIGTERM, forward)
-    signal.signal(signal.SIGUSR2, forward)
+def watch(submission: Submission, *, stop: StopNote) -> int:
+    """Follow the job; Ctrl-C ends it at once. However this ends, no process of it is left."""
     try:
-        ending = follow(submission, output=sys.stdout)
+        print(
+            f"running {submission.num_tasks} process(es); logs in {submission.folder}", flush=True
+        )
+        ending = follow(submission, output=sys.stdout, stop=stop)
     except KeyboardInterrupt:
-        print("\ninterrupted: ending all processes", file=sys.stderr, flush=True)
+        # A second Ctrl-C would leave processes behind.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with suppress(OSError):
+            print("\ninterrupted: ending all processes", file=sys.stderr, flush=True)
         end(submission, wait_first=CONTROLLER_SECONDS)
         return EXIT_INTERRUPTED
+    except BaseException:
+        # The reader of a pipe went away, or the disk of the output is full.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert submission.controller is not None
+        submission.controller.send_signal(signal.SIGINT)
+        end(submission, wait_first=CONTROLLER_SECONDS)
+        raise
     if ending.exit_code == EXIT_STOPPED_RESUMABLE:
         print("stopped; the same command goes on where it was", flush=True)
     elif ending.exit_code:

@@ -1,7 +1,7 @@
 """Watch a local job until it ends.
 
-Owns: showing rank 0's log as it grows, noticing a failed task while the others still wait for it,
-ending everything, and the exit code of the whole.
+Owns: showing rank 0's log as it grows, passing a stop on, noticing a failed task while the others
+still wait for it, ending everything, and the exit code of the whole.
 Leaves out: starting the tasks (`submission`) and what they run (`job`).
 """
 
@@ -25,6 +25,8 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 5.0
 # The controller gives its tasks one second after SIGINT, then kills them.
 CONTROLLER_SECONDS = 5.0
+# A task that starts after a stop was passed on has missed it, so it is passed on again.
+STOP_AGAIN_SECONDS = 2.0
 LAST_LINES = 40
 NO_FAILURE = (0, EXIT_STOPPED_RESUMABLE, RESTART_EXIT)
 
@@ -35,6 +37,18 @@ class Ending:
 
     exit_code: int
     failure: TaskRecord | None
+
+
+class StopNote:
+    """Whether SIGTERM or SIGUSR2 has come. Make it before the tasks start, or one can be missed."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, self._note)
+
+    def _note(self, *_: object) -> None:
+        self.asked = True
 
 
 class LogTail:
@@ -56,29 +70,45 @@ class LogTail:
         self.output.flush()
 
 
-def follow(submission: Submission, *, output: TextIO) -> Ending:
-    """Show rank 0's log until all tasks have ended."""
+def follow(submission: Submission, *, output: TextIO, stop: StopNote) -> Ending:
+    """Show rank 0's log until all tasks have ended; stop them when that is asked for."""
     controller = submission.controller
     assert controller is not None
     tail = LogTail(submission.log(0), output=output)
     # Remembered from the moment it is seen: ending the other tasks makes failures of them too.
     failure: TaskRecord | None = None
     failed_at: float | None = None
+    stopped_at: float | None = None
+    cut_short = False
     while controller.poll() is None:
         tail.copy()
-        if failure is None and (failure := first_failure(records(submission))) is not None:
-            failed_at = time.monotonic()
-        waited = 0.0 if failed_at is None else time.monotonic() - failed_at
+        now = time.monotonic()
+        if stop.asked and (stopped_at is None or now - stopped_at > STOP_AGAIN_SECONDS):
+            controller.send_signal(signal.SIGTERM)
+            stopped_at = now
+        tasks = records(submission)
+        failure = failure or first_failure(tasks, stop_asked=stop.asked)
+        if failed_at is None and any(map(_has_failed, tasks)):
+            failed_at = now
+        waited = 0.0 if failed_at is None else now - failed_at
         if waited > GRACE_SECONDS and not submission.independent:
+            cut_short = True
             controller.send_signal(signal.SIGINT)
             end(submission, wait_first=CONTROLLER_SECONDS)
         time.sleep(POLL_SECONDS)
     end(submission, wait_first=CONTROLLER_SECONDS)
     tail.copy()
     tasks = records(submission)
-    failure = failure or first_failure(tasks)
+    if not cut_short:
+        failure = failure or first_failure(tasks, stop_asked=stop.asked)
     return Ending(
-        exit_code=_exit_code(tasks, failure=failure, num_tasks=submission.num_tasks),
+        exit_code=_exit_code(
+            tasks,
+            failure=failure,
+            all_ended=len(tasks) == submission.num_tasks
+            and all(task.exit_code in NO_FAILURE for task in tasks),
+            stop_asked=stop.asked,
+        ),
         failure=failure,
     )
 
@@ -106,24 +136,39 @@ def end(submission: Submission, *, wait_first: float) -> None:
 
 def records(submission: Submission) -> list[TaskRecord]:
     """The records of all tasks that have started."""
-    found = (
-        read_task_record(task_record_path(submission.folder, job_id=submission.job_id, rank=rank))
-        for rank in range(submission.num_tasks)
-    )
+    found = (_record(submission, rank) for rank in range(submission.num_tasks))
     return [record for record in found if record is not None]
 
 
-def first_failure(tasks: Sequence[TaskRecord]) -> TaskRecord | None:
-    """The task that failed first: it is the cause, later ones mostly lost their partner."""
-    failed = [task for task in tasks if _has_failed(task)]
+def _record(submission: Submission, rank: int) -> TaskRecord | None:
+    path = task_record_path(submission.folder, job_id=submission.job_id, rank=rank)
+    record = read_task_record(path)
+    if record is not None and _is_gone(record):
+        # Unless it wrote its end between the two looks.
+        record = read_task_record(path)
+    return record
+
+
+def first_failure(tasks: Sequence[TaskRecord], *, stop_asked: bool) -> TaskRecord | None:
+    """The task that failed first: it is the cause, later ones mostly lost their partner.
+
+    A stop kills the tasks that do not handle it yet: after one, only exit codes are failures.
+    """
+    failed = [
+        task for task in tasks if _has_failed(task) and not (stop_asked and task.exit_code is None)
+    ]
     return min(failed, key=lambda task: task.ended or float("inf"), default=None)
 
 
 def _has_failed(task: TaskRecord) -> bool:
     if task.exit_code is None:
-        # Killed from outside, or crashed: it could not write its end.
-        return not _is_alive(task.pid)
+        return _is_gone(task)
     return task.exit_code not in NO_FAILURE
+
+
+def _is_gone(task: TaskRecord) -> bool:
+    """Killed from outside, or crashed: it could not write its end."""
+    return task.exit_code is None and not _is_alive(task.pid)
 
 
 def _is_alive(pid: int) -> bool:
@@ -134,12 +179,17 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def _exit_code(tasks: Sequence[TaskRecord], *, failure: TaskRecord | None, num_tasks: int) -> int:
-    """0, 2 for bad input, 75 for stopped with a checkpoint, 1 for everything else."""
+def _exit_code(
+    tasks: Sequence[TaskRecord], *, failure: TaskRecord | None, all_ended: bool, stop_asked: bool
+) -> int:
+    """0, 2 for bad input, 75 for stopped where it can go on, 1 for everything else.
+
+    all_ended: whether every task started, and ended by itself without a failure.
+    """
     if failure is not None:
         return EXIT_BAD_INPUT if failure.exit_code == EXIT_BAD_INPUT else 1
-    if len(tasks) < num_tasks:
-        return 1
+    if not all_ended:
+        return EXIT_STOPPED_RESUMABLE if stop_asked else 1
     stopped = any(task.exit_code == EXIT_STOPPED_RESUMABLE for task in tasks)
     return EXIT_STOPPED_RESUMABLE if stopped else int(any(task.exit_code for task in tasks))
 

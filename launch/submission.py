@@ -10,13 +10,16 @@ stateless: where to go on is found in the run folder, never in the pickle.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import time
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,18 +172,19 @@ def submit_to_slurm(
         python=launch.python,
     )
     executor.update_parameters(**slurm_parameters(launch, name=name))
-    before = set(folder.iterdir())
-    try:
-        with _outside_any_job():
-            # A single one is submitted as a plain job.
-            jobs = executor.submit_array([job] * launch.num_tasks)
-    except (FailedJobError, FailedSubmissionError) as error:
-        for path in set(folder.iterdir()) - before:
-            path.unlink()
-        raise UserError(
-            f"sbatch refused the job: {str(error).strip()}",
-            next_step="compare the launch section with what your site offers (sinfo, sacctmgr)",
-        ) from error
+    with _submitting_alone(folder):
+        before = set(_files_before_acceptance(folder))
+        try:
+            with _outside_any_job():
+                # A single one is submitted as a plain job.
+                jobs = executor.submit_array([job] * launch.num_tasks)
+        except (FailedJobError, FailedSubmissionError) as error:
+            for path in set(_files_before_acceptance(folder)) - before:
+                path.unlink()
+            raise UserError(
+                f"sbatch refused the job: {str(error).strip()}",
+                next_step="compare the launch section with what your site offers (sinfo, sacctmgr)",
+            ) from error
     is_array = len(jobs) > 1
     job_id = jobs[0].job_id
     return Submission(
@@ -190,6 +194,24 @@ def submit_to_slurm(
         is_array=is_array,
         independent=is_array,
     )
+
+
+@contextmanager
+def _submitting_alone(folder: Path) -> Iterator[None]:
+    """Let other commands wait that submit in the same folder: their new files look like ours."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some file systems have no locks
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _files_before_acceptance(folder: Path) -> Iterator[Path]:
+    """What submitit writes before it knows the job's id, and moves once it does."""
+    yield from folder.glob("*.pkl")
+    yield from folder.glob(".submission_file_*")
 
 
 @contextmanager
@@ -214,9 +236,12 @@ def start_locally(
 ) -> Submission:
     """Start the job's tasks on this machine; they end with the controller process.
 
+    The job gets a new folder inside `folder`: its id is a process id, which can come again.
     independent: as the jobs of an array, not as the ranks of one job.
     """
-    # No folder per job: submitit's controller would also create one named '%j'.
+    # Not named '%j', as SLURM's are: submitit's controller would create one of that very name.
+    folder = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
+    folder.mkdir(mode=0o700)
     executor = LocalExecutor(folder, python=launch.python)
     executor.update_parameters(
         timeout_min=launch.timeout_min,

@@ -197,10 +197,14 @@ class StopRequest:
     While the block runs, SIGUSR2 (SLURM's warning) and SIGTERM only set a flag. The ranks' flags
     are summed in the background, in a gloo group of their own: asking at every step waits for
     nobody, and answers for the time of the asking before.
+
+    Once the ranks stop, further signals stay ignored after the block: they would kill a rank whose
+    checkpoint is committed while it closes what is open.
     """
 
     def __init__(self) -> None:
         self._received = False
+        self._agreed = False
         self._group: Any = None
         if dist.get_world_size() > 1:
             self._group = dist.new_group(backend="gloo")
@@ -216,6 +220,8 @@ class StopRequest:
         if self._asked is not None and kind is None:
             self._asked[0].wait()  # a group must not end with a sum under way
         for number, handler in self._previous.items():
+            if self._received or self._agreed:
+                handler = signal.SIG_IGN
             signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
     def _remember(self, *_: object) -> None:
@@ -223,6 +229,10 @@ class StopRequest:
 
     def agreed(self) -> bool:
         """Whether any rank had received a stop signal when this was asked before."""
+        self._agreed = self._ask()
+        return self._agreed
+
+    def _ask(self) -> bool:
         if self._group is None:
             return self._received
         before, flag = self._asked, torch.tensor([int(self._received)])

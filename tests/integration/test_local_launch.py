@@ -16,33 +16,33 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(60)]
 
 # What launch/local.py does after reading its configuration.
 PROGRAM = """
-import sys
+import os, signal, sys
 from pathlib import Path
+from launch import local
 from launch.job import StageJob
-from launch.submission import start_locally
 from vitscale.runs.launching import LaunchSettings
-sys.path.insert(0, "{launch}")
-from local import watch
+{before}
 folder = Path("jobs").absolute()
 folder.mkdir()
 job = StageJob(
     script=str(Path("stage.py").absolute()), config="c", max_requeues=0, independent={independent}
 )
 launch = LaunchSettings(timeout_min=5, signal_delay_s=30)
-submission = start_locally(
-    job, launch=launch, num_procs=2, folder=folder, independent=job.independent
-)
-sys.exit(watch(submission))
+sys.exit(local.start_and_watch(job, launch=launch, num_procs=2, folder=folder))
 """
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(folder: Path, stage: str, *, independent: bool = False) -> subprocess.Popen[str]:
+def start(
+    folder: Path, stage: str, *, independent: bool = False, before: str = ""
+) -> subprocess.Popen[str]:
+    """before: what the program does before it starts the job."""
     (folder / "stage.py").write_text(textwrap.dedent(stage))
-    program = PROGRAM.format(launch=ROOT / "launch", independent=independent)
+    program = PROGRAM.format(independent=independent, before=textwrap.dedent(before))
     return subprocess.Popen(
         [sys.executable, "-c", program],
         cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
         # Shells start background jobs with SIGINT ignored, and children inherit that: as a user at
         # a terminal has it, whatever started the tests.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -63,6 +63,14 @@ def pids(folder: Path) -> list[int]:
         time.sleep(0.05)
     time.sleep(0.1)
     return [int(path.name.removeprefix("pid-")) for path in found]
+
+
+def all_gone(pids: list[int]) -> bool:
+    """Whether the processes are gone, soon at least: the system takes a moment to end them."""
+    deadline = time.monotonic() + 5
+    while any(map(is_alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(is_alive, pids))
 
 
 def is_alive(pid: int) -> bool:
@@ -148,7 +156,7 @@ def test_independent_tasks_go_on_when_one_fails(tmp_path: Path) -> None:
     assert (tmp_path / "finished").exists()
     assert "ended with code 2" in errors
     # Each one is the first rank of its own job, and says so in its own log.
-    logs = [path.read_text() for path in sorted((tmp_path / "jobs").glob("*_log.out"))]
+    logs = [path.read_text() for path in sorted((tmp_path / "jobs").glob("*/*_log.out"))]
     assert len(logs) == 2
     for index, log in enumerate(logs):
         assert "rank 0 of 1" in log and f"task {index} (2 in all)" in log
@@ -161,7 +169,7 @@ def test_sigterm_stops_with_a_checkpoint(tmp_path: Path) -> None:
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 75
     assert "the same command goes on" in output
-    assert not any(map(is_alive, tasks))
+    assert all_gone(tasks)
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
@@ -171,4 +179,108 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in errors
-    assert not any(map(is_alive, tasks))
+    assert all_gone(tasks)
+
+
+STUBBORN = """
+    import os, pathlib, signal, time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pathlib.Path(f"pid-{os.getpid()}").touch()
+    time.sleep(100)
+"""
+
+
+def test_a_second_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    process = start(tmp_path, STUBBORN)
+    tasks = pids(tmp_path)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert all_gone(tasks)
+
+
+def test_a_reader_that_goes_away_leaves_no_process(tmp_path: Path) -> None:
+    process = start(
+        tmp_path,
+        """
+        import os, pathlib, time
+        pathlib.Path(f"pid-{os.getpid()}").touch()
+        while True:
+            print("still here", flush=True)
+            time.sleep(0.05)
+        """,
+    )
+    tasks = pids(tmp_path)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert "BrokenPipeError" in process.stderr.read()
+    assert process.wait(timeout=30) not in (0, 75)
+    assert all_gone(tasks)
+
+
+# Rank 0, after rank 1 has been killed by the stop: ended with the job, or ends by itself.
+WITHOUT_HANDLERS = {
+    "both": ("pass", 75),
+    "one, the other waits for it": ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", 75),
+    "one, the other fails": ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))", 1),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_HANDLERS)
+def test_sigterm_before_tasks_handle_it_is_no_failure(tmp_path: Path, case: str) -> None:
+    rank_0, code = WITHOUT_HANDLERS[case]
+    process = start(
+        tmp_path,
+        f"""
+        import os, pathlib, signal, sys, time
+        if os.environ["RANK"] == "0":
+            {rank_0}
+        pathlib.Path(f"pid-{{os.getpid()}}").touch()
+        time.sleep(100)
+        """,
+    )
+    tasks = pids(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == code, errors
+    assert all_gone(tasks)
+
+
+def test_sigterm_while_the_job_starts_stops_it(tmp_path: Path) -> None:
+    process = start(
+        tmp_path,
+        WAITING,
+        before="""
+        start_locally = local.start_locally
+        def start_and_be_stopped(*args, **kwargs):
+            submission = start_locally(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return submission
+        local.start_locally = start_and_be_stopped
+        """,
+    )
+    output, _ = process.communicate(timeout=30)
+    assert process.returncode == 75
+    assert "the same command goes on" in output
+
+
+def test_sigterm_is_passed_on_until_all_tasks_have_heard_it(tmp_path: Path) -> None:
+    process = start(
+        tmp_path,
+        """
+        import os, pathlib, signal, sys, time
+        heard = []
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+        pathlib.Path(f"pid-{os.getpid()}").touch()
+        while len(heard) < 2:
+            time.sleep(0.05)
+        sys.exit(75)
+        """,
+    )
+    pids(tmp_path)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 75

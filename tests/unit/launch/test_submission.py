@@ -1,12 +1,19 @@
-"""The batch script, as text."""
+"""The batch script, as text; the folders of jobs; what a refused one leaves."""
 
 from __future__ import annotations
 
+import stat
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from submitit.local import local as submitit_local
 
-from launch.submission import Submission, sbatch_text
+from launch.job import task_record_path
+from launch.submission import Submission, sbatch_text, start_locally, submit_to_slurm
+from vitscale.errors import UserError
 from vitscale.runs.launching import LaunchSettings
 
 
@@ -87,3 +94,71 @@ def test_one_task_is_no_array() -> None:
 
 def test_switched_off_options_are_left_out() -> None:
     assert "exclusive" not in script(sbatch={"exclusive": False})
+
+
+def test_each_local_job_has_a_private_folder_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Process ids come again: in a container those of two starts are often the same.
+    monkeypatch.setattr(submitit_local, "start_controller", lambda **_: SimpleNamespace(pid=7))
+    jobs = [
+        start_locally(int, launch=LaunchSettings(), num_procs=1, folder=tmp_path) for _ in range(2)
+    ]
+    assert jobs[0].job_id == jobs[1].job_id
+    paths = [task_record_path(job.folder, job_id=job.job_id, rank=0) for job in jobs]
+    assert paths[0] != paths[1]
+    assert sorted(tmp_path.iterdir()) == sorted(job.folder for job in jobs)
+    for job in jobs:
+        assert stat.S_IMODE(job.folder.stat().st_mode) == 0o700
+        assert (job.folder / "controller.log").exists()
+
+
+# Refuses partition "full", but first gives another command two seconds to come in between.
+SBATCH = """#!/bin/sh
+if grep -q -e --partition=full "$1"; then
+    mkdir {folder}/11
+    touch {folder}/config-new.yaml {folder}/asked
+    for try in 1 2 3 4 5 6 7 8 9 10; do
+        test -e {folder}/between && break
+        sleep 0.2
+    done
+    exit 1
+fi
+touch {folder}/between
+sleep 1
+echo Submitted batch job 12
+"""
+
+
+def test_a_refusal_removes_nothing_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs, folder = tmp_path / "bin", tmp_path / "slurm"
+    for each in (programs, folder):
+        each.mkdir()
+    for name, text in {"sbatch": SBATCH.format(folder=folder), "srun": "#!/bin/sh\n"}.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=":")
+    refusals = []
+
+    def be_refused() -> None:
+        with pytest.raises(UserError, match="sbatch refused") as refusal:
+            launch = LaunchSettings(partition="full")
+            submit_to_slurm(int, launch=launch, name="first", folder=folder)
+        refusals.append(refusal)
+
+    first = threading.Thread(target=be_refused)
+    first.start()
+    while not (folder / "asked").exists():
+        assert first.is_alive()
+        time.sleep(0.02)
+    second = submit_to_slurm(int, launch=LaunchSettings(), name="second", folder=folder)
+    first.join()
+    assert refusals
+    assert second.job_id == "12" and (second.folder / "12_submitted.pkl").exists()
+    # submitit leaves a link to the script of the one that was accepted.
+    (link,) = folder.glob(".submission_file_*")
+    assert link.resolve() == second.folder / "12_submission.sh"
+    names = {path.name for path in folder.iterdir()} - {link.name}
+    assert names == {"11", "12", "asked", "between", "config-new.yaml"}
