@@ -35,13 +35,14 @@ try:
         at_real_output,
         changed_settings,
         content_config,
+        is_finished,
         preparation_folder,
         tool_version,
     )
     from data_prep.work_units import WorkFolder, aside, given_up, remove_folder
     from vitscale.atomic_files import write_json
     from vitscale.config.command_line import load_command
-    from vitscale.data.index import INDEX_NAME, MANIFEST_NAME, Manifest, read_manifest
+    from vitscale.data.index import INDEX_NAME, Manifest, read_manifest
     from vitscale.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
     from vitscale.runs.data_prep import DataPrepRun
 except ModuleNotFoundError as error:
@@ -138,7 +139,7 @@ def begin(run: DataPrepRun) -> None:
             make_work_folder(folder, settings)
         begun = json.loads((folder / SETTINGS_NAME).read_text())
     except FileNotFoundError:
-        if is_finished(run):
+        if is_finished(Path(run.output).expanduser()):
             return  # another task has just finished, and named the folder
         raise given_up(folder) from None
     except OSError as error:
@@ -175,10 +176,6 @@ def is_left_over(run: DataPrepRun) -> bool:
     work = WorkFolder(preparation_folder(Path(run.output).expanduser()))
     p = Preparation(run, work, lambda num: None)
     return p.has_result("index") and not (p.path("final") / INDEX_NAME).exists()
-
-
-def is_finished(run: DataPrepRun) -> bool:
-    return (Path(run.output).expanduser() / MANIFEST_NAME).exists()
 
 
 def work_until_done(run: DataPrepRun) -> None:

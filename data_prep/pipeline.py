@@ -27,11 +27,10 @@ from typing import Any
 from data_prep import finishing, listing, planning, selecting, shard_writing
 from data_prep.inputs import ChangedSource, SpoolError
 from data_prep.outages import Interrupted, away, is_away
-from data_prep.preparation import Preparation, preparation_folder
+from data_prep.preparation import Preparation, is_finished, preparation_folder
 from data_prep.progress_line import Elapsed, Progress
 from data_prep.row_tables import leave_pandas_out
 from data_prep.work_units import WorkFolder, given_up
-from vitscale.data.index import MANIFEST_NAME
 from vitscale.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.runs.data_prep import DataPrepRun
 
@@ -196,7 +195,7 @@ def _open(
         p.open()
     except OSError as error:
         # Another process that finishes meanwhile removes the folder.
-        if not _is_finished(p):
+        if not is_finished(p.output):
             raise storage_error(error, p.output) from None
     return p
 
@@ -340,7 +339,7 @@ def work_through_phases(
                 _work_through(p, phase, counters=counters, worker=worker, start=start)
     except (OSError, SpoolError, UserError) as error:
         # Another process may have finished the whole preparation, or given it up.
-        if _is_finished(p):
+        if is_finished(p.output):
             return
         if isinstance(error, (OSError, SpoolError)):
             raise storage_error(error, p.output) from error
@@ -351,7 +350,7 @@ def work_through_phases(
 
 
 def _work_through(p: Preparation, phase: Phase, *, counters: Any, worker: int, start: int) -> None:
-    if _is_finished(p):
+    if is_finished(p.output):
         return
 
     def do(unit: str) -> None:
@@ -362,14 +361,10 @@ def _work_through(p: Preparation, phase: Phase, *, counters: Any, worker: int, s
 
     p.work.work_through(
         phase.units(p),
-        is_done=lambda unit: p.has_result(unit) or _is_finished(p),
+        is_done=lambda unit: p.has_result(unit) or is_finished(p.output),
         do=do,
         start=start,
     )
-
-
-def _is_finished(p: Preparation) -> bool:
-    return (p.output / MANIFEST_NAME).exists()
 
 
 def storage_error(error: OSError | SpoolError, output: Path) -> UserError:

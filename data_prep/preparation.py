@@ -31,6 +31,7 @@ from data_prep.named_files import evaluation_listing, label_hashes
 from data_prep.sources.open import open_source
 from data_prep.work_units import WorkFolder
 from vitscale.atomic_files import write_json
+from vitscale.data.index import MANIFEST_NAME
 from vitscale.errors import UserError
 from vitscale.runs.data_prep import DataPrepRun
 
@@ -120,6 +121,10 @@ def at_real_output(run: DataPrepRun) -> DataPrepRun:
             next_step=f"choose a folder in it, such as {real / 'shards'}",
         )
     return run if real is output else run.model_copy(update={"output": str(real)})
+
+
+def is_finished(output: Path) -> bool:
+    return (output / MANIFEST_NAME).exists()
 
 
 def preparation_folder(output: Path) -> Path:
