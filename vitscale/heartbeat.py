@@ -6,6 +6,9 @@ Leaves out: collectives themselves (`distributed`, `engine`), whose own timeouts
 Threads of every rank write a sign into the store at which the ranks met, and watch the rank
 behind it. A stopped or dead process writes nothing more. A process that lives while its loop hangs
 shows by its count of `mark`s that it is behind the rest.
+
+Silence is the time between looks, but each counts for two periods at most: a job that stood still
+as a whole (suspended by its machine or SLURM) does not take all its ranks for silent afterwards.
 """
 
 from __future__ import annotations
@@ -36,6 +39,21 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+class _Silence:
+    """For how long a number that should grow has been the same, looked at about every period."""
+
+    def __init__(self, period_s: float) -> None:
+        self.longest_s, self.number, self.looked, self.silent_s = 2 * period_s, -1, 0.0, 0.0
+
+    def seconds(self, number: int) -> float:
+        now = time.monotonic()
+        self.silent_s += min(now - self.looked, self.longest_s)
+        if number != self.number:
+            self.silent_s = 0.0
+        self.number, self.looked = number, now
+        return self.silent_s
+
+
 class Heartbeat:
     """Signs of life of all ranks, for the length of the block."""
 
@@ -45,8 +63,7 @@ class Heartbeat:
         self.ranks, self.say = ranks, say
         self.silence_s = timeout_min * 60 * SHARE_OF_TIMEOUT
         self.period_s = min(LONGEST_PERIOD_S, self.silence_s / CHECKS_PER_TIMEOUT)
-        self._marks, self._doing, self._marked = 0, "starting", time.monotonic()
-        self._last_answer = time.monotonic()
+        self._marks, self._doing, self._answers = 0, "starting", 0
         self._end = threading.Event()
         # Two, since the one that talks to the store waits for ever while rank 0 is stopped.
         self._threads = [
@@ -56,10 +73,9 @@ class Heartbeat:
 
     def mark(self, doing: str) -> None:
         """The loop has come this far; every rank makes the same marks in the same order."""
-        self._marks, self._doing, self._marked = self._marks + 1, doing, time.monotonic()
+        self._marks, self._doing = self._marks + 1, doing
 
     def __enter__(self) -> Heartbeat:
-        self._last_answer = time.monotonic()
         if self.ranks.world_size > 1:
             for thread in self._threads:
                 thread.start()
@@ -100,8 +116,9 @@ class Heartbeat:
 
     def _watch(self) -> None:
         """Look whether the store still answers this rank."""
+        silence = _Silence(self.period_s)
         while not self._end.wait(self.period_s):
-            if time.monotonic() - self._last_answer > self.silence_s + self.period_s:
+            if silence.seconds(self._answers) > self.silence_s + self.period_s:
                 self.give_up(
                     f"rank 0, where the ranks meet, has not answered for {self.silence_s:.0f} s: "
                     "it was stopped or killed, or its node is gone"
@@ -110,21 +127,20 @@ class Heartbeat:
     def _talk(self) -> None:
         """Give signs of life, and look for those of the next rank."""
         own, watched = self.ranks.rank, (self.ranks.rank + 1) % self.ranks.world_size
-        seen, last_change, store = -1, time.monotonic(), None
+        of_rank, of_own_loop, store = _Silence(self.period_s), _Silence(self.period_s), None
         while not self._end.wait(self.period_s):
             try:
                 store = store or self._connect()
                 store.set(self._key(own), f"{self._marks} {self._doing}")
                 store.add(f"{self._key(own)}/beats", 1)
                 beats = store.add(f"{self._key(watched)}/beats", 0)
-                behind = self._behind(store)
+                waited_s = of_own_loop.seconds(self._marks)
+                behind = self._behind(store) if waited_s >= self.silence_s else None
             except RuntimeError:  # rank 0 may just have ended; `_watch` counts the time
                 store = None
                 continue
-            self._last_answer = now = time.monotonic()
-            if beats != seen:
-                seen, last_change = beats, now
-            elif now - last_change > self.silence_s:
+            self._answers += 1
+            if of_rank.seconds(beats) > self.silence_s:
                 self.give_up(
                     f"rank {watched} has given no sign of life for {self.silence_s:.0f} s: it was "
                     "stopped or killed, or its node is gone"
@@ -147,9 +163,7 @@ class Heartbeat:
         return f"vitscale/life/{rank}"
 
     def _behind(self, store: dist.TCPStore) -> str | None:
-        """Ranks that keep the others waiting, when this one has waited for too long."""
-        if time.monotonic() - self._marked < self.silence_s:
-            return None
+        """Ranks that keep the others waiting."""
         keys = [self._key(rank) for rank in range(self.ranks.world_size)]
         if not store.check(keys):
             return None

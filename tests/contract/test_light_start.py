@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 
 from tests.contract.tree import ROOT, imports_of, module_files, scripts
+from tests.waiting import PATIENCE_S
 
 HEAVY = ("torch", "deepspeed", "timm", "mlflow", "webdataset")
-MAX_CPU_SECONDS = 2.0  # processor time, which other work on the machine does not change
+# Time follows from them, about a second for the 464 of the largest; torch alone has over a thousand.
+MAX_MODULES = 600
 RUN_AND_REPORT = """
 import atexit, json, os, runpy, sys
 script = sys.argv[1]
 sys.argv = sys.argv[1:]
 sys.path[0] = os.path.dirname(script)
 def report():
-    times = os.times()
-    found = {"modules": sorted(sys.modules), "cpu_s": times.user + times.system}
+    found = {"modules": sorted(sys.modules)}
     open(os.environ["REPORT"], "w").write(json.dumps(found))
 atexit.register(report)
 runpy.run_path(script, run_name="__main__")
@@ -37,7 +38,7 @@ def start(module: str, *arguments: str, folder: Path) -> tuple[dict[str, Any], s
         env=os.environ | {"REPORT": str(report)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=PATIENCE_S,
     )
     assert report.exists(), done.stderr
     found = json.loads(report.read_text()) | {"code": done.returncode}
@@ -46,7 +47,7 @@ def start(module: str, *arguments: str, folder: Path) -> tuple[dict[str, Any], s
 
 def assert_light(report: dict[str, Any]) -> None:
     assert not [name for name in HEAVY if name in report["modules"]]
-    assert report["cpu_s"] < MAX_CPU_SECONDS
+    assert len(report["modules"]) < MAX_MODULES
 
 
 @pytest.mark.parametrize("module", sorted(scripts()))

@@ -16,6 +16,7 @@ from typing import Any
 
 from benchmarks.run_states import RunState, differences, read_state
 from benchmarks.warm_ranks import ROOT, WarmRank, WarmStarter, end_session
+from tests.waiting import PATIENCE_S, wait_until
 
 STEPS, INTERVAL, LOGGED, ACCUMULATION = 24, 5, 4, 2
 # Workers, augmentation, mixup, dropout, drop path, an average of the weights and accumulation on;
@@ -29,7 +30,6 @@ SETTINGS = (
     *(f"checkpoint.every_steps={INTERVAL}", f"tracking.log_every_steps={LOGGED}"),
     *("tracking.eval_every_steps=12", "tracking.uri=null"),
 )
-WAIT_S = 200.0
 Faults = Sequence[Mapping[str, Any]]
 
 
@@ -108,7 +108,7 @@ class FaultRuns:
 
 def wait_all(ranks: Sequence[WarmRank]) -> list[int]:
     try:
-        return [rank.wait(timeout_s=WAIT_S) for rank in ranks]
+        return [rank.wait(timeout_s=PATIENCE_S) for rank in ranks]
     finally:
         for rank in ranks:
             if rank.poll() is None:
@@ -117,10 +117,7 @@ def wait_all(ranks: Sequence[WarmRank]) -> list[int]:
 
 def wait_with_launcher(ranks: Sequence[WarmRank], *, grace_s: float = 0.3) -> list[int]:
     """Exit codes when somebody ends the ranks that are left some time after the first one's end."""
-    deadline = time.monotonic() + WAIT_S
-    while all(rank.poll() is None for rank in ranks):
-        assert time.monotonic() < deadline, ranks[0].output()
-        time.sleep(0.01)
+    wait_until(lambda: any(rank.poll() is not None for rank in ranks), else_say=ranks[0].output)
     deadline = time.monotonic() + grace_s
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -131,11 +128,12 @@ def wait_with_launcher(ranks: Sequence[WarmRank], *, grace_s: float = 0.3) -> li
 
 def await_hold(place: Path, ranks: Sequence[WarmRank]) -> None:
     """Wait until a rank stands still; `let_go` continues it."""
-    deadline = time.monotonic() + WAIT_S
-    while not (place / "held").exists():
-        assert time.monotonic() < deadline, ranks[0].output()
+
+    def is_held() -> bool:
         assert all(rank.poll() is None for rank in ranks), ranks[0].output()
-        time.sleep(0.01)
+        return (place / "held").exists()
+
+    wait_until(is_held, else_say=ranks[0].output)
 
 
 def let_go(place: Path) -> None:

@@ -30,6 +30,10 @@ def fate(case: str, rank: int) -> None:
         os.kill(os.getpid(), SIGNALS[case][1])
     if case == "rank 1 slow" and rank == 1:
         time.sleep(600)
+    if case == "all stopped for a while":
+        Path(f"paused-{rank}").touch()
+        while not Path("go on").exists():
+            time.sleep(0.01)
     if case == "signal to rank 1" and rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.waiting import PATIENCE_S
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -52,7 +54,7 @@ def run_ranks(
     num_ranks: int,
     cwd: Path,
     env: dict[str, str] | None = None,
-    timeout_s: float = 240,
+    timeout_s: float = PATIENCE_S,
 ) -> list[tuple[int, str]]:
     """Run to the end; (exit code, output) of every rank."""
     processes = start_ranks(command, num_ranks=num_ranks, cwd=cwd, env=env)

@@ -28,6 +28,7 @@ from tests.conftest import mounted
 from tests.integration.rank_processes import ROOT
 from tests.light_checkpoints import LENGTH, light_save
 from tests.protocol_mutants import MUTANTS
+from tests.waiting import PATIENCE_S
 from vitscale.checkpoint import commit
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.errors import UserError
@@ -98,8 +99,8 @@ def save_under(strace: str, folder: Path, inject: str | None) -> int:
     writer = start_writer(folder)
     wait_until_stopped(writer)
     tracer = continue_traced(strace, writer, log=folder.with_suffix(".log"), inject=inject)
-    code = writer.wait(timeout=60)
-    tracer.wait(timeout=60)
+    code = writer.wait(timeout=PATIENCE_S)
+    tracer.wait(timeout=PATIENCE_S)
     return code
 
 
@@ -178,8 +179,8 @@ def two_ranks(strace: str, folder: Path, *, victim: int, inject: str | None) -> 
     log = folder.with_suffix(".log")
     tracer = continue_traced(strace, writers[victim], log=log, inject=inject)
     writers[1 - victim].send_signal(signal.SIGCONT)
-    codes = [writer.wait(timeout=60) for writer in writers]
-    tracer.wait(timeout=60)
+    codes = [writer.wait(timeout=PATIENCE_S) for writer in writers]
+    tracer.wait(timeout=PATIENCE_S)
     return codes
 
 

@@ -26,8 +26,9 @@ from tests.integration.fault_runs import (
     wait_all,
     wait_with_launcher,
 )
+from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.distributed
 slow = pytest.mark.slow
 
 # rank, place, which call, the step it belongs to
@@ -231,7 +232,7 @@ def test_silent_rank_is_named_in_time(fault_runs: FaultRuns, tmp_path: Path, cas
     place = "loader" if do == "hang" else "forward"
     planted = {rank: [fault(place, micro_step(8), do)]}
     ranks = fault_runs.start(tmp_path, "engine.timeout_min=0.15", faults=planted)
-    assert ranks[1 - rank].wait(timeout_s=60) == 1
+    assert ranks[1 - rank].wait(timeout_s=PATIENCE_S) == 1
     assert message in ranks[1 - rank].output()
     ranks[rank].send_signal(signal.SIGKILL)
     wait_all(ranks)

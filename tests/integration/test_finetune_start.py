@@ -11,7 +11,7 @@ from benchmarks.run_states import journal_rows
 from benchmarks.warm_ranks import ROOT
 from tests.integration.fault_runs import FaultRuns, wait_all
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.distributed
 
 SETTINGS = [
     *("schedule.steps=6", "schedule.warmup_steps=1", "checkpoint.every_steps=3"),

@@ -5,14 +5,18 @@ All cases run side by side: most of the time is start and waiting.
 
 from __future__ import annotations
 
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+from tests.integration.hang_worker import TIMEOUT_MIN
 from tests.integration.rank_processes import ROOT, start_ranks
+from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.distributed
 
 WORKER = ROOT / "tests/integration/hang_worker.py"
 # case: (rank that lives, its exit code, what it says)
@@ -25,9 +29,30 @@ CASES = {
     "rank 1 missing": (0, 2, "not all of 2 ranks came within 0.1 min; missing: 1"),
     "rank 0 missing": (1, 2, "rank 0 does not answer at 127.0.0.1:"),
     "nothing": (1, 0, ""),
+    "all stopped for a while": (0, 0, ""),
     "signal to rank 1": (0, 0, "stopped at step 6"),
 }
 Ends = dict[str, tuple[int | None, str]]
+
+
+def stop_for_a_while(processes: list[subprocess.Popen[str]], folder: Path) -> None:
+    """As a suspended job is, or a machine; for longer than a rank may be silent."""
+
+    def are_paused() -> bool:
+        assert all(process.poll() is None for process in processes), "ended too early"
+        return len(list(folder.glob("paused-*"))) == 2
+
+    wait_until(are_paused)
+    first, second = processes
+    # In this order the first one looks and finds no new sign of the second, before and after.
+    second.send_signal(signal.SIGSTOP)
+    time.sleep(2)
+    first.send_signal(signal.SIGSTOP)
+    time.sleep(TIMEOUT_MIN * 60)
+    first.send_signal(signal.SIGCONT)
+    time.sleep(2)
+    second.send_signal(signal.SIGCONT)
+    (folder / "go on").touch()
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +66,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
             started[case] = start_ranks([WORKER, case], num_ranks=2, cwd=Path(folder))
             if case == "rank 0 missing":
                 started[case][0].kill()
+        stop_for_a_while(started["all stopped for a while"], Path(folder))
         for case, (living, _, _) in CASES.items():
             output, _ = started[case][living].communicate(timeout=300)
             found[case] = (started[case][living].returncode, output)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from launch.dry_run import DataFacts, data_facts
 from tests.integration.layouts import Run, same_run
 from tests.range_server import RangeServer, served
 from tests.shard_folders import write_shard_folder
+from tests.waiting import wait_until
 from vitscale.config.loader import load_run
 from vitscale.data import remote_shards, remote_store
 from vitscale.data.index import MANIFEST_NAME, read_split
@@ -117,10 +117,8 @@ def test_shards_are_fetched_ahead_each_once_and_the_cache_keeps_its_size(
     reader = SplitReader(read_split(server.url, split="train", reading=run.settings(0).remote))
     assert reader.remote is not None
     remote_shards.read_ahead([], shards=[(reader.remote, shard) for shard in range(20)])
-    for _ in range(200):
-        if all(reader.remote.is_cached(shard) for shard in range(20)):
-            break
-        time.sleep(0.05)
+    remote = reader.remote
+    wait_until(lambda: all(remote.is_cached(shard) for shard in range(20)))
     sent = dict(server.sent)
     assert run.batches(ranks=3, workers=1, start=0, stop=STEPS) == undisturbed
     # All from the cache: what the opening asks for, and not a sample more.

@@ -14,7 +14,7 @@ from benchmarks.run_states import differences, read_state
 from tests.integration.fault_runs import FaultRuns, wait_all
 from tests.integration.resume_mutants import MUTANTS
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 # What has to be found unequal, at least.
 FOUND = {

@@ -6,10 +6,11 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """\
@@ -41,7 +42,7 @@ def launch(tmp_path):
     def call(*arguments: str, config: str = "run.yaml") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, str(ROOT / "launch/slurm.py"), "--config", config, *arguments],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60,
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
         )  # fmt: skip
 
     return call
@@ -88,10 +89,8 @@ def test_submitting_without_slurm_says_what_to_do_instead(launch, tmp_path) -> N
     assert not (tmp_path / "runs").exists()
 
 
-def test_errors_come_together_and_soon(launch) -> None:
-    started = time.monotonic()
+def test_errors_come_together(launch) -> None:
     done = launch("launch.nodes=3", "launch.gpus_per_node=0", "engine.device=cuda")
-    assert time.monotonic() - started < 10
     assert done.returncode == 2
     assert "64 images do not divide over 12 tasks" in done.stderr
     assert "60 or 72" in done.stderr

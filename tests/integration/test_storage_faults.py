@@ -31,7 +31,7 @@ from tests.integration.fault_runs import (
 )
 from tests.shard_folders import write_shard_folder
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.distributed
 slow = pytest.mark.slow
 NEWEST, OLDER = "step-00000015", "step-00000010"
 

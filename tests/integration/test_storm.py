@@ -17,7 +17,6 @@ from benchmarks.warm_ranks import ROOT
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
 def test_a_small_storm_goes_through(digits_shards: Path, tmp_path: Path) -> None:
     ledger = tmp_path / "ledger.jsonl"
     options = ["--kills", "2", "--steps", "16", "--seed", "3"]

@@ -38,7 +38,6 @@ def numbers(value: Any) -> Iterator[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_training_benchmarks_measure_everything(tmp_path: Path) -> None:
     """Both at once: what takes time is starting Python."""
     tax_file = tmp_path / "tax.json"
@@ -74,7 +73,6 @@ def test_training_benchmarks_measure_everything(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.timeout(600)
 def test_engine_tax_on_two_ranks(tmp_path: Path) -> None:
     process = start("engine_tax.py", "--ranks", 2, "--work", tmp_path, "--json", tmp_path / "j")
     text = process.communicate()[0]
@@ -84,7 +82,6 @@ def test_engine_tax_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_section_that_dies_leaves_the_others(tmp_path: Path) -> None:
     options = ("--sections", "data,rates", "--out", tmp_path / "out", "--work", tmp_path)
     process = start("gpu_training.py", *options, "--spoil", "data")

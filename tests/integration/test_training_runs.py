@@ -10,7 +10,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 from tests.integration.rank_processes import ROOT, free_port, run_ranks, start_ranks
+from tests.waiting import PATIENCE_S, wait_until
 from vitscale.checkpoint.folders import Checkpoint, newest_checkpoint
 from vitscale.errors import UserError
 from vitscale.resuming import starting_weights
@@ -95,14 +95,17 @@ def undisturbed(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
+    def is_there() -> bool:
         rows = journal(folder)
-        if rows and rows[-1]["step"] >= step:
-            return
         assert all(process.poll() is None for process in processes), "ended too early"
-        time.sleep(0.02)
-    raise AssertionError(f"step {step} not reached")
+        return bool(rows) and rows[-1]["step"] >= step
+
+    def tell() -> str:
+        for process in processes:
+            process.kill()
+        return f"step {step} not reached: {processes[0].communicate()[0]}"
+
+    wait_until(is_there, else_say=tell)
 
 
 def stop_ranks(
@@ -110,7 +113,7 @@ def stop_ranks(
 ) -> list[int]:
     for rank in ranks:
         processes[rank].send_signal(number)
-    return [process.wait(timeout=60) for process in processes]
+    return [process.wait(timeout=PATIENCE_S) for process in processes]
 
 
 def test_killed_and_repeated_equals_undisturbed(undisturbed: Finished, tmp_path: Path) -> None:
@@ -247,7 +250,7 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=PATIENCE_S,
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "on 360 images of 'test'" in finished.stdout
@@ -275,7 +278,11 @@ def test_bad_input_ends_with_one_clear_message(
     overrides, message = BAD_INPUT[case]
     run = command(undisturbed.shards, undisturbed.folder, *overrides)
     finished = subprocess.run(
-        [sys.executable, *map(str, run)], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, *map(str, run)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert finished.returncode == 2, finished.stdout + finished.stderr
     assert message in finished.stderr and "Traceback" not in finished.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from benchmarks.run_states import differences, read_state
 from benchmarks.warm_ranks import ROOT, session_of
 from tests.integration.fault_runs import SETTINGS, FaultRuns, await_hold, fault
 from tests.integration.rank_processes import run_ranks
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.distributed
 
@@ -37,9 +37,9 @@ def test_a_rank_is_a_process_of_its_own(fault_runs: FaultRuns, tmp_path: Path) -
     assert all(set(session_of(rank.pid)) >= {rank.pid, *rank.workers()} for rank in ranks)
     for rank in ranks:
         rank.send_signal(signal.SIGKILL)
-    assert [rank.wait(timeout_s=20) for rank in ranks] == [-9, -9]
+    assert [rank.wait(timeout_s=PATIENCE_S) for rank in ranks] == [-9, -9]
     # Workers look every 5 s whether their rank lives.
-    deadline = time.monotonic() + 60
-    while any(session_of(rank.pid) for rank in ranks):
-        assert time.monotonic() < deadline, "workers outlive their rank"
-        time.sleep(0.2)
+    wait_until(
+        lambda: not any(session_of(rank.pid) for rank in ranks),
+        else_say=lambda: "workers outlive their rank",
+    )

@@ -27,6 +27,9 @@ from vitscale.errors import RankError, UserError
 
 # From a broken connection to an exit code.
 DYING_S = 5.0
+# That many times in a row no batch has come before a worker is given up: to a machine that stood
+# still meanwhile it was one look, however long.
+LOOKS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,7 @@ def _loader(
         collate_fn=_unchanged,
         pin_memory=pin_memory,
         worker_init_fn=_start_worker,
-        timeout=settings.timeout_s if settings.num_workers else 0,
+        timeout=settings.timeout_s / LOOKS if settings.num_workers else 0,
     )
 
 
@@ -249,7 +252,7 @@ def open_loader(loader: DataLoader[Batch]) -> Iterator[Iterator[Batch]]:
     """
     batches = iter(loader)
     try:
-        yield _watched(batches, timeout_s=loader.timeout)
+        yield _watched(batches, timeout_s=loader.timeout * LOOKS)
     finally:
         for worker in getattr(batches, "_workers", ()):  # absent without workers
             if worker.is_alive() and not _responds(worker.pid):
@@ -266,12 +269,17 @@ def open_loader(loader: DataLoader[Batch]) -> Iterator[Iterator[Batch]]:
 def _watched(
     batches: Iterator[Batch | _Filled | UserError], *, timeout_s: float
 ) -> Iterator[Batch]:
+    looks = 0
     while True:
         try:
             batch = next(batches)
+            looks = 0
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:
+            looks += 1
+            if _is_timeout(error) and looks < LOOKS:
+                continue
             # OSError, EOFError: it died in the middle of a message.
             raise _worker_error(batches, error, timeout_s=timeout_s) from None
         if isinstance(batch, UserError):
@@ -296,17 +304,25 @@ def _worker_error(batches: object, error: Exception, *, timeout_s: float) -> Exc
             next_step="-9 is mostly the system's memory killer: lower data.num_workers or ask for "
             "more memory; -7 is full shared memory: enlarge /dev/shm (docker: --shm-size)",
         )
-    if "timed out" not in str(error):
+    if not _is_timeout(error):
         return error
     task = getattr(batches, "_task_info", {}).get(getattr(batches, "_rcvd_idx", None), (None,))
-    slow = workers[task[0]] if task[0] is not None else None
-    name = f"{slow.name} (pid {slow.pid}, {_state(slow.pid)})" if slow else "a loader worker"
+    # A stopped one may hold the lock that the one whose turn it is needs to hand over its batch.
+    slow = [
+        f"{worker.name} (pid {worker.pid}, {_state(worker.pid)})"
+        for number, worker in enumerate(workers)
+        if number == task[0] or _state(worker.pid) == "stopped"
+    ]
     return RankError(
-        f"{name} gave no batch for {timeout_s:g} s",
+        f"{', '.join(slow) or 'a loader worker'} gave no batch for {timeout_s:g} s",
         where="data.timeout_s",
         next_step="check the storage that the shards lie on; raise data.timeout_s if it is "
         "only slow (py-spy dump --pid PID shows where a worker is)",
     )
+
+
+def _is_timeout(error: Exception) -> bool:
+    return "timed out" in str(error)
 
 
 def _state(pid: int) -> str:

@@ -253,6 +253,7 @@ class RemoteStore:
         self.connect(url)  # the first time imports a good deal, which is no fault of the storage
         deadline = time.monotonic() + patience_s
         pause_s, tries = FIRST_PAUSE_S, 0
+        said: Exception | None = None
         while True:
             left = deadline - time.monotonic()
             self.counts.add("requests")
@@ -264,11 +265,13 @@ class RemoteStore:
             except UserError:
                 raise
             except Exception as error:  # every backend has its own kinds
+                # The last request may have been cut short by the end of the patience.
+                said = error if said is None or str(error) else said
                 refused = isinstance(error, PermissionError) or _status(error) in (401, 403)
                 # Of the system's randomness: processes forked from one would all pause alike.
                 jittered = pause_s * SystemRandom().uniform(0.5, 1.5)
                 if refused or time.monotonic() + jittered >= deadline:
-                    raise _unreachable(url, error, tries=tries, patience_s=patience_s) from None
+                    raise _unreachable(url, said, tries=tries, patience_s=patience_s) from None
             self.counts.add("retries")
             time.sleep(jittered)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)

@@ -17,7 +17,6 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,9 +24,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import PATIENCE_S, wait_until
+
 DAEMONS = ("munged", "slurmctld", "slurmd")
 NODES = ("n1", "n2")
-READY_SECONDS = 30.0
 
 # A requeued job waits until its old credential has expired: 120 s unless cred_expire says less.
 CONFIGURATION = """\
@@ -73,7 +73,12 @@ class SlurmCluster:
     def run(self, command: Sequence[str], *, cwd: Path | None = None) -> str:
         """Standard output of a command; its errors are part of the exception."""
         done = subprocess.run(
-            command, env=self.environment, cwd=cwd, capture_output=True, text=True, timeout=60
+            command,
+            env=self.environment,
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -83,13 +88,14 @@ class SlurmCluster:
         words = self.run(["scontrol", "--oneliner", "show", "job", job_id]).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def wait(self, job_id: str, *, states: Sequence[str], seconds: float) -> dict[str, str]:
+    def wait(self, job_id: str, *, states: Sequence[str]) -> dict[str, str]:
         """Wait until the job is in one of `states`; tell everything known when it does not."""
-        deadline = time.monotonic() + seconds
-        while (job := self.job(job_id))["JobState"] not in states:
-            assert time.monotonic() < deadline, f"job {job_id} is {job}\n{self.logs()}"
-            time.sleep(0.2)
-        return job
+        wait_until(
+            lambda: self.job(job_id)["JobState"] in states,
+            else_say=lambda: f"job {job_id} is {self.job(job_id)}\n{self.logs()}",
+            every_s=0.2,
+        )
+        return self.job(job_id)
 
     def logs(self) -> str:
         """The last lines of every daemon's log."""
@@ -219,16 +225,13 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
 
 
 def _wait_for(condition: Callable[[], bool], cluster: SlurmCluster, what: str) -> None:
-    deadline = time.monotonic() + READY_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline, f"no {what} in time\n{cluster.logs()}"
-        time.sleep(0.2)
+    wait_until(condition, else_say=lambda: f"no {what} in time\n{cluster.logs()}", every_s=0.2)
 
 
 def _num_idle(cluster: SlurmCluster) -> int:
     done = subprocess.run(
         ["sinfo", "--noheader", "--Node", "--format=%T"],
-        env=cluster.environment, capture_output=True, text=True, timeout=30,
+        env=cluster.environment, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     return done.stdout.split().count("idle")
 
@@ -236,13 +239,11 @@ def _num_idle(cluster: SlurmCluster) -> int:
 def _end_jobs(cluster: SlurmCluster) -> None:
     done = subprocess.run(
         ["squeue", "--noheader", "--format=%i"],
-        env=cluster.environment, capture_output=True, text=True, timeout=30,
+        env=cluster.environment, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     for job_id in done.stdout.split():
-        subprocess.run(["scancel", job_id], env=cluster.environment, timeout=30)
-    deadline = time.monotonic() + 15
-    while done.stdout.split() and _num_idle(cluster) < len(NODES) and time.monotonic() < deadline:
-        time.sleep(0.2)
+        subprocess.run(["scancel", job_id], env=cluster.environment, timeout=PATIENCE_S)
+    _wait_for(lambda: _num_idle(cluster) == len(NODES), cluster, "end of the jobs")
 
 
 @pytest.fixture(scope="session")

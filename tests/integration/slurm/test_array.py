@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from launch.job import StageJob, read_task_record, task_record_path
 from launch.submission import Submission, submit_to_slurm
+from tests.waiting import wait_until
 from vitscale.errors import UserError
 from vitscale.runs.launching import LaunchSettings
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slurm
 
 # Two tasks fill one of the nodes, which have four cores.
 LAUNCH = LaunchSettings(
@@ -89,16 +89,15 @@ def submit(slurm, tmp_path, monkeypatch):
 def wait_for_all(slurm, job: Submission) -> list[dict[str, str]]:
     """What the controller says of every task at its end."""
     return [
-        slurm.wait(f"{job.job_id}_{task}", states=FINAL_STATES, seconds=60)
-        for task in range(job.num_tasks)
+        slurm.wait(f"{job.job_id}_{task}", states=FINAL_STATES) for task in range(job.num_tasks)
     ]
 
 
 def wait_for_files(folder: Path, *names: str) -> None:
-    deadline = time.monotonic() + 30
-    while not all((folder / name).exists() for name in names):
-        assert time.monotonic() < deadline, f"no {names} in {sorted(folder.iterdir())}"
-        time.sleep(0.1)
+    wait_until(
+        lambda: all((folder / name).exists() for name in names),
+        else_say=lambda: f"no {names} in {sorted(folder.iterdir())}",
+    )
 
 
 def test_tasks_are_jobs_of_their_own_and_the_others_go_on_when_one_fails(
@@ -134,7 +133,7 @@ def test_a_stopped_task_is_requeued_alone(slurm, submit, tmp_path) -> None:
     slurm.run(["scancel", f"{job.job_id}_3"])
     assert "RUNNING" == slurm.job(f"{job.job_id}_0")["JobState"]
     for task in (1, 2):
-        slurm.wait(f"{job.job_id}_{task}", states=["COMPLETED"], seconds=60)
+        slurm.wait(f"{job.job_id}_{task}", states=["COMPLETED"])
     (folder / "end").touch()
     ended = wait_for_all(slurm, job)
     assert [task["JobState"] for task in ended] == ["COMPLETED"] * 3 + ["CANCELLED"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(180)]
+from tests.waiting import PATIENCE_S, wait_until
+
+pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).resolve().parents[3]
 NUM_TASKS = 4
@@ -25,7 +26,7 @@ def script(*command: str | Path, cwd: Path, environment: dict[str, str]) -> str:
     """Run one of the project's scripts; its output."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=120,
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -54,13 +55,6 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def wait_for(condition, *, seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     write_corpus(tmp_path / "images")
     output = script(
@@ -75,7 +69,7 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
 
     # All are at work, each in its main process, which handles signals by then, and in one worker.
     scratch = tmp_path / ".shards.preparing" / "scratch"
-    wait_for(lambda: len(list(scratch.glob("*"))) == 2 * NUM_TASKS, seconds=60)
+    wait_until(lambda: len(list(scratch.glob("*"))) == 2 * NUM_TASKS)
     # As at the end of its time; and as SLURM does for a preemption.
     slurm.run(["scancel", "--signal=USR2", f"{array}_0"])
     slurm.run(["scontrol", "requeue", f"{array}_1"])
@@ -86,8 +80,7 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
         cwd=tmp_path, environment=slurm.environment,
     )  # fmt: skip
     ended = [
-        slurm.wait(f"{array}_{task}", states=["COMPLETED", "FAILED"], seconds=90)
-        for task in range(NUM_TASKS)
+        slurm.wait(f"{array}_{task}", states=["COMPLETED", "FAILED"]) for task in range(NUM_TASKS)
     ]
     texts = [(logs / f"{array}_{task}_0_log.out").read_text() for task in range(NUM_TASKS)]
     assert [task["JobState"] for task in ended] == ["COMPLETED"] * NUM_TASKS, "\n".join(texts)

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.slurm, pytest.mark.timeout(280)]
+from tests.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.slurm
 
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 20
@@ -20,7 +22,7 @@ def script(*command: str | Path, cwd: Path, environment: dict[str, str]) -> str:
     """Run one of the project's scripts; its output."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
-        cwd=cwd, env=environment, capture_output=True, text=True, timeout=200,
+        cwd=cwd, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -62,7 +64,7 @@ def test_the_demo_model_trains_on_two_nodes(slurm, tmp_path) -> None:
     job_id = found[1]
     log = tmp_path / f"runs/slurm-demo/slurm/{job_id}/{job_id}_0_log.out"
     assert str(log) in output
-    ended = slurm.wait(job_id, states=["COMPLETED", "FAILED"], seconds=200)
+    ended = slurm.wait(job_id, states=["COMPLETED", "FAILED"])
     assert ended["JobState"] == "COMPLETED", log.read_text()
     assert ended["NumNodes"] == "2"
 

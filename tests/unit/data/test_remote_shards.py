@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 
 from tests.range_server import RangeServer, served
 from tests.shard_folders import write_shard_folder
+from tests.waiting import wait_until
 from vitscale.data import remote_shards
 from vitscale.data.index import read_split
 from vitscale.data.remote_store import DAMAGED_READS, Damaged, remote_figures
@@ -31,13 +31,6 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeSer
         yield running
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def test_samples_of_the_batch_at_hand_are_requested_before_they_are_asked_for(
     server: RangeServer,
 ) -> None:
@@ -46,7 +39,7 @@ def test_samples_of_the_batch_at_hand_are_requested_before_they_are_asked_for(
     tars = {f"train-{number:06d}.tar": 4 for number in range(3)}
     server.requests.clear()
     remote_shards.read_ahead([(reader.remote, sample) for sample in range(12)], shards=[])
-    wait_for(lambda: dict(server.requests) == tars)
+    wait_until(lambda: dict(server.requests) == tars)
     assert len({reader.bytes_of(sample) for sample in range(12)}) == 12
     assert dict(server.requests) == tars
 
@@ -90,7 +83,7 @@ class Fetches:
         """Returns when all were seen to."""
         seen = len(self.calls)
         self.threads.want([*wanted, self.shard("last")])
-        wait_for(lambda: "last" in self.calls[seen:])
+        wait_until(lambda: "last" in self.calls[seen:])
 
 
 def test_no_failure_of_a_fetch_ends_those_after_it() -> None:

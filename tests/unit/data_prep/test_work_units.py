@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from data_prep.work_units import DEAD_AFTER_S, WorkFolder, machine, remove_folder
+from tests.waiting import PATIENCE_S
 from vitscale.errors import UserError
 
 
@@ -73,7 +74,7 @@ def test_another_machine_is_believed_until_its_heartbeat_stops(work: WorkFolder)
     # The other one finishes: nothing is left to do here.
     (work.path / "b").touch()
     path.unlink()
-    thread.join(10)
+    thread.join(PATIENCE_S)
     assert not thread.is_alive() and not done
 
 
@@ -94,7 +95,7 @@ def test_a_process_in_a_container_of_the_same_host_is_not_looked_for_here(
     time.sleep(0.3)
     assert not done and thread.is_alive()
     (work.path / "a").touch()
-    thread.join(10)
+    thread.join(PATIENCE_S)
 
 
 def test_a_failing_unit_gives_its_claim_back(work: WorkFolder) -> None:

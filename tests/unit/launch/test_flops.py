@@ -6,11 +6,12 @@ import subprocess
 import sys
 
 from tests.contract.tree import ROOT
+from tests.waiting import PATIENCE_S
 
 
 def table(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "launch/flops.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def test_figures_are_those_of_the_formula() -> None:
