@@ -15,7 +15,7 @@ from tests.contract.tree import ROOT, imports_of, module_files, scripts
 from tests.waiting import PATIENCE_S
 
 HEAVY = ("torch", "deepspeed", "timm", "mlflow", "webdataset")
-# Time follows from them, about a second for the 464 of the largest; torch alone has over a thousand.
+# Time follows: about a second for the 464 of the largest. With torch it would be over a thousand.
 MAX_MODULES = 600
 RUN_AND_REPORT = """
 import atexit, json, os, runpy, sys
