@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
+from vitscale.atomic_files import blake3_of_file
+from vitscale.data import shard_cache
 from vitscale.data.remote_store import Damaged
 from vitscale.data.shard_cache import NoRoom, ShardCache
 from vitscale.errors import UserError
@@ -120,6 +122,21 @@ def test_a_file_that_rotted_is_forgotten_when_it_is_verified(cache: ShardCache) 
     with pytest.raises(Damaged):
         cache.verify(name(1))
     assert held(cache) == set()
+
+
+def test_a_file_that_takes_long_to_verify_counts_as_used_until_then(
+    cache: ShardCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch(cache, 1)
+    now = time.time()
+
+    def slowly(path: Path) -> str:
+        used(cache, 1, seconds_ago=100)
+        return blake3_of_file(path)
+
+    monkeypatch.setattr(shard_cache, "blake3_of_file", slowly)
+    cache.verify(name(1))
+    assert cache.path(name(1)).stat().st_mtime > now - 1
 
 
 @pytest.mark.parametrize("wrong", [content(7), content(1)[:-1] + b"x"])
