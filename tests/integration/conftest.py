@@ -41,12 +41,17 @@ def digits_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def fault_runs(
-    digits_shards: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[FaultRuns]:
-    folder = tmp_path_factory.mktemp("faults")
+def warm_starter() -> Iterator[WarmStarter]:
     with WarmStarter() as starter:
-        yield FaultRuns(starter, shards=digits_shards, folder=folder)
+        yield starter
+
+
+@pytest.fixture(scope="session")
+def fault_runs(
+    warm_starter: WarmStarter, digits_shards: Path, tmp_path_factory: pytest.TempPathFactory
+) -> FaultRuns:
+    folder = tmp_path_factory.mktemp("faults")
+    return FaultRuns(warm_starter, shards=digits_shards, folder=folder)
 
 
 @pytest.fixture(scope="session")

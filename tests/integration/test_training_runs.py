@@ -1,15 +1,16 @@
 """pretrain/main.py and finetune/main.py as people start them, on two real processes.
 
-One start costs some ten seconds, so every run here serves several tests.
+One start costs some ten seconds, so every run here serves several tests. Starts that end before
+they train are warm ones, which come to the same (test_warm_ranks).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.warm_ranks import WarmStarter
 from tests.integration.rank_processes import ROOT, free_port, run_ranks, start_ranks
 from tests.waiting import PATIENCE_S, wait_until
 from vitscale.checkpoint.folders import Checkpoint, newest_checkpoint
@@ -49,6 +51,7 @@ SETTINGS = [
     "tracking.eval_every_steps=25",
     "tracking.uri=null",
 ]
+RunWarm = Callable[..., list[tuple[int, str]]]
 CLOCKS = ("time", "perf/")
 
 
@@ -186,10 +189,21 @@ def test_transfer_starts_from_the_weights_asked_for(undisturbed: Finished) -> No
         starting_weights(plain, "ema")
 
 
-def test_finished_run_repeated_changes_nothing(undisturbed: Finished) -> None:
+@pytest.fixture
+def run_warm(warm_starter: WarmStarter, tmp_path: Path) -> RunWarm:
+    """Run to the end; (exit code, output) of every rank. They leave their logs in tmp_path."""
+
+    def run(what: list[str | Path], *, num_ranks: int) -> list[tuple[int, str]]:
+        ranks = warm_starter.start(what, num_ranks=num_ranks, folder=tmp_path)
+        return [(rank.wait(timeout_s=PATIENCE_S), rank.output()) for rank in ranks]
+
+    return run
+
+
+def test_finished_run_repeated_changes_nothing(undisturbed: Finished, run_warm: RunWarm) -> None:
     before = (undisturbed.folder / "journal.jsonl").read_bytes()
     again = command(undisturbed.shards, undisturbed.folder)
-    finished = run_ranks(again, num_ranks=2, cwd=undisturbed.folder.parent)
+    finished = run_warm(again, num_ranks=2)
     assert [code for code, _ in finished] == [0, 0], finished[0][1]
     assert (undisturbed.folder / "journal.jsonl").read_bytes() == before
 
@@ -273,9 +287,21 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("case", sorted(BAD_INPUT))
 def test_bad_input_ends_with_one_clear_message(
-    undisturbed: Finished, tmp_path: Path, case: str
+    undisturbed: Finished,
+    run_warm: RunWarm,
+    tmp_path: Path,
+    case: str,
 ) -> None:
     overrides, message = BAD_INPUT[case]
+    run = command(undisturbed.shards, undisturbed.folder, *overrides)
+    ((code, output),) = run_warm(run, num_ranks=1)
+    assert code == 2, output
+    assert output.count(message) == 1 and "Traceback" not in output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_without_a_launcher_it_is_one_rank(undisturbed: Finished, tmp_path: Path) -> None:
+    overrides, message = BAD_INPUT["shards missing"]
     run = command(undisturbed.shards, undisturbed.folder, *overrides)
     finished = subprocess.run(
         [sys.executable, *map(str, run)],
@@ -286,26 +312,28 @@ def test_bad_input_ends_with_one_clear_message(
     )
     assert finished.returncode == 2, finished.stdout + finished.stderr
     assert message in finished.stderr and "Traceback" not in finished.stderr
-    assert not (tmp_path / "runs").exists()
-
-
-def test_wrong_init_leaves_no_run_folder(undisturbed: Finished, tmp_path: Path) -> None:
-    config = ROOT / "configs/finetune/demo.yaml"
-    overrides = [f"data.path={undisturbed.shards}", f"output={tmp_path / 'run'}", "init=nowhere"]
-    finished = run_ranks([FINETUNE, "--config", config, *overrides], num_ranks=2, cwd=tmp_path)
-    assert [code for code, _ in finished] == [2, 2]
-    assert "init=nowhere: no such run or checkpoint folder" in finished[0][1]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_second_job_in_the_same_folder_is_refused(undisturbed: Finished, tmp_path: Path) -> None:
+def test_wrong_init_leaves_no_run_folder(
+    undisturbed: Finished, run_warm: RunWarm, tmp_path: Path
+) -> None:
+    config = ROOT / "configs/finetune/demo.yaml"
+    overrides = [f"data.path={undisturbed.shards}", f"output={tmp_path / 'run'}", "init=nowhere"]
+    finished = run_warm([FINETUNE, "--config", config, *overrides], num_ranks=2)
+    assert [code for code, _ in finished] == [2, 2]
+    assert "init=nowhere: no such run or checkpoint folder" in finished[0][1]
+    assert {path.name for path in tmp_path.iterdir()} == {"rank-0.log", "rank-1.log"}
+
+
+def test_second_job_in_the_same_folder_is_refused(
+    undisturbed: Finished, run_warm: RunWarm, tmp_path: Path
+) -> None:
     import fcntl
 
     folder = tmp_path / "run"
     folder.mkdir()
     with open(folder / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        (code, output), *_ = run_ranks(
-            command(undisturbed.shards, folder), num_ranks=1, cwd=tmp_path, env=dict(os.environ)
-        )
+        ((code, output),) = run_warm(command(undisturbed.shards, folder), num_ranks=1)
     assert code == 2 and "another job is training in this run folder" in output
