@@ -251,15 +251,15 @@ class RemoteStore:
 
     def _patiently(self, once: Callable[[float], T], url: Url, *, patience_s: float) -> T:
         self.connect(url)  # the first time imports a good deal, which is no fault of the storage
-        deadline = time.monotonic() + patience_s
-        pause_s, tries = FIRST_PAUSE_S, 0
+        spent_s, pause_s, tries = 0.0, FIRST_PAUSE_S, 0
         said: Exception | None = None
         while True:
-            left = deadline - time.monotonic()
+            timeout_s = min(patience_s - spent_s, SHARE_OF_ONE * patience_s)
+            began = time.monotonic()
             self.counts.add("requests")
             tries += 1
             try:
-                return once(min(left, SHARE_OF_ONE * patience_s))
+                return once(timeout_s)
             except _Final as final:
                 raise final.error from None
             except UserError:
@@ -270,7 +270,9 @@ class RemoteStore:
                 refused = isinstance(error, PermissionError) or _status(error) in (401, 403)
                 # Of the system's randomness: processes forked from one would all pause alike.
                 jittered = pause_s * SystemRandom().uniform(0.5, 1.5)
-                if refused or time.monotonic() + jittered >= deadline:
+                # Longer than it was given takes a request only where this process stood still.
+                spent_s += min(time.monotonic() - began, timeout_s) + jittered
+                if refused or spent_s >= patience_s:
                     raise _unreachable(url, said, tries=tries, patience_s=patience_s) from None
             self.counts.add("retries")
             time.sleep(jittered)
@@ -317,7 +319,7 @@ def _call(url: Url, method: str, *, timeout_s: float, **arguments: Any) -> Any:
     filesystem = _filesystem(url.scheme, os.getpid())
     if filesystem.async_impl:
         function = getattr(filesystem, f"_{method}")
-        return sync(filesystem.loop, function, url.text, timeout=max(timeout_s, 0.01), **arguments)
+        return sync(filesystem.loop, function, url.text, timeout=timeout_s, **arguments)
     return getattr(filesystem, method)(url.text, **arguments)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,22 @@ def test_what_a_backend_says_is_repeated_without_secrets(monkeypatch: pytest.Mon
     assert SECRET not in str(caught.value)
     # A silent server is asked again, several times within the patience.
     assert len(timeouts) > 1 and max(timeouts) <= 0.5
+
+
+def test_time_in_which_the_process_stood_still_is_not_the_storage_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail_after_a_pause(url: Url, *, timeout_s: float, **span: int) -> bytes:
+        tries.append(timeout_s)
+        if len(tries) > 1:
+            return b"123456789"
+        time.sleep(2.0)
+        raise OSError("connection reset")
+
+    tries: list[float] = []
+    monkeypatch.setattr(remote_store, "_range", fail_after_a_pause)
+    RemoteStore(patience_s=1.0).read(Url("http://host/a.bin"), offset=0, num_bytes=9)
+    assert len(tries) == 2
 
 
 def test_a_server_that_says_nothing_is_given_up(folder: Path) -> None:
