@@ -1,7 +1,7 @@
 """R3: saved on 1, 2 or 4 ranks at ZeRO 0 to 3, gone on with at any other: losses within 1e-5.
 
-The engine's part of it, over 50 steps, for all 144 ordered pairs; through files and the real
-scripts in test_training_runs.py.
+The engine's part of it, over 50 steps (30 where it ends at ZeRO 3), for all 144 ordered pairs;
+through files and the real scripts in test_training_runs.py.
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_every_ordered_pair_of_layouts_goes_on_alike(results: dict[str, Any]) -> None:
     assert len(results) == (len(NUM_RANKS) * NUM_STAGES) ** 2
+    lengths = {(pair[-1], len(losses)) for pair, losses in results.items()}
+    assert lengths == {("0", 50), ("1", 50), ("2", 50), ("3", 30)}
     expected = results["1 ranks ZeRO 0 to 1 ranks ZeRO 0"]
     # The second half sees the batches of the first again: a state that got lost would show.
     first, second = expected[:25], expected[25:]
     assert len(second) == 25 and all(b < a - 1e-3 for a, b in zip(first, second, strict=True))
     far = {
-        pair: max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+        pair: max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=False))
         for pair, losses in results.items()
     }
     worst = max(far, key=far.__getitem__)
