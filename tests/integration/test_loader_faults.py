@@ -154,6 +154,20 @@ def test_a_worker_that_dies_or_hangs_is_named_and_nothing_hangs(
     assert set(worker_pids()) <= before
 
 
+def test_all_workers_that_are_stopped_are_named(shards: Path) -> None:
+    """The one whose batch is due may only wait for a lock that another one holds."""
+    before = set(worker_pids())
+    running = batches(shards, workers=2, steps=10_000, timeout_s=3.0)
+    next(running)
+    workers = set(worker_pids()) - before
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    with pytest.raises(UserError, match="stopped.*stopped.* gave no batch for 3 s") as caught:
+        for _ in running:
+            pass
+    assert all(f"pid {worker}, stopped" in str(caught.value) for worker in workers)
+
+
 SUSPENDED = """
 import sys
 from pathlib import Path

@@ -198,6 +198,20 @@ def test_time_in_which_the_process_stood_still_is_not_the_storage_s(
     assert len(tries) == 2
 
 
+def test_the_last_error_that_says_something_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the patience cuts the last request short, whose time-out tells nothing."""
+
+    def fail(url: Url, *, timeout_s: float, **span: int) -> bytes:
+        tries.append(timeout_s)
+        raise OSError("ends after 7 bytes") if len(tries) == 1 else TimeoutError()
+
+    tries: list[float] = []
+    monkeypatch.setattr(remote_store, "_range", fail)
+    with pytest.raises(StorageError, match="ends after 7 bytes"):
+        RemoteStore(patience_s=1.0).read(Url("http://host/a.bin"), offset=0, num_bytes=9)
+    assert len(tries) > 1
+
+
 def test_a_server_that_says_nothing_is_given_up(folder: Path) -> None:
     import socket
 
