@@ -94,7 +94,7 @@ def test_a_server_that_dies_costs_no_step_and_no_point(
     for step in range(1, 41):
         if step == 20:
             stop(server)
-        # Were it to wait for the server, MLflow's own patience would add up to hours.
+        # Were it to wait for the server, the test would run into its time limit.
         tracker.log({"train/loss": 1 / step}, step=step)
         time.sleep(0.02)
     tracker.close(status="KILLED")
