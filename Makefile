@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml $(wildcard vitscale/data/*.[ch])
+$(VENV)/.installed: pyproject.toml $(wildcard vitscale/images/jpeg/*.[ch])
 	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or newer, or: make PYTHON=/path/to/python3" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; print("Python:", sys.executable, sys.version.split()[0], flush=True); sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "error: Python 3.11 or newer is needed; try: make PYTHON=python3.12 install" >&2; exit 2; }

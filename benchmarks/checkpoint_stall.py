@@ -32,14 +32,14 @@ from typing import Any
 try:
     import torch
 
-    from vitscale.atomic_files import fsync_folder
     from vitscale.checkpoint.folders import read_checkpoint
     from vitscale.checkpoint.store import CheckpointStore
     from vitscale.checkpoint.tensors import read_tensors, whole_tensors
-    from vitscale.distributed import Ranks, agree_no_error, gather_objects, process_group
+    from vitscale.config.errors import run_rank_script
+    from vitscale.distributed.atomic_files import fsync_folder
+    from vitscale.distributed.world import World, agree_no_error, gather_objects, process_group
     from vitscale.engine.engine import Engine, deepspeed_config
     from vitscale.engine.settings import EngineSettings
-    from vitscale.errors import run_rank_script
     from vitscale.models.settings import ModelSettings, architecture
     from vitscale.models.vit import build_vit, decayed
     from vitscale.optim.optimizer import build_optimizer, parameter_groups
@@ -75,7 +75,7 @@ def main() -> None:
     results: dict[str, Any] = {"environment": environment(options), "measurements": []}
     print("\n".join(f"{key}: {value}" for key, value in results["environment"].items()), flush=True)
     for size in options.mb:
-        for num_ranks in options.ranks:
+        for num_ranks in options.world:
             work = Path(tempfile.mkdtemp(prefix="stall-", dir=options.work))
             try:
                 found = run_workers(work, size=size, num_ranks=num_ranks, rounds=options.rounds)
@@ -132,7 +132,7 @@ def run_workers(work: Path, *, size: int, num_ranks: int, rounds: int) -> dict[s
     return json.loads(line.removeprefix(RESULT))
 
 
-def build_engine(ranks: Ranks, size: int) -> Engine:
+def build_engine(world: World, size: int) -> Engine:
     width, depth, mlp_width = SIZES[size]
     settings = ModelSettings(
         image_size=32,
@@ -150,17 +150,17 @@ def build_engine(ranks: Ranks, size: int) -> Engine:
         EngineSettings(zero_stage=1),
         micro_batch=BATCH,
         accumulation=1,
-        world_size=ranks.world_size,
+        world_size=world.world_size,
         clip_norm=1.0,
         dtype=torch.float32,
         raw={},
     )
     return Engine(
         vit,
-        optimizer=build_optimizer(groups, settings=optim, device=ranks.device),
+        optimizer=build_optimizer(groups, settings=optim, device=world.device),
         optimizer_name="adamw",
         config=config,
-        ranks=ranks,
+        world=world,
         dtype=torch.float32,
         mean=(0.5, 0.5, 0.5),
         std=(0.5, 0.5, 0.5),
@@ -173,7 +173,7 @@ def train_step(engine: Engine, store: CheckpointStore) -> tuple[float, float, fl
     images = torch.randint(0, 256, (BATCH, 3, 32, 32), dtype=torch.uint8)
     engine.backward(engine.logits(images).square().mean())
     before, busy = time.perf_counter(), time.thread_time()
-    store.wait_copied()
+    store.wait_for_host_copy()
     waited, busy = time.perf_counter() - before, time.thread_time() - busy
     engine.step()
     return time.perf_counter() - start, waited, busy
@@ -231,28 +231,28 @@ def timed_our_save(store: CheckpointStore, engine: Engine, *, step: int) -> dict
 
 def measure(work: Path, *, size: int, rounds: int) -> None:
     """One rank's part; rank 0 prints the result."""
-    with process_group(device="cpu", timeout_min=10, num_threads=None) as ranks:
-        engine = build_engine(ranks, size)
+    with process_group(device="cpu", timeout_min=10, num_threads=None) as world:
+        engine = build_engine(world, size)
         found: dict[str, list[float]] = {}
-        with CheckpointStore(work, keep=1, ranks=ranks) as store:
+        with CheckpointStore(work, keep=1, world=world) as store:
             for _ in range(3):
                 train_step(engine, store)
             state: dict[str, torch.Tensor] = {}
             for number in range(rounds + 1):
                 state = {name: each.clone() for name, each in engine.export_state().items()}
-                row = timed_torch_save(state, work / f"plain-{ranks.rank}.pt")
+                row = timed_torch_save(state, work / f"plain-{world.rank}.pt")
                 row |= timed_our_save(store, engine, step=number + 1)
                 for name, value in row.items():
                     key = f"first {name}" if number == 0 else name
                     found.setdefault(key, []).append(value)
-            check_last_save(store, engine, ranks, step=rounds + 2)
+            check_last_save(store, engine, world, step=rounds + 2)
             num_bytes = sum(gather_objects(sum(each.nbytes for each in state.values())))
-        if ranks.is_first:
-            head = {"state_mb": num_bytes / 1e6, "ranks": ranks.world_size}
+        if world.is_first:
+            head = {"state_mb": num_bytes / 1e6, "ranks": world.world_size}
             print(RESULT + json.dumps(head | {"seconds": found}), flush=True)
 
 
-def check_last_save(store: CheckpointStore, engine: Engine, ranks: Ranks, *, step: int) -> None:
+def check_last_save(store: CheckpointStore, engine: Engine, world: World, *, step: int) -> None:
     """What is committed is what the engine had, though training went on meanwhile."""
     shares = gather_objects({name: each.clone() for name, each in engine.export_state().items()})
     store.save(engine.export_state(), step=step, progress={}, description={})

@@ -29,12 +29,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-try:
-    from photo_folder import noise_photos, write_photo_folder
-    from process_runs import ROOT, CommandFailed, run_command
-    from sharding_contenders import make_shards_command
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks, tests
 
-    from vitscale.errors import UserError, run_rank_script, run_script
+try:
+    from benchmarks.corpora.photo_folder import noise_photos, write_photo_folder
+    from benchmarks.faults.process_runs import ROOT, CommandFailed, run_command
+    from benchmarks.sharding.contenders import make_shards_command
+    from vitscale.config.errors import UserError, run_rank_script, run_script
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -142,18 +143,17 @@ def run_on_ranks(num_ranks: int, work: Path, options: argparse.Namespace) -> dic
 
 def measure_on_rank(options: argparse.Namespace) -> None:
     """One rank. Torch is imported here, so that the parent starts at once."""
-    from gpu_steps import BareLoop, EngineLoop, Task, random_batches
-
+    from benchmarks.training.steps import BareLoop, EngineLoop, Task, random_batches
     from vitscale.engine.settings import EngineSettings
     from vitscale.models.settings import ModelSettings
-    from vitscale.training import open_training
+    from vitscale.training.session import open_training
 
     size = chosen_size(options)
     run = endless_run(size, options)
     with open_training(run) as t:
         import torch
 
-        ranks = t.ranks
+        world = t.world
         task = Task(
             model=ModelSettings(**size["model"]),
             batch=size["batch"],
@@ -161,11 +161,11 @@ def measure_on_rank(options: argparse.Namespace) -> None:
             optim=run.optim,
             total_steps=t.plan.total_steps,
         )
-        pool = random_batches(task, ranks)
-        loops: dict[str, Any] = {"bare": BareLoop(task, ranks, precision="fp32")}
+        pool = random_batches(task, world)
+        loops: dict[str, Any] = {"bare": BareLoop(task, world, precision="fp32")}
         for stage in STAGES:
             settings = EngineSettings(zero_stage=stage, device="cpu")
-            loops[f"zero{stage}"] = EngineLoop(task, ranks, settings=settings, dtype=torch.float32)
+            loops[f"zero{stage}"] = EngineLoop(task, world, settings=settings, dtype=torch.float32)
         steps: dict[str, Callable[[int], torch.Tensor]] = {
             name: stepper(loop, pool) for name, loop in loops.items()
         }
@@ -178,12 +178,12 @@ def measure_on_rank(options: argparse.Namespace) -> None:
         t.batches = synthetic(pool)
         numbers = count()  # a run's log lines never go back
         steps["loop"] = lambda number: main_step(t, next(numbers))
-        found = timed(steps, size, options.blocks, ranks)
+        found = timed(steps, size, options.blocks, world)
         found["losses"] = losses
         found["threads"] = torch.get_num_threads()
         found["torch"] = torch.__version__
         found["real"] = timed_real(t, steps["loop"], real, pool, size)
-        if ranks.is_first:
+        if world.is_first:
             (options.rank_of / "found.json").write_text(json.dumps(found))
 
 
@@ -193,9 +193,9 @@ def endless_run(size: dict[str, Any], options: argparse.Namespace) -> Any:
     from vitscale.data.settings import DataSettings
     from vitscale.engine.settings import EngineSettings
     from vitscale.models.settings import ModelSettings
+    from vitscale.optim.schedules import ScheduleSettings
     from vitscale.optim.settings import OptimSettings
     from vitscale.runs.pretrain import PretrainRun
-    from vitscale.schedules import ScheduleSettings
     from vitscale.tracking.settings import TrackingSettings
 
     work = options.rank_of
@@ -237,8 +237,8 @@ def synthetic(pool: list[Any]) -> Iterator[Any]:
 def main_step(t: Any, step: int) -> Any:
     """The body of the loop of pretrain/main.py, without evaluation, checkpoint and stopping."""
     from pretrain.objectives.supervised import supervised_loss
-    from vitscale.schedules import learning_rate
-    from vitscale.training import seed_step
+    from vitscale.optim.schedules import learning_rate
+    from vitscale.training.session import seed_step
 
     lr = learning_rate(
         step,
@@ -254,7 +254,7 @@ def main_step(t: Any, step: int) -> Any:
     t.engine.set_learning_rate(lr)
     for micro_step in range(t.plan.accumulation):
         batch = t.next_batch()
-        seed_step(t.run.seed, step=step, micro_step=micro_step, rank=t.ranks.rank)
+        seed_step(t.run.seed, step=step, micro_step=micro_step, rank=t.world.rank)
         loss = supervised_loss(t.engine, batch, t.run.objective)
         t.engine.backward(loss)
         t.engine.step()
@@ -272,12 +272,12 @@ def check_losses(losses: dict[str, list[float]]) -> None:
             raise UserError(f"{name} loses {ours}, the bare loop {losses['bare']}")
 
 
-def timed(steps: dict[str, Any], size: dict[str, Any], blocks: int, ranks: Any) -> dict[str, Any]:
+def timed(steps: dict[str, Any], size: dict[str, Any], blocks: int, world: Any) -> dict[str, Any]:
     """Seconds per step and their ratios to the bare loop's; wall clock, and processors' sum."""
     import torch
-    from gpu_timing import interleaved, ratio, warm_up
 
-    from vitscale.distributed import sum_over_ranks
+    from benchmarks.training.timing import interleaved, ratio, warm_up
+    from vitscale.distributed.world import sum_over_ranks
 
     cpu: dict[str, list[float]] = {name: [] for name in steps}
     turns = [sorted(steps, reverse=block % 2 == 1) for block in range(blocks)]
@@ -291,12 +291,12 @@ def timed(steps: dict[str, Any], size: dict[str, Any], blocks: int, ranks: Any) 
         return time.perf_counter() - wall_s
 
     for step in steps.values():
-        warm_up(step, steps=size["warmup"], device=ranks.device)
+        warm_up(step, steps=size["warmup"], device=world.device)
     wall = interleaved(
         steps,
         blocks=blocks,
         steps_per_block=size["steps_per_block"],
-        device=ranks.device,
+        device=world.device,
         start=size["warmup"],
         clock=clock,
     )

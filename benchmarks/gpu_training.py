@@ -39,6 +39,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks, tests
+
 NEEDED = {
     **{"torch": "torch", "timm": "timm", "deepspeed": "deepspeed", "pydantic": "pydantic"},
     **{"yaml": "PyYAML", "pyarrow": "pyarrow", "safetensors": "safetensors", "blake3": "blake3"},
@@ -86,7 +88,7 @@ def main() -> None:
 
 def watch(options: argparse.Namespace) -> None:
     """Start workers until no section is left; imports no torch."""
-    from gpu_scale import Results
+    from benchmarks.training.scale import Results
 
     options.out.mkdir(parents=True, exist_ok=True)
     results = Results(options.out)
@@ -119,7 +121,7 @@ def run_worker(
     sections: list[str], options: argparse.Namespace, work: Path, end: float
 ) -> list[str]:
     """One worker over `sections`; those left when it is gone. The one it died in is noted."""
-    from gpu_scale import Results
+    from benchmarks.training.scale import Results
 
     command = [sys.executable, __file__, "--worker", "--sections", ",".join(sections)]
     command += ["--out", str(options.out), "--work", str(work), *(["--toy"] * options.toy)]
@@ -186,9 +188,9 @@ def show_log(path: Path, shown: int, *, quiet: bool) -> int:
 
 def work_through(options: argparse.Namespace) -> None:
     """The worker: every section in turn, each with its errors caught."""
-    from gpu_checks import check_engine, measure_checkpoint, measure_data
-    from gpu_scale import GPU, TOY, Context, Results
-    from gpu_speed import (
+    from benchmarks.training.checks import check_engine, measure_checkpoint, measure_data
+    from benchmarks.training.scale import GPU, TOY, Context, Results
+    from benchmarks.training.speed import (
         measure_model,
         measure_profile,
         measure_rates,
@@ -197,8 +199,7 @@ def work_through(options: argparse.Namespace) -> None:
         measure_timm,
         measure_variants,
     )
-
-    from vitscale.distributed import process_group
+    from vitscale.distributed.world import process_group
 
     measures: dict[str, Callable[[Context], None]] = {
         **{"rates": measure_rates, "checks": check_engine, "tax": measure_tax},
@@ -252,14 +253,14 @@ def run_section(ctx: Any, measure: Callable[[Any], None]) -> None:
 
 
 def skip_teardown(code: int) -> None:
-    from vitscale.errors import skip_teardown as skip
+    from vitscale.config.errors import skip_teardown as skip
 
     skip(code)
 
 
 def first_step(options: argparse.Namespace) -> None:
-    from gpu_scale import GPU, TOY
-    from gpu_speed import COMPARED, print_first_step
+    from benchmarks.training.scale import GPU, TOY
+    from benchmarks.training.speed import COMPARED, print_first_step
 
     scale = TOY if options.toy else GPU
     print_first_step(

@@ -7,7 +7,7 @@ Copies are made of each image of FOLDER (JPEG, PNG, WebP, any structure) or of g
 and asked for as a pair. Two halves of the images are reported side by side, to show how far the
 rates vary. False positives: every pair of different images of FOLDER, and of scikit-learn's
 handwritten digits, of which many look alike. Catch rates take a pair as given: the search for pairs
-finds all that pass (tests/unit/data_prep/test_duplicates.py).
+finds all that pass (tests/unit/data_prep/duplicates/test_search.py).
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ try:
     import numpy as np
     from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 
-    from data_prep.duplicates import find_duplicates
-    from data_prep.evaluation_sets import EvaluationIndex
-    from data_prep.similarity import (
+    from data_prep.duplicates.descriptors import (
         DESCRIPTOR,
         NUM_FREQUENCIES,
         describe,
@@ -42,7 +40,9 @@ try:
         looks_like,
         near,
     )
-    from vitscale.errors import UserError, run_script
+    from data_prep.duplicates.evaluation_sets import EvaluationIndex
+    from data_prep.duplicates.search import find_duplicates
+    from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None

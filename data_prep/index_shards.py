@@ -24,16 +24,20 @@ try:
     from pathlib import Path
     from typing import Any
 
-    from data_prep.index_folder import IndexedTars, root_of_tars, tar_listing, write_index_folder
-    from data_prep.preparation import content_config, preparation_folder, refuse_changed_files
-    from data_prep.process_pool import ordered_results, workers_for
-    from data_prep.progress_line import progress
-    from data_prep.shard_index import TarUnit, index_tar
-    from data_prep.sources.open import open_source
-    from vitscale.atomic_files import commit_folder, write_json
+    from data_prep.indexing.folder import IndexedTars, root_of_tars, tar_listing, write_index_folder
+    from data_prep.indexing.tars import TarUnit, index_tar
+    from data_prep.pipeline.process_pool import ordered_results, workers_for
+    from data_prep.pipeline.progress import progress
+    from data_prep.pipeline.workspace import (
+        content_config,
+        preparation_folder,
+        refuse_changed_files,
+    )
+    from data_prep.sources.registry import open_source
     from vitscale.config.command_line import load_command
+    from vitscale.config.errors import UserError, UserErrors, run_script
     from vitscale.data.index import Manifest, read_manifest
-    from vitscale.errors import UserError, UserErrors, run_script
+    from vitscale.distributed.atomic_files import commit_folder, write_json
     from vitscale.runs.data_prep import DataPrepRun
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)

@@ -19,9 +19,9 @@ try:
     import numpy as np
     from PIL import Image
 
-    from data_prep.row_tables import seeded_hash
-    from vitscale.atomic_files import commit_folder
-    from vitscale.errors import UserError, run_script
+    from data_prep.pipeline.row_tables import seeded_hash
+    from vitscale.config.errors import UserError, run_script
+    from vitscale.distributed.atomic_files import commit_folder
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None

@@ -24,11 +24,10 @@ try:
     from pathlib import Path
     from typing import Any
 
-    from data_prep.ledger import describe_rejected
-    from data_prep.listing import listing_fingerprint
-    from data_prep.outages import Interrupted
-    from data_prep.pipeline import LISTING_PHASES, prepare, storage_error
-    from data_prep.preparation import (
+    from data_prep.pipeline.listing import listing_fingerprint
+    from data_prep.pipeline.runner import LISTING_PHASES, prepare, storage_error
+    from data_prep.pipeline.work_units import WorkFolder, aborted_error, remove_folder, sibling_path
+    from data_prep.pipeline.workspace import (
         SETTINGS_NAME,
         WORK_FORMAT,
         Preparation,
@@ -39,11 +38,12 @@ try:
         preparation_folder,
         tool_version,
     )
-    from data_prep.work_units import WorkFolder, aside, given_up, remove_folder
-    from vitscale.atomic_files import write_json
+    from data_prep.shards.ledger import describe_rejected
+    from data_prep.sources.outages import Interrupted
     from vitscale.config.command_line import load_command
+    from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
     from vitscale.data.index import INDEX_NAME, Manifest, read_manifest
-    from vitscale.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
+    from vitscale.distributed.atomic_files import write_json
     from vitscale.runs.data_prep import DataPrepRun
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
@@ -107,7 +107,7 @@ def find_existing(output: Path, run: DataPrepRun) -> Manifest | None:
 def check_same_source(existing: Manifest, run: DataPrepRun) -> None:
     """Compare names and sizes of the inputs; content is left to verify_shards.py."""
     # Of this process alone: commands that compare at the same time would remove each other's.
-    folder = aside(preparation_folder(Path(run.output).expanduser()))
+    folder = sibling_path(preparation_folder(Path(run.output).expanduser()))
     listing = run.model_copy(update={"output": str(folder / "listing")})
     work = WorkFolder(preparation_folder(folder / "listing"))
     try:
@@ -141,7 +141,7 @@ def begin(run: DataPrepRun) -> None:
     except FileNotFoundError:
         if is_finished(Path(run.output).expanduser()):
             return  # another task has just finished, and named the folder
-        raise given_up(folder) from None
+        raise aborted_error(folder) from None
     except OSError as error:
         raise storage_error(error, Path(run.output)) from None
     if changed := changed_settings(begun, settings):
@@ -154,7 +154,7 @@ def begin(run: DataPrepRun) -> None:
 
 def make_work_folder(folder: Path, settings: dict[str, Any]) -> None:
     """Create it with its settings in it by one rename; of several processes one succeeds."""
-    new = aside(folder)
+    new = sibling_path(folder)
     new.mkdir(parents=True)
     write_json(new / SETTINGS_NAME, settings)
     try:

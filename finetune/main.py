@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 try:
     from vitscale.config.command_line import load_command
-    from vitscale.errors import EXIT_STOPPED_RESUMABLE, run_rank_script
+    from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, run_rank_script
+    from vitscale.optim.schedules import learning_rate
     from vitscale.runs.finetune import FinetuneRun
-    from vitscale.schedules import learning_rate
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 def load_trunk(model: nn.Module, arch: Architecture, run: FinetuneRun) -> list[str]:
     """The weights of `init` under the model's fresh zero head; returns what they are."""
     from vitscale.checkpoint.folders import resolve_weights
-    from vitscale.models.foreign_weights import is_weight_file, read_foreign_weights
+    from vitscale.models.external_weights import is_weight_file, read_external_weights
     from vitscale.models.transfer import transfer_weights
-    from vitscale.resuming import starting_weights
+    from vitscale.training.resume import starting_weights
 
     if run.init is None:
         return []
     if is_weight_file(run.init):
-        foreign = read_foreign_weights(Path(run.init), grid=run.init_grid)
+        foreign = read_external_weights(Path(run.init), grid=run.init_grid)
         transfer_weights(
             model,
             weights=foreign.weights,
@@ -65,8 +65,8 @@ def load_trunk(model: nn.Module, arch: Architecture, run: FinetuneRun) -> list[s
 def train(run: FinetuneRun) -> None:
     # Imported late: torch and deepspeed take seconds, and a wrong configuration fails before them.
     from finetune.pictures import predictions_sheet
-    from vitscale.losses import LOSSES
-    from vitscale.training import open_training, seed_step
+    from vitscale.training.losses import LOSSES
+    from vitscale.training.session import open_training, seed_step
 
     loss_of = LOSSES[run.objective.loss]
     with open_training(run, initial_weights=lambda model, arch: load_trunk(model, arch, run)) as t:
@@ -85,22 +85,22 @@ def train(run: FinetuneRun) -> None:
             t.engine.set_learning_rate(lr)
             for micro_step in range(t.plan.accumulation):
                 batch = t.next_batch()
-                seed_step(run.seed, step=step, micro_step=micro_step, rank=t.ranks.rank)
+                seed_step(run.seed, step=step, micro_step=micro_step, rank=t.world.rank)
                 logits = t.engine.logits(batch.images)
                 loss = loss_of(
                     logits,
                     batch.labels,
                     run.objective.label_smoothing,
-                    other_labels_B=batch.other_labels,
-                    own_shares_B=batch.own_shares,
+                    mixed_labels_B=batch.mixed_labels,
+                    mix_lambda_B=batch.mix_lambda,
                 )
                 t.engine.backward(loss)
-                t.store.wait_copied()
+                t.store.wait_for_host_copy()
                 t.engine.step()
                 t.meter.add_loss(loss)
             done = step + 1
             t.end_step(done)
-            stopping = t.stop.agreed() and not t.is_last(done)
+            stopping = t.stop.set_on_any_rank() and not t.is_last(done)
             if t.log_due(done):
                 t.log_interval(done, lr=lr)
             if t.evaluation_due(done):

@@ -34,10 +34,10 @@ def predictions_sheet(
     for row, sample in zip(images, chosen, strict=True):
         samples.fill(sample, row)
     engine.eval()
-    predicted = engine.logits(images.to(engine.ranks.device)).argmax(dim=1).tolist()
+    predicted = engine.logits(images.to(engine.world.device)).argmax(dim=1).tolist()
     engine.train()
     path = folder / "pictures" / "test_predictions.png"
-    if engine.ranks.is_first:
+    if engine.world.is_first:
         labels = [int(index.label[sample]) for sample in chosen]
         _draw(images, predicted, labels, classes=index.classes, path=path)
     return path

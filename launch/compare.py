@@ -12,10 +12,10 @@ import argparse
 import sys
 
 try:
-    from launch.comparison import compare, load_runs
-    from launch.comparison_text import print_comparison
-    from launch.report import default_output, write_report
-    from vitscale.errors import UserError, run_script
+    from launch.comparison.report import default_output, write_report
+    from launch.comparison.runs import compare, load_runs
+    from launch.comparison.text import print_comparison
+    from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 try:
-    from vitscale.errors import UserError, run_script
+    from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None

@@ -12,7 +12,7 @@ import argparse
 import sys
 
 try:
-    from vitscale.errors import UserError, UserErrors, run_script
+    from vitscale.config.errors import UserError, UserErrors, run_script
     from vitscale.models.costs import num_parameters, train_flops_per_image
     from vitscale.models.settings import ModelSettings, architecture, model_problems
 except ModuleNotFoundError as error:

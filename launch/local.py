@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 try:
-    from launch.job import StageJob
-    from launch.local_run import CONTROLLER_SECONDS, StopNote, end, failure_report, follow
-    from launch.preparation import (
+    from launch.jobs.job import StageJob
+    from launch.jobs.local import CONTROLLER_SECONDS, StopNote, end, failure_report, follow
+    from launch.jobs.preparation import (
         RUN_TYPES,
         check_job,
         launchable,
@@ -21,9 +21,9 @@ try:
         prepare_job,
         with_num_workers,
     )
-    from launch.submission import Submission, start_locally
+    from launch.jobs.submission import Submission, start_locally
     from vitscale.config.command_line import load_command
-    from vitscale.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
+    from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
     from vitscale.runs.launching import LaunchSettings
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)

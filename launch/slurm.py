@@ -8,8 +8,7 @@ from __future__ import annotations
 import sys
 
 try:
-    from launch.dry_run import check_data, describe
-    from launch.preparation import (
+    from launch.jobs.preparation import (
         RUN_TYPES,
         LaunchableRun,
         check_job,
@@ -18,9 +17,10 @@ try:
         run_name,
         with_num_workers,
     )
-    from launch.submission import Submission, require_slurm, submit_to_slurm
+    from launch.jobs.submission import Submission, require_slurm, submit_to_slurm
+    from launch.planning.dry_run import check_data, describe
     from vitscale.config.command_line import load_command
-    from vitscale.errors import run_script
+    from vitscale.config.errors import run_script
     from vitscale.runs.training import TrainingRun
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)

@@ -12,9 +12,9 @@ import sys
 
 try:
     from vitscale.config.command_line import load_command
-    from vitscale.errors import EXIT_STOPPED_RESUMABLE, run_rank_script
+    from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, run_rank_script
+    from vitscale.optim.schedules import learning_rate
     from vitscale.runs.pretrain import PretrainRun
-    from vitscale.schedules import learning_rate
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
 def train(run: PretrainRun) -> None:
     # Imported late: torch and deepspeed take seconds, and a wrong configuration fails before them.
     from pretrain.objectives.supervised import supervised_loss
-    from vitscale.training import open_training, seed_step
+    from vitscale.training.session import open_training, seed_step
 
     with open_training(run) as t:
         for step in range(t.start_step, t.plan.total_steps):
@@ -41,15 +41,15 @@ def train(run: PretrainRun) -> None:
             t.engine.set_learning_rate(lr)
             for micro_step in range(t.plan.accumulation):
                 batch = t.next_batch()
-                seed_step(run.seed, step=step, micro_step=micro_step, rank=t.ranks.rank)
+                seed_step(run.seed, step=step, micro_step=micro_step, rank=t.world.rank)
                 loss = supervised_loss(t.engine, batch, run.objective)
                 t.engine.backward(loss)
-                t.store.wait_copied()
+                t.store.wait_for_host_copy()
                 t.engine.step()
                 t.meter.add_loss(loss)
             done = step + 1
             t.end_step(done)
-            stopping = t.stop.agreed() and not t.is_last(done)
+            stopping = t.stop.set_on_any_rank() and not t.is_last(done)
             if t.log_due(done):
                 t.log_interval(done, lr=lr)
             if t.evaluation_due(done):

@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from data_prep.inputs import Container, Input, Spool, Watched, changed_source, printable
-from data_prep.outages import refuse_outage
 from data_prep.sources.folder_walk import walk_folder
+from data_prep.sources.outages import refuse_outage
 from data_prep.sources.places import (
     Place,
     find_places,
@@ -25,8 +24,9 @@ from data_prep.sources.places import (
     source_root,
     stem_and_suffix,
 )
+from data_prep.sources.protocol import Container, Input, Spool, Watched, changed_source, printable
 from data_prep.sources.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
-from vitscale.errors import UserError, UserErrors
+from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import SourceSettings
 
 # Names are compared within a tar, in at most 170 bytes each.

@@ -14,7 +14,6 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
-from data_prep.inputs import Container, Input, Watched, printable
 from data_prep.sources.folder_walk import walk_folder
 from data_prep.sources.places import (
     Place,
@@ -23,7 +22,8 @@ from data_prep.sources.places import (
     link_reason,
     source_root,
 )
-from vitscale.errors import UserError, UserErrors
+from data_prep.sources.protocol import Container, Input, Watched, printable
+from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import SourceSettings
 
 PATTERN_SIGNS = frozenset("*?{")

@@ -12,8 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.inputs import Container, Input, Watched, changed_source
 from data_prep.sources.places import file_reason, link_reason, stat_entry, stem_and_suffix
+from data_prep.sources.protocol import Container, Input, Watched, changed_source
 
 Entries = AbstractContextManager[Iterator[os.DirEntry[str]]]
 IsListedApart = Callable[[os.DirEntry[str]], bool]

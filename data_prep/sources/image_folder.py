@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.inputs import Container, Input, Spool, Watched, printable
 from data_prep.sources.folder_walk import walk_folder
 from data_prep.sources.places import Place, find_places, is_image_name, link_reason
-from vitscale.errors import UserError, UserErrors
+from data_prep.sources.protocol import Container, Input, Spool, Watched, printable
+from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import SourceSettings
 
 SPLIT_LIKE_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test"})

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.inputs import Container, Input, Spool, Watched, printable
-from data_prep.labels import says_none
-from data_prep.outages import refuse_outage
+from data_prep.labels.assignment import says_none
 from data_prep.sources.class_tars import stat_watched, tidy
 from data_prep.sources.file_lists import FileList
+from data_prep.sources.outages import refuse_outage
 from data_prep.sources.parquet_rows import (
     TableDefect,
     column_type,
@@ -26,7 +25,8 @@ from data_prep.sources.parquet_rows import (
     value_of,
 )
 from data_prep.sources.places import is_hidden, stem_and_suffix
-from vitscale.errors import UserError
+from data_prep.sources.protocol import Container, Input, Spool, Watched, printable
+from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 MAX_CLASS_LENGTH = 4096

@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data_prep.inputs import changed_source, printable
-from data_prep.outages import refuse_outage
-from vitscale.errors import UserError
+from data_prep.sources.outages import refuse_outage
+from data_prep.sources.protocol import changed_source, printable
+from vitscale.config.errors import UserError
 
 BATCH_ROWS = 64
 # A column of a row group is read page by page, but nothing keeps it from being one page.

@@ -17,10 +17,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from data_prep.inputs import Container, Input, Spool, Watched, printable, watched
-from data_prep.outages import refuse_outage
 from data_prep.sources.class_tars import opened, stat_watched
 from data_prep.sources.file_lists import FileList
+from data_prep.sources.outages import refuse_outage
 from data_prep.sources.parquet_images import class_of
 from data_prep.sources.parquet_rows import (
     TableDefect,
@@ -30,8 +29,9 @@ from data_prep.sources.parquet_rows import (
     value_of,
 )
 from data_prep.sources.places import is_hidden, lies_in, stem_and_suffix
+from data_prep.sources.protocol import Container, Input, Spool, Watched, printable, watched
 from data_prep.sources.text_lines import Lines, csv_rows, has_quote, next_line
-from vitscale.errors import UserError
+from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import (
     SPLIT_NAMES,
     LabelSettings,

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.inputs import changed_source
-from vitscale.errors import UserError, UserErrors
+from data_prep.sources.protocol import changed_source
+from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import SourceSettings
 
 # Named like an image, hence opened and judged by content. Formats that are not taken stand here

@@ -10,8 +10,8 @@ import csv
 import os
 from collections.abc import Iterator
 
-from data_prep.inputs import printable
-from vitscale.errors import UserError
+from data_prep.sources.protocol import printable
+from vitscale.config.errors import UserError
 
 MAX_LINE_BYTES = 1 << 20
 

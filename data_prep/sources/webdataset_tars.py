@@ -14,9 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_prep.inputs import Container, Input, Spool, Watched
-from data_prep.labels import says_none
-from data_prep.outages import refuse_outage
+from data_prep.labels.assignment import says_none
 from data_prep.sources.class_tars import (
     MAX_MEMBERS,
     compressed_tar_error,
@@ -26,9 +24,11 @@ from data_prep.sources.class_tars import (
     tar_row,
 )
 from data_prep.sources.file_lists import FileList
+from data_prep.sources.outages import refuse_outage
 from data_prep.sources.places import is_hidden
+from data_prep.sources.protocol import Container, Input, Spool, Watched
 from data_prep.sources.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
-from vitscale.errors import UserError
+from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")

@@ -1,6 +1,6 @@
 """Supervised classification, the objective of the ViT paper.
 
-Leaves out: the losses themselves (`vitscale.losses`), which fine-tuning shares.
+Leaves out: the losses themselves (`vitscale.training.losses`), which fine-tuning shares.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import torch
 
 from vitscale.data.loader import Batch
 from vitscale.engine.engine import Engine
-from vitscale.losses import LOSSES
 from vitscale.optim.settings import ObjectiveSettings
+from vitscale.training.losses import LOSSES
 
 
 def supervised_loss(engine: Engine, batch: Batch, settings: ObjectiveSettings) -> torch.Tensor:
@@ -20,6 +20,6 @@ def supervised_loss(engine: Engine, batch: Batch, settings: ObjectiveSettings) -
         logits_BC,
         batch.labels,
         settings.label_smoothing,
-        other_labels_B=batch.other_labels,
-        own_shares_B=batch.own_shares,
+        mixed_labels_B=batch.mixed_labels,
+        mix_lambda_B=batch.mix_lambda,
     )

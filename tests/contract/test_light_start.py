@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.contract.tree import ROOT, imports_of, module_files, scripts
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 HEAVY = ("torch", "deepspeed", "timm", "mlflow", "webdataset")
 # Time follows: about a second for the 464 of the largest. With torch it would be over a thousand.

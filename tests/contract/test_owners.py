@@ -7,14 +7,14 @@ import pytest
 from tests.contract.tree import imports_of, module_files
 
 OWNERS = {
-    "fsspec": {"vitscale.data.remote_store"},
+    "fsspec": {"vitscale.data.remote.store"},
     "deepspeed": {"vitscale.engine.engine"},
     "mlflow": {"vitscale.tracking.mlflow_store"},
-    "submitit": {"launch.submission"},
-    "webdataset": {"data_prep.tar_shards"},
+    "submitit": {"launch.jobs.submission"},
+    "webdataset": {"data_prep.shards.tar_writer"},
     "timm": {"vitscale.models.vit"},
     "sklearn": {"data_prep.make_digits"},
-    "simplejpeg": {"vitscale.data.decoding", "vitscale.data.strict_jpeg"},
+    "simplejpeg": {"vitscale.images.decoders", "vitscale.images.strict_jpeg"},
 }
 TORCHLESS_FOLDERS = ("launch.", "data_prep.", "vitscale.config.", "vitscale.runs.")
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.warm_ranks import WarmStarter
-from tests.integration.fault_runs import (
+from tests.support.ranks.fault_runs import (
     FaultRuns,
     copy_of,
     fault,
     micro_step,
     wait_with_launcher,
 )
-from tests.integration.rank_processes import ROOT
+from tests.support.ranks.rank_processes import ROOT
+from tests.support.ranks.warm_ranks import WarmStarter
 
 
 @pytest.fixture(scope="session")

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitscale.atomic_files import commit_folder, make_folders, write_new_file
 from vitscale.checkpoint.folders import (
     MANIFEST,
     LaterVersion,
@@ -35,7 +34,8 @@ from vitscale.checkpoint.folders import (
     step_of,
     verify_files,
 )
-from vitscale.errors import UserError
+from vitscale.config.errors import UserError
+from vitscale.distributed.atomic_files import commit_folder, make_folders, write_new_file
 
 # Own value in, all ranks' values out, in rank order. Raises when a rank is gone.
 Exchange = Callable[[Any], list[Any]]
@@ -55,7 +55,7 @@ class Save:
     keep: int
     progress: Mapping[str, Any]
     description: Mapping[str, Any]
-    moved: Callable[[], None] = lambda: None
+    on_progress: Callable[[], None] = lambda: None
     """Called whenever the disk has taken or given another part."""
 
     @property
@@ -127,7 +127,7 @@ def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Answer:
         warnings = _remove(_leftovers(save))
     make_folders(save.checkpoints)
     save.temporary.mkdir(exist_ok=True)
-    chunks = _chunks(pieces, taken=save.moved)
+    chunks = _chunks(pieces, taken=save.on_progress)
     num_bytes, content = write_new_file(save.temporary / save.file_name, chunks)
     entry = {"bytes": num_bytes, "blake3": content}
     return {"file": save.file_name, "entry": entry, "warnings": warnings}
@@ -156,7 +156,7 @@ def _finish(save: Save, shares: list[Answer]) -> Answer:
         step=save.step, files=files, progress=save.progress, description=save.description
     )
     write_new_file(save.temporary / MANIFEST, [text.encode()])
-    verify_files(save.temporary, files, from_disk=True, moved=save.moved)
+    verify_files(save.temporary, files, from_disk=True, on_progress=save.on_progress)
     if _is_committed(save):
         _remove([save.temporary])
     else:
@@ -169,7 +169,7 @@ def _is_committed(save: Save) -> bool:
     """Whether this very step is there and valid: then it stays, since replacing takes a moment
     in which neither is. Raises LaterVersion."""
     try:
-        read_checkpoint(save.final, moved=save.moved)
+        read_checkpoint(save.final, on_progress=save.on_progress)
     except LaterVersion:
         raise
     except UserError:

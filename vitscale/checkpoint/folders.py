@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import blake3
 
-from vitscale.atomic_files import blake3_of_file, json_text, sha256_of_file
-from vitscale.errors import UserError
+from vitscale.config.errors import UserError
+from vitscale.distributed.atomic_files import blake3_of_file, json_text, sha256_of_file
 
 if TYPE_CHECKING:
     import torch
@@ -91,7 +91,7 @@ def _hash_of(body: Mapping[str, Any]) -> str:
     return blake3.blake3(json_text(body).encode()).hexdigest()
 
 
-def read_checkpoint(folder: Path, *, moved: Callable[[], None] = lambda: None) -> Checkpoint:
+def read_checkpoint(folder: Path, *, on_progress: Callable[[], None] = lambda: None) -> Checkpoint:
     """Verify a checkpoint folder, hashes included. Raises UserError saying what is damaged.
 
     moved: called whenever another part has been read.
@@ -103,7 +103,7 @@ def read_checkpoint(folder: Path, *, moved: Callable[[], None] = lambda: None) -
             what = f"belongs to step {manifest['step']}, not to this folder"
             raise UserError(what, where=str(path), next_step=REMEDY)
         version, files = manifest["format_version"], manifest["files"]
-        verify_files(folder, files, version=version, moved=moved)
+        verify_files(folder, files, version=version, on_progress=on_progress)
         return Checkpoint(
             folder=folder,
             step=int(manifest["step"]),
@@ -149,7 +149,7 @@ def verify_files(
     *,
     version: int = FORMAT_VERSION,
     from_disk: bool = False,
-    moved: Callable[[], None] = lambda: None,
+    on_progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Compare sizes and hashes of all files. Raises UserError for the first one that differs."""
     key, hash_of = HASHES[version]
@@ -158,7 +158,7 @@ def verify_files(
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(f"lists {name!r}, which is no file of its own", where=str(folder))
         fresh = {"from_disk": True} if from_disk else {}
-        found = hash_of(file, moved=moved, **fresh)
+        found = hash_of(file, on_progress=on_progress, **fresh)
         if file.stat().st_size != expected["bytes"] or found != expected[key]:
             raise UserError("does not match its hash", where=str(file), next_step=REMEDY)
 

@@ -5,9 +5,9 @@ Leaves out: the commit protocol (`commit`), reading (`folders`), what the tensor
 and when to save (the loops).
 
 The thread first copies the tensors to host memory, while the next forward and backward pass read
-the same weights; an update must wait for that copy (`wait_copied`), and for nothing else. The
-threads of all ranks agree through a gloo group of their own, which no other thread uses: each save
-exchanges exactly twice on every rank, in the order of the saves, so it cannot cross with
+the same weights; an update must wait for that copy (`wait_for_host_copy`), and for nothing else.
+The threads of all ranks agree through a gloo group of their own, which no other thread uses: each
+save exchanges exactly twice on every rank, in the order of the saves, so it cannot cross with
 collectives of the training. The outcome is looked at where all ranks are at the same point: at the
 next save and in `wait`.
 """
@@ -32,9 +32,9 @@ import torch.distributed as dist
 from vitscale.checkpoint.commit import Commit, Save, commit_save
 from vitscale.checkpoint.folders import Checkpoint, checkpoint_to_resume
 from vitscale.checkpoint.tensors import HostCopy
-from vitscale.distributed import Ranks, agree_no_error, broadcast_object
-from vitscale.errors import UserError
-from vitscale.heartbeat import Heartbeat
+from vitscale.config.errors import UserError
+from vitscale.distributed.heartbeat import Heartbeat
+from vitscale.distributed.world import World, agree_no_error, broadcast_object
 
 # Longest that one rank's disk may lag behind another's.
 EXCHANGE_TIMEOUT = timedelta(hours=1)
@@ -47,22 +47,22 @@ CHECKS = 4
 class CheckpointStore:
     """The checkpoints of one run folder.
 
-    Collective, but for `wait_copied`, `finished`, `told` and `__exit__`.
+    Collective, but for `wait_for_host_copy`, `finished`, `told` and `__exit__`.
 
     As a context manager it does not end before the last save has. With a heartbeat, a rank whose
     disk does not get on for as long as ranks may be silent says so and ends its process.
     """
 
     def __init__(
-        self, run_folder: Path, *, keep: int, ranks: Ranks, heartbeat: Heartbeat | None = None
+        self, run_folder: Path, *, keep: int, world: World, heartbeat: Heartbeat | None = None
     ) -> None:
-        self.folder, self.keep, self.ranks = run_folder / "checkpoints", keep, ranks
+        self.folder, self.keep, self.world = run_folder / "checkpoints", keep, world
         self._heartbeat, self._num_moves, self._exchanging = heartbeat, 0, False
-        self._host_copy = HostCopy(ranks.device)
+        self._host_copy = HostCopy(world.device)
         self._copied = threading.Event()
         self._copied.set()
         self._group: Any = None
-        if ranks.world_size > 1:
+        if world.world_size > 1:
             self._group = dist.new_group(backend="gloo", timeout=EXCHANGE_TIMEOUT)
         self._name: str = broadcast_object(uuid.uuid4().hex[:8])
         self._num_saves = 0
@@ -76,7 +76,7 @@ class CheckpointStore:
         Raises UserError, on all ranks, when there are checkpoints and none can be read.
         """
         found, error = None, None
-        if self.ranks.is_first:
+        if self.world.is_first:
             try:
                 found = checkpoint_to_resume(self.folder)
             except UserError as caught:
@@ -94,7 +94,7 @@ class CheckpointStore:
         progress: dict[str, Any],
         description: dict[str, Any],
     ) -> None:
-        """Begin to save this rank's tensors and return. They must not change before `wait_copied`.
+        """Start saving this rank's tensors, which must not change before `wait_for_host_copy`.
 
         Waits for the save before it. Raises UserError when that one failed.
         """
@@ -106,11 +106,11 @@ class CheckpointStore:
             checkpoints=self.folder,
             step=step,
             attempt=f"{self._name}-{self._num_saves}",
-            rank=self.ranks.rank,
+            rank=self.world.rank,
             keep=self.keep,
             progress=json.loads(json.dumps(progress)),  # the run goes on and may change it
             description=description,
-            moved=self._move,
+            on_progress=self._move,
         )
         # A daemon: a process that must end does not wait for a disk that hangs.
         self._thread = threading.Thread(
@@ -118,7 +118,7 @@ class CheckpointStore:
         )
         self._thread.start()
 
-    def wait_copied(self) -> None:
+    def wait_for_host_copy(self) -> None:
         """Wait until the tensors given to `save` may change: before an update of the weights."""
         self._copied.wait()
 
@@ -152,7 +152,7 @@ class CheckpointStore:
     def _exchange(self, value: Any) -> list[Any]:
         if self._group is None:
             return [value]
-        values: list[Any] = [None] * self.ranks.world_size
+        values: list[Any] = [None] * self.world.world_size
         self._exchanging = True
         try:
             dist.all_gather_object(values, value, group=self._group)
@@ -193,7 +193,7 @@ class CheckpointStore:
             if num_still >= CHECKS:
                 self._heartbeat.give_up(f"{what}: its storage hangs")
             elif num_still:
-                self._heartbeat.say(f"rank {self.ranks.rank}: {what}")
+                self._heartbeat.say(f"rank {self.world.rank}: {what}")
 
     def finished(self) -> bool:
         """Whether this rank has nothing left to write. Never waits; not collective."""
@@ -220,14 +220,14 @@ class CheckpointStore:
 
 
 @contextmanager
-def run_folder_lock(folder: Path, *, ranks: Ranks) -> Iterator[None]:
+def run_folder_lock(folder: Path, *, world: World) -> Iterator[None]:
     """Refuse a second job in the same run folder. The lock ends with the process that holds it.
 
     A run that fails before it has written anything leaves no new folder behind.
     """
     with ExitStack() as stack:
         error = None
-        if ranks.is_first:
+        if world.is_first:
             try:
                 if not folder.exists():
                     stack.callback(_remove_if_unused, folder)

@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic
 
+from vitscale.config.errors import UserError, UserErrors, nearest
 from vitscale.config.loader import RunT, RunTypes, load_run, run_to_yaml
 from vitscale.config.wording import describe_field, model_in
-from vitscale.errors import UserError, UserErrors, nearest
 
 COMMON_SWITCHES = {
     "--config": "FILE  the run's YAML file",

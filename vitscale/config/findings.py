@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from vitscale.config.errors import UserError, nearest
 from vitscale.config.section import Run
 from vitscale.config.wording import (
     describe_field,
@@ -24,7 +25,6 @@ from vitscale.config.wording import (
     show_value,
 )
 from vitscale.config.yaml_source import Node, Path, node_at, plain_value, resolve_scalar
-from vitscale.errors import UserError, nearest
 
 RunT = TypeVar("RunT", bound=Run)
 

@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from vitscale.config.errors import UserError, UserErrors, nearest
 from vitscale.config.findings import explain, where_is, without_bad_values
 from vitscale.config.section import Run
 from vitscale.config.wording import (
@@ -31,7 +32,6 @@ from vitscale.config.yaml_source import (
     plain_value,
     resolve_scalar,
 )
-from vitscale.errors import UserError, UserErrors, nearest
 
 RunT = TypeVar("RunT", bound=Run)
 RunTypes = type[RunT] | Mapping[str, type[RunT]]

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from vitscale.errors import UserError
+from vitscale.config.errors import UserError
 
 MAX_FILE_BYTES = 1 << 20
 MAX_EVENTS = 20_000  # keeps reading under two seconds; a real configuration has a few hundred

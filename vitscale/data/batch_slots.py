@@ -15,7 +15,7 @@ import os
 
 import torch
 
-from vitscale.errors import UserError
+from vitscale.config.errors import UserError
 
 SHARED_MEMORY = "/dev/shm"
 # Batches that DataLoader lets each worker be ahead.

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitscale.data.remote_index import (
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.data.remote.index import (
     RemoteShards,
     first_bytes,
     open_remote_shards,
@@ -26,9 +27,8 @@ from vitscale.data.remote_index import (
     remote_index,
     remote_sizes,
 )
-from vitscale.data.remote_store import Url, is_url, local_path_of
+from vitscale.data.remote.store import Url, is_url, local_path_of
 from vitscale.data.settings import RemoteSettings
-from vitscale.errors import UserError, UserErrors
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, SplitIndex
-from vitscale.data.remote_index import RangeFile
-from vitscale.data.remote_store import Url
-from vitscale.errors import UserError
+from vitscale.data.remote.index import RangeFile
+from vitscale.data.remote.store import Url
 
 if TYPE_CHECKING:
     import pyarrow as pa

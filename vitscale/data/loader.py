@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from vitscale.config.errors import RankError, UserError
 from vitscale.data.batch_slots import PREFETCH, BatchSlots
 from vitscale.data.index import SplitIndex
 from vitscale.data.order import rank_batches
 from vitscale.data.samples import EvaluationSamples, TrainingSamples, Unreadable
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet
-from vitscale.errors import RankError, UserError
 
 # From a broken connection to an exit code.
 DYING_S = 5.0
@@ -44,9 +44,9 @@ class Batch:
     """float32 [B]: 1 for a sample, 0 for the padding of an evaluation's last batch."""
     unreadable: tuple[Unreadable, ...] = ()
     """Samples that others stand in for."""
-    other_labels: torch.Tensor | None = None
+    mixed_labels: torch.Tensor | None = None
     """int64 [B], with mixing: labels of the images mixed in."""
-    own_shares: torch.Tensor | None = None
+    mix_lambda: torch.Tensor | None = None
     """float32 [B], with mixing: how much of each image is its own."""
 
     def to(self, device: torch.device) -> Batch:

@@ -1,7 +1,7 @@
 """Mixup and CutMix of a micro-batch on its device.
 
 Owns: who is mixed with whom, how much, and the mixed images.
-Leaves out: the loss of mixed labels (`vitscale.losses`).
+Leaves out: the loss of mixed labels (`vitscale.training.losses`).
 
 Partners are neighbours in the order of training, positions 2i and 2i + 1, which lie in one
 micro-batch on every layout as long as it is even. What is drawn depends on the seed and the step
@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from vitscale.data.loader import Batch
-from vitscale.data.order import CounterRandom, stream_key
 from vitscale.data.settings import MixingSettings
+from vitscale.distributed.random_numbers import CounterRandom, stream_key
 
 # B batch, P pairs: B = 2 P
 
@@ -34,7 +34,7 @@ class Blend:
 def mix_batch(
     batch: Batch, settings: MixingSettings, *, seed: int, step: int, first_position: int
 ) -> Batch:
-    """The batch with images mixed, float32 0..255, and labels as `vitscale.losses` takes them.
+    """The batch with images mixed, float32 0..255, and labels as the losses take them.
 
     first_position: of the batch's first sample in training; even.
     """
@@ -50,8 +50,8 @@ def mix_batch(
     return replace(
         batch,
         images=mix_images(batch.images, blends),
-        other_labels=batch.labels.view(-1, 2).flip(1).flatten(),
-        own_shares=shares.repeat_interleave(2).to(batch.images.device, non_blocking=True),
+        mixed_labels=batch.labels.view(-1, 2).flip(1).flatten(),
+        mix_lambda=shares.repeat_interleave(2).to(batch.images.device, non_blocking=True),
     )
 
 

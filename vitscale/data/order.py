@@ -10,13 +10,14 @@ hand has to be computed, so a jump to any position costs the same.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypeVar
 
 import numpy as np
+
+from vitscale.distributed.random_numbers import permutation, stream_key
 
 # A checkpoint of another version is refused: it would go on in another order. To be raised with
 # any change of what stands at a position.
@@ -26,47 +27,8 @@ MIXTURE_BLOCK = 1 << 14
 VIEW_BLOCK = 64
 MILLION = 1_000_000
 REMEMBERED = 3
-_GOLDEN = 0x9E3779B97F4A7C15
-_MASK = (1 << 64) - 1
 K = TypeVar("K")
 V = TypeVar("V")
-
-
-def stream_key(*parts: object) -> int:
-    """A 64-bit key from any printable parts; equal parts give equal keys on every machine."""
-    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "little")
-
-
-def mix(value: int) -> int:
-    """SplitMix64's output function: 64 bits in, 64 well-mixed bits out. Steele et al. 2014."""
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK
-    return value ^ (value >> 31)
-
-
-class CounterRandom:
-    """Uniform numbers as a function of (key, draw number): SplitMix64 from a given start."""
-
-    def __init__(self, key: int) -> None:
-        self._state = key
-
-    def uniform(self, low: float = 0.0, high: float = 1.0) -> float:
-        """The next number in [low, high)."""
-        self._state = (self._state + _GOLDEN) & _MASK
-        return low + (high - low) * (mix(self._state) >> 11) * 2.0**-53
-
-
-def permutation(num: int, *, key: int) -> np.ndarray:
-    """A permutation of range(num), int64 [num], from `key` alone.
-
-    Sorted SplitMix64 hashes rather than numpy's shuffle, whose stream may change between versions.
-    """
-    with np.errstate(over="ignore"):
-        x = np.uint64(key) + np.arange(1, num + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
-    return np.argsort(x, kind="stable")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -15,17 +15,19 @@ from typing import NamedTuple
 
 import torch
 
-from vitscale.data import images
-from vitscale.data.augment import augment
-from vitscale.data.decoding import DECODERS, resolve_decoder
+from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex
 from vitscale.data.index_keys import sample_names
-from vitscale.data.order import CounterRandom, Draw, stream_key
-from vitscale.data.remote_shards import RemoteSamples, read_ahead
-from vitscale.data.settings import AugmentSettings, DataSettings
+from vitscale.data.order import Draw
+from vitscale.data.remote.shards import RemoteSamples, read_ahead
+from vitscale.data.settings import DataSettings
 from vitscale.data.shard_files import ShardFiles
 from vitscale.data.training_set import TrainingSet
-from vitscale.errors import UserError
+from vitscale.distributed.random_numbers import CounterRandom, stream_key
+from vitscale.images import crops
+from vitscale.images.augment import augment
+from vitscale.images.decoders import DECODERS, resolve_decoder
+from vitscale.images.settings import AugmentSettings
 
 # As many neighbours as this are tried before a sample is given up.
 SUBSTITUTES = 8
@@ -147,11 +149,11 @@ class TrainingSamples:
         width, height = self.decoder.size(data)
         right = down = 0
         if settings.crop == "plain":
-            box, right, down = images.plain_crop_box(
+            box, right, down = crops.plain_crop_box(
                 width, height, size=self.image_size, random=random
             )
         else:
-            box = images.random_crop_box(
+            box = crops.random_crop_box(
                 width, height, area=settings.crop_area, aspect=settings.crop_aspect, random=random
             )
         flip = settings.horizontal_flip and random.uniform() < 0.5
@@ -165,7 +167,7 @@ class TrainingSamples:
             out=out,
         )
         if right or down:
-            out.copy_(images.reflected(out, right=-right if flip else right, down=down))
+            out.copy_(crops.reflected(out, right=-right if flip else right, down=down))
         if self.augments:
             # A stream of its own: crop and flip stay what they are without augmentation.
             random = CounterRandom(augmentation_key(self.seed, draw, purpose="augment2"))
@@ -216,9 +218,9 @@ class EvaluationSamples:
     def _resized(self, data: bytes, out: torch.Tensor) -> None:
         settings = self.settings
         width, height = self.decoder.size(data)
-        box = images.CropBox(0, 0, width, height)
+        box = crops.CropBox(0, 0, width, height)
         if settings.eval_resize == "center_crop":
-            box = images.center_crop_box(width, height, fraction=settings.eval_crop_fraction)
+            box = crops.center_crop_box(width, height, fraction=settings.eval_crop_fraction)
         self.decoder.crop(
             data,
             box,

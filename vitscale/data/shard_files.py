@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
-from vitscale.errors import UserError
+from vitscale.config.errors import UserError
 
 MAX_OPEN_SHARDS = 64
 # Bytes that are lost: a bad block, a checksum or structure that the file system finds broken. With

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from vitscale.config.errors import UserError, nearest
 from vitscale.data.index import SplitIndex, place_of, read_split
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
 from vitscale.data.settings import DataSettings, RemoteSettings, TrainingShards
-from vitscale.errors import UserError, nearest
 
 
 @dataclass(frozen=True, kw_only=True)

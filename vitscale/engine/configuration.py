@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
+from vitscale.config.errors import UserError
 from vitscale.engine.settings import EngineSettings
-from vitscale.errors import UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Doubled after 1000 updates without overflow, halved at the second overflow in a row.

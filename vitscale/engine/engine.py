@@ -36,7 +36,7 @@ from deepspeed.utils import (
 from torch import nn
 
 from vitscale.checkpoint.tensors import slice_name
-from vitscale.distributed import Ranks, gather_objects
+from vitscale.distributed.world import World, gather_objects
 from vitscale.engine.agreement import checksum, disagreement, num_unequal
 from vitscale.engine.configuration import deepspeed_config as deepspeed_config
 from vitscale.engine.configuration import resolve_compile as resolve_compile
@@ -79,7 +79,7 @@ class Engine:
         optimizer: torch.optim.Optimizer,
         optimizer_name: str,
         config: dict[str, Any],
-        ranks: Ranks,
+        world: World,
         dtype: torch.dtype,
         mean: tuple[float, float, float],
         std: tuple[float, float, float],
@@ -95,7 +95,7 @@ class Engine:
         # DeepSpeed's CPU collectives through shared memory are compiled at first use, spin on the
         # cores that train, and meet leftovers of a killed run under the same name. gloo does not.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        self.ranks, self.dtype = ranks, dtype
+        self.world, self.dtype = world, dtype
         self._state_names = STATE_NAMES[optimizer_name] + ((AVERAGE,) if ema else ())
         self._stage = int(config["zero_optimization"]["stage"])
         self._accumulation = int(config["gradient_accumulation_steps"])
@@ -108,7 +108,7 @@ class Engine:
             config=config | {"gradient_clipping": 0.0},
             dist_init_required=False,
         )
-        if ranks.world_size == 1 and self._is_plain():
+        if world.world_size == 1 and self._is_plain():
             # DeepSpeed would copy all gradients into one buffer and back, for nobody to add to.
             self._engine.enable_backward_allreduce = False
         _trust_guard(own_check=dtype == torch.float16)
@@ -116,13 +116,13 @@ class Engine:
             self.base_optimizer,
             clip_norm=config["gradient_clipping"] or None,
             norm=self._norm,
-            device=ranks.device,
+            device=world.device,
         )
         # Before the first step: it may be left out, and a checkpoint needs the states all the same.
         self._create_optimizer_state(0)
         # Pixels 0..255 to (x / 255 - mean) / std, as one multiply-add on the device.
-        scale = torch.tensor([1 / (255 * s) for s in std], device=ranks.device)
-        shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=ranks.device)
+        scale = torch.tensor([1 / (255 * s) for s in std], device=world.device)
+        shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=world.device)
         self._scale_3HW, self._shift_3HW = scale.view(3, 1, 1), shift.view(3, 1, 1)
         self._normalize = torch.compile(_normalize) if compile_input else _normalize
 
@@ -260,7 +260,7 @@ class Engine:
             mapping = parameter._hp_mapping
             if mapping is not None:
                 own.append(num_unequal(mapping.lp_fragment, mapping.hp_fragment))
-        none = torch.zeros((), dtype=torch.int64, device=self.ranks.device)
+        none = torch.zeros((), dtype=torch.int64, device=self.world.device)
         numbers = torch.stack([*sums, torch.stack([none, *own]).sum()])
         rows = gather_objects(numbers.tolist())
         wrong = [str(rank) for rank, row in enumerate(rows) if own and row[-1]]
@@ -323,7 +323,7 @@ class Engine:
         self._link_optimizer_state()
         for name, parameter in self._parameters():
             for kind in ("model", *self._state_names):
-                value = tensors[f"{kind}.{name}"].to(self.ranks.device)
+                value = tensors[f"{kind}.{name}"].to(self.world.device)
                 self._set_full(parameter, value, None if kind == "model" else kind)
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -336,12 +336,12 @@ class Engine:
         """The flat piece of a parameter, or of a state of it, that this rank saves; its start."""
         nothing = (0, torch.empty(0))
         if self._is_plain():
-            if number % self.ranks.world_size != self.ranks.rank:
+            if number % self.world.world_size != self.world.rank:
                 return nothing
             whole = parameter if kind is None else self.base_optimizer.state[parameter][kind]
             return 0, whole.view(-1)
         if self._stage == 3:
-            size, rank = parameter.ds_tensor.numel(), self.ranks.rank
+            size, rank = parameter.ds_tensor.numel(), self.world.rank
             if kind is None:
                 part = safe_get_local_fp32_param(parameter)
             else:
@@ -370,9 +370,9 @@ class Engine:
         """ZeRO-3: each rank holds an equal slice; the last ones may reach into padding."""
         size = parameter.ds_tensor.numel()
         flat = value.flatten()
-        padded = torch.zeros(size * self.ranks.world_size, dtype=flat.dtype, device=flat.device)
+        padded = torch.zeros(size * self.world.world_size, dtype=flat.dtype, device=flat.device)
         padded[: flat.numel()] = flat
-        part = padded.narrow(0, size * self.ranks.rank, size)
+        part = padded.narrow(0, size * self.world.rank, size)
         if kind is None:
             safe_set_local_fp32_param(parameter, part)
             parameter.ds_tensor.data.copy_(part)

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from vitscale.config.errors import nearest
 from vitscale.config.section import Section
-from vitscale.errors import nearest
 
 RAW_GROUPS = (
     "bf16 comms_logger compile data_types flops_profiler fp16 torch_autocast zero_optimization"
@@ -55,7 +55,7 @@ class EngineSettings(Section):
     timeout_min: float = Field(default=10.0, gt=0)
     """A collective that takes longer ends the run, and so does a rank without a sign of life or
     whose storage does not get on with a save."""
-    meeting_timeout_min: float = Field(default=5.0, gt=0)
+    init_timeout_min: float = Field(default=5.0, gt=0)
     """Longest that ranks wait for the others to start."""
     max_skipped_steps: int = Field(default=10, gt=0)
     """Updates left out in a row, because a loss or gradient was not finite, that end the run."""

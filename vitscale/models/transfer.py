@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from vitscale.errors import UserError
+from vitscale.config.errors import UserError
 from vitscale.models.position_embedding import resize_position_embedding
 
 HEAD_PREFIX = "head."

@@ -3,7 +3,7 @@
 Owns: the fields and what each may hold. A batch script is shell, and sbatch reads option lines from
 it: a newline inside any value would end its comment line and be run. Hence every field has its own
 alphabet here, and nothing that cannot be printed passes.
-Leaves out: the script itself (launch/submission.py).
+Leaves out: the script itself (launch/jobs/submission.py).
 """
 
 from __future__ import annotations

@@ -15,19 +15,19 @@ from typing import Any
 from pydantic import Field
 
 from vitscale.checkpoint.settings import CheckpointSettings
+from vitscale.config.errors import UserError
 from vitscale.config.section import Run
 from vitscale.data.settings import DataSettings, augment_problems, remote_problems
 from vitscale.engine.settings import EngineSettings, raw_problems
-from vitscale.errors import UserError
 from vitscale.models.settings import ModelSettings, model_problems
-from vitscale.optim.settings import ObjectiveSettings, OptimSettings, optim_problems
-from vitscale.runs.launching import LaunchSettings, launch_problems
-from vitscale.schedules import (
+from vitscale.optim.schedules import (
     ScheduleSettings,
     cooldown_steps,
     schedule_problems,
     warmup_steps,
 )
+from vitscale.optim.settings import ObjectiveSettings, OptimSettings, optim_problems
+from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.tracking.run_facts import absolute_uri
 from vitscale.tracking.settings import TrackingSettings
 

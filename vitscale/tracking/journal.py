@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitscale.atomic_files import atomic_file
+from vitscale.distributed.atomic_files import atomic_file
 
 JOURNAL_NAME = "journal.jsonl"
 RESERVED_KEYS = ("step", "time")

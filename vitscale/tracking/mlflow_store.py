@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitscale.atomic_files import write_json
+from vitscale.distributed.atomic_files import write_json
 from vitscale.tracking.journal import Row
 from vitscale.tracking.run_facts import (
     MAX_TAG_CHARS,

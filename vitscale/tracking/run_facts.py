@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vitscale.errors import UserError, nearest
+from vitscale.config.errors import UserError, nearest
 
 # Limits of MLflow's servers and stores (mlflow/utils/validation.py, 3.17).
 MAX_KEY_CHARS = 250

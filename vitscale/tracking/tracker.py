@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from vitscale.errors import EXIT_STOPPED_RESUMABLE
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.tracking.delivery import Delivery
 from vitscale.tracking.journal import JOURNAL_NAME, Journal, read_rows
 from vitscale.tracking.mlflow_store import RunDescription, Say

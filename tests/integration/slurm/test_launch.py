@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.job import StageJob, read_task_record, task_record_path
-from launch.submission import Submission, sbatch_text, submit_to_slurm
-from tests.waiting import PATIENCE_S, wait_until
-from vitscale.errors import UserError
+from launch.jobs.job import StageJob, read_task_record, task_record_path
+from launch.jobs.submission import Submission, sbatch_text, submit_to_slurm
+from tests.support.waiting import PATIENCE_S, wait_until
+from vitscale.config.errors import UserError
 from vitscale.runs.launching import LaunchSettings
 
 pytestmark = pytest.mark.slurm

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import safetensors
 
-from tests.light_checkpoints import LENGTH, light_save, tensor_file
+from tests.support.light_checkpoints import LENGTH, light_save, tensor_file
 from vitscale.checkpoint import folders
 from vitscale.checkpoint.folders import (
     LaterVersion,
@@ -23,7 +23,7 @@ from vitscale.checkpoint.folders import (
     read_checkpoint,
     read_manifest,
 )
-from vitscale.errors import UserError
+from vitscale.config.errors import UserError
 
 RANK_FILE, MANIFEST = "rank-00000.safetensors", "manifest.json"
 

@@ -3,8 +3,8 @@
 The calls of a real save are recorded and replayed on a model: what a file holds is durable from
 its fsync, a name from the fsync of its folder. Every durable state is written out and read by the
 real reader. Then each fsync, rename and check of the protocol is removed, and a state must be
-found that breaks the promise. tests/integration/test_checkpoint_faults.py does it on a real disk,
-which forgives more.
+found that breaks the promise. tests/integration/checkpoint/test_checkpoint_faults.py does it on a
+real disk, which forgives more.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from tests.light_checkpoints import light_save
-from tests.protocol_mutants import MUTANTS, rmtree
+from tests.support.light_checkpoints import light_save
+from tests.support.protocol_mutants import MUTANTS, rmtree
 from vitscale.checkpoint import commit
 from vitscale.checkpoint.folders import newest_checkpoint
 

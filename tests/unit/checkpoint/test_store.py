@@ -15,7 +15,6 @@ import blake3
 import pytest
 import torch
 
-from vitscale import atomic_files
 from vitscale.checkpoint import commit
 from vitscale.checkpoint.folders import (
     newest_checkpoint,
@@ -24,13 +23,14 @@ from vitscale.checkpoint.folders import (
     step_folders,
 )
 from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
-from vitscale.distributed import Ranks, process_group
-from vitscale.errors import UserError
-from vitscale.heartbeat import SHARE_OF_TIMEOUT, Heartbeat
+from vitscale.config.errors import UserError
+from vitscale.distributed import atomic_files
+from vitscale.distributed.heartbeat import SHARE_OF_TIMEOUT, Heartbeat
+from vitscale.distributed.world import World, process_group
 
 
 @pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
+def world() -> Iterator[World]:
     with process_group(device="cpu", timeout_min=1, num_threads=1) as joined:
         yield joined
     for name in (
@@ -44,8 +44,8 @@ def ranks() -> Iterator[Ranks]:
         os.environ.pop(name, None)
 
 
-def save(folder: Path, ranks: Ranks, *, step: int, keep: int = 3) -> Path:
-    store = CheckpointStore(folder, keep=keep, ranks=ranks)
+def save(folder: Path, world: World, *, step: int, keep: int = 3) -> Path:
+    store = CheckpointStore(folder, keep=keep, world=world)
     tensors = {"model.a": torch.full((3,), float(step)), "exp_avg.a": torch.arange(3.0)}
     store.save(tensors, step=step, progress={"n": step}, description={"grid": [1, 2]})
     committed = store.wait()
@@ -53,17 +53,17 @@ def save(folder: Path, ranks: Ranks, *, step: int, keep: int = 3) -> Path:
     return committed.folder
 
 
-def test_what_is_saved_is_read_back(tmp_path: Path, ranks: Ranks) -> None:
-    checkpoint = read_checkpoint(save(tmp_path, ranks, step=7))
+def test_what_is_saved_is_read_back(tmp_path: Path, world: World) -> None:
+    checkpoint = read_checkpoint(save(tmp_path, world, step=7))
     assert (checkpoint.step, checkpoint.progress) == (7, {"n": 7})
     assert checkpoint.description == {"grid": [1, 2]}
     assert torch.equal(checkpoint.tensors(prefix="model.")["a"], torch.full((3,), 7.0))
     assert set(checkpoint.tensors()) == {"model.a", "exp_avg.a"}
 
 
-def test_newest_is_by_step_and_old_ones_go(tmp_path: Path, ranks: Ranks) -> None:
+def test_newest_is_by_step_and_old_ones_go(tmp_path: Path, world: World) -> None:
     for step in (9, 10, 11, 100_000_000):
-        save(tmp_path, ranks, step=step, keep=2)
+        save(tmp_path, world, step=step, keep=2)
     names = [path.name for path in step_folders(tmp_path / "checkpoints")]
     assert names == ["step-100000000", "step-00000011"]
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
@@ -78,11 +78,11 @@ def flip(path: Path, position: int) -> None:
 
 
 def test_store_refuses_a_folder_without_a_readable_checkpoint(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = CheckpointStore(tmp_path, keep=3, ranks=ranks)
+    store = CheckpointStore(tmp_path, keep=3, world=world)
     assert store.newest() == (None, [])
-    tensors = save(tmp_path, ranks, step=1) / "rank-00000.safetensors"
+    tensors = save(tmp_path, world, step=1) / "rank-00000.safetensors"
     away = tensors.rename(tmp_path / "away")
     with pytest.raises(UserError, match="none that can be read(.|\n)*No such file"):
         store.newest()
@@ -93,20 +93,20 @@ def test_store_refuses_a_folder_without_a_readable_checkpoint(
         store.newest()
 
 
-def test_unfinished_save_is_invisible_and_collected(tmp_path: Path, ranks: Ranks) -> None:
-    save(tmp_path, ranks, step=1)
+def test_unfinished_save_is_invisible_and_collected(tmp_path: Path, world: World) -> None:
+    save(tmp_path, world, step=1)
     unfinished = tmp_path / "checkpoints/.step-00000002.0a1b2c3d-1.tmp"
     unfinished.mkdir()
     (unfinished / "rank-00000.safetensors").write_bytes(b"half")
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 1 and complaints == []
-    save(tmp_path, ranks, step=3)
+    save(tmp_path, world, step=3)
     assert not unfinished.exists()
 
 
-def test_full_disk_is_one_clear_error_and_loses_nothing(small_disk: Path, ranks: Ranks) -> None:
-    save(small_disk, ranks, step=1)
-    store = CheckpointStore(small_disk, keep=3, ranks=ranks)
+def test_full_disk_is_one_clear_error_and_loses_nothing(small_disk: Path, world: World) -> None:
+    save(small_disk, world, step=1)
+    store = CheckpointStore(small_disk, keep=3, world=world)
     big = {"model.a": torch.zeros(400_000)}
     store.save(big, step=2, progress={}, description={})
     with pytest.raises(UserError, match="cannot be written .*No space left"):
@@ -116,16 +116,16 @@ def test_full_disk_is_one_clear_error_and_loses_nothing(small_disk: Path, ranks:
 
 
 def test_save_returns_before_the_disk_has_it(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The disk hangs: the save has returned, nothing is told, and what trains on is not saved."""
     released = threading.Event()
     write = commit.write_new_file
     monkeypatch.setattr(commit, "write_new_file", lambda *a: released.wait(60) and write(*a))
-    store = CheckpointStore(tmp_path, keep=2, ranks=ranks)
+    store = CheckpointStore(tmp_path, keep=2, world=world)
     weights, progress = torch.zeros(1000), {"n": 1}
     store.save({"model.a": weights}, step=1, progress=progress, description={})
-    store.wait_copied()
+    store.wait_for_host_copy()
     weights.fill_(7.0)
     progress["n"] = 7
     assert store.told() is None and newest_checkpoint(store.folder)[0] is None
@@ -139,17 +139,17 @@ def test_save_returns_before_the_disk_has_it(
 
 
 def test_update_waits_for_the_copy_only(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the copy is held up the save has returned; the wait ends with the copy."""
     released = threading.Event()
-    store = CheckpointStore(tmp_path, keep=2, ranks=ranks)
+    store = CheckpointStore(tmp_path, keep=2, world=world)
     take = store._host_copy.take
     monkeypatch.setattr(
         store._host_copy, "take", lambda *a, **k: (released.wait(60), take(*a, **k))[1]
     )
     store.save({"model.a": torch.zeros(10)}, step=1, progress={}, description={})
-    waiting = threading.Thread(target=store.wait_copied)
+    waiting = threading.Thread(target=store.wait_for_host_copy)
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive(), "did not wait for the copy"
@@ -164,17 +164,17 @@ class GivenUp(Exception):
 
 @pytest.fixture
 def watched(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[CheckpointStore, list[str]]:
     """A store whose patience is 0.6 s, and what is said."""
     said: list[str] = []
-    heartbeat = Heartbeat(ranks, timeout_min=0.6 / 60 / SHARE_OF_TIMEOUT, say=said.append)
+    heartbeat = Heartbeat(world, timeout_min=0.6 / 60 / SHARE_OF_TIMEOUT, say=said.append)
 
     def give_up(what: str) -> None:
         raise GivenUp(what)
 
     monkeypatch.setattr(heartbeat, "give_up", give_up)
-    return CheckpointStore(tmp_path, keep=2, ranks=ranks, heartbeat=heartbeat), said
+    return CheckpointStore(tmp_path, keep=2, world=world, heartbeat=heartbeat), said
 
 
 @pytest.mark.parametrize("hanging", ["write_new_file", "verify_files"])
@@ -245,25 +245,25 @@ def test_large_file_is_flushed_on_the_way(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_failed_copy_releases_the_update_and_is_raised(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = CheckpointStore(tmp_path, keep=2, ranks=ranks)
+    store = CheckpointStore(tmp_path, keep=2, world=world)
 
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("copy failed")
 
     monkeypatch.setattr(store._host_copy, "take", broken)
     store.save({"model.a": torch.zeros(10)}, step=1, progress={}, description={})
-    store.wait_copied()
+    store.wait_for_host_copy()
     with pytest.raises(RuntimeError, match="copy failed"):
         store.wait()
     assert newest_checkpoint(store.folder)[0] is None
 
 
 def test_next_save_waits_and_raises_for_the_one_before(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = CheckpointStore(tmp_path, keep=2, ranks=ranks)
+    store = CheckpointStore(tmp_path, keep=2, world=world)
     tensors = {"model.a": torch.zeros(3)}
     for step in (1, 2):
         store.save(tensors, step=step, progress={}, description={})
@@ -286,13 +286,13 @@ def refuse(*_: object) -> None:
 
 @pytest.mark.parametrize("ending", ["good", "stopped", "error"])
 def test_store_does_not_end_before_its_last_save(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, ending: str
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     write = commit.write_new_file
     monkeypatch.setattr(commit, "write_new_file", lambda *a: time.sleep(0.2) or write(*a))
     endings = {"good": None, "stopped": SystemExit(75), "error": KeyError("other")}
     with contextlib.suppress(SystemExit, KeyError):
-        with CheckpointStore(tmp_path, keep=2, ranks=ranks) as store:
+        with CheckpointStore(tmp_path, keep=2, world=world) as store:
             store.save({"a": torch.zeros(3)}, step=1, progress={}, description={})
             if endings[ending] is not None:
                 raise endings[ending]
@@ -300,13 +300,13 @@ def test_store_does_not_end_before_its_last_save(
 
 
 def test_failed_last_save_is_not_hidden_by_the_stop(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 75 would promise a checkpoint; another error stays first and says both."""
     monkeypatch.setattr(commit, "commit_folder", refuse)
     for stop, shown in ((SystemExit(75), UserError), (KeyError("other"), KeyError)):
         with pytest.raises(shown) as caught:
-            with CheckpointStore(tmp_path, keep=2, ranks=ranks) as store:
+            with CheckpointStore(tmp_path, keep=2, world=world) as store:
                 store.save({"a": torch.zeros(3)}, step=1, progress={}, description={})
                 raise stop
     assert any("not committed" in note for note in caught.value.__notes__)
@@ -315,11 +315,11 @@ def test_failed_last_save_is_not_hidden_by_the_stop(
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_state_that_is_not_finite_is_not_committed(
-    tmp_path: Path, ranks: Ranks, dtype: torch.dtype, value: float
+    tmp_path: Path, world: World, dtype: torch.dtype, value: float
 ) -> None:
     """One value of many; no run recovers from it, and retention would drop the last good step."""
-    before = save(tmp_path, ranks, step=1)
-    store = CheckpointStore(tmp_path, keep=1, ranks=ranks)
+    before = save(tmp_path, world, step=1)
+    store = CheckpointStore(tmp_path, keep=1, world=world)
     momentum = torch.arange(1000.0).to(dtype)
     momentum[531] = value
     tensors = {"exp_avg.a": momentum, "model.a": torch.ones(9), "n": torch.arange(3)}
@@ -333,65 +333,65 @@ def test_state_that_is_not_finite_is_not_committed(
 
 
 def test_defect_of_our_own_is_no_disk_error(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit, "manifest_text", lambda **_: 1 / 0)
-    store = CheckpointStore(tmp_path, keep=2, ranks=ranks)
+    store = CheckpointStore(tmp_path, keep=2, world=world)
     store.save({"a": torch.zeros(3)}, step=1, progress={}, description={})
     with pytest.raises(ZeroDivisionError):
         store.wait()
 
 
 def test_resumed_run_keeps_its_commits_though_later_steps_are_damaged(
-    tmp_path: Path, ranks: Ranks
+    tmp_path: Path, world: World
 ) -> None:
     """Bit-rot in all newer steps: going on from 10, retention must count neither of them."""
     for step in (10, 20, 30):
-        save(tmp_path, ranks, step=step)
+        save(tmp_path, world, step=step)
     folders = step_folders(tmp_path / "checkpoints")
     for folder in folders[:2]:
         flip(folder / "rank-00000.safetensors", -1)
     for step in (11, 12, 13):
-        save(tmp_path, ranks, step=step, keep=1)
+        save(tmp_path, world, step=step, keep=1)
         checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
         assert checkpoint is not None and checkpoint.step == step and len(complaints) == 2
     names = [path.name for path in step_folders(tmp_path / "checkpoints")]
     assert names == ["step-00000030", "step-00000020", "step-00000013"]
 
 
-def test_retention_counts_only_whole_steps(tmp_path: Path, ranks: Ranks) -> None:
+def test_retention_counts_only_whole_steps(tmp_path: Path, world: World) -> None:
     for step in (1, 2, 3):
-        save(tmp_path, ranks, step=step)
+        save(tmp_path, world, step=step)
     (tmp_path / "checkpoints/step-00000003/rank-00000.safetensors").unlink()
-    save(tmp_path, ranks, step=4, keep=2)
+    save(tmp_path, world, step=4, keep=2)
     names = [path.name for path in step_folders(tmp_path / "checkpoints")]
     assert names == ["step-00000004", "step-00000002"]
 
 
-def test_clocks_do_not_matter(tmp_path: Path, ranks: Ranks) -> None:
+def test_clocks_do_not_matter(tmp_path: Path, world: World) -> None:
     """The newest step has the oldest times."""
     for step in (1, 2):
-        folder = save(tmp_path, ranks, step=step)
+        folder = save(tmp_path, world, step=step)
         for path in (folder, *folder.iterdir()):
             os.utime(path, (1e9 / step, 1e9 / step))
     checkpoint, _ = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 2
-    save(tmp_path, ranks, step=3, keep=2)
+    save(tmp_path, world, step=3, keep=2)
     assert [path.name[-1] for path in step_folders(tmp_path / "checkpoints")] == ["3", "2"]
 
 
-def test_valid_step_is_not_written_twice(tmp_path: Path, ranks: Ranks) -> None:
-    folder = save(tmp_path, ranks, step=1)
+def test_valid_step_is_not_written_twice(tmp_path: Path, world: World) -> None:
+    folder = save(tmp_path, world, step=1)
     before = (folder / "manifest.json").stat().st_ino
-    assert save(tmp_path, ranks, step=1) == folder
+    assert save(tmp_path, world, step=1) == folder
     assert (folder / "manifest.json").stat().st_ino == before
     assert not list(folder.parent.glob(".*"))
 
 
 def test_save_that_reads_back_differently_is_refused(
-    tmp_path: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(tmp_path, ranks, step=1)
+    save(tmp_path, world, step=1)
     write = commit.write_new_file
 
     def lying_disk(path: Path, pieces: object) -> tuple[int, str]:
@@ -402,30 +402,30 @@ def test_save_that_reads_back_differently_is_refused(
 
     monkeypatch.setattr(commit, "write_new_file", lying_disk)
     with pytest.raises(UserError, match="does not match its hash"):
-        save(tmp_path, ranks, step=2, keep=1)
+        save(tmp_path, world, step=2, keep=1)
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 1 and complaints == []
     # Without reading back, retention would have dropped the last valid step.
     monkeypatch.setattr(commit, "verify_files", lambda *_, **__: None)
-    save(tmp_path, ranks, step=2, keep=1)
+    save(tmp_path, world, step=2, keep=1)
     assert newest_checkpoint(tmp_path / "checkpoints")[0] is None
 
 
-def test_second_holder_of_a_run_folder_is_refused(tmp_path: Path, ranks: Ranks) -> None:
-    with run_folder_lock(tmp_path / "run", ranks=ranks):
+def test_second_holder_of_a_run_folder_is_refused(tmp_path: Path, world: World) -> None:
+    with run_folder_lock(tmp_path / "run", world=world):
         with pytest.raises(UserError, match="another job is training"):
-            with run_folder_lock(tmp_path / "run", ranks=ranks):
+            with run_folder_lock(tmp_path / "run", world=world):
                 raise AssertionError
-    with run_folder_lock(tmp_path / "run", ranks=ranks):
+    with run_folder_lock(tmp_path / "run", world=world):
         pass
 
 
-def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path: Path, ranks: Ranks) -> None:
-    folder = save(tmp_path, ranks, step=4)
+def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path: Path, world: World) -> None:
+    folder = save(tmp_path, world, step=4)
     assert resolve_weights(str(tmp_path)) == resolve_weights(str(folder))
     checkpoint, complaints = resolve_weights(str(tmp_path))
     assert checkpoint.step == 4 and complaints == []
-    flip(save(tmp_path, ranks, step=5) / "rank-00000.safetensors", -1)
+    flip(save(tmp_path, world, step=5) / "rank-00000.safetensors", -1)
     checkpoint, complaints = resolve_weights(str(tmp_path))
     assert checkpoint.step == 4 and "step-00000005" in complaints[0]
     with pytest.raises(UserError, match="no such run"):

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from vitscale.config.command_line import Command, load_command
+from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run_file
-from vitscale.errors import UserErrors
 from vitscale.runs.pretrain import PretrainRun
 
 TEXT = """\

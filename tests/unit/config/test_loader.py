@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.findings import OTHER_NAMES, nearest_key
 from vitscale.config.loader import (
     load_run,
@@ -20,7 +21,6 @@ from vitscale.config.loader import (
 )
 from vitscale.config.section import Run
 from vitscale.config.wording import known_keys
-from vitscale.errors import UserError, UserErrors
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.finetune import FinetuneRun
 from vitscale.runs.pretrain import PretrainRun

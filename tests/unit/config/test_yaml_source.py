@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vitscale.config.errors import UserError
 from vitscale.config.loader import yaml_flow
 from vitscale.config.yaml_source import (
     MAX_EVENTS,
@@ -19,7 +20,6 @@ from vitscale.config.yaml_source import (
     parse_yaml,
     plain_value,
 )
-from vitscale.errors import UserError
 
 
 def read(text: str) -> tuple[Node | None, list[str]]:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from vitscale.config.errors import UserError
 from vitscale.data.batch_slots import PREFETCH, SHARED_MEMORY, BatchSlots
-from vitscale.errors import UserError
 
 MIB = 1 << 20
 

@@ -10,9 +10,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep import index_writing
-from data_prep.fingerprints import split_fingerprint
-from data_prep.index_writing import write_index, write_info, write_manifest
+from data_prep.shards import index as index_writing
+from data_prep.shards.fingerprints import split_fingerprint
+from data_prep.shards.index import write_index, write_info, write_manifest
+from vitscale.config.errors import UserError
 from vitscale.data.index import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -24,7 +25,6 @@ from vitscale.data.index import (
     read_split,
 )
 from vitscale.data.index_keys import sample_keys, sample_names
-from vitscale.errors import UserError
 
 SPLITS = {"test": (3, 1), "train": (3, 3, 1)}
 SHARD_BYTES = 4096

@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
+from vitscale.config.errors import UserError
 from vitscale.data.loader import Batch
 from vitscale.data.mixing import (
     Blend,
@@ -16,12 +17,12 @@ from vitscale.data.mixing import (
     mix_images,
     symmetric_beta,
 )
-from vitscale.data.order import CounterRandom, rank_batches, stream_key
+from vitscale.data.order import rank_batches
 from vitscale.data.settings import MixingSettings
-from vitscale.errors import UserError
-from vitscale.losses import LOSSES
+from vitscale.distributed.random_numbers import CounterRandom, stream_key
 from vitscale.runs.pretrain import PretrainRun
 from vitscale.runs.training import training_plan
+from vitscale.training.losses import LOSSES
 
 GLOBAL_BATCH, SIZE, CLASSES = 24, 6, 5
 MODES = {
@@ -55,7 +56,7 @@ def test_every_layout_mixes_the_same(mode: str, micro_batch: int, world_size: in
     whole = samples(GLOBAL_BATCH)
     start = step * GLOBAL_BATCH
     expected = mix_batch(whole, MODES[mode], seed=3, step=step, first_position=start)
-    assert expected.other_labels is not None and expected.own_shares is not None
+    assert expected.mixed_labels is not None and expected.mix_lambda is not None
     num_seen = 0
     for rank in range(world_size):
         for positions in rank_batches(
@@ -71,8 +72,8 @@ def test_every_layout_mixes_the_same(mode: str, micro_batch: int, world_size: in
             )
             assert torch.equal(mixed.images, expected.images[rows])
             assert torch.equal(mixed.labels, whole.labels[rows])
-            assert torch.equal(mixed.other_labels, expected.other_labels[rows])
-            assert torch.equal(mixed.own_shares, expected.own_shares[rows])
+            assert torch.equal(mixed.mixed_labels, expected.mixed_labels[rows])
+            assert torch.equal(mixed.mix_lambda, expected.mix_lambda[rows])
             num_seen += len(rows)
     assert num_seen == GLOBAL_BATCH
 
@@ -98,8 +99,8 @@ def test_mixed_images_equal_float64(mode: str) -> None:
                 changed = (bottom - top) * (right - left) / SIZE**2
                 assert blend.share == pytest.approx(1 - changed)
             np.testing.assert_allclose(mixed.images[row].numpy(), expected, atol=5e-5, rtol=0)
-            assert mixed.own_shares[row].item() == pytest.approx(blend.share)
-            assert mixed.other_labels[row] == batch.labels[row ^ 1]
+            assert mixed.mix_lambda[row].item() == pytest.approx(blend.share)
+            assert mixed.mixed_labels[row] == batch.labels[row ^ 1]
 
 
 def test_cutmix_takes_pixels_as_they_are() -> None:
@@ -113,15 +114,15 @@ def test_cutmix_takes_pixels_as_they_are() -> None:
 def test_draws_differ_between_steps_pairs_and_seeds() -> None:
     batch = samples(8)
     one = mix_batch(batch, MODES["mixup, batch"], seed=0, step=0, first_position=0)
-    assert len(one.own_shares.unique()) == 1
+    assert len(one.mix_lambda.unique()) == 1
     others = [
         mix_batch(batch, MODES["mixup, batch"], seed=seed, step=step, first_position=8 * step)
         for seed, step in ((0, 1), (1, 0))
     ]
-    assert len({o.own_shares[0].item() for o in (one, *others)}) == 3
+    assert len({o.mix_lambda[0].item() for o in (one, *others)}) == 3
     pairs = mix_batch(batch, MODES["mixup, pair"], seed=0, step=0, first_position=0)
-    assert len(pairs.own_shares.unique()) == 4
-    assert torch.equal(pairs.own_shares[::2], pairs.own_shares[1::2])
+    assert len(pairs.mix_lambda.unique()) == 4
+    assert torch.equal(pairs.mix_lambda[::2], pairs.mix_lambda[1::2])
 
 
 # ---- distributions -------------------------------------------------------------------------------
@@ -196,18 +197,18 @@ def test_loss_of_mixed_labels(name: str, smoothing: float) -> None:
         logits,
         batch.labels,
         smoothing,
-        other_labels_B=mixed.other_labels,
-        own_shares_B=mixed.own_shares,
+        mixed_labels_B=mixed.mixed_labels,
+        mix_lambda_B=mixed.mix_lambda,
     )
-    shares = mixed.own_shares.double()
+    shares = mixed.mix_lambda.double()
     rows = [
         share * LOSSES[name](logits[i : i + 1].double(), batch.labels[i : i + 1], smoothing)
         + (1 - share)
-        * LOSSES[name](logits[i : i + 1].double(), mixed.other_labels[i : i + 1], smoothing)
+        * LOSSES[name](logits[i : i + 1].double(), mixed.mixed_labels[i : i + 1], smoothing)
         for i, share in enumerate(shares)
     ]
     assert loss.item() == pytest.approx(torch.stack(rows).mean().item(), rel=1e-5)
-    one_hot = torch.nn.functional.one_hot(torch.stack([batch.labels, mixed.other_labels]), CLASSES)
+    one_hot = torch.nn.functional.one_hot(torch.stack([batch.labels, mixed.mixed_labels]), CLASSES)
     target = shares[:, None] * one_hot[0] + (1 - shares[:, None]) * one_hot[1]
     if name == "softmax":
         target = (1 - smoothing) * target + smoothing / CLASSES
@@ -225,7 +226,7 @@ def test_share_one_is_the_plain_loss(name: str) -> None:
     labels, others = samples(6).labels, samples(6, key=1).labels
     plain = LOSSES[name](logits, labels, 0.0)
     mixed = LOSSES[name](
-        logits, labels, 0.0, other_labels_B=others, own_shares_B=torch.ones(len(labels))
+        logits, labels, 0.0, mixed_labels_B=others, mix_lambda_B=torch.ones(len(labels))
     )
     assert mixed.item() == pytest.approx(plain.item(), rel=1e-6)
 

@@ -10,15 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vitscale.data import order as order_module
-from vitscale.data.order import (
-    BLOCK_SHARDS,
-    REMEMBERED,
-    CounterRandom,
-    SampleOrder,
-    permutation,
-    rank_batches,
-    stream_key,
-)
+from vitscale.data.order import BLOCK_SHARDS, REMEMBERED, SampleOrder, rank_batches
+from vitscale.distributed.random_numbers import CounterRandom, permutation, stream_key
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(lambda x: sum(x) > 0)
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.shard_folders import write_shard_folder
+from tests.support.corpora.shard_folders import write_shard_folder
+from vitscale.config.errors import UserError
 from vitscale.data import shard_files
 from vitscale.data.index import read_split
 from vitscale.data.samples import EvaluationSamples, TrainingSamples
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
-from vitscale.errors import UserError
 
 SIZE = 16
 OUT = torch.empty(3, SIZE, SIZE, dtype=torch.uint8)

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.shard_folders import write_shard_folder
+from tests.support.corpora.shard_folders import write_shard_folder
+from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex
 from vitscale.data.index_keys import sample_keys
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet, open_training_set
-from vitscale.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 from tests.contract.tree import ROOT
-from tests.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S
 
 
 def table(*arguments: str) -> subprocess.CompletedProcess[str]:

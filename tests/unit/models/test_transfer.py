@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vitscale.errors import UserError
+from vitscale.config.errors import UserError
 from vitscale.models.position_embedding import sincos_position_embedding
 from vitscale.models.settings import ModelSettings, architecture
 from vitscale.models.transfer import transfer_weights

@@ -7,12 +7,12 @@ import math
 import pytest
 import torch
 
-from vitscale.errors import UserError
-from vitscale.losses import sigmoid_loss, softmax_loss
+from vitscale.config.errors import UserError
 from vitscale.models.costs import num_parameters
 from vitscale.models.settings import ModelSettings, architecture
 from vitscale.models.transfer import transfer_weights
 from vitscale.models.vit import build_vit, decayed
+from vitscale.training.losses import sigmoid_loss, softmax_loss
 
 SMALL = ModelSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)
 

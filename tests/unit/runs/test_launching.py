@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.submission import sbatch_text
+from launch.jobs.submission import sbatch_text
 from vitscale.runs.launching import FIELD_PATTERNS, LaunchSettings, launch_problems
 
 

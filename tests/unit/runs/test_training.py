@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from vitscale.errors import UserError
+from vitscale.config.errors import UserError
 from vitscale.runs.pretrain import PretrainRun
 from vitscale.runs.training import training_plan
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vitscale.errors import UserError
+from vitscale.config.errors import UserError
 from vitscale.tracking.run_facts import (
     MAX_PARAM_CHARS,
     absolute_uri,

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vitscale.errors import UserError
+from vitscale.config.errors import UserError
 from vitscale.tracking.mlflow_store import read_link
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.tracker import Tracker, ending

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.inputs import Container, Input
 from data_prep.sources import class_tars
 from data_prep.sources.class_tars import ClassTars
-from tests.unit.data_prep.sources.listing import MemorySpool, list_source, list_watched
-from tests.unit.data_prep.sources.tars import tar_bytes, write_tars
-from vitscale.errors import UserError
+from data_prep.sources.protocol import Container, Input
+from tests.support.corpora.listing import MemorySpool, list_source, list_watched
+from tests.support.corpora.tars import tar_bytes, write_tars
+from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import SourceSettings
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from data_prep.sources.class_tars import is_tar_name
 from data_prep.sources.file_lists import FileList, name_pattern
-from tests.unit.data_prep.sources.tars import write_tars
-from vitscale.errors import UserError
+from tests.support.corpora.tars import write_tars
+from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import SourceSettings
 
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.inputs import Container
 from data_prep.sources.image_folder import ImageFolder
-from tests.unit.data_prep.sources.listing import MemorySpool, list_source, list_watched
-from vitscale.errors import UserError
+from data_prep.sources.protocol import Container
+from tests.support.corpora.listing import MemorySpool, list_source, list_watched
+from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import SourceSettings
 
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from data_prep.sources import parquet_rows
 from data_prep.sources.parquet_images import ParquetImages, class_of
-from tests.peak_memory import peak_mib
-from tests.unit.data_prep.sources.listing import MemorySpool, list_source, list_watched
-from vitscale.errors import UserError
+from tests.support.corpora.listing import MemorySpool, list_source, list_watched
+from tests.support.peak_memory import peak_mib
+from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])

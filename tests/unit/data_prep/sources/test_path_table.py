@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.inputs import Input
 from data_prep.sources import path_table, text_lines
 from data_prep.sources.path_table import PathTable
-from tests.unit.data_prep.sources.listing import MemorySpool, list_source, list_watched
-from vitscale.errors import UserError
+from data_prep.sources.protocol import Input
+from tests.support.corpora.listing import MemorySpool, list_source, list_watched
+from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.sources.tar_walk import BLOCK, CompressedTar, TarDefect, TarMember, walk_tar
-from tests.unit.data_prep.sources.tars import tar_bytes
+from tests.support.corpora.tars import tar_bytes
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.sources.webdataset_tars import WebdatasetTars, split_name
-from tests.unit.data_prep.sources.listing import list_source, list_watched
-from tests.unit.data_prep.sources.tars import Members, tar_bytes, write_tars
-from vitscale.errors import UserError
+from tests.support.corpora.listing import list_source, list_watched
+from tests.support.corpora.tars import Members, tar_bytes, write_tars
+from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 

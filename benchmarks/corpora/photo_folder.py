@@ -1,0 +1,111 @@
+"""A folder of photographs, large enough to time, one sub-folder per class.
+
+Owns: repeating given photographs under new names and with bytes of their own; noise JPEGs of the
+same size where none are given; the hashes that outputs are compared with.
+Leaves out: reading it (`sharding_contenders`).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from blake3 import blake3
+from PIL import Image
+
+from vitscale.config.errors import UserError
+
+NOISE_PHOTOS = 64
+NOISE_CLASSES = 16
+
+
+@dataclass(frozen=True)
+class PhotoFolder:
+    """Paths CLASS/NAME.jpg, sorted, and what they hold."""
+
+    root: Path
+    digests: dict[str, bytes]
+    num_bytes: int
+
+    @cached_property
+    def paths(self) -> list[str]:
+        return sorted(self.digests)
+
+    @cached_property
+    def whole(self) -> bytes:
+        """Hash of all files put behind one another."""
+        digest = blake3()
+        for path in self.paths:
+            digest.update((self.root / path).read_bytes())
+        return digest.digest()
+
+
+def with_comment(jpeg: bytes, text: str) -> bytes:
+    """The same picture with other bytes: a comment segment after the start marker."""
+    assert jpeg[:2] == b"\xff\xd8"
+    comment = text.encode()
+    return jpeg[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + jpeg[2:]
+
+
+def given_photos(folder: Path) -> list[bytes]:
+    files = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg")]
+    photos = [data for data in (path.read_bytes() for path in files) if data[:2] == b"\xff\xd8"]
+    if not photos:
+        raise UserError("holds no JPEG files", where=f"--images {folder}")
+    return photos
+
+
+def noise_photos(*, width: int = 500, height: int = 375, num: int = NOISE_PHOTOS) -> list[bytes]:
+    """Blurred noise that compresses to about the size of ImageNet's photographs (110 kB)."""
+    photos = []
+    for seed in range(num):
+        chance = np.random.default_rng(seed)
+        coarse = chance.integers(0, 256, (height // 2, width // 2, 3), dtype=np.uint8)
+        fine = chance.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
+        file = io.BytesIO()
+        Image.blend(smooth, Image.fromarray(fine), 0.2).save(file, "JPEG", quality=85)
+        photos.append(file.getvalue())
+    return photos
+
+
+def write_photo_folder(root: Path, photos: list[bytes], *, total_bytes: int) -> PhotoFolder:
+    """Repeat `photos` until they make `total_bytes`; every file differs from every other."""
+    digests: dict[str, bytes] = {}
+    written = 0
+    for path, data in _repeated(photos):
+        if written >= total_bytes:
+            break
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_bytes(data)
+        digests[path] = blake3(data).digest()
+        written += len(data)
+    os.sync()
+    return PhotoFolder(root, digests, written)
+
+
+def _repeated(photos: list[bytes]) -> Iterator[tuple[str, bytes]]:
+    num_classes = min(len(photos), 400)
+    turn = 0
+    while True:
+        for i, photo in enumerate(photos):
+            label = f"n{i % num_classes:08d}"
+            yield f"{label}/{label}_{i}_{turn}.JPEG", with_comment(photo, f"copy {turn}")
+        turn += 1
+
+
+def part_of(folder: PhotoFolder, root: Path, *, num: int) -> PhotoFolder:
+    """A random part of the files, under the same paths, without copying them."""
+    chosen = random.Random(0).sample(folder.paths, min(num, len(folder.paths)))
+    num_bytes = 0
+    for path in chosen:
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        os.link(folder.root / path, root / path)
+        num_bytes += (root / path).stat().st_size
+    return PhotoFolder(root, {path: folder.digests[path] for path in chosen}, num_bytes)

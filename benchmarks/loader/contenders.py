@@ -1,0 +1,349 @@
+"""Loaders beside each other on the same shards: random crop to 224 px, flip, batches of 64.
+
+    python benchmarks/loader/contenders.py NAME SHARDS --workers 2 --seconds 8
+
+Owns: each loader as its owner would write it, and timing one of them in a process of its own.
+Leaves out: turns, tables and whether pixels are right (`loader`, `loader_checks`).
+
+`torchvision`, `opencv`, `simplejpeg_torch` and `decode_only` read through our index in our order,
+so that only decoding and the way of batches differ from ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+from vitscale.data.index import read_split
+from vitscale.data.loader import open_loader, training_batches
+from vitscale.data.order import SampleOrder
+from vitscale.data.samples import SplitReader
+from vitscale.data.settings import DataSettings
+from vitscale.data.training_set import open_training_set
+
+BATCH, SIDE, SEED = 64, 224, 0
+AREA = (0.05, 1.0)
+MEAN, STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
+
+Pixels = torch.Tensor | None
+Batches = Generator[tuple[Pixels, torch.Tensor], None, None]
+Decode = Callable[[bytes], torch.Tensor]
+
+
+def data_settings(
+    shards: Path, *, workers: int, decoder: str = "region", antialias: bool = False
+) -> DataSettings:
+    return DataSettings(
+        path=str(shards),
+        global_batch=BATCH,
+        num_workers=workers,
+        decoder=decoder,
+        antialias=antialias,
+    )
+
+
+def ours(shards: Path, workers: int, *, decoder: str, antialias: bool = False) -> Batches:
+    """As training reads: `training_batches` within `open_loader`."""
+    settings = data_settings(shards, workers=workers, decoder=decoder, antialias=antialias)
+    with open_loader(training_loader(settings, start=0, stop=BATCH << 20)) as batches:
+        for batch in batches:
+            yield batch.images, batch.labels
+
+
+def training_loader(settings: DataSettings, *, start: int, stop: int) -> Any:
+    return training_batches(
+        open_training_set(settings, seed=SEED),
+        settings=settings,
+        image_size=SIDE,
+        seed=SEED,
+        start=start,
+        stop=stop,
+        rank=0,
+        world_size=1,
+        micro_batch=BATCH,
+        pin_memory=False,
+    )
+
+
+def webdataset_pillow(shards: Path, workers: int) -> Batches:
+    """The loop of webdataset's documentation: shards and a buffer shuffled, Pillow, torchvision."""
+    import webdataset
+    from torchvision import transforms
+
+    transform = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(SIDE, scale=AREA),
+            transforms.RandomHorizontalFlip(),
+            transforms.ToTensor(),
+            transforms.Normalize(MEAN, STD),
+        ]
+    )
+    tars = [str(path) for path in sorted(shards.glob("*.tar"))]
+    dataset = (
+        webdataset.WebDataset(tars, shardshuffle=100)
+        .repeat()
+        .shuffle(1000)
+        .decode("pil")
+        .to_tuple("jpg;jpeg;JPEG", "cls")
+        .map_tuple(transform, lambda label: label)
+        .batched(BATCH, partial=False)
+    )
+    yield from webdataset.WebLoader(dataset, batch_size=None, num_workers=workers)
+
+
+class _Stored(Dataset[tuple[torch.Tensor, int]]):
+    """Samples by position in training, through our index."""
+
+    def __init__(self, shards: Path, make_decode: Callable[[], Decode]) -> None:
+        index = read_split(shards, split="train")
+        self.order, self.reader = sample_order(shards), SplitReader(index)
+        self.make_decode = make_decode
+        self.decode: Decode | None = None
+
+    def __getitem__(self, position: int) -> tuple[torch.Tensor, int]:
+        if self.decode is None:
+            self.decode = self.make_decode()
+        _, sample = self.order.at(position)
+        return self.decode(self.reader.bytes_of(sample)), self.reader.label(sample)
+
+
+def sample_order(shards: Path) -> SampleOrder:
+    index = read_split(shards, split="train")
+    return SampleOrder(shard_lengths=index.shard_lengths, fingerprint=index.fingerprint, seed=SEED)
+
+
+def map_style(shards: Path, workers: int, *, make_decode: Callable[[], Decode]) -> Batches:
+    positions = range(BATCH << 20)
+    loader = DataLoader(
+        _Stored(shards, make_decode),
+        batch_size=BATCH,
+        sampler=positions,
+        num_workers=workers,
+    )
+    yield from loader
+
+
+def torchvision_decode() -> Decode:
+    from torchvision.io import ImageReadMode, decode_jpeg
+    from torchvision.transforms import v2
+
+    transform = v2.Compose([v2.RandomResizedCrop(SIDE, scale=AREA), v2.RandomHorizontalFlip()])
+
+    def decode(data: bytes) -> torch.Tensor:
+        stored = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return transform(decode_jpeg(stored, mode=ImageReadMode.RGB))
+
+    return decode
+
+
+def opencv_decode() -> Decode:
+    import cv2
+
+    cv2.setNumThreads(0)
+
+    def decode(data: bytes) -> torch.Tensor:
+        crop, flip = _random_crop(_whole(data))
+        resized = cv2.resize(crop, (SIDE, SIDE), interpolation=cv2.INTER_LINEAR)
+        resized = cv2.flip(resized, 1) if flip else resized
+        return torch.from_numpy(resized.transpose(2, 0, 1))
+
+    return decode
+
+
+def simplejpeg_torch_decode() -> Decode:
+    def decode(data: bytes) -> torch.Tensor:
+        crop, flip = _random_crop(_whole(data))
+        planes = torch.from_numpy(crop).permute(2, 0, 1)[None]
+        resized = torch.nn.functional.interpolate(planes, size=(SIDE, SIDE), mode="bilinear")[0]
+        return resized.flip(-1) if flip else resized
+
+    return decode
+
+
+def only_decode() -> Decode:
+    """No crop, no resize, no batch of pixels: what decoding whole images costs at least."""
+
+    def decode(data: bytes) -> torch.Tensor:
+        return torch.tensor(_whole(data).shape[0])
+
+    return decode
+
+
+def _whole(data: bytes) -> np.ndarray:
+    import simplejpeg
+
+    try:
+        return simplejpeg.decode_jpeg(data, colorspace="RGB", fastdct=True, fastupsample=True)
+    except ValueError:  # CMYK and other rarities
+        return np.array(Image.open(io.BytesIO(data)).convert("RGB"))
+
+
+def _random_crop(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
+    """torchvision's box of this image, and whether to mirror it."""
+    from torchvision.transforms import RandomResizedCrop
+
+    shape = torch.empty(0, *pixels.shape[:2])
+    top, left, height, width = RandomResizedCrop.get_params(shape, list(AREA), [3 / 4, 4 / 3])
+    return pixels[top : top + height, left : left + width], bool(torch.rand(()) < 0.5)
+
+
+def dali(shards: Path, workers: int) -> Batches:
+    """NVIDIA DALI on the CPU: threads, and decoding of the crop alone. uint8 [B, S, S, 3]."""
+    from nvidia.dali import fn, pipeline_def, types
+
+    @pipeline_def(batch_size=BATCH, num_threads=workers, device_id=None, prefetch_queue_depth=2)
+    def pipeline() -> Any:
+        tars = [str(path) for path in sorted(shards.glob("*.tar"))]
+        stored, label = fn.readers.webdataset(
+            paths=tars,
+            ext=["jpg;jpeg", "cls"],
+            random_shuffle=True,
+            missing_component_behavior="error",
+        )
+        crop = fn.decoders.image_random_crop(
+            stored, device="cpu", random_area=list(AREA), random_aspect_ratio=[3 / 4, 4 / 3]
+        )
+        resized = fn.resize(
+            crop, resize_x=SIDE, resize_y=SIDE, interp_type=types.INTERP_LINEAR, antialias=False
+        )
+        return fn.flip(resized, horizontal=fn.random.coin_flip()), label
+
+    built = pipeline()
+    built.build()
+    while True:
+        images, labels = built.run()
+        numbers = [int(bytes(labels.at(i)).decode()) for i in range(BATCH)]
+        yield torch.from_numpy(images.as_array()), torch.tensor(numbers)
+
+
+def spdl(shards: Path, workers: int) -> Batches:
+    """SPDL's pipeline of threads. Its own decoder needs FFmpeg's libraries: simplejpeg instead."""
+    from spdl.pipeline import PipelineBuilder
+
+    torch.set_num_threads(1)
+    samples = _Stored(shards, simplejpeg_torch_decode)
+    stack = torch.utils.data.default_collate
+    pipeline = (
+        PipelineBuilder()
+        .add_source(itertools.count())
+        .pipe(samples.__getitem__, concurrency=workers)
+        .aggregate(BATCH)
+        .pipe(stack)
+        .add_sink(2)
+        .build(num_threads=workers)
+    )
+    with pipeline.auto_stop():
+        yield from pipeline
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    make: Callable[[Path, int], Batches]
+    what: str
+    needs: str = "torch"
+    """Python module without which it is left out."""
+    in_our_order: bool = True
+    """Its labels are known beforehand."""
+
+
+def _mapped(make_decode: Callable[[], Decode]) -> Callable[[Path, int], Batches]:
+    return partial(map_style, make_decode=make_decode)
+
+
+CONTENDERS = {
+    "webdataset": Contender(
+        webdataset_pillow,
+        "webdataset, Pillow, torchvision; antialias, float32",
+        needs="webdataset",
+        in_our_order=False,
+    ),
+    "torchvision": Contender(
+        _mapped(torchvision_decode), "decode_jpeg, transforms v2; antialias", needs="torchvision"
+    ),
+    "opencv": Contender(_mapped(opencv_decode), "simplejpeg, OpenCV resize", needs="cv2"),
+    "simplejpeg_torch": Contender(_mapped(simplejpeg_torch_decode), "simplejpeg, torch resize"),
+    "decode_only": Contender(_mapped(only_decode), "simplejpeg, whole images, nothing else"),
+    "dali": Contender(
+        dali, "DALI, threads, decodes the crop alone", needs="nvidia.dali", in_our_order=False
+    ),
+    "spdl": Contender(
+        spdl,
+        "SPDL, threads, simplejpeg, torch resize",
+        needs="spdl.pipeline",
+        in_our_order=False,
+    ),
+    "region": Contender(partial(ours, decoder="region"), "ours"),
+    "region_antialias": Contender(
+        partial(ours, decoder="region", antialias=True), "ours; antialias"
+    ),
+    "simplejpeg": Contender(partial(ours, decoder="simplejpeg"), "ours"),
+    "pillow": Contender(partial(ours, decoder="pillow"), "ours"),
+}
+RIVALS = ("webdataset", "torchvision", "opencv", "simplejpeg_torch", "dali", "spdl")
+
+
+def why_missing(name: str) -> str | None:
+    module = CONTENDERS[name].needs
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        found = False
+    return None if found else f"{module} is not installed"
+
+
+def measure(name: str, shards: Path, *, workers: int, seconds: float) -> dict[str, Any]:
+    """Seconds to the first batch, then images per second after each worker has given three."""
+    start = time.perf_counter()
+    labels: list[int] = []
+    images = 0
+
+    def take() -> None:
+        nonlocal images
+        pixels, numbers = next(batches)
+        if name != "decode_only":
+            assert pixels is not None and len(pixels) == BATCH
+            assert sorted(pixels.shape[1:]) == [3, SIDE, SIDE], pixels.shape
+        images += len(numbers)
+        labels.extend(numbers.tolist())
+
+    batches = CONTENDERS[name].make(shards, workers)
+    take()
+    first = time.perf_counter() - start
+    for _ in range(3 * workers):
+        take()
+    warm, begin = images, time.perf_counter()
+    while time.perf_counter() - begin < seconds or images - warm < BATCH * workers:
+        take()
+    rate = (images - warm) / (time.perf_counter() - begin)
+    batches.close()  # ends the workers, which would disturb whatever runs next
+    return {"rate": rate, "start_s": first, "images": images, "labels": labels}
+
+
+def run(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", choices=CONTENDERS)
+    parser.add_argument("shards", type=Path)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=8)
+    options = parser.parse_args(arguments)
+    return measure(options.name, options.shards, workers=options.workers, seconds=options.seconds)
+
+
+if __name__ == "__main__":
+    print(json.dumps(run()), flush=True)
+    os._exit(0)  # some libraries wait for their threads; what is measured is printed

@@ -1,0 +1,238 @@
+"""The images that training must not see: an index of evaluation sets.
+
+Owns: listing the images of evaluation sets, the file that holds their descriptors, and the question
+whether an image is one of them.
+Leaves out: what makes two images alike (`similarity`), and what happens to those found.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePath
+from zipfile import BadZipFile
+
+import numpy as np
+
+from data_prep.duplicates.descriptors import (
+    DESCRIPTOR,
+    FORMATS,
+    HASHES,
+    NUM_KEYS,
+    SIDE_PX,
+    describe_pictures,
+    equal_keys,
+    grey_picture,
+    has_contrast,
+    keys_of,
+    near,
+    same_picture,
+)
+from data_prep.indexing.folder import folder_of_tars
+from data_prep.labels.named_files import EVALUATION_FOLDERS, image_files
+from data_prep.sources.outages import refuse_outage
+from data_prep.sources.protocol import printable, read_exactly
+from vitscale.config.errors import UserError
+from vitscale.data.index import INDEX_NAME, MANIFEST_NAME, read_manifest
+from vitscale.distributed.atomic_files import atomic_file
+
+FORMAT_VERSION = 1
+MAX_FILE_BYTES = 1 << 29
+MAX_PIXELS = 100_000_000
+BATCH_IMAGES = 64
+# Descriptors asked about in one go, and pairs compared in one go: bounds on memory.
+QUERY_ROWS = 1 << 14
+MAX_PAIRS = 1 << 16
+NO_MATCH = -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Image:
+    name: str
+    file: Path
+    offset: int = 0
+    num_bytes: int = -1
+
+
+def build_evaluation_index(paths: Sequence[str], *, output: Path) -> None:
+    """Describe every image of image folders (any structure) and shard folders.
+
+    Raises UserError for a path without images, and when most images of one cannot be decoded.
+    """
+    sets = [_images_of(Path(path).expanduser()) for path in paths]
+    images = [image for each in sets for image in each]
+    pictures = np.zeros((len(images), SIDE_PX, SIDE_PX), dtype=np.uint8)
+    readable = np.zeros(len(images), dtype=bool)
+
+    def describe_batch(start: int) -> None:
+        for i in range(start, min(start + BATCH_IMAGES, len(images))):
+            picture = grey_picture(_content(images[i]), max_pixels=MAX_PIXELS)
+            if picture is not None:
+                pictures[i], readable[i] = picture, True
+
+    # Threads: decoders work outside the interpreter's lock.
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(describe_batch, range(0, len(images), BATCH_IMAGES)))
+    _check_readable(paths, sets, readable)
+    descriptors = np.concatenate(
+        [np.zeros(0, DESCRIPTOR)]
+        + [
+            describe_pictures(pictures[start : start + QUERY_ROWS])
+            for start in range(0, len(images), QUERY_ROWS)
+        ]
+    )
+    names = [image.name.encode() for image in images]
+    with atomic_file(output) as file:
+        # Arrays of plain numbers: nothing in the file is ever run. The zip holds no times.
+        np.savez(
+            file,
+            version=np.array(FORMAT_VERSION),
+            descriptors=descriptors.view(np.uint8).reshape(len(images), DESCRIPTOR.itemsize),
+            readable=readable,
+            names=np.frombuffer(b"".join(names), dtype=np.uint8),
+            name_ends=np.cumsum([len(name) for name in names], dtype=np.int64),
+        )
+
+
+def _images_of(path: Path) -> list[_Image]:
+    if os.path.isfile(path / INDEX_NAME):
+        images = list(_shard_images(path))
+        if not images:
+            where = f"selection.evaluation_sets: {path}"
+            raise UserError("holds no images", where=where, allowed=EVALUATION_FOLDERS)
+        return images
+    return [_Image(printable(str(file)), file) for file in image_files(path)]
+
+
+def _shard_images(path: Path) -> Iterator[_Image]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    where = str(path / INDEX_NAME)
+    has_manifest = (path / MANIFEST_NAME).is_file()
+    root = folder_of_tars(path, read_manifest(path)) if has_manifest else path
+    try:
+        with pq.ParquetFile(path / INDEX_NAME) as index:
+            columns = ["key", "shard", "offset", "length"]
+            for batch in index.iter_batches(columns=columns):
+                for row in batch.to_pylist():
+                    shard = PurePath(row["shard"])
+                    if not shard.name or shard.is_absolute() or ".." in shard.parts:
+                        raise UserError(f"names {row['shard']!r} as a shard", where=where)
+                    yield _Image(
+                        f"{printable(str(path))}/{row['shard']}/{row['key']}",
+                        root / shard,
+                        row["offset"],
+                        row["length"],
+                    )
+    except (OSError, KeyError, pa.ArrowException) as error:
+        if isinstance(error, OSError):
+            refuse_outage(error, where)
+        raise UserError(f"cannot be read ({error})", where=where) from None
+
+
+def _content(image: _Image) -> bytes:
+    """The image's bytes; empty where they are lost. Raises Interrupted for an outage."""
+    try:
+        with open(image.file, "rb") as file:
+            num_bytes = image.num_bytes
+            if num_bytes < 0:
+                num_bytes = os.fstat(file.fileno()).st_size
+            if num_bytes > MAX_FILE_BYTES or image.offset < 0:
+                return b""
+            return read_exactly(file.fileno(), offset=image.offset, num_bytes=num_bytes)
+    except EOFError:
+        return b""
+    except OSError as error:
+        refuse_outage(error, str(image.file))
+        return b""
+
+
+def _check_readable(
+    paths: Sequence[str], sets: Sequence[Sequence[_Image]], readable: np.ndarray
+) -> None:
+    """Refuse a set of which most cannot be decoded."""
+    ends = np.cumsum([len(images) for images in sets])
+    for path, images, good in zip(paths, sets, np.split(readable, ends[:-1]), strict=True):
+        broken = [image.name for image, is_good in zip(images, good, strict=True) if not is_good]
+        if 2 * len(broken) > len(images):
+            raise UserError(
+                f"{len(broken)} of {len(images)} images cannot be decoded, such as {broken[0]!r}",
+                where=f"selection.evaluation_sets: {path}",
+                allowed=", ".join(FORMATS),
+                next_step="look at these files, or convert them: a set that cannot be read "
+                "protects nothing",
+            )
+
+
+@dataclass(frozen=True)
+class EvaluationIndex:
+    """What all evaluation images look like."""
+
+    descriptors: np.ndarray
+    names: tuple[str, ...]
+    """Where each image lies: its file, or SHARD_FOLDER/SHARD/KEY."""
+    unreadable: tuple[str, ...] = ()
+    """Images that could not be decoded; nothing matches them."""
+
+    @classmethod
+    def load(cls, path: Path) -> EvaluationIndex:
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                if int(stored["version"]) != FORMAT_VERSION:
+                    raise ValueError(f"version {stored['version']}")
+                raw, ends = stored["descriptors"], stored["name_ends"]
+                text, readable = stored["names"].tobytes(), stored["readable"]
+            if raw.dtype != np.uint8 or raw.shape != (len(ends), DESCRIPTOR.itemsize):
+                raise ValueError(f"descriptors of shape {raw.shape}")
+            starts = [0, *ends.tolist()]
+            names = tuple(text[a:b].decode() for a, b in zip(starts, starts[1:], strict=False))
+            unreadable = tuple(n for n, good in zip(names, readable, strict=True) if not good)
+        except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
+            raise UserError(
+                f"is no index of evaluation sets ({type(error).__name__}: {error})",
+                where=str(path),
+                next_step="remove it and run the command again",
+            ) from None
+        return cls(raw.reshape(-1).view(DESCRIPTOR), names, unreadable)
+
+    @cached_property
+    def _tables(self) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For direct and mirrored keys: (sorted keys, descriptor of each)."""
+        rows = np.flatnonzero(has_contrast(self.descriptors))
+        tables = []
+        for keys in keys_of(self.descriptors[rows]):
+            order = np.argsort(keys, axis=None, kind="stable")
+            tables.append((keys.ravel()[order], rows[order // NUM_KEYS]))
+        return tables
+
+    def match(self, descriptors: np.ndarray) -> np.ndarray:
+        """int64 per descriptor: the first evaluation image that looks like it, or NO_MATCH."""
+        found = np.full(len(descriptors), len(self.names), dtype=np.int64)
+        for start in range(0, len(descriptors), QUERY_ROWS):
+            self._match_some(descriptors[start : start + QUERY_ROWS], found[start:])
+        return np.where(found < len(self.names), found, NO_MATCH)
+
+    def _match_some(self, descriptors: np.ndarray, found: np.ndarray) -> None:
+        """Lower `found` to the position of the first match."""
+        rows = np.flatnonzero(has_contrast(descriptors))
+        queries = keys_of(descriptors[rows])
+        for ours, theirs in ((0, 0), (1, 0), (0, 1)):
+            table, owners = self._tables[theirs]
+            for probe, entry in equal_keys(table, queries[ours].ravel(), max_pairs=MAX_PAIRS):
+                query, owner = rows[probe // NUM_KEYS], owners[entry]
+                # Several keys of a pair are equal when one is.
+                pairs = np.unique(query * len(self.names) + owner)
+                query, owner = np.divmod(pairs, len(self.names))
+                hashes = descriptors[HASHES[ours]][query], self.descriptors[HASHES[theirs]][owner]
+                linked = near(*hashes)
+                query, owner = query[linked], owner[linked]
+                same = same_picture(
+                    descriptors[query],
+                    self.descriptors[owner],
+                    mirrored=np.full(len(query), ours != theirs),
+                )
+                np.minimum.at(found, query[same], owner[same])

@@ -1,0 +1,194 @@
+"""What becomes of one image: kept as it is, made plain, or rejected with a reason.
+
+Owns: the verdict on an input's bytes, and the list of reasons.
+Leaves out: where the bytes come from (`sources`), how headers are read (`image_header`), how pixels
+are changed (`image_convert`).
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from data_prep.images.convert import (
+    UnreadableHeaderError,
+    check_pixels,
+    convert,
+    is_shrunk,
+)
+from data_prep.images.header import Header, HeaderError, read_header
+from vitscale.runs.data_prep import ImageSettings
+
+# Reason -> meaning. docs/images.md says the same at length.
+FAULTS = {
+    "empty": "zero bytes",
+    "too_large": "more than images.max_file_mib, as it lies there or unpacked from gzip",
+    "bad_gzip": "packed with gzip and broken: does not unpack to the end",
+    "not_an_image": "content is no image of a known format",
+    "other_format": "an image of a format that images.formats leaves out, or GIF, BMP, TIFF, AVIF",
+    "bad_header": "the header is broken, or names a kind that cannot be decoded",
+    "bomb": "more segments, chunks or scans than any camera or editor writes",
+    "too_many_pixels": "the header claims more than images.max_pixels; nothing was decoded",
+    "too_small": "a side is shorter than images.min_side",
+    "deep_grey": "16-bit grey, which decoders clip to white; only with images.convert: false",
+    "bad_pixels": "truncated, damaged, or otherwise not decoded to the last pixel",
+}
+# What can be done to an image, in the order in which it is named.
+CHANGES = (
+    "gzip",
+    "cmyk",
+    "16_bit",
+    "transparency",
+    "animation",
+    "exif_rotation",
+    "metadata",
+    "short_side",
+)
+SUFFIXES = {"jpeg": "jpg", "png": "png", "webp": "webp"}
+MIB = 1 << 20
+# Enough of an unpacked file to know its format.
+PEEK_BYTES = 64
+PIECE_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class ValidationResult:
+    """One input's fate."""
+
+    reason: str | None
+    """None: usable; otherwise a key of FAULTS."""
+    input_hash: bytes
+    content: bytes | memoryview
+    """What to store: the very object given where nothing was changed; empty where rejected."""
+    content_hash: bytes
+    extension: str = ""
+    """jpg, png or webp, by content."""
+    width: int = 0
+    height: int = 0
+    """Of `content`; of a rejected image: as its header says, 0 where none was read."""
+    changes: str | None = None
+    """Names from CHANGES, joined by commas."""
+
+
+class Rejected(Exception):  # a verdict and no error
+    def __init__(self, reason: str, header: Header | None = None) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.header = header
+
+
+def validate_image(data: bytes | memoryview, *, settings: ImageSettings) -> ValidationResult:
+    """Judge and convert. Raises on no bytes whatever; MemoryError says nothing about the bytes."""
+    input_hash = blake3(data).digest()
+    try:
+        content, header, gzipped = _believed_header(data, settings)
+        return _judged_pixels(content, header, gzipped, input_hash, settings)
+    except Rejected as verdict:
+        known = verdict.header
+        size = (known.width, known.height) if known else (0, 0)
+        extension = SUFFIXES[known.format] if known else ""
+        return ValidationResult(verdict.reason, input_hash, b"", input_hash, extension, *size)
+
+
+def _believed_header(
+    data: bytes | memoryview, settings: ImageSettings
+) -> tuple[bytes | memoryview, Header, bool]:
+    """(bytes of the image, its header, whether gzip was taken off). Raises Rejected."""
+    if not data:
+        raise Rejected("empty")
+    max_bytes = int(settings.max_file_mib * MIB)
+    if len(data) > max_bytes:
+        raise Rejected("too_large")
+    gzipped = data[:2] == b"\x1f\x8b"
+    if gzipped:
+        data = _unpacked(data, max_bytes)
+    try:
+        header = read_header(data)
+    except HeaderError as error:
+        raise Rejected(error.reason) from None
+    if header.format not in settings.formats:
+        raise Rejected("other_format", header)
+    if header.width * header.height > settings.max_pixels:
+        raise Rejected("too_many_pixels", header)
+    if header.width < settings.min_side or header.height < settings.min_side:
+        raise Rejected("too_small", header)
+    if header.fault:
+        raise Rejected(header.fault, header)
+    return data, header, gzipped
+
+
+def _unpacked(data: bytes | memoryview, max_bytes: int) -> bytes:
+    peek, unpacker = zlib.decompressobj(wbits=31), zlib.decompressobj(wbits=31)
+    unpacked = bytearray()
+    try:
+        start = peek.decompress(data, PEEK_BYTES)
+        try:
+            read_header(start)
+        except HeaderError as error:
+            # Whatever is no image is not unpacked at all.
+            if error.reason in ("not_an_image", "other_format"):
+                is_cut = len(start) < PEEK_BYTES and not peek.eof
+                raise Rejected("bad_gzip" if is_cut else error.reason) from None
+        del peek  # it holds a copy of the file
+        # In pieces: what zlib does not take at once, it copies.
+        for position in range(0, len(data), PIECE_BYTES):
+            piece = memoryview(data)[position : position + PIECE_BYTES]
+            unpacked += unpacker.decompress(piece, max_bytes - len(unpacked) + 1)
+            if len(unpacked) > max_bytes:
+                raise Rejected("too_large")
+            if unpacker.eof:
+                return bytes(unpacked)
+    except zlib.error:
+        pass
+    raise Rejected("bad_gzip")
+
+
+def _judged_pixels(
+    data: bytes | memoryview,
+    header: Header,
+    gzipped: bool,
+    input_hash: bytes,
+    settings: ImageSettings,
+) -> ValidationResult:
+    changes = header.changes if settings.convert else ()
+    if is_shrunk(header, settings.short_side):
+        # What is encoded anew becomes plain in any case.
+        changes = (*header.changes, "short_side")
+    elif not settings.convert and header.bit_depth == 16 and header.colour_type == 0:
+        raise Rejected("deep_grey", header)
+    content, extension = data, SUFFIXES[header.format]
+    width, height = header.width, header.height
+    try:
+        if changes:
+            if settings.check == "strict":
+                check_pixels(data, header, strict=True)
+            shrunk = "short_side" in changes
+            content, extension, width, height = convert(
+                data,
+                header,
+                short_side=settings.short_side if shrunk else None,
+                jpeg_quality=settings.jpeg_quality,
+            )
+        elif settings.check != "header" or not header.certain:
+            content = check_pixels(data, header, strict=settings.check == "strict")
+            if content is not data and not settings.convert:
+                raise Rejected("bad_header", header)
+            changes = ("metadata",) if content is not data else ()
+    except HeaderError as error:
+        raise Rejected(error.reason, header) from None
+    except UnreadableHeaderError:
+        raise Rejected("bad_header", header) from None
+    except (MemoryError, Rejected):
+        raise
+    except Exception:
+        # Pillow raises OSError, SyntaxError, ValueError, EOFError ... on broken pixels.
+        raise Rejected("bad_pixels", header) from None
+    if gzipped:
+        changes = ("gzip", *changes)
+    content_hash = input_hash if not changes else blake3(content).digest()
+    named = ",".join(changes) if changes else None
+    return ValidationResult(
+        None, input_hash, content, content_hash, extension, width, height, named
+    )

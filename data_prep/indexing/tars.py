@@ -1,0 +1,204 @@
+"""An index of tars that somebody else made, without touching them.
+
+Owns: judging the images of one tar where they lie, and what is kept of that until all are done.
+Leaves out: finding samples in a tar (`sources.webdataset_tars`), the finished folder
+(`index_folder`).
+
+Each tar gives one table, committed by rename: a run that is killed goes on with the next tar, and
+memory holds one tar's rows per worker.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from data_prep.images.check import validate_image
+from data_prep.labels.assignment import Labels, load_labels
+from data_prep.pipeline.row_tables import write_table
+from data_prep.sources.protocol import Container, Input, changed_source, printable, read_exactly
+from data_prep.sources.registry import open_source
+from vitscale.distributed.atomic_files import blake3_of_file, write_json
+from vitscale.runs.data_prep import DataPrepRun, ImageSettings
+
+# Sound, but stored in a way that only rewriting would mend: a label says what is stored as it is.
+PACKED = "packed"
+TAR_SCHEMA = pa.schema(
+    [
+        ("path", pa.string()),
+        ("class", pa.string()),
+        ("reason", pa.string()),
+        ("detail", pa.string()),
+        ("key", pa.string()),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+        ("format", pa.string()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("blake3", pa.binary(32)),
+    ]
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TarUnit:
+    """One tar to index; what a worker needs to know."""
+
+    run: DataPrepRun
+    folder: Path
+    root: Path
+    """What the container's path is relative to."""
+    number: int
+    container: Container
+
+    @property
+    def table_path(self) -> Path:
+        return self.folder / f"{self.number:06d}.arrow"
+
+    @property
+    def result_path(self) -> Path:
+        return self.folder / f"{self.number:06d}.json"
+
+    @property
+    def tar_path(self) -> Path:
+        return self.root / self.container.path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TarResult:
+    """What is known of one tar once its rows are on disk."""
+
+    num_bytes: int
+    modified_ns: int
+    blake3: str
+    num_kept: int
+    classes: dict[str, int]
+    """Images per class among those kept."""
+    unknown: dict[str, int]
+    """Images per source class among those whose class is not in the space or map."""
+
+
+# Once per process: a map may have a million rows.
+_labels = lru_cache(maxsize=1)(load_labels)
+
+
+class _NoSpool:
+    def add(self, data: bytes) -> tuple[str, int]:
+        raise AssertionError("what lies in a plain tar can be read there again")
+
+
+def index_tar(unit: TarUnit) -> TarResult:
+    """Judge every image of a tar and write its rows; a tar done before is not read again.
+
+    A folder gives rows too: of files that lie beside the tars.
+    """
+    status = os.stat(unit.tar_path)
+    is_tar = stat.S_ISREG(status.st_mode)
+    num_bytes = status.st_size if is_tar else 0
+    done = _done_before(unit)
+    if done and is_tar and (done.num_bytes, done.modified_ns) == (num_bytes, status.st_mtime_ns):
+        return done
+    unknown: Counter[str] = Counter()
+    rows = _tar_rows(unit, unknown) if is_tar else _beside_rows(unit)
+    result = TarResult(
+        num_bytes=num_bytes,
+        modified_ns=status.st_mtime_ns,
+        # Read again, now from memory: the images were just read.
+        blake3=blake3_of_file(unit.tar_path) if is_tar else "",
+        num_kept=sum(1 for row in rows if row["reason"] is None),
+        classes=dict(Counter(row["class"] for row in rows if row["reason"] is None)),
+        unknown=dict(unknown),
+    )
+    now = os.stat(unit.tar_path)
+    if (now.st_mtime_ns, now.st_size) != (status.st_mtime_ns, status.st_size):
+        raise changed_source(unit.container.path)
+    temporary = unit.table_path.with_suffix(f".{os.getpid()}.tmp")
+    table = pa.Table.from_pylist(rows, schema=TAR_SCHEMA)
+    write_table(table, unit.table_path, temporary=temporary)
+    write_json(unit.result_path, {name: getattr(result, name) for name in result.__slots__})
+    return result
+
+
+def _inputs(unit: TarUnit) -> Iterator[Input]:
+    source = open_source(unit.run.source, unit.run.labels)
+    for item in source.inputs(unit.container, spool=_NoSpool()):
+        if isinstance(item, Input):
+            yield item
+
+
+def _beside_rows(unit: TarUnit) -> list[dict[str, Any]]:
+    rows = []
+    for item in _inputs(unit):
+        assert item.reason is not None
+        row = {"path": printable(item.path), "class": item.class_name, "reason": item.reason}
+        rows.append(row)
+    return rows
+
+
+def _tar_rows(unit: TarUnit, unknown: Counter[str]) -> list[dict[str, Any]]:
+    labels = _labels(unit.run.labels)
+    rows = []
+    with open(unit.tar_path, "rb", buffering=0) as file:
+        for item in _inputs(unit):
+            rows.append(_judged_row(item, file, unit, labels))
+            if rows[-1]["reason"] == "unknown_class":
+                unknown[item.class_name or ""] += 1
+    return rows
+
+
+def _done_before(unit: TarUnit) -> TarResult | None:
+    try:
+        return TarResult(**json.loads(unit.result_path.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def _judged_row(item: Input, file: FileIO, unit: TarUnit, labels: Labels) -> dict[str, Any]:
+    """One row, for the index when `reason` is None and for the ledger in any case."""
+    row: dict[str, Any] = {
+        "path": printable(item.path),
+        "class": item.class_name,
+        "reason": item.reason,
+        "key": printable(item.name),
+        "offset": item.offset,
+        "length": item.num_bytes,
+    }
+    if row["reason"] is None:
+        row["class"] = labels.class_of(item.class_name, item.name)
+        if row["class"] is None:
+            row |= {"class": item.class_name, "reason": "unknown_class"}
+    images = unit.run.images
+    if row["reason"] is None and item.num_bytes > images.max_file_mib * (1 << 20):
+        row["reason"] = "too_large"
+    if row["reason"] is not None:
+        return row
+    try:
+        data = read_exactly(file.fileno(), offset=item.offset, num_bytes=item.num_bytes)
+    except EOFError:
+        raise changed_source(item.path) from None
+    judged = validate_image(data, settings=as_stored(images))
+    reason = judged.reason
+    if reason is None and judged.content_hash != judged.input_hash:
+        reason = PACKED
+    facts = {
+        "format": judged.extension,
+        "width": judged.width,
+        "height": judged.height,
+        "blake3": judged.input_hash,
+    }
+    return row | facts | {"reason": reason}
+
+
+def as_stored(images: ImageSettings) -> ImageSettings:
+    """The settings of a judgement that leaves every image as it is."""
+    return images.model_copy(update={"convert": False, "short_side": None})

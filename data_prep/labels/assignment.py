@@ -1,0 +1,391 @@
+"""From what a source says about an image to its class, and from classes to labels.
+
+Owns: label spaces known by name, files of class names, label maps, super-classes, and refusing
+what does not fit.
+Leaves out: what a source says (`sources`), and counting it.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from data_prep.sources.outages import Interrupted
+from data_prep.sources.protocol import printable
+from vitscale.config.errors import UserError, nearest
+from vitscale.runs.data_prep import LabelSettings
+
+# Lists of WordNet ids that timm carries. Their lengths tell releases apart: 1,000; 11,821; 21,843;
+# 21,841; 11,221 (21k-P of the autumn 2011 release) and 10,450 (of the winter 2021 release).
+LABEL_SPACES = {
+    "imagenet_1k": "imagenet_synsets.txt",
+    "imagenet_12k": "imagenet12k_synsets.txt",
+    "imagenet_21k_goog": "imagenet21k_goog_synsets.txt",
+    "imagenet_22k": "imagenet22k_synsets.txt",
+    "imagenet_21k_p": "imagenet21k_miil_synsets.txt",
+    "imagenet_21k_p_winter21": "imagenet21k_miil_w21_synsets.txt",
+}
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+# Lists and maps are held in memory, at about ten times their size.
+MAX_FILE_MIB = 64
+PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Labels:
+    """What a source says -> class -> label."""
+
+    settings: LabelSettings
+    space: tuple[str, ...] | None
+    """Class names in label order; None: the sorted classes of the source."""
+    known: frozenset[str]
+    """`space` as a set."""
+    map: dict[str, str] | None
+    parents: dict[str, str] | None
+    """Class -> super-class."""
+
+    def class_of(self, source_class: str | None, name: str) -> str | None:
+        """The class of an image; None when it has none in the map or in the space."""
+        value = source_class
+        if self.map is not None:
+            key = name if self.settings.map_key == "image" else source_class
+            value = None if key is None else self.map.get(key)
+        if value is None or self.space is None:
+            return value
+        if self.settings.values == "index":
+            return self._at(value)
+        return value if value in self.known else None
+
+    def _at(self, index: str) -> str | None:
+        assert self.space is not None
+        # Not int() alone: it takes "1_0", " 1" and the digits of every script.
+        if not re.fullmatch(r"[0-9]{1,9}", index):
+            return None
+        position = int(index)
+        return self.space[position] if position < len(self.space) else None
+
+    def label_map(self, found: Mapping[str, int], *, keep_numbers: bool = False) -> tuple[str, ...]:
+        """Class names in label order, given the images of each class.
+
+        keep_numbers: the source gives labels, as `.cls` does; without a space or map they stay what
+        they are, where sorted names would make label 2 of class 10. Raises UserError when most of
+        them are such numbers and some are not: by their names, they would become other numbers.
+        """
+        if self.space is None:
+            names = tuple(sorted(found))
+            if keep_numbers and self.map is None:
+                if is_numbers(names):
+                    return tuple(str(number) for number in range(max(map(int, names)) + 1))
+                _refuse_mixture(names, found)
+            return names
+        assert self.known.issuperset(found)
+        return self.space
+
+    def check(self, unknown: Mapping[str, int], *, found: Mapping[str, int] | None = None) -> None:
+        """Refuse a source whose classes do not fit.
+
+        unknown: source class -> its images without a class. found: class -> its images; serves the
+        counts in the message. Raises UserError.
+        """
+        nothing_fits = found is not None and not any(found.values())
+        if not unknown or (self.settings.unknown == "reject" and not nothing_fits):
+            return
+        name, images = min(unknown.items(), key=lambda item: (-item[1], item[0]))
+        fitting = "" if found is None else f"; {len(found):,} fit ({sum(found.values()):,} images)"
+        what = (
+            f"{len(unknown):,} {_classes(len(unknown))} of the source "
+            f"({sum(unknown.values()):,} images) {self._wrong_with(name)}{fitting}; "
+            f"for example {name!r} ({images:,} images)"
+        )
+        raise UserError(
+            what,
+            where="labels.map" if self._outside_map(name) else "labels.space",
+            next_step=self._advice(unknown, found=found, nothing_fits=nothing_fits),
+        )
+
+    def _outside_map(self, name: str) -> bool:
+        """Whether it is the map, and not the space, that lacks the class."""
+        if self.map is None:
+            return False
+        return self.settings.map_key == "image" or name not in self.map
+
+    def _wrong_with(self, name: str) -> str:
+        if self._outside_map(name):
+            named = " by name" if self.settings.map_key == "image" else ""
+            return f"have no class{named} in {self.settings.map!r} ({len(self.map or ()):,} rows)"
+        if self.space is None:
+            return "have no name"
+        mapped = f" (the map says {self.map[name]!r})" if self.map and name in self.map else ""
+        if self.settings.values == "index":
+            return f"are no positions 0 to {len(self.space) - 1:,} in {self._space_name()}{mapped}"
+        return f"are not among the {len(self.space):,} of {self._space_name()}{mapped}"
+
+    def _space_name(self) -> str:
+        return str(self.settings.space)
+
+    def _advice(
+        self, unknown: Mapping[str, int], *, found: Mapping[str, int] | None, nothing_fits: bool
+    ) -> str:
+        steps = []
+        better = self._better_space(unknown, found or {})
+        if better is not None:
+            steps.append(better)
+        if self.map is None:
+            steps.append("set labels.map to a table of source class and class")
+        if not nothing_fits:
+            steps.append("labels.unknown=reject leaves these images out")
+        return "; or ".join(steps) or "correct the map"
+
+    def _better_space(self, unknown: Mapping[str, int], found: Mapping[str, int]) -> str | None:
+        """Advice that names the known space with most of these classes, if it has more."""
+        if self._outside_map(next(iter(unknown))) or self.space is None:
+            return None
+        wanted = {self.map[name] if self.map else name for name in unknown if self._in_map(name)}
+        if self.settings.values == "index":
+            return self._large_enough_space(wanted)
+        wanted |= set(found)
+        sizes = {}
+        for name in LABEL_SPACES:
+            classes = known_space(name)
+            sizes[name] = (len(wanted.intersection(classes)), -len(classes))
+        best = max(sizes, key=lambda name: sizes[name])
+        fitting = sizes[best][0]
+        if best == self.settings.space or fitting <= len(wanted & self.known):
+            return None
+        return f"labels.space={best} holds {fitting:,} of these {len(wanted):,} classes"
+
+    def _in_map(self, name: str) -> bool:
+        return self.map is None or name in self.map
+
+    def _large_enough_space(self, indices: Iterable[str]) -> str | None:
+        numbers = [int(index) for index in indices if re.fullmatch(r"[0-9]{1,9}", index)]
+        sizes = {name: len(known_space(name)) for name in LABEL_SPACES}
+        fitting = [name for name in sizes if numbers and sizes[name] > max(numbers)]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda name: sizes[name])
+        return f"position {max(numbers):,} exists in labels.space={best} ({sizes[best]:,} classes)"
+
+
+def is_numbers(names: Collection[str]) -> bool:
+    """Whether all names are labels written plainly: 0, 1, 10."""
+    return bool(names) and all(map(PLAIN_NUMBER.fullmatch, names))
+
+
+def says_none(name: str, settings: LabelSettings) -> bool:
+    """Whether a label that a source gives is a negative number, which stands for none.
+
+    Not so with a space or map: there it is one more class without a place, as `unknown` says.
+    """
+    judged = settings.space is not None or settings.map is not None
+    return not judged and re.fullmatch(r"-[0-9]+", name) is not None
+
+
+def _refuse_mixture(names: Collection[str], found: Mapping[str, int]) -> None:
+    others = [name for name in names if not PLAIN_NUMBER.fullmatch(name)]
+    # Numbers filled up with zeros (001, 002, 100) sort as they count.
+    filled = all(re.fullmatch("[0-9]+", name) for name in names) and len(set(map(len, names))) == 1
+    if 2 * len(others) >= len(names) or filled:
+        return
+    name = max(others, key=lambda name: found[name])
+    raise UserError(
+        f"{len(names) - len(others):,} of the source's {len(names):,} labels are numbers from 0 to "
+        f"999,999, and {len(others):,} ({sum(map(found.__getitem__, others)):,} images) "
+        f"{'is' if len(others) == 1 else 'are'} not; for example {name!r} ({found[name]:,} images)",
+        where="source.label",
+        next_step="correct these labels; or say what each label means with labels.map or "
+        "labels.space",
+    )
+
+
+def _classes(num: int) -> str:
+    return "class" if num == 1 else "classes"
+
+
+def load_labels(settings: LabelSettings) -> Labels:
+    """Read what the settings name. Raises UserError for an unknown space or a file that is no such
+    list or table."""
+    space = None if settings.space is None else load_space(settings.space)
+    known = frozenset(space or ())
+    label_map = None
+    if settings.map is not None:
+        label_map = read_pairs(settings.map, where="labels.map", columns="source class, class")
+        _refuse_foreign_map(settings, label_map, space)
+    parents = None
+    if settings.parents is not None:
+        parents = read_pairs(settings.parents, where="labels.parents", columns="class, super-class")
+        _refuse_foreign_parents(settings, parents, known)
+    return Labels(settings=settings, space=space, known=known, map=label_map, parents=parents)
+
+
+def load_space(space: str) -> tuple[str, ...]:
+    """Class names in label order, of a known space or from a file with one name per line."""
+    if space in LABEL_SPACES:
+        return known_space(space)
+    if not Path(space).expanduser().is_file():
+        close = nearest(space, list(LABEL_SPACES))
+        raise UserError(
+            f"{space!r} is neither a known label space nor a file"
+            + (f"; did you mean {close!r}?" if close else ""),
+            where="labels.space",
+            allowed=", ".join(LABEL_SPACES) + ", or a file with one class name per line",
+        )
+    return _read_names(Path(space).expanduser(), where="labels.space")
+
+
+@cache
+def known_space(name: str) -> tuple[str, ...]:
+    """Class names of one of LABEL_SPACES, read from timm's files without importing timm."""
+    spec = importlib.util.find_spec("timm")
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    for folder in folders:
+        path = Path(folder, "data", "_info", LABEL_SPACES[name])
+        if path.is_file():
+            return _read_names(path, where="labels.space")
+    raise UserError(
+        f"the list of {name!r} comes with timm, and the installed timm has no {LABEL_SPACES[name]}",
+        where="labels.space",
+        next_step="pip install -U timm, or give a file with one class name per line",
+    )
+
+
+def _read_names(path: Path, *, where: str) -> tuple[str, ...]:
+    names = _read_text(path, where=where).split("\n")
+    if names[-1] == "":
+        names.pop()
+    lines: dict[str, int] = {}
+    for number, name in enumerate((name.removesuffix("\r") for name in names), start=1):
+        if not name.strip():
+            # A line left out would shift every label behind it.
+            raise _bad_line(path, number, "is empty", where=where, allowed="one class per line")
+        if name in lines:
+            what = f"{name!r} stands in line {lines[name]} already"
+            raise _bad_line(path, number, what, where=where, allowed="every class once")
+        lines[name] = number
+    if not lines:
+        raise UserError(f"{str(path)!r} is empty", where=where, allowed="one class name per line")
+    return tuple(lines)
+
+
+def read_pairs(file: str, *, where: str, columns: str) -> dict[str, str]:
+    """A CSV or TSV file of two columns without a header. Raises UserError naming the line."""
+    path = Path(file).expanduser()
+    delimiter = DELIMITERS.get(path.suffix.lower())
+    if delimiter is None:
+        raise UserError(f"{file!r} is named neither .csv nor .tsv", where=where)
+    expected = f"two columns without a header: {columns}"
+    pairs: dict[str, str] = {}
+    lines: dict[str, int] = {}
+    for number, row in _rows(path, delimiter=delimiter, where=where, allowed=expected):
+        if len(row) != 2 or not all(row):
+            num = sum(map(bool, row))
+            what = f"{num} {'value' if num == 1 else 'values'} instead of 2"
+            raise _bad_line(path, number, what, where=where, allowed=expected)
+        key, value = row
+        if key in pairs:
+            what = f"{key!r} stands in line {lines[key]} already"
+            raise _bad_line(path, number, what, where=where, allowed="every key once")
+        pairs[key], lines[key] = value, number
+    if not pairs:
+        raise UserError(f"{file!r} is empty", where=where, allowed=expected)
+    return pairs
+
+
+def _rows(
+    path: Path, *, delimiter: str, where: str, allowed: str
+) -> Iterator[tuple[int, list[str]]]:
+    text = _read_text(path, where=where).removeprefix("\ufeff")
+    # Only these end a line; str.splitlines knows more, which may stand in a class name.
+    lines = iter(line + "\n" for line in text.replace("\r\n", "\n").split("\n"))
+    if delimiter == ",":
+        reader = csv.reader(lines, strict=True)
+    else:
+        reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)
+    while True:
+        try:
+            row = next(reader, None)
+        except csv.Error as error:
+            raise _bad_line(path, reader.line_num, str(error), where=where, allowed=allowed) from (
+                None
+            )
+        if row is None:
+            return
+        if row:
+            yield reader.line_num, row
+
+
+def _read_text(path: Path, *, where: str) -> str:
+    try:
+        if path.stat().st_size > MAX_FILE_MIB << 20:
+            raise UserError(
+                f"{str(path)!r} has more than {MAX_FILE_MIB} MiB, too many to hold in memory",
+                where=where,
+                next_step="give every image its label in a table: source.kind=path_table",
+            )
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise Interrupted(f"{str(path)!r} cannot be read ({error.strerror})", where=where) from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{str(path)!r} is not UTF-8 (byte {error.start})", where=where, allowed="UTF-8 text"
+        ) from None
+
+
+def _bad_line(path: Path, line: int, what: str, *, where: str, allowed: str) -> UserError:
+    return UserError(f"{printable(str(path))}:{line}: {what}", where=where, allowed=allowed)
+
+
+def _refuse_foreign_map(
+    settings: LabelSettings, label_map: Mapping[str, str], space: tuple[str, ...] | None
+) -> None:
+    """A map none of whose classes is in the space; parts that do not fit show in the source."""
+    if space is None:
+        return
+    trial = Labels(
+        settings=settings.model_copy(update={"map_key": "class"}),
+        space=space,
+        known=frozenset(space),
+        map=dict(label_map),
+        parents=None,
+    )
+    if any(trial.class_of(key, "") is not None for key in label_map):
+        return
+    key, value = next(iter(label_map.items()))
+    kind = "positions in" if settings.values == "index" else "class names of"
+    raise UserError(
+        f"none of the {len(label_map):,} rows of {settings.map!r} fits: the second column must "
+        f"hold {kind} {settings.space} ({len(space):,} classes); for example {key!r} -> {value!r}",
+        where="labels.map",
+        next_step="the columns are: what the source gives, class; are they swapped, or is "
+        "labels.values wrong?",
+    )
+
+
+def _refuse_foreign_parents(
+    settings: LabelSettings, parents: Mapping[str, str], known: frozenset[str]
+) -> None:
+    if known and not known.intersection(parents):
+        child = next(iter(parents))
+        raise UserError(
+            f"none of the {len(parents):,} classes of {settings.parents!r} is in "
+            f"{settings.space}; for example {child!r}",
+            where="labels.parents",
+            allowed="two columns without a header: class, super-class",
+        )
+    whole: set[str] = set()
+    for child in parents:
+        chain: dict[str, None] = {}
+        above: str | None = child
+        while above is not None and above not in whole:
+            if above in chain:
+                raise UserError(
+                    f"{settings.parents!r}: {above!r} stands above itself", where="labels.parents"
+                )
+            chain[above] = None
+            above = parents.get(above)
+        whole.update(chain)

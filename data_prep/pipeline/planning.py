@@ -1,0 +1,129 @@
+"""Which images go into which shard.
+
+Owns: the division of each split into shards of equal numbers of samples, and the space they need.
+Leaves out: writing them (`shard_writing`).
+
+The stored order of a split is the order of its rows over all buckets. A shard is an interval of it,
+so a worker finds a shard's rows from the sums of each bucket alone.
+"""
+
+from __future__ import annotations
+
+import bisect
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import pyarrow as pa
+
+from data_prep.pipeline.image_reading import validate_place
+from data_prep.pipeline.listing import bucket_path
+from data_prep.pipeline.row_tables import read_table, rows_at
+from data_prep.pipeline.selection import assignments_path, row_places
+from data_prep.pipeline.workspace import Preparation
+from data_prep.shards.tar_writer import SAMPLE_OVERHEAD
+from data_prep.sources.outages import Interrupted
+from vitscale.config.errors import UserError
+from vitscale.runs.data_prep import ShardSettings
+
+# Index, ledger and manifest beside the tars, per sample; measured 60-120 bytes.
+SIDE_FILE_BYTES = 256
+# Images looked at to learn how much smaller re-encoding makes them.
+RATIO_IMAGES = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SplitPlan:
+    """One split's shards."""
+
+    shard_lengths: tuple[int, ...]
+    bucket_starts: tuple[int, ...]
+    """Position in the split of each bucket's first image; one entry more than buckets."""
+
+    @property
+    def num_images(self) -> int:
+        return self.bucket_starts[-1]
+
+
+def make_plan(p: Preparation, unit: str) -> None:
+    num_buckets = p.result("buckets")
+    sums = [p.result(f"fate-{number:06d}") for number in range(num_buckets)]
+    ratio = _size_ratio(p) if p.run.images.short_side else 1.0
+    plan, needed = {}, 0.0
+    for split in sorted(set().union(*sums)):
+        counts = [bucket.get(split, [0, 0])[0] for bucket in sums]
+        image_bytes = ratio * sum(bucket.get(split, [0, 0])[1] for bucket in sums)
+        total = image_bytes + SAMPLE_OVERHEAD * sum(counts)
+        lengths = shard_lengths(sum(counts), num_bytes=total, shards=p.run.shards, split=split)
+        plan[split] = [lengths, [0, *accumulate(counts)]]
+        needed += total + SIDE_FILE_BYTES * sum(counts)
+    free = shutil.disk_usage(p.work.path).free
+    if free < needed:
+        raise Interrupted(
+            f"{int(free) >> 20} MiB are free, {max(1, int(needed) >> 20)} MiB are needed; "
+            f"the work done so far is kept in {p.work.path.name}",
+            where=str(p.output),
+            next_step="free space and run the same command again; or remove that folder and choose "
+            "another output",
+        )
+    p.put_result(unit, plan)
+
+
+def shard_lengths(
+    num_images: int, *, num_bytes: float, shards: ShardSettings, split: str
+) -> list[int]:
+    """Samples per shard, as even as can be: readers take turns over shards of equal length."""
+    if num_images < shards.min_shards:
+        raise UserError(
+            f"{shards.min_shards} shards cannot be filled from {num_images} images "
+            f"of split {split!r}",
+            where="shards.min_shards",
+            allowed=f"at most {num_images}",
+        )
+    num_shards = max(shards.min_shards, -(-int(num_bytes) // int(shards.shard_mib * 2**20)))
+    num_shards = min(num_shards, num_images)
+    share, rest = divmod(num_images, num_shards)
+    return [share + (i < rest) for i in range(num_shards)]
+
+
+def _size_ratio(p: Preparation) -> float:
+    """Bytes stored per byte read, from the first images of the first bucket."""
+    rows, fates = read_table(bucket_path(p, 0)), read_table(assignments_path(p, 0))
+    alive = [i for i, r in enumerate(fates.column("reason").to_pylist()) if r is None]
+    before = after = 0
+    for place in row_places(rows_at(rows, np.array(alive[:RATIO_IMAGES], np.int64))):
+        judged = validate_place(p, place, settings=p.run.images)
+        if judged.reason is None:
+            before += place.num_bytes
+            after += len(judged.content)
+    return after / before if before else 1.0
+
+
+def read_plan(p: Preparation) -> dict[str, SplitPlan]:
+    return {
+        split: SplitPlan(shard_lengths=tuple(lengths), bucket_starts=tuple(starts))
+        for split, (lengths, starts) in p.result("plan").items()
+    }
+
+
+def rows_of_shard(
+    p: Preparation, plan: SplitPlan, split: str, number: int
+) -> Iterator[tuple[pa.Table, Sequence[int]]]:
+    """(rows, labels) of one shard in stored order, one piece per bucket it touches."""
+    start = sum(plan.shard_lengths[:number])
+    stop = start + plan.shard_lengths[number]
+    bucket = bisect.bisect_right(plan.bucket_starts, start) - 1
+    while start < stop:
+        first = start - plan.bucket_starts[bucket]
+        last = min(stop, plan.bucket_starts[bucket + 1]) - plan.bucket_starts[bucket]
+        if first < last:
+            fates = read_table(assignments_path(p, bucket))
+            reasons, splits = fates.column("reason").to_pylist(), fates.column("split").to_pylist()
+            mine = [i for i, s in enumerate(splits) if s == split and reasons[i] is None]
+            chosen = np.array(mine[first:last], np.int64)
+            labels = fates.column("label").to_numpy()[chosen].astype(np.int64).tolist()
+            yield rows_at(read_table(bucket_path(p, bucket)), chosen), labels
+        start += last - first
+        bucket += 1

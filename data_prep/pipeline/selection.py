@@ -1,0 +1,377 @@
+"""The middle phases: which sound images stay, in which split, under which label.
+
+Owns: the survey (judging every image before any is written), what leaves as duplicate, as copy of
+an evaluation image or with its class, held-out images, and every row's fate.
+Leaves out: judging one image (`image_check`), likeness (`similarity`, `duplicates`,
+`evaluation_sets`).
+
+Without `selection` and `source.val_per_class` there is no survey: a row's fate is then what listing
+said, and images are judged when they are written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from data_prep.duplicates.descriptors import DESCRIPTOR, describe
+from data_prep.pipeline.image_reading import in_order, validate_place
+from data_prep.pipeline.listing import bucket_path, num_inputs, scan_units
+from data_prep.pipeline.rejections import Rejections, check_so_far, rejected_so_far
+from data_prep.pipeline.row_tables import read_table, rows_at, write_table
+from data_prep.pipeline.workspace import Place, Preparation
+from data_prep.shards.ledger import describe_rejected
+from data_prep.sources.protocol import printable
+from vitscale.config.errors import UserError
+
+TRAIN = "train"
+# Ranks decide which of two equal images stays: those of other splits than `train` come first.
+TRAIN_RANK = 1 << 63
+CLASSES_SHOWN = 10
+
+
+def row_places(rows: pa.Table) -> Iterator[Place]:
+    columns = [
+        rows.column(name).to_pylist()
+        for name in ("path", "file", "offset", "num_bytes", "modified_ns", "spooled")
+    ]
+    for path, file, offset, num_bytes, modified_ns, spooled in zip(*columns, strict=True):
+        yield Place(
+            path=path,
+            file=file,
+            offset=offset,
+            num_bytes=num_bytes,
+            modified_ns=modified_ns,
+            spooled=spooled,
+        )
+
+
+def row_ranks(rows: pa.Table, *, number: int) -> np.ndarray:
+    """uint64, unique in the corpus; of two equal images the one with the lower rank stays."""
+    in_train = np.array([split == TRAIN for split in rows.column("split").to_pylist()], bool)
+    ranks = np.arange(len(rows), dtype=np.uint64) + np.uint64(number << 32)
+    return np.where(in_train, ranks + np.uint64(TRAIN_RANK), ranks)
+
+
+def row_of_rank(p: Preparation, rank: int) -> bytes:
+    """The path of the row with this rank."""
+    rank &= TRAIN_RANK - 1
+    path: bytes = read_table(bucket_path(p, rank >> 32)).column("path")[rank & 0xFFFFFFFF].as_py()
+    return path
+
+
+def evaluation_index_path(p: Preparation) -> Path:
+    return p.path("evaluation", "index.npz")
+
+
+def index_evaluation_sets(p: Preparation, unit: str) -> None:
+    from data_prep.duplicates.evaluation_sets import EvaluationIndex, build_evaluation_index
+
+    sets = p.run.selection.evaluation_sets
+    build_evaluation_index(sets, output=evaluation_index_path(p))
+    lost = EvaluationIndex.load(evaluation_index_path(p)).unreadable
+    if lost:
+        print(
+            f"warning: {len(lost):,} evaluation images cannot be decoded and will not be found in "
+            f"the corpus, such as {lost[0]!r}",
+            flush=True,
+        )
+    p.put_result(unit, len(sets))
+
+
+def survey_path(p: Preparation, number: int) -> Path:
+    return p.path("survey", f"{number:06d}.arrow")
+
+
+def survey(p: Preparation, unit: str) -> None:
+    """Judge and describe every image of one bucket."""
+    number = int(unit.rpartition("-")[2])
+    rows = read_table(bucket_path(p, number))
+    needs_looks = p.run.selection.duplicates == "drop_similar" or p.run.selection.evaluation_sets
+    reasons: list[str | None] = rows.column("reason").to_pylist()
+    hashes: list[bytes | None] = [None] * len(rows)
+    descriptors: list[bytes | None] = [None] * len(rows)
+
+    def look(place: Place) -> tuple[str | None, bytes | None, bytes | None]:
+        judged = validate_place(p, place, settings=p.run.images)
+        if judged.reason is not None:
+            return judged.reason, None, None
+        looks = describe(bytes(judged.content)).tobytes() if needs_looks else None
+        return None, judged.content_hash, looks
+
+    believed = [i for i, reason in enumerate(reasons) if reason is None]
+    places = list(row_places(rows_at(rows, np.array(believed, np.int64))))
+    looked = in_order(look, places, num_threads=p.num_threads)
+    for i, found in zip(believed, looked, strict=True):
+        reasons[i], hashes[i], descriptors[i] = found
+        p.advance(1)
+    details = _overlaps(p, reasons, hashes, descriptors)
+    rejected = Rejections()
+    for i, place in zip(believed, places, strict=True):
+        if (reason := reasons[i]) is not None:
+            rejected.add(reason, printable(os.fsdecode(place.path)))
+    table = pa.table(
+        {
+            "rank": pa.array(row_ranks(rows, number=number)),
+            "reason": pa.array(reasons, pa.string()),
+            "detail": pa.array(details, pa.string()),
+            "content_hash": pa.array(hashes, pa.binary(32)),
+            "descriptor": pa.array(descriptors, pa.binary(DESCRIPTOR.itemsize)),
+        }
+    )
+    write_table(table, survey_path(p, number), temporary=p.work.temporary("survey"))
+    p.put_result(unit, {"num_rows": len(rows)})
+    check_so_far(p, unit, rejected)
+
+
+def _overlaps(
+    p: Preparation,
+    reasons: list[str | None],
+    hashes: list[bytes | None],
+    descriptors: list[bytes | None],
+) -> list[str | None]:
+    """Turn away what looks like an evaluation image; returns which one it looks like."""
+    details: list[str | None] = [None] * len(reasons)
+    if not p.run.selection.evaluation_sets:
+        return details
+    from data_prep.duplicates.evaluation_sets import EvaluationIndex
+
+    index = EvaluationIndex.load(evaluation_index_path(p))
+    described = [i for i, descriptor in enumerate(descriptors) if descriptor is not None]
+    raw = b"".join(descriptors[i] or b"" for i in described)
+    for i, match in zip(described, index.match(np.frombuffer(raw, DESCRIPTOR)), strict=True):
+        if match >= 0:
+            reasons[i], details[i] = "in_evaluation_set", index.names[match]
+            hashes[i] = descriptors[i] = None
+    return details
+
+
+def duplicates_path(p: Preparation) -> Path:
+    return p.path("duplicates", "rows.arrow")
+
+
+def find_duplicate_images(p: Preparation, unit: str) -> None:
+    from data_prep.duplicates.search import find_duplicates
+
+    scratch = p.work.temporary("duplicates")
+    scratch.mkdir()
+    num = find_duplicates(
+        [survey_path(p, number) for number in range(p.result("buckets"))],
+        similar=p.run.selection.duplicates == "drop_similar",
+        scratch=scratch,
+        output=duplicates_path(p),
+    )
+    p.put_result(unit, num)
+
+
+def surveyed(p: Preparation, number: int) -> tuple[pa.Table, list[str | None], list[str | None]]:
+    """A bucket's rows with reason and detail, as far as single images decide."""
+    rows = read_table(bucket_path(p, number))
+    if not p.run.surveys:
+        return rows, rows.column("reason").to_pylist(), [None] * len(rows)
+    found = read_table(survey_path(p, number))
+    reasons, details = found.column("reason").to_pylist(), found.column("detail").to_pylist()
+    if p.run.selection.duplicates != "keep":
+        leaving = read_table(duplicates_path(p))
+        ranks = leaving.column("rank").to_numpy()
+        for base in (number << 32, (number << 32) + TRAIN_RANK):
+            first, last = np.searchsorted(ranks, np.array([base, base + (1 << 32)], np.uint64))
+            part = leaving.slice(first, last - first).to_pylist()
+            for row in part:
+                i = row["rank"] & 0xFFFFFFFF
+                reasons[i] = f"{row['kind']}_duplicate"
+                details[i] = row_of_rank(p, row["kept_rank"]).decode("utf-8", "backslashreplace")
+    return rows, reasons, details
+
+
+def select(p: Preparation, unit: str) -> None:
+    """Decide about classes: which there are, which are too small, what each holds out."""
+    found, unknown = class_counts(p)
+    p.labels.check(unknown, found=found)
+    if p.run.surveys:
+        found = _surveyed_counts(p)
+    if not found:
+        _refuse_nothing(p)
+    small = sorted(c for c, num in found.items() if num < p.run.selection.min_images_per_class)
+    kept = {c: num for c, num in found.items() if c not in set(small)}
+    if p.labels.space is None:
+        _refuse_empty_classes(p, found)
+    if not kept:
+        raise UserError(
+            "no class is left",
+            where="selection.min_images_per_class",
+            next_step="look at the source, or ask for less",
+        )
+    # The numbers that a source gives are labels already: 2 comes before 10.
+    numbers = p.run.source.kind in ("webdataset", "parquet", "path_table")
+    classes = p.labels.label_map(kept, keep_numbers=numbers)
+    label_of = {name: label for label, name in reversed(list(enumerate(classes)))}
+    taken = _held_out_counts(p, kept)
+    p.put_result(
+        unit,
+        {
+            "classes": classes,
+            "present": sorted(kept),
+            "small": small,
+            "thresholds": thresholds(p, label_of, taken) if any(taken.values()) else {},
+        },
+    )
+
+
+def _refuse_nothing(p: Preparation) -> None:
+    rejected = rejected_so_far(p)
+    if not rejected.reasons:
+        _refuse_empty_classes(p, Counter())
+        raise UserError("holds no inputs", where="source.path", next_step="look at the source")
+    shown = describe_rejected(rejected.reasons, rejected.examples)
+    raise UserError(
+        f"no images were found: all {num_inputs(p):,} inputs are rejected\n{shown}",
+        where="source.path",
+        next_step="mend these names, paths, labels or files, or choose another source",
+    )
+
+
+def class_counts(p: Preparation) -> tuple[Counter[str], Counter[str]]:
+    """Listed images by class, and images without one by what the source says."""
+    found, unknown = Counter[str](), Counter[str]()
+    for unit in scan_units(p):
+        result = p.result(unit)
+        found.update(result["classes"])
+        unknown.update(result["unknown"])
+    if p.run.labels.unknown == "reject":
+        unknown.clear()
+    return found, unknown
+
+
+def _surveyed_counts(p: Preparation) -> Counter[str]:
+    counts = Counter[str]()
+    for number in range(p.result("buckets")):
+        rows, reasons, _ = surveyed(p, number)
+        names = rows.column("class").to_pylist()
+        counts.update(n for n, reason in zip(names, reasons, strict=True) if reason is None)
+    return counts
+
+
+def _refuse_empty_classes(p: Preparation, found: Counter[str]) -> None:
+    """A class folder without images is a mistake of the source: it would shift the labels."""
+    named = {c.class_name for c in p.containers if c.class_name is not None}
+    if p.run.labels.map is None and (empty := sorted(named - set(found))):
+        shown = ", ".join(map(repr, empty[:CLASSES_SHOWN]))
+        raise UserError(
+            f"{len(empty)} of {len(named)} classes hold no images: {shown}",
+            where="source.path",
+            next_step="remove these classes, or put their images there",
+        )
+
+
+def _held_out_counts(p: Preparation, counts: dict[str, int]) -> dict[str, int]:
+    """Images that each class gives to the held-out split: rounded half up, never all."""
+    source = p.run.source
+    if source.val_per_class:
+        return {name: min(source.val_per_class, num - 1) for name, num in counts.items()}
+    return {
+        name: min(int(source.holdout_fraction * num + 0.5), num - 1) for name, num in counts.items()
+    }
+
+
+def thresholds(p: Preparation, label_of: dict[str, int], taken: dict[str, int]) -> dict[str, int]:
+    """Per class the largest hash that is held out: the `taken` smallest of its images are.
+
+    A radix selection, one byte of the hash a pass, over two compact columns in a scratch file: its
+    memory is 256 counters a class, whatever the number of images.
+    """
+    folder = p.work.temporary("thresholds")
+    folder.mkdir()
+    parts = []
+    for number in range(p.result("buckets")):
+        rows, reasons, _ = surveyed(p, number)
+        names, splits = rows.column("class").to_pylist(), rows.column("split").to_pylist()
+        chosen = [
+            i
+            for i, reason in enumerate(reasons)
+            if reason is None and splits[i] == TRAIN and names[i] in taken
+        ]
+        part = np.empty(len(chosen), [("label", "<u4"), ("hash", "<u8")])
+        part["label"] = [label_of[names[i]] for i in chosen]
+        part["hash"] = rows.column("holdout").to_numpy()[chosen]
+        parts.append(folder / f"{number}.npy")
+        np.save(parts[-1], part)
+    wanted = np.zeros(max(label_of.values()) + 1, np.int64)
+    for name, num in taken.items():
+        wanted[label_of[name]] = num
+    found = smallest(parts, wanted)
+    return {name: int(found[label_of[name]]) for name, num in taken.items() if num}
+
+
+def smallest(parts: Sequence[Path], wanted: np.ndarray) -> np.ndarray:
+    """uint64 per label: the `wanted`-th smallest hash among its rows in the .npy files."""
+    prefix = np.zeros(len(wanted), np.uint64)
+    remaining = wanted.copy()
+    for shift in range(56, -8, -8):
+        counts = np.zeros((len(wanted), 256), np.int64)
+        for path in parts:
+            part = np.load(path, mmap_mode="r")
+            labels, hashes = part["label"], part["hash"]
+            if shift < 56:
+                above = np.uint64(shift + 8)
+                alike = (hashes >> above) == (prefix[labels] >> above)
+                labels, hashes = labels[alike], hashes[alike]
+            byte = ((hashes >> np.uint64(shift)) & np.uint64(255)).astype(np.int64)
+            counts += np.bincount(labels * 256 + byte, minlength=counts.size).reshape(counts.shape)
+        reached = np.cumsum(counts, axis=1)
+        byte = (reached < remaining[:, None]).sum(axis=1).clip(max=255)
+        before = np.where(byte > 0, reached[np.arange(len(byte)), byte - 1], 0)
+        remaining = remaining - before
+        prefix |= byte.astype(np.uint64) << np.uint64(shift)
+    return prefix
+
+
+def assignments_path(p: Preparation, number: int) -> Path:
+    return p.path("fates", f"{number:06d}.arrow")
+
+
+def assign_splits(p: Preparation, unit: str) -> None:
+    """Reason, split and label of every row of one bucket, and sums for the plan."""
+    number = int(unit.rpartition("-")[2])
+    rows, reasons, details = surveyed(p, number)
+    selection: dict[str, Any] = p.result("selection")
+    label_of = {name: label for label, name in reversed(list(enumerate(selection["classes"])))}
+    small, limits = set(selection["small"]), selection["thresholds"]
+    classes, splits = rows.column("class").to_pylist(), rows.column("split").to_pylist()
+    hashes = rows.column("holdout").to_pylist()
+    labels: list[int | None] = [None] * len(rows)
+    for i, name in enumerate(classes):
+        if reasons[i] is None and name in small:
+            reasons[i] = "small_class"
+        if reasons[i] is None:
+            labels[i] = label_of[name]
+            if splits[i] == TRAIN and name in limits and hashes[i] <= limits[name]:
+                splits[i] = p.run.source.holdout_split
+    table = pa.table(
+        {
+            "reason": pa.array(reasons, pa.string()),
+            "detail": pa.array(details, pa.string()),
+            "split": pa.array(splits, pa.string()),
+            "label": pa.array(labels, pa.int32()),
+        }
+    )
+    write_table(table, assignments_path(p, number), temporary=p.work.temporary("fates"))
+    sizes = rows.column("num_bytes").to_pylist()
+    p.put_result(unit, _sums(splits, reasons, sizes))
+
+
+def _sums(splits: list[str], reasons: list[str | None], sizes: list[int]) -> dict[str, list[int]]:
+    """Split -> [images to write, their bytes]."""
+    sums: dict[str, list[int]] = {}
+    for split, reason, num_bytes in zip(splits, reasons, sizes, strict=True):
+        if reason is None:
+            entry = sums.setdefault(split, [0, 0])
+            entry[0] += 1
+            entry[1] += num_bytes
+    return sums

@@ -1,0 +1,133 @@
+"""One shard, from its rows to a tar on disk and a table of what became of each row.
+
+Owns: the unit of work that reads, judges and stores images.
+Leaves out: the layout of the tar (`tar_shards`) and the corpus-wide files (`finishing`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pyarrow as pa
+
+from data_prep.images.check import ValidationResult
+from data_prep.pipeline.image_reading import in_order, validate_place
+from data_prep.pipeline.planning import SplitPlan, read_plan, rows_of_shard
+from data_prep.pipeline.rejections import Rejections, check_so_far
+from data_prep.pipeline.row_tables import write_table
+from data_prep.pipeline.selection import row_places
+from data_prep.pipeline.workspace import Place, Preparation
+from data_prep.shards.ledger import EXTERNAL_REASONS
+from data_prep.shards.tar_writer import TarShard
+from data_prep.sources.protocol import printable
+from vitscale.distributed.atomic_files import fsync_folder
+from vitscale.runs.data_prep import ImageSettings
+
+OUTCOME_SCHEMA = pa.schema(
+    [
+        ("reason", pa.string()),
+        ("changes", pa.string()),
+        ("input_hash", pa.binary(32)),
+        ("key", pa.string()),
+        ("label", pa.int32()),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+        ("format", pa.string()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("content_hash", pa.binary(32)),
+    ]
+)
+
+
+def shard_units(p: Preparation) -> list[str]:
+    return [
+        f"shard-{split}-{number:06d}"
+        for split, plan in read_plan(p).items()
+        for number in range(len(plan.shard_lengths))
+    ]
+
+
+def shard_path(p: Preparation, split: str, number: int) -> Path:
+    return p.path("tars", f"{split}-{number:06d}.tar")
+
+
+def outcome_path(p: Preparation, split: str, number: int) -> Path:
+    return p.path("outcomes", f"{split}-{number:06d}.arrow")
+
+
+def write_shard(p: Preparation, unit: str) -> None:
+    """Read, judge and store every image of one shard."""
+    _, split, digits = unit.split("-")
+    number = int(digits)
+    plan = read_plan(p)[split]
+    temporary = p.work.temporary("tar")
+    with TarShard(temporary) as tar:
+        outcomes, rejected = _write_images(p, tar, plan, split=split, number=number)
+        digest = tar.finish()
+    os.replace(temporary, shard_path(p, split, number))
+    fsync_folder(p.path("tars"))
+    columns = zip(*outcomes, strict=True)
+    arrays = [pa.array(c, f.type) for c, f in zip(columns, OUTCOME_SCHEMA, strict=True)]
+    table = pa.Table.from_arrays(arrays, schema=OUTCOME_SCHEMA)
+    write_table(table, outcome_path(p, split, number), temporary=p.work.temporary("outcome"))
+    num_samples = table.column("reason").null_count
+    p.put_result(unit, {"samples": num_samples, "bytes": tar.num_bytes, "blake3": digest})
+    check_so_far(p, unit, rejected)
+
+
+def _write_images(
+    p: Preparation, tar: TarShard, plan: SplitPlan, *, split: str, number: int
+) -> tuple[list[tuple[object, ...]], Rejections]:
+    # The survey has looked at every pixel already.
+    check = {"check": "header"} if p.run.surveys else {}
+    settings = p.run.images.model_copy(update=check)
+    outcomes: list[tuple[object, ...]] = []
+    rejected = Rejections()
+    for rows, labels in rows_of_shard(p, plan, split, number):
+        keys = rows.column("key").to_pylist()
+        places = list(row_places(rows))
+        verdicts = _verdicts(p, tar, places, settings=settings)
+        for place, judged, suffix, label in zip(places, verdicts, keys, labels, strict=True):
+            key, offset = f"{split}-{suffix}", 0
+            if judged.reason is None:
+                offset = tar.add(key, extension=judged.extension, image=judged.content, label=label)
+            else:
+                rejected.add(judged.reason, printable(os.fsdecode(place.path)))
+            outcomes.append(_outcome(judged, key=key, label=label, offset=offset))
+            p.advance(1)
+    return outcomes, rejected
+
+
+def _verdicts(
+    p: Preparation, tar: TarShard, places: list[Place], *, settings: ImageSettings
+) -> Iterator[ValidationResult]:
+    if settings.check == "header":
+        # Read to where the tar wants them: what is not decoded is copied once only.
+        return (validate_place(p, place, settings=settings, room=tar.room) for place in places)
+    judge = partial(validate_place, p, settings=settings)
+    return in_order(judge, places, num_threads=p.num_threads)
+
+
+def _outcome(judged: ValidationResult, *, key: str, label: int, offset: int) -> tuple[object, ...]:
+    """A row of OUTCOME_SCHEMA."""
+    input_hash = judged.input_hash or None
+    if judged.reason is not None:
+        assert judged.reason not in EXTERNAL_REASONS
+        return (judged.reason, None, input_hash, *[None] * 8)
+    return (
+        None,
+        judged.changes,
+        input_hash,
+        key,
+        label,
+        offset,
+        len(judged.content),
+        judged.extension,
+        judged.width,
+        judged.height,
+        judged.content_hash,
+    )

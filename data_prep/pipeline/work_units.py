@@ -1,0 +1,204 @@
+"""Units of work that any number of processes, on any number of machines, share through a folder.
+
+Owns: claims, their heartbeat, taking over from the dead, and waiting for what others still do.
+Leaves out: what a unit does. A unit commits its result by one rename and gives the same bytes
+whoever does it, so a claim only saves work: when two processes take one unit, nothing breaks.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import shutil
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+from data_prep.sources.outages import Interrupted
+
+HEARTBEAT_S = 5.0
+# A claim on another machine counts as dead when its heartbeat is this old on the file system's own
+# clock; caching of attributes on network file systems stays well below.
+DEAD_AFTER_S = 60.0
+# Waiting for others starts short, since most waits are, and grows: nobody sleeps for more than a
+# quarter of the time that it waited for.
+FIRST_WAIT_S, WAIT_GROWTH, LONGEST_WAIT_S = 0.005, 1.25, 1.0
+
+
+class WorkFolder:
+    """The shared folder of one preparation, as one process sees it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.scratch = path / "scratch" / this_process()
+        """Unfinished files of this process; renamed out of here when whole."""
+        self._claims = path / "claims"
+
+    def open(self) -> None:
+        """Create the folders and clear what dead processes of this machine left unfinished.
+
+        Raises FileNotFoundError when the folder itself is gone: another process ended the work.
+        """
+        self._claims.mkdir(exist_ok=True)
+        remove_left_by_dead(self.scratch.parent)
+        self.scratch.mkdir(parents=True, exist_ok=True)
+
+    def work_through(
+        self,
+        units: Sequence[str],
+        *,
+        is_done: Callable[[str], bool],
+        do: Callable[[str], None],
+        start: int,
+    ) -> None:
+        """Return when every unit is done, by this process or another.
+
+        `start` is where to begin, so that processes do not all try the same claims first.
+        Raises Interrupted when the folder vanishes: another process gave the preparation up.
+        """
+        order = [*units[start % max(1, len(units)) :], *units[: start % max(1, len(units))]]
+        waiting = [unit for unit in order if not is_done(unit)]
+        pause = FIRST_WAIT_S
+        while waiting:
+            progressed = False
+            for unit in waiting:
+                if is_done(unit):
+                    continue
+                with self._claim(unit) as mine:
+                    if mine and not is_done(unit):
+                        do(unit)
+                        progressed = True
+            waiting = [unit for unit in waiting if not is_done(unit)]
+            if waiting and not progressed:
+                if not self.path.exists() and not is_done(waiting[0]):
+                    raise aborted_error(self.path)
+                time.sleep(pause)
+                pause = min(WAIT_GROWTH * pause, LONGEST_WAIT_S)
+
+    @contextmanager
+    def _claim(self, unit: str) -> Iterator[bool]:
+        path = self._claims / unit
+        if not self._take(path):
+            yield False
+            return
+        ended = threading.Event()
+        heart = threading.Thread(target=_beat, args=(path, ended), daemon=True)
+        heart.start()
+        try:
+            yield True
+        finally:
+            ended.set()
+            heart.join()
+            path.unlink(missing_ok=True)
+
+    def _take(self, path: Path) -> bool:
+        for _ in range(2):
+            try:
+                descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            except FileExistsError:
+                if not self._is_dead(path):
+                    return False
+                path.unlink(missing_ok=True)
+                continue
+            except FileNotFoundError:
+                return False
+            with os.fdopen(descriptor, "w") as file:
+                json.dump({"machine": machine(), "pid": os.getpid()}, file)
+            return True
+        return False
+
+    def _is_dead(self, path: Path) -> bool:
+        try:
+            age = self._file_system_time() - path.stat().st_mtime
+            owner = json.loads(path.read_text())
+        except FileNotFoundError:
+            return False
+        except ValueError:
+            # Created, not yet written; dead only when it stays so.
+            return age > DEAD_AFTER_S
+        if owner.get("machine") == machine() and not _process_lives(owner["pid"]):
+            return True
+        return age > DEAD_AFTER_S
+
+    def _file_system_time(self) -> float:
+        probe = self.scratch / "clock"
+        probe.touch()
+        return probe.stat().st_mtime
+
+    def temporary(self, name: str) -> Path:
+        """A new name for an unfinished file or folder."""
+        return self.scratch / f"{name}.{uuid.uuid4().hex[:8]}"
+
+
+@cache
+def machine() -> str:
+    """Where process ids mean what they mean here: containers may share their host's name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+        return f"{socket.gethostname()}-{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def this_process() -> str:
+    """A name that no other process has now, on any machine of a shared file system."""
+    return f"{machine()}.{os.getpid()}"
+
+
+def remove_left_by_dead(folder: Path, *, prefix: str = "") -> None:
+    """Remove what is called `prefix` + `this_process()` of processes of this machine that ended."""
+    for path in folder.glob(f"{glob.escape(prefix)}*"):
+        where, _, pid = path.name.removeprefix(prefix).rpartition(".")
+        if where == machine() and pid.isdigit() and not _process_lives(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def sibling_path(folder: Path) -> Path:
+    """A free name beside `folder` for this process alone; what dead ones left there is removed."""
+    prefix = f"{folder.name}-"
+    remove_left_by_dead(folder.parent, prefix=prefix)
+    own = folder.with_name(prefix + this_process())
+    shutil.rmtree(own, ignore_errors=True)
+    return own
+
+
+def remove_folder(folder: Path) -> None:
+    """Take its name away first: what a kill leaves of it must not pass for work to go on with."""
+    removed = sibling_path(folder)
+    with suppress(OSError):
+        folder.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def aborted_error(path: Path) -> Interrupted:
+    return Interrupted(
+        "was removed while the work went on: another process ended the preparation",
+        where=str(path),
+        next_step="see its message, then run the command again",
+    )
+
+
+def _beat(path: Path, ended: threading.Event) -> None:
+    while not ended.wait(HEARTBEAT_S):
+        with suppress(OSError):
+            os.utime(path)
+
+
+def _process_lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    # A killed process whose parent has not looked yet is still listed.
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return Path("/proc").exists() is False

@@ -1,0 +1,239 @@
+"""The preparation folder: where every phase finds what the phases before it left.
+
+Owns: the names inside `.OUTPUT.preparing`, small JSON results, and reading an input's bytes.
+Leaves out: the phases (`listing`, `selecting`, `shard_writing`, `finishing`) and their order
+(`pipeline`).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from data_prep.labels.assignment import Labels, load_labels
+from data_prep.labels.named_files import evaluation_listing, label_hashes
+from data_prep.pipeline.work_units import WorkFolder
+from data_prep.sources.protocol import (
+    ChangedSource,
+    Container,
+    Source,
+    SpoolError,
+    changed_source,
+    fill,
+    read_exactly,
+)
+from data_prep.sources.registry import open_source
+from vitscale.config.errors import UserError
+from vitscale.data.index import MANIFEST_NAME
+from vitscale.distributed.atomic_files import write_json
+from vitscale.runs.data_prep import DataPrepRun
+
+SETTINGS_NAME = "settings.json"
+# Of the files in a preparation folder: raised when a release cannot go on with another's work.
+WORK_FORMAT = 2
+# Settings that do not change a byte of the result.
+PLACE_KEYS = ("output", "launch", "num_workers")
+FOLDERS = (
+    "results",
+    "runs",
+    "spool",
+    "buckets",
+    "evaluation",
+    "survey",
+    "rejected",
+    "duplicates",
+    "fates",
+    "tars",
+    "outcomes",
+    "final",
+)
+
+
+def content_config(run: DataPrepRun) -> dict[str, Any]:
+    """The settings that decide the bytes written: not where they come from, go to, or who runs.
+
+    Of files that settings name, their content too. Raises UserError where it cannot be read.
+    """
+    config = run.model_dump(mode="json")
+    for key in PLACE_KEYS:
+        del config[key]
+    del config["source"]["path"]
+    config["labels"] |= label_hashes(run.labels)
+    if run.selection.evaluation_sets:
+        listings = list(map(evaluation_listing, run.selection.evaluation_sets))
+        config["selection"]["evaluation_sets_listing"] = listings
+    return config
+
+
+def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Keys with different values, such as seed and labels.map_blake3."""
+    before, after = dict(_flat(old)), dict(_flat(new))
+    return sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+
+
+def refuse_changed_files(begun: Mapping[str, Any], run: DataPrepRun) -> dict[str, Any]:
+    """`content_config` as it is now; UserError when it is not that of `begun`, from the start."""
+    config = content_config(run)
+    if changed := changed_settings({key: begun[key] for key in config if key in begun}, config):
+        raise UserError(
+            "changed while the shards were made",
+            where=", ".join(changed),
+            next_step="run the command again",
+        )
+    return config
+
+
+def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        else:
+            yield key, value
+
+
+def tool_version() -> str:
+    try:
+        return f"vitscale {version('vitscale')}"
+    except PackageNotFoundError:
+        return "vitscale (not installed)"
+
+
+def at_real_output(run: DataPrepRun) -> DataPrepRun:
+    """The run with the folder that a linked `output` leads to: the work lies beside that one.
+
+    A rename gives the finished folder its name, which it can neither in place of a link nor onto
+    another file system. Raises UserError for a mount point.
+    """
+    output = Path(run.output).expanduser()
+    real = Path(os.path.realpath(output)) if output.is_symlink() else output
+    if os.path.ismount(real):
+        raise UserError(
+            f"{str(real)!r} is a mount point: the work lies beside the folder, and would be on "
+            "another file system",
+            where="output",
+            next_step=f"choose a folder in it, such as {real / 'shards'}",
+        )
+    return run if real is output else run.model_copy(update={"output": str(real)})
+
+
+def is_finished(output: Path) -> bool:
+    return (output / MANIFEST_NAME).exists()
+
+
+def preparation_folder(output: Path) -> Path:
+    return output.with_name(f".{output.name}.preparing")
+
+
+class Place(NamedTuple):
+    """Where the bytes of one input are."""
+
+    path: bytes
+    file: bytes
+    offset: int
+    num_bytes: int
+    modified_ns: int
+    spooled: bool
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """One preparation as one process sees it."""
+
+    run: DataPrepRun
+    work: WorkFolder
+    advance: Callable[[int], None]
+    """Told about rows done inside the present unit."""
+    num_threads: Callable[[], int] = lambda: 1
+    """How many threads may decode now: more than one where other processes have nothing to do."""
+
+    def open(self) -> None:
+        """Create the folder, and the folders in it."""
+        self.work.open()
+        for name in FOLDERS:
+            self.path(name).mkdir(exist_ok=True)
+
+    @cached_property
+    def output(self) -> Path:
+        return Path(self.run.output).expanduser()
+
+    @cached_property
+    def root(self) -> Path:
+        return self.source.root
+
+    @cached_property
+    def source(self) -> Source:
+        return open_source(self.run.source, self.run.labels)
+
+    @cached_property
+    def labels(self) -> Labels:
+        return load_labels(self.run.labels)
+
+    @cached_property
+    def containers(self) -> list[Container]:
+        return [Container(*row) for row in self.result("containers")]
+
+    def path(self, *parts: str) -> Path:
+        """A path in the preparation folder."""
+        return self.work.path.joinpath(*parts)
+
+    def result_path(self, unit: str) -> Path:
+        return self.path("results", f"{unit}.json")
+
+    def has_result(self, unit: str) -> bool:
+        return self.result_path(unit).exists()
+
+    def result(self, unit: str) -> Any:
+        """The small JSON result of a unit that is done."""
+        return json.loads(self.result_path(unit).read_text())
+
+    def put_result(self, unit: str, value: Any) -> None:
+        """Written last: from here on the unit is done."""
+        write_json(self.result_path(unit), value)
+
+    @cached_property
+    def _folders(self) -> tuple[bytes, bytes]:
+        return os.fsencode(self.root), os.fsencode(self.path("spool"))
+
+    def read(self, place: Place, *, into: memoryview | None = None) -> bytes | memoryview:
+        """The bytes of one input, read into memory of their length where it is given.
+
+        Raises ChangedSource when the source is not as it was listed, OSError when it cannot be
+        read, SpoolError for the spool.
+        """
+        # Plain calls: pathlib and file objects would take as long as the reading.
+        source, spool = self._folders
+        path = b"%s/%s" % (spool if place.spooled else source, place.file or place.path)
+        try:
+            file = os.open(path, os.O_RDONLY)
+            try:
+                status = os.fstat(file)
+                whole = not place.file
+                if not place.spooled and (
+                    status.st_mtime_ns != place.modified_ns
+                    or (whole and status.st_size != place.num_bytes)
+                ):
+                    raise _changed(place)
+                if into is None:
+                    return read_exactly(file, offset=place.offset, num_bytes=place.num_bytes)
+                fill(file, into, offset=place.offset)
+                return into
+            finally:
+                os.close(file)
+        except (OSError, EOFError) as error:
+            if place.spooled:
+                cut = OSError(errno.EIO, f"too short: {error}")
+                raise SpoolError(error if isinstance(error, OSError) else cut) from None
+            if isinstance(error, (FileNotFoundError, EOFError)):
+                raise _changed(place) from None
+            raise
+
+
+def _changed(place: Place) -> ChangedSource:
+    return changed_source(os.fsdecode(place.path), file=os.fsdecode(place.file or place.path))

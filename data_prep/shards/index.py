@@ -1,0 +1,90 @@
+"""Writing the files that say which sample lies where: index.parquet, `_info.json`, manifest.json.
+
+Owns: their bytes, which depend on what is stored alone.
+Leaves out: their columns and fields (`vitscale.data.index`) and the tars (`shard_writing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from vitscale.data.index import (
+    INDEX_NAME,
+    INFO_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    SplitEntry,
+    index_schema,
+)
+from vitscale.distributed.atomic_files import atomic_file, write_json
+
+# Rows per parquet row group: what a writer holds in memory, and what a reader of one split skips.
+ROW_GROUP_ROWS = 1 << 13
+
+
+def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
+    """Write index.parquet from tables in stored order, each of one split; few are held at a time.
+
+    The bytes depend on the rows alone, not on how they were divided into tables.
+    """
+    import pyarrow.parquet as pq
+
+    with atomic_file(folder / INDEX_NAME) as file:
+        with pq.ParquetWriter(file, index_schema(), compression="zstd") as writer:
+            waiting: list[pa.Table] = []
+            split = None
+            for table in tables:
+                if not len(table):
+                    continue
+                next_split = table.column("split")[0].as_py()
+                if next_split != split:
+                    _write_row_groups(writer, waiting, rest=True)
+                split = next_split
+                waiting.append(table)
+                _write_row_groups(writer, waiting, rest=False)
+            _write_row_groups(writer, waiting, rest=True)
+
+
+def _write_row_groups(writer: Any, waiting: list[pa.Table], *, rest: bool) -> None:
+    """Write what fills row groups (or all of it) and leave the remainder in `waiting`."""
+    num_rows = sum(map(len, waiting))
+    if not num_rows or (num_rows < ROW_GROUP_ROWS and not rest):
+        return
+    names = [field.name for field in index_schema() if pa.types.is_dictionary(field.type)]
+    table = pa.concat_tables(waiting).combine_chunks()
+    num_written = num_rows if rest else num_rows // ROW_GROUP_ROWS * ROW_GROUP_ROWS
+    for start in range(0, num_written, ROW_GROUP_ROWS):
+        part = table.slice(start, min(ROW_GROUP_ROWS, num_written - start))
+        for name in names:
+            # A dictionary made anew: the tables' own would tell how the rows were divided.
+            column = part.column(name).cast(pa.string()).combine_chunks().dictionary_encode()
+            part = part.set_column(part.schema.get_field_index(name), name, column)
+        writer.write_table(part)
+    waiting[:] = [table.slice(num_written)] if num_written < num_rows else []
+
+
+def info_of(splits: Mapping[str, SplitEntry], *, shards_root: str = ".") -> dict[str, Any]:
+    """`_info.json` in the form timm's WebDataset reader takes."""
+    info = {
+        name: {
+            "name": name,
+            "num_samples": entry.num_samples,
+            "filenames": [str(Path(shards_root, shard.name)) for shard in entry.shards],
+            "shard_lengths": list(entry.shard_lengths),
+        }
+        for name, entry in splits.items()
+    }
+    return {"splits": info}
+
+
+def write_info(folder: Path, *, splits: Mapping[str, SplitEntry], shards_root: str = ".") -> None:
+    write_json(folder / INFO_NAME, info_of(splits, shards_root=shards_root))
+
+
+def write_manifest(folder: Path, *, manifest: Manifest) -> None:
+    write_json(folder / MANIFEST_NAME, asdict(manifest))

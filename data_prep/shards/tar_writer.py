@@ -1,0 +1,102 @@
+"""Tar files whose every byte is decided here.
+
+Owns: the tar layout of one shard.
+Leaves out: which samples, in what order (`planning`), how bytes reach the disk (`block_file`), and
+the index (`vitscale.data.index`).
+
+webdataset's TarWriter could be made deterministic, but it does not tell at which byte a member's
+content begins, and the index needs just that. Headers are made from a template: the standard
+library's take 43 microseconds each, a third of what copying a photograph takes.
+"""
+
+from __future__ import annotations
+
+import tarfile
+from functools import cache
+from pathlib import Path
+
+import blake3
+
+from data_prep.shards.direct_io import BUFFER_BYTES, BlockFile
+
+BLOCK = tarfile.BLOCKSIZE
+NAME_BYTES, SIZE_FIELD, SUM_FIELD = 100, slice(124, 136), slice(148, 156)
+MAX_MEMBER_BYTES = 8**11
+# Two headers, one block for the label, half a block of padding on average.
+SAMPLE_OVERHEAD = 3 * BLOCK + BLOCK // 2
+
+
+@cache
+def _template() -> tuple[bytearray, int]:
+    """A ustar header without name, size and checksum; and the sum of its bytes."""
+    member = tarfile.TarInfo("")
+    member.mtime, member.mode = 0, 0o644
+    header = bytearray(member.tobuf(tarfile.USTAR_FORMAT))
+    header[SIZE_FIELD] = bytes(12)
+    header[SUM_FIELD] = b" " * 8
+    return header, sum(header)
+
+
+def ustar_header(name: str, num_bytes: int) -> bytes:
+    """The 512 bytes before a member, as `tarfile.TarInfo(name).tobuf(USTAR_FORMAT)` makes them."""
+    raw = name.encode("ascii")
+    assert 0 < len(raw) <= NAME_BYTES and 0 <= num_bytes < MAX_MEMBER_BYTES
+    size = b"%011o\0" % num_bytes
+    template, template_sum = _template()
+    header = bytearray(template)
+    header[: len(raw)] = raw
+    header[SIZE_FIELD] = size
+    header[SUM_FIELD] = b"%06o\0 " % (template_sum + sum(raw) + sum(size))
+    return bytes(header)
+
+
+class TarShard:
+    """Writes one tar to an unfinished file; `finish` flushes it to disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._digest = blake3.blake3()
+        self._file = BlockFile(path, observe=self._digest.update)
+        self._offered: memoryview | None = None
+
+    def __enter__(self) -> TarShard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._offered = None
+        self._file.close()
+
+    @property
+    def num_bytes(self) -> int:
+        return self._file.num_bytes
+
+    def room(self, num_bytes: int) -> memoryview:
+        """Memory to read the next image into; `add` then finds it where it has to be."""
+        if BLOCK + num_bytes > BUFFER_BYTES:
+            return memoryview(bytearray(num_bytes))
+        self._offered = self._file.room(BLOCK + num_bytes)[BLOCK:]
+        return self._offered
+
+    def add(self, key: str, *, extension: str, image: bytes | memoryview, label: int) -> int:
+        """Append `key.extension` and `key.cls`; returns the image's byte offset in the tar."""
+        offset = self.num_bytes + BLOCK
+        header = ustar_header(f"{key}.{extension}", len(image))
+        if image is self._offered:
+            self._file.room(BLOCK)[:] = header
+            self._file.advance(BLOCK + len(image))
+        else:
+            self._file.append(header)
+            self._file.append(image)
+        self._offered = None
+        text = str(label).encode()
+        self._file.append(
+            bytes(-len(image) % BLOCK)
+            + ustar_header(f"{key}.cls", len(text))
+            + text.ljust(BLOCK, b"\0")
+        )
+        return offset
+
+    def finish(self) -> str:
+        """End the tar and flush it to disk; returns its BLAKE3."""
+        self._file.append(bytes(2 * BLOCK))
+        self._file.finish()
+        return self._digest.hexdigest()

@@ -1,0 +1,238 @@
+"""What is compared between runs, and where runs are found.
+
+Owns: finding a run by folder, name or MLflow id; differing parameters; final and best values.
+Leaves out: how it is shown (`comparison_text`, `report`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vitscale.config.errors import UserError, UserErrors, nearest
+from vitscale.config.yaml_source import parse_yaml, plain_value
+from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
+from vitscale.tracking.mlflow_store import find_stored_run
+from vitscale.tracking.run_facts import absolute_uri, flatten_params, redact, sqlite_path
+
+RUNS_FOLDER = Path("runs")
+DEFAULT_URI = "sqlite:///runs/mlflow.db"
+
+# Which way is better, by the end of a metric's name. Others are shown without a verdict.
+BETTER = {
+    "loss": "lower",
+    "error": "lower",
+    "data_wait": "lower",
+    "top1": "higher",
+    "top5": "higher",
+    "accuracy": "higher",
+    "images_per_s": "higher",
+    "mfu": "higher",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunRecord:
+    """One run as compared. `source` says where its metrics were read."""
+
+    label: str
+    source: str
+    folder: Path | None
+    status: str | None
+    params: dict[str, str]
+    rows: tuple[Row, ...]
+
+    @property
+    def last_step(self) -> int:
+        return max(row.step for row in self.rows)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the first to the last line, pauses between jobs included."""
+        times = [row.time for row in self.rows]
+        return max(times) - min(times)
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        points = [(row.step, row.metrics[key]) for row in self.rows if key in row.metrics]
+        return [step for step, _ in points], [value for _, value in points]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricLine:
+    """One metric over all runs; None where a run lacks it. Deltas are against the first run."""
+
+    key: str
+    better: str | None
+    final: tuple[float | None, ...]
+    best: tuple[float | None, ...]
+
+    @property
+    def deltas(self) -> tuple[float | None, ...]:
+        first = self.final[0]
+        return tuple(
+            None if value is None or first is None or i == 0 else value - first
+            for i, value in enumerate(self.final)
+        )
+
+    def verdict(self, delta: float | None) -> str | None:
+        """better, worse or equal; None when nothing can be said."""
+        if delta is None or self.better is None or not math.isfinite(delta):
+            return None
+        if delta == 0:
+            return "equal"
+        return "better" if (delta > 0) == (self.better == "higher") else "worse"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    runs: tuple[RunRecord, ...]
+    params: tuple[tuple[str, tuple[str | None, ...]], ...]
+    """Parameters that are not equal in all runs."""
+    num_equal_params: int
+    metrics: tuple[MetricLine, ...]
+
+
+def compare(runs: Sequence[RunRecord]) -> Comparison:
+    """Compare runs; with one run its parameters are listed whole."""
+    keys = sorted({key for run in runs for key in run.params})
+    rows = [(key, tuple(run.params.get(key) for run in runs)) for key in keys]
+    differing = [row for row in rows if len(runs) == 1 or len(set(row[1])) > 1]
+    metric_keys = sorted({key for run in runs for row in run.rows for key in row.metrics})
+    return Comparison(
+        runs=tuple(runs),
+        params=tuple(differing),
+        num_equal_params=len(rows) - len(differing),
+        metrics=tuple(_metric_line(key, runs) for key in metric_keys),
+    )
+
+
+def _metric_line(key: str, runs: Sequence[RunRecord]) -> MetricLine:
+    name = key.rsplit("/", 1)[-1]
+    better = next((way for end, way in BETTER.items() if name.endswith(end)), None)
+    values = [run.series(key)[1] for run in runs]
+    return MetricLine(
+        key=key,
+        better=better,
+        final=tuple(column[-1] if column else None for column in values),
+        best=tuple(_best(column, better) for column in values),
+    )
+
+
+def _best(values: list[float], better: str | None) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    if better is None or not finite:
+        return None
+    return max(finite) if better == "higher" else min(finite)
+
+
+def load_runs(names: Sequence[str], *, uri: str | None) -> list[RunRecord]:
+    """Find and read every run; all runs that cannot be found are reported at once."""
+    runs, errors = [], []
+    for name in names:
+        try:
+            runs.append(_load_run(name, uri=uri))
+        except UserError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0] if len(errors) == 1 else UserErrors(errors)
+    return _with_distinct_labels(runs)
+
+
+def _with_distinct_labels(runs: list[RunRecord]) -> list[RunRecord]:
+    seen: dict[str, int] = {}
+    distinct = []
+    for run in runs:
+        seen[run.label] = number = seen.get(run.label, 0) + 1
+        distinct.append(run if number == 1 else replace(run, label=f"{run.label} ({number})"))
+    return distinct
+
+
+def _load_run(name: str, *, uri: str | None) -> RunRecord:
+    known: list[str] = []
+    if uri is not None:
+        record, known = _read_mlflow(name, uri)
+        if record is not None:
+            return record
+    for folder in (Path(name), RUNS_FOLDER / name):
+        if folder.is_dir():
+            return _read_folder(folder)
+    if uri is None:
+        record, known = _read_mlflow(name, DEFAULT_URI)
+        if record is not None:
+            return record
+    known += sorted(path.parent.name for path in RUNS_FOLDER.glob(f"*/{JOURNAL_NAME}"))
+    known = list(dict.fromkeys(known))
+    close = nearest(Path(name).name, known)
+    raise UserError(
+        f"no such run: {name!r}" + (f"; did you mean {close}?" if close else ""),
+        where="RUN",
+        allowed=f"a run folder, or one of: {', '.join(known[:20])}" if known else "a run folder",
+        next_step="give a folder that holds journal.jsonl, or the MLflow store with --uri",
+    )
+
+
+def _read_folder(folder: Path) -> RunRecord:
+    journal = folder / JOURNAL_NAME
+    rows = tuple(row for row, _ in read_rows(journal)) if journal.is_file() else ()
+    if not rows:
+        reason = "has no line that can be read" if journal.is_file() else "does not exist"
+        raise UserError(
+            f"no metrics to compare: {journal} {reason}",
+            where="RUN",
+            next_step="give the output folder of a training run that has logged at least one step",
+        )
+    return RunRecord(
+        label=folder.resolve().name,
+        source=str(folder),
+        folder=folder,
+        status=None,
+        params=_read_params(folder / "config.yaml"),
+        rows=rows,
+    )
+
+
+def _read_params(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        return {}
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read ({error})", where=str(path)) from None
+    errors: list[UserError] = []
+    node = parse_yaml(text, name=str(path), errors=errors)
+    if errors:
+        raise UserErrors(errors)
+    config = plain_value(node) if node is not None else None
+    return flatten_params(config) if isinstance(config, dict) else {}
+
+
+def _read_mlflow(name: str, uri: str) -> tuple[RunRecord | None, list[str]]:
+    uri = absolute_uri(uri, where="--uri")
+    database = sqlite_path(uri)
+    if database is not None and not database.exists():
+        return None, []
+    try:
+        stored, known = find_stored_run(uri, name, say=lambda text: None)
+    # Whatever a server or its database answers, it is the user's to mend.
+    except Exception as error:
+        reason = redact(str(error)).strip().splitlines() or [type(error).__name__]
+        raise UserError(
+            f"MLflow at {redact(uri)} cannot be read: {reason[0][:200]}",
+            where="--uri",
+            next_step="check the address, or give run folders instead",
+        ) from None
+    if stored is None:
+        return None, known
+    if not stored.rows:
+        raise UserError(f"the MLflow run {name!r} has no metrics", where="RUN")
+    record = RunRecord(
+        label=stored.name,
+        source=f"MLflow run {stored.run_id}",
+        folder=None,
+        status=stored.status,
+        params=stored.params,
+        rows=tuple(stored.rows),
+    )
+    return record, known

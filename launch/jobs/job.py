@@ -1,0 +1,200 @@
+"""One stage as a job: what every task of it runs, here or under SLURM.
+
+Owns: `StageJob`, the scripts it stands for, its record of how each task ended, and when a stopped
+run goes back into the queue.
+Leaves out: submitting (`submission`), signals and checkpoints inside a stage (its script).
+
+A stage that a signal stopped has committed a checkpoint on all ranks and ended with
+EXIT_STOPPED_RESUMABLE; only then rank 0 asks SLURM to requeue. submitit's own way, a checkpoint
+inside the signal handler of rank 0, cannot save a model that is sharded over all ranks.
+Tasks of an array are jobs of one rank each: every one of them requeues itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.jobs.scontrol import is_ended_by_slurm, requeue, restart_count
+from launch.jobs.submission import Task, resubmission, start_task
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, skip_teardown
+from vitscale.distributed.atomic_files import write_json
+
+# The folder that holds the stages: the checkout, or site-packages.
+PROJECT_ROOT = Path(__file__).resolve().parents[2]
+STAGE_SCRIPTS = {
+    "data_prep": "data_prep/make_shards.py",
+    "pretrain": "pretrain/main.py",
+    "finetune": "finetune/main.py",
+}
+# Their tasks share the work through files: any number, none waits for another.
+INDEPENDENT_STAGES = ("data_prep",)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskRecord:
+    """How one task is doing; a JSON file beside its log."""
+
+    rank: int
+    pid: int
+    exit_code: int | None = None
+    """None while the task runs."""
+    ended: float | None = None
+    """Seconds since the epoch."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageJob:
+    """Run a stage's script in every task. Small, picklable, free of state and of torch."""
+
+    script: str
+    """Absolute path of the stage's script."""
+    config: str
+    """Absolute path of the resolved configuration."""
+    max_requeues: int
+    code_version: str | None = None
+    """Git commit at submission; the code that runs is the one on disk when the job starts."""
+    independent: bool = False
+    """Whether tasks are jobs of their own instead of ranks of one."""
+
+    def __call__(self) -> int:
+        task = start_task(independent=self.independent)
+        record_path = task_record_path(task.folder, job_id=task.job_id, rank=task.rank)
+        running = TaskRecord(rank=task.rank, pid=os.getpid())
+        _write_record(record_path, running)
+        if task.rank == 0 or self.independent:
+            self._announce(task)
+        code = 1
+        try:
+            code = run_in_process(self.script, arguments=["--config", self.config])
+        finally:
+            ended = TaskRecord(rank=task.rank, pid=os.getpid(), exit_code=code, ended=time.time())
+            _write_record(record_path, ended)
+        if code == EXIT_STOPPED_RESUMABLE and task.cluster == "slurm":
+            if self._goes_back(task):
+                skip_teardown(0)
+                return code
+        skip_teardown(code)
+        if code:
+            # Not an exception: the script has said what is wrong, and its code is the task's.
+            raise SystemExit(code)
+        return code
+
+    def checkpoint(self) -> Any:
+        """Asked by submitit when a signal comes before the script has set its own handlers."""
+        return resubmission(self)
+
+    def _announce(self, task: Task) -> None:
+        attempt = restart_count() + 1
+        tasks = f"{task.world_size} task(s)"
+        if task.array_index is not None:
+            tasks = f"task {task.array_index} ({task.array_size} in all)"
+        print(
+            f"{Path(self.script).parent.name}: {tasks}, attempt {attempt}, config {self.config}",
+            flush=True,
+        )
+        now = code_version()
+        if self.code_version is not None and now != self.code_version:
+            print(
+                f"warning: the code changed since submission ({self.code_version} -> {now}); "
+                "this attempt runs the code now on disk",
+                flush=True,
+            )
+
+    def _goes_back(self, task: Task) -> bool:
+        """Requeue from rank 0. All ranks decide alike, so that none ends as a failure meanwhile."""
+        requeues = restart_count()
+        if requeues >= self.max_requeues:
+            if task.rank == 0:
+                print(
+                    f"stopped, with all that is needed to go on, not requeued: launch.max_requeues="
+                    f"{self.max_requeues} is reached. Submit the same command again to go on.",
+                    flush=True,
+                )
+            return False
+        if task.rank != 0:
+            return True
+        if is_ended_by_slurm(task.job_id):
+            print(f"SLURM ends job {task.job_id} itself: not requeued from here", flush=True)
+            return True
+        print(f"requeueing job {task.job_id} ({requeues + 1} of {self.max_requeues})", flush=True)
+        requeue(task.job_id)
+        return True
+
+
+def stage_job(stage: str, *, config: Path, max_requeues: int) -> StageJob:
+    """The job of a stage, for a resolved configuration on disk."""
+    return StageJob(
+        script=str(PROJECT_ROOT / STAGE_SCRIPTS[stage]),
+        config=str(config.resolve()),
+        max_requeues=max_requeues,
+        code_version=code_version(),
+        independent=stage in INDEPENDENT_STAGES,
+    )
+
+
+def run_in_process(script: str, *, arguments: list[str]) -> int:
+    """Run a script as `python script arguments` would, in this process; return its exit code."""
+    argv = sys.argv
+    sys.argv = [script, *arguments]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    finally:
+        sys.argv = argv
+    return 0
+
+
+def code_version() -> str | None:
+    """The checkout's commit, with '+' when tracked files were edited; None outside of git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", str(PROJECT_ROOT), *arguments],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        ).stdout.strip()
+
+    try:
+        edited = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if edited else "")
+    except (OSError, subprocess.SubprocessError):
+        # No git, or not a checkout: an installed package has no version to compare.
+        return None
+
+
+def task_record_path(folder: Path, *, job_id: str, rank: int) -> Path:
+    return folder / f"{job_id}_{rank}_task.json"
+
+
+def read_task_record(path: Path) -> TaskRecord | None:
+    """The record, or None while the task has not started."""
+    try:
+        return TaskRecord(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def _write_record(path: Path, record: TaskRecord) -> None:
+    write_json(
+        path,
+        {
+            "rank": record.rank,
+            "pid": record.pid,
+            "exit_code": record.exit_code,
+            "ended": record.ended,
+        },
+    )

@@ -1,0 +1,151 @@
+"""From a validated run to a job that can be handed over.
+
+Owns: the run types that can be launched, checks that need the job's size, and the job folder
+(private, since the pickles in it are executed by the tasks).
+Leaves out: showing the plan (`dry_run`) and handing over (`submission`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from launch.jobs.job import StageJob, stage_job
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.loader import run_to_yaml
+from vitscale.config.section import Run
+from vitscale.distributed.atomic_files import write_text
+from vitscale.runs.data_prep import DataPrepRun
+from vitscale.runs.finetune import FinetuneRun
+from vitscale.runs.launching import LaunchSettings
+from vitscale.runs.pretrain import PretrainRun
+from vitscale.runs.training import TrainingRun
+
+RUN_TYPES: dict[str, type[Run]] = {
+    "pretrain": PretrainRun,
+    "finetune": FinetuneRun,
+    "data_prep": DataPrepRun,
+}
+LaunchableRun = PretrainRun | FinetuneRun | DataPrepRun
+
+
+def launchable(run: Run) -> LaunchableRun:
+    """The run under its own type; `RUN_TYPES` lets no other through."""
+    assert isinstance(run, PretrainRun | FinetuneRun | DataPrepRun)
+    return run
+
+
+def run_name(run: LaunchableRun) -> str:
+    """Name of the job; data preparation is called after the folder it creates."""
+    if isinstance(run, DataPrepRun):
+        return f"data_prep-{Path(run.output).name}"
+    return run.name
+
+
+def job_folder(run: LaunchableRun, *, cluster: str) -> Path:
+    """Where logs, pickles and configurations of this run's jobs lie."""
+    base = Path("runs") / run_name(run) if isinstance(run, DataPrepRun) else Path(run.folder)
+    return (base / cluster).absolute()
+
+
+def num_cores() -> int:
+    """Cores that this process may use; containers and batch systems leave it fewer than exist."""
+    return len(os.sched_getaffinity(0))
+
+
+def with_num_workers(run: LaunchableRun, *, num_cores: int) -> LaunchableRun:
+    """The run with as many workers per task as the task has cores, where none were asked for.
+
+    Left alone, every task of data preparation takes all the cores that it sees: those of the other
+    tasks too, and on clusters that do not bind tasks to their cores those of other jobs.
+    """
+    if isinstance(run, DataPrepRun) and run.num_workers is None:
+        return run.model_copy(update={"num_workers": num_cores})
+    return run
+
+
+def check_job(run: LaunchableRun, *, num_tasks: int, cluster: str) -> None:
+    """Refuse, with every reason at once, what the settings alone cannot rule out."""
+    problems = [
+        *_size_problems(run, num_tasks=num_tasks),
+        *(_device_problems(run, run.launch) if cluster == "slurm" else ()),
+        *_folder_problems(job_folder(run, cluster=cluster)),
+    ]
+    if problems:
+        raise UserErrors(problems)
+
+
+def _size_problems(run: LaunchableRun, *, num_tasks: int) -> Iterator[UserError]:
+    if isinstance(run, DataPrepRun):
+        # Any number of tasks can share its work.
+        return
+    batch = run.data.global_batch
+    if batch % num_tasks:
+        below, above = batch // num_tasks * num_tasks, -(-batch // num_tasks) * num_tasks
+        sizes = " or ".join(str(size) for size in (below, above) if size)
+        yield UserError(
+            f"{batch} images do not divide over {num_tasks} tasks",
+            where="data.global_batch",
+            allowed=f"multiples of {num_tasks}: {sizes}",
+            next_step="change data.global_batch or the number of tasks",
+        )
+
+
+def _device_problems(run: LaunchableRun, launch: LaunchSettings) -> Iterator[UserError]:
+    if not isinstance(run, TrainingRun):
+        return
+    if run.engine.device == "cuda" and not launch.gpus_per_node:
+        yield UserError(
+            "engine.device=cuda, but the job asks for no GPU",
+            where="launch.gpus_per_node",
+            next_step="set launch.gpus_per_node (with launch.gpu_request=none where GPUs come "
+            "with the partition)",
+        )
+    if run.engine.precision == "bf16" and not launch.gpus_per_node:
+        yield UserError(
+            "engine.precision=bf16 is for GPUs, but the job asks for none",
+            where="launch.gpus_per_node",
+            next_step="set launch.gpus_per_node, or engine.precision=fp32",
+        )
+
+
+def _folder_problems(folder: Path) -> Iterator[UserError]:
+    # SLURM replaces %-patterns in the names of log files; a newline would end an option line.
+    if "%" in str(folder) or not str(folder).isprintable():
+        yield UserError(
+            f"the job folder's path {str(folder)!r} holds '%' or a control character",
+            where="output",
+            next_step="choose another output, or call from another folder",
+        )
+
+
+def prepare_job(run: LaunchableRun, *, cluster: str) -> tuple[StageJob, Path]:
+    """Create the job folder, save the resolved configuration in it, and return (job, folder)."""
+    folder = job_folder(run, cluster=cluster)
+    _make_private(folder)
+    text = run_to_yaml(run)
+    # Named by content: jobs submitted earlier keep the configuration they were submitted with.
+    config = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
+    write_text(config, text)
+    return stage_job(run.stage, config=config, max_requeues=run.launch.max_requeues), folder
+
+
+def _make_private(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+        status = folder.stat()
+        if status.st_uid != os.getuid():
+            raise UserError(
+                f"{folder} belongs to another user, who could change what the job executes",
+                next_step="choose another output",
+            )
+        if stat.S_IMODE(status.st_mode) != 0o700:
+            folder.chmod(0o700)
+    except OSError as error:
+        raise UserError(
+            f"cannot create the job folder {folder}: {error.strerror}",
+            next_step="choose a writable output, on a file system that the nodes share",
+        ) from error

@@ -1,0 +1,193 @@
+"""What a run will be, in text: its plan, its cost, its batch script.
+
+Owns: the derived figures a person checks before spending GPU hours, and where each comes from.
+Leaves out: the arithmetic (`costs`, `training_plan`, `learning_rate`) and submitting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.jobs.preparation import LaunchableRun, job_folder, run_name
+from launch.jobs.submission import sbatch_text
+from vitscale.config.errors import UserError
+from vitscale.config.loader import run_to_yaml
+from vitscale.data.index import MANIFEST_NAME, Manifest, Place, place_of, read_manifest
+from vitscale.models.costs import memory_estimate, num_parameters, train_flops_per_image
+from vitscale.models.settings import architecture
+from vitscale.optim.schedules import ENDLESS
+from vitscale.runs.data_prep import DataPrepRun
+from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
+
+Rows = Iterator[tuple[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataFacts:
+    """What is known of the training split, and from where."""
+
+    num_samples: int | None
+    num_classes: int | None
+    source: str
+
+
+def data_facts(run: TrainingRun) -> DataFacts:
+    """From the shards' manifest where it exists, else what the configuration assumes."""
+    folder = place_of(run.data.path)
+    manifest = _manifest(run, folder)
+    if manifest is not None:
+        split = manifest.splits.get(run.data.train_split)
+        if split is None:
+            raise UserError(
+                f"{folder} has no split {run.data.train_split!r}",
+                where="data.train_split",
+                allowed=", ".join(manifest.splits),
+            )
+        return DataFacts(
+            num_samples=split.num_samples,
+            num_classes=len(manifest.classes),
+            source=str(folder / MANIFEST_NAME),
+        )
+    if run.data.planned_num_samples is not None:
+        source = f"data.planned_num_samples (no {MANIFEST_NAME} in {folder} yet)"
+    else:
+        source = f"no {MANIFEST_NAME} in {folder}, and data.planned_num_samples is not set"
+    return DataFacts(num_samples=run.data.planned_num_samples, num_classes=None, source=source)
+
+
+def _manifest(run: TrainingRun, folder: Place) -> Manifest | None:
+    """None: there is none yet, or none that this machine sees."""
+    if isinstance(folder, Path):
+        return read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
+    try:
+        return read_manifest(folder, reading=run.data.remote)
+    except UserError:
+        if run.data.planned_num_samples is None:
+            raise
+        return None
+
+
+def check_data(run: TrainingRun) -> None:
+    """Refuse a job whose shards nobody has seen. Raises UserError."""
+    facts = data_facts(run)
+    if facts.num_samples is None:
+        raise UserError(
+            f"no shards in {run.data.path}",
+            where="data.path",
+            next_step="make them with data_prep/make_shards.py, correct the path, or set "
+            "data.planned_num_samples if only the nodes see the folder",
+        )
+    num_tasks = run.launch.nodes * run.launch.tasks_per_node
+    # Finds a warm-up longer than the run.
+    training_plan(run, world_size=num_tasks, num_samples=facts.num_samples)
+
+
+def describe(run: LaunchableRun, *, show_script: bool) -> str:
+    """Everything `--dry-run` prints."""
+    parts = [f"# Resolved run\n{run_to_yaml(run).rstrip()}"]
+    rows = list(_data_prep_rows(run) if isinstance(run, DataPrepRun) else plan_rows(run))
+    width = max(len(name) for name, _ in rows)
+    parts.append("\n".join(["# Plan", *(f"{name:<{width}}  {value}" for name, value in rows)]))
+    if show_script:
+        name = run_name(run)
+        script = sbatch_text(run.launch, name=name, folder=job_folder(run, cluster="slurm"))
+        parts.append(f"# Batch script\n{script.rstrip()}")
+    return "\n\n".join(parts)
+
+
+def _data_prep_rows(run: DataPrepRun) -> Rows:
+    launch = run.launch
+    yield "images", run.source.path
+    yield "shards", run.output
+    cores = launch.num_tasks * launch.cpus_per_task
+    size = f"{launch.num_tasks:,} task(s) x {launch.cpus_per_task} core(s) = {cores:,} core(s)"
+    if launch.num_tasks > 1:
+        size += ", as a SLURM array"
+    if launch.max_running_tasks is not None:
+        size += f", at most {launch.max_running_tasks:,} task(s) at a time"
+    yield "tasks", size
+
+
+def plan_rows(run: TrainingRun) -> Rows:
+    """(name, value) of every derived quantity; unknown ones say what is missing."""
+    facts = data_facts(run)
+    world_size = run.launch.nodes * run.launch.tasks_per_node
+    yield "data", f"{_count(facts.num_samples)} training images, from {facts.source}"
+    plan = _known_plan(run, facts, world_size=world_size)
+    if plan is None:
+        yield "schedule", "unknown: epochs need a number of images (data.planned_num_samples)"
+    else:
+        yield from _plan_rows(run, facts, plan)
+    num_classes = run.model.num_classes or facts.num_classes
+    if num_classes is None:
+        yield "model", "unknown: make the shards, or set model.num_classes"
+        return
+    yield from _cost_rows(run, plan, num_classes=num_classes, world_size=world_size)
+
+
+def _known_plan(run: TrainingRun, facts: DataFacts, *, world_size: int) -> TrainingPlan | None:
+    if facts.num_samples is None and run.schedule.steps is None:
+        return None
+    return training_plan(run, world_size=world_size, num_samples=facts.num_samples or 0)
+
+
+def _plan_rows(run: TrainingRun, facts: DataFacts, plan: TrainingPlan) -> Rows:
+    yield "batch", plan.equation
+    images = plan.total_steps * plan.global_batch
+    epochs = f" = {images / facts.num_samples:.4g} epochs" if facts.num_samples else ""
+    yield "steps", f"{plan.total_steps:,} steps, {images:,} images{epochs}"
+    rate = f"0 to {run.optim.lr:g} over {plan.warmup_steps:,} warm-up steps, then "
+    rate += run.schedule.decay
+    if plan.cooldown_steps:
+        rate += f" until step {plan.total_steps - plan.cooldown_steps:,}, then cooled down"
+    if run.schedule.decay not in ENDLESS or plan.cooldown_steps:
+        rate += f" to {run.schedule.final_lr:g} at step {plan.total_steps:,}"
+    yield "learning rate", rate
+
+
+def _cost_rows(
+    run: TrainingRun, plan: TrainingPlan | None, *, num_classes: int, world_size: int
+) -> Rows:
+    arch = architecture(run.model, num_classes=num_classes)
+    yield (
+        "model",
+        f"{num_parameters(arch):,} parameters, {arch.num_tokens} tokens, {num_classes:,} classes",
+    )
+    flops = train_flops_per_image(arch)
+    total = ""
+    if plan is not None:
+        total = f", {flops * plan.global_batch * plan.total_steps:.3g} FLOPs for the whole run"
+    yield "compute", f"{flops / 1e9:,.1f} GFLOPs per training image{total}"
+    if plan is None:
+        yield "memory", "unknown without a plan"
+        return
+    precision = run.engine.precision
+    if precision == "auto":
+        precision = "bf16" if run.launch.gpus_per_node else "fp32"
+    memory = memory_estimate(
+        arch,
+        zero_stage=run.engine.zero_stage,
+        world_size=world_size,
+        precision=precision,
+        micro_batch=plan.micro_batch,
+        activation_checkpointing=run.engine.activation_checkpointing,
+        optimizer=run.optim.name,
+        bf16_momentum=run.optim.momentum_dtype == "bf16",
+    )
+    yield (
+        f"memory per {'GPU' if run.launch.gpus_per_node else 'process'}",
+        f"{_gib(memory.total)} = {_gib(memory.parameters)} parameters + "
+        f"{_gib(memory.gradients)} gradients + {_gib(memory.optimizer)} optimiser + "
+        f"{_gib(memory.activations)} activations",
+    )
+    yield "", f"(ZeRO {run.engine.zero_stage}, {precision}; estimate without buffers and slack)"
+
+
+def _count(number: int | None) -> str:
+    return "unknown number of" if number is None else f"{number:,}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"

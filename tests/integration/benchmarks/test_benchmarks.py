@@ -1,0 +1,185 @@
+"""benchmarks/: they run, their checks can fail, and their corpora are what they say."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import random
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from benchmarks.corpora import glyph_drawing
+from benchmarks.corpora.planted_faults import FAULTS, REJECTED
+from vitscale.config.errors import UserError
+
+ROOT = Path(__file__).parents[3]
+# The real thing where the fonts are; shapes show the same properties elsewhere.
+DRAWING = "shapes" if glyph_drawing.missing_packages() else "glyphs"
+
+
+def run(script: str, *options: object, rc: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, *map(str, options)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == rc, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def members(tar: io.BufferedIOBase) -> dict[str, bytes]:
+    with tarfile.open(fileobj=tar) as file:
+        return {m.name: file.extractfile(m).read() for m in file}
+
+
+def glyphs(output: Path, *options: object) -> Path:
+    run("glyph_corpus.py", output, f"--drawing={DRAWING}", "--side=32", *options)
+    return output
+
+
+def test_sharding_benchmark_measures_everything(tmp_path: Path) -> None:
+    text = run("sharding.py", "--quick", "--work", tmp_path, "--json", tmp_path / "results.json")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert set(results["all"]["seconds"]) >= {"copy", "copy_all", "cp", "shardwriter", "header"}
+    assert set(results["part"]["seconds"]) >= {"decoder", "decode"}
+    sizes = results["scaling"]["sizes"]
+    assert sizes["10 n"]["images"] == 10 * sizes["n"]["images"]
+    assert results["resume"]["trials"]
+    assert "header / shardwriter" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"], "left behind"
+
+
+@pytest.mark.parametrize("name", ["copy", "shardwriter", "header", "resume"])
+def test_benchmark_fails_on_one_wrong_bit(tmp_path: Path, name: str) -> None:
+    text = run("sharding.py", "--quick", "--spoil", "--only", name, "--work", tmp_path, rc=1)
+    assert "FAILED" in text and "Traceback" not in text
+    assert not list(tmp_path.iterdir()), "left behind"
+
+
+def test_unknown_measurement_is_refused(tmp_path: Path) -> None:
+    text = run("sharding.py", "--only", "copy,speed", "--work", tmp_path, rc=2)
+    assert "speed" in text and "shardwriter" in text
+
+
+def test_a_file_for_figures_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    text = run("sharding.py", "--quick", "--json", tmp_path / "no/x.json", "--work", tmp_path, rc=2)
+    assert "--json: " in text and "cannot be written" in text and "Traceback" not in text
+
+
+def test_glyphs_do_not_depend_on_workers_or_layout(tmp_path: Path) -> None:
+    options = ("--classes=5", "--images-per-class=3", "--faults=1")
+    tars = glyphs(tmp_path / "a", *options, "--workers=1") / "tars"
+    folders = glyphs(tmp_path / "b", *options, "--workers=2", "--layout=folders") / "images"
+    outer = glyphs(tmp_path / "c", *options, "--layout=tar_of_tars") / "corpus.tar"
+    with open(outer, "rb") as file:
+        assert members(file) == {path.name: path.read_bytes() for path in tars.iterdir()}
+    for path in tars.iterdir():
+        with open(path, "rb") as file:
+            within = {p.name: p.read_bytes() for p in (folders / path.stem).iterdir()}
+            assert members(file) == within
+    other = glyphs(tmp_path / "d", *options, "--seed=1") / "tars"
+    assert {p.read_bytes() for p in tars.iterdir()}.isdisjoint(
+        p.read_bytes() for p in other.iterdir()
+    )
+
+
+def test_glyphs_differ_and_have_a_parent(tmp_path: Path) -> None:
+    corpus = glyphs(tmp_path / "a", "--classes=20", "--images-per-class=8", "--layout=folders")
+    contents = [path.read_bytes() for path in corpus.rglob("*.png")]
+    assert len(set(contents)) == len(contents) == 160
+    assert {Image.open(io.BytesIO(data)).size for data in contents} == {(32, 32)}
+    names = (corpus / "classes.txt").read_text().splitlines()
+    with open(corpus / "parents.csv") as file:
+        parents = dict(csv.reader(file))
+    assert list(parents) == names == sorted(p.name for p in (corpus / "images").iterdir())
+    assert len(set(parents.values())) > 1
+
+
+def test_every_fault_is_planted_and_is_what_it_says(tmp_path: Path) -> None:
+    corpus = glyphs(tmp_path / "a", "--classes=4", "--layout=folders", "--faults=2")
+    with open(corpus / "faults.csv") as file:
+        rows = list(csv.DictReader(file))
+    assert sorted(row["fault"] for row in rows) == sorted([*FAULTS, *FAULTS])
+    for row in rows:
+        assert (corpus / "images" / row["path"]).is_file()
+        assert not row["of"] or (corpus / "images" / row["of"]).is_file()
+        if row["fault"] == "same_bytes":
+            one, other = (corpus / "images" / row[key] for key in ("path", "of"))
+            assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_decoder_agrees_with_the_fault(name: str) -> None:
+    """What is to be rejected cannot be decoded, is huge, or is of a format not asked for."""
+    fault = FAULTS[name]
+    picture = glyph_drawing.draw_shape(7, 0, glyph_drawing.Look())
+    if fault.make is None:
+        return
+    data = fault.make(picture, random.Random(0))
+    assert data == fault.make(picture, random.Random(0))
+    rejected = True
+    try:
+        image = Image.open(io.BytesIO(data), formats=("JPEG", "PNG", "WEBP"))
+        if image.width * image.height < 10**8:
+            image.load()
+            rejected = False
+    except (OSError, SyntaxError, Image.DecompressionBombError):
+        pass
+    if fault.expected == REJECTED:
+        assert rejected
+    elif name not in ("flipped_bytes", "gzip_jpeg", "text_file"):
+        assert not rejected
+
+
+STATUSES = {
+    "rejected": {"rejected"},
+    "foreign": {"rejected"},
+    "kept": {"kept"},
+    "copy": {"kept"},
+    "converted": {"repaired"},
+    "repaired": {"repaired"},
+    "either": {"kept", "rejected"},
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "kind", "check"),
+    [("folders", "image_folder", "decode"), ("tars", "class_tars", "header")],
+)
+def test_every_planted_fault_gets_its_verdict(
+    tmp_path: Path, layout: str, kind: str, check: str
+) -> None:
+    corpus = glyphs(tmp_path / "a", "--classes=5", f"--layout={layout}", "--faults=2")
+    source = corpus / {"folders": "images", "tars": "tars"}[layout]
+    command = [sys.executable, "data_prep/make_shards.py", "--config"]
+    command += ["configs/data/image_folder.yaml", "source.holdout_fraction=0"]
+    command += [f"source.kind={kind}", f"source.path={source}", f"output={tmp_path / 'out'}"]
+    command += [f"images.check={check}", "images.max_bad_fraction=1"]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    ledger = pq.read_table(tmp_path / "out" / "ledger.parquet").to_pylist()
+    status = {row["path"]: row["status"] for row in ledger}
+    with open(corpus / "faults.csv") as file:
+        faults = list(csv.DictReader(file))
+    wrong = {
+        row["path"]: status[row["path"]]
+        for row in faults
+        if status[row["path"]] not in STATUSES[row["expected"]]
+    }
+    assert not wrong
+    planted = {row["path"] for row in faults}
+    assert {s for path, s in status.items() if path not in planted} == {"kept"}
+    assert len(status) == 5 * 10 + len(faults)
+
+
+def test_missing_fonts_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(glyph_drawing, "FONTS", {"/nowhere/a.ttf": "fonts-a"})
+    with pytest.raises(UserError, match="apt-get install fonts-a"):
+        glyph_drawing.require_packages()

@@ -1,0 +1,326 @@
+"""Damaged, missing, full and read-only storage around a real training, and what stands beside it.
+
+As in test_faults: one fault, then the same command again, and the outcome has to be that of the
+undisturbed training bit by bit.
+Left out: every system call of a save, and power loss (test_checkpoint_faults).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.ranks.fault_runs import (
+    FaultRuns,
+    await_hold,
+    copy_of,
+    fault,
+    let_go,
+    micro_step,
+    newest_step,
+    output,
+    wait_all,
+    wait_with_launcher,
+)
+from tests.support.ranks.run_states import differences, journal_rows, read_state
+
+pytestmark = pytest.mark.distributed
+slow = pytest.mark.slow
+NEWEST, OLDER = "step-00000015", "step-00000010"
+
+
+def overwrite(path: Path, *, at: int, data: bytes) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at, os.SEEK_END if at < 0 else os.SEEK_SET)
+        file.write(data)
+
+
+def _cut_tensors(checkpoints: Path) -> None:
+    path = checkpoints / NEWEST / "rank-00001.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _flip_bit(checkpoints: Path) -> None:
+    path = checkpoints / NEWEST / "rank-00000.safetensors"
+    last = path.read_bytes()[-1]
+    overwrite(path, at=-1, data=bytes([last ^ 1]))
+
+
+def _mix_steps(checkpoints: Path) -> None:
+    for name in ("rank-00000.safetensors", "rank-00001.safetensors"):
+        shutil.copy(checkpoints / OLDER / name, checkpoints / NEWEST / name)
+
+
+def _empty(checkpoints: Path) -> None:
+    for path in (checkpoints / NEWEST).iterdir():
+        path.unlink()
+
+
+# What is done to the newest checkpoint, that of step 15; the one before is of step 10.
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "tensor file cut in half": _cut_tensors,
+    "one bit of a tensor file": _flip_bit,
+    "tensor file missing": lambda c: (c / NEWEST / "rank-00001.safetensors").unlink(),
+    "manifest missing": lambda c: (c / NEWEST / "manifest.json").unlink(),
+    "manifest cut": lambda c: os.truncate(c / NEWEST / "manifest.json", 300),
+    "manifest of another step": lambda c: shutil.copy(
+        c / OLDER / "manifest.json", c / NEWEST / "manifest.json"
+    ),
+    "tensors of another step": _mix_steps,
+    "empty folder": _empty,
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case.startswith("one bit") else [slow]) for case in DAMAGES],
+)
+def test_damaged_checkpoint_is_skipped_with_a_word(
+    fault_runs: FaultRuns, killed_copy: Path, case: str
+) -> None:
+    DAMAGES[case](killed_copy / "run/checkpoints")
+    said = fault_runs.assert_goes_on(killed_copy)
+    assert "skipping damaged checkpoint" in said and NEWEST in said
+    assert "at step 10\n" in said
+
+
+@slow
+def test_storage_that_is_away_at_a_restart_costs_nothing(
+    fault_runs: FaultRuns, killed_copy: Path
+) -> None:
+    """The tensors of both checkpoints: refused, everything left as it is, until they are back."""
+    names = [f"{step}/rank-00000.safetensors" for step in (NEWEST, OLDER)]
+    checkpoints, away = killed_copy / "run/checkpoints", killed_copy / "away"
+    for name in names:
+        (away / name).parent.mkdir(parents=True)
+        (checkpoints / name).rename(away / name)
+    rows = journal_rows(killed_copy / "run")
+    assert fault_runs.run(killed_copy) == [2, 2]
+    said = output(killed_copy)
+    assert "holds checkpoints, but none that can be read" in said and "Traceback" not in said
+    assert all(step in said for step in (NEWEST, OLDER))
+    assert journal_rows(killed_copy / "run") == rows
+    for name in names:
+        (away / name).rename(checkpoints / name)
+    assert "at step 15\n" in fault_runs.assert_goes_on(killed_copy)
+
+
+@slow
+def test_clocks_and_leftovers_decide_nothing(fault_runs: FaultRuns, killed_copy: Path) -> None:
+    checkpoints = killed_copy / "run/checkpoints"
+    os.utime(checkpoints / OLDER, (2**31, 2**31))
+    os.utime(checkpoints / NEWEST, (1, 1))
+    (checkpoints / ".step-00000020.0123abcd-4.tmp").mkdir()
+    (checkpoints / ".step-00000020.0123abcd-4.tmp/rank-00000.safetensors").write_bytes(b"half")
+    (checkpoints / "step-99999999.tmp").mkdir()
+    (checkpoints / "latest").write_text("step-00000010")
+    with open(killed_copy / "run/journal.jsonl", "a") as file:
+        file.write('{"step": 16, "time": 1.0, "train/lo')
+    said = fault_runs.assert_goes_on(killed_copy)
+    assert "at step 15\n" in said and "damaged" not in said
+
+
+@contextmanager
+def small_file_system(folder: Path, *, mib: int) -> Iterator[None]:
+    folder.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True)
+    if done.returncode:
+        reason = f"cannot mount a small file system: {done.stderr.strip()}"
+        if os.environ.get("VITSCALE_REQUIRE_MOUNT") == "1":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def remount(folder: Path, mode: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=True)
+
+
+def fill(folder: Path) -> Path:
+    path = folder / "filler"
+    with open(path, "wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(4096))
+        except OSError:
+            pass  # full
+    return path
+
+
+@slow
+@pytest.mark.parametrize("fault_name", ["full", "read-only"])
+def test_storage_of_checkpoints_fails_while_training(
+    fault_runs: FaultRuns, tmp_path: Path, fault_name: str
+) -> None:
+    checkpoints = tmp_path / "run/checkpoints"
+    with small_file_system(checkpoints, mib=8):
+        ranks = fault_runs.start(tmp_path, faults={1: [fault("backward", micro_step(8), "hold")]})
+        await_hold(tmp_path, ranks)
+        filler = fill(checkpoints) if fault_name == "full" else None
+        if filler is None:
+            remount(checkpoints, "ro")
+        let_go(tmp_path)
+        assert wait_all(ranks) == [2, 2]
+        assert "checkpoint cannot be written" in ranks[0].output()
+        assert "Traceback" not in ranks[0].output()
+        assert newest_step(tmp_path) == 5
+        if filler is None:
+            remount(checkpoints, "rw")
+        else:
+            filler.unlink()
+        fault_runs.assert_goes_on(tmp_path)
+
+
+@slow
+def test_disk_of_the_whole_run_folder_is_full(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    """Journal and log have no room either."""
+    with small_file_system(tmp_path / "run", mib=8):
+        ranks = fault_runs.start(tmp_path, faults={1: [fault("backward", micro_step(8), "hold")]})
+        await_hold(tmp_path, ranks)
+        filler = fill(tmp_path / "run")
+        let_go(tmp_path)
+        codes = wait_with_launcher(ranks, grace_s=30)
+        assert codes[0] > 0 and codes[1] != 0
+        assert "No space left on device" in ranks[0].output()
+        assert newest_step(tmp_path) == 5
+        filler.unlink()
+        fault_runs.assert_goes_on(tmp_path)
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_disk_error_of_one_rank_is_told_by_all(
+    fault_runs: FaultRuns, tmp_path: Path, rank: int
+) -> None:
+    # Two files of rank 0 in every save, one of rank 1.
+    nth = {0: 3, 1: 2}[rank]
+    assert fault_runs.run(tmp_path, faults={rank: [fault("write", nth, "EIO")]}) == [2, 2]
+    assert "checkpoint cannot be written (Input/output error)" in output(tmp_path)
+    assert newest_step(tmp_path) == 5
+    fault_runs.assert_goes_on(tmp_path)
+
+
+@slow
+@pytest.mark.parametrize("case", ["cut", "missing"])
+def test_shard_lost_before_a_restart_is_refused_before_the_first_step(
+    fault_runs: FaultRuns, tmp_path: Path, case: str
+) -> None:
+    shards = shutil.copytree(fault_runs.shards, tmp_path / "shards")
+    ranks = fault_runs.start(
+        tmp_path, faults={1: [fault("backward", micro_step(8), "kill")]}, shards=shards
+    )
+    wait_with_launcher(ranks)
+    rows = journal_rows(tmp_path / "run")
+    lost = shards / "train-000001.tar"
+    whole = lost.read_bytes()
+    if case == "cut":
+        os.truncate(lost, len(whole) // 2)
+    else:
+        lost.unlink()
+    assert fault_runs.run(tmp_path, shards=shards) == [2, 2]
+    assert lost.name in output(tmp_path)
+    assert journal_rows(tmp_path / "run") == rows
+    lost.write_bytes(whole)
+    ours = fault_runs.finish(tmp_path, shards=shards)
+    assert differences(ours, fault_runs.undisturbed()) == []
+
+
+@slow
+@pytest.mark.parametrize("num_shards", [1, 4])
+def test_shards_overwritten_while_training(
+    fault_runs: FaultRuns, tmp_path: Path, num_shards: int
+) -> None:
+    """Of one, samples are replaced for a while and then too many; of all, there is nothing left."""
+    shards = shutil.copytree(fault_runs.shards, tmp_path / "shards")
+    planted = {0: [fault("batch", micro_step(7), "hold")]}
+    settings = ["data.max_unreadable_fraction=0"]
+    ranks = fault_runs.start(tmp_path, *settings, faults=planted, shards=shards)
+    await_hold(tmp_path, ranks)
+    damaged = sorted(shards.glob("train-*.tar"))[:num_shards]
+    for path in damaged:
+        overwrite(path, at=0, data=b"\xff" * path.stat().st_size)
+    let_go(tmp_path)
+    codes = wait_with_launcher(ranks, grace_s=30)
+    assert 2 in codes and 0 not in codes
+    assert any(path.name in output(tmp_path) for path in damaged)
+    assert newest_step(tmp_path) == 5
+    for path in damaged:
+        shutil.copy(fault_runs.shards / path.name, path)
+    ours = fault_runs.finish(tmp_path, *settings, shards=shards)
+    assert differences(ours, fault_runs.undisturbed()) == []
+
+
+@slow
+def test_fewer_samples_than_ranks(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    """One sample, over and over: less than one shard, or one sample, for each rank and worker."""
+    shards = write_shard_folder(
+        tmp_path / "shards", num_per_class=1, num_shards=1, classes=("cat",)
+    )
+    settings = ["data.val_split=null", "tracking.eval_every_steps=null", "data.num_workers=2"]
+    whole = fault_runs.finish(tmp_path / "whole", *settings, shards=shards)
+    ranks = fault_runs.start(
+        tmp_path / "killed",
+        *settings,
+        faults={1: [fault("backward", micro_step(13), "kill")]},
+        shards=shards,
+    )
+    wait_with_launcher(ranks)
+    ours = fault_runs.finish(tmp_path / "killed", *settings, shards=shards)
+    assert differences(ours, whole) == []
+
+
+@slow
+def test_second_job_in_the_folder_is_refused_and_disturbs_nothing(
+    fault_runs: FaultRuns, tmp_path: Path
+) -> None:
+    ranks = fault_runs.start(tmp_path, faults={0: [fault("backward", micro_step(8), "hold")]})
+    await_hold(tmp_path, ranks)
+    assert fault_runs.run(tmp_path) == [2, 2]
+    assert "another job is training in this run folder" in output(tmp_path)
+    let_go(tmp_path)
+    assert wait_all(ranks) == [0, 0]
+    assert differences(read_state(tmp_path / "run"), fault_runs.undisturbed()) == []
+
+
+@slow
+@pytest.mark.parametrize("num_ranks, stage", [(1, 0), (1, 1), (4, 2), (2, 3)])
+def test_killed_and_continued_on_another_layout(
+    fault_runs: FaultRuns, tmp_path: Path, num_ranks: int, stage: int
+) -> None:
+    """Without dropout, which is drawn per rank: losses within 1e-5, the same samples."""
+    still = ["model.dropout=0", "model.drop_path=0"]
+    whole = fault_runs.undisturbed(*still)
+    template = fault_runs.folder / "killed without dropout"
+    if not template.exists():
+        planted = {1: [fault("backward", micro_step(17), "lag and kill")]}
+        wait_with_launcher(fault_runs.start(template, *still, faults=planted))
+    place = copy_of(template, tmp_path)
+    layout = f"engine.zero_stage={stage}"
+    ours = fault_runs.finish(place, *still, layout, num_ranks=num_ranks)
+    assert "at step 15\n" in output(place)
+    key = "train/loss"
+    found, wanted = ([row[key] for row in each.journal if key in row] for each in (ours, whole))
+    assert len(found) == 6 and found == pytest.approx(wanted, rel=1e-5)
+
+
+@slow
+def test_tracking_server_that_is_not_there_changes_nothing(
+    fault_runs: FaultRuns, tmp_path: Path
+) -> None:
+    gone = "tracking.uri=http://127.0.0.1:9"
+    planted = {1: [fault("backward", micro_step(13), "kill")]}
+    wait_with_launcher(fault_runs.start(tmp_path, gone, faults=planted))
+    ours = fault_runs.finish(tmp_path, gone)
+    assert differences(ours, fault_runs.undisturbed()) == []
+    assert "MLflow" in output(tmp_path)

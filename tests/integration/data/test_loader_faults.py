@@ -1,0 +1,200 @@
+"""Samples that cannot be read, and loader processes that die or hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.ranks.warm_ranks import ROOT, children
+from tests.support.waiting import wait_until
+from vitscale.config.errors import UserError
+from vitscale.data.index import read_split
+from vitscale.data.index_keys import sample_keys
+from vitscale.data.loader import Batch, evaluation_batches, open_loader, training_batches
+from vitscale.data.settings import DataSettings
+from vitscale.data.training_set import open_training_set
+
+NUM = 60
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> Path:
+    return write_shard_folder(tmp_path / "shards", num_per_class=NUM // 2, num_shards=3)
+
+
+def damage(shards: Path, samples: list[int], *, num_bytes: int = 60) -> list[str]:
+    """Overwrite the start of some stored images; returns their keys."""
+    index = read_split(shards, split="train")
+    for sample in samples:
+        with open(index.shard_paths[index.shard_of[sample]], "r+b") as file:
+            file.seek(int(index.offset[sample]))
+            file.write(b"\xff" * num_bytes)
+    return sample_keys(index, samples)
+
+
+def batches(
+    shards: Path, *, workers: int, ranks: int = 1, steps: int = 10, timeout_s: float = 25.0
+) -> Iterator[Batch]:
+    """All ranks' batches, one rank after the other."""
+    data = DataSettings(path=str(shards), global_batch=12, num_workers=workers, timeout_s=timeout_s)
+    for rank in range(ranks):
+        loader = training_batches(
+            open_training_set(data, seed=0),
+            settings=data,
+            image_size=16,
+            seed=0,
+            start=0,
+            stop=12 * steps,
+            rank=rank,
+            world_size=ranks,
+            micro_batch=12 // ranks,
+            pin_memory=False,
+        )
+        with open_loader(loader) as found:
+            yield from found
+
+
+def test_an_unreadable_sample_is_named_and_replaced_by_the_same_one_on_every_layout(
+    shards: Path,
+) -> None:
+    undamaged = list(batches(shards, workers=0))
+    damage(shards, [5, 17])
+    found = {
+        (ranks, workers): list(batches(shards, workers=workers, ranks=ranks))
+        for ranks, workers in ((1, 0), (1, 2), (3, 1))
+    }
+    # Two epochs, hence twice each.
+    lost = [each for batch in found[1, 0] for each in batch.unreadable]
+    assert sorted((each.part, each.sample) for each in lost) == [(0, 5), (0, 5), (0, 17), (0, 17)]
+    assert {Path(each.shard).name for each in lost} == {"train-000000.tar"}
+    replaced = 0
+    for step, (before, after) in enumerate(zip(undamaged, found[1, 0], strict=True)):
+        rows = [row for row in range(12) if not before.images[row].equal(after.images[row])]
+        replaced += len(rows)
+        assert len(rows) == len(after.unreadable), step
+        assert after.images[rows].float().std() > 1 if rows else True
+        for key in ((1, 2),):
+            assert found[key][step].images.equal(after.images)
+            assert found[key][step].unreadable == after.unreadable
+        thirds = [found[3, 1][step + 10 * rank] for rank in range(3)]
+        assert [row for third in thirds for row in third.labels.tolist()] == after.labels.tolist()
+        assert all(
+            third.images.equal(after.images[4 * i : 4 * i + 4]) for i, third in enumerate(thirds)
+        )
+    assert replaced == 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_storage_that_fails_altogether_ends_with_one_error(shards: Path, workers: int) -> None:
+    damage(shards, list(range(NUM)))
+    with pytest.raises(UserError, match=r"(?s)sample 'train-.*' cannot be read.*nor can 8 others"):
+        list(batches(shards, workers=workers))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_evaluation_replaces_nothing(shards: Path, workers: int) -> None:
+    (key,) = damage(shards, [7])
+    data = DataSettings(path=str(shards), global_batch=4, num_workers=workers)
+    index = read_split(shards, split="train")
+    with pytest.raises(UserError, match=f"sample '{key}' cannot be read"):
+        list(
+            evaluation_batches(
+                index,
+                settings=data,
+                image_size=16,
+                rank=0,
+                world_size=1,
+                micro_batch=4,
+                pin_memory=False,
+            )
+        )
+
+
+def test_a_shard_cut_short_is_found_before_the_first_batch(shards: Path) -> None:
+    os.truncate(shards / "train-000001.tar", 5000)
+    (shards / "train-000002.tar").unlink()
+    with pytest.raises(UserError, match=r"(?s)5000 bytes, but.*train-000002.tar.*missing"):
+        next(batches(shards, workers=0))
+
+
+def worker_pids() -> list[int]:
+    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
+    return [int(pid) for pid in children.split()]
+
+
+@pytest.mark.parametrize(
+    "number, message",
+    [
+        (signal.SIGKILL, "a loader worker died; exit codes: .*pid {pid}.*-9"),
+        (signal.SIGBUS, "a loader worker died; exit codes: .*pid {pid}.*-7.*shared memory"),
+        (signal.SIGSTOP, "pid {pid}, stopped.* gave no batch for 3 s"),
+    ],
+)
+def test_a_worker_that_dies_or_hangs_is_named_and_nothing_hangs(
+    shards: Path, number: signal.Signals, message: str
+) -> None:
+    before = set(worker_pids())
+    running = batches(shards, workers=2, steps=10_000, timeout_s=3.0)
+    next(running)
+    victim = min(set(worker_pids()) - before)
+    os.kill(victim, number)
+    with pytest.raises(UserError) as caught:
+        for _ in running:
+            pass
+    assert caught.match("(?s)" + message.format(pid=victim))
+    assert set(worker_pids()) <= before
+
+
+def test_all_workers_that_are_stopped_are_named(shards: Path) -> None:
+    """The one whose batch is due may only wait for a lock that another one holds."""
+    before = set(worker_pids())
+    running = batches(shards, workers=2, steps=10_000, timeout_s=3.0)
+    next(running)
+    workers = set(worker_pids()) - before
+    for worker in workers:
+        os.kill(worker, signal.SIGSTOP)
+    with pytest.raises(UserError, match="stopped.*stopped.* gave no batch for 3 s") as caught:
+        for _ in running:
+            pass
+    assert all(f"pid {worker}, stopped" in str(caught.value) for worker in workers)
+
+
+SUSPENDED = """
+import sys
+from pathlib import Path
+from tests.integration.data.test_loader_faults import batches
+found = batches(Path(sys.argv[1]), workers=2, steps=200, timeout_s=4.0)
+next(found)
+Path("begun").touch()
+print(sum(1 for _ in found))
+"""
+
+
+def test_a_job_suspended_as_a_whole_goes_on(shards: Path, tmp_path: Path) -> None:
+    """The time in which the trainer stood still too is not held against its workers."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED, str(shards)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    wait_until((tmp_path / "begun").exists)
+    for worker in children(process.pid):
+        os.kill(worker, signal.SIGSTOP)
+    time.sleep(1)  # for it to wait for a batch by then
+    os.killpg(process.pid, signal.SIGSTOP)
+    time.sleep(6)
+    os.killpg(process.pid, signal.SIGCONT)
+    assert process.communicate() == ("199\n", None)
+    assert process.returncode == 0

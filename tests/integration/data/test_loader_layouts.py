@@ -1,0 +1,171 @@
+"""The same global batches, pixel for pixel, on every number of ranks and workers.
+
+A resumed run is told one integer, so its second half cannot know on which layout the first one ran:
+each half is run for each layout, and every pair of a first and a second half is compared.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.ranks.layouts import GLOBAL_BATCH, GRID, SEED, Run, same_run
+from vitscale.data.order import Draw, rank_batches
+from vitscale.data.samples import augmentation_key
+from vitscale.data.training_set import TrainingSet, open_training_set
+from vitscale.distributed.random_numbers import CounterRandom, stream_key
+
+STEPS = 6
+# Stops and resumes of the slow test, for each of the two sets.
+REAL_PAIRS = 40
+# One set; or two, in two views, a part of the one and a class of the other, augmented.
+SETS = ("plain", "mixed")
+Folders = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    base = tmp_path_factory.mktemp("layouts")
+    return (
+        write_shard_folder(base / "a", num_per_class=30, num_shards=5),
+        write_shard_folder(base / "b", num_per_class=9, num_shards=2, seed=3),
+    )
+
+
+def run_of(folders: Folders, which: str) -> Run:
+    if which == "plain":
+        return Run(path=folders[0])
+    more: dict[str, Any] = {
+        "views": 2,
+        "first_percent": 80,
+        "augment": {
+            "randaugment": {"magnitude": 9, "policy": "timm"},
+            "erasing": {"probability": 0.5, "mode": "pixel"},
+        },
+    }
+    second = {"path": str(folders[1]), "share": 0.3, "only_classes": ["dog"]}
+    return Run(path=folders[0], mixture=[second], more=more)
+
+
+def training_set(folders: Folders, which: str) -> TrainingSet:
+    return open_training_set(run_of(folders, which).settings(0), seed=SEED)
+
+
+def drawn(
+    whole: TrainingSet, *, ranks: int, workers: int, start: int, stop: int
+) -> list[list[tuple[Draw, int]]]:
+    """Per step what each place of the global batch holds, and the key of its augmentation.
+
+    As the loader deals it out, without its processes: batch after batch to the workers in turn.
+    Each rank has an order of its own that has computed nothing yet.
+    """
+    per_rank = []
+    for rank in range(ranks):
+        order = replace(whole.order, parts=tuple(replace(part) for part in whole.order.parts))
+        batches = list(
+            rank_batches(
+                start=start * GLOBAL_BATCH,
+                stop=stop * GLOBAL_BATCH,
+                rank=rank,
+                world_size=ranks,
+                micro_batch=GLOBAL_BATCH // ranks,
+            )
+        )
+        own: dict[int, list[tuple[Draw, int]]] = {}
+        for worker in range(max(workers, 1)):
+            for number in range(worker, len(batches), max(workers, 1)):
+                draws = [order.at(position) for position in batches[number]]
+                own[number] = [(draw, augmentation_key(SEED, draw)) for draw in draws]
+        assert sorted(own) == list(range(stop - start))
+        per_rank.append(own)
+    return [[place for own in per_rank for place in own[step]] for step in range(stop - start)]
+
+
+@pytest.mark.parametrize("which", SETS)
+def test_the_order_is_the_same_for_every_pair_of_layouts_and_every_stop(
+    folders: Folders, which: str
+) -> None:
+    whole = training_set(folders, which)
+    undisturbed = drawn(whole, ranks=1, workers=0, start=0, stop=STEPS)
+    heads = {
+        (ranks, workers): drawn(whole, ranks=ranks, workers=workers, start=0, stop=STEPS)
+        for ranks, workers in GRID
+    }
+    for after, stop in product(GRID, range(1, STEPS)):
+        tail = drawn(whole, ranks=after[0], workers=after[1], start=stop, stop=STEPS)
+        for before in GRID:
+            assert heads[before][:stop] + tail == undisturbed, (before, after, stop)
+
+
+@pytest.mark.parametrize("which", SETS)
+def test_every_sample_comes_once_per_epoch_and_view(folders: Folders, which: str) -> None:
+    whole = training_set(folders, which)
+    views = whole.order.views
+    # Two epochs of the set that is passed through slowest.
+    steps = 2 * views * 4 * max(part.num_samples for part in whole.parts) // GLOBAL_BATCH
+    places = [
+        place for step in drawn(whole, ranks=8, workers=3, start=0, stop=steps) for place in step
+    ]
+    times = Counter(draw for draw, _ in places)
+    assert set(times.values()) == {1}
+    assert len({key for _, key in places}) == len(places)
+    for number, part in enumerate(whole.parts):
+        epochs = Counter(draw.epoch for draw in times if draw.part == number)
+        complete = [epoch for epoch in epochs if epoch < max(epochs)]
+        assert complete
+        assert {epochs[epoch] for epoch in complete} == {part.num_samples * views}
+
+
+@pytest.mark.parametrize("which", SETS)
+def test_stopped_anywhere_and_resumed_on_any_layout_it_is_the_same_run(
+    folders: Folders, which: str
+) -> None:
+    """All 400 pairs with real processes; each layout resumes at a place of its own."""
+    run = run_of(folders, which)
+    undisturbed = run.batches(ranks=1, workers=0, start=0, stop=STEPS)
+    assert len({image for step in undisturbed for image in step}) == GLOBAL_BATCH * STEPS
+    random = CounterRandom(stream_key("layouts", which))
+    stops = {layout: 1 + int(random.uniform() * (STEPS - 1)) for layout in GRID}
+    heads = {
+        (ranks, workers): run.batches(ranks=ranks, workers=workers, start=0, stop=STEPS)
+        for ranks, workers in GRID
+    }
+    tails = {
+        layout: run.batches(ranks=layout[0], workers=layout[1], start=stop, stop=STEPS)
+        for layout, stop in stops.items()
+    }
+    for before, after in product(GRID, GRID):
+        stop = stops[after]
+        assert heads[before][:stop] + tails[after] == undisturbed, (before, after, stop)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", SETS)
+def test_real_runs_stopped_in_the_middle_of_their_work(
+    folders: Folders, which: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seeded pairs, one after the other, each left with batches under way in its workers."""
+    run = run_of(folders, which)
+    undisturbed = run.batches(ranks=1, workers=0, start=0, stop=STEPS)
+    pairs = list(product(GRID, GRID))
+    random = CounterRandom(stream_key("real pairs", which))
+    for _ in range(REAL_PAIRS):
+        before, after = pairs.pop(int(random.uniform() * len(pairs)))
+        stop = 1 + int(random.uniform() * (STEPS - 1))
+        found = same_run(run, before, after, stop=stop, steps=STEPS, abandoned=True)
+        assert found == undisturbed, (before, after, stop)
+    with capsys.disabled():
+        print(f"\n{which}: {REAL_PAIRS} of 400 pairs of layouts, stopped and resumed")
+
+
+def test_accumulation_does_not_change_the_global_batch(folders: Folders) -> None:
+    run = Run(path=folders[0])
+    whole = run.batches(ranks=2, workers=0, start=0, stop=2)
+    for accumulation in (2, 3, 4):
+        assert whole == run.batches(ranks=2, workers=1, start=0, stop=2, accumulation=accumulation)

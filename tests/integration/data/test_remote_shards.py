@@ -1,0 +1,328 @@
+"""Shards behind a URL give the same run as local ones, whatever the network does."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from launch.planning.dry_run import DataFacts, data_facts
+from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.range_server import RangeServer, served
+from tests.support.ranks.layouts import Run, same_run
+from tests.support.waiting import wait_until
+from vitscale.config.errors import UserError
+from vitscale.config.loader import load_run
+from vitscale.data.index import MANIFEST_NAME, read_split
+from vitscale.data.index_keys import sample_keys, sample_names
+from vitscale.data.remote import shards as remote_shards
+from vitscale.data.remote import store as remote_store
+from vitscale.data.remote.store import remote_metrics
+from vitscale.data.samples import SplitReader
+from vitscale.data.settings import RemoteSettings
+from vitscale.data.training_set import open_training_set
+from vitscale.runs.pretrain import PretrainRun
+
+STEPS = 4
+# (ranks, workers) before and after a stop.
+LAYOUTS = (((1, 0), (3, 2)), ((2, 1), (1, 0)))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("remote")
+    return write_shard_folder(base / "shards", num_per_class=40, num_shards=20)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(remote_store, "FIRST_PAUSE_S", 0.02)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder: Path) -> list[list[bytes]]:
+    return Run(path=folder).batches(ranks=1, workers=0, start=0, stop=STEPS)
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[RangeServer]:
+    with served(folder) as running:
+        yield running
+
+
+def with_cache(tmp_path: Path, **more: Any) -> dict[str, Any]:
+    return {"cache_path": str(tmp_path / "cache"), "cache_gib": 1.0} | more
+
+
+def flaky(path: str, number: int) -> str | None:
+    """Every fault, one request in two."""
+    faults = ("error", None, "drop", None, "short", "wrong", None, "slow", None, None)
+    return faults[number % len(faults)] if path.endswith(".tar") else None
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("fault", [None, flaky])
+def test_every_layout_gives_the_batches_of_local_shards(
+    cached: bool,
+    fault: Callable[[str, int], str | None] | None,
+    server: RangeServer,
+    undisturbed: list[list[bytes]],
+    tmp_path: Path,
+) -> None:
+    run = Run(path=server.url, remote=with_cache(tmp_path) if cached else {})
+    if fault is not None:
+        server.fault = fault
+    before = remote_metrics()
+    for number, (first, second) in enumerate(LAYOUTS[: 1 if fault else None]):
+        assert same_run(run, first, second, stop=1 + number, steps=STEPS) == undisturbed
+    change = {name: value - before.get(name, 0) for name, value in remote_metrics().items()}
+    assert (change["data/remote_retries"] > 0) == (fault is not None)
+    assert (change["data/remote_cache_hits"] > 0) == cached
+    files = {path.name for path in (tmp_path / "cache").iterdir()} if cached else set()
+    assert len(files) > 15 if cached else not files
+
+
+def test_the_index_may_lie_here_and_the_tars_there(
+    folder: Path, server: RangeServer, undisturbed: list[list[bytes]], tmp_path: Path
+) -> None:
+    for name in ("index.parquet", MANIFEST_NAME):
+        shutil.copy(folder / name, tmp_path / name)
+    text = json.loads((tmp_path / MANIFEST_NAME).read_text()) | {"shards_root": server.url}
+    (tmp_path / MANIFEST_NAME).write_text(json.dumps(text))
+    run = Run(path=tmp_path)
+    assert same_run(run, (2, 1), (1, 0), stop=1, steps=STEPS) == undisturbed
+    assert set(server.requests) == {path.name for path in folder.glob("*.tar")}
+
+
+def test_local_and_remote_shards_mix(folder: Path, server: RangeServer, tmp_path: Path) -> None:
+    other = write_shard_folder(tmp_path / "other", num_per_class=9, num_shards=2, seed=3)
+    expected = Run(path=other, mixture=[{"path": str(folder), "share": 0.5}])
+    mixed = Run(path=other, mixture=[{"path": server.url, "share": 0.5}])
+    batches = expected.batches(ranks=1, workers=0, start=0, stop=STEPS)
+    assert same_run(mixed, (2, 2), (3, 0), stop=2, steps=STEPS) == batches
+
+
+def test_shards_are_fetched_ahead_each_once_and_the_cache_keeps_its_size(
+    folder: Path, server: RangeServer, undisturbed: list[list[bytes]], tmp_path: Path
+) -> None:
+    """Two blocks of 16 fit; the second of them is fetched while the first is read."""
+    run = Run(path=server.url, remote=with_cache(tmp_path))
+    assert run.batches(ranks=1, workers=2, start=0, stop=1) == undisturbed[:1]
+    # Let the fetching threads of a process of our own finish.
+    reader = SplitReader(read_split(server.url, split="train", reading=run.settings(0).remote))
+    assert reader.remote is not None
+    remote_shards.read_ahead([], shards=[(reader.remote, shard) for shard in range(20)])
+    remote = reader.remote
+    wait_until(lambda: all(remote.is_cached(shard) for shard in range(20)))
+    sent = dict(server.sent)
+    assert run.batches(ranks=3, workers=1, start=0, stop=STEPS) == undisturbed
+    # All from the cache: what the opening asks for, and not a sample more.
+    more = {name: num - sent[name] for name, num in server.sent.items() if num != sent[name]}
+    assert all(name == MANIFEST_NAME or num <= 3 for name, num in more.items())
+
+
+def test_a_cache_too_small_for_what_is_read_at_once_is_refused(
+    server: RangeServer, tmp_path: Path
+) -> None:
+    remote = with_cache(tmp_path, cache_gib=1e-5)
+    with pytest.raises(UserError, match=r"(?s)data\.remote\.cache_gib.*16 largest"):
+        Run(path=server.url, remote=remote).batches(ranks=1, workers=0, start=0, stop=1)
+
+
+def test_a_rotten_cache_is_mended(
+    server: RangeServer, undisturbed: list[list[bytes]], tmp_path: Path
+) -> None:
+    run = Run(path=server.url, remote=with_cache(tmp_path))
+    assert run.batches(ranks=1, workers=0, start=0, stop=STEPS) == undisturbed
+    cached = [path for path in (tmp_path / "cache").iterdir() if len(path.name) == 64]
+    for path in cached:
+        path.write_bytes(b"x" * path.stat().st_size)
+    assert run.batches(ranks=1, workers=1, start=0, stop=STEPS) == undisturbed
+    assert not any(path.exists() and path.read_bytes()[:9] == b"x" * 9 for path in cached)
+
+
+def cached_index(tmp_path: Path) -> Path:
+    (path,) = (p for p in (tmp_path / "cache").iterdir() if p.read_bytes()[:4] == b"PAR1")
+    return path
+
+
+def test_a_bit_turned_in_the_cached_index_changes_no_label(
+    server: RangeServer, tmp_path: Path
+) -> None:
+    reading = RemoteSettings(**with_cache(tmp_path))
+    labels = read_split(server.url, split="train", reading=reading).label
+    path = cached_index(tmp_path)
+    good = path.read_bytes()
+    for place in range(4, len(good), len(good) // 9):
+        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        np.testing.assert_array_equal(
+            read_split(server.url, split="train", reading=reading).label, labels
+        )
+        assert path.read_bytes() == good
+
+
+@pytest.mark.parametrize("smaller", [False, True])
+def test_a_cache_without_room_for_the_index_costs_nothing_but_memory(
+    smaller: bool, server: RangeServer, tmp_path: Path
+) -> None:
+    """All of it is in use by another job, or it is smaller than the index."""
+    reading = RemoteSettings(**with_cache(tmp_path))
+    expected = read_split(server.url, split="train", reading=reading)
+    path = cached_index(tmp_path)
+    if not smaller:
+        path.with_name("0" * 64).write_bytes(path.read_bytes())  # in use
+    num_bytes = path.stat().st_size - smaller
+    path.unlink()
+    full = RemoteSettings(**with_cache(tmp_path, cache_gib=num_bytes / 2**30))
+    found = read_split(server.url, split="train", reading=full)
+    np.testing.assert_array_equal(found.offset, expected.offset)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_rot_at_rest_is_replaced_by_the_same_samples_on_every_layout(
+    cached: bool, folder: Path, tmp_path: Path
+) -> None:
+    rotten = tmp_path / "rotten"
+    shutil.copytree(folder, rotten)
+    index = read_split(folder, split="train")
+    for sample in (3, 50):
+        with open(rotten / index.shard_paths[index.shard_of[sample]].name, "r+b") as file:
+            file.seek(int(index.offset[sample]))
+            file.write(b"\xff" * 60)
+    local = Run(path=rotten)
+    expected = local.batches(ranks=1, workers=0, start=0, stop=STEPS)
+    with served(rotten) as server:
+        run = Run(path=server.url, remote=with_cache(tmp_path) if cached else {})
+        assert same_run(run, (2, 0), (1, 2), stop=2, steps=STEPS) == expected
+        assert run.unreadable and set(run.unreadable) <= {3, 50}
+
+
+def test_samples_behind_a_url_are_named_by_key_and_in_an_outage_by_number(
+    folder: Path, server: RangeServer
+) -> None:
+    index = read_split(server.url, split="train", reading=RemoteSettings(patience_s=1.0))
+    assert sample_keys(index, [70, 3]) == ["train-00070", "train-00003"]
+    number = int(index.shard_of[70])
+    assert SplitReader(index).unreadable(70, OSError()).shard == (
+        f"{server.url}/train-{number:06d}.tar"
+    )
+    server.fault = lambda path, number: "error"
+    assert sample_names([index], [(0, 70)]) == ["number 70 of 'train'"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_outage_ends_the_run_with_the_name_of_what_cannot_be_read(
+    workers: int, server: RangeServer
+) -> None:
+    """It is not taken for bit rot: what stands in for a sample must not depend on the day."""
+    run = Run(path=server.url, remote={"patience_s": 3.0})
+    server.fault = lambda path, number: "error" if number > 3 else None
+    with pytest.raises(UserError, match=r"(?s)train-0000\d\d\.tar: cannot be read.*requests"):
+        run.batches(ranks=1, workers=workers, start=0, stop=STEPS)
+
+
+def test_missing_and_truncated_shards_are_found_before_the_first_step(
+    folder: Path, tmp_path: Path
+) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    (damaged / "train-000002.tar").unlink()
+    with open(damaged / "train-000004.tar", "r+b") as file:
+        file.truncate(700)
+    with served(damaged) as server, pytest.raises(UserError) as caught:
+        open_training_set(Run(path=server.url).settings(0), seed=0)
+    text = str(caught.value)
+    assert "train-000002.tar: missing" in text
+    assert "train-000004.tar: 700 bytes, but the manifest says" in text
+    assert "2 of 21 files" in text
+
+
+@pytest.mark.parametrize(
+    "path, message",
+    [
+        ("nowhere", r"nowhere/manifest\.json: no such file"),
+        ("", r"no range reads"),
+    ],
+)
+def test_what_is_no_shard_folder_is_one_error(path: str, message: str, server: RangeServer) -> None:
+    if not path:
+        server.fault = lambda name, number: "no_ranges" if name.endswith(".tar") else None
+    with pytest.raises(UserError, match=message):
+        read_split(f"{server.url}/{path}", split="train")
+
+
+@pytest.mark.parametrize(
+    "root, message",
+    [
+        ("pipe:touch CANARY", "nothing is read by way of 'pipe:'"),
+        ("http://127.0.0.1/a::pipe:touch CANARY", "chain of URLs"),
+        ("/somewhere/else", "a place on one machine only"),
+        ("../../..", "no name of a file below a URL"),
+    ],
+)
+def test_a_manifest_of_somebody_else_opens_no_other_door(
+    root: str, message: str, folder: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    root = root.replace("CANARY", str(tmp_path / "canary"))
+    text = json.loads((copy / MANIFEST_NAME).read_text()) | {"shards_root": root}
+    (copy / MANIFEST_NAME).write_text(json.dumps(text))
+    with served(copy) as server, pytest.raises(UserError, match=message):
+        read_split(server.url, split="train")
+    if "::" in root or root.startswith("pipe"):
+        with pytest.raises(UserError, match=message):
+            read_split(copy, split="train")
+    assert not (tmp_path / "canary").exists()
+
+
+def test_an_index_that_is_not_the_manifests_is_refused(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    data = (copy / "index.parquet").read_bytes()
+    (copy / "index.parquet").write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
+    with served(copy) as server:
+        for reading in (RemoteSettings(), RemoteSettings(**with_cache(tmp_path))):
+            with pytest.raises(UserError, match=r"index.parquet: cannot be read .*not those of"):
+                read_split(server.url, split="train", reading=reading)
+
+
+def test_a_dry_run_reads_the_plan_from_the_url(server: RangeServer) -> None:
+    def facts(path: str, **data: int) -> DataFacts:
+        sections = {
+            "data": {"path": path, "global_batch": 8, **data},
+            "model": {"preset": "B/16"},
+            "optim": {"lr": 1e-3},
+            "schedule": {"steps": 10, "warmup_steps": 1},
+        }
+        return data_facts(PretrainRun.model_validate({"name": "x", **sections}))
+
+    assert (facts(server.url).num_samples, facts(server.url).num_classes) == (80, 2)
+    with pytest.raises(UserError, match="no such file"):
+        facts(f"{server.url}/nowhere")
+    # A login node need not see what the nodes see.
+    assert facts(f"{server.url}/nowhere", planned_num_samples=7).num_samples == 7
+
+
+def test_a_configuration_says_of_every_url_what_is_wrong_and_no_secret(tmp_path: Path) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "name: x\nstage: pretrain\nmodel: {preset: B/16}\noptim: {lr: 1.0e-3}\n"
+        "schedule: {steps: 10, warmup_steps: 1}\n"
+        "data:\n  path: 'https://user:hunter2@host/shards'\n  global_batch: 8\n  timeout_s: 5\n"
+        f"  mixture: [{{path: 'pipe:touch {tmp_path}/canary', share: 0.5}}]\n"
+    )
+    with pytest.raises(UserError) as caught:
+        load_run(PretrainRun, config)
+    text = str(caught.value)
+    for part in ("data.path: a URL with a user name", "by way of 'pipe:'", "below data.timeout_s"):
+        assert part in text, text
+    assert "hunter2" not in text
+    assert not (tmp_path / "canary").exists()

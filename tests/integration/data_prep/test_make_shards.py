@@ -1,0 +1,300 @@
+"""data_prep/make_shards.py and make_digits.py, run as people run them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import struct
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import blake3
+import pyarrow.parquet as pq
+import pytest
+import webdataset
+from PIL import Image
+
+from tests.support.corpora.image_corpus import (
+    REPOSITORY,
+    command,
+    contents,
+    corpus,
+    encoded,
+    ledger,
+    make_shards,
+)
+from vitscale.data.index import read_manifest, read_split
+from vitscale.data.index_keys import sample_keys
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """(source, shard folder, what was printed), shared by tests that only read."""
+    base = tmp_path_factory.mktemp("made")
+    source = corpus(base / "images")
+    text = make_shards(source, base / "shards", "shards.min_shards=2")
+    return source, base / "shards", text
+
+
+def test_same_images_give_same_bytes_whatever_the_order_of_creation(
+    made: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    _, shards, _ = made
+    other = corpus(tmp_path / "elsewhere", order_seed=5)
+    command_line = command(other, tmp_path / "again", "shards.min_shards=2")
+    one_core = f"import os, sys; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}}); "
+    code = one_core + f"os.execv(sys.executable, {command_line!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True, capture_output=True)
+    assert contents(tmp_path / "again") == contents(shards)
+
+
+def test_stock_webdataset_reads_every_sample_where_the_index_says(
+    made: tuple[Path, Path, str],
+) -> None:
+    source, shards, _ = made
+    originals = {p.read_bytes() for p in source.rglob("*.*")}
+    seen = set()
+    for split in ("train", "test"):
+        index = read_split(shards, split=split)
+        keys = sample_keys(index, range(index.num_samples))
+        stream = webdataset.WebDataset(
+            [str(path) for path in index.shard_paths], shardshuffle=False
+        )
+        for i, sample in enumerate(stream):
+            (image,) = (sample[k] for k in ("jpg", "png", "webp") if k in sample)
+            tar = index.shard_paths[index.shard_of[i]].read_bytes()
+            assert image == tar[index.offset[i] : index.offset[i] + index.length[i]]
+            assert int(sample["cls"]) == index.label[i]
+            assert sample["__key__"] == keys[i]
+            seen.add(image)
+        assert i + 1 == index.num_samples
+    assert seen == originals
+
+
+def test_timm_reads_the_info_file(made: tuple[Path, Path, str]) -> None:
+    from timm.data.readers.reader_wds import ReaderWds
+
+    _, shards, _ = made
+    reader = ReaderWds(str(shards), split="train", batch_size=1)
+    labels = sorted(target for _, target in reader)
+    assert labels == sorted(read_split(shards, split="train").label.tolist())
+    assert len(reader) == len(labels)
+
+
+def test_index_manifest_and_ledger_agree_with_the_tars(made: tuple[Path, Path, str]) -> None:
+    _, shards, text = made
+    manifest = read_manifest(shards)
+    rows = ledger(shards)
+    assert manifest.classes == ("cat", "dog")
+    # A tenth of 12 images of each class, rounded.
+    assert {name: entry.num_samples for name, entry in manifest.splits.items()} == {
+        "train": 22,
+        "test": 2,
+    }
+    for entry in manifest.splits.values():
+        for shard in entry.shards:
+            data = (shards / shard.name).read_bytes()
+            assert (shard.bytes, shard.blake3) == (len(data), blake3.blake3(data).hexdigest())
+    index = pq.read_table(shards / "index.parquet").to_pylist()
+    assert {row["key"] for row in index} == {row["key"] for row in rows.values()}
+    assert index == sorted(index, key=lambda r: (r["split"], r["shard"], r["offset"]))
+    assert "24 inputs = 24 kept + 0 rejected" in text and "next: deepspeed" in text
+
+
+def test_seed_changes_the_order_but_not_the_samples(
+    made: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    source, shards, _ = made
+    options = ("shards.min_shards=2", "source.holdout_fraction=0.0")
+    make_shards(source, tmp_path / "a", *options)
+    make_shards(source, tmp_path / "b", *options, "seed=1")
+    a, b = (read_split(tmp_path / name, split="train") for name in "ab")
+    of_a, of_b = (sample_keys(index, range(index.num_samples)) for index in (a, b))
+    assert sorted(of_a) == sorted(of_b) and of_a != of_b
+    assert a.fingerprint != b.fingerprint
+
+
+def test_an_existing_output_is_recognised_or_refused(
+    made: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    source, shards, _ = made
+    before = contents(shards)
+    assert "already there" in make_shards(source, shards, "shards.min_shards=2")
+    text = make_shards(source, shards, "shards.min_shards=2", "seed=1", rc=2)
+    assert "other settings: seed" in text and "next:" in text
+    other = corpus(tmp_path / "images", num=11)
+    assert "other images" in make_shards(other, shards, "shards.min_shards=2", rc=2)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").write_text("keep")
+    assert "no shard folder of ours" in make_shards(source, tmp_path / "full", rc=2)
+    assert contents(shards) == before
+    assert contents(tmp_path / "full") == {"mine.txt": b"keep"}
+
+
+def png_bomb() -> bytes:
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        body = kind + data
+        return struct.pack(">I", len(data)) + body + struct.pack(">I", zlib.crc32(body))
+
+    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
+    pixels = chunk(b"IDAT", zlib.compress(bytes(1000)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b"")
+
+
+def plant_faults(root: Path) -> dict[str, str | None]:
+    """Put one of each trouble into the corpus; returns path -> expected reason (None: kept)."""
+    cat = root / "cat"
+    good = iter(range(1000, 2000))
+    files: dict[str, tuple[bytes, str | None]] = {
+        "zero.jpg": (b"", "empty"),
+        "page.jpg": (b"<!DOCTYPE html><html><body>404</body></html>", "not_an_image"),
+        "cut.jpg": (encoded("JPEG", seed=1, side=64)[:-1500], "bad_pixels"),
+        "bomb.png": (png_bomb(), "too_many_pixels"),
+        "really_png.jpg": (encoded("PNG", seed=next(good)), None),
+        "猫 ünï.jpg": (encoded("JPEG", seed=next(good)), None),
+        "new\nline.jpg": (encoded("JPEG", seed=next(good)), None),
+        "a.b.c.jpg": (encoded("JPEG", seed=next(good)), None),
+        "x" * 251 + ".jpg": (encoded("JPEG", seed=next(good)), None),
+        "twin.jpg": (encoded("JPEG", seed=next(good)), None),
+        "twin.png": (encoded("PNG", seed=next(good)), None),
+        "UPPER.JPEG": (encoded("JPEG", seed=next(good)), None),
+        "deep/er/inside.png": (encoded("PNG", seed=next(good)), None),
+        ".DS_Store": (b"x", "hidden"),
+        ".git/a.jpg": (encoded("JPEG", seed=next(good)), "hidden"),
+        "notes.txt": (b"x", "other_name"),
+    }
+    for name, (data, _) in files.items():
+        (cat / name).parent.mkdir(parents=True, exist_ok=True)
+        (cat / name).write_bytes(data)
+    with open(os.fsencode(cat) + b"/bytes\xff.jpg", "wb") as file:
+        file.write(encoded("JPEG", seed=next(good)))
+    (root / "loose.jpg").write_bytes(encoded("JPEG", seed=next(good)))
+    secret = root.parent / "secret.jpg"
+    secret.write_bytes(encoded("JPEG", seed=next(good)))
+    (cat / "outside.jpg").symlink_to(secret)
+    (cat / "outside_folder").symlink_to("/usr")
+    (cat / "loop").symlink_to(cat)
+    (cat / "nowhere.jpg").symlink_to("nothing.jpg")
+    (cat / "inside.jpg").symlink_to(root / "dog" / "000.jpg")
+    os.mkfifo(cat / "pipe.jpg")
+    expected = {f"cat/{name}": reason for name, (_, reason) in files.items()}
+    return expected | {
+        "cat/bytes\\xff.jpg": None,
+        "loose.jpg": "no_class",
+        "cat/outside.jpg": "link_outside",
+        "cat/outside_folder": "link_outside",
+        "cat/loop": "link_loop",
+        "cat/nowhere.jpg": "link_broken",
+        "cat/inside.jpg": None,
+        "cat/pipe.jpg": "not_a_file",
+    }
+
+
+def test_every_planted_fault_is_in_the_ledger_with_its_reason(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "images")
+    good = {str(path.relative_to(source)): None for path in source.rglob("*.*")}
+    expected = good | plant_faults(source)
+    options = ("images.max_bad_fraction=0.5", "source.holdout_fraction=0.0")
+    text = make_shards(source, tmp_path / "shards", *options)
+    rows = ledger(tmp_path / "shards")
+    assert {path: row["reason"] for path, row in rows.items()} == expected
+    kept = {path for path, row in rows.items() if row["status"] == "kept"}
+    assert kept == {path for path, reason in expected.items() if reason is None}
+    assert f"{len(rows)} inputs = {len(kept)} kept + {len(rows) - len(kept)} rejected" in text
+    index = {r["key"]: r for r in pq.read_table(tmp_path / "shards/index.parquet").to_pylist()}
+    assert index.keys() == {rows[path]["key"] for path in kept}
+    assert len(index) == len(kept)
+    assert index[rows["cat/really_png.jpg"]["key"]]["format"] == "png"
+    for row in index.values():
+        tar = (tmp_path / "shards" / row["shard"]).read_bytes()
+        image = tar[row["offset"] : row["offset"] + row["length"]]
+        assert blake3.blake3(image).digest() == row["blake3"]
+    stream = webdataset.WebDataset(str(tmp_path / "shards/train-000000.tar"), shardshuffle=False)
+    assert {sample["__key__"] for sample in stream} == index.keys()
+
+
+def test_too_many_bad_images_stop_the_run_and_leave_nothing(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "images")
+    plant_faults(source)
+    text = make_shards(source, tmp_path / "shards", rc=2)
+    assert "images.max_bad_fraction" in text and "1 empty (zero bytes): 'cat/zero.jpg'" in text
+    assert not (tmp_path / "shards").exists() and not (tmp_path / ".shards.preparing").exists()
+
+
+def no_source(root: Path) -> None:
+    shutil.rmtree(root)
+
+
+def no_classes(root: Path) -> None:
+    for path in list(root.rglob("*.*")):
+        path.rename(root / f"{path.parent.name}_{path.name}")
+    for folder in ("cat", "dog"):
+        (root / folder).rmdir()
+
+
+def empty_class(root: Path) -> None:
+    (root / "eel").mkdir()
+
+
+def rotten_class(root: Path) -> None:
+    (root / "eel").mkdir()
+    (root / "eel" / "a.jpg").write_bytes(b"rotten")
+
+
+def split_folders(root: Path) -> None:
+    (root / "cat").rename(root / "train")
+    (root / "dog").rename(root / "val")
+
+
+def linked_class(root: Path) -> None:
+    (root / "eel").symlink_to("/usr/bin")
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        (no_source, "no such folder"),
+        (no_classes, "has no class folders (24 image files lie in it directly)"),
+        (empty_class, "1 of 3 classes hold no images: 'eel'"),
+        (rotten_class, "no usable image is left of 1 classes: eel"),
+        (split_folders, "look like splits"),
+        (linked_class, "eel' is a link out of the source"),
+    ],
+)
+def test_sources_that_cannot_be_used_are_refused_in_one_message(
+    spoil: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    source = corpus(tmp_path / "images")
+    spoil(source)
+    text = make_shards(source, tmp_path / "shards", "images.max_bad_fraction=0.1", rc=2)
+    assert message in text
+    assert not (tmp_path / "shards").exists()
+
+
+def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        script = [sys.executable, "data_prep/make_digits.py", str(tmp_path / name)]
+        subprocess.run(script, cwd=REPOSITORY, check=True, capture_output=True)
+    files = {
+        name: {str(p.relative_to(tmp_path / name)): p.read_bytes() for p in paths}
+        for name in ("a", "b")
+        for paths in [(tmp_path / name).rglob("*.png")]
+    }
+    assert files["a"] == files["b"]
+    counts = [sum(path.startswith(split) for path in files["a"]) for split in ("train", "test")]
+    assert counts == [1437, 360]
+    per_class = [sum(path.startswith(f"test/{d}/") for path in files["a"]) for d in range(10)]
+    assert min(per_class) >= 34 and max(per_class) <= 37
+    with Image.open(io.BytesIO(files["a"]["train/0/0000.png"])) as image:
+        assert (image.size, image.mode) == ((32, 32), "RGB")
+    output = tmp_path / "shards"
+    options = [f"source.path={tmp_path / 'a'}", f"output={output}"]
+    script = [sys.executable, "data_prep/make_shards.py", "--config", "configs/data/digits.yaml"]
+    subprocess.run([*script, *options], cwd=REPOSITORY, check=True, capture_output=True)
+    info = json.loads((output / "_info.json").read_text())["splits"]
+    assert (info["train"]["num_samples"], info["test"]["num_samples"]) == (1437, 360)

@@ -1,0 +1,216 @@
+"""data_prep/make_shards.py killed, signalled, shared, or run while source or disk change."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from data_prep.pipeline.work_units import machine
+from tests.support.corpora.image_corpus import REPOSITORY, command, contents, corpus, make_shards
+from tests.support.waiting import PATIENCE_S
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
+    """(source, shard folder, what was printed), shared by tests that only read."""
+    base = tmp_path_factory.mktemp("made")
+    source = corpus(base / "images")
+    text = make_shards(source, base / "shards", "shards.min_shards=2")
+    return source, base / "shards", text
+
+
+def test_killed_at_any_moment_it_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "images", num=100, side=96)
+    many_shards = "shards.min_shards=10"
+    make_shards(source, tmp_path / "whole", many_shards)
+    half, folder = tmp_path / "half", tmp_path / ".half.preparing"
+    finished: set[str] = set()
+    # Killed once in each phase: after it made its first file. What it made stays as it is.
+    for made in ("runs/*.arrow", "buckets/*.arrow", "results/plan.json", "results/shard-*.json"):
+        process = subprocess.Popen(
+            command(source, half, many_shards),
+            cwd=REPOSITORY,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        while not list(folder.glob(made)):
+            assert process.poll() is None
+            time.sleep(0.001)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        assert folder.exists() and not half.exists()
+        results = {path.name for path in (folder / "results").iterdir()}
+        assert results >= finished
+        finished = results
+    times = {path: path.stat().st_mtime_ns for path in (folder / "tars").glob("*.tar")}
+    done = {path for path in times if f"shard-{path.stem}.json" in finished}
+    assert done
+    make_shards(source, half, many_shards)
+    assert contents(half) == contents(tmp_path / "whole")
+    assert {(half / path.name).stat().st_mtime_ns for path in done} == {times[p] for p in done}
+    assert not folder.exists()
+
+
+def test_a_stop_signal_ends_it_with_the_code_for_going_on(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "images", num=100, side=96)
+    process = subprocess.Popen(
+        command(source, tmp_path / "shards"), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    while not (tmp_path / ".shards.preparing" / "results" / "buckets.json").exists():
+        assert process.poll() is None
+        time.sleep(0.001)
+    process.send_signal(signal.SIGTERM)
+    text = process.communicate(timeout=PATIENCE_S)[0]
+    assert process.returncode == 75 and "run the same command again" in text
+    make_shards(source, tmp_path / "shards")
+
+
+def test_several_commands_at_once_share_the_work_and_give_the_same_bytes(
+    made: tuple[Path, Path, str], tmp_path: Path
+) -> None:
+    source, shards, _ = made
+    running = [
+        subprocess.Popen(
+            command(source, tmp_path / "shared", "shards.min_shards=2", "launch.num_tasks=3"),
+            cwd=REPOSITORY,
+            env=os.environ | {"SLURM_ARRAY_TASK_ID": str(task)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for task in range(3)
+    ]
+    texts = [process.communicate(timeout=PATIENCE_S)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0, 0], texts
+    assert contents(tmp_path / "shared") == contents(shards)
+
+
+def test_several_commands_at_once_find_the_same_shards_already_there(
+    made: tuple[Path, Path, str],
+) -> None:
+    source, shards, _ = made
+    before = contents(shards)
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    left = shards.with_name(f".shards.preparing-{machine()}.{ended.pid}")
+    (left / ".listing.preparing").mkdir(parents=True)
+    running = [
+        subprocess.Popen(
+            command(source, shards, "shards.min_shards=2"),
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for _ in range(4)
+    ]
+    texts = [process.communicate(timeout=PATIENCE_S)[0] for process in running]
+    assert [process.returncode for process in running] == [0] * 4, texts
+    assert all("already there" in text for text in texts)
+    assert contents(shards) == before
+    assert sorted(path.name for path in shards.parent.iterdir()) == ["images", "shards"]
+
+
+def test_work_begun_with_other_settings_is_not_gone_on_with(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "images")
+    folder = tmp_path / ".shards.preparing"
+    folder.mkdir()
+    (folder / "settings.json").write_text("{}")
+    text = make_shards(source, tmp_path / "shards", rc=2)
+    assert "was begun with other settings" in text and "next:" in text
+    assert (folder / "settings.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("change", ["content", "added", "removed"])
+def test_a_source_that_changes_meanwhile_is_refused(change: str, tmp_path: Path) -> None:
+    source = corpus(tmp_path / "images", num=100, side=96)
+    process = subprocess.Popen(
+        command(source, tmp_path / "shards"),
+        cwd=REPOSITORY,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    while not (tmp_path / ".shards.preparing" / "results" / "buckets.json").exists():
+        assert process.poll() is None
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    victim = source / "cat" / "003.jpg"
+    if change == "content":
+        victim.write_bytes(victim.read_bytes()[:-1] + b"x")
+    elif change == "removed":
+        victim.unlink()
+    else:
+        (source / "cat" / "new.jpg").write_bytes(victim.read_bytes())
+    text = make_shards(source, tmp_path / "shards", rc=2)
+    assert "changed while the shards were made" in text and "next:" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["images"]
+
+
+def test_late_tasks_of_an_array_hear_the_verdict_and_another_job_works_anew(
+    tmp_path: Path,
+) -> None:
+    source = corpus(tmp_path / "images")
+    victim = source / "cat" / "003.jpg"
+    photo = victim.read_bytes()
+    victim.write_bytes(b"")
+    texts = []
+    for job, rc in (("7", 2), ("7", 2), ("8", 0)):
+        if job == "8":
+            victim.write_bytes(photo)
+        done = subprocess.run(
+            command(source, tmp_path / "shards", "images.max_bad_fraction=0", "launch.num_tasks=2"),
+            cwd=REPOSITORY,
+            env=os.environ | {"SLURM_ARRAY_TASK_ID": "0", "SLURM_ARRAY_JOB_ID": job},
+            capture_output=True,
+            text=True,
+        )
+        texts.append(done.stdout + done.stderr)
+        assert done.returncode == rc, texts
+        # The verdict is all that is left to tell the next task, and it keeps no work.
+        assert not (tmp_path / ".shards.preparing").exists()
+    assert "1 of 24 images are bad" in texts[0] and texts[1] == texts[0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
+
+
+def test_a_full_disk_is_one_message_and_no_half_file_has_a_final_name(
+    small_disk: Path, tmp_path: Path
+) -> None:
+    source = corpus(tmp_path / "images", num=60, side=96)
+    text = make_shards(source, small_disk / "shards", rc=2)
+    assert "MiB are free" in text and "next: free space" in text
+    assert [path.name for path in small_disk.iterdir()] == [".shards.preparing"]
+
+
+def test_a_write_error_half_way_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "images", num=60, side=96)
+    limited = (
+        "import os, resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "
+        f"os.execv({sys.executable!r}, {command(source, tmp_path / 'shards')!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", limited], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "cannot be written (File too large)" in done.stderr
+    assert "run the same command again" in done.stderr
+    assert not (tmp_path / "shards").exists()
+    assert not list((tmp_path / ".shards.preparing" / "tars").glob("train-*"))
+    make_shards(source, tmp_path / "shards")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
+
+
+def test_an_output_that_is_a_link_is_made_where_it_leads(tmp_path: Path) -> None:
+    source = corpus(tmp_path / "images")
+    (tmp_path / "disk" / "big").mkdir(parents=True)
+    (tmp_path / "shards").symlink_to("disk/big")
+    make_shards(source, tmp_path / "shards")
+    assert (tmp_path / "shards").is_symlink() and (tmp_path / "shards" / "manifest.json").exists()
+    assert sorted(path.name for path in tmp_path.rglob(".*")) == []
+    assert "already there" in make_shards(source, tmp_path / "shards")

@@ -1,0 +1,251 @@
+"""data_prep/make_shards.py on every kind of source, and with everything that selects images."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from tests.support.corpora.image_corpus import REPOSITORY, contents, corpus, ledger
+from tests.support.corpora.shard_folders import photo
+from vitscale.data.index import read_manifest, read_split
+
+
+def make(source: Path, output: Path, *options: str, rc: int = 0) -> str:
+    script = [sys.executable, "data_prep/make_shards.py", "--config"]
+    settings = [f"source.path={source}", f"output={output}", "source.holdout_fraction=0.0"]
+    done = subprocess.run(
+        [*script, "configs/data/image_folder.yaml", *settings, *options],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    text = done.stdout + done.stderr
+    assert done.returncode == rc and "Traceback" not in text, text
+    return text
+
+
+def samples(folder: Path, split: str = "train") -> set[tuple[bytes, str]]:
+    """(image, class name) of every stored sample."""
+    index = read_split(folder, split=split)
+    tars = [path.read_bytes() for path in index.shard_paths]
+    rows = zip(index.shard_of, index.offset, index.length, index.label, strict=True)
+    return {(tars[s][o : o + n], index.classes[label]) for s, o, n, label in rows}
+
+
+def files_of(root: Path) -> list[tuple[str, str, bytes]]:
+    """(class, file name, content)."""
+    paths = sorted(root.rglob("*.*"))
+    return [(path.parent.name, path.name, path.read_bytes()) for path in paths]
+
+
+def add_member(tar: tarfile.TarFile, name: str, content: bytes) -> None:
+    member = tarfile.TarInfo(name)
+    member.size = len(content)
+    tar.addfile(member, io.BytesIO(content))
+
+
+def class_tars(root: Path, target: Path) -> None:
+    """One tar of one tar per class."""
+    target.mkdir()
+    with tarfile.open(target / "all.tar", "w") as outer:
+        for class_name in ("cat", "dog"):
+            inner = io.BytesIO()
+            with tarfile.open(fileobj=inner, mode="w") as tar:
+                for name, file, content in files_of(root):
+                    if name == class_name:
+                        add_member(tar, file, content)
+            add_member(outer, f"{class_name}.tar", inner.getvalue())
+
+
+def webdataset_tars(root: Path, target: Path) -> None:
+    target.mkdir()
+    for number in range(2):
+        with tarfile.open(target / f"{number:05d}.tar", "w") as tar:
+            for i, (class_name, file, content) in enumerate(files_of(root)[number::2]):
+                key, _, suffix = file.rpartition(".")
+                add_member(tar, f"{number}{i}{key}.{suffix}", content)
+                add_member(tar, f"{number}{i}{key}.cls", class_name.encode())
+
+
+def parquet(root: Path, target: Path) -> None:
+    rows = [
+        {"image": {"bytes": content, "path": file}, "label": class_name}
+        for class_name, file, content in files_of(root)
+    ]
+    target.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), target / "train.parquet", row_group_size=5)
+
+
+def path_table(root: Path, target: Path) -> None:
+    corpus(target)
+    lines = [f"{name}/{file},{name}" for name, file, _ in files_of(root)]
+    (target / "table.csv").write_text("\n".join(["image,label", *lines, lines[0]]) + "\n")
+
+
+SOURCES = {
+    "class_tars": (class_tars, "all.tar"),
+    "webdataset": (webdataset_tars, ""),
+    "parquet": (parquet, ""),
+    "path_table": (path_table, "table.csv"),
+}
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(image folder, shards made from it)."""
+    base = tmp_path_factory.mktemp("sources")
+    root = corpus(base / "images")
+    make(root, base / "shards")
+    return root, base / "shards"
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_every_kind_of_source_gives_the_same_samples(
+    images: tuple[Path, Path], kind: str, tmp_path: Path
+) -> None:
+    root, shards = images
+    write, name = SOURCES[kind]
+    write(root, tmp_path / "source")
+    text = make(
+        tmp_path / "source" / name,
+        tmp_path / "shards",
+        f"source.kind={kind}",
+        "images.max_bad_fraction=0.1",
+    )
+    assert samples(tmp_path / "shards") == samples(shards)
+    rows = ledger(tmp_path / "shards").values()
+    rejected = [row["reason"] for row in rows if row["status"] == "rejected"]
+    # The table names its first path twice.
+    assert rejected == (["duplicate_path"] if kind == "path_table" else [])
+    assert "24 kept" in text
+    # Nothing was unpacked beside the output.
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "shards"}
+
+
+def test_numbers_that_a_source_gives_stay_labels_also_where_some_are_skipped(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "source").mkdir()
+    with tarfile.open(tmp_path / "source" / "0.tar", "w") as tar:
+        for i, label in enumerate((2, 10, 2)):
+            add_member(tar, f"{i}.jpg", photo(i))
+            add_member(tar, f"{i}.cls", str(label).encode())
+    make(tmp_path / "source", tmp_path / "shards", "source.kind=webdataset")
+    index = read_split(tmp_path / "shards", split="train")
+    assert sorted(index.label.tolist()) == [2, 2, 10] and len(index.classes) == 11
+
+
+def save(image: Image.Image, path: Path, **options: object) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image.save(path, **options)  # type: ignore[arg-type]  # Pillow takes any encoder option
+
+
+def test_selection_sends_away_what_it_should_and_says_why(tmp_path: Path) -> None:
+    root, evaluation = tmp_path / "images", tmp_path / "evaluation"
+    for label, name in enumerate(("cat", "dog")):
+        for i in range(12):
+            save(
+                Image.open(io.BytesIO(photo(100 * label + i, width=160, height=120))),
+                root / name / f"{i:02d}.png",
+            )
+    for i in range(2):
+        save(
+            Image.open(io.BytesIO(photo(900 + i, width=160, height=120))),
+            root / "rare" / f"{i}.png",
+        )
+    twin = (root / "cat" / "00.png").read_bytes()
+    (root / "dog" / "twin.png").write_bytes(twin)
+    smaller = Image.open(root / "cat" / "01.png").resize((96, 72), Image.Resampling.BICUBIC)
+    save(smaller, root / "cat" / "small.jpg", quality=80)
+    mirrored = Image.open(root / "dog" / "02.png").transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    save(mirrored.convert("RGB"), evaluation / "x" / "seen.jpg", quality=85)
+    save(Image.open(io.BytesIO(photo(5000))), evaluation / "x" / "other.jpg")
+    options = (
+        "selection.duplicates=drop_similar",
+        "selection.min_images_per_class=3",
+        f"selection.evaluation_sets=[{evaluation}]",
+        "source.val_per_class=4",
+        "source.holdout_split=val",
+    )
+    text = make(root, tmp_path / "shards", *options)
+    rows = ledger(tmp_path / "shards")
+    reasons = Counter(row["reason"] for row in rows.values() if row["status"] == "rejected")
+    assert reasons == {
+        "exact_duplicate": 1,
+        "similar_duplicate": 1,
+        "in_evaluation_set": 1,
+        "small_class": 2,
+    }
+    assert rows["dog/02.png"]["reason"] == "in_evaluation_set"
+    assert "seen.jpg" in str(rows["dog/02.png"]["detail"])
+    twins = {path: rows[path] for path in ("cat/00.png", "dog/twin.png")}
+    (lost,) = [path for path, row in twins.items() if row["reason"]]
+    assert twins[lost]["detail"] in twins and twins[lost]["detail"] != lost
+    assert rows["rare/0.png"]["reason"] == "small_class"
+    manifest = read_manifest(tmp_path / "shards")
+    assert manifest.classes == ("cat", "dog") and "5 rejected" in text
+    per_class = Counter(
+        (row["split"], row["class"]) for row in rows.values() if row["status"] == "kept"
+    )
+    assert (per_class["val", "cat"], per_class["val", "dog"]) == (4, 4)
+    assert per_class["train", "cat"] + per_class["train", "dog"] == 15
+    make(root, tmp_path / "again", *options, "num_workers=1")
+    assert contents(tmp_path / "again") == contents(tmp_path / "shards")
+
+
+def test_labels_follow_a_space_and_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+    root = tmp_path / "images"
+    for synset in ("n02119789", "n01440764"):
+        for i in range(3):
+            path = root / synset / f"{i}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(photo(hash_of(synset) + i))
+    make(root, tmp_path / "shards", "labels.space=imagenet_1k")
+    manifest = read_manifest(tmp_path / "shards")
+    assert len(manifest.classes) == 1000
+    labels = set(read_split(tmp_path / "shards", split="train").label.tolist())
+    assert labels == {manifest.classes.index(s) for s in ("n02119789", "n01440764")}
+    (root / "n99999999").mkdir()
+    (root / "n99999999" / "0.jpg").write_bytes(photo(9))
+    text = make(root, tmp_path / "other", "labels.space=imagenet_1k", rc=2)
+    assert "n99999999" in text and "1 class" in text and "next:" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
+
+
+def hash_of(text: str) -> int:
+    return int.from_bytes(text.encode()[:6], "big") % 10_000
+
+
+def test_images_are_stored_smaller_on_request_and_the_ledger_says_so(tmp_path: Path) -> None:
+    root = tmp_path / "images"
+    for i, side in enumerate((300, 280, 60)):
+        save(
+            Image.open(io.BytesIO(photo(i, width=side + 40, height=side))),
+            root / "cat" / f"{i}.png",
+        )
+    save(Image.fromarray(np.full((80, 80), 40_000, np.uint16)), root / "cat" / "deep.png")
+    make(root, tmp_path / "shards", "images.short_side=100")
+    rows = ledger(tmp_path / "shards")
+    assert {path: (row["status"], row["reason"]) for path, row in rows.items()} == {
+        "cat/0.png": ("repaired", "short_side"),
+        "cat/1.png": ("repaired", "short_side"),
+        "cat/2.png": ("kept", None),
+        "cat/deep.png": ("repaired", "16_bit"),
+    }
+    sizes = sorted(
+        min(Image.open(io.BytesIO(image)).size) for image, _ in samples(tmp_path / "shards")
+    )
+    assert sizes == [60, 80, 100, 100]
+    info = json.loads((tmp_path / "shards" / "manifest.json").read_text())
+    assert info["inputs"]["num_repaired"] == 3

@@ -1,0 +1,200 @@
+"""Other people's readers on our shards, and our training on other people's shards.
+
+The other way round, what an index of foreign tars holds is in test_index_shards.py.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import webdataset
+from blake3 import blake3
+from PIL import Image
+
+from tests.support.corpora.external_tars import imagenet_22k_layout, img2dataset_layout
+from tests.support.corpora.small_shards import make_shard_folder
+from tests.support.ranks.rank_processes import ROOT, run_ranks
+from vitscale.data.index import read_manifest, read_split
+
+# Key, label and BLAKE3 of the image's bytes: the same whoever reads.
+Sample = tuple[str, int, str]
+HUGGING_FACE = """
+import json, sys
+from blake3 import blake3
+from datasets import Image, load_dataset
+folder, split, suffix, cache, streaming = sys.argv[1:]
+data = load_dataset(
+    "webdataset", data_files={split: f"{folder}/{split}-*.tar"}, split=split, cache_dir=cache,
+    streaming=streaming == "True",
+).cast_column(suffix, Image(decode=False))
+for row in data:
+    image = blake3(row[suffix]["bytes"]).hexdigest()
+    print(json.dumps([row["__key__"], row["cls"], image]))
+"""
+
+
+@dataclass(frozen=True)
+class Shards:
+    folder: Path
+    suffix: str
+
+    @property
+    def splits(self) -> list[str]:
+        return sorted(read_manifest(self.folder).splits)
+
+    def indexed(self, split: str) -> list[Sample]:
+        rows = pq.read_table(self.folder / "index.parquet").to_pylist()
+        return [(r["key"], r["label"], r["blake3"].hex()) for r in rows if r["split"] == split]
+
+    def pixels(self, split: str) -> list[tuple[int, bytes]]:
+        """Label and decoded image of every sample, by offset alone."""
+        index = read_split(self.folder, split=split)
+        found = []
+        for i in range(index.num_samples):
+            with open(index.shard_paths[index.shard_of[i]], "rb") as file:
+                file.seek(index.offset[i])
+                data = file.read(index.length[i])
+            with Image.open(io.BytesIO(data)) as image:
+                found.append((int(index.label[i]), image.convert("RGB").tobytes()))
+        return found
+
+
+@pytest.fixture(scope="module")
+def digits(digits_shards: Path) -> Shards:
+    suffixes = set(pq.read_table(digits_shards / "index.parquet").column("format").to_pylist())
+    assert len(suffixes) == 1
+    return Shards(digits_shards, suffixes.pop())
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Shards:
+    """JPEG, PNG and WebP beside each other, as a crawl gives them."""
+    folder = tmp_path_factory.mktemp("mixed") / "shards"
+    make_shard_folder(folder, lengths={"train": (7, 6), "val": (4,)})
+    return Shards(folder, "")
+
+
+@pytest.fixture(params=["digits", "mixed"])
+def shards(request: pytest.FixtureRequest) -> Shards:
+    return request.getfixturevalue(request.param)
+
+
+def test_webdataset_reads_what_the_index_says(shards: Shards) -> None:
+    for split in shards.splits:
+        entry = read_manifest(shards.folder).splits[split]
+        last = len(entry.shards) - 1
+        url = f"{shards.folder}/{split}-{{000000..{last:06d}}}.tar"
+        found = []
+        for row in webdataset.WebDataset(url, shardshuffle=False):
+            (suffix,) = {"jpg", "png", "webp"} & row.keys()
+            image = blake3(row[suffix]).hexdigest()
+            found.append((row["__key__"], int(row["cls"]), image))
+        assert found == shards.indexed(split)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_hugging_face_datasets_reads_what_the_index_says(
+    digits: Shards, streaming: bool, tmp_path: Path
+) -> None:
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    split = "test"
+    arguments = [digits.folder, split, digits.suffix, tmp_path / "cache", streaming]
+    finished = subprocess.run(
+        [sys.executable, "-c", HUGGING_FACE, *map(str, arguments)],
+        env=os.environ | offline,
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 0, finished.stderr
+    found = [tuple(json.loads(line)) for line in finished.stdout.splitlines()]
+    assert found == digits.indexed(split)
+
+
+def timm_pixels(folder: Path, split: str) -> list[tuple[int, bytes]]:
+    from timm.data.readers.reader_wds import ReaderWds
+
+    reader = ReaderWds(str(folder), split=split)
+    assert len(reader) == read_manifest(folder).splits[split].num_samples
+    return [(target, np.asarray(image.convert("RGB")).tobytes()) for image, target in reader]
+
+
+def test_timm_reads_what_the_index_says(shards: Shards) -> None:
+    for split in shards.splits:
+        assert timm_pixels(shards.folder, split) == shards.pixels(split)
+
+
+def index_of(tars: Path, output: Path, *overrides: str) -> Path:
+    config = ROOT / "configs/data/index_shards.yaml"
+    script = ROOT / "data_prep/index_shards.py"
+    places = [f"source.path={tars}", f"output={output}"]
+    subprocess.run([sys.executable, script, "--config", config, *places, *overrides], check=True)
+    return output
+
+
+def test_timm_reads_foreign_tars_through_our_index(tmp_path: Path) -> None:
+    list(imagenet_22k_layout(tmp_path / "tars", splits={"train": 2}, samples=5))
+    settings = ["labels.space=imagenet_22k", "labels.values=index"]
+    folder = index_of(tmp_path / "tars", tmp_path / "index", *settings)
+    found = Shards(folder, "jpg")
+    assert timm_pixels(folder, "train") == found.pixels("train")
+
+
+def train(shards: Path, folder: Path, *overrides: str) -> list[float]:
+    """A few steps of a tiny model; the losses."""
+    config = ROOT / "configs/demo/pretrain.yaml"
+    settings = [
+        f"data.path={shards}",
+        f"output={folder}",
+        "data.global_batch=8",
+        "data.num_workers=0",
+        "schedule.epochs=null",
+        "schedule.steps=4",
+        "schedule.warmup_steps=1",
+        "engine.max_micro_batch=8",
+        "engine.num_threads=1",
+        "model.width=16",
+        "model.depth=1",
+        "model.num_heads=1",
+        "model.mlp_width=16",
+        "tracking.log_every_steps=1",
+        "tracking.eval_every_steps=null",
+        "tracking.uri=null",
+    ]
+    script: list[str | Path] = [ROOT / "pretrain/main.py", "--config", config]
+    [(code, output)] = run_ranks([*script, *settings, *overrides], num_ranks=1, cwd=folder.parent)
+    assert code == 0, output
+    lines = map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+@pytest.mark.distributed
+def test_training_on_indexed_img2dataset_tars(tmp_path: Path) -> None:
+    stored = img2dataset_layout(tmp_path / "tars", tars=2, samples=20)
+    folder = index_of(tmp_path / "tars", tmp_path / "index", "source.label=json:synset")
+    assert read_split(folder, split="train").num_samples == len(stored) == 32
+    losses = train(folder, tmp_path / "run", "data.val_split=null")
+    assert len(losses) == 4 and np.isfinite(losses).all()
+
+
+@pytest.mark.distributed
+def test_training_on_indexed_imagenet_22k_tars(tmp_path: Path) -> None:
+    list(imagenet_22k_layout(tmp_path / "tars", splits={"train": 2, "validation": 1}, samples=16))
+    settings = [
+        "labels.space=imagenet_22k",
+        "labels.values=index",
+        'source.splits={train: "imagenet22k-train-*.tar", val: "imagenet22k-validation-*.tar"}',
+    ]
+    folder = index_of(tmp_path / "tars", tmp_path / "index", *settings)
+    losses = train(folder, tmp_path / "run", "data.val_split=val", "model.num_classes=21841")
+    assert len(losses) == 4
+    # An untrained head over 21,841 classes says nothing yet: ln 21,841 = 9.99.
+    assert losses[0] == pytest.approx(np.log(21_841), abs=0.1)

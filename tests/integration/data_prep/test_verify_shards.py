@@ -1,0 +1,52 @@
+"""data_prep/verify_shards.py as people run it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.corpora.small_shards import make_shard_folder
+from tests.support.ranks.rank_processes import ROOT
+
+
+def verify(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "data_prep/verify_shards.py"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_shards_of_make_shards_are_sound(digits_shards: Path, tmp_path: Path) -> None:
+    page = tmp_path / "pages/report.html"
+    source = digits_shards.parent / "images"
+    finished = verify(digits_shards, "--report", page, "--source", source, "--samples", 5)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert f"{digits_shards}: sound; 1,797 samples" in finished.stdout
+    assert page.read_text().count("<img ") == 5
+
+
+def test_damage_is_named_and_the_report_written_all_the_same(tmp_path: Path) -> None:
+    make_shard_folder(tmp_path / "shards")
+    tar = tmp_path / "shards/train-000000.tar"
+    tar.write_bytes(tar.read_bytes()[:-1])
+    (tmp_path / "shards/test-000000.tar").unlink()
+    finished = verify(tmp_path / "shards", "--report", tmp_path / "report.html")
+    assert finished.returncode == 2
+    assert "test-000000.tar: cannot be read (No such file or directory)" in finished.stdout
+    assert "train-000000.tar: cut off inside the end mark" in finished.stdout
+    assert "this folder is not what its manifest says" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["nowhere"], "no such folder"),
+        ([".", "--num-workers", 0], "--num-workers: 0 is too small"),
+        ([".", "--samples", -1], "--samples: -1 is too small"),
+    ],
+)
+def test_bad_arguments_end_with_one_clear_message(arguments: list[object], message: str) -> None:
+    finished = verify(*arguments)
+    assert finished.returncode == 2
+    assert message in finished.stderr and "Traceback" not in finished.stderr

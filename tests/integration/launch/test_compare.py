@@ -1,0 +1,155 @@
+"""launch/compare.py as a person runs it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import PATIENCE_S
+from vitscale.tracking.settings import TrackingSettings
+from vitscale.tracking.tracker import Tracker
+
+ROOT = Path(__file__).resolve().parents[3]
+EVIL = "<script>alert(1)</script>"
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010806000000"
+    "1f15c4890000000d49444154789c6360606060000000050001a5f645400000000049454e44ae426082"
+)
+
+
+def run_compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launch/compare.py"), *arguments],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+
+
+def make_run(root: Path, name: str, *, lr: float, gain: float, uri: str | None = None) -> None:
+    folder = root / "runs" / name
+    config = f"name: {name}\nseed: 7\noptim:\n  lr: {lr}\nnote: '{EVIL}'\n"
+    settings = TrackingSettings(uri=uri)
+    with Tracker.open(
+        folder=folder,
+        settings=settings,
+        run_name=name,
+        stage="pretrain",
+        params={"name": name, "seed": 7, "optim": {"lr": lr}},
+        tags={},
+        config_yaml=config,
+        resume_step=0,
+        is_writer=True,
+        say=lambda text: None,
+    ) as tracker:
+        for step in range(1, 4):
+            tracker.log({"train/loss": 1 / step, f"odd/{EVIL}": float("nan")}, step=step)
+        tracker.log({"val/top1": gain}, step=3)
+    (folder / "config.yaml").write_text(config)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    root = tmp_path_factory.mktemp("compare")
+    make_run(root, "small-lr", lr=0.001, gain=0.5)
+    make_run(root, "large-lr", lr=0.01, gain=0.75)
+    pictures = root / "runs" / "large-lr" / "pictures"
+    pictures.mkdir()
+    (pictures / "attention_of_a_7.png").write_bytes(PNG)
+    (root / "runs" / "empty").mkdir()
+    yield root
+
+
+class Page(HTMLParser):
+    """Collects resource references, elements and text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.references: list[str] = []
+        self.tags: list[str] = []
+        self.words: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.references += [v or "" for k, v in attrs if k.split(":")[-1] in ("src", "href")]
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+
+def test_text_shows_differences_and_deltas(root: Path) -> None:
+    done = run_compare(root, "runs/small-lr", "large-lr")
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["optim.lr", "0.001", "0.01"] in lines
+    assert not any(line[:1] == ["seed"] for line in lines)  # equal: left out
+    assert ["val/top1", "final", "0.5", "0.75"] in lines
+    assert ["delta", "-", "+0.25", "better"] in lines
+    assert done.stdout.rstrip().endswith("report: runs/compare.html")
+
+
+def test_report_is_self_contained_and_escapes_foreign_names(root: Path) -> None:
+    done = run_compare(root, "small-lr", "large-lr", "--output", "out/report.html")
+    assert done.returncode == 0, done.stderr
+    text = (root / "out/report.html").read_text()
+    page = Page(text)
+    assert all(ref.startswith(("#", "data:image/png;base64,")) for ref in page.references)
+    assert sum(ref.startswith("data:") for ref in page.references) == 1
+    assert not {"script", "link", "iframe"} & set(page.tags) and EVIL not in text
+    assert "@import" not in text and "url(http" not in text
+    assert page.tags.count("figure") == 3 + 1  # charts and one picture
+    words = " ".join(page.words)
+    assert "attention of a 7" in words and "0.75" in words and "+0.25 better" in words
+    assert EVIL in words  # as text
+
+
+def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path) -> None:
+    uri = f"sqlite:///{tmp_path}/other.db"
+    make_run(tmp_path, "stored", lr=0.5, gain=0.25, uri=None)
+    # The same name in MLflow with other values: --uri says which is meant.
+    with Tracker.open(
+        folder=tmp_path / "elsewhere",
+        settings=TrackingSettings(uri=uri),
+        run_name="stored",
+        stage="pretrain",
+        params={"optim": {"lr": 0.125}},
+        tags={},
+        config_yaml="",
+        resume_step=0,
+        is_writer=True,
+        say=lambda text: None,
+    ) as tracker:
+        tracker.log({"val/top1": 0.875}, step=9)
+        run_id = str(tracker.run_id)
+    done = run_compare(tmp_path, "stored", run_id, "--uri", uri)
+    assert done.returncode == 0, done.stderr
+    assert "0.875" in done.stdout and f"MLflow run {run_id}" in done.stdout
+    assert "stored (2)" in done.stdout and "FINISHED" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "no run given"),
+        (("smal-lr", "larg-lr"), "did you mean small-lr?"),
+        (("runs/empty",), "journal.jsonl does not exist"),
+        (("small-lr", "--uri", "htp://x"), "is not a tracking URI"),
+        (("small-lr", "--output", "/proc/none/x.html"), "cannot be written"),
+    ],
+)
+def test_bad_input_is_told_and_ends_with_code_2(
+    root: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    done = run_compare(root, *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,288 @@
+"""Local jobs: stand-in stages as real processes through launch/local.py's parts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import PATIENCE_S, wait_until
+
+pytestmark = pytest.mark.distributed
+
+# What launch/local.py does after reading its configuration.
+PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from launch import local
+from launch.jobs.job import StageJob
+from vitscale.runs.launching import LaunchSettings
+{before}
+folder = Path("jobs").absolute()
+folder.mkdir()
+job = StageJob(
+    script=str(Path("stage.py").absolute()), config="c", max_requeues=0, independent={independent}
+)
+launch = LaunchSettings(timeout_min=5, signal_delay_s=30)
+sys.exit(local.start_and_watch(job, launch=launch, num_procs=2, folder=folder))
+"""
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def start(
+    folder: Path, stage: str, *, independent: bool = False, before: str = ""
+) -> subprocess.Popen[str]:
+    """before: what the program does before it starts the job."""
+    (folder / "stage.py").write_text(textwrap.dedent(stage))
+    program = PROGRAM.format(independent=independent, before=textwrap.dedent(before))
+    return subprocess.Popen(
+        [sys.executable, "-c", program],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        # Shells start background jobs with SIGINT ignored, and children inherit that: as a user at
+        # a terminal has it, whatever started the tests.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+
+
+def run(folder: Path, stage: str, *, independent: bool = False) -> tuple[int, str, str]:
+    process = start(folder, stage, independent=independent)
+    output, errors = process.communicate(timeout=PATIENCE_S)
+    return process.returncode, output, errors
+
+
+def pids(process: subprocess.Popen[str], folder: Path) -> list[int]:
+    """Process ids written by the stages, once both have."""
+
+    def tell() -> str:
+        process.kill()
+        return "\n".join(process.communicate())
+
+    def have_begun() -> bool:
+        assert process.poll() is None, tell()
+        return len(list(folder.glob("pid-*"))) == 2
+
+    wait_until(have_begun, else_say=tell)
+    return [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
+
+
+def await_end(pids: list[int]) -> None:
+    """The system takes a moment to end them; by themselves they would live longer than that."""
+    wait_until(lambda: not any(map(is_alive, pids)), else_say=lambda: f"{pids} live on")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+WAITING = """
+    import os, pathlib, signal, sys, time
+    stop = []
+    signal.signal(signal.SIGTERM, lambda *_: stop.append(1))
+    pathlib.Path(f"pid-{os.getpid()}").touch()
+    while not stop:
+        time.sleep(0.05)
+    sys.exit(75)
+"""
+
+
+def test_ranks_meet_and_rank_0_is_shown(tmp_path: Path) -> None:
+    code, output, errors = run(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(())
+        dist.all_reduce(total)
+        print(f"rank {dist.get_rank()} of {total.item():.0f}")
+        dist.destroy_process_group()
+        """,
+    )
+    assert code == 0, errors
+    assert "rank 0 of 2" in output and "rank 1 of 2" not in output
+
+
+@pytest.mark.parametrize(("ends_with", "expected"), [("2", 2), ("75", 75), ("3", 1)])
+def test_the_exit_code_is_passed_on(tmp_path: Path, ends_with: str, expected: int) -> None:
+    code, _, _ = run(tmp_path, f"import sys; sys.exit({ends_with})")
+    assert code == expected
+
+
+@pytest.mark.parametrize(
+    "death", ["raise RuntimeError('out of ideas')", "os.kill(os.getpid(), signal.SIGKILL)"]
+)
+def test_one_failing_rank_ends_the_others_and_is_named(tmp_path: Path, death: str) -> None:
+    code, _, errors = run(
+        tmp_path,
+        f"""
+        import os, signal, time
+        print("rank", os.environ["RANK"], "was here")
+        if os.environ["RANK"] == "1":
+            {death}
+        time.sleep(1000)
+        """,
+    )
+    assert code == 1
+    assert "rank 1" in errors and "rank 1 was here" in errors
+    assert ("out of ideas" in errors) == ("out of ideas" in death)
+
+
+def test_independent_tasks_go_on_when_one_fails(tmp_path: Path) -> None:
+    code, output, errors = run(
+        tmp_path,
+        """
+        import os, pathlib, sys, time
+        print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
+        try:
+            pathlib.Path("first").touch(exist_ok=False)
+        except FileExistsError:
+            # Longer than ranks are given to end after one has failed.
+            time.sleep(7)
+            pathlib.Path("finished").touch()
+            sys.exit(0)
+        sys.exit(2)
+        """,
+        independent=True,
+    )
+    assert code == 2
+    assert (tmp_path / "finished").exists()
+    assert "ended with code 2" in errors
+    # Each one is the first rank of its own job, and says so in its own log.
+    logs = [path.read_text() for path in sorted((tmp_path / "jobs").glob("*/*_log.out"))]
+    assert len(logs) == 2
+    for index, log in enumerate(logs):
+        assert "rank 0 of 1" in log and f"task {index} (2 in all)" in log
+
+
+def test_sigterm_stops_with_a_checkpoint(tmp_path: Path) -> None:
+    process = start(tmp_path, WAITING)
+    tasks = pids(process, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 75
+    assert "the same command goes on" in output
+    await_end(tasks)
+
+
+def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    process = start(tmp_path, WAITING)
+    tasks = pids(process, tmp_path)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    await_end(tasks)
+
+
+STUBBORN = """
+    import os, pathlib, signal, time
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    pathlib.Path(f"pid-{os.getpid()}").touch()
+    time.sleep(1000)
+"""
+
+
+def test_a_second_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
+    process = start(tmp_path, STUBBORN)
+    tasks = pids(process, tmp_path)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    await_end(tasks)
+
+
+def test_a_reader_that_goes_away_leaves_no_process(tmp_path: Path) -> None:
+    process = start(
+        tmp_path,
+        """
+        import os, pathlib, time
+        pathlib.Path(f"pid-{os.getpid()}").touch()
+        while True:
+            print("still here", flush=True)
+            time.sleep(0.05)
+        """,
+    )
+    tasks = pids(process, tmp_path)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    assert "BrokenPipeError" in process.stderr.read()
+    assert process.wait(timeout=PATIENCE_S) not in (0, 75)
+    await_end(tasks)
+
+
+# Rank 0, after rank 1 has been killed by the stop: ended with the job, or ends by itself.
+WITHOUT_HANDLERS = {
+    "both": ("pass", 75),
+    "one, the other waits for it": ("signal.signal(signal.SIGTERM, signal.SIG_IGN)", 75),
+    "one, the other fails": ("signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))", 1),
+}
+
+
+@pytest.mark.parametrize("case", WITHOUT_HANDLERS)
+def test_sigterm_before_tasks_handle_it_is_no_failure(tmp_path: Path, case: str) -> None:
+    rank_0, code = WITHOUT_HANDLERS[case]
+    process = start(
+        tmp_path,
+        f"""
+        import os, pathlib, signal, sys, time
+        if os.environ["RANK"] == "0":
+            {rank_0}
+        pathlib.Path(f"pid-{{os.getpid()}}").touch()
+        time.sleep(1000)
+        """,
+    )
+    tasks = pids(process, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == code, errors
+    await_end(tasks)
+
+
+def test_sigterm_while_the_job_starts_stops_it(tmp_path: Path) -> None:
+    process = start(
+        tmp_path,
+        WAITING,
+        before="""
+        start_locally = local.start_locally
+        def start_and_be_stopped(*args, **kwargs):
+            submission = start_locally(*args, **kwargs)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return submission
+        local.start_locally = start_and_be_stopped
+        """,
+    )
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 75
+    assert "the same command goes on" in output
+
+
+def test_sigterm_is_passed_on_until_all_tasks_have_heard_it(tmp_path: Path) -> None:
+    process = start(
+        tmp_path,
+        """
+        import os, pathlib, signal, sys, time
+        heard = []
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+        pathlib.Path(f"pid-{os.getpid()}").touch()
+        while len(heard) < 2:
+            time.sleep(0.05)
+        sys.exit(75)
+        """,
+    )
+    pids(process, tmp_path)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 75

@@ -1,0 +1,112 @@
+"""A real MLflow server that dies amid training: the loop does not notice, the run ends complete."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import wait_until
+from vitscale.tracking.mlflow_store import find_stored_run
+from vitscale.tracking.settings import TrackingSettings
+from vitscale.tracking.tracker import Tracker
+
+
+@pytest.fixture
+def start_server(tmp_path: Path) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started: list[subprocess.Popen[bytes]] = []
+    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1"]
+    command += ["--port", str(port), "--workers", "1"]
+    command += ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db"]
+    command += ["--artifacts-destination", str(tmp_path / "artifacts")]
+
+    def start() -> subprocess.Popen[bytes]:
+        with open(tmp_path / "server.log", "ab") as log:
+            server = subprocess.Popen(
+                command,
+                cwd=tmp_path,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | {"MLFLOW_DISABLE_TELEMETRY": "true"},
+            )
+        started.append(server)
+        server.address = f"http://127.0.0.1:{port}"  # type: ignore[attr-defined]  # our own mark
+
+        def answers() -> bool:
+            assert server.poll() is None, (tmp_path / "server.log").read_text()
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30)
+            except (urllib.error.URLError, OSError):
+                return False
+            return True
+
+        wait_until(answers, every_s=0.2)
+        return server
+
+    yield start
+    for server in started:
+        stop(server)
+
+
+def stop(server: subprocess.Popen[bytes]) -> None:
+    if server.poll() is None:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_costs_no_step_and_no_point(
+    start_server: Callable[[], subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    server = start_server()
+    uri = server.address  # type: ignore[attr-defined]  # our own mark
+    said: list[str] = []
+
+    def open_tracker(resume_step: int) -> Tracker:
+        return Tracker.open(
+            folder=tmp_path / "run",
+            settings=TrackingSettings(uri=uri),
+            run_name="digits",
+            stage="pretrain",
+            params={"seed": 0},
+            tags={},
+            config_yaml="seed: 0\n",
+            resume_step=resume_step,
+            is_writer=True,
+            say=said.append,
+        )
+
+    tracker = open_tracker(0)
+    run_id = tracker.run_id
+    for step in range(1, 41):
+        if step == 20:
+            stop(server)
+        # Were it to wait for the server, the test would run into its time limit.
+        tracker.log({"train/loss": 1 / step}, step=step)
+        time.sleep(0.02)
+    tracker.close(status="KILLED")
+    assert sum("cannot be reached" in text for text in said) == 1
+
+    said.clear()
+    away = open_tracker(40)  # the server is still away when the job starts again
+    away.log({"train/loss": 0.01}, step=41)
+    assert any("training goes on" in text for text in said)
+    start_server()
+    away.log({"train/loss": 0.01}, step=42)
+    away.close(status="FINISHED")
+    stored, _ = find_stored_run(uri, str(run_id), say=said.append)
+    assert stored is not None and stored.status == "FINISHED"
+    assert [row.step for row in stored.rows] == list(range(1, 43))

@@ -1,0 +1,336 @@
+"""Ranks and workers that die, hang, get signals or meet NaN in the middle of a real training.
+
+Each case is one fault at one known place; then the same command again, and the outcome (weights,
+moments, average, counters, journal) has to be that of the undisturbed training bit by bit.
+Left out: faults of files and folders (test_storage_faults), of every system call of a save
+(test_checkpoint_faults), at random moments (benchmarks/kill_storm.py).
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks.fault_runs import (
+    INTERVAL,
+    STEPS,
+    FaultRuns,
+    Faults,
+    fault,
+    micro_step,
+    newest_step,
+    output,
+    wait_all,
+    wait_with_launcher,
+)
+from tests.support.ranks.run_states import differences, read_state
+from tests.support.waiting import PATIENCE_S
+
+pytestmark = pytest.mark.distributed
+slow = pytest.mark.slow
+
+# rank, place, which call, the step it belongs to
+KILLS = {
+    "rank 1 in the backward pass": (1, "backward", micro_step(8), 8),
+    "rank 0 in the backward pass": (0, "backward", micro_step(7, number=1), 7),
+    "rank 0 in the forward pass": (0, "forward", micro_step(8), 8),
+    "rank 1 in the forward pass": (1, "forward", micro_step(7, number=1), 7),
+    "rank 0 before an update": (0, "step", micro_step(9, number=1), 9),
+    "rank 1 before an update": (1, "step", micro_step(9, number=1), 9),
+    "rank 0 waiting for data": (0, "batch", micro_step(6), 6),
+    "rank 1 waiting for data": (1, "batch", micro_step(12, number=1), 12),
+    "rank 0 at a log line": (0, "log", 2, 8),
+    "rank 1 at a log line": (1, "log", 2, 8),
+    "rank 0 before an evaluation": (0, "evaluation", 1, 12),
+    "rank 1 in an evaluation": (1, "evaluated batch", micro_step(12, number=1) + 4, 12),
+    "rank 0 at start": (0, "start", 1, 1),
+    "rank 1 at start": (1, "start", 1, 1),
+    "rank 0 before a save": (0, "export", 2, 10),
+    "rank 1 before a save": (1, "export", 2, 10),
+    "rank 0 before its tensor file": (0, "write", 3, 10),
+    "rank 1 before its tensor file": (1, "write", 2, 10),
+    "rank 0 before the manifest": (0, "write", 4, 10),
+    "rank 0 before a commit": (0, "rename", 2, 10),
+    "rank 0 before retention": (0, "prune", 3, 15),
+    "rank 1 in the last step": (1, "step", micro_step(STEPS), STEPS),
+    "rank 0 in the last save": (0, "rename", 5, STEPS),
+}
+SAMPLE = {"rank 1 in the backward pass"}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in SAMPLE else [slow]) for case in KILLS]
+)
+def test_killed_rank(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
+    rank, place, nth, step = KILLS[case]
+    world = fault_runs.start(tmp_path, faults={rank: [fault(place, nth, "kill")]})
+    assert wait_with_launcher(world)[rank] == -signal.SIGKILL
+    # The save before the last one begun was certainly through.
+    least = max(0, (step - 1) // INTERVAL * INTERVAL - INTERVAL)
+    assert least <= newest_step(tmp_path) <= step
+    fault_runs.assert_goes_on(tmp_path)
+
+
+@slow
+def test_killed_right_after_a_commit(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    world = fault_runs.start(tmp_path, faults={0: [fault("rename", 2, "kill after")]})
+    assert wait_with_launcher(world)[0] == -signal.SIGKILL
+    assert newest_step(tmp_path) == 10
+    fault_runs.assert_goes_on(tmp_path)
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_again_while_resuming(fault_runs: FaultRuns, killed_copy: Path, rank: int) -> None:
+    for place in ("start", "restore"):
+        world = fault_runs.start(killed_copy, faults={rank: [fault(place, 1, "kill")]})
+        assert wait_with_launcher(world)[rank] == -signal.SIGKILL
+    fault_runs.assert_goes_on(killed_copy)
+
+
+@slow
+def test_killed_in_every_life_and_still_done(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    """Eleven steps into each life: two steps behind the second save."""
+    for life in range(8):
+        victim, call = life % 2, micro_step(11, number=1)
+        world = fault_runs.start(tmp_path, faults={victim: [fault("backward", call, "kill")]})
+        if set(wait_with_launcher(world)) == {0}:
+            break
+        assert newest_step(tmp_path) >= min(INTERVAL * (life + 1), STEPS - INTERVAL)
+    assert newest_step(tmp_path) == STEPS
+    fault_runs.assert_goes_on(tmp_path)
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("do", ["kill", "crash", "leave"])
+def test_the_other_rank_ends_by_itself_and_says_why(
+    fault_runs: FaultRuns, tmp_path: Path, rank: int, do: str
+) -> None:
+    """Without a launcher that ends it. `leave` is an exit code of 0 in the middle."""
+    wait = "engine.timeout_min=0.2"
+    world = fault_runs.start(tmp_path, wait, faults={rank: [fault("backward", micro_step(8), do)]})
+    codes = wait_all(world)
+    expected = {"kill": -signal.SIGKILL, "crash": -signal.SIGSEGV, "leave": 0}
+    assert codes[rank] == expected[do] and codes[1 - rank] > 0
+    said = world[1 - rank].output()
+    assert "rank 1" in said if rank == 1 else "rank 0, where the ranks meet, is gone" in said
+    fault_runs.assert_goes_on(tmp_path)
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_killed_loader_worker_is_named(fault_runs: FaultRuns, tmp_path: Path, rank: int) -> None:
+    planted = {rank: [fault("batch", micro_step(7), "kill worker")]}
+    world = fault_runs.start(tmp_path, faults=planted)
+    assert wait_with_launcher(world, grace_s=10)[rank] > 0
+    said = world[rank].output()
+    assert "a loader worker died" in said or "DataLoader worker (pid" in said
+    fault_runs.assert_goes_on(tmp_path)
+
+
+@slow
+def test_killed_worker_of_an_evaluation_is_named(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    nth = micro_step(12, number=1) + 4
+    world = fault_runs.start(tmp_path, faults={1: [fault("evaluated batch", nth, "kill worker")]})
+    assert wait_with_launcher(world, grace_s=10)[1] > 0
+    said = world[1].output()
+    assert "a loader worker died" in said or "DataLoader worker (pid" in said
+    fault_runs.assert_goes_on(tmp_path)
+
+
+@slow
+def test_stopped_loader_worker_is_named(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    planted = {1: [fault("batch", micro_step(7), "stop worker")]}
+    world = fault_runs.start(tmp_path, "data.timeout_s=3", faults=planted)
+    assert wait_with_launcher(world, grace_s=30)[1] == 2
+    assert "stopped) gave no batch for 3 s" in world[1].output()
+    fault_runs.assert_goes_on(tmp_path)
+
+
+@slow
+def test_loader_workers_ignore_the_signals_of_their_rank(
+    fault_runs: FaultRuns, tmp_path: Path
+) -> None:
+    planted = {rank: [fault("batch", micro_step(7), "SIGTERM worker")] for rank in (0, 1)}
+    assert fault_runs.run(tmp_path, faults=planted) == [0, 0]
+    fault_runs.assert_goes_on(tmp_path)
+
+
+# Faults by rank, exit codes, the step that is committed then: the one after the signal's, since
+# ranks agree in the background.
+SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
+    "bursts on both ranks": (
+        {rank: [fault("batch", micro_step(7), "burst")] for rank in (0, 1)},
+        [75, 75],
+        8,
+    ),
+    "on one rank only": ({1: [fault("backward", micro_step(8), "SIGTERM")]}, [75, 75], 9),
+    "at different steps": (
+        {0: [fault("batch", micro_step(8), "SIGUSR2")], 1: [fault("log", 2, "SIGTERM")]},
+        [75, 75],
+        9,
+    ),
+    "in a save": ({0: [fault("write", 3, "SIGUSR2")]}, [75, 75], 11),
+    "again while saving": (
+        {1: [fault("batch", micro_step(7), "SIGTERM"), fault("export", 2, "burst")]},
+        [75, 75],
+        8,
+    ),
+    "in the last step": ({1: [fault("backward", micro_step(STEPS), "burst")]}, [0, 0], STEPS),
+    # Before anything handles it, SIGTERM ends a process as it ends any.
+    "before training": ({1: [fault("start", 1, "SIGTERM")]}, [-9, -15], 0),
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(c, marks=[] if c == "bursts on both ranks" else [slow]) for c in SIGNALS],
+)
+def test_stop_signals(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
+    planted, codes, step = SIGNALS[case]
+    grace_s = 0 if case == "before training" else 30
+    found = wait_with_launcher(fault_runs.start(tmp_path, faults=planted), grace_s=grace_s)
+    assert found == codes, output(tmp_path)
+    # A signal that comes during a save is seen a step or two later.
+    assert step <= newest_step(tmp_path) <= step + (2 if case == "in a save" else 0)
+    fault_runs.assert_goes_on(tmp_path)
+
+
+@slow
+def test_killed_in_the_save_that_a_signal_asked_for(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    planted = {0: [fault("batch", micro_step(7), "SIGTERM"), fault("rename", 2, "kill")]}
+    world = fault_runs.start(tmp_path, faults=planted)
+    assert wait_with_launcher(world)[0] == -signal.SIGKILL
+    assert newest_step(tmp_path) == 5
+    fault_runs.assert_goes_on(tmp_path)
+
+
+@slow
+def test_preempted_time_and_again(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    for life in range(4):
+        planted = {life % 2: [fault("batch", micro_step(3), "SIGTERM")]}
+        assert fault_runs.run(tmp_path, faults=planted) == [75, 75]
+        assert newest_step(tmp_path) == 4 * (life + 1)
+    fault_runs.assert_goes_on(tmp_path)
+
+
+# How a rank falls silent, and what the other one says of it.
+SILENT = {
+    "rank 1 stopped": (1, "stop", "rank 1 has given no sign of life"),
+    "rank 0 stopped": (0, "stop", "rank 0, where the ranks meet, has not answered"),
+    "rank 1 hangs": (1, "hang", "the others have waited 6 s for rank 1 ("),
+}
+
+
+@slow
+@pytest.mark.parametrize("case", SILENT)
+def test_silent_rank_is_named_in_time(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
+    rank, do, message = SILENT[case]
+    place = "loader" if do == "hang" else "forward"
+    planted = {rank: [fault(place, micro_step(8), do)]}
+    world = fault_runs.start(tmp_path, "engine.timeout_min=0.15", faults=planted)
+    assert world[1 - rank].wait(timeout_s=PATIENCE_S) == 1
+    assert message in world[1 - rank].output()
+    world[rank].send_signal(signal.SIGKILL)
+    wait_all(world)
+    fault_runs.assert_goes_on(tmp_path)
+
+
+@slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_disk_of_a_rank_that_hangs_ends_the_training(
+    fault_runs: FaultRuns, tmp_path: Path, rank: int
+) -> None:
+    """In the save of step 10. All loops wait at the same place, so only that rank can tell."""
+    planted = {rank: [fault("write", {0: 3, 1: 2}[rank], "hang")]}
+    world = fault_runs.start(tmp_path, "engine.timeout_min=0.15", faults=planted)
+    assert wait_all(world) == [1, 1]
+    said = world[rank].output()
+    assert f"error: rank {rank}: save step 10: no progress in " in said
+    assert f"rank {rank}: save step 10" not in world[1 - rank].output()
+    assert newest_step(tmp_path) == 5
+    fault_runs.assert_goes_on(tmp_path)
+
+
+@slow
+def test_slow_rank_changes_nothing(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    planted = {
+        0: [fault("write", 3, "lag"), fault("log", 4, "lag")],
+        1: [fault("backward", 9, "lag"), fault("evaluation", 1, "lag")],
+    }
+    assert fault_runs.run(tmp_path, faults=planted) == [0, 0]
+    fault_runs.assert_goes_on(tmp_path)
+
+
+NOT_FINITE = {
+    "NaN loss on rank 0": (0, "NaN"),
+    "infinite loss on rank 1": (1, "infinity"),
+    "NaN gradient on rank 1": (1, "NaN gradient"),
+}
+BAD_STEP = 8
+
+
+def poison(fault_runs: FaultRuns, place: Path, rank: int, do: str, *more: str) -> str:
+    planted = {rank: [fault("forward", micro_step(BAD_STEP, number=1), do)]}
+    assert fault_runs.run(place, *more, faults=planted) == [0, 0], output(place)
+    return output(place)
+
+
+@slow
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_step_with_nan_on_one_rank_is_left_out_on_all(
+    fault_runs: FaultRuns, tmp_path: Path, stage: int
+) -> None:
+    zero = f"engine.zero_stage={stage}"
+    said = poison(fault_runs, tmp_path / "rank 1", 1, "NaN", zero)
+    assert "1 updates left out" in said and "on rank 1; samples" in said
+    one = read_state(tmp_path / "rank 1/run")
+    skipped = [row["train/skipped_steps"] for row in one.journal if "train/loss" in row]
+    assert skipped == [0] + [1] * 5
+    assert one.progress["engine"]["guard"]["skipped"] == 1
+    assert all(bool(tensor.isfinite().all()) for tensor in one.tensors.values())
+    assert differences(one, fault_runs.undisturbed(zero)) != []
+    for case, (rank, do) in NOT_FINITE.items() if stage == 1 else ():
+        poison(fault_runs, tmp_path / case, rank, do, zero)
+        other = read_state(tmp_path / case / "run")
+        unequal = [line for line in differences(other, one) if line.startswith("tensor")]
+        assert unequal == [] and other.progress["engine"] == one.progress["engine"], case
+
+
+@slow
+def test_counters_of_left_out_steps_survive_a_kill(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    bad = fault("forward", micro_step(BAD_STEP), "NaN")
+    assert fault_runs.run(tmp_path / "whole", faults={1: [bad]}) == [0, 0]
+    killed = {1: [bad, fault("backward", micro_step(13), "kill")]}
+    wait_with_launcher(fault_runs.start(tmp_path / "killed", faults=killed))
+    assert newest_step(tmp_path / "killed") >= INTERVAL
+    # From step 5 the bad step comes again; from step 10 it lies behind.
+    again = {1: [fault("forward", micro_step(BAD_STEP, start=5), "NaN")]}
+    if newest_step(tmp_path / "killed") > BAD_STEP:
+        again = {}
+    ours = fault_runs.finish(tmp_path / "killed", faults=again)
+    assert differences(ours, read_state(tmp_path / "whole/run")) == []
+
+
+@slow
+def test_nan_without_end_stops_with_step_and_samples(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    planted = {1: [fault("forward", "every", "NaN")]}
+    codes = fault_runs.run(tmp_path, "engine.max_skipped_steps=4", faults=planted)
+    assert codes == [2, 2]
+    said = output(tmp_path)
+    assert "4 updates in a row were left out, the last at step 4" in said
+    assert "samples of that step: '" in said
+
+
+@slow
+def test_flipped_bit_on_one_rank_is_found(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    """Without ZeRO, where nothing else would ever bring the ranks together again."""
+    settings = ["engine.zero_stage=0", "engine.compare_weights_every_steps=3"]
+    planted = {1: [fault("forward", micro_step(8), "flip bit")]}
+    assert fault_runs.run(tmp_path, *settings, faults=planted) == [2, 2]
+    assert "the weights of the ranks have come apart by step 9" in output(tmp_path)
+    ours = fault_runs.finish(tmp_path, *settings)
+    assert differences(ours, fault_runs.undisturbed(*settings)) == []

@@ -1,0 +1,93 @@
+"""A rank that is stopped, killed, too slow or missing is named by the others, in bounded time.
+
+All cases run side by side: most of the time is start and waiting.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.ranks.hang_worker import TIMEOUT_MIN
+from tests.support.ranks.rank_processes import ROOT, start_ranks
+from tests.support.waiting import wait_until
+
+pytestmark = pytest.mark.distributed
+
+WORKER = ROOT / "tests/support/ranks/hang_worker.py"
+# case: (rank that lives, its exit code, what it says)
+CASES = {
+    "rank 1 stopped": (0, 1, "rank 1 has given no sign of life for"),
+    "rank 0 stopped": (1, 1, "rank 0, where the ranks meet, has not answered for"),
+    "rank 1 slow": (0, 1, "s for rank 1 (waiting for data)"),
+    "rank 1 killed": (0, 1, "without a sign of life: rank 1"),
+    "disk of rank 1 hangs": (0, 1, "without a sign of life: rank 1"),
+    "rank 1 missing": (0, 2, "not all of 2 ranks came within 0.1 min; missing: 1"),
+    "rank 0 missing": (1, 2, "rank 0 does not answer at 127.0.0.1:"),
+    "nothing": (1, 0, ""),
+    "all stopped for a while": (0, 0, ""),
+    "signal to rank 1": (0, 0, "stopped at step 6"),
+}
+Ends = dict[str, tuple[int | None, str]]
+
+
+def stop_for_a_while(processes: list[subprocess.Popen[str]], folder: Path) -> None:
+    """As a suspended job is, or a machine; for longer than a rank may be silent."""
+
+    def are_paused() -> bool:
+        assert all(process.poll() is None for process in processes), "ended too early"
+        return len(list(folder.glob("paused-*"))) == 2
+
+    wait_until(are_paused)
+    first, second = processes
+    # In this order the first one looks and finds no new sign of the second, before and after.
+    second.send_signal(signal.SIGSTOP)
+    time.sleep(2)
+    first.send_signal(signal.SIGSTOP)
+    time.sleep(TIMEOUT_MIN * 60)
+    first.send_signal(signal.SIGCONT)
+    time.sleep(2)
+    second.send_signal(signal.SIGCONT)
+    (folder / "go on").touch()
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    """Exit code and output of the rank that lives, for every case."""
+    folder = tmp_path_factory.mktemp("hung")
+    started: dict[str, list[subprocess.Popen[str]]] = {}
+    found: Ends = {}
+    try:
+        for case in CASES:
+            started[case] = start_ranks([WORKER, case], num_ranks=2, cwd=Path(folder))
+            if case == "rank 0 missing":
+                started[case][0].kill()
+        stop_for_a_while(started["all stopped for a while"], Path(folder))
+        for case, (living, _, _) in CASES.items():
+            output, _ = started[case][living].communicate(timeout=300)
+            found[case] = (started[case][living].returncode, output)
+    finally:
+        for process in [each for pair in started.values() for each in pair]:
+            process.kill()
+            process.wait()
+            if process.stdout:
+                process.stdout.close()
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_living_rank_says_who_is_missing_and_ends(ends: Ends, case: str) -> None:
+    _, code, text = CASES[case]
+    assert ends[case][0] == code, ends[case][1]
+    assert text in ends[case][1]
+    if code == 2:
+        assert "Traceback" not in ends[case][1]
+
+
+def test_signal_to_one_rank_stops_all_one_step_later(ends: Ends) -> None:
+    """Sent in step 5, summed in the background, answered when step 6 asks."""
+    assert "stopped at step 6" in ends["signal to rank 1"][1]

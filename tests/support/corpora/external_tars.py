@@ -1,0 +1,107 @@
+"""WebDataset tars as other projects lay them out, written by the webdataset package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import webdataset
+
+from tests.support.corpora.small_shards import image_bytes
+
+NUM_CLASSES = 3
+SIDE = (24, 20)
+
+
+def photo(i: int) -> bytes:
+    return image_bytes("jpg", seed=i, side=SIDE)
+
+
+def write_tar(path: Path, samples: Sequence[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with webdataset.TarWriter(str(path)) as tar:
+        for sample in samples:
+            tar.write(sample)
+
+
+def img2dataset_layout(folder: Path, *, tars: int, samples: int) -> dict[str, tuple[bytes, str]]:
+    """00000.tar with 000000000.{jpg,txt,json} beside 00000.parquet and 00000_stats.json.
+
+    One sample in five failed to download: it is in the table and not in the tar. Returns what is in
+    the tars: key -> (image, class).
+    """
+    stored = {}
+    for number in range(tars):
+        rows, in_tar = [], []
+        for i in range(samples):
+            key = f"{number * 10_000 + i:09d}"
+            class_name = f"n0000000{i % NUM_CLASSES}"
+            failed = i % 5 == 4
+            row = {
+                "url": f"https://example.org/{key}.jpg",
+                "caption": f"a <b>{class_name}</b>",
+                "key": key,
+                "status": "failed_to_download" if failed else "success",
+                "error_message": "timed out" if failed else None,
+                "width": None if failed else SIDE[0],
+                "height": None if failed else SIDE[1],
+                "synset": class_name,
+            }
+            rows.append(row)
+            if not failed:
+                image = photo(number * samples + i)
+                stored[key] = (image, class_name)
+                text = json.dumps(row, indent=4)
+                in_tar.append(
+                    {"__key__": key, "jpg": image, "txt": row["caption"], "json": text.encode()}
+                )
+        write_tar(folder / f"{number:05d}.tar", in_tar)
+        pq.write_table(pa.Table.from_pylist(rows), folder / f"{number:05d}.parquet")
+        (folder / f"{number:05d}_stats.json").write_text(json.dumps({"count": samples}))
+    return stored
+
+
+def imagenet_22k_layout(
+    folder: Path, *, splits: dict[str, int], samples: int
+) -> Iterator[tuple[str, str, bytes, int, int]]:
+    """imagenet22k-SPLIT-0000.tar with .jpg, .cls (of 21,841) and .json (12k label, -1: none).
+
+    Yields split, key, image, label, 12k label.
+    """
+    for split, tars in splits.items():
+        for number in range(tars):
+            rows = []
+            for i in range(samples):
+                label, other = 7 * i + number, (i if i % 2 else -1)
+                key = f"n{number:08d}_{i}"
+                image = photo(i + 100 * number)
+                rows.append(
+                    {
+                        "__key__": key,
+                        "jpg": image,
+                        "cls": label,
+                        "json": {"label": label, "label_12k": other, "filename": f"{key}.JPEG"},
+                    }
+                )
+                yield split, key, image, label, other
+            write_tar(folder / f"imagenet22k-{split}-{number:04d}.tar", rows)
+    info = {"splits": {}}
+    (folder / "_info.json").write_text(json.dumps(info))
+
+
+def hugging_face_layout(folder: Path, *, tars: int, samples: int) -> dict[str, tuple[bytes, str]]:
+    """data/train/0000.tar with members in a folder of the tar and labels by name."""
+    stored = {}
+    for number in range(tars):
+        rows = []
+        for i in range(samples):
+            key, name = f"images/{number}_{i}", ("ant", "bee", "cat fish")[i % NUM_CLASSES]
+            image = photo(i + 50 * number)
+            stored[key] = (image, name)
+            rows.append({"__key__": key, "jpg": image, "cls": name.encode()})
+        write_tar(folder / "data/train" / f"{number:04d}.tar", rows)
+    return stored

@@ -1,0 +1,31 @@
+"""Lists a whole source, for the tests of every kind."""
+
+from __future__ import annotations
+
+from data_prep.sources.protocol import Input, Source, Watched
+
+
+class MemorySpool:
+    """Keeps what was added in one piece of memory."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def add(self, data: bytes) -> tuple[str, int]:
+        offset = len(self.data)
+        self.data += data
+        return "spool", offset
+
+
+def list_source(source: Source, spool: MemorySpool | None = None) -> list[Input]:
+    """Every input of every container."""
+    return [row for row in list_all(source, spool) if isinstance(row, Input)]
+
+
+def list_watched(source: Source) -> set[str]:
+    return {row.path for row in list_all(source) if isinstance(row, Watched)}
+
+
+def list_all(source: Source, spool: MemorySpool | None = None) -> list[Input | Watched]:
+    spool = spool or MemorySpool()
+    return [row for box in source.containers() for row in source.inputs(box, spool=spool)]

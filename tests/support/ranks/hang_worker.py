@@ -1,0 +1,77 @@
+"""One rank of a loop of collectives in which a rank stops, loops on, or ends. No DeepSpeed.
+
+Started by test_hung_ranks.py: `hang_worker.py CASE`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from vitscale.checkpoint import commit
+from vitscale.checkpoint.store import CheckpointStore
+from vitscale.config.errors import run_rank_script
+from vitscale.distributed.heartbeat import Heartbeat
+from vitscale.distributed.world import PreemptionFlag, World, process_group, sum_over_ranks
+
+TIMEOUT_MIN, MEETING_MIN = 0.2, 0.1
+# case: (rank, what befalls it at step 5)
+SIGNALS = {"rank 1 stopped": (1, signal.SIGSTOP), "rank 0 stopped": (0, signal.SIGSTOP)}
+SIGNALS["rank 1 killed"] = (1, signal.SIGKILL)
+
+
+def fate(case: str, rank: int) -> None:
+    if case in SIGNALS and SIGNALS[case][0] == rank:
+        os.kill(os.getpid(), SIGNALS[case][1])
+    if case == "rank 1 slow" and rank == 1:
+        time.sleep(600)
+    if case == "all stopped for a while":
+        Path(f"paused-{rank}").touch()
+        while not Path("go on").exists():
+            time.sleep(0.01)
+    if case == "signal to rank 1" and rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def save_on_a_disk_that_hangs(world: World, heartbeat: Heartbeat) -> None:
+    """All main threads wait for their last save, at the same mark."""
+    if world.rank == 1:
+        commit.write_new_file = lambda *_: time.sleep(600)  # type: ignore[assignment]  # the fault
+    with CheckpointStore(Path("run"), keep=1, world=world, heartbeat=heartbeat) as store:
+        store.save({"a": torch.ones(3)}, step=5, progress={}, description={})
+
+
+def main() -> None:
+    case = sys.argv[1]
+    if case == "rank 1 missing" and os.environ["RANK"] == "1":
+        return
+    with (
+        process_group(
+            device="cpu",
+            timeout_min=TIMEOUT_MIN,
+            num_threads=1,
+            init_timeout_min=MEETING_MIN if "missing" in case else 2.0,
+        ) as world,
+        Heartbeat(world, timeout_min=TIMEOUT_MIN) as heartbeat,
+        PreemptionFlag() as stop,
+    ):
+        for step in range(20):
+            heartbeat.mark("waiting for data")
+            if step == 5:
+                fate(case, world.rank)
+                if case == "disk of rank 1 hangs":
+                    save_on_a_disk_that_hangs(world, heartbeat)
+            heartbeat.mark("training")
+            sum_over_ranks(torch.ones(3))
+            if stop.set_on_any_rank():
+                print(f"stopped at step {step}", flush=True)
+                break
+
+
+if __name__ == "__main__":
+    run_rank_script(main)

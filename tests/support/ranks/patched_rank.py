@@ -1,0 +1,191 @@
+"""One rank of a real training with faults planted in its process, or with a part of resuming gone.
+
+    python patched_rank.py pretrain/main.py --config ...
+
+Owns: the places where a fault can be planted, and what a fault does. VITSCALE_FAULTS is a JSON list
+of {"place", "nth", "do"}: the nth call of a place in this process does something first.
+VITSCALE_MUTANT names a row of `resume_mutants`.
+Leaves out: which faults, and what has to come of them (test_faults, test_resume_mutations).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# What a loop goes through, in the module where it is looked up.
+PLACES = {
+    "start": ("vitscale.training.session", "_build_engine"),
+    "restore": ("vitscale.training.session", "restore"),
+    "batch": ("vitscale.training.loop", "Training.next_batch"),
+    "loader": ("vitscale.data.loader", "Batch.to"),
+    "forward": ("vitscale.engine.engine", "Engine.logits"),
+    "backward": ("vitscale.engine.engine", "Engine.backward"),
+    "step": ("vitscale.engine.engine", "Engine.step"),
+    "log": ("vitscale.training.loop", "Training.log_interval"),
+    "evaluation": ("vitscale.training.loop", "Training.log_evaluation"),
+    "evaluated batch": ("vitscale.evaluation.classification", "Batch.to"),
+    "export": ("vitscale.engine.engine", "Engine.export_state"),
+    "write": ("vitscale.checkpoint.commit", "write_new_file"),
+    "commit": ("vitscale.checkpoint.commit", "_finish"),
+    "rename": ("vitscale.checkpoint.commit", "commit_folder"),
+    "prune": ("vitscale.checkpoint.commit", "_prune"),
+}
+Call = Callable[[], Any]
+
+
+def _signal(*numbers: signal.Signals) -> Callable[[Call, tuple[Any, ...]], Any]:
+    def act(call: Call, args: tuple[Any, ...]) -> Any:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+        return call()
+
+    return act
+
+
+def _signal_worker(number: signal.Signals) -> Callable[[Call, tuple[Any, ...]], Any]:
+    def act(call: Call, args: tuple[Any, ...]) -> Any:
+        worker = multiprocessing.active_children()[0].pid
+        assert worker is not None
+        os.kill(worker, number)
+        return call()
+
+    return act
+
+
+def _signal_after(number: signal.Signals) -> Callable[[Call, tuple[Any, ...]], Any]:
+    def act(call: Call, args: tuple[Any, ...]) -> Any:
+        result = call()
+        os.kill(os.getpid(), number)
+        return result
+
+    return act
+
+
+def _hold(call: Call, args: tuple[Any, ...]) -> Any:
+    """Stand still until the test has done its part outside."""
+    folder = Path(os.environ["VITSCALE_HOLD"])
+    (folder / "held").touch()
+    deadline = time.monotonic() + 60
+    while not (folder / "go").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return call()
+
+
+def _poison(call: Call, args: tuple[Any, ...]) -> Any:
+    return call() * float("nan")
+
+
+def _infinite(call: Call, args: tuple[Any, ...]) -> Any:
+    return call() + float("inf")
+
+
+def _poison_gradient(call: Call, args: tuple[Any, ...]) -> Any:
+    """A finite loss whose gradient is not."""
+    logits = call()
+    # The derivative of sqrt at 0 is infinite; times 0 it is NaN.
+    return logits + 0.0 * torch.sqrt((logits - logits.detach()).abs())
+
+
+def _flip_bit(call: Call, args: tuple[Any, ...]) -> Any:
+    """One bit of one weight of the forward pass, as memory does it."""
+    parameter = next(args[0]._engine.module.parameters())
+    parameter.data.view(-1).view(torch.int32)[0] ^= 1 << 20
+    return call()
+
+
+def _lag(call: Call, args: tuple[Any, ...]) -> Any:
+    time.sleep(2)
+    return call()
+
+
+def _lag_and_kill(call: Call, args: tuple[Any, ...]) -> Any:
+    time.sleep(2)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _hang(call: Call, args: tuple[Any, ...]) -> Any:
+    time.sleep(600)
+    return call()
+
+
+def _leave(call: Call, args: tuple[Any, ...]) -> Any:
+    os._exit(0)
+
+
+def _raise_oserror(call: Call, args: tuple[Any, ...]) -> Any:
+    raise OSError(5, "Input/output error", str(args[0]) if args else None)
+
+
+ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
+    "kill": _signal(signal.SIGKILL),
+    "kill after": _signal_after(signal.SIGKILL),
+    "crash": _signal(signal.SIGSEGV),
+    "stop": _signal(signal.SIGSTOP),
+    "SIGTERM": _signal(signal.SIGTERM),
+    "SIGUSR2": _signal(signal.SIGUSR2),
+    "burst": _signal(*[signal.SIGUSR2, signal.SIGTERM] * 10),
+    "kill worker": _signal_worker(signal.SIGKILL),
+    "stop worker": _signal_worker(signal.SIGSTOP),
+    "SIGTERM worker": _signal_worker(signal.SIGTERM),
+    "hold": _hold,
+    "NaN": _poison,
+    "infinity": _infinite,
+    "NaN gradient": _poison_gradient,
+    "flip bit": _flip_bit,
+    "lag": _lag,
+    "lag and kill": _lag_and_kill,
+    "hang": _hang,
+    "leave": _leave,
+    "EIO": _raise_oserror,
+}
+
+
+def plant(fault: dict[str, Any]) -> None:
+    """`nth`: a number, or "every" for all calls."""
+    module_name, path = PLACES[fault["place"]]
+    owner: Any = importlib.import_module(module_name)
+    *outer, name = path.split(".")
+    for each in outer:
+        owner = getattr(owner, each)
+    own, act = getattr(owner, name), ACTIONS[fault["do"]]
+    calls = 0
+
+    def faulty(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+
+        def call() -> Any:
+            return own(*args, **kwargs)
+
+        return act(call, args) if fault["nth"] in (calls, "every") else call()
+
+    setattr(owner, name, faulty)
+
+
+def main() -> None:
+    for fault in json.loads(os.environ.get("VITSCALE_FAULTS", "[]")):
+        plant(fault)
+    mutant = os.environ.get("VITSCALE_MUTANT")
+    if mutant:
+        from tests.support.ranks.resume_mutants import MUTANTS
+
+        MUTANTS[mutant]()
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

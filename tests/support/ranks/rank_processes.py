@@ -1,0 +1,67 @@
+"""Start a Python file on several local ranks, as a launcher would, and collect what it prints."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tests.support.waiting import PATIENCE_S
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_ranks(
+    command: Sequence[str | Path], *, num_ranks: int, cwd: Path, env: dict[str, str] | None = None
+) -> list[subprocess.Popen[str]]:
+    """Start `python COMMAND` on each rank; stdout and stderr are piped together."""
+    port = str(free_port())
+    processes = []
+    for rank in range(num_ranks):
+        variables = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_ranks),
+            "LOCAL_WORLD_SIZE": str(num_ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, *map(str, command)],
+                cwd=cwd,
+                env=variables | (env or {}),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    return processes
+
+
+def run_ranks(
+    command: Sequence[str | Path],
+    *,
+    num_ranks: int,
+    cwd: Path,
+    env: dict[str, str] | None = None,
+    timeout_s: float = PATIENCE_S,
+) -> list[tuple[int, str]]:
+    """Run to the end; (exit code, output) of every rank."""
+    processes = start_ranks(command, num_ranks=num_ranks, cwd=cwd, env=env)
+    try:
+        outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+    return [(p.returncode, out) for p, out in zip(processes, outputs, strict=True)]

@@ -1,0 +1,192 @@
+"""Resuming with one part of the state left out, or one key that forgets the position in training.
+
+Owns: a patch of the running process for each row of the state table. Names say what is lost.
+Leaves out: that each of them has to be noticed (test_resume_mutations).
+
+The project keeps most of the table as pure functions of the position in training, so those rows
+have no state that could be dropped; there the key is changed instead, in the resumed process only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from vitscale.data import samples
+from vitscale.engine.engine import Engine
+from vitscale.tracking import journal
+from vitscale.training import detectors as health
+from vitscale.training import loop as training_loop
+from vitscale.training import session as training
+from vitscale.training.meters import IntervalMeter
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def _forget(owner: Any, name: str) -> Callable[[], None]:
+    """Restoring does nothing."""
+
+    def patch() -> None:
+        setattr(owner, name, lambda *args, **kwargs: None)
+
+    return patch
+
+
+def _import_changed(change: Callable[[Tensors, int], tuple[Tensors, int]]) -> Callable[[], None]:
+    def patch() -> None:
+        own = Engine.import_state
+
+        def import_state(self: Engine, tensors: Tensors, *, optimizer_steps: int) -> None:
+            tensors, optimizer_steps = change(tensors, optimizer_steps)
+            own(self, tensors, optimizer_steps=optimizer_steps)
+
+        Engine.import_state = import_state  # type: ignore[method-assign]  # the mutation
+
+    return patch
+
+
+def _replaced(kind: str, by: str | None) -> Callable[[], None]:
+    """Tensors of a kind come back as zeros, or as those of another kind."""
+
+    def change(tensors: Tensors, steps: int) -> tuple[Tensors, int]:
+        def value(name: str) -> torch.Tensor:
+            own, _, rest = name.partition(".")
+            if own != kind:
+                return tensors[name]
+            return torch.zeros_like(tensors[name]) if by is None else tensors[f"{by}.{rest}"]
+
+        return {name: value(name) for name in tensors}, steps
+
+    return _import_changed(change)
+
+
+def _one_buffer_old() -> None:
+    """One single weight of one tensor is off by its last bit."""
+
+    def change(tensors: Tensors, steps: int) -> tuple[Tensors, int]:
+        name = min(name for name in tensors if name.startswith("model."))
+        changed = tensors[name].clone()
+        changed.view(-1).view(torch.int32)[0] ^= 1
+        return {**tensors, name: changed}, steps
+
+    _import_changed(change)()
+
+
+def _counters_without(name: str, value: Any) -> Callable[[], None]:
+    def patch() -> None:
+        own = Engine.import_counters
+
+        def import_counters(self: Engine, counters: Mapping[str, Any]) -> None:
+            own(self, _changed(counters, name, value))
+
+        Engine.import_counters = import_counters  # type: ignore[method-assign]  # the mutation
+
+    return patch
+
+
+def _changed(counters: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
+    """A copy with one entry changed, however deep it lies."""
+    assert name in str(counters), counters
+    return {
+        key: _changed(entry, name, value)
+        if isinstance(entry, Mapping) and name in str(entry)
+        else (value if key == name else entry)
+        for key, entry in counters.items()
+    }
+
+
+def _data_from(shift_batches: int | None) -> Callable[[], None]:
+    """Training data from the start (None), or shifted by whole batches."""
+
+    def patch() -> None:
+        own = training.training_batches
+
+        def training_batches(*args: Any, start: int, stop: int, **kwargs: Any) -> Any:
+            batch = kwargs["settings"].global_batch
+            first = 0 if shift_batches is None else start + shift_batches * batch
+            return own(*args, start=first, stop=first + stop - start, **kwargs)
+
+        training.training_batches = training_batches
+
+    return patch
+
+
+def _mix_by_life() -> None:
+    own = training_loop.mix_batch
+
+    def mix_batch(*args: Any, step: int, **kwargs: Any) -> Any:
+        # 15: where the killed training goes on.
+        return own(*args, step=step - 15, **kwargs)
+
+    training_loop.mix_batch = mix_batch
+
+
+def _augment_without_epoch() -> None:
+    own = samples.augmentation_key
+
+    def augmentation_key(seed: int, draw: Any, **kwargs: Any) -> int:
+        return own(seed + 1, draw, **kwargs)
+
+    samples.augmentation_key = augmentation_key
+
+
+def _seed_by_life() -> None:
+    own = training.seed_step
+
+    def seed_step(seed: int, *, step: int, **kwargs: Any) -> None:
+        own(seed, step=step - 15, **kwargs)
+
+    training.seed_step = seed_step
+
+
+def _rate_by_life() -> None:
+    own = Engine.set_learning_rate
+    calls = 0
+
+    def set_learning_rate(self: Engine, lr: float) -> None:
+        nonlocal calls
+        calls += 1
+        own(self, lr * min(1.0, calls / 4))
+
+    Engine.set_learning_rate = set_learning_rate  # type: ignore[method-assign]  # the mutation
+
+
+def _journal_from_the_start() -> None:
+    own = journal._truncate
+    journal._truncate = lambda path, resume_step: own(path, 0)
+
+
+def _one_step_back() -> None:
+    """The loop starts a step too early: a checkpoint whose step is not that of its tensors."""
+    own = training.Training
+
+    def opened(**fields: Any) -> Any:
+        fields["start_step"] -= 1
+        return own(**fields)
+
+    training.Training = opened  # type: ignore[misc,assignment]  # the mutation
+
+
+MUTANTS: dict[str, Callable[[], None]] = {
+    "weights": _replaced("model", "ema"),
+    "one bit of one weight": _one_buffer_old,
+    "first moments": _replaced("exp_avg", None),
+    "second moments": _replaced("exp_avg_sq", None),
+    "average of the weights": _replaced("ema", "model"),
+    "step count of the optimiser": _import_changed(lambda tensors, steps: (tensors, 0)),
+    "counters of left-out updates": _forget(Engine, "import_counters"),
+    "update count of the average": _counters_without("num_averaged", 0),
+    "loss sums of the log interval": _forget(IntervalMeter, "load_state"),
+    "recent losses of the spike watch": _forget(health.LossSpikeDetector, "load_state"),
+    "everything": _forget(training, "restore"),
+    "data position": _data_from(None),
+    "one batch": _data_from(1),
+    "step of the loop": _one_step_back,
+    "mixup key": _mix_by_life,
+    "augmentation key": _augment_without_epoch,
+    "dropout and drop path key": _seed_by_life,
+    "schedule": _rate_by_life,
+    "last logged step": _journal_from_the_start,
+}

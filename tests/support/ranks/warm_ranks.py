@@ -1,0 +1,235 @@
+"""Start ranks in about a second each time, by forking a process that has imported everything.
+
+Owns: the client of `warm_server`: starting ranks with a launcher's environment, signals, exit
+codes, and the census of processes they leave.
+Leaves out: what runs. A cold start of the same ranks gives the same bits; that is tested.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[3]
+SERVER = Path(__file__).with_name("warm_server.py")
+# Importing torch, deepspeed and the project takes 8 s on two quiet cores, November 2026.
+START_WAIT_S = 300.0
+PROCESS_STATES = {"T": "stopped", "t": "stopped", "Z": "ended"}
+
+
+@dataclass(kw_only=True)
+class WarmRank:
+    """One rank, as a process: leader of a session that its loader workers belong to."""
+
+    starter: WarmStarter
+    pid: int
+    rank: int
+    log: Path
+
+    def poll(self) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+        self.starter.read_answers(wait_s=0)
+        return self.starter.exit_codes.get(self.pid)
+
+    def wait(self, *, timeout_s: float) -> int:
+        """Its exit code. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        while (code := self.poll()) is None:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise TimeoutError(f"rank {self.rank} (pid {self.pid}) still runs; log: {self.log}")
+            self.starter.read_answers(wait_s=left)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Does nothing to a rank that has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def output(self) -> str:
+        """What it printed; of an ended start too when the log was used before."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+    def workers(self) -> list[int]:
+        """Its loader processes at this moment."""
+        return children(self.pid)
+
+
+class WarmStarter:
+    """A server process and the ranks forked from it. Leaving the block kills what still runs."""
+
+    def __init__(self, *, environment: Mapping[str, str] | None = None) -> None:
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
+        # Ahead of whatever is installed: the tree that this file belongs to is what runs.
+        paths = [str(ROOT), self.environment.get("PYTHONPATH", "")]
+        self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+        self.exit_codes: dict[int, int] = {}
+        self._leaders: list[int] = []
+        self._received = b""
+        self._started: list[int] = []
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> WarmStarter:
+        self._server = subprocess.Popen(
+            [sys.executable, SERVER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=self.environment,
+            start_new_session=True,
+        )
+        self._ready = False
+        deadline = time.monotonic() + START_WAIT_S
+        while not self._ready:
+            self.read_answers(wait_s=deadline - time.monotonic())
+            assert time.monotonic() < deadline, "the warm server does not answer"
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._server is not None and self._server.stdin is not None
+        for leader in self._leaders:
+            end_session(leader)
+        self._server.stdin.close()
+        self._server.wait(timeout=60)
+        assert self._server.stdout is not None
+        self._server.stdout.close()
+
+    def start(
+        self,
+        command: Sequence[str | Path],
+        *,
+        num_ranks: int,
+        folder: Path,
+        environment: Mapping[str, str] | None = None,
+        own_environment: Sequence[Mapping[str, str]] = (),
+    ) -> list[WarmRank]:
+        """Start `python COMMAND` on each rank; stdout and stderr go to FOLDER/rank-N.log.
+
+        environment: for all ranks; own_environment: one mapping for each rank, over it.
+        """
+        port = str(_free_port())
+        script, *arguments = map(str, command)
+        ranks = []
+        for rank in range(num_ranks):
+            variables = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+            }
+            own = own_environment[rank] if own_environment else {}
+            log = folder / f"rank-{rank}.log"
+            self._request(
+                {
+                    "script": str(Path(script).resolve()),
+                    "arguments": arguments,
+                    "environment": {
+                        **self.environment,
+                        **variables,
+                        **(environment or {}),
+                        **own,
+                    },
+                    "folder": str(folder),
+                    "log": str(log),
+                }
+            )
+            while not self._started:
+                self.read_answers(wait_s=START_WAIT_S)
+            pid = self._started.pop()
+            ranks.append(WarmRank(starter=self, pid=pid, rank=rank, log=log))
+        return ranks
+
+    def _request(self, request: dict[str, Any]) -> None:
+        assert self._server is not None and self._server.stdin is not None
+        self._server.stdin.write(json.dumps(request).encode() + b"\n")
+        self._server.stdin.flush()
+
+    def read_answers(self, *, wait_s: float) -> None:
+        """Take in what the server has said, waiting for at most `wait_s` for a first word."""
+        assert self._server is not None and self._server.stdout is not None
+        stream = self._server.stdout
+        readable, _, _ = select.select([stream], [], [], max(0.0, wait_s))
+        if not readable:
+            return
+        data = os.read(stream.fileno(), 1 << 16)
+        assert data, f"the warm server ended with code {self._server.wait()}"
+        *lines, self._received = (self._received + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "ended" in message:
+                self.exit_codes[message["ended"]] = message["code"]
+            elif "started" in message:
+                # The system uses process numbers again.
+                self.exit_codes.pop(message["started"], None)
+                self._started.append(message["started"])
+                self._leaders.append(message["started"])
+            else:
+                self._ready = True
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def children(pid: int) -> list[int]:
+    """Living children of a process, oldest first."""
+    found = []
+    try:
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += [int(child) for child in (task / "children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        # It ended while being looked at.
+        return found
+    return sorted(child for child in found if process_state(child) not in (None, "ended"))
+
+
+def process_state(pid: int) -> str | None:
+    """running, stopped or ended (not yet waited for); None: gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return PROCESS_STATES.get(text.rpartition(")")[2].split()[0], "running")
+
+
+def session_of(leader: int) -> list[int]:
+    """Living processes of the session that a rank leads, itself included."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[3]) == leader and fields[0] != "Z":
+            found.append(int(entry.name))
+    return found
+
+
+def end_session(leader: int) -> None:
+    """SIGKILL a rank and everything it started."""
+    for pid in session_of(leader):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue

@@ -1,0 +1,136 @@
+"""The process that imports everything once and forks the ranks that `warm_ranks` asks for.
+
+Owns: imports, forking, and making a fork look like a fresh `python script.py`.
+Leaves out: what is run and how it is judged. For benchmarks and tests only: the product never
+starts this way.
+
+Requests come as JSON lines on stdin, answers go as JSON lines to stdout:
+{"script", "arguments", "environment", "folder", "log"} -> {"started": PID}, later
+{"ended": PID, "code": EXIT_CODE}, as subprocess counts it: -9 for SIGKILL. End of input kills
+every rank that is left.
+
+What a fork shares with its siblings and a fresh start does not: the seed of str hashes (another in
+every server), imported modules, and address layout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import os
+import random
+import runpy
+import select
+import signal
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+# Everything a rank imports, some of it only when it is needed first.
+WARMED = (
+    "numpy",
+    "torch",
+    "vitscale.training.session",
+    "vitscale.evaluation.classification",
+    "vitscale.models.vit",
+    "pretrain.objectives.supervised",
+)
+# DeepSpeed imports it in `initialize`, and torch.compile with it: 5 s. Not in every release.
+WARMED_IF_THERE = ("deepspeed.runtime.zero.muon.original_muon",)
+# Of pyarrow's memory pool; jemalloc prepares itself for fork.
+HARMLESS_THREADS = {"jemalloc_bg_thd"}
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Serve until the input ends. In a forked rank: run its script, and end as Python ends."""
+    # Not on descriptor 1: imported modules have printed there, and ranks will.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    # Or OpenMP's pool of threads, which a fork loses, would be waited for. Before torch.
+    assert os.environ.get("OMP_NUM_THREADS") == "1", "set by warm_ranks"
+    for name in WARMED:
+        importlib.import_module(name)
+    for name in WARMED_IF_THERE:
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    _check_threads()
+    _say(answers, {"ready": os.getpid()})
+    request = _serve(answers)
+    if request is not None:
+        runpy.run_path(request["script"], run_name="__main__")
+
+
+def _serve(answers: Any) -> dict[str, Any] | None:
+    """Fork for each request; None at the end of input, the request itself in the forked process."""
+    running: dict[int, int] = {}  # pidfd -> pid
+    received = b""
+    while True:
+        readable, _, _ = select.select([0, *running], [], [])
+        for fd in readable:
+            if fd in running:
+                pid = running.pop(fd)
+                os.close(fd)
+                _, status = os.waitpid(pid, 0)
+                code = os.waitstatus_to_exitcode(status)
+                _say(answers, {"ended": pid, "code": code})
+        if 0 not in readable:
+            continue
+        data = os.read(0, 1 << 16)
+        if not data:
+            for pid in running.values():
+                os.kill(pid, signal.SIGKILL)
+            return None
+        *lines, received = (received + data).split(b"\n")
+        for line in lines:
+            request = json.loads(line)
+            sys.stdout.flush()
+            pid = os.fork()
+            if pid == 0:
+                for fd in running:
+                    os.close(fd)
+                answers.close()
+                _become(request)
+                return request
+            running[os.pidfd_open(pid)] = pid
+            _say(answers, {"started": pid})
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Make this fork what a fresh process would be: session, streams, environment, chance."""
+    # A server that is killed leaves no rank behind.
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.setsid()
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for fd, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(fd, target)
+    os.close(nothing)
+    os.close(log)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["folder"])
+    sys.argv = [request["script"], *request["arguments"]]
+    sys.path[0] = str(Path(request["script"]).parent)
+    # A fresh process takes both from the system; forks would all draw the same numbers.
+    random.seed()
+    sys.modules["numpy"].random.seed()
+
+
+def _check_threads() -> None:
+    """A thread holds locks that a fork never gives back."""
+    tasks = Path("/proc/self/task").iterdir()
+    names = {(task / "comm").read_text().strip() for task in tasks if int(task.name) != os.getpid()}
+    assert threading.active_count() == 1 and names <= HARMLESS_THREADS, names
+
+
+def _say(answers: Any, message: dict[str, Any]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,415 @@
+"""One rank of the engine's tests: trains small ViTs at every ZeRO stage, prints figures as JSON.
+
+Started by test_zero_stages.py. Compares with plain torch loops, moves the state between stages in
+the middle, runs bf16, leaves out updates that are not finite, and averages weights.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+# Beside this file, which is run as a script.
+from host_waits import host_waits  # type: ignore[import-not-found]  # see above
+
+from vitscale.checkpoint.tensors import whole_tensors
+from vitscale.config.errors import run_rank_script
+from vitscale.distributed.world import World, gather_objects, process_group, sum_over_ranks
+from vitscale.engine.engine import Engine, deepspeed_config
+from vitscale.engine.settings import EngineSettings
+from vitscale.models.layers import layers_above
+from vitscale.models.settings import ModelSettings, architecture
+from vitscale.models.vit import build_vit, checkpoint_activations, compile_blocks, decayed
+from vitscale.optim.optimizer import build_optimizer, optimizer_groups
+from vitscale.optim.schedules import learning_rate
+from vitscale.optim.settings import EmaSettings, OptimSettings
+
+STEPS, BATCH, ACCUMULATION, CLIP = 50, 16, 2, 0.5
+SIZES = {"image_size": 8, "patch_size": 4, "width": 30, "depth": 2, "num_heads": 2}
+MODEL = ModelSettings(**SIZES, mlp_width=44, num_classes=7)  # type: ignore[arg-type]  # all ints
+# Every option of the model that has no randomness of its own.
+OPTIONS = ModelSettings(
+    **{**SIZES, "width": 32},  # type: ignore[arg-type]  # all ints
+    mlp_width=44,
+    num_classes=7,
+    pool="gap",
+    num_registers=2,
+    positions="sincos2d",
+    layer_scale=0.1,
+    representation_layer=True,
+    gelu="erf",
+    head_bias=-1.0,
+)
+EMA = EmaSettings(decay=0.9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    optim: OptimSettings
+    model: ModelSettings = MODEL
+    decay: str = "cosine"
+
+    def rate(self, step: int) -> float:
+        return learning_rate(
+            step, peak=1e-3, final=0.0, warmup_steps=5, total_steps=STEPS, decay=self.decay
+        )
+
+
+ADAMW = Recipe(optim=OptimSettings(lr=1e-3, weight_decay=0.1, ema=EMA))
+SGD = Recipe(optim=OptimSettings(name="sgd", lr=1e-3))
+LAMB = Recipe(optim=OptimSettings(name="lamb", lr=1e-3, weight_decay=0.05), decay="rsqrt")
+HALF = Recipe(optim=OptimSettings(lr=1e-3, weight_decay=0.1, ema=EMA, momentum_dtype="bf16"))
+LAYERED = Recipe(
+    optim=OptimSettings(
+        lr=1e-3, weight_decay=1e-4, weight_decay_mode="independent", layer_decay=0.75
+    ),
+    model=OPTIONS,
+    decay="linear",
+)
+
+
+def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(step % 25)
+    images = torch.randint(0, 256, (BATCH, 3, 8, 8), generator=random, dtype=torch.uint8)
+    return images, torch.randint(0, 7, (BATCH,), generator=random)
+
+
+def new_model(recipe: Recipe) -> torch.nn.Module:
+    vit = build_vit(recipe.model, architecture(recipe.model, num_classes=7), seed=0)
+    head = vit.head[-1] if recipe.model.representation_layer else vit.head
+    torch.nn.init.normal_(head.weight, std=0.1, generator=torch.Generator().manual_seed(1))
+    return vit
+
+
+def new_optimizer(vit: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    groups = optimizer_groups(
+        vit.named_parameters(),
+        settings=recipe.optim,
+        decayed=decayed,
+        layers_above=lambda name: layers_above(name, depth=2),
+    )
+    return build_optimizer(groups, settings=recipe.optim, device=torch.device("cpu"))
+
+
+@dataclass(kw_only=True)
+class Plain:
+    """One process, no DeepSpeed: the slow, independent version."""
+
+    losses: list[float]
+    norms: list[float]
+    average: dict[str, torch.Tensor]
+    logits: torch.Tensor
+    """Of the averaged weights, on the images of step 0."""
+
+
+def pixels(images: torch.Tensor) -> torch.Tensor:
+    return (images.float() / 255 - 0.5) / 0.5
+
+
+def train_plain(recipe: Recipe, *, steps: int = STEPS, left_out: Collection[int] = ()) -> Plain:
+    vit = new_model(recipe)
+    optimizer = new_optimizer(vit, recipe)
+    named = dict(vit.named_parameters())
+    average = {name: value.detach().clone() for name, value in named.items()}
+    losses, norms = [], []
+    for step in range(steps):
+        images, labels = data(step)
+        loss = torch.nn.functional.cross_entropy(vit(pixels(images)), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(vit.parameters(), CLIP).item())
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.rate(step) * group["lr_scale"]
+        if step not in left_out:
+            optimizer.step()
+        for name, value in named.items():
+            average[name] = EMA.decay * average[name] + (1 - EMA.decay) * value.detach()
+        losses.append(loss.item())
+    with torch.no_grad():
+        vit.load_state_dict(average, strict=False)
+        logits = vit(pixels(data(0)[0]))
+    return Plain(losses=losses, norms=norms, average=average, logits=logits)
+
+
+def new_engine(
+    world: World,
+    *,
+    stage: int,
+    recipe: Recipe = ADAMW,
+    dtype: torch.dtype = torch.float32,
+    compiler: str | None = None,
+    offload: bool = False,
+) -> Engine:
+    vit = new_model(recipe)
+    if compiler is not None:
+        checkpoint_activations(vit)
+        compile_blocks(vit, backend=compiler)
+    config = deepspeed_config(
+        EngineSettings(zero_stage=stage, offload_optimizer=offload),  # type: ignore[arg-type]  # 0 to 3
+        micro_batch=BATCH // ACCUMULATION // world.world_size,
+        accumulation=ACCUMULATION,
+        world_size=world.world_size,
+        clip_norm=CLIP,
+        dtype=dtype,
+        raw={},
+    )
+    return Engine(
+        vit,
+        optimizer=new_optimizer(vit, recipe),
+        optimizer_name=recipe.optim.name,
+        config=config,
+        world=world,
+        dtype=dtype,
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+        ema=recipe.optim.ema,
+    )
+
+
+def spoiled(loss: torch.Tensor, logits: torch.Tensor, step: int, part: int, rank: int) -> None:
+    """Make rank 1's loss NaN at step 3, rank 0's infinite at 4, rank 1's gradient NaN at 8."""
+    if (step, part, rank) == (3, 0, 1):
+        loss *= torch.nan
+    if (step, part, rank) == (4, 1, 0):
+        loss += torch.inf
+    if (step, part, rank) == (8, 1, 1):
+        logits.register_hook(lambda gradient: gradient * torch.nan)
+
+
+def engine_losses(
+    engine: Engine,
+    world: World,
+    *,
+    start: int,
+    stop: int,
+    recipe: Recipe = ADAMW,
+    spoil: bool = False,
+) -> list[float]:
+    losses = []
+    for step in range(start, stop):
+        images, labels = data(step)
+        engine.set_learning_rate(recipe.rate(step))
+        total = torch.zeros(1)
+        for part in range(ACCUMULATION):
+            each = BATCH // ACCUMULATION // world.world_size
+            first = (part * world.world_size + world.rank) * each
+            rows = slice(first, first + each)
+            logits = engine.logits(images[rows])
+            loss = torch.nn.functional.cross_entropy(logits.float(), labels[rows])
+            total += loss.detach()
+            if spoil:
+                spoiled(loss, logits, step, part, world.rank)
+            engine.backward(loss)
+            engine.step()
+        losses.append(sum_over_ranks(total).item() / ACCUMULATION / world.world_size)
+    return losses
+
+
+def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
+    shares = gather_objects(engine.export_state())
+    return whole_tensors(piece for share in shares for piece in share.items())
+
+
+def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)
+
+
+def on_progress(
+    world: World,
+    *,
+    source: int,
+    target: int,
+    recipe: Recipe,
+    dtype: torch.dtype = torch.float32,
+    steps: int = STEPS,
+) -> dict[str, object]:
+    """Train half-way at one stage, move the state to another, and finish there."""
+    half = steps // 2
+    first = new_engine(world, stage=source, recipe=recipe, dtype=dtype)
+    losses = engine_losses(first, world, start=0, stop=half, recipe=recipe)
+    tensors = whole_state(first)
+    second = new_engine(world, stage=target, recipe=recipe, dtype=dtype)
+    second.import_state(tensors, optimizer_steps=first.optimizer_steps())
+    second.import_counters(first.export_counters())
+    again = whole_state(second)
+    losses += engine_losses(second, world, start=half, stop=steps, recipe=recipe)
+    return {"losses": losses, "state_equal": equal(tensors, again), "tensors": len(tensors)}
+
+
+def left_out(world: World, *, stage: int, dtype: torch.dtype = torch.float32) -> dict[str, object]:
+    """Updates that are not finite on one rank only, among good ones."""
+    engine = new_engine(world, stage=stage, dtype=dtype)
+    losses = engine_losses(engine, world, start=0, stop=4, spoil=True)
+    before, steps = whole_state(engine), engine.optimizer_steps()
+    losses += engine_losses(engine, world, start=4, stop=5, spoil=True)
+    after = whole_state(engine)
+    kept = {key: value for key, value in after.items() if not key.startswith("ema.")}
+    same = equal(kept, {key: before[key] for key in kept}) and steps == engine.optimizer_steps()
+    health = [gather_objects(engine.health())]
+    losses += engine_losses(engine, world, start=5, stop=15, spoil=True)
+    health.append(gather_objects(engine.health()))
+    rows = [
+        [(each.skipped, each.consecutive, each.last_step, each.bad_micro_steps) for each in ranked]
+        for ranked in health
+    ]
+    return {"losses": losses, "nothing_changed": same, "health": rows}
+
+
+def waits(world: World, *, stage: int, recipe: Recipe) -> list[str]:
+    """Where two steps in bf16 wait for the device."""
+    engine = new_engine(world, stage=stage, recipe=recipe, dtype=torch.bfloat16)
+    engine_losses(engine, world, start=0, stop=2, recipe=recipe)
+    with host_waits(leave_out=__file__) as places:
+        engine_losses(engine, world, start=2, stop=4, recipe=recipe)
+    return places
+
+
+def averaged(world: World, *, stage: int, plain: Plain) -> dict[str, object]:
+    """The average of the weights, shown to the forward pass and taken away again."""
+    engine = new_engine(world, stage=stage)
+    engine_losses(engine, world, start=0, stop=15)
+    state, images = whole_state(engine), data(0)[0]
+    far = max(
+        (state[f"ema.{name}"] - value).abs().max().item() for name, value in plain.average.items()
+    )
+    engine.eval()
+    with torch.no_grad():
+        before = engine.logits(images).clone()
+        with engine.averaged():
+            shown = engine.logits(images).clone()
+        after = engine.logits(images)
+    engine.train()
+    return {
+        "far": far,
+        "shown_far": (shown - plain.logits).abs().max().item(),
+        "differ": (shown - before).abs().max().item(),
+        "back": torch.equal(before, after) and equal(state, whole_state(engine)),
+    }
+
+
+def come_apart(world: World, *, stage: int) -> dict[str, object]:
+    """One bit of one weight of the forward pass changes on rank 1."""
+    engine = new_engine(world, stage=stage)
+    engine_losses(engine, world, start=0, stop=2)
+    before = engine.disagreement()
+    weight = engine._engine.module.blocks[1].mlp.fc1.weight
+    flat = weight.ds_tensor if stage == 3 else weight.data
+    if world.rank == 1:
+        flat.view(-1).view(torch.int32)[-1] ^= 1
+    return {"before": before, "after": engine.disagreement()}
+
+
+def clipped_in_bf16(world: World, *, stage: int) -> dict[str, float]:
+    """The first update of SGD is the clipped gradient itself."""
+    engine = new_engine(world, stage=stage, recipe=SGD, dtype=torch.bfloat16)
+    engine.set_learning_rate(1.0)
+    before = whole_state(engine)
+    images, labels = data(0)
+    for _ in range(ACCUMULATION):
+        loss = torch.nn.functional.cross_entropy(engine.logits(images).float(), labels)
+        engine.backward(100 * loss)
+        engine.step()
+    after = whole_state(engine)
+    changes = [after[name] - before[name] for name in before if name.startswith("model.")]
+    return {
+        "norm": engine.gradient_norm(),
+        "change": torch.nn.utils.get_total_norm(changes).item(),
+    }
+
+
+def compiled(world: World, *, stage: int, compiler: str) -> dict[str, object]:
+    """Blocks compiled, activations recomputed, a pass without gradients in the middle."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    engine = new_engine(world, stage=stage, compiler=compiler)
+    losses = engine_losses(engine, world, start=0, stop=4)
+    engine.eval()
+    with torch.no_grad():
+        engine.logits(data(0)[0][:4])
+    engine.train()
+    losses += engine_losses(engine, world, start=4, stop=8)
+    counters = torch._dynamo.utils.counters
+    graphs = counters["stats"]["unique_graphs"]
+    return {"losses": losses, "graphs": graphs, "breaks": list(counters["graph_break"])}
+
+
+def loss_scaled(world: World) -> dict[str, object]:
+    """fp16 overflows at first, until its loss scale has come down; the state is moved meanwhile.
+
+    DeepSpeed refuses fp16 on CPUs without fast kernels for it; slow ones are there.
+    """
+    accelerator = get_accelerator()
+    accelerator.is_fp16_supported = lambda: True
+    first = new_engine(world, stage=1, dtype=torch.float16)
+    engine_losses(first, world, start=0, stop=4)
+    second = new_engine(world, stage=1, dtype=torch.float16)
+    second.import_state(whole_state(first), optimizer_steps=first.optimizer_steps())
+    second.import_counters(first.export_counters())
+    undisturbed = engine_losses(first, world, start=4, stop=10)
+    again = engine_losses(second, world, start=4, stop=10)
+    return {
+        "alike": undisturbed == again and first.export_counters() == second.export_counters(),
+        "skipped": first.health().skipped,
+        "scale": first.loss_scale,
+    }
+
+
+def main() -> None:
+    results: dict[str, object] = {}
+    with process_group(device="cpu", timeout_min=5, num_threads=1) as world:
+        compiler = sys.argv[1] if len(sys.argv) > 1 else "aot_eager"
+        for stage in (0, 2):
+            results[f"compiled {stage}"] = compiled(world, stage=stage, compiler=compiler)
+        for name, recipe, stages in (
+            ("adamw", ADAMW, (0, 1, 2, 3)),
+            ("sgd", SGD, (1,)),
+            ("lamb", LAMB, (0,)),
+            ("layered", LAYERED, (1, 3)),
+        ):
+            plain = train_plain(recipe)
+            results[f"plain {name}"] = plain.losses
+            results[f"plain norms {name}"] = plain.norms
+            for stage in stages:
+                engine = new_engine(world, stage=stage, recipe=recipe)
+                results[f"zero {stage} {name}"] = engine_losses(
+                    engine, world, start=0, stop=STEPS, recipe=recipe
+                )
+                results[f"norm {stage} {name}"] = engine.gradient_norm()
+        for source, target in ((0, 3), (3, 1), (1, 2), (2, 0), (1, 1)):
+            results[f"moved {source} to {target}"] = on_progress(
+                world, source=source, target=target, recipe=ADAMW
+            )
+        results["plain half"] = train_plain(HALF).losses
+        results["moved half"] = on_progress(world, source=1, target=3, recipe=HALF)
+        results["moved sgd"] = on_progress(world, source=1, target=3, recipe=SGD)
+        results["plain left out"] = train_plain(ADAMW, steps=15, left_out=(3, 4, 8)).losses
+        short = train_plain(ADAMW, steps=15)
+        for stage in (0, 1, 2, 3):
+            results[f"bf16 {stage}"] = on_progress(
+                world, source=stage, target=stage, recipe=ADAMW, dtype=torch.bfloat16, steps=20
+            )
+            results[f"left out {stage}"] = left_out(world, stage=stage)
+            results[f"apart {stage}"] = come_apart(world, stage=stage)
+            results[f"clipped {stage}"] = clipped_in_bf16(world, stage=stage)
+            results[f"averaged {stage}"] = averaged(world, stage=stage, plain=short)
+        for stage in (0, 1, 2, 3):
+            results[f"waits {stage} adamw"] = waits(world, stage=stage, recipe=ADAMW)
+        results["waits 1 half"] = waits(world, stage=1, recipe=HALF)
+        results["waits 0 lamb"] = waits(world, stage=0, recipe=LAMB)
+        for stage in (1, 2):  # DeepSpeed has other wrappers there than in fp32
+            results[f"left out bf16 {stage}"] = left_out(world, stage=stage, dtype=torch.bfloat16)
+        for stage in (1, 3):
+            offloaded = new_engine(world, stage=stage, offload=True)
+            results[f"offloaded {stage}"] = engine_losses(offloaded, world, start=0, stop=10)
+        results["fp16"] = loss_scaled(world)
+        if world.is_first:
+            print("RESULTS " + json.dumps(results), flush=True)
+
+
+if __name__ == "__main__":
+    run_rank_script(main)

@@ -1,0 +1,249 @@
+"""A shard is in the cache whole and verified, or not at all; the cache keeps its size."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from vitscale.config.errors import UserError
+from vitscale.data.remote import cache as shard_cache
+from vitscale.data.remote.cache import NoRoom, ShardCache
+from vitscale.data.remote.store import Damaged
+from vitscale.distributed.atomic_files import blake3_of_file
+
+SIZE = 1000
+
+
+def content(number: int) -> bytes:
+    return bytes([number]) * SIZE
+
+
+def name(number: int) -> str:
+    return blake3(content(number)).hexdigest()
+
+
+def reader(number: int, *, log: Path | None = None) -> Callable[[int, int], bytes]:
+    def read(offset: int, num_bytes: int) -> bytes:
+        if log is not None:
+            with open(log, "a") as file:
+                file.write(f"{number}\n")
+        return content(number)[offset : offset + num_bytes]
+
+    return read
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> ShardCache:
+    made = ShardCache(tmp_path / "cache", max_bytes=3 * SIZE, idle_s=0.0)
+    made.prepare()
+    return made
+
+
+def fetch(cache: ShardCache, number: int, *, wait: bool = False) -> bool:
+    return cache.fetch(name(number), num_bytes=SIZE, read=reader(number), wait=wait)
+
+
+def held(cache: ShardCache) -> set[str]:
+    return {path.name for path in cache.folder.iterdir()} - {"lock"}
+
+
+def used(cache: ShardCache, number: int, *, seconds_ago: float) -> None:
+    then = time.time() - seconds_ago
+    os.utime(cache.path(name(number)), (then, then))
+
+
+def test_what_was_used_longest_ago_leaves_first_and_the_size_is_kept(cache: ShardCache) -> None:
+    for number in range(3):
+        fetch(cache, number)
+        used(cache, number, seconds_ago=100 - number)
+    assert cache.read(name(0), offset=5, num_bytes=7) == content(0)[5:12]  # used just now
+    fetch(cache, 3)
+    assert held(cache) == {name(number) for number in (0, 2, 3)}
+    assert cache.read(name(1), offset=0, num_bytes=1) is None
+
+
+def test_what_is_being_used_stays(tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "cache", max_bytes=2 * SIZE, idle_s=10.0)
+    cache.prepare()
+    fetch(cache, 0)
+    fetch(cache, 1)
+    with pytest.raises(NoRoom):
+        fetch(cache, 2)
+    used(cache, 0, seconds_ago=11)
+    assert fetch(cache, 2)
+    assert held(cache) == {name(1), name(2)}
+    with pytest.raises(NoRoom):
+        cache.fetch(name(3), num_bytes=3 * SIZE, read=reader(3))
+    assert held(cache) == {name(1), name(2)}
+
+
+def test_files_of_others_are_neither_counted_nor_touched(cache: ShardCache) -> None:
+    foreign = {"film.mkv.part", "notes.txt", f"{name(1)}.part.old", "f" * 63}
+    for each in foreign:
+        (cache.folder / each).write_bytes(bytes(3 * SIZE))
+    (cache.folder / "folder.part").mkdir()
+    for number in range(4):
+        assert fetch(cache, number)
+    assert held(cache) == foreign | {"folder.part"} | {name(number) for number in (1, 2, 3)}
+
+
+def test_room_is_counted_once_for_what_another_process_left_at_full_length(
+    cache: ShardCache,
+) -> None:
+    """The fetch that takes over an abandoned partial file begins by giving its room back."""
+    (cache.folder / f"{name(1)}.part").write_bytes(bytes(3 * SIZE))
+    assert fetch(cache, 1)
+    assert held(cache) == {name(1)}
+
+
+def test_nothing_leaves_for_what_has_no_room_all_the_same(tmp_path: Path) -> None:
+    cache = ShardCache(tmp_path / "cache", max_bytes=2 * SIZE, idle_s=10.0)
+    cache.prepare()
+    fetch(cache, 0)
+    fetch(cache, 1)
+    used(cache, 0, seconds_ago=11)
+    with pytest.raises(NoRoom):
+        cache.fetch(name(2), num_bytes=2 * SIZE, read=reader(2))
+    assert held(cache) == {name(0), name(1)}
+
+
+def test_a_file_that_rotted_is_forgotten_when_it_is_verified(cache: ShardCache) -> None:
+    fetch(cache, 1)
+    cache.verify(name(1))
+    cache.path(name(1)).write_bytes(content(1)[:-1] + b"x")
+    with pytest.raises(Damaged):
+        cache.verify(name(1))
+    assert held(cache) == set()
+
+
+def test_a_file_that_takes_long_to_verify_counts_as_used_until_then(
+    cache: ShardCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch(cache, 1)
+    now = time.time()
+
+    def slowly(path: Path) -> str:
+        used(cache, 1, seconds_ago=100)
+        return blake3_of_file(path)
+
+    monkeypatch.setattr(shard_cache, "blake3_of_file", slowly)
+    cache.verify(name(1))
+    assert cache.path(name(1)).stat().st_mtime > now - 1
+
+
+@pytest.mark.parametrize("wrong", [content(7), content(1)[:-1] + b"x"])
+def test_wrong_bytes_never_get_a_name(cache: ShardCache, wrong: bytes) -> None:
+    with pytest.raises(Damaged):
+        cache.fetch(name(1), num_bytes=SIZE, read=lambda offset, n: wrong[offset : offset + n])
+    assert held(cache) == set()
+
+
+def test_an_interrupted_fetch_leaves_nothing(cache: ShardCache) -> None:
+    def read(offset: int, num_bytes: int) -> bytes:
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        cache.fetch(name(1), num_bytes=SIZE, read=read)
+    assert held(cache) == set()
+
+
+def test_one_process_fetches_and_the_others_go_on_or_wait(cache: ShardCache) -> None:
+    def read(offset: int, num_bytes: int) -> bytes:
+        # In the middle of the fetch, for whoever else comes:
+        assert not fetch(cache, 1)
+        assert held(cache) == {f"{name(1)}.part"}
+        assert cache.read(name(1), offset=0, num_bytes=1) is None
+        return content(1)[offset : offset + num_bytes]
+
+    assert cache.fetch(name(1), num_bytes=SIZE, read=read)
+    assert held(cache) == {name(1)}
+
+
+def _killed_in_the_middle(cache: ShardCache) -> None:
+    def read(offset: int, num_bytes: int) -> bytes:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return b""
+
+    cache.fetch(name(1), num_bytes=SIZE, read=read)
+
+
+def test_what_a_killed_process_left_is_cleared_away(cache: ShardCache) -> None:
+    process = multiprocessing.get_context("fork").Process(
+        target=_killed_in_the_middle, args=(cache,)
+    )
+    process.start()
+    process.join()
+    assert held(cache) == {f"{name(1)}.part"}
+    for number in (2, 3, 4):  # these need all the room
+        assert fetch(cache, number)
+    assert held(cache) == {name(number) for number in (2, 3, 4)}
+    assert fetch(cache, 1)
+
+
+def _fetch_all(cache: ShardCache, log: Path, first: int, errors: Path) -> None:
+    for number in [*range(first, 6), *range(first)]:
+        try:
+            cache.fetch(name(number), num_bytes=SIZE, read=reader(number, log=log), wait=True)
+            with open(errors, "a") as file:
+                total = sum(
+                    os.stat(entry).st_size for entry in os.scandir(cache.folder) if entry.is_file()
+                )
+                file.write(f"{total}\n")
+        except FileNotFoundError:  # another one renamed or evicted what `total` saw
+            continue
+
+
+def test_many_processes_fetch_each_shard_once_and_keep_the_size(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    for limit in (100, 4):
+        cache = ShardCache(tmp_path / f"cache{limit}", max_bytes=limit * SIZE, idle_s=0.0)
+        cache.prepare()
+        log, sizes = tmp_path / f"log{limit}", tmp_path / f"sizes{limit}"
+        processes = [
+            context.Process(target=_fetch_all, args=(cache, log, first % 6, sizes))
+            for first in range(4)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        assert [process.exitcode for process in processes] == [0] * 4
+        assert max(map(int, sizes.read_text().split())) <= limit * SIZE
+        for number in range(6):
+            data = cache.read(name(number), offset=0, num_bytes=SIZE)
+            assert data in (None, content(number))
+        if limit == 100:
+            assert sorted(map(int, log.read_text().split())) == list(range(6))
+
+
+def test_a_lock_is_gone_with_the_block_even_if_a_child_has_the_file(cache: ShardCache) -> None:
+    def read(offset: int, num_bytes: int) -> bytes:
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        children.append(child)
+        return content(1)[offset : offset + num_bytes]
+
+    children: list[int] = []
+    try:
+        cache.fetch(name(1), num_bytes=SIZE, read=read)
+        with open(cache.path(name(1)), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.kill(children[0], signal.SIGKILL)
+        os.waitpid(children[0], 0)
+
+
+def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"data.remote.cache_path: .*cannot be written"):
+        ShardCache(tmp_path / "file" / "cache", max_bytes=1).prepare()

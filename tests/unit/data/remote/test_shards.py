@@ -1,0 +1,113 @@
+"""What a process fetches before it is asked for, and how it bears failures of that."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.range_server import RangeServer, served
+from tests.support.waiting import wait_until
+from vitscale.config.errors import UserError
+from vitscale.data.index import read_split
+from vitscale.data.remote import shards as remote_shards
+from vitscale.data.remote.cache import ShardCache
+from vitscale.data.remote.store import DAMAGED_READS, Damaged, remote_metrics
+from vitscale.data.samples import SplitReader
+from vitscale.data.settings import RemoteSettings
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeServer]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    folder = write_shard_folder(tmp_path / "shards", num_per_class=6, num_shards=3)
+    with served(folder) as running:
+        yield running
+
+
+def test_samples_of_the_batch_at_hand_are_requested_before_they_are_asked_for(
+    server: RangeServer,
+) -> None:
+    reader = SplitReader(read_split(server.url, split="train"))
+    assert reader.remote is not None
+    tars = {f"train-{number:06d}.tar": 4 for number in range(3)}
+    server.requests.clear()
+    remote_shards.read_ahead([(reader.remote, sample) for sample in range(12)], shards=[])
+    wait_until(lambda: dict(server.requests) == tars)
+    assert len({reader.bytes_of(sample) for sample in range(12)}) == 12
+    assert dict(server.requests) == tars
+
+
+def test_a_cache_whose_disk_fails_costs_no_sample(
+    server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **more: object) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    reading = RemoteSettings(cache_path=str(tmp_path / "cache"))
+    reader = SplitReader(read_split(server.url, split="train", reading=reading))
+    monkeypatch.setattr(ShardCache, "read", fail)
+    before = remote_metrics()["data/remote_cache_failures"]
+    plain = SplitReader(read_split(server.url, split="train"))
+    assert reader.bytes_of(5) == plain.bytes_of(5)
+    assert remote_metrics()["data/remote_cache_failures"] == before + 1
+
+
+class Fetches:
+    """Stands for shards to be fetched, by content; each ends as `ends` says, in turn."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.failures: list[str] = []
+        self.threads = remote_shards._Threads()
+
+    def shard(self, content: str, *ends: Exception) -> Any:
+        left = list(ends)
+
+        def fetch() -> None:
+            self.calls.append(content)
+            if left:
+                raise left.pop(0)
+
+        counts = SimpleNamespace(add=self.failures.append)
+        shards = SimpleNamespace(store=SimpleNamespace(counts=counts))
+        return SimpleNamespace(content=content, fetch=fetch, shards=shards)
+
+    def want(self, *wanted: Any) -> None:
+        """Returns when all were seen to."""
+        seen = len(self.calls)
+        self.threads.want([*wanted, self.shard("last")])
+        wait_until(lambda: "last" in self.calls[seen:])
+
+
+def test_no_failure_of_a_fetch_ends_those_after_it() -> None:
+    fetches = Fetches()
+    for error in (OSError("disk"), Damaged("bytes"), UserError("package"), UserError("again")):
+        fetches.want(fetches.shard(str(error), error))
+    assert fetches.calls == ["disk", "last", "bytes", "last", "package", "last", "again", "last"]
+    assert fetches.failures == ["cache_failures"] * 4
+
+
+def test_a_shard_that_failed_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetches = Fetches()
+    shard = fetches.shard("a", UserError("down"))
+    for _ in range(3):
+        fetches.want(shard)
+    assert fetches.calls.count("a") == 1
+    monkeypatch.setattr(remote_shards, "FETCH_AGAIN_S", 0.0)
+    fetches.want(shard)
+    assert fetches.calls.count("a") == 2
+
+
+def test_a_shard_that_comes_damaged_is_fetched_again_but_not_for_ever() -> None:
+    fetches = Fetches()
+    shard = fetches.shard("a", *[Damaged("rot")] * 9)
+    for _ in range(DAMAGED_READS + 2):
+        fetches.want(shard)
+    assert fetches.calls.count("a") == DAMAGED_READS

@@ -1,0 +1,271 @@
+"""URLs that are read and those that are refused; requests repeated until they succeed."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.support.range_server import served
+from tests.support.waiting import PATIENCE_S
+from vitscale.config.errors import UserError
+from vitscale.data.index import place_of, read_manifest
+from vitscale.data.remote import store as remote_store
+from vitscale.data.remote.store import (
+    Damaged,
+    RemoteStore,
+    StorageError,
+    Url,
+    is_url,
+    redacted,
+    remote_counts,
+    url_problem,
+)
+
+SECRET = "hunter2"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(remote_store, "FIRST_PAUSE_S", 0.02)
+    (tmp_path / "served").mkdir()
+    (tmp_path / "served" / "a.bin").write_bytes(bytes(range(256)) * 40)
+    return tmp_path / "served"
+
+
+def hostile(canary: Path) -> list[str]:
+    """Texts that make some tool run a command, or read something else than they seem to name."""
+    command = f"touch {canary}"
+    return [
+        f"pipe:{command}",
+        f"pipe:{command} |",
+        f"PIPE:{command}",
+        f"file:///nowhere::pipe:{command}",
+        f"simplecache::pipe:{command}",
+        f"zip://a::http://127.0.0.1/{canary}",
+        f"http://127.0.0.1/a::pipe:{command}",
+        f"http://127.0.0.1/$({command})",
+        f"http://127.0.0.1/`{command}`",
+        f"http://127.0.0.1/a;{command}",
+        f"http://127.0.0.1/{{000..003}}-{command}",
+        f"http://127.0.0.1/a\npipe:{command}",
+        f"s3://bucket/a\r\npipe:{command}",
+        f"http://127.0.0.1/../{canary}",
+        f"python:import os; os.system({command!r})",
+        f"reference://{canary}",
+        f"local://{canary}",
+        f"ssh://-oProxyCommand={command}/a",
+        f"data:text/plain,{command}",
+        f"git+ext::sh -c {command}",
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(hostile(Path()))))
+def test_what_runs_commands_elsewhere_is_refused_with_one_error(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    canary = tmp_path / "canary"
+    # What webdataset and others rewrite URLs by; nothing here may look at it.
+    monkeypatch.setenv("GOPEN_REWRITE", f"http://=pipe:touch {canary} ;")
+    monkeypatch.setenv("GOPEN_VERBOSE", "1")
+    text = hostile(canary)[number]
+    assert is_url(text) and url_problem(text)
+    with pytest.raises(UserError) as caught:
+        read_manifest(text)
+    assert str(caught.value).startswith("data.path: ")
+    assert not canary.exists()
+
+
+def test_a_path_is_a_path_whatever_is_in_it(tmp_path: Path) -> None:
+    for name in (
+        f"a::pipe:touch {tmp_path}/canary",
+        "$(touch canary)",
+        "{0..3}",
+        "x\npipe:touch y",
+    ):
+        folder = tmp_path / name.replace("/", "_")
+        assert place_of(str(folder)) == folder
+        with pytest.raises(UserError, match="no such folder"):
+            read_manifest(str(folder))
+    assert place_of(f"file://{tmp_path}/a") == tmp_path / "a"
+    assert not (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"https://user:{SECRET}@host/shards",
+        f"https://host/shards?X-Amz-Signature={SECRET}",
+        f"s3://key:{SECRET}@bucket/shards",
+        f"http://host/shards#{SECRET}",
+    ],
+)
+def test_secrets_in_a_url_are_refused_and_not_repeated(text: str) -> None:
+    with pytest.raises(UserError, match="secrets") as caught:
+        place_of(text)
+    assert SECRET not in str(caught.value)
+    assert SECRET not in redacted(f"403, message='Forbidden', url='{text.partition('#')[0]}'")
+
+
+@pytest.mark.parametrize(
+    "folder, name, joined",
+    [
+        ("http://host/a/b/", "c 1.tar", "http://host/a/b/c%201.tar"),
+        ("http://host", "c#1?.tar", "http://host/c%231%3F.tar"),
+        ("s3://bucket/a", "../tars/c 1.tar", "s3://bucket/tars/c 1.tar"),
+        ("s3://bucket/a", ".", "s3://bucket/a"),
+        ("https://host/a", "pipe:touch x", "https://host/a/pipe%3Atouch%20x"),
+    ],
+)
+def test_names_are_joined_below_a_host(folder: str, name: str, joined: str) -> None:
+    assert str(Url.checked(folder, where="here") / name) == joined
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../../other", "a\nb", "a/../../../b"])
+def test_names_of_a_manifest_do_not_leave_the_bucket(name: str) -> None:
+    with pytest.raises(UserError, match="no name of a file below a URL"):
+        Url.checked("s3://bucket/a", where="here") / name
+
+
+@pytest.mark.parametrize("fault", ["error", "drop", "short", "wrong", "missing", "slow"])
+def test_a_fault_that_passes_is_not_noticed_but_counted(folder: Path, fault: str) -> None:
+    expected = (folder / "a.bin").read_bytes()[10:500]
+    with served(folder, fault=lambda path, number: fault if number <= 3 else None) as server:
+        store = RemoteStore(patience_s=PATIENCE_S)
+        before = remote_counts().total()
+        data = store.read(
+            Url(server.url) / "a.bin", offset=10, num_bytes=490, is_right=expected.__eq__
+        )
+        assert data == expected
+        retries = remote_counts().total()["retries"] - before["retries"]
+        # aiohttp itself repeats a request whose connection was closed.
+        assert retries in {"slow": {0}, "drop": {1, 2, 3}}.get(fault, {3})
+
+
+@pytest.mark.parametrize("fault", ["error", "drop", "short", "missing"])
+def test_a_fault_that_stays_ends_in_time_with_one_named_error(folder: Path, fault: str) -> None:
+    with served(folder, fault=lambda path, number: fault) as server:
+        with pytest.raises(StorageError, match=r"a\.bin: cannot be read .*; \d+ requests"):
+            RemoteStore(patience_s=2.0).read(Url(server.url) / "a.bin", offset=0, num_bytes=9)
+        assert server.requests["a.bin"] > 1
+
+
+def test_a_refusal_is_not_repeated(folder: Path) -> None:
+    with served(folder, fault=lambda path, number: "forbidden") as server:
+        with pytest.raises(StorageError, match=r"a\.bin: cannot be read .*403.*; 1 requests"):
+            RemoteStore(patience_s=PATIENCE_S).read(
+                Url(server.url) / "a.bin", offset=0, num_bytes=9
+            )
+        assert server.requests["a.bin"] == 1
+
+
+def test_bytes_are_asked_for_as_they_are_stored(folder: Path) -> None:
+    with served(folder) as server:
+        RemoteStore(patience_s=PATIENCE_S).read(Url(server.url) / "a.bin", offset=0, num_bytes=9)
+        assert server.encodings == {"identity"}
+
+
+def test_what_a_backend_says_is_repeated_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(url: Url, *, timeout_s: float, **span: int) -> bytes:
+        timeouts.append(timeout_s)
+        raise OSError(f"GET https://key:{SECRET}@host/a.bin?X-Amz-Signature={SECRET} failed")
+
+    timeouts: list[float] = []
+    monkeypatch.setattr(remote_store, "_range", fail)
+    with pytest.raises(StorageError) as caught:
+        RemoteStore(patience_s=2.0).read(Url("http://host/a.bin"), offset=0, num_bytes=9)
+    assert "GET https://host/a.bin?*** failed" in str(caught.value)
+    assert SECRET not in str(caught.value)
+    # A silent server is asked again, several times within the patience.
+    assert len(timeouts) > 1 and max(timeouts) <= 0.5
+
+
+def test_time_in_which_the_process_stood_still_is_not_the_storage_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail_after_a_pause(url: Url, *, timeout_s: float, **span: int) -> bytes:
+        tries.append(timeout_s)
+        if len(tries) > 1:
+            return b"123456789"
+        time.sleep(2.0)
+        raise OSError("connection reset")
+
+    tries: list[float] = []
+    monkeypatch.setattr(remote_store, "_range", fail_after_a_pause)
+    RemoteStore(patience_s=1.0).read(Url("http://host/a.bin"), offset=0, num_bytes=9)
+    assert len(tries) == 2
+
+
+def test_the_last_error_that_says_something_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the patience cuts the last request short, whose time-out tells nothing."""
+
+    def fail(url: Url, *, timeout_s: float, **span: int) -> bytes:
+        tries.append(timeout_s)
+        raise OSError("ends after 7 bytes") if len(tries) == 1 else TimeoutError()
+
+    tries: list[float] = []
+    monkeypatch.setattr(remote_store, "_range", fail)
+    with pytest.raises(StorageError, match="ends after 7 bytes"):
+        RemoteStore(patience_s=1.0).read(Url("http://host/a.bin"), offset=0, num_bytes=9)
+    assert len(tries) > 1
+
+
+def test_a_server_that_says_nothing_is_given_up(folder: Path) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = Url(f"http://127.0.0.1:{silent.getsockname()[1]}/a.bin")
+        with pytest.raises(StorageError, match="cannot be read"):
+            RemoteStore(patience_s=0.8).read(url, offset=0, num_bytes=9)
+
+
+def test_bytes_that_are_always_wrong_are_damaged_not_unreachable(folder: Path) -> None:
+    with served(folder) as server:
+        with pytest.raises(Damaged, match="9 bytes at 5"):
+            RemoteStore(patience_s=PATIENCE_S).read(
+                Url(server.url) / "a.bin", offset=5, num_bytes=9, is_right=lambda data: False
+            )
+        assert server.requests["a.bin"] == 3
+
+
+def test_a_server_without_ranges_is_told_from_one_that_fails(folder: Path) -> None:
+    with served(folder, fault=lambda path, number: "no_ranges") as server:
+        with pytest.raises(UserError, match="no range reads") as caught:
+            RemoteStore(patience_s=PATIENCE_S).check_ranges(Url(server.url) / "a.bin")
+        assert not isinstance(caught.value, StorageError)
+
+
+def test_a_failed_request_is_no_answer_without_ranges(folder: Path) -> None:
+    answers = {1: "error", 2: "error", 3: "error", 4: "no_ranges"}
+    with served(folder, fault=lambda path, number: answers.get(number)) as server:
+        RemoteStore(patience_s=PATIENCE_S).check_ranges(Url(server.url) / "a.bin")
+
+
+def test_a_server_that_forgets_ranges_at_times_is_asked_again(folder: Path) -> None:
+    """A proxy under load answers 200 with the whole file. That says nothing about a sample."""
+    with served(folder, fault=lambda path, number: "no_ranges" if number % 3 else None) as server:
+        store, url = RemoteStore(patience_s=PATIENCE_S), Url(server.url) / "a.bin"
+        store.check_ranges(url)
+        assert store.read(url, offset=5, num_bytes=2) == bytes([5, 6])
+        server.fault = lambda path, number: "no_ranges"
+        with pytest.raises(StorageError, match="for 2 bytes with 10240"):
+            RemoteStore(patience_s=2.0).read(url, offset=5, num_bytes=2)
+
+
+def test_sizes_tell_missing_files_from_failing_servers(folder: Path) -> None:
+    with served(folder) as server:
+        urls = [Url(server.url) / name for name in ("a.bin", "b.bin")]
+        assert RemoteStore(patience_s=PATIENCE_S).sizes(urls) == [10240, None]
+        server.fault = lambda path, number: "error" if number < 4 else None
+        server.requests.clear()
+        assert RemoteStore(patience_s=PATIENCE_S).sizes(urls[:1]) == [10240]
+        server.fault = lambda path, number: "error"
+        with pytest.raises(StorageError, match="cannot be read"):
+            RemoteStore(patience_s=2.0).sizes(urls)
+
+
+def test_a_range_behind_the_end_of_a_file_is_not_a_short_answer(folder: Path) -> None:
+    with served(folder) as server, pytest.raises(StorageError, match="ends after 10240 bytes"):
+        RemoteStore(patience_s=2.0).read(Url(server.url) / "a.bin", offset=10230, num_bytes=20)

@@ -1,0 +1,256 @@
+from __future__ import annotations
+
+import csv
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_prep.labels.assignment import (
+    LABEL_SPACES,
+    Labels,
+    known_space,
+    load_labels,
+    read_pairs,
+    says_none,
+)
+from vitscale.config.errors import UserError
+from vitscale.runs.data_prep import LabelSettings
+
+SIZES = {
+    "imagenet_1k": (1_000, "n01440764", "n15075141"),
+    "imagenet_12k": (11_821, "n00005787", "n15102894"),
+    "imagenet_21k_goog": (21_843, "n00004475", "n15102894"),
+    "imagenet_22k": (21_841, "n00004475", "n15102894"),
+    "imagenet_21k_p": (11_221, "n00005787", "n15102894"),
+    "imagenet_21k_p_winter21": (10_450, "n00005787", "n15102894"),
+}
+
+
+def labels(**settings: str) -> Labels:
+    return load_labels(LabelSettings.model_validate(settings))
+
+
+def written(path: Path, text: str) -> str:
+    path.write_bytes(text.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize("name", LABEL_SPACES)
+def test_known_spaces_have_their_published_sizes(name: str) -> None:
+    classes = known_space(name)
+    assert (len(classes), classes[0], classes[-1]) == SIZES[name]
+    assert len(set(classes)) == len(classes)
+
+
+def test_known_spaces_differ_as_documented() -> None:
+    spaces = {name: set(known_space(name)) for name in LABEL_SPACES}
+    autumn = spaces["imagenet_22k"]
+    assert spaces["imagenet_21k_goog"] - autumn == {"n03931044", "n09859684"}
+    assert autumn < spaces["imagenet_21k_goog"]
+    assert spaces["imagenet_1k"] - autumn == {"n04399382"}
+    assert len(spaces["imagenet_1k"] - spaces["imagenet_12k"]) == 7
+    assert len(spaces["imagenet_1k"] - spaces["imagenet_21k_p"]) == 9
+    assert spaces["imagenet_21k_p_winter21"] < spaces["imagenet_21k_p"] < autumn
+
+
+def test_spaces_are_read_without_importing_timm() -> None:
+    code = (
+        "import sys\n"
+        "from data_prep.labels.assignment import known_space; known_space('imagenet_1k');"
+        "raise SystemExit('timm' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_without_a_space_labels_are_the_sorted_classes() -> None:
+    plain = labels()
+    assert plain.class_of("dog", "x") == "dog" and plain.class_of(None, "x") is None
+    assert plain.label_map({"dog": 1, "Eel": 2, "cat": 3}) == ("Eel", "cat", "dog")
+
+
+def test_labels_that_a_source_gives_keep_their_numbers() -> None:
+    found = {"10": 1, "2": 5, "0": 1}
+    assert labels().label_map(found, keep_numbers=True) == tuple(map(str, range(11)))
+    assert labels().label_map(found) == ("0", "10", "2")
+    assert labels().label_map({"a": 1, "10": 9, "2": 9}) == ("10", "2", "a")
+    assert labels().label_map({"a": 1, "10": 9}, keep_numbers=True) == ("10", "a")
+    assert labels().label_map({"9999999": 1}, keep_numbers=True) == ("9999999",)
+    assert labels().label_map({}, keep_numbers=True) == ()
+
+
+@pytest.mark.parametrize("others", [["x"], ["02"], ["9999999", "1.5"]])
+def test_numbers_with_a_few_other_labels_are_refused(others: list[str], tmp_path: Path) -> None:
+    found = dict.fromkeys(map(str, range(12)), 10) | {name: i for i, name in enumerate(others, 3)}
+    message = rf"12 of the source's {len(found)} labels.*for example '{others[-1]}' \("
+    with pytest.raises(UserError, match=message):
+        labels().label_map(found, keep_numbers=True)
+    # Folders' names are names, and a map or a space says what each label means.
+    assert labels().label_map(found) == tuple(sorted(found))
+    names = written(tmp_path / "names.txt", "".join(f"{name}\n" for name in found))
+    assert labels(space=names).label_map(found, keep_numbers=True) == tuple(found)
+
+
+def test_numbers_filled_up_with_zeros_are_names_that_sort_as_they_count() -> None:
+    names = tuple(f"{i:03d}" for i in range(1, 201))
+    assert labels().label_map(dict.fromkeys(names, 1), keep_numbers=True) == names
+
+
+def test_negative_numbers_say_none_unless_a_space_or_map_judges_them(tmp_path: Path) -> None:
+    pairs = written(tmp_path / "a.csv", "-1,dog\n0,cat\n")
+    for name, none in (("-1", True), ("-007", True), ("1", False), ("-", False), ("-x", False)):
+        assert says_none(name, LabelSettings()) == none
+        assert not says_none(name, LabelSettings(space="imagenet_1k", values="index"))
+        assert not says_none(name, LabelSettings(map=pairs))
+
+
+def test_a_space_gives_all_its_classes_whatever_the_source_holds() -> None:
+    known = labels(space="imagenet_1k")
+    assert known.class_of("n01440764", "x") == "n01440764"
+    assert known.class_of("n00004475", "x") is None
+    assert known.label_map({"n01440764": 3}) == known_space("imagenet_1k")
+
+
+@pytest.mark.parametrize("value", ["-1", "1000", "", " 1", "1_0", "٣", "1.0", "9" * 5000])
+def test_what_is_no_position_in_the_space_has_no_class(value: str) -> None:
+    assert labels(space="imagenet_1k", values="index").class_of(value, "x") is None
+
+
+@given(st.integers(0, 999))
+def test_positions_and_names_agree(position: int) -> None:
+    by_index = labels(space="imagenet_1k", values="index")
+    assert by_index.class_of(str(position), "x") == known_space("imagenet_1k")[position]
+
+
+def test_a_space_from_a_file_keeps_its_order(tmp_path: Path) -> None:
+    path = written(tmp_path / "names.txt", "zebra\r\nant eater\r\nbee\x85b\r\n")
+    assert labels(space=path).label_map({}) == ("zebra", "ant eater", "bee\x85b")
+
+
+def test_maps_apply_before_the_space(tmp_path: Path) -> None:
+    by_class = written(tmp_path / "a.csv", '\ufefftench,n01440764\n"a, b",n01443537\nx,nowhere\n')
+    known = labels(space="imagenet_1k", map=by_class)
+    assert known.class_of("tench", "i") == "n01440764"
+    assert known.class_of("a, b", "i") == "n01443537"
+    assert known.class_of("x", "i") is None and known.class_of("n01440764", "i") is None
+
+    by_image = written(tmp_path / "b.tsv", "val_1\t0\nval_2\t-1\n")
+    known = labels(space="imagenet_1k", map=by_image, map_key="image", values="index")
+    assert known.class_of(None, "val_1") == "n01440764" and known.class_of("0", "val_2") is None
+    assert pickle.loads(pickle.dumps(known)).class_of(None, "val_1") == "n01440764"
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("a.csv", "a,b\nc\n", r"a.csv:2: 1 value instead of 2.*\n.*source class, class"),
+        ("a.csv", "a,b,c\n", r"a.csv:1: 3 values instead of 2"),
+        ("a.csv", "a,\n", r"a.csv:1: 1 value instead of 2"),
+        ("a.csv", "a,b\n\na,c\n", r"a.csv:3: 'a' stands in line 1 already"),
+        ("a.csv", 'a,"b\nc', r"a.csv:.*unexpected end of data"),
+        ("a.csv", "a," + "b" * 200_000, r"a.csv:1: field larger"),
+        ("a.tsv", "a,b\n", r"a.tsv:1: 1 value instead of 2"),
+        ("a.csv", "", r"is empty"),
+        ("a.xls", "a,b\n", r"neither .csv nor .tsv"),
+    ],
+)
+def test_malformed_maps_are_refused_with_their_line(
+    name: str, text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        labels(map=written(tmp_path / name, text))
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        labels(map=str(tmp_path / "gone.csv"))
+    (tmp_path / "latin.csv").write_bytes(b"caf\xe9,x\n")
+    with pytest.raises(UserError, match=r"not UTF-8 \(byte 3\)"):
+        labels(map=str(tmp_path / "latin.csv"))
+    with open(tmp_path / "huge.csv", "wb") as file:
+        file.truncate(65 << 20)
+    with pytest.raises(UserError, match="more than 64 MiB"):
+        labels(map=str(tmp_path / "huge.csv"))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [("a\n\nb\n", ":2: is empty"), ("a\nb\na\n", ":3: 'a' stands in line 1"), ("", "is empty")],
+)
+def test_malformed_spaces_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        labels(space=written(tmp_path / "space.txt", text))
+
+
+def test_an_unknown_space_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="did you mean 'imagenet_21k_goog'"):
+        labels(space="imagenet_21k_google")
+
+
+def test_a_map_into_another_space_is_refused_with_an_example(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", "n01440764,tench\nn01443537,goldfish\n")
+    with pytest.raises(UserError, match=r"none of the 2 rows.*'n01440764' -> 'tench'"):
+        labels(space="imagenet_1k", map=path)
+
+
+def test_classes_that_do_not_fit_are_counted_and_a_better_space_named() -> None:
+    known = labels(space="imagenet_1k")
+    unknown = dict.fromkeys(known_space("imagenet_22k")[:40], 7) | {"n02000000": 9}
+    unknown = {name: num for name, num in unknown.items() if known.class_of(name, "") is None}
+    with pytest.raises(UserError) as caught:
+        known.check(unknown, found={"n01440764": 5})
+    text = str(caught.value)
+    assert "41 classes of the source (289 images) are not among the 1,000 of imagenet_1k" in text
+    assert "1 fit (5 images)" in text and "'n02000000' (9 images)" in text
+    assert "labels.space=imagenet_22k holds 41 of these 42 classes" in text
+    known.check({})
+
+
+def test_positions_beyond_the_space_name_one_that_is_large_enough() -> None:
+    with pytest.raises(UserError, match=r"position 11,000 exists in labels.space=imagenet_21k_p "):
+        labels(space="imagenet_1k", values="index").check({"11000": 2})
+
+
+def test_unknown_classes_may_be_left_out_but_not_all_of_them(tmp_path: Path) -> None:
+    known = labels(space="imagenet_1k", unknown="reject")
+    known.check({"cat": 3}, found={"n01440764": 5})
+    known.check({"cat": 3})
+    with pytest.raises(UserError, match="1 class of the source .3 images.*0 fit") as caught:
+        known.check({"cat": 3}, found={})
+    assert "labels.unknown=reject" not in str(caught.value)
+
+
+def test_what_the_map_lacks_is_told_apart_from_what_the_space_lacks(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", "tench,n01440764\ncat,pussy\n")
+    known = labels(space="imagenet_1k", map=path)
+    with pytest.raises(UserError, match=r"labels.map: .* have no class in .*a.csv' \(2 rows\)"):
+        known.check({"dog": 1})
+    with pytest.raises(UserError, match=r"labels.space: .*\(the map says 'pussy'\)"):
+        known.check({"cat": 1})
+
+
+def test_parents_are_read_and_rings_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "p.csv", "a,animal\nb,animal\nanimal,thing\n")
+    assert labels(parents=path).parents == {"a": "animal", "b": "animal", "animal": "thing"}
+    ring = written(tmp_path / "r.csv", "a,b\nb,c\nc,a\n")
+    with pytest.raises(UserError, match="'a' stands above itself"):
+        labels(parents=ring)
+    with pytest.raises(UserError, match="none of the 3 classes"):
+        labels(space="imagenet_1k", parents=path)
+
+
+TEXT = st.text(st.characters(exclude_characters="\r", exclude_categories=["Cs"]), min_size=1)
+
+
+@given(st.dictionaries(TEXT, TEXT, min_size=1))
+def test_any_pairs_are_read_as_csv_writes_them(
+    tmp_path_factory: pytest.TempPathFactory, pairs: dict[str, str]
+) -> None:
+    path = tmp_path_factory.mktemp("map") / "m.csv"
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows(pairs.items())
+    assert read_pairs(str(path), where="labels.map", columns="") == pairs

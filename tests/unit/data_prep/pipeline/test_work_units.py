@@ -1,0 +1,146 @@
+"""Units shared by processes: each is done, dead owners are replaced, the living are waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from data_prep.pipeline.work_units import DEAD_AFTER_S, WorkFolder, machine, remove_folder
+from tests.support.waiting import PATIENCE_S
+from vitscale.config.errors import UserError
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> WorkFolder:
+    (tmp_path / "work").mkdir()
+    folder = WorkFolder(tmp_path / "work")
+    folder.open()
+    return folder
+
+
+def run(work: WorkFolder, units: list[str], *, start: int = 0) -> list[str]:
+    """Do the units that are not done; returns those done here, in order."""
+    done: list[str] = []
+
+    def do(unit: str) -> None:
+        done.append(unit)
+        (work.path / unit).touch()
+
+    work.work_through(units, is_done=lambda u: (work.path / u).exists(), do=do, start=start)
+    return done
+
+
+def claim(work: WorkFolder, unit: str, *, where: str, pid: int, age_s: float = 0.0) -> Path:
+    path = work.path / "claims" / unit
+    path.write_text(json.dumps({"machine": where, "pid": pid}))
+    os.utime(path, (time.time() - age_s, time.time() - age_s))
+    return path
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_every_unit_is_done_once_beginning_where_it_was_told(work: WorkFolder) -> None:
+    assert run(work, ["a", "b", "c"], start=4) == ["b", "c", "a"]
+    assert run(work, ["a", "b", "c"]) == []
+    assert not list((work.path / "claims").iterdir())
+
+
+def test_a_dead_process_of_this_machine_is_replaced_at_once(work: WorkFolder) -> None:
+    claim(work, "a", where=machine(), pid=dead_pid())
+    assert run(work, ["a"]) == ["a"]
+
+
+def test_another_machine_is_believed_until_its_heartbeat_stops(work: WorkFolder) -> None:
+    claim(work, "a", where="elsewhere", pid=1, age_s=DEAD_AFTER_S + 5)
+    assert run(work, ["a"]) == ["a"]
+    path = claim(work, "b", where="elsewhere", pid=1)
+    done: list[str] = []
+    thread = threading.Thread(target=lambda: done.extend(run(work, ["b"])), daemon=True)
+    thread.start()
+    time.sleep(1.0)
+    assert not done and thread.is_alive()
+    # The other one finishes: nothing is left to do here.
+    (work.path / "b").touch()
+    path.unlink()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive() and not done
+
+
+def test_a_process_in_a_container_of_the_same_host_is_not_looked_for_here(
+    work: WorkFolder,
+) -> None:
+    prefix, _, space = machine().rpartition("-")
+    assert prefix and space == str(os.stat("/proc/self/ns/pid").st_ino)
+    container, pid = f"{prefix}-{int(space) + 1}", dead_pid()
+    scratch = work.scratch.with_name(f"{container}.{pid}")
+    scratch.mkdir()
+    claim(work, "a", where=container, pid=pid)
+    work.open()
+    assert scratch.exists()
+    done: list[str] = []
+    thread = threading.Thread(target=lambda: done.extend(run(work, ["a"])), daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    assert not done and thread.is_alive()
+    (work.path / "a").touch()
+    thread.join(PATIENCE_S)
+
+
+def test_a_failing_unit_gives_its_claim_back(work: WorkFolder) -> None:
+    def fail(unit: str) -> None:
+        raise UserError("no")
+
+    with pytest.raises(UserError):
+        work.work_through(["a"], is_done=lambda unit: False, do=fail, start=0)
+    assert run(work, ["a"]) == ["a"]
+
+
+def test_unfinished_files_of_dead_processes_are_cleared(work: WorkFolder) -> None:
+    old = work.scratch.with_name(f"{machine()}.{dead_pid()}")
+    other = work.scratch.with_name("elsewhere.1")
+    for folder in (old, other):
+        folder.mkdir()
+        (folder / "tar").write_bytes(b"half")
+    work.open()
+    assert not old.exists() and other.exists() and work.scratch.exists()
+
+
+def test_a_folder_that_another_process_gave_up_ends_the_wait(work: WorkFolder) -> None:
+    claim(work, "a", where="elsewhere", pid=1)
+    threading.Timer(0.5, lambda: work.path.rename(work.path.with_name("gone"))).start()
+    with pytest.raises(UserError, match="another process ended the preparation"):
+        run(work, ["a"])
+
+
+def test_a_folder_that_is_gone_is_not_made_anew(work: WorkFolder) -> None:
+    work.path.rename(work.path.with_name("gone"))
+    with pytest.raises(FileNotFoundError):
+        work.open()
+    assert not work.path.exists()
+
+
+def test_a_removed_folder_loses_its_name_first_and_what_the_dead_left_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ".shards.preparing"
+    for path in (folder, tmp_path / f"{folder.name}-{machine()}.{dead_pid()}"):
+        path.mkdir()
+        (path / "tar").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        remove_folder(folder)
+    assert not folder.exists() and len(list(tmp_path.iterdir())) == 2
+    remove_folder(folder)
+    assert not list(tmp_path.iterdir())

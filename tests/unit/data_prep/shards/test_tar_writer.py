@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import blake3
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data_prep.pipeline.row_tables import hashed_key, make_key
+from data_prep.shards.tar_writer import MAX_MEMBER_BYTES, TarShard, ustar_header
+from vitscale.runs.data_prep import DataPrepRun
+
+
+@given(st.text("ABCxyz019_-.", min_size=1, max_size=100), st.integers(0, MAX_MEMBER_BYTES - 1))
+def test_headers_are_those_of_the_standard_library(name: str, num_bytes: int) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.mtime, member.mode = num_bytes, 0, 0o644
+    assert ustar_header(name, num_bytes) == member.tobuf(tarfile.USTAR_FORMAT)
+
+
+@given(st.text("aB9_", min_size=1, max_size=30), st.text("aB9_-", max_size=90), st.text())
+def test_every_split_that_is_allowed_leaves_room_for_the_longest_key(
+    split: str, class_name: str, name: str
+) -> None:
+    run = {"source": {"path": "x", "holdout_split": split}, "output": "y"}
+    problems = [key for key, _ in DataPrepRun.model_validate(run).problems()]
+    assert (problems == ["source.holdout_split"]) == (len(split) > 24)
+    longest = hashed_key(100 * "x", "path")
+    for key in (make_key(class_name, name, path="path"), longest):
+        if not problems:
+            assert ustar_header(f"{split}-{key}.webp", 1)
+            assert len(f"{split}-{key}") <= 95
+    assert len(longest) == 70
+
+
+def test_offsets_point_at_the_images_and_the_hash_is_that_of_the_file(tmp_path: Path) -> None:
+    images = [bytes([i]) * size for i, size in enumerate((1, 511, 512, 513, 5000))]
+    path = tmp_path / "train-000000.tar"
+    with TarShard(path) as tar:
+        offsets = [
+            tar.add(f"k{i}", extension="png", image=image, label=i)
+            for i, image in enumerate(images)
+        ]
+        digest = tar.finish()
+    data = path.read_bytes()
+    assert [data[o : o + len(i)] for o, i in zip(offsets, images, strict=True)] == images
+    assert (tar.num_bytes, digest) == (len(data), blake3.blake3(data).hexdigest())
+    with tarfile.open(path) as stored:
+        members = stored.getmembers()
+        assert [m.name for m in members[:4]] == ["k0.png", "k0.cls", "k1.png", "k1.cls"]
+        assert [m.offset_data for m in members[::2]] == offsets
+        label = stored.extractfile("k4.cls")
+        assert label is not None and label.read() == b"4"
+        assert {(m.mtime, m.uid, m.uname, m.gname, m.mode) for m in members} == {
+            (0, 0, "", "", 0o644)
+        }
+
+
+def test_what_is_read_to_its_place_gives_the_same_tar_as_what_is_handed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("direct_io", "tar_writer"):
+        monkeypatch.setattr(f"data_prep.shards.{module}.BUFFER_BYTES", 16 << 10)
+    # The last is larger than a buffer; each third is refused after it was read.
+    images = [bytes([i]) * size for i, size in enumerate((1, 0, 512, 9000, 7000, 16000, 40_000))]
+    digests = []
+    for name in ("read", "given"):
+        with TarShard(tmp_path / name) as tar:
+            for i, image in enumerate(images):
+                memory = tar.room(len(image))
+                memory[:] = image
+                if i % 3 != 2:
+                    content = memory if name == "read" else image
+                    tar.add(f"k{i}", extension="png", image=content, label=i)
+            digests.append(tar.finish())
+    assert digests[0] == digests[1]
+    data = (tmp_path / "read").read_bytes()
+    assert data == (tmp_path / "given").read_bytes()
+    assert digests[0] == blake3.blake3(data).hexdigest()
+    with tarfile.open(tmp_path / "read") as tar:
+        stored = {member.name: tar.extractfile(member) for member in tar}
+        for i, image in enumerate(images):
+            file = stored.get(f"k{i}.png")
+            assert (file is None) if i % 3 == 2 else (file is not None and file.read() == image)
+
+
+def test_a_full_disk_is_an_error_and_not_a_short_tar(small_disk: Path) -> None:
+    path = small_disk / "train-000000.tar"
+    with TarShard(path) as tar, pytest.raises(OSError, match="No space left"):
+        for i in range(40):
+            tar.add(f"k{i}", extension="png", image=bytes(50_000), label=0)
+        tar.finish()

@@ -1,0 +1,205 @@
+"""Storage that fails: what is a fault of one file, and what costs no image and no work."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep.pipeline.image_reading import validate_place
+from data_prep.pipeline.runner import listing
+from data_prep.pipeline.workspace import Place
+from data_prep.sources.image_folder import ImageFolder
+from data_prep.sources.outages import Interrupted
+from data_prep.sources.path_table import PathTable
+from data_prep.sources.protocol import ChangedSource, Input, Watched
+from tests.support.corpora.image_corpus import corpus, encoded
+from tests.support.corpora.listing import list_source
+from tests.support.corpora.preparing import preparation, prepare_here, run_of
+from vitscale.data.index import read_manifest
+from vitscale.runs.data_prep import SourceSettings
+
+OUTAGES = [errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.ENOTCONN]
+OUTAGES += [errno.EREMOTEIO, errno.EKEYEXPIRED]
+FAULTS = [errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR]
+
+
+def parquet(folder: Path, *, num: int) -> Path:
+    folder.mkdir()
+    rows = [{"image": encoded("JPEG", seed=i, side=96), "label": f"c{i % 2}"} for i in range(num)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet", row_group_size=7)
+    return folder
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_spool_is_no_fault_of_the_table_and_loses_no_row(tmp_path: Path) -> None:
+    source = parquet(tmp_path / "rows", num=30)
+    run = run_of(source, tmp_path / "shards", source={"kind": "parquet"})
+    with largest_file(60_000), pytest.raises(Interrupted) as stopped:
+        prepare_here(run)
+    assert "the spool cannot be used (File too large)" in stopped.value.text()
+    assert "run the same command again" in stopped.value.text()
+    prepare_here(run)
+    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 30
+
+
+@pytest.mark.parametrize("damage", ["gone", "short"])
+def test_a_spool_that_cannot_be_read_stops_the_work_and_keeps_it(
+    damage: str, tmp_path: Path
+) -> None:
+    source = parquet(tmp_path / "rows", num=4)
+    run = run_of(source, tmp_path / "shards", source={"kind": "parquet"})
+    p = prepare_here(run, until="write shards")
+    (spool,) = p.path("spool").iterdir()
+    if damage == "gone":
+        spool.unlink()
+    else:
+        os.truncate(spool, 100)
+    with pytest.raises(Interrupted, match="the spool cannot be used"):
+        prepare_here(run)
+    assert p.work.path.exists()
+
+
+@pytest.mark.parametrize("code", [*OUTAGES, *FAULTS], ids=errno.errorcode.get)
+def test_an_outage_is_no_fault_of_the_file_that_was_read(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(corpus(tmp_path / "images", num=1), tmp_path / "shards")
+    status = (tmp_path / "images" / "cat" / "000.jpg").stat()
+    place = Place(b"cat/000.jpg", b"", 0, status.st_size, status.st_mtime_ns, spooled=False)
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("data_prep.pipeline.workspace.read_exactly", fail)
+    if code in FAULTS:
+        assert validate_place(preparation(run), place, settings=run.images).reason == "unreadable"
+        return
+    with pytest.raises(Interrupted, match=r"the source cannot be read(.|\n)*same command again"):
+        validate_place(preparation(run), place, settings=run.images)
+
+
+def test_an_outage_while_a_source_is_listed_is_no_row_and_keeps_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+
+    def lost(*arguments: object, **options: object) -> Iterator[None]:
+        yield from ()
+        raise OSError(errno.EREMOTEIO, os.strerror(errno.EREMOTEIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageFolder, "inputs", lost)
+        with pytest.raises(Interrupted, match="the source cannot be read"):
+            prepare_here(run)
+    prepare_here(run)
+    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
+
+
+def test_a_path_that_a_table_names_is_no_fault_while_its_server_is_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "table.csv").write_text("image,label\n1.jpg,cat\n")
+    settings = SourceSettings(kind="path_table", path=str(tmp_path / "table.csv"))
+
+    def fail(code: int) -> list[Input]:
+        def lstat(path: str) -> None:
+            raise OSError(code, os.strerror(code))
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "lstat", lstat)
+            return list_source(PathTable(settings))
+
+    assert [row.reason for row in fail(errno.EIO)] == ["unreadable"]
+    with pytest.raises(Interrupted, match="the source cannot be read"):
+        fail(errno.ESTALE)
+
+
+@pytest.mark.parametrize("mount", ["images", "images/cat"])
+@pytest.mark.parametrize("leaves_a_folder", [False, True])
+def test_a_source_that_is_not_mounted_keeps_the_work_and_goes_on(
+    mount: str, leaves_a_folder: bool, tmp_path: Path
+) -> None:
+    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+    p = prepare_here(run, until="write shards")
+    times = (tmp_path / "images").stat()
+    (tmp_path / mount).rename(tmp_path / "aside")
+    if leaves_a_folder:
+        (tmp_path / mount).mkdir()
+    with pytest.raises(Interrupted, match="missing or empty") as stopped:
+        prepare_here(run)
+    assert ".shards.preparing" in stopped.value.text() and "mount it" in stopped.value.text()
+    if leaves_a_folder:
+        (tmp_path / mount).rmdir()
+    (tmp_path / "aside").rename(tmp_path / mount)
+    os.utime(tmp_path / "images", ns=(times.st_atime_ns, times.st_mtime_ns))  # no mount changes it
+    assert p.has_result("plan")
+    prepare_here(run)
+    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
+
+
+def test_a_file_that_was_removed_is_a_changed_source_and_a_verdict(tmp_path: Path) -> None:
+    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+    prepare_here(run, until="write shards")
+    (tmp_path / "images" / "cat" / "000.jpg").unlink()
+    with pytest.raises(ChangedSource, match="cat/000.jpg.*changed while the shards were made"):
+        prepare_here(run)
+
+
+def test_a_disk_without_room_for_the_shards_keeps_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+        with pytest.raises(Interrupted, match=r"MiB are free(.|\n)*free space and run the same"):
+            prepare_here(run)
+    prepare_here(run)
+    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
+
+
+def test_source_that_cannot_be_asked_at_the_end_keeps_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+    p = prepare_here(run, until="finish")
+
+    def fail(root: Path, path: str) -> Watched:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(listing, "watched", fail)
+        with pytest.raises(Interrupted, match="Stale file handle"):
+            prepare_here(run)
+    assert p.work.path.exists()
+    prepare_here(run)
+    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
+
+
+def test_label_file_that_is_away_is_no_verdict(tmp_path: Path) -> None:
+    label_map = tmp_path / "map.csv"
+    label_map.write_text("cat,animal\ndog,animal\n")
+    images = corpus(tmp_path / "images", num=3)
+    run = run_of(images, tmp_path / "shards", labels={"map": str(label_map)})
+    prepare_here(run, until="count")
+    label_map.unlink()
+    with pytest.raises(Interrupted, match="map.csv' cannot be read"):
+        prepare_here(run)

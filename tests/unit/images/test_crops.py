@@ -1,0 +1,169 @@
+"""Crop boxes and resampling against plain reference versions."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from vitscale.distributed.random_numbers import CounterRandom
+from vitscale.images.crops import (
+    CropBox,
+    center_crop_box,
+    crop_and_resize,
+    decode,
+    open_image,
+    plain_crop_box,
+    random_crop_box,
+    reflected,
+)
+
+
+@given(width=st.integers(1, 300), height=st.integers(1, 300), key=st.integers(0, 2**63))
+def test_random_crop_lies_inside_the_image(width: int, height: int, key: int) -> None:
+    box = random_crop_box(
+        width, height, area=(0.05, 1.0), aspect=(3 / 4, 4 / 3), random=CounterRandom(key)
+    )
+    assert box.width > 0 and box.height > 0
+    assert 0 <= box.left <= box.left + box.width <= width
+    assert 0 <= box.top <= box.top + box.height <= height
+
+
+def test_random_crop_covers_the_area_range() -> None:
+    shares = []
+    for key in range(2000):
+        box = random_crop_box(
+            400, 400, area=(0.05, 1.0), aspect=(3 / 4, 4 / 3), random=CounterRandom(key)
+        )
+        shares.append(box.width * box.height / 400**2)
+    assert 0.045 < min(shares) < 0.07 and max(shares) > 0.9
+
+
+def plain_crop(pixels_HW3: torch.Tensor, *, size: int, key: int) -> torch.Tensor:
+    height, width, _ = pixels_HW3.shape
+    box, right, down = plain_crop_box(width, height, size=size, random=CounterRandom(key))
+    assert box.width == box.height == min(width, height)
+    assert 0 <= box.left <= width - box.width and 0 <= box.top <= height - box.height
+    crop = crop_and_resize(
+        pixels_HW3, box, size=size, interpolation="bicubic", antialias=True, flip=False
+    )
+    return reflected(crop, right=right, down=down)
+
+
+@pytest.mark.parametrize("width, height", [(24, 16), (16, 21), (16, 16)])
+def test_plain_crop_is_a_crop_of_the_reflected_image(width: int, height: int) -> None:
+    """DeiT-III's: RandomCrop(size, padding=4, padding_mode="reflect"), every offset as likely."""
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randint(0, 256, (height, width, 3), generator=generator, dtype=torch.uint8)
+    padded = np.pad(pixels.numpy(), ((4, 4), (4, 4), (0, 0)), mode="reflect").transpose(2, 0, 1)
+    windows = {
+        padded[:, y : y + 16, x : x + 16].tobytes(): (x, y)
+        for y in range(height - 7)
+        for x in range(width - 7)
+    }
+    found = [windows[plain_crop(pixels, size=16, key=key).numpy().tobytes()] for key in range(3000)]
+    for axis, length in enumerate((width, height)):
+        counts = np.bincount([place[axis] for place in found], minlength=length - 7)
+        expected = 3000 / (length - 7)
+        assert len(counts) == length - 7
+        assert np.abs(counts - expected).max() < 5 * np.sqrt(expected)
+
+
+def test_plain_crop_resizes_the_short_side() -> None:
+    """A ramp at three times the size: the crop is the resized ramp, half a source pixel off."""
+    ramp = torch.arange(120, dtype=torch.uint8)[None, :, None].expand(48, 120, 3)
+    for key in range(200):
+        crop = plain_crop(ramp, size=16, key=key)[0, 0].float()
+        step = (crop[9] - crop[5]) / 4
+        assert step == pytest.approx(3, abs=0.3)
+        box, right, _ = plain_crop_box(120, 48, size=16, random=CounterRandom(key))
+        assert abs(box.left / 3 - round(box.left / 3)) <= 1 / 6
+        assert right == 0 or box.left in (0, 72)
+
+
+def test_center_crop_is_centred() -> None:
+    assert center_crop_box(100, 50, fraction=0.8) == CropBox(30, 5, 40, 40)
+
+
+@pytest.mark.parametrize("size", [7, 40])
+def test_bilinear_without_antialias_equals_the_slow_formula(size: int) -> None:
+    random = np.random.default_rng(0)
+    pixels = random.integers(0, 256, (23, 31, 3), dtype=np.uint8)
+    box = CropBox(4, 3, 20, 17)
+    resized = crop_and_resize(
+        torch.from_numpy(pixels),
+        box,
+        size=size,
+        interpolation="bilinear",
+        antialias=False,
+        flip=False,
+    )
+    crop = pixels[3:20, 4:24].astype(float)
+    expected = np.zeros((size, size, 3))
+    for row in range(size):
+        for column in range(size):
+            y = min(max((row + 0.5) * 17 / size - 0.5, 0), 16)
+            x = min(max((column + 0.5) * 20 / size - 0.5, 0), 19)
+            y0, x0 = int(y), int(x)
+            y1, x1 = min(y0 + 1, 16), min(x0 + 1, 19)
+            top = crop[y0, x0] * (1 - (x - x0)) + crop[y0, x1] * (x - x0)
+            bottom = crop[y1, x0] * (1 - (x - x0)) + crop[y1, x1] * (x - x0)
+            expected[row, column] = top * (1 - (y - y0)) + bottom * (y - y0)
+    difference = resized.permute(1, 2, 0).numpy().astype(float) - expected
+    assert np.abs(difference).max() <= 1.0 + 1e-9  # rounded to uint8
+
+
+def test_flip_mirrors_columns() -> None:
+    pixels = torch.randint(0, 256, (8, 8, 3), dtype=torch.uint8)
+    box = CropBox(0, 0, 8, 8)
+    options = {"size": 8, "interpolation": "bilinear", "antialias": True}
+    plain = crop_and_resize(pixels, box, flip=False, **options)
+    mirrored = crop_and_resize(pixels, box, flip=True, **options)
+    assert torch.equal(plain, pixels.permute(2, 0, 1))
+    assert torch.equal(mirrored, plain.flip(-1))
+
+
+@pytest.mark.parametrize("image_format, mode", [("PNG", "L"), ("JPEG", "RGB"), ("WEBP", "RGB")])
+def test_decode_gives_rgb(image_format: str, mode: str) -> None:
+    file = io.BytesIO()
+    Image.new(mode, (5, 3), 200 if mode == "L" else (200, 200, 200)).save(file, image_format)
+    pixels = decode(file.getvalue())
+    assert pixels.shape == (3, 5, 3) and pixels.dtype == torch.uint8
+    assert (pixels.int() - 200).abs().max() <= 2
+
+
+def test_decode_refuses_other_formats() -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(file, "BMP")
+    with pytest.raises(OSError):
+        decode(file.getvalue())
+
+
+def png() -> bytes:
+    file = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 255, (240, 240, 3), np.uint8)
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_whatever_rot_makes_of_an_image_it_is_an_error_of_its_bytes() -> None:
+    """For a broken chunk Pillow raises SyntaxError, which is neither OSError nor ValueError."""
+    data = png()
+    kinds = set()
+    for start in range(0, len(data), 512):
+        rotten = data[:start] + bytes(512) + data[start + 512 :]
+        try:
+            decode(rotten)
+        except (OSError, ValueError) as error:
+            kinds.add(str(error).partition(":")[0])
+    assert "SyntaxError" in kinds
+
+
+def test_too_little_memory_is_no_fault_of_the_image() -> None:
+    with pytest.raises(MemoryError), open_image(png()):
+        raise MemoryError

@@ -1,0 +1,385 @@
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import simplejpeg
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from vitscale.config.errors import UserError
+from vitscale.images import crops, decoders
+from vitscale.images.crops import CropBox
+from vitscale.images.decoders import DECODERS, resolve_decoder
+
+PLAIN = {"size": 8, "interpolation": "bilinear", "antialias": False, "flip": False}
+WIDTH, HEIGHT = 83, 61
+
+
+def _require(name: str) -> None:
+    why = decoders.missing(name)
+    if why is None:
+        return
+    if name == "region" and not os.environ.get("VITSCALE_REQUIRE_REGION_DECODER"):
+        pytest.skip(f"the region decoder does not work here: {why}")
+    pytest.fail(why)
+
+
+# The extension has vectors for one kind of processor, and a plain form for the others.
+FORMS: dict[str, Callable[[], decoders.Decoder]] = {
+    **DECODERS,
+    "region without AVX2": lambda: decoders.RegionDecoder(allow_avx2=False),
+}
+
+
+def make(name: str) -> decoders.Decoder:
+    _require(name.split()[0])
+    return FORMS[name]()
+
+
+@pytest.fixture(params=list(FORMS))
+def decoder(request: pytest.FixtureRequest) -> decoders.Decoder:
+    return make(request.param)
+
+
+def picture(width: int, height: int, *, kind: str = "smooth", seed: int = 0) -> np.ndarray:
+    """Colour waves, as smooth as a photograph, or noise."""
+    random = np.random.default_rng(seed)
+    if kind == "noise":
+        return random.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    y, x = np.mgrid[:height, :width] / 20
+    waves = [np.sin(x * a + y * b + c) for a, b, c in random.uniform(-2, 2, (3, 3))]
+    return np.uint8(np.stack(waves, axis=-1) * 120 + 128)
+
+
+def encode(pixels: np.ndarray, coding: str) -> bytes:
+    if coding in ("4:1:1", "4:4:0"):  # Pillow cannot write these
+        return simplejpeg.encode_jpeg(
+            np.ascontiguousarray(pixels), colorsubsampling=coding.replace(":", "")
+        )
+    options = {
+        "4:4:4": {"subsampling": "4:4:4"},
+        "4:2:2": {"subsampling": "4:2:2"},
+        "4:2:0": {"subsampling": "4:2:0"},
+        "4:2:0 progressive": {"subsampling": "4:2:0", "progressive": True},
+        "4:4:4 progressive": {"subsampling": "4:4:4", "progressive": True},
+        "restarts": {"subsampling": "4:2:0", "restart_marker_blocks": 2},
+        "RGB": {"keep_rgb": True},
+        "restarts inside rows": {"subsampling": "4:4:4", "restart_marker_blocks": 3},
+        "coarse": {"subsampling": "4:2:0", "quality": 5},
+        "fine": {"subsampling": "4:4:4", "quality": 100, "optimize": True},
+        "grey": {},
+    }[coding]
+    image, file = Image.fromarray(pixels), io.BytesIO()
+    (image.convert("L") if coding == "grey" else image).save(file, "JPEG", **options)
+    return file.getvalue()
+
+
+CODINGS = (
+    "4:4:4",
+    "4:2:2",
+    "4:2:0",
+    "4:1:1",
+    "4:4:0",
+    "4:2:0 progressive",
+    "4:4:4 progressive",
+    "restarts",
+    "restarts inside rows",
+    "RGB",
+    "coarse",
+    "fine",
+    "grey",
+)
+BOXES = {
+    "whole": CropBox(0, 0, WIDTH, HEIGHT),
+    "left top corner": CropBox(0, 0, 20, 10),
+    "right top corner": CropBox(WIDTH - 20, 0, 20, 10),
+    "left bottom corner": CropBox(0, HEIGHT - 10, 20, 10),
+    "right bottom corner": CropBox(WIDTH - 20, HEIGHT - 10, 20, 10),
+    "on blocks": CropBox(16, 16, 32, 16),
+    "off blocks": CropBox(17, 15, 31, 18),
+    "a column": CropBox(33, 0, 1, HEIGHT),
+    "a row": CropBox(0, 33, WIDTH, 1),
+    "a pixel": CropBox(47, 31, 1, 1),
+    "the first pixel": CropBox(0, 0, 1, 1),
+    "the last pixel": CropBox(WIDTH - 1, HEIGHT - 1, 1, 1),
+}
+
+
+def reference(data: bytes, box: CropBox, **options: object) -> torch.Tensor:
+    return crops.crop_and_resize(crops.decode(data), box, **options)  # type: ignore[arg-type]  # options of many types
+
+
+@pytest.mark.parametrize("kind", ["smooth", "noise"])
+@pytest.mark.parametrize("coding", CODINGS)
+def test_every_box_holds_the_pixels_of_the_reference(
+    decoder: decoders.Decoder, coding: str, kind: str
+) -> None:
+    """Not one level off: a box decoded alone is the same box of the whole image."""
+    data = encode(picture(WIDTH, HEIGHT, kind=kind), coding)
+    assert decoder.size(data) == (WIDTH, HEIGHT)
+    for name, box in BOXES.items():
+        side = max(box.width, box.height)  # no reduction that could hide a difference
+        options = PLAIN | {"size": side}
+        assert torch.equal(decoder.crop(data, box, **options), reference(data, box, **options)), (
+            name
+        )
+
+
+@pytest.mark.parametrize("size", [3, 24, 100])
+@pytest.mark.parametrize("antialias", [False, True])
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_resampling_is_that_of_the_reference(
+    decoder: decoders.Decoder, interpolation: str, antialias: bool, size: int
+) -> None:
+    data, box = encode(picture(WIDTH, HEIGHT), "4:2:0"), CropBox(9, 7, 50, 40)
+    for flip in (False, True):
+        options = {
+            "size": size,
+            "interpolation": interpolation,
+            "antialias": antialias,
+            "flip": flip,
+        }
+        assert torch.equal(decoder.crop(data, box, **options), reference(data, box, **options))
+
+
+@st.composite
+def crop_cases(draw: st.DrawFn) -> tuple[bytes, CropBox, dict[str, object]]:
+    width, height = draw(st.integers(1, 70)), draw(st.integers(1, 70))
+    left, top = draw(st.integers(0, width - 1)), draw(st.integers(0, height - 1))
+    box = CropBox(left, top, draw(st.integers(1, width - left)), draw(st.integers(1, height - top)))
+    pixels = picture(
+        width, height, kind=draw(st.sampled_from(["smooth", "noise"])), seed=draw(st.integers(0, 9))
+    )
+    options = {
+        "size": draw(st.integers(1, 70)),
+        "interpolation": draw(st.sampled_from(["bilinear", "bicubic"])),
+        "antialias": draw(st.booleans()),
+        "flip": draw(st.booleans()),
+    }
+    return encode(pixels, draw(st.sampled_from(CODINGS))), box, options
+
+
+@pytest.mark.parametrize("name", list(FORMS))
+@settings(max_examples=300, deadline=None)
+@given(case=crop_cases())
+def test_any_box_of_any_image_equals_the_reference(
+    name: str, case: tuple[bytes, CropBox, dict[str, object]]
+) -> None:
+    decoder = make(name)
+    data, box, options = case
+    found = decoder.crop(data, box, **options)  # type: ignore[arg-type]  # options of many types
+    assert torch.equal(found, reference(data, box, **options))
+
+
+def test_a_row_of_a_batch_is_filled_and_nothing_beside_it(decoder: decoders.Decoder) -> None:
+    data, box = encode(picture(WIDTH, HEIGHT), "4:4:4"), CropBox(3, 5, 40, 30)
+    batch = torch.full((3, 3, 8, 8), 7, dtype=torch.uint8)
+    for flip in (False, True):
+        found = decoder.crop(data, box, **PLAIN | {"flip": flip}, out=batch[1])
+        assert found.data_ptr() == batch[1].data_ptr()
+        assert torch.equal(batch[1], reference(data, box, **PLAIN | {"flip": flip}))
+        assert (batch[[0, 2]] == 7).all()
+
+
+def test_pixels_can_be_put_into_memory_of_another_layout(decoder: decoders.Decoder) -> None:
+    data, box = encode(picture(WIDTH, HEIGHT), "4:4:4"), CropBox(3, 5, 40, 30)
+    interleaved = torch.zeros((8, 8, 3), dtype=torch.uint8).permute(2, 0, 1)
+    assert decoder.crop(data, box, **PLAIN, out=interleaved) is interleaved
+    assert torch.equal(interleaved, reference(data, box, **PLAIN))
+
+
+@pytest.mark.parametrize("form", ["PNG", "WEBP", "CMYK", "grey PNG", "transparent PNG"])
+def test_what_a_fast_decoder_does_not_know_is_read_as_the_reference_reads_it(
+    decoder: decoders.Decoder, form: str
+) -> None:
+    image, file = Image.fromarray(picture(WIDTH, HEIGHT)), io.BytesIO()
+    if form == "CMYK":
+        image.convert("CMYK").save(file, "JPEG")
+    elif form == "WEBP":
+        image.save(file, "WEBP")
+    else:
+        mode = {"PNG": "RGB", "grey PNG": "L", "transparent PNG": "RGBA"}[form]
+        image.convert(mode).save(file, "PNG")
+    data, box = file.getvalue(), CropBox(10, 20, 30, 30)
+    assert decoder.size(data) == (WIDTH, HEIGHT)
+    assert torch.equal(decoder.crop(data, box, **PLAIN), reference(data, box, **PLAIN))
+
+
+@pytest.mark.parametrize("coding", ["4:2:0", "4:2:0 progressive", "grey", "restarts"])
+def test_a_cut_image_is_an_error_even_where_its_box_is_whole(
+    decoder: decoders.Decoder, coding: str
+) -> None:
+    data = encode(picture(WIDTH, HEIGHT, kind="noise"), coding)
+    for length in [*range(0, len(data) - 2, 97), len(data) - 2, len(data) - 1]:
+        # With one byte missing Pillow still has every pixel, and so must the others.
+        expected = _outcome(decoders.PillowDecoder(), data[:length], CropBox(0, 0, 8, 8))
+        assert _outcome(decoder, data[:length], CropBox(0, 0, 8, 8)) == expected
+        assert expected == "unreadable" or length == len(data) - 1
+
+
+def _outcome(decoder: decoders.Decoder, data: bytes, box: CropBox) -> object:
+    try:
+        return decoder.crop(data, box, **PLAIN).tolist()
+    except (OSError, ValueError):
+        return "unreadable"
+
+
+@pytest.mark.parametrize(
+    "coding", ["4:4:4", "4:2:0", "4:2:0 progressive", "restarts", "restarts inside rows", "grey"]
+)
+def test_damage_gives_pillows_pixels_or_an_error(decoder: decoders.Decoder, coding: str) -> None:
+    """Lost data are never filled in with other pixels than those that Pillow fills in."""
+    data, box = encode(picture(WIDTH, HEIGHT), coding), CropBox(20, 30, 40, 20)
+    random = np.random.default_rng(1)
+    for _ in range(150):
+        broken = bytearray(data)
+        for place in random.integers(2, len(data) - 2, random.integers(1, 4)):
+            broken[place] = random.integers(256)
+        found, expected = (
+            _outcome(d, bytes(broken), box) for d in (decoder, decoders.PillowDecoder())
+        )
+        assert found == expected or expected == "unreadable"
+
+
+@pytest.mark.parametrize("limit", [Image.MAX_IMAGE_PIXELS, None])
+def test_a_huge_image_is_refused_before_its_pixels_are_made(
+    decoder: decoders.Decoder, limit: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # None: as data_prep, in the same process, leaves it.
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+    data = bytearray(encode(picture(WIDTH, HEIGHT), "4:4:4"))
+    frame = data.index(b"\xff\xc0")
+    data[frame + 5 : frame + 9] = (65_000).to_bytes(2, "big") * 2
+    with pytest.raises(ValueError):
+        decoder.size(bytes(data))
+    with pytest.raises(ValueError):
+        decoder.crop(bytes(data), CropBox(0, 0, 64, 64), **PLAIN)
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        CropBox(0, 0, WIDTH + 1, 1),
+        CropBox(0, 0, 1, HEIGHT + 1),
+        CropBox(WIDTH, 0, 1, 1),
+        CropBox(-1, 0, 2, 2),
+        CropBox(0, -1, 2, 2),
+        CropBox(0, 0, 0, 5),
+        CropBox(0, 0, 5, 0),
+        CropBox(2**31, 0, 2**33, 1),
+        CropBox(2**64, 0, 1, 1),
+    ],
+    ids=str,
+)
+def test_a_box_outside_the_image_is_refused(decoder: decoders.Decoder, box: CropBox) -> None:
+    with pytest.raises(ValueError):
+        decoder.crop(encode(picture(WIDTH, HEIGHT), "4:2:0"), box, **PLAIN)
+
+
+ORDINARY = {"4:4:4", "4:2:2", "4:2:0", "restarts", "restarts inside rows", "coarse", "fine", "grey"}
+
+
+@pytest.mark.parametrize("coding", CODINGS)
+def test_ordinary_images_are_decoded_without_libjpeg(coding: str) -> None:
+    """Both ways give the same pixels, so that nothing else shows which was taken."""
+    if not _has_vectors():
+        pytest.skip("this processor has no AVX2 and BMI2")
+    for kind in ("smooth", "noise"):
+        took, _ = _both_ways(encode(picture(WIDTH, HEIGHT, kind=kind), coding), BOXES["off blocks"])
+        assert took == (coding in ORDINARY)
+
+
+@pytest.mark.parametrize("coding", sorted(ORDINARY))
+def test_what_is_wrong_with_an_image_is_left_to_libjpeg(coding: str) -> None:
+    """Whatever bytes there are, our own decoder gives libjpeg's pixels or gives up."""
+    if not _has_vectors():
+        pytest.skip("this processor has no AVX2 and BMI2")
+    data, random = encode(picture(129, 70, kind="noise"), coding), np.random.default_rng(3)
+    start = data.index(b"\xff\xda") + 14
+    num_taken = num_left = 0
+    for _ in range(200):
+        broken = bytearray(data)
+        place = int(random.integers(start, len(data) - 2))
+        kind = random.integers(3)
+        if kind == 0:
+            broken[place] = random.integers(256)
+        elif kind == 1:
+            del broken[place : place + int(random.integers(1, 9))]
+        else:
+            broken[place:place] = random.bytes(int(random.integers(1, 9)))
+        box = CropBox(*(int(random.integers(low)) for low in (100, 50)), 25, 18)
+        took, same = _both_ways(bytes(broken), box)
+        assert same
+        num_taken, num_left = num_taken + took, num_left + (not took)
+    assert num_taken > 20 and num_left > 20
+
+
+def _has_vectors() -> bool:
+    _require("region")
+    with open("/proc/cpuinfo") as lines:
+        return {"avx2", "bmi1", "bmi2"} <= set(lines.read().split())
+
+
+def _both_ways(data: bytes, box: CropBox) -> tuple[bool, bool]:
+    """Whether our own decoder took the image, and whether libjpeg gives the same pixels or none."""
+    from vitscale.images.jpeg import _region
+
+    side, took, found = max(box.width, box.height), False, []
+    for allowed in (True, False):
+        pixels = np.zeros((3, side, side), np.uint8)
+        corners = (box.left, box.top, box.width, box.height)
+        try:
+            took |= _region.crop(
+                data, corners, pixels, side, False, False, False, crops.MAX_PIXELS, allowed
+            )
+        except ValueError:
+            break
+        found.append(pixels)
+    return took, len(found) < 2 or np.array_equal(*found)
+
+
+def test_threads_do_not_disturb_each_other(decoder: decoders.Decoder) -> None:
+    cases = [(encode(picture(WIDTH, HEIGHT, seed=seed), "4:2:0"), box) for seed in range(4)
+             for box in BOXES.values()]  # fmt: skip
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda case: decoder.crop(*case, **PLAIN), cases * 4))
+    for pixels, (data, box) in zip(found, cases * 4, strict=True):
+        assert torch.equal(pixels, reference(data, box, **PLAIN))
+
+
+def test_auto_is_the_first_that_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    working = dict.fromkeys(DECODERS)
+    monkeypatch.setattr(decoders, "missing", lambda name: working[name])
+    assert resolve_decoder("auto") == "region"
+    working["region"] = "no compiler"
+    assert resolve_decoder("auto") == "simplejpeg"
+    working["simplejpeg"] = "no wheel"
+    assert resolve_decoder("auto") == "pillow"
+
+
+def test_a_machine_without_the_extension_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "vitscale.images.jpeg._region", None)
+    monkeypatch.delattr("vitscale.images.jpeg._region", raising=False)
+    decoders.missing.cache_clear()
+    try:
+        with pytest.raises(UserError, match="libjpeg-dev") as error:
+            resolve_decoder("region")
+        assert "auto, region, simplejpeg, pillow" in str(error.value)
+        assert resolve_decoder("auto") == "simplejpeg"
+    finally:
+        decoders.missing.cache_clear()
+
+
+def test_an_unknown_decoder_is_told_the_known_ones() -> None:
+    with pytest.raises(UserError, match="auto, region, simplejpeg, pillow"):
+        resolve_decoder("libjpeg")

@@ -1,0 +1,171 @@
+"""Which changes are refused at a resume, which are said, and that none is forgotten."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import PIL
+import pytest
+import torch
+
+from vitscale.checkpoint.folders import Checkpoint
+from vitscale.config.errors import UserError
+from vitscale.distributed.world import World
+from vitscale.models.settings import architecture
+from vitscale.runs.finetune import FinetuneRun
+from vitscale.runs.pretrain import PretrainRun
+from vitscale.runs.training import training_plan
+from vitscale.training import resume as resuming
+from vitscale.training.resume import (
+    CHANGES_SHOWN,
+    RECORD,
+    changes,
+    check_resumable,
+    describe,
+    record,
+)
+
+GLOBAL_BATCH = 8
+SECTIONS: dict[str, Any] = {
+    "name": "x",
+    "data": {"path": "shards", "global_batch": GLOBAL_BATCH},
+    "model": {"preset": "B/16"},
+    "optim": {"lr": 1e-3},
+    "schedule": {"steps": 100, "warmup_steps": 10},
+}
+# Key of the description: what changes it. `data`: of the shards; `type`: of the run.
+CHANGES: dict[str, dict[str, Any]] = {
+    "stage": {"type": FinetuneRun},
+    "architecture": {"model": {"width": 192}},
+    "grid": {"model": {"image_size": 384}},
+    "num_prefix_tokens": {"model": {"num_registers": 4}},
+    "optimizer": {"optim": {"name": "sgd"}},
+    "layer_decay": {"optim": {"layer_decay": 0.9}},
+    "weight_decay_mode": {"optim": {"weight_decay_mode": "independent"}},
+    "ema": {"optim": {"ema": {"decay": 0.9}}},
+    "data_fingerprint": {"shards": {"fingerprint": "other"}},
+    "label_map_sha256": {"shards": {"label_map_sha256": "other"}},
+    "order_version": {"version": 2},
+    "global_batch": {"data": {"global_batch": 16}},
+    "seed": {"seed": 1},
+}
+
+
+def run_with(change: Mapping[str, Any]) -> Any:
+    values = dict(SECTIONS)
+    for key in change.keys() & {"data", "model", "optim", "schedule", "checkpoint"}:
+        values[key] = {**SECTIONS.get(key, {}), **change[key]}
+    return change.get("type", PretrainRun).model_validate(values | {"seed": change.get("seed", 0)})
+
+
+def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
+    run = run_with(change)
+    shards: Any = {"fingerprint": "f", "label_map_sha256": "l"} | change.get("shards", {})
+    return describe(run, architecture(run.model, num_classes=10), SimpleNamespace(**shards))
+
+
+def checkpoint_of(description: dict[str, Any], *, step: int = 20, **progress: int) -> Checkpoint:
+    return Checkpoint(
+        folder=Path("runs/x/checkpoints/step-20"),
+        step=step,
+        files=(),
+        progress={"samples_seen": step * GLOBAL_BATCH} | progress,
+        description=description,
+    )
+
+
+def resume(checkpoint: Checkpoint | None, change: Mapping[str, Any]) -> None:
+    run = run_with(change)
+    plan = training_plan(run, world_size=1, num_samples=80)
+    check_resumable(run, checkpoint, description_of(change), plan)
+
+
+def test_every_key_of_the_description_has_its_change() -> None:
+    assert CHANGES.keys() == description_of({}).keys()
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_change_that_a_checkpoint_does_not_survive_is_refused(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    saved = checkpoint_of(description_of({}))
+    resume(saved, {})
+    monkeypatch.setattr(resuming, "ORDER_VERSION", CHANGES[key].get("version", 1))
+    with pytest.raises(UserError, match="belongs to another run") as caught:
+        resume(saved, CHANGES[key])
+    assert f"\n    {key}: checkpoint " in caught.value.what
+
+
+def test_checkpoint_from_before_a_key_existed_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = {key: v for key, v in description_of({}).items() if key not in resuming.LEGACY_DEFAULTS}
+    resume(checkpoint_of(old), {})
+    for key in resuming.LEGACY_DEFAULTS:
+        monkeypatch.setattr(resuming, "ORDER_VERSION", CHANGES[key].get("version", 1))
+        with pytest.raises(UserError, match=f"{key}: checkpoint "):
+            resume(checkpoint_of(old), CHANGES[key])
+
+
+def test_step_that_does_not_fit_the_run_is_refused() -> None:
+    resume(None, {})
+    description = description_of({})
+    with pytest.raises(UserError, match="152 samples seen by step 20, which are 160 of this run"):
+        resume(checkpoint_of(description, samples_seen=152), {})
+    with pytest.raises(UserError, match="step 101 lies behind the 100 steps of this run"):
+        resume(checkpoint_of(description, step=101), {})
+    with pytest.raises(UserError, match="the run folder holds a checkpoint of step 20"):
+        resume(checkpoint_of(description), {"checkpoint": {"resume": "never"}})
+
+
+def leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, inner in value.items():
+        if isinstance(inner, dict) and inner:
+            yield from leaves(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}"
+
+
+def facts_of(change: Mapping[str, Any]) -> dict[str, str]:
+    world = World(
+        rank=0, world_size=2, local_rank=0, local_world_size=2, device=torch.device("cpu")
+    )
+    return record(run_with(change), world, dtype=torch.bfloat16)
+
+
+def test_record_holds_the_whole_configuration_and_what_else_can_change_a_run() -> None:
+    facts = facts_of({})
+    config = {f"config {key}" for key in leaves(run_with({}).model_dump())}
+    assert len(config) > 100 and config <= facts.keys()
+    assert facts.keys() - config == {
+        *("number of ranks", "device", "precision", "decoder", "threads per rank", "python"),
+        *("torch", "deepspeed", "timm", "numpy", "pillow", "simplejpeg", "vitscale", "git commit"),
+    }
+    assert (facts["number of ranks"], facts["precision"]) == ("2", "bfloat16")
+    assert facts["decoder"] != "auto" and facts["config data.decoder"] == "auto"
+    assert facts["pillow"] == PIL.__version__
+    lower = facts_of({"optim": {"lr": 5e-4}})
+    assert list(changes({RECORD: facts}, lower)) == [
+        "changed since the checkpoint:\n    optim.lr: 0.001 -> 0.0005"
+    ]
+
+
+def test_every_difference_is_one_line_and_equal_records_are_silent() -> None:
+    saved = {RECORD: {"config optim.lr": "0.001", "torch": "2.11.0", "gone": "1"}}
+    now = {"config optim.lr": "0.0005", "torch": "2.11.0", "config new": "2"}
+    assert list(changes(saved, now)) == [
+        "changed since the checkpoint:\n    new: not set -> 2\n    optim.lr: 0.001 -> 0.0005\n"
+        "    gone: 1 -> not set"
+    ]
+    assert list(changes({RECORD: now}, now)) == []
+
+
+def test_checkpoint_without_a_record_says_nothing() -> None:
+    assert list(changes({}, {"torch": "2.11.0"})) == []
+
+
+def test_long_lists_end() -> None:
+    saved = {RECORD: {f"config {number:03d}": "a" for number in range(CHANGES_SHOWN + 5)}}
+    (text,) = changes(saved, {})
+    assert text.splitlines()[-1] == "    ... 5 more" and len(text.splitlines()) == CHANGES_SHOWN + 2

@@ -1,0 +1,147 @@
+"""Files that are either whole or absent.
+
+Owns: write -> fsync -> rename -> fsync of the parent, for files and folders, and content hashes.
+Needs no torch.
+Leaves out: what is written, and which folder names mean what.
+
+A rename without the fsync before it can leave a file of zero bytes after power loss (seen on ext4),
+hence the order. https://lwn.net/Articles/457667/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import blake3
+
+HASH_CHUNK_BYTES = 1 << 20
+# Or one fsync at the end would flush all of a large file, and nobody could tell it from a hang.
+FLUSH_BYTES = 1 << 30
+
+
+def fsync_folder(folder: Path) -> None:
+    """Flush a folder's entries, so that renames inside it survive power loss."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folders(folder: Path) -> None:
+    """Create a folder and its missing parents so that their names survive power loss."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        folder = folder.parent
+    for each in reversed(missing):
+        each.mkdir(exist_ok=True)
+        fsync_folder(each.parent)
+
+
+def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """Write and fsync a file that must not exist yet. Returns its bytes and its BLAKE3 hash.
+
+    Pieces are taken one after the other, as the disk gets on. Hashed while it is written, without a
+    second copy of the content; other threads run meanwhile.
+    For files in a folder that is not committed yet: the file's name needs the fsync of its folder.
+    Raises OSError that names the file.
+    """
+    digest, num_bytes, num_flushed = blake3.blake3(), 0, 0
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        try:
+            for piece in pieces:
+                whole = memoryview(piece)
+                num_bytes += len(whole)
+                for start in range(0, len(whole), HASH_CHUNK_BYTES):
+                    chunk = whole[start : start + HASH_CHUNK_BYTES]
+                    digest.update(chunk)
+                    while chunk:
+                        chunk = chunk[os.write(fd, chunk) :]
+                if num_bytes - num_flushed >= FLUSH_BYTES:
+                    os.fdatasync(fd)
+                    num_flushed = num_bytes
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    return num_bytes, digest.hexdigest()
+
+
+@contextmanager
+def atomic_file(path: Path | str) -> Iterator[BinaryIO]:
+    """Open a temporary neighbour of `path` for bytes; commit it when the block ends well."""
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_folder(path.parent)
+
+
+def write_bytes(path: Path | str, data: bytes) -> None:
+    with atomic_file(path) as file:
+        file.write(data)
+
+
+def write_text(path: Path | str, text: str) -> None:
+    write_bytes(path, text.encode())
+
+
+def json_text(value: Any) -> str:
+    """JSON with sorted keys, so that equal values give equal bytes."""
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"
+
+
+def write_json(path: Path | str, value: Any) -> None:
+    write_text(path, json_text(value))
+
+
+def commit_folder(temporary: Path, final: Path) -> None:
+    """Give a fully written (and per-file fsynced) folder its final name. `final` must not exist."""
+    fsync_folder(temporary)
+    os.rename(temporary, final)
+    fsync_folder(final.parent)
+
+
+def sha256_of_file(path: Path | str, *, on_progress: Callable[[], None] = lambda: None) -> str:
+    """Hexadecimal SHA-256 of a file's bytes, read in chunks; `moved` is called after each."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(HASH_CHUNK_BYTES):
+            digest.update(chunk)
+            on_progress()
+    return digest.hexdigest()
+
+
+def blake3_of_file(
+    path: Path | str, *, from_disk: bool = False, on_progress: Callable[[], None] = lambda: None
+) -> str:
+    """Hexadecimal BLAKE3 of a file's bytes, as `b3sum` prints it.
+
+    from_disk: drop what the page cache holds of the (fsynced) file first, where the system can.
+    moved: called after each chunk.
+    """
+    digest = blake3.blake3()
+    with open(path, "rb") as file:
+        if from_disk:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        while chunk := file.read(HASH_CHUNK_BYTES):
+            digest.update(chunk)
+            on_progress()
+    return digest.hexdigest()

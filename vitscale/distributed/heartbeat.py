@@ -1,0 +1,192 @@
+"""Who of the ranks is missing when the others wait.
+
+Owns: each rank's sign of life, looking after the others', and the message that names a silent one.
+Leaves out: collectives themselves (`distributed`, `engine`), whose own timeouts name nobody.
+
+Threads of every rank write a sign into the store at which the ranks met, and watch the rank
+behind it. A stopped or dead process writes nothing more. A process that lives while its loop hangs
+shows by its count of `mark`s that it is behind the rest.
+
+Silence is the time between looks, but each counts for two periods at most: a job that stood still
+as a whole (suspended by its machine or SLURM) does not take all its ranks for silent afterwards.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+
+import torch.distributed as dist
+
+from vitscale.distributed.world import World
+
+LONGEST_PERIOD_S = 5.0
+# Ends before the collectives' own timeout does, which would name nobody.
+SHARE_OF_TIMEOUT = 0.7
+CHECKS_PER_TIMEOUT = 10
+# How gloo and NCCL say that a peer is gone.
+LOST = re.compile(r"[Cc]onnection|[Tt]imed out|[Tt]imeout")
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class _Silence:
+    """For how long a number that should grow has been the same, looked at about every period."""
+
+    def __init__(self, period_s: float) -> None:
+        self.longest_s, self.number, self.looked, self.silent_s = 2 * period_s, -1, 0.0, 0.0
+
+    def seconds(self, number: int) -> float:
+        now = time.monotonic()
+        self.silent_s += min(now - self.looked, self.longest_s)
+        if number != self.number:
+            self.silent_s = 0.0
+        self.number, self.looked = number, now
+        return self.silent_s
+
+
+class Heartbeat:
+    """Signs of life of all ranks, for the length of the block."""
+
+    def __init__(
+        self, world: World, *, timeout_min: float, say: Callable[[str], None] = _say
+    ) -> None:
+        self.world, self.say = world, say
+        self.silence_s = timeout_min * 60 * SHARE_OF_TIMEOUT
+        self.period_s = min(LONGEST_PERIOD_S, self.silence_s / CHECKS_PER_TIMEOUT)
+        self._marks, self._doing, self._answers = 0, "starting", 0
+        self._end = threading.Event()
+        # Two, since the one that talks to the store waits for ever while rank 0 is stopped.
+        self._threads = [
+            threading.Thread(target=target, name=f"heartbeat-{number}", daemon=True)
+            for number, target in enumerate((self._talk, self._watch))
+        ]
+
+    def mark(self, doing: str) -> None:
+        """The loop has come this far; every rank makes the same marks in the same order."""
+        self._marks, self._doing = self._marks + 1, doing
+
+    def __enter__(self) -> Heartbeat:
+        if self.world.world_size > 1:
+            for thread in self._threads:
+                thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end.set()
+        lost = isinstance(error, RuntimeError) and LOST.search(str(error))
+        if error is not None and lost and self.world.world_size > 1:
+            notes: list[str] = []
+            looking = threading.Thread(
+                target=lambda: notes.append(self._silent_ranks()), daemon=True
+            )
+            looking.start()
+            looking.join(timeout=6 * self.period_s)
+            error.add_note(notes[0] if notes else "rank 0, where the ranks meet, does not answer")
+
+    def _silent_ranks(self) -> str:
+        """A collective has failed here; look for the rank that did not."""
+        try:
+            store = self._connect()
+            keys = [f"{self._key(rank)}/beats" for rank in range(self.world.world_size)]
+            before = [store.add(key, 0) for key in keys]
+            time.sleep(2.5 * self.period_s)
+            pairs = enumerate(zip(before, [store.add(key, 0) for key in keys], strict=True))
+        except RuntimeError:
+            return "rank 0, where the ranks meet, is gone; see what it said"
+        # This rank's own thread has ended, and so have those of ranks that failed as this one did.
+        silent = [str(rank) for rank, (a, b) in pairs if a == b and rank != self.world.rank]
+        return f"without a sign of life: rank {', '.join(silent)}" if silent else "all ranks live"
+
+    # --- the thread ------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        """Look whether the store still answers this rank."""
+        silence = _Silence(self.period_s)
+        while not self._end.wait(self.period_s):
+            if silence.seconds(self._answers) > self.silence_s + self.period_s:
+                self.give_up(
+                    f"rank 0, where the ranks meet, has not answered for {self.silence_s:.0f} s: "
+                    "it was stopped or killed, or its node is gone"
+                )
+
+    def _talk(self) -> None:
+        """Give signs of life, and look for those of the next rank."""
+        own, watched = self.world.rank, (self.world.rank + 1) % self.world.world_size
+        of_rank, of_own_loop, store = _Silence(self.period_s), _Silence(self.period_s), None
+        while not self._end.wait(self.period_s):
+            try:
+                store = store or self._connect()
+                store.set(self._key(own), f"{self._marks} {self._doing}")
+                store.add(f"{self._key(own)}/beats", 1)
+                beats = store.add(f"{self._key(watched)}/beats", 0)
+                waited_s = of_own_loop.seconds(self._marks)
+                behind = self._behind(store) if waited_s >= self.silence_s else None
+            except RuntimeError:  # rank 0 may just have ended; `_watch` counts the time
+                store = None
+                continue
+            self._answers += 1
+            if of_rank.seconds(beats) > self.silence_s:
+                self.give_up(
+                    f"rank {watched} has given no sign of life for {self.silence_s:.0f} s: it was "
+                    "stopped or killed, or its node is gone"
+                )
+            if behind:
+                self.give_up(behind)
+
+    def _connect(self) -> dist.TCPStore:
+        # A connection of its own: collectives may hold the other one while they wait.
+        return dist.TCPStore(
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            is_master=False,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=max(0.5, self.silence_s / CHECKS_PER_TIMEOUT)),
+        )
+
+    @staticmethod
+    def _key(rank: int) -> str:
+        return f"vitscale/life/{rank}"
+
+    def _behind(self, store: dist.TCPStore) -> str | None:
+        """Ranks that keep the others waiting."""
+        keys = [self._key(rank) for rank in range(self.world.world_size)]
+        if not store.check(keys):
+            return None
+        rows = [value.decode().split(" ", 1) for value in store.multi_get(keys)]
+        fewest = min(int(marks) for marks, _ in rows)
+        late = [
+            f"rank {rank} ({doing})"
+            for rank, (marks, doing) in enumerate(rows)
+            if int(marks) == fewest
+        ]
+        # All of them at the same place: a long evaluation, say. Collectives have timeouts.
+        if len(late) == len(rows):
+            return None
+        return f"the others have waited {self.silence_s:.0f} s for {', '.join(late)}"
+
+    def give_up(self, what: str) -> None:
+        """End the process: its loop hangs in a collective or a disk and can raise nothing."""
+        if self._end.is_set():
+            return
+        self.say(
+            f"error: rank {self.world.rank}: {what}\n"
+            "  next: look at that rank's node and output; run the same command again to go on from "
+            "the newest checkpoint (engine.timeout_min is how long ranks wait)"
+        )
+        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        os._exit(1)

@@ -1,0 +1,243 @@
+"""Ranks: who I am, joining the others, and agreeing with them.
+
+Owns: the environment of launchers (deepspeed, SLURM job, plain python), the process group, and the
+small collectives every stage needs.
+Leaves out: gradient traffic (`engine`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from vitscale.config.errors import RankError, UserError
+
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """This process among the processes of the job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+
+def _complete_environment() -> None:
+    """Fill in what the launcher left open; everything for a plain `python`."""
+    env = os.environ
+    if "RANK" not in env:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+        env.setdefault("MASTER_ADDR", "127.0.0.1")
+        env.setdefault("MASTER_PORT", str(port))
+    missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
+    if missing:
+        raise UserError(
+            f"RANK is set but {', '.join(missing)} is not",
+            where="environment",
+            next_step="start through deepspeed, launch/slurm.py or launch/local.py",
+        )
+    env.setdefault("LOCAL_RANK", "0")
+    # The deepspeed launcher says LOCAL_SIZE, torchrun and submitit LOCAL_WORLD_SIZE.
+    env.setdefault("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", "1"))
+
+
+def _pick_device(wanted: Literal["auto", "cuda", "cpu"], local_rank: int) -> torch.device:
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"local rank {local_rank} has no GPU: torch finds {torch.cuda.device_count()} here",
+            where="engine.device",
+            next_step="start as many processes per node as it has GPUs, or set engine.device=cpu",
+        )
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def process_group(
+    *,
+    device: Literal["auto", "cuda", "cpu"],
+    timeout_min: float,
+    num_threads: int | None,
+    init_timeout_min: float = 5.0,
+) -> Iterator[World]:
+    """Join the other ranks for the length of the block. gloo on CPU, NCCL on GPU.
+
+    timeout_min: for collectives; init_timeout_min: for all ranks to come.
+    Raises UserError naming the ranks that did not come.
+    """
+    _complete_environment()
+    env = os.environ
+    local_rank, local_world = int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
+    world = World(
+        rank=int(env["RANK"]),
+        world_size=int(env["WORLD_SIZE"]),
+        local_rank=local_rank,
+        local_world_size=local_world,
+        device=_pick_device(device, local_rank),
+    )
+    if world.device.type == "cuda":
+        torch.cuda.set_device(world.device)
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(num_threads or max(1, cores // local_world))
+    store = None
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # there the launcher has met them already
+        store = _rendezvous(world, timeout_min=init_timeout_min)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=timedelta(minutes=timeout_min),
+        store=store,
+    )
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()
+
+
+def _rendezvous(world: World, *, timeout_min: float) -> dist.TCPStore:
+    """Wait for every rank at the address that the launcher named; rank 0 listens there."""
+    env, patience = os.environ, timedelta(minutes=timeout_min)
+    address = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+    try:
+        store = dist.TCPStore(
+            env["MASTER_ADDR"],
+            int(env["MASTER_PORT"]),
+            is_master=world.is_first,
+            timeout=patience,
+            wait_for_workers=False,
+        )
+        store.set(f"vitscale/here/{world.rank}", "")
+    except RuntimeError as error:
+        if world.is_first:
+            what = f"cannot listen at {address}: {str(error).splitlines()[0]}"
+            raise RankError(
+                what, where="MASTER_PORT", next_step="choose a port that nothing uses"
+            ) from None
+        raise RankError(
+            f"rank 0 does not answer at {address} ({timeout_min:g} min)",
+            where="engine.init_timeout_min",
+            next_step="read what rank 0 said; check that MASTER_ADDR is its node",
+        ) from None
+    keys = [f"vitscale/here/{rank}" for rank in range(world.world_size)]
+    try:
+        store.wait(keys, patience)
+    except RuntimeError as error:
+        raise RankError(
+            f"not all of {world.world_size} ranks came within {timeout_min:g} min; "
+            f"{_missing(store, keys)}",
+            where="engine.init_timeout_min",
+            next_step="read what the missing ranks said; raise it if they are only slow to start",
+        ) from error
+    return store
+
+
+def _missing(store: dist.TCPStore, keys: list[str]) -> str:
+    try:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError:
+        return "rank 0 went away"
+    return f"missing: {', '.join(missing)}"
+
+
+def agree_no_error(error: str | None) -> None:
+    """Raise the first rank's error on every rank, so that none waits for one that gave up."""
+    errors: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    for rank, text in enumerate(errors):
+        if text is not None:
+            raise UserError(text if len(errors) == 1 else f"rank {rank}: {text}")
+
+
+def gather_objects(value: Any) -> list[Any]:
+    """`value` of every rank, in rank order, on every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def broadcast_object(value: Any) -> Any:
+    """Rank 0's `value` on every rank."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """Elementwise sum over ranks, as a new tensor."""
+    total = values.clone()
+    dist.all_reduce(total)
+    return total
+
+
+class PreemptionFlag:
+    """Remembers that a stop signal came; asking is collective, so all ranks stop at the same step.
+
+    While the block runs, SIGUSR2 (SLURM's warning) and SIGTERM only set a flag. The ranks' flags
+    are summed in the background, in a gloo group of their own: asking at every step waits for
+    nobody, and answers for the time of the asking before.
+
+    Once the ranks stop, further signals stay ignored after the block: they would kill a rank whose
+    checkpoint is committed while it closes what is open.
+    """
+
+    def __init__(self) -> None:
+        self._received = False
+        self._set_on_any_rank = False
+        self._group: Any = None
+        if dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+        self._asked: tuple[Any, torch.Tensor] | None = None
+
+    def __enter__(self) -> PreemptionFlag:
+        self._previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._remember)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._asked is not None and kind is None:
+            self._asked[0].wait()  # a group must not end with a sum under way
+        for number, handler in self._previous.items():
+            if self._received or self._set_on_any_rank:
+                handler = signal.SIG_IGN
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def _remember(self, *_: object) -> None:
+        self._received = True
+
+    def set_on_any_rank(self) -> bool:
+        """Whether any rank had received a stop signal when this was asked before."""
+        self._set_on_any_rank = self._ask()
+        return self._set_on_any_rank
+
+    def _ask(self) -> bool:
+        if self._group is None:
+            return self._received
+        before, flag = self._asked, torch.tensor([int(self._received)])
+        self._asked = (dist.all_reduce(flag, group=self._group, async_op=True), flag)
+        if before is None:
+            return False
+        before[0].wait()
+        return bool(before[1].item())

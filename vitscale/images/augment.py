@@ -1,0 +1,334 @@
+"""Augmentation of one image after crop and flip: a pure function of image, settings and counter.
+
+Owns: which operations the recipes apply, how strongly, and in what order chance is asked.
+Leaves out: the operations (`pixel_operations`), crop and flip (`images`), mixing (`mixing`).
+
+Order: RandAugment or 3-Augment, colour jitter, erasing. Without settings the image comes back as it
+is. Images are uint8 [3, H, W] and are never written to.
+
+Two RandAugments exist. `augreg` is that of Steiner et al. 2021 (big_vision's `pp/autoaugment.py`,
+from the TPU EfficientNet code): 16 operations, always applied, nearest neighbour, pixels instead of
+shares, magnitudes 0..20, with the oddities that the published models were trained with.
+`timm` is `rand-mM-mstdS-inc1` of timm's `auto_augment.py`, DeiT's: 15 operations, each applied with
+probability 0.5, all stronger with magnitude, magnitudes 0..10.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import lru_cache, partial
+from statistics import NormalDist
+
+import numpy as np
+import torch
+
+from vitscale.distributed.random_numbers import CounterRandom
+from vitscale.images import pixel_operations as ops
+from vitscale.images.settings import (
+    AugmentSettings,
+    ColorJitterSettings,
+    ErasingSettings,
+    RandAugmentSettings,
+)
+
+Operation = Callable[[torch.Tensor, float, CounterRandom], torch.Tensor]
+
+GRAY = 128
+ERASING_ATTEMPTS = 10
+_GOLDEN = 0x9E3779B97F4A7C15
+TIMM_PROBABILITY = 0.5
+THREE_AUGMENT_JITTER = ColorJitterSettings(brightness=0.3, contrast=0.3, saturation=0.3)
+
+
+def augment(
+    image: torch.Tensor,
+    settings: AugmentSettings,
+    random: CounterRandom,
+    *,
+    mean: tuple[float, float, float],
+    std: tuple[float, float, float],
+) -> torch.Tensor:
+    """The augmented image, uint8 [3, H, W].
+
+    mean, std: of the run's normalisation, of pixels 0..1: what "average colour" means to erasing.
+    """
+    if settings.randaugment is not None:
+        image = rand_augment(image, settings.randaugment, random)
+    if settings.three_augment:
+        image = three_augment(image, random)
+    if settings.color_jitter is not None:
+        image = color_jitter(image, settings.color_jitter, random)
+    if settings.erasing is not None:
+        image = erase(image, settings.erasing, random, mean=mean, std=std)
+    return image
+
+
+def rand_augment(
+    image: torch.Tensor, settings: RandAugmentSettings, random: CounterRandom
+) -> torch.Tensor:
+    """`num_ops` operations drawn with replacement. Source: Cubuk et al. 2019, and see above."""
+    operations = list(POLICIES[settings.policy].values())
+    for _ in range(settings.num_ops):
+        operation = operations[_below(len(operations), random)]
+        if settings.policy == "augreg":
+            image = operation(image, settings.magnitude, random)
+        elif random.uniform() < TIMM_PROBABILITY:
+            magnitude = settings.magnitude + settings.magnitude_std * _normal(random)
+            image = operation(image, min(max(magnitude, 0.0), 10.0), random)
+    return image
+
+
+def three_augment(image: torch.Tensor, random: CounterRandom) -> torch.Tensor:
+    """One of grayscale, solarize, blur; then colour jitter. Source: DeiT's `augment.py` (DeiT III).
+
+    Touvron et al. 2022, sec. 3.2; jitter 0.3 is the default of DeiT's `--ThreeAugment`.
+    """
+    chosen = _below(3, random)
+    if chosen == 0:
+        image = ops.desaturate(image)
+    elif chosen == 1:
+        image = ops.solarize(image, threshold=128)
+    else:
+        image = ops.gaussian_blur(image, sigma=random.uniform(0.1, 2.0))
+    return color_jitter(image, THREE_AUGMENT_JITTER, random)
+
+
+def color_jitter(
+    image: torch.Tensor, settings: ColorJitterSettings, random: CounterRandom
+) -> torch.Tensor:
+    """Factors around 1, in random order. Source: torchvision's `ColorJitter` on Pillow images."""
+    steps: list[Callable[[torch.Tensor], torch.Tensor]] = []
+    for operation, reach in (
+        (ops.brightness, settings.brightness),
+        (ops.contrast, settings.contrast),
+        (ops.saturation, settings.saturation),
+    ):
+        if reach:
+            factor = random.uniform(max(0.0, 1 - reach), 1 + reach)
+            steps.append(partial(operation, factor=factor))
+    if settings.hue:
+        steps.append(partial(ops.shift_hue, turns=random.uniform(-settings.hue, settings.hue)))
+    while steps:
+        image = steps.pop(_below(len(steps), random))(image)
+    return image
+
+
+# ---- erasing ----------------------------------------------------------------------------------
+
+
+def erase(
+    image: torch.Tensor,
+    settings: ErasingSettings,
+    random: CounterRandom,
+    *,
+    mean: tuple[float, float, float],
+    std: tuple[float, float, float],
+) -> torch.Tensor:
+    """Fill a random box. Source: Zhong et al. 2017; boxes and modes of timm's `RandomErasing`.
+
+    timm fills normalised images with 0 (const) or normal noise (rand: one colour, pixel: each
+    pixel). Here the same is written as uint8: the mean colour, or mean + std * noise in 16 bits of
+    probability, both rounded and cut off at 0 and 255.
+    """
+    if random.uniform() >= settings.probability:
+        return image
+    _, height, width = image.shape
+    aspect = math.log(settings.aspect[0]), math.log(settings.aspect[1])
+    for _ in range(ERASING_ATTEMPTS):
+        pixels = random.uniform(*settings.area) * height * width
+        ratio = math.exp(random.uniform(*aspect))
+        h, w = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
+        if h < height and w < width:
+            top, left = _below(height - h + 1, random), _below(width - w + 1, random)
+            erased = image.clone()
+            filling = _filling(settings.mode, (h, w), random, mean=mean, std=std)
+            erased[:, top : top + h, left : left + w] = filling
+            return erased
+    return image
+
+
+def _filling(
+    mode: str,
+    size: tuple[int, int],
+    random: CounterRandom,
+    *,
+    mean: tuple[float, float, float],
+    std: tuple[float, float, float],
+) -> torch.Tensor:
+    """uint8, to be spread over [3, h, w]."""
+    if mode == "const":
+        colour = [min(max(round(255 * m), 0), 255) for m in mean]
+        return torch.tensor(colour, dtype=torch.uint8).view(3, 1, 1)
+    height, width = (1, 1) if mode == "rand" else size
+    codes = _codes(3 * height * width, random).reshape(3, height, width)
+    planes = [
+        _noise_levels(*statistics)[plane]
+        for *statistics, plane in zip(mean, std, codes, strict=True)
+    ]
+    return torch.from_numpy(np.stack(planes))
+
+
+@lru_cache(maxsize=8)
+def _noise_levels(mean: float, std: float) -> np.ndarray:
+    """uint8 [65536]: the levels of a normal distribution at equal steps of probability."""
+    share = (torch.arange(1 << 16, dtype=torch.float64) + 0.5) / (1 << 16)
+    level = (255 * (mean + std * torch.special.ndtri(share))).round().clamp(0, 255)
+    return level.byte().numpy()
+
+
+def _codes(num: int, random: CounterRandom) -> np.ndarray:
+    """uint16 [num] from one draw; a draw for each pixel would take 50 ms."""
+    start = np.uint64(int(random.uniform() * 2.0**53) << 11)
+    with np.errstate(over="ignore"):
+        x = start + np.arange(1, num // 4 + 2, dtype=np.uint64) * np.uint64(_GOLDEN)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return x.astype("<u8").view("<u2")[:num]
+
+
+# ---- RandAugment: (image, magnitude, random) -> image -------------------------------------------
+
+
+def _below(num: int, random: CounterRandom) -> int:
+    """A whole number in 0 .. num - 1."""
+    return int(random.uniform() * num)
+
+
+def _either_sign(value: float, random: CounterRandom) -> float:
+    return value if random.uniform() < 0.5 else -value
+
+
+def _normal(random: CounterRandom) -> float:
+    return NormalDist().inv_cdf(random.uniform(2.0**-54, 1.0))
+
+
+def _augreg_contrast(image: torch.Tensor, m: float, _: CounterRandom) -> torch.Tensor:
+    """The "mean" is that of the histogram's 256 bins: pixels / 256, 196 at 224 px."""
+    gray = min(image.shape[1] * image.shape[2] / 256, 255.0)
+    return ops.contrast(image, factor=_enhance(m), gray=math.floor(gray))
+
+
+def _augreg_solarize(image: torch.Tensor, m: float, _: CounterRandom) -> torch.Tensor:
+    """The threshold becomes a uint8 by wrapping: 256 and 512 (magnitude 10, 20) mean 0.
+
+    Run on 2026-11-21 with TensorFlow 2.12 and numpy 1.23; later numpy refuses such numbers.
+    """
+    return ops.solarize(image, threshold=int(m / 10 * 256) % 256)
+
+
+def _augreg_cutout(image: torch.Tensor, m: float, random: CounterRandom) -> torch.Tensor:
+    """A gray square of up to 2 * pad pixels around any pixel, cut off at the border."""
+    pad = int(m / 10 * 40)
+    _, height, width = image.shape
+    y, x = _below(height, random), _below(width, random)
+    box = {"top": y - pad, "left": x - pad, "bottom": y + pad, "right": x + pad}
+    return ops.fill_box(image, **box, fill=GRAY)
+
+
+def _augreg_shear(
+    image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool
+) -> torch.Tensor:
+    """About the first pixel's centre."""
+    s = _either_sign(m / 10 * 0.3, random)
+    matrix = (1.0, s, -s / 2, 0.0, 1.0, 0.0) if along_x else (1.0, 0.0, 0.0, s, 1.0, -s / 2)
+    return ops.affine(image, matrix, interpolation="nearest", fill=GRAY)
+
+
+def _augreg_translate(
+    image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool
+) -> torch.Tensor:
+    """By up to 100 pixels (200 at magnitude 20), whatever the image's size."""
+    pixels = math.floor(_either_sign(m / 10 * 100, random) + 0.5)
+    x, y = (pixels, 0) if along_x else (0, pixels)
+    return ops.translate(image, x=x, y=y, fill=GRAY)
+
+
+def _augreg_rotate(image: torch.Tensor, m: float, random: CounterRandom) -> torch.Tensor:
+    matrix = _rotation(image, _either_sign(m / 10 * 30, random))
+    return ops.affine(image, matrix, interpolation="nearest", fill=GRAY)
+
+
+def _rotation(image: torch.Tensor, degrees: float) -> ops.Matrix:
+    return ops.rotation(degrees, width=image.shape[2], height=image.shape[1])
+
+
+def _enhance(m: float) -> float:
+    """0.1 .. 1.9 .. 3.7 at magnitude 0 .. 10 .. 20: weak magnitudes change most."""
+    return m / 10 * 1.8 + 0.1
+
+
+def _enhance_away(m: float, random: CounterRandom) -> float:
+    """1 plus or minus up to 0.9."""
+    return max(0.1, 1.0 + _either_sign(m / 10 * 0.9, random))
+
+
+def _timm_affine(image: torch.Tensor, matrix: ops.Matrix, random: CounterRandom) -> torch.Tensor:
+    interpolation: ops.Interpolation = "bilinear" if random.uniform() < 0.5 else "bicubic"
+    return ops.affine(image, matrix, interpolation=interpolation, fill=GRAY)
+
+
+def _timm_rotate(image: torch.Tensor, m: float, random: CounterRandom) -> torch.Tensor:
+    return _timm_affine(image, _rotation(image, _either_sign(m / 10 * 30, random)), random)
+
+
+def _timm_shear(
+    image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool
+) -> torch.Tensor:
+    """About the corner."""
+    s = _either_sign(m / 10 * 0.3, random)
+    matrix = (1.0, s, 0.0, 0.0, 1.0, 0.0) if along_x else (1.0, 0.0, 0.0, s, 1.0, 0.0)
+    return _timm_affine(image, matrix, random)
+
+
+def _timm_translate(
+    image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool
+) -> torch.Tensor:
+    """By up to 45 % of the side."""
+    share = _either_sign(m / 10 * 0.45, random)
+    x, y = (share * image.shape[2], 0.0) if along_x else (0.0, share * image.shape[1])
+    return _timm_affine(image, (1.0, 0.0, x, 0.0, 1.0, y), random)
+
+
+AUGREG: dict[str, Operation] = {
+    "auto_contrast": lambda image, m, random: ops.auto_contrast(image),
+    "equalize": lambda image, m, random: ops.equalize(image),
+    "invert": lambda image, m, random: ops.invert(image),
+    "rotate": _augreg_rotate,
+    # 0 bits still keep the highest: TensorFlow limits a shift of 8 to 7.
+    "posterize": lambda image, m, random: ops.posterize(image, bits=max(1, int(m / 10 * 4))),
+    "solarize": _augreg_solarize,
+    "color": lambda image, m, random: ops.saturation(image, factor=_enhance(m)),
+    "contrast": _augreg_contrast,
+    "brightness": lambda image, m, random: ops.brightness(image, factor=_enhance(m)),
+    "sharpness": lambda image, m, random: ops.sharpness(image, factor=_enhance(m)),
+    "shear_x": partial(_augreg_shear, along_x=True),
+    "shear_y": partial(_augreg_shear, along_x=False),
+    "translate_x": partial(_augreg_translate, along_x=True),
+    "translate_y": partial(_augreg_translate, along_x=False),
+    "cutout": _augreg_cutout,
+    "solarize_add": lambda image, m, random: ops.solarize_add(image, addition=int(m / 10 * 110)),
+}
+"""Ranges: `level_to_arg` and `distort_image_with_randaugment` of big_vision."""
+
+TIMM: dict[str, Operation] = {
+    "auto_contrast": AUGREG["auto_contrast"],
+    "equalize": AUGREG["equalize"],
+    "invert": AUGREG["invert"],
+    "rotate": _timm_rotate,
+    "posterize": lambda image, m, random: ops.posterize(image, bits=4 - int(m / 10 * 4)),
+    "solarize": lambda image, m, random: ops.solarize(image, threshold=256 - int(m / 10 * 256)),
+    "solarize_add": AUGREG["solarize_add"],
+    "color": lambda image, m, r: ops.saturation(image, factor=_enhance_away(m, r)),
+    "contrast": lambda image, m, r: ops.contrast(image, factor=_enhance_away(m, r)),
+    "brightness": lambda image, m, r: ops.brightness(image, factor=_enhance_away(m, r)),
+    "sharpness": lambda image, m, r: ops.sharpness(image, factor=_enhance_away(m, r)),
+    "shear_x": partial(_timm_shear, along_x=True),
+    "shear_y": partial(_timm_shear, along_x=False),
+    "translate_x": partial(_timm_translate, along_x=True),
+    "translate_y": partial(_timm_translate, along_x=False),
+}
+"""Ranges: `_RAND_INCREASING_TRANSFORMS` and `LEVEL_TO_ARG` of timm 1.0."""
+
+POLICIES = {"augreg": AUGREG, "timm": TIMM}

@@ -1,0 +1,153 @@
+"""Image bytes to pixels: decode, crop, flip, resize. Pure functions; uint8 throughout.
+
+Leaves out: reading bytes (`loader`) and normalising, which runs on the device (`engine`).
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+
+from vitscale.distributed.random_numbers import CounterRandom
+
+FORMATS = ("JPEG", "PNG", "WEBP")
+CROP_ATTEMPTS = 10
+PLAIN_CROP_PADDING = 4  # px of the output; DeiT's augment.py
+# Beyond this Pillow takes an image for a decompression bomb.
+MAX_PIXELS = 178_956_970
+
+# What Pillow raises, or has raised, on broken bytes besides OSError and ValueError.
+PILLOW_ERRORS = (
+    *(EOFError, LookupError, OverflowError, SyntaxError, TypeError),
+    *(struct.error, zlib.error),
+)
+
+# H height, W width, S output side
+
+
+@dataclass(frozen=True, slots=True)
+class CropBox:
+    """A rectangle in pixels."""
+
+    left: int
+    top: int
+    width: int
+    height: int
+
+
+@contextmanager
+def open_image(data: bytes) -> Iterator[Image.Image]:
+    """The image with its header read. Raises OSError if unreadable, ValueError if too large."""
+    try:
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            # Pillow's own limit is a global that anyone in the process may have lifted.
+            if image.width * image.height > MAX_PIXELS:
+                raise ValueError(f"{image.width} x {image.height} pixels; at most {MAX_PIXELS}")
+            yield image
+    except Image.DecompressionBombError as error:
+        raise ValueError(str(error)) from None
+    except PILLOW_ERRORS as error:
+        raise OSError(f"{type(error).__name__}: {error}") from None
+
+
+def decode(data: bytes) -> torch.Tensor:
+    """Bytes of a JPEG, PNG or WebP as RGB pixels, uint8 [H, W, 3].
+
+    Raises OSError if unreadable, ValueError if too large.
+    """
+    with open_image(data) as image:
+        return torch.from_numpy(np.array(image.convert("RGB")))
+
+
+def random_crop_box(
+    width: int,
+    height: int,
+    *,
+    area: tuple[float, float],
+    aspect: tuple[float, float],
+    random: CounterRandom,
+) -> CropBox:
+    """A box of random area share and aspect ratio; the largest allowed centre box if none fits.
+
+    Source: the inception crop, Szegedy et al. 2015, sec. 6; aspect log-uniform as in torchvision.
+    """
+    for _ in range(CROP_ATTEMPTS):
+        pixels = random.uniform(*area) * width * height
+        ratio = math.exp(random.uniform(math.log(aspect[0]), math.log(aspect[1])))
+        w, h = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
+        x, y = random.uniform(), random.uniform()
+        if 0 < w <= width and 0 < h <= height:
+            return CropBox(int(x * (width - w + 1)), int(y * (height - h + 1)), w, h)
+    ratio = min(max(width / height, aspect[0]), aspect[1])
+    w, h = min(width, round(height * ratio)), min(height, round(width / ratio))
+    return CropBox((width - w) // 2, (height - h) // 2, w, h)
+
+
+def plain_crop_box(
+    width: int, height: int, *, size: int, random: CounterRandom
+) -> tuple[CropBox, int, int]:
+    """A square of the short side, and by how many output pixels the crop lies beyond it.
+
+    DeiT resizes the short side to `size`, pads by 4 px and crops (`--src` in DeiT's `augment.py`,
+    Touvron et al. 2022, sec. 3.2 "simple random crop"). The resized crop is what it is there but
+    for half a pixel of the source, to which the box is rounded. Returns (box, right, down) for
+    `reflected`.
+    """
+    short = min(width, height)
+
+    def place(length: int) -> tuple[int, int]:
+        room = size * length // short - size
+        at = int(random.uniform() * (room + 2 * PLAIN_CROP_PADDING + 1)) - PLAIN_CROP_PADDING
+        inside = min(max(at, 0), room)
+        return min(round(inside * short / size), length - short), at - inside
+
+    left, right = place(width)
+    top, down = place(height)
+    return CropBox(left, top, short, short), right, down
+
+
+def reflected(image_3SS: torch.Tensor, *, right: int, down: int) -> torch.Tensor:
+    """The view `right` and `down` pixels further; beyond the border the image is mirrored.
+
+    The outermost pixels are not repeated, as in numpy's and Pillow's "reflect".
+    """
+    last = image_3SS.shape[-1] - 1
+
+    def sources(shift: int) -> torch.Tensor:
+        return last - (last - (torch.arange(last + 1) + shift).abs()).abs()
+
+    return image_3SS[:, sources(down)][:, :, sources(right)]
+
+
+def center_crop_box(width: int, height: int, *, fraction: float) -> CropBox:
+    """The centre square whose side is `fraction` of the short side."""
+    side = max(1, round(min(width, height) * fraction))
+    return CropBox((width - side) // 2, (height - side) // 2, side, side)
+
+
+def crop_and_resize(
+    pixels_HW3: torch.Tensor,
+    box: CropBox,
+    *,
+    size: int,
+    interpolation: str,
+    antialias: bool,
+    flip: bool,
+) -> torch.Tensor:
+    """Cut `box`, resample it to `size` x `size`, mirror it if asked. Returns uint8 [3, S, S]."""
+    crop = pixels_HW3[box.top : box.top + box.height, box.left : box.left + box.width]
+    crop_1CHW = crop.permute(2, 0, 1)[None]
+    resized = F.interpolate(
+        crop_1CHW, size=(size, size), mode=interpolation, antialias=antialias, align_corners=False
+    )[0]
+    return resized.flip(-1) if flip else resized

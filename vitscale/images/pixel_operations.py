@@ -1,0 +1,215 @@
+"""Colour and geometry of one uint8 image [3, H, W], without chance: what augmentations are made of.
+
+Owns: operations that give, level by level, what Pillow's operations on an RGB image give. Each
+returns a new tensor and leaves its input alone.
+Leaves out: which operation is applied, how strongly and in what order (`augment`).
+
+What depends on a channel's value alone is a table of 256 bytes or bit arithmetic. Resampling and
+blur are Pillow's own; merging and splitting channels costs them a fifth.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import numpy as np
+import torch
+from PIL import Image, ImageFilter
+
+Interpolation = Literal["nearest", "bilinear", "bicubic"]
+Matrix = tuple[float, float, float, float, float, float]
+
+_LEVELS = np.arange(256)
+_RESAMPLING = {
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+}
+
+# H height, W width
+
+
+def map_levels(image_3HW: torch.Tensor, *tables: np.ndarray) -> torch.Tensor:
+    """Replace every value by its entry in a table of 256; one table, or one per channel."""
+    codes = [table.astype(np.uint8).tobytes() for table in tables]
+    image_3HW = image_3HW.contiguous()
+    if len(codes) == 1:
+        mapped = bytearray(image_3HW.numpy()).translate(codes[0])
+    else:
+        mapped = bytearray()
+        for plane_HW, code in zip(image_3HW.numpy(), codes, strict=True):
+            mapped += bytearray(plane_HW).translate(code)
+    return torch.frombuffer(mapped, dtype=torch.uint8).view(image_3HW.shape)
+
+
+def invert(image_3HW: torch.Tensor) -> torch.Tensor:
+    return ~image_3HW
+
+
+def solarize(image_3HW: torch.Tensor, *, threshold: int) -> torch.Tensor:
+    """Invert what is at or above `threshold`; 256 changes nothing."""
+    if threshold > 255:
+        return image_3HW.clone()
+    return image_3HW ^ torch.ge(image_3HW, threshold).view(torch.uint8).neg_()
+
+
+def solarize_add(image_3HW: torch.Tensor, *, addition: int, threshold: int = 128) -> torch.Tensor:
+    """Brighten what is below `threshold`."""
+    added = np.minimum(_LEVELS + addition, 255)
+    return map_levels(image_3HW, np.where(_LEVELS < threshold, added, _LEVELS))
+
+
+def posterize(image_3HW: torch.Tensor, *, bits: int) -> torch.Tensor:
+    """Keep the highest `bits` of 8."""
+    return image_3HW & (256 - (1 << (8 - bits)))
+
+
+def auto_contrast(image_3HW: torch.Tensor) -> torch.Tensor:
+    """Stretch each channel to 0..255."""
+    tables = []
+    for plane_HW in image_3HW:
+        low, high = (int(value) for value in plane_HW.aminmax())
+        if low == high:
+            tables.append(_LEVELS)
+        else:
+            scale = 255.0 / (high - low)
+            tables.append((_LEVELS * scale - low * scale).clip(0, 255))
+    return map_levels(image_3HW, *tables)
+
+
+def equalize(image_3HW: torch.Tensor) -> torch.Tensor:
+    """Flatten each channel's histogram, by Pillow's integer rule."""
+    tables = []
+    for plane_HW in image_3HW:
+        counts = torch.bincount(plane_HW.flatten(), minlength=256).numpy()
+        step = (counts.sum() - counts[counts.nonzero()[0][-1]]) // 255
+        if step == 0:
+            tables.append(_LEVELS)
+        else:
+            before = np.cumsum(counts) - counts
+            tables.append(((before + step // 2) // step).clip(0, 255))
+    return map_levels(image_3HW, *tables)
+
+
+def grayscale(image_3HW: torch.Tensor) -> torch.Tensor:
+    """ITU-R 601 luma in Pillow's 16-bit fixed point, uint8 [1, H, W]."""
+    r_HW, g_HW, b_HW = image_3HW.int()
+    luma_HW = (r_HW * 19595).add_(g_HW, alpha=38470).add_(b_HW, alpha=7471).add_(0x8000)
+    return luma_HW.bitwise_right_shift_(16).byte()[None]
+
+
+def desaturate(image_3HW: torch.Tensor) -> torch.Tensor:
+    """All three channels the luma."""
+    return grayscale(image_3HW).repeat(3, 1, 1)
+
+
+def brightness(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
+    """Blend with black: 0 is black, 1 changes nothing."""
+    return map_levels(image_3HW, _blend_table(0.0, factor))
+
+
+def contrast(image_3HW: torch.Tensor, *, factor: float, gray: float | None = None) -> torch.Tensor:
+    """Blend with an even gray: the mean luma, rounded, or the given level."""
+    if gray is None:
+        gray = math.floor(float(grayscale(image_3HW).double().mean()) + 0.5)
+    return map_levels(image_3HW, _blend_table(gray, factor))
+
+
+def saturation(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
+    """Blend with the luma: 0 is gray, 1 changes nothing."""
+    return _blend(grayscale(image_3HW), image_3HW, factor)
+
+
+def sharpness(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
+    """Blend with a smoothed image: 0 is smooth, 1 changes nothing. The border stays."""
+    if min(image_3HW.shape[1:]) < 3:
+        return image_3HW.clone()
+    x = image_3HW.short()
+    rows = (x[:, :-2] + x[:, 1:-1]).add_(x[:, 2:])
+    sums = (rows[:, :, :-2] + rows[:, :, 1:-1]).add_(rows[:, :, 2:])
+    sums.add_(x[:, 1:-1, 1:-1], alpha=4)
+    smooth_3HW = image_3HW.clone()
+    smooth_3HW[:, 1:-1, 1:-1] = sums.float().mul_(1 / 13).add_(0.5).byte()
+    return _blend(smooth_3HW, image_3HW, factor)
+
+
+def shift_hue(image_3HW: torch.Tensor, *, turns: float) -> torch.Tensor:
+    """Turn the colour circle, in Pillow's 8-bit HSV."""
+    h, s, v = _to_rgb(image_3HW).convert("HSV").split()
+    shifted = h.point([(level + int(turns * 255)) % 256 for level in range(256)])
+    return _from_rgb(Image.merge("HSV", [shifted, s, v]).convert("RGB"))
+
+
+def gaussian_blur(image_3HW: torch.Tensor, *, sigma: float) -> torch.Tensor:
+    """Pillow's blur, three boxes in a row, as the recipes use it."""
+    return _from_rgb(_to_rgb(image_3HW).filter(ImageFilter.GaussianBlur(sigma)))
+
+
+def fill_box(
+    image_3HW: torch.Tensor, *, top: int, left: int, bottom: int, right: int, fill: int
+) -> torch.Tensor:
+    filled = image_3HW.clone()
+    filled[:, max(top, 0) : bottom, max(left, 0) : right] = fill
+    return filled
+
+
+def rotation(degrees: float, *, width: int, height: int) -> Matrix:
+    """The matrix for `affine` that turns about the centre."""
+    angle = -math.radians(degrees)
+    cos, sin = math.cos(angle), math.sin(angle)
+    x, y = width / 2, height / 2
+    return (cos, sin, x - cos * x - sin * y, -sin, cos, y + sin * x - cos * y)
+
+
+def affine(
+    image_3HW: torch.Tensor, matrix: Matrix, *, interpolation: Interpolation, fill: int = 128
+) -> torch.Tensor:
+    """Resample at (a x + b y + c, d x + e y + f), of pixel centres at halves; `fill` outside."""
+    image = _to_rgb(image_3HW)
+    resample, fills = _RESAMPLING[interpolation], (fill, fill, fill)
+    method = Image.Transform.AFFINE
+    return _from_rgb(image.transform(image.size, method, matrix, resample, fillcolor=fills))
+
+
+def translate(image_3HW: torch.Tensor, *, x: int, y: int, fill: int = 128) -> torch.Tensor:
+    """Move the content by whole pixels to the left and up; `fill` where nothing comes in."""
+    _, height, width = image_3HW.shape
+    on_progress = torch.full_like(image_3HW, fill)
+    to_rows, from_rows = _overlap(y, height)
+    to_columns, from_columns = _overlap(x, width)
+    on_progress[:, to_rows, to_columns] = image_3HW[:, from_rows, from_columns]
+    return on_progress
+
+
+def _overlap(shift: int, size: int) -> tuple[slice, slice]:
+    """(where pixels arrive, where they come from) along one side."""
+    shift = min(max(shift, -size), size)
+    return slice(max(-shift, 0), size - max(shift, 0)), slice(max(shift, 0), size + min(shift, 0))
+
+
+def _to_rgb(image_3HW: torch.Tensor) -> Image.Image:
+    _, height, width = image_3HW.shape
+    planes = [
+        Image.frombuffer("L", (width, height), plane_HW, "raw", "L", 0, 1)
+        for plane_HW in image_3HW.contiguous().numpy()
+    ]
+    return Image.merge("RGB", planes)
+
+
+def _from_rgb(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.stack([np.asarray(plane) for plane in image.split()]))
+
+
+def _blend_table(gray: float, factor: float) -> np.ndarray:
+    """`_blend` of every level with one gray."""
+    ramp = _LEVELS.astype(np.float32)
+    low = np.float32(gray)
+    return (low + np.float32(factor) * (ramp - low)).clip(0, 255)
+
+
+def _blend(from_1or3HW: torch.Tensor, to_3HW: torch.Tensor, factor: float) -> torch.Tensor:
+    """0 gives the first, 1 the second, above 1 goes beyond it; truncated as Pillow does."""
+    low, mixed = from_1or3HW.float(), to_3HW.float()
+    # In place: a new tensor of this size costs more in page faults than its arithmetic.
+    return mixed.sub_(low).mul_(factor).add_(low).clamp_(0, 255).byte()

@@ -1,0 +1,46 @@
+"""Settings of `data.augment`: what happens to one image after crop and flip. Needs no torch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from vitscale.config.section import Section
+
+
+class RandAugmentSettings(Section):
+    num_ops: int = Field(default=2, gt=0, le=16)
+    magnitude: float = Field(default=10.0, ge=0, le=20)
+    policy: Literal["augreg", "timm"] = "augreg"
+    """augreg: big_vision's, where magnitude 0 is no identity. timm: rand-mM-mstdS-inc1, DeiT's."""
+    magnitude_std: float = Field(default=0.0, ge=0)
+    """timm only; 0.5 in DeiT."""
+
+
+class ColorJitterSettings(Section):
+    """Factors are drawn from 1 - VALUE (at least 0) to 1 + VALUE, in random order."""
+
+    brightness: float = Field(default=0.0, ge=0)
+    contrast: float = Field(default=0.0, ge=0)
+    saturation: float = Field(default=0.0, ge=0)
+    hue: float = Field(default=0.0, ge=0, le=0.5)
+    """In turns of the colour circle, either way."""
+
+
+class ErasingSettings(Section):
+    probability: float = Field(gt=0, le=1)
+    area: tuple[float, float] = Field(default=(0.02, 1 / 3), strict=False)
+    aspect: tuple[float, float] = Field(default=(0.3, 1 / 0.3), strict=False)
+    mode: Literal["const", "rand", "pixel"] = "const"
+    """const: the mean colour. rand: one random colour. pixel: normal noise; DeiT's."""
+
+
+class AugmentSettings(Section):
+    """After crop and flip, in this order."""
+
+    randaugment: RandAugmentSettings | None = None
+    three_augment: bool = False
+    """DeiT III: one of grayscale, solarize, blur, then a colour jitter of 0.3."""
+    color_jitter: ColorJitterSettings | None = None
+    erasing: ErasingSettings | None = None

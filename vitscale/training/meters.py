@@ -1,0 +1,157 @@
+"""How fast a loop runs, and the mean loss of an interval.
+
+Owns: interval sums (kept on the device: no synchronisation between log lines), the rates that MFU
+is a share of, peak memory, and traces of steps.
+Leaves out: the FLOPs formula (`models.costs`), writing the figures (`tracking`).
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from vitscale.distributed.world import gather_objects, sum_over_ranks
+
+# Dense bf16 FLOP/s by NVIDIA's datasheets, by a part of the device name.
+PEAK_BF16_FLOPS = {
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40": 181e12,
+    "V100": 112e12,
+}
+
+
+MATMUL_SIDE, MATMUL_WARM_UP, MATMUL_REPEATS = 8192, 5, 50
+PROFILE_SKIPPED = 5
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Datasheet rate of the device; None where it is not known (CPUs among them)."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((rate for part, rate in PEAK_BF16_FLOPS.items() if part in name), None)
+
+
+def matmul_flops(device: torch.device) -> float | None:
+    """FLOP/s of a square bf16 matrix product, measured now, in 0.1 s; None on CPUs.
+
+    What a perfect step could reach on this card at its present clocks: an H200 gives about 80 % of
+    its datasheet.
+    """
+    if device.type != "cuda":
+        return None
+    left = torch.randn(MATMUL_SIDE, MATMUL_SIDE, device=device, dtype=torch.bfloat16)
+    right = torch.randn_like(left)
+    out = torch.empty_like(left)
+    for _ in range(MATMUL_WARM_UP):
+        torch.mm(left, right, out=out)
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(MATMUL_REPEATS):
+        torch.mm(left, right, out=out)
+    end.record()
+    end.synchronize()
+    return 2.0 * MATMUL_SIDE**3 * MATMUL_REPEATS / (start.elapsed_time(end) / 1000)
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Most memory this process has held: allocated on the GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+
+
+@contextmanager
+def profiled(
+    path: Path | None, *, steps: int, say: Callable[[str], None]
+) -> Iterator[Callable[[], None]]:
+    """Trace `steps` steps behind the first ones into `path`, for chrome://tracing or Perfetto.
+
+    Gives a function to call at the end of every step. With path None or no steps it does nothing.
+    Says so when there were too few steps for a trace.
+    """
+    if path is None or steps == 0:
+        yield lambda: None
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(
+        activities=activities,
+        schedule=torch.profiler.schedule(
+            wait=PROFILE_SKIPPED - 1, warmup=1, active=steps, repeat=1
+        ),
+        on_trace_ready=lambda profile: profile.export_chrome_trace(str(path)),
+    ) as profile:
+        yield profile.step
+    if profile.step_num < PROFILE_SKIPPED + steps:
+        needed = f"{steps} steps behind the first {PROFILE_SKIPPED}"
+        say(f"no whole trace of {needed}: this start made {profile.step_num} steps")
+
+
+class IntervalMeter:
+    """Loss, throughput and time spent waiting for data since the last reading."""
+
+    def __init__(self, device: torch.device) -> None:
+        # [sum, count] of the losses that are finite
+        self._losses = torch.zeros(2, dtype=torch.float64, device=device)
+        self._restart_clock()
+
+    def _restart_clock(self) -> None:
+        self._start, self._wait_s, self._num_images = time.perf_counter(), 0.0, 0
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Add the mean loss of one micro-batch of this rank, without synchronising.
+
+        A loss that is not finite is left out, as its update is.
+        """
+        value = loss.detach().to(torch.float64)
+        finite = torch.isfinite(value)
+        self._losses += torch.stack([torch.where(finite, value, 0.0), finite.to(torch.float64)])
+
+    def add_images(self, count: int, *, wait_s: float) -> None:
+        """`count` images of this rank arrived after waiting `wait_s` for them."""
+        self._num_images += count
+        self._wait_s += wait_s
+
+    def read(self) -> dict[str, float]:
+        """Means over all ranks since the last reading; collective, and starts the next interval.
+
+        `train/loss` is NaN when no loss was finite.
+        """
+        own = self._losses.tolist()  # waits for the device, so that the clock is honest
+        elapsed = time.perf_counter() - self._start
+        own += [self._num_images, self._wait_s]
+        loss_sum, num_losses, num_images, wait_s = sum_over_ranks(
+            torch.tensor(own, dtype=torch.float64)
+        ).tolist()
+        ranks = torch.distributed.get_world_size()
+        self._losses.zero_()
+        self._restart_clock()
+        return {
+            "train/loss": loss_sum / num_losses if num_losses else math.nan,
+            "perf/images_per_s": num_images / elapsed,
+            "perf/data_wait": wait_s / ranks / elapsed,
+        }
+
+    def state(self) -> list[list[float]]:
+        """[sum, count] of every rank: an interval may have a checkpoint in its middle."""
+        return gather_objects(self._losses.tolist())
+
+    def load_state(self, state: list[list[float]], *, rank: int, world_size: int) -> None:
+        """Restore sums: each rank its own, or rank 0 all of them on another number of ranks."""
+        if len(state) == world_size:
+            own = state[rank]
+        else:
+            sums = [sum(column) for column in zip(*state, strict=True)]
+            own = sums if rank == 0 else [0.0, 0]
+        self._losses.copy_(torch.tensor(own, dtype=torch.float64))

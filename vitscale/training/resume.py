@@ -1,0 +1,170 @@
+"""What a checkpoint says of its run, and whether a run may go on from it.
+
+Owns: the description that is compared, the record of everything else, and putting saved state back.
+Leaves out: files (`checkpoint`), state by name (`engine`).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from vitscale.checkpoint.folders import Checkpoint
+from vitscale.config.errors import UserError
+from vitscale.data.order import ORDER_VERSION
+from vitscale.data.training_set import TrainingSet
+from vitscale.distributed.world import World, agree_no_error
+from vitscale.engine.engine import Engine
+from vitscale.images.decoders import resolve_decoder
+from vitscale.models.settings import Architecture
+from vitscale.runs.training import TrainingPlan, TrainingRun
+from vitscale.tracking.run_facts import flatten_params, git_commit
+from vitscale.training.detectors import LossSpikeDetector
+from vitscale.training.meters import IntervalMeter
+
+RECORD = "record"
+# What checkpoints mean that were written before these were described.
+LEGACY_DEFAULTS = {
+    "ema": None,
+    "layer_decay": 1.0,
+    "weight_decay_mode": "coupled",
+    "order_version": 1,
+}
+RECORDED_PACKAGES = ("torch", "deepspeed", "timm", "numpy", "pillow", "simplejpeg", "vitscale")
+CHANGES_SHOWN = 20
+
+
+def describe(run: TrainingRun, arch: Architecture, data: TrainingSet) -> dict[str, Any]:
+    """What a checkpoint must agree with to be resumed, and what transfer needs to know."""
+    optim = run.optim
+    return {
+        "stage": run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
+        "architecture": arch.description(),
+        "grid": list(arch.grid),
+        "num_prefix_tokens": arch.num_prefix_tokens,
+        "optimizer": optim.name,
+        "layer_decay": optim.layer_decay,
+        "weight_decay_mode": optim.weight_decay_mode,
+        "ema": None if optim.ema is None else optim.ema.model_dump(mode="json"),
+        "data_fingerprint": data.fingerprint,
+        "order_version": ORDER_VERSION,
+        "label_map_sha256": data.label_map_sha256,
+        "global_batch": run.data.global_batch,
+        "seed": run.seed,
+    }
+
+
+def record(run: TrainingRun, world: World, *, dtype: torch.dtype) -> dict[str, str]:
+    """Everything else that can change what a run computes, as text. Secrets are left out."""
+    facts = {f"config {key}": text for key, text in flatten_params(run.model_dump()).items()}
+    facts["number of ranks"] = str(world.world_size)
+    facts["device"] = world.device.type
+    if world.device.type == "cuda":
+        facts["device"] = torch.cuda.get_device_name(world.device)
+    facts["precision"] = str(dtype).removeprefix("torch.")
+    facts["decoder"] = resolve_decoder(run.data.decoder)
+    facts["threads per rank"] = str(torch.get_num_threads())
+    facts["python"] = platform.python_version()
+    facts |= {name: _version(name) for name in RECORDED_PACKAGES}
+    facts["git commit"] = (git_commit() if world.is_first else None) or "unknown"
+    return facts
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def changes(saved: Mapping[str, Any], now: Mapping[str, str]) -> Iterator[str]:
+    """A line for each recorded fact that is another now; such changes are said, not refused."""
+    before = saved.get(RECORD)
+    if not isinstance(before, Mapping):
+        return
+    rows = [
+        f"    {key.removeprefix('config ')}: {before.get(key, 'not set')} -> "
+        f"{now.get(key, 'not set')}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key)
+    ]
+    if rows:
+        more = [f"    ... {len(rows) - CHANGES_SHOWN} more"] if len(rows) > CHANGES_SHOWN else []
+        yield "\n".join(["changed since the checkpoint:", *rows[:CHANGES_SHOWN], *more])
+
+
+def check_resumable(
+    run: TrainingRun, checkpoint: Checkpoint | None, description: dict[str, Any], plan: TrainingPlan
+) -> None:
+    """Raise UserError when going on from this checkpoint would not continue its run."""
+    if checkpoint is None:
+        return
+    where = str(checkpoint.folder)
+    another = "choose another name (name=...), or remove the run folder to start over"
+    if run.checkpoint.resume == "never":
+        what = f"the run folder holds a checkpoint of step {checkpoint.step}"
+        raise UserError(what, where=where, next_step=f"set checkpoint.resume=auto, or {another}")
+    saved = LEGACY_DEFAULTS | checkpoint.description
+    changed = [
+        f"    {key}: checkpoint {saved.get(key)!r}, now {value!r}"
+        for key, value in description.items()
+        if key != RECORD and saved.get(key) != value
+    ]
+    if changed:
+        table = "\n".join(changed)
+        what = f"this checkpoint belongs to another run; resuming would not continue it\n{table}"
+        raise UserError(what, where=where, next_step=f"undo the change, or {another}")
+    seen, due = checkpoint.progress["samples_seen"], checkpoint.step * plan.global_batch
+    if seen != due:
+        what = f"{seen} samples seen by step {checkpoint.step}, which are {due} of this run"
+        raise UserError(what, where=where, next_step=f"use the checkpoint before it, or {another}")
+    if checkpoint.step > plan.total_steps:
+        what = f"step {checkpoint.step} lies behind the {plan.total_steps} steps of this run"
+        raise UserError(what, where=where, next_step=f"raise schedule.steps, or {another}")
+
+
+def restore(
+    engine: Engine,
+    meter: IntervalMeter,
+    spikes: LossSpikeDetector,
+    *,
+    checkpoint: Checkpoint,
+    world: World,
+) -> None:
+    """Put back everything that the next step depends on. Collective.
+
+    Raises UserError, on all ranks, when the files of a verified checkpoint cannot be read.
+    """
+    error = None
+    try:
+        tensors = checkpoint.tensors()
+    except OSError as caught:
+        error = f"{checkpoint.folder}: cannot be read ({caught.strerror})"
+    agree_no_error(error)
+    progress = checkpoint.progress
+    engine.import_state(tensors, optimizer_steps=progress["optimizer_steps"])
+    meter.load_state(progress["interval"], rank=world.rank, world_size=world.world_size)
+    if "engine" in progress:  # not in checkpoints written before these counts existed
+        engine.import_counters(progress["engine"])
+        spikes.load_state(progress["spikes"])
+
+
+def starting_weights(checkpoint: Checkpoint, choice: str) -> dict[str, torch.Tensor]:
+    """The weights a transfer starts from: `model`, `ema` or `auto`, the average if there is one.
+
+    Raises UserError when the average is asked for and not there.
+    """
+    has_average = checkpoint.description.get("ema") is not None
+    if choice == "ema" and not has_average:
+        raise UserError(
+            "this checkpoint holds no average of the weights",
+            where=str(checkpoint.folder),
+            allowed="init_weights: auto, model",
+            next_step="set init_weights=auto, or train with optim.ema",
+        )
+    average = has_average and choice != "model"
+    return checkpoint.tensors(prefix="ema." if average else "model.")

@@ -1,0 +1,277 @@
+"""What a training loop stands on: ranks, data, engine, checkpoints and tracking, opened together.
+
+Owns: the order of opening.
+Leaves out: what a loop does with them (`training_loop`), what a checkpoint must agree with
+(`resuming`), and the loop itself, which stays visible in pretrain/main.py and finetune/main.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
+from vitscale.config.errors import UserError
+from vitscale.config.loader import run_to_yaml
+from vitscale.data.index import SplitIndex, read_split
+from vitscale.data.loader import open_loader, training_batches
+from vitscale.data.training_set import TrainingSet, open_training_set
+from vitscale.distributed.atomic_files import write_text
+from vitscale.distributed.heartbeat import Heartbeat
+from vitscale.distributed.random_numbers import stream_key
+from vitscale.distributed.world import (
+    PreemptionFlag,
+    World,
+    process_group,
+)
+from vitscale.engine.engine import (
+    Engine,
+    deepspeed_config,
+    resolve_compile,
+    resolve_precision,
+)
+from vitscale.images.decoders import resolve_decoder
+from vitscale.models.costs import num_parameters
+from vitscale.models.layers import layers_above
+from vitscale.models.settings import Architecture, architecture
+from vitscale.models.vit import build_vit, checkpoint_activations, compile_blocks, decayed
+from vitscale.optim.optimizer import build_optimizer, optimizer_groups
+from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
+from vitscale.tracking.console import ProgressLine
+from vitscale.tracking.tracker import Tracker
+from vitscale.training.detectors import LossSpikeDetector
+from vitscale.training.loop import Training
+from vitscale.training.meters import IntervalMeter, matmul_flops, peak_flops, profiled
+from vitscale.training.resume import (
+    RECORD,
+    changes,
+    check_resumable,
+    describe,
+    record,
+    restore,
+)
+
+# Loads weights into a fresh model, the same on every rank; returns what to say about them.
+InitialWeights = Callable[[nn.Module, Architecture], list[str]]
+
+
+def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
+    """Make dropout and drop path a function of the position in training: no state to save."""
+    torch.manual_seed(stream_key("step", seed, step, micro_step, rank) >> 1)
+
+
+@contextmanager
+def open_training(
+    run: TrainingRun, *, initial_weights: InitialWeights | None = None
+) -> Iterator[Training]:
+    """Open a run: join the ranks, read the index, build the engine, resume, start tracking.
+
+    initial_weights: what a run starts from; None: random weights. Not asked when a checkpoint is
+    resumed, which has all weights: a run goes on without what it started from.
+    Raises UserError for anything that cannot train, before the first step.
+    """
+    with ExitStack() as stack:
+        settings = run.engine
+        world = stack.enter_context(
+            process_group(
+                device=settings.device,
+                timeout_min=settings.timeout_min,
+                num_threads=settings.num_threads,
+                init_timeout_min=settings.init_timeout_min,
+            )
+        )
+        heartbeat = stack.enter_context(Heartbeat(world, timeout_min=settings.timeout_min))
+        data, val_index = _read_data(run)
+        arch = _architecture_for(run, data)
+        plan = training_plan(run, world_size=world.world_size, num_samples=data.num_samples)
+        description = describe(run, arch, data)
+        folder = Path(run.folder)
+        stack.enter_context(run_folder_lock(folder, world=world))
+        store = stack.enter_context(
+            CheckpointStore(folder, keep=run.checkpoint.keep, world=world, heartbeat=heartbeat)
+        )
+        checkpoint, told = store.newest()
+        check_resumable(run, checkpoint, description, plan)
+        model = build_vit(run.model, arch, seed=run.seed)
+        if checkpoint is None and initial_weights is not None:
+            told += initial_weights(model, arch)
+        engine = _build_engine(run, plan, world, arch, model)
+        facts = record(run, world, dtype=engine.dtype)
+        meter, spikes = IntervalMeter(world.device), LossSpikeDetector()
+        if checkpoint is not None:
+            restore(engine, meter, spikes, checkpoint=checkpoint, world=world)
+        start_step = checkpoint.step if checkpoint else 0
+        if world.is_first:
+            write_text(folder / "config.yaml", run_to_yaml(run))
+        progress = stack.enter_context(
+            ProgressLine.open(
+                folder=folder,
+                total_steps=plan.total_steps,
+                start_step=start_step,
+                title=run.name,
+                is_writer=world.is_first,
+            )
+        )
+        if checkpoint is not None:
+            told += changes(checkpoint.description, facts)
+        for line in [*told, *_opening_lines(run, plan, arch, engine, start_step)]:
+            progress.message(line)
+        tracker = stack.enter_context(_open_tracker(run, world, progress, start_step))
+        stop = stack.enter_context(PreemptionFlag())
+        loader = training_batches(
+            data,
+            settings=run.data,
+            image_size=arch.image_size,
+            seed=run.seed,
+            start=start_step * plan.global_batch,
+            stop=plan.total_steps * plan.global_batch,
+            rank=world.rank,
+            world_size=world.world_size,
+            micro_batch=plan.micro_batch,
+            pin_memory=world.device.type == "cuda",
+        )
+        training = Training(
+            run=run,
+            world=world,
+            folder=folder,
+            plan=plan,
+            arch=arch,
+            data=data,
+            val_index=val_index,
+            engine=engine,
+            store=store,
+            tracker=tracker,
+            progress=progress,
+            meter=meter,
+            stop=stop,
+            batches=stack.enter_context(open_loader(loader)),
+            start_step=start_step,
+            description=description | {RECORD: facts},
+            unreadable=[],
+            spikes=spikes,
+            heartbeat=heartbeat,
+            rates=_rates(world),
+            profile=stack.enter_context(
+                profiled(
+                    folder / "profile.json" if world.is_first else None,
+                    steps=settings.profile_steps,
+                    say=progress.message,
+                )
+            ),
+            skipped_told=engine.health().skipped,
+        )
+        yield training
+        training.finish_save()
+        progress.message(f"done: {folder} at step {plan.total_steps}")
+
+
+def _rates(world: World) -> dict[str, float]:
+    """FLOP/s to compare with, where they are known: `perf/mfu` is a share of the datasheet's."""
+    rates = {
+        "perf/mfu": peak_flops(world.device),
+        "perf/mfu_of_matmul": matmul_flops(world.device),
+    }
+    return {name: rate for name, rate in rates.items() if rate is not None}
+
+
+def _read_data(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
+    training_set = open_training_set(run.data, seed=run.seed)
+    val_split = run.data.val_split
+    if val_split is None:
+        return training_set, None
+    return training_set, read_split(run.data.path, split=val_split, reading=run.data.remote)
+
+
+def _architecture_for(run: TrainingRun, data: TrainingSet) -> Architecture:
+    wanted, found = run.model.num_classes, len(data.classes)
+    if wanted is not None and wanted != found:
+        raise UserError(
+            f"{wanted} classes, but the label map of {run.data.path} has {found} "
+            f"(the first is {data.classes[0]!r})",
+            where="model.num_classes",
+            next_step=f"set model.num_classes={found} (or null), or data.path to other shards",
+        )
+    return architecture(run.model, num_classes=found)
+
+
+def _build_engine(
+    run: TrainingRun, plan: TrainingPlan, world: World, arch: Architecture, model: nn.Module
+) -> Engine:
+    dtype = resolve_precision(run.engine, world.device)
+    if run.engine.activation_checkpointing:
+        checkpoint_activations(model)
+    compiled = resolve_compile(run.engine, world.device)
+    if compiled:
+        compile_blocks(model)
+    model.to(world.device)
+    groups = optimizer_groups(
+        model.named_parameters(),
+        settings=run.optim,
+        decayed=decayed,
+        layers_above=lambda name: layers_above(name, depth=arch.depth),
+    )
+    config = deepspeed_config(
+        run.engine,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        world_size=world.world_size,
+        clip_norm=run.optim.clip_norm,
+        dtype=dtype,
+        raw=run.deepspeed,
+    )
+    try:
+        return Engine(
+            model,
+            optimizer=build_optimizer(groups, settings=run.optim, device=world.device),
+            optimizer_name=run.optim.name,
+            config=config,
+            world=world,
+            dtype=dtype,
+            mean=run.data.mean,
+            std=run.data.std,
+            ema=run.optim.ema,
+            compile_input=compiled,
+        )
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+        if not run.deepspeed:
+            raise
+        raise UserError(
+            f"DeepSpeed does not start with them: {error}",
+            where="deepspeed",
+            next_step="mend or remove the raw keys",
+        ) from error
+
+
+def _opening_lines(
+    run: TrainingRun, plan: TrainingPlan, arch: Architecture, engine: Engine, start_step: int
+) -> Iterator[str]:
+    if start_step:
+        yield f"resuming {run.folder} at step {start_step}"
+    dtype = str(engine.dtype).removeprefix("torch.")
+    yield (
+        f"{run.name}: {num_parameters(arch) / 1e6:.1f} M parameters at {arch.image_size} px, "
+        f"{plan.num_samples} images, {arch.num_classes} classes; {plan.equation}; "
+        f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
+        f"ZeRO {run.engine.zero_stage}; decoder {resolve_decoder(run.data.decoder)}"
+    )
+
+
+def _open_tracker(
+    run: TrainingRun, world: World, progress: ProgressLine, start_step: int
+) -> Tracker:
+    return Tracker.open(
+        folder=run.folder,
+        settings=run.tracking,
+        run_name=run.name,
+        stage=run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
+        params=run.model_dump(mode="json"),
+        tags={"vitscale.model": run.model.preset or "custom"},
+        config_yaml=run_to_yaml(run),
+        resume_step=start_step,
+        is_writer=world.is_first,
+        say=progress.message,
+    )
