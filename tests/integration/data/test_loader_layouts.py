@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.support.corpora.shard_folders import write_shard_folder
-from tests.support.ranks.layouts import GLOBAL_BATCH, GRID, SEED, Run, same_run
+from tests.support.loader_runs import GLOBAL_BATCH, GRID, SEED, Run, same_run
 from vitscale.data.order import Draw, rank_batches
 from vitscale.data.samples import augmentation_key
 from vitscale.data.training_set import TrainingSet, open_training_set

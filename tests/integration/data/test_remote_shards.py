@@ -13,8 +13,8 @@ import pytest
 
 from launch.planning.dry_run import DataFacts, data_facts
 from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.loader_runs import Run, same_run
 from tests.support.range_server import RangeServer, served
-from tests.support.ranks.layouts import Run, same_run
 from tests.support.waiting import wait_until
 from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run

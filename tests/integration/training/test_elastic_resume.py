@@ -16,7 +16,7 @@ from tests.support.ranks.rank_processes import ROOT, run_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1800)]
 
-WORKER = ROOT / "tests/support/ranks/elastic_worker.py"
+WORKER = ROOT / "tests/support/engine/elastic_worker.py"
 NUM_RANKS, NUM_STAGES = (1, 2, 4), 4
 # Of the same samples in one process, without DeepSpeed. Seen: below 3e-7.
 CLOSE = 1e-5

@@ -20,7 +20,7 @@ BF16 = (("bf16 1", 1e-2), ("bf16 2", 1e-2))
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    worker = ROOT / "tests/support/ranks/zero_worker.py"
+    worker = ROOT / "tests/support/engine/zero_worker.py"
     finished = run_ranks([worker], num_ranks=2, cwd=tmp_path_factory.mktemp("zero"), timeout_s=1500)
     assert [code for code, _ in finished] == [0, 0], finished[0][1] + finished[1][1]
     line = next(row for row in finished[0][1].splitlines() if row.startswith("RESULTS "))

@@ -29,7 +29,7 @@ from vitscale.runs.pretrain import PretrainRun
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.training.losses import sigmoid_loss, softmax_loss
 
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
+CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 RUN_TYPES = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 HALF, IMAGENET = (0.5, 0.5, 0.5), (0.485, 0.456, 0.406)
 
