@@ -5,18 +5,41 @@ BIN := $(VENV)/bin
 # `deepspeed` and `ninja` are looked up on PATH by the tools that start them.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: install demo test test-all test-exhaustive check format clean
+.PHONY: install constraints demo test test-all test-exhaustive check format clean FORCE
 
+# The exact versions of constraints.txt, those last tested. With LATEST=1 pip chooses instead: it
+# keeps what is in .venv already (an older torch, say) and takes the newest of what is missing.
 install: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml $(wildcard vitscale/images/jpeg/*.[ch])
-	@command -v $(PYTHON) >/dev/null || { echo "error: $(PYTHON) not found; install Python 3.11 or newer, or: make PYTHON=/path/to/python3" >&2; exit 2; }
-	@$(PYTHON) -c 'import sys; print("Python:", sys.executable, sys.version.split()[0], flush=True); sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "error: Python 3.11 or newer is needed; try: make PYTHON=python3.12 install" >&2; exit 2; }
-	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) \
-		|| { echo "error: cannot create $(VENV); on Debian and Ubuntu: apt-get install python3-venv" >&2; exit 2; }
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off -e '.[demo,dev]'
+INSTALL_OPTIONS := $(if $(LATEST),,-c constraints.txt)
+NO_PYTHON := error: $(PYTHON) not found; install Python 3.11 or newer, or: make PYTHON=/path/to/python3
+OLD_PYTHON := error: Python 3.11 or newer is needed; try: make PYTHON=python3.12 install
+NO_VENV := error: cannot create $(VENV); on Debian and Ubuntu: apt-get install python3-venv
+
+$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard vitscale/images/jpeg/*.[ch]) \
+		$(if $(LATEST),FORCE)
+	@command -v $(PYTHON) >/dev/null || { echo "$(NO_PYTHON)" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; print("Python:", sys.executable, sys.version.split()[0])'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "$(OLD_PYTHON)" >&2; exit 2; }
+	@test -x $(BIN)/python && $(BIN)/python -m pip --version >/dev/null 2>&1 \
+		|| $(PYTHON) -m venv --clear $(VENV) || { echo "$(NO_VENV)" >&2; exit 2; }
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet --progress-bar off \
+		$(INSTALL_OPTIONS) -e '.[demo,dev]'
 	@touch $@
+
+# Renew constraints.txt from .venv, once all tests have passed there with newer versions:
+#   rm -rf .venv; make install LATEST=1; make test; make test-all; make constraints
+# CUDA's libraries are left out: each build of torch pins its own.
+constraints:
+	@$(BIN)/python -m pip list --disable-pip-version-check --format=freeze --exclude-editable \
+		--exclude pip > $(VENV)/.versions
+	@{ echo "# The exact versions last tested, with $$($(BIN)/python --version) on Linux."; \
+	   echo "# Written by: make constraints. Used by: make install; not by: make install LATEST=1."; \
+	   sed -E 's/[+].*//; /^(nvidia|cuda)-/d; /^triton=/d' $(VENV)/.versions; } > constraints.txt
+	@echo "constraints.txt: $$(grep -vc '^#' constraints.txt) versions"
+
+FORCE:
 
 # An own corpus, one sub-folder per class: make demo DATA=/path/to/folder
 demo: install
