@@ -1,9 +1,9 @@
-"""Compare runs: which settings differ, how the metrics came out, and a report with curves.
+"""Compare runs: differing parameters, metrics, and an HTML report with curves.
 
     python launch/compare.py runs/a runs/b [--output FILE.html] [--uri URI]
 
-Owns: the command line. Leaves out: reading and comparing (`comparison`), printing
-(`comparison_text`), and the HTML (`report`).
+Owns: the command line. Leaves out: reading runs, comparing, printing and the HTML report
+(`launch/comparison`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import argparse
 import sys
 
 try:
+    from launch.comparison.differences import compare
     from launch.comparison.report import default_output, write_report
-    from launch.comparison.runs import compare, load_runs
+    from launch.comparison.runs import load_runs
     from launch.comparison.text import print_comparison
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
@@ -30,11 +31,12 @@ def parse_arguments() -> argparse.Namespace:
         nargs="*",
         metavar="RUN",
         help="run folder, name of a folder under runs/, or id or name of an MLflow run; "
-        "the first is what the others are measured against",
+        "differences are relative to the first",
     )
     parser.add_argument("--output", metavar="FILE.html", help="report to write")
     parser.add_argument(
-        "--uri", help="MLflow tracking URI to look in first (otherwise sqlite:///runs/mlflow.db)"
+        "--uri",
+        help="MLflow tracking URI to search first; default: runs/mlflow.db, searched last",
     )
     return parser.parse_args()
 

@@ -1,10 +1,10 @@
-"""The HTML report of a comparison: one file that needs nothing else.
+"""Write the HTML report of a comparison as one self-contained file.
 
 Owns: curves as inline SVG, pictures as inline PNG, and filling `report.html.j2`.
-Leaves out: what is compared (`comparison`) and the page's design (`report.html.j2`).
+Leaves out: comparing (`differences`) and the page's design (`report.html.j2`).
 
-Names of runs, parameters and metrics come from files that somebody else may have written: the
-template escapes all of them, and none enters an SVG.
+Names of runs, parameters and metrics come from untrusted files: the template escapes all of them,
+and none enters an SVG.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from launch.comparison.runs import RUNS_FOLDER, Comparison, RunRecord
+from launch.comparison.differences import Comparison
+from launch.comparison.runs import RUNS_FOLDER, RunRecord
 from launch.comparison.text import format_value, tables
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import write_text
 
-# After Okabe and Ito, without black and yellow, the blue lighter for dark ground: apart for all
-# common kinds of colour vision, readable on light and on dark. Dashes tell further runs apart.
+# Okabe and Ito's palette for colour-blind readers, without black and yellow and with a lighter
+# blue, so that it is readable on light and dark backgrounds. Further runs get dashed lines.
 COLOURS = ("#1f83c9", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
-INK = "#0a0b0c"  # stands for the page's text colour until the SVG is embedded
+INK = "#0a0b0c"  # placeholder, replaced by the page's text colour when the SVG is embedded
 
 GROUP_ORDER = {"val": 0, "train": 1, "perf": 2}
 MAX_POINTS = 1000
@@ -52,7 +53,7 @@ class Picture:
 
 
 def default_output(runs: Sequence[RunRecord]) -> Path:
-    """runs/compare.html when there is a runs/ folder here, else beside the first run."""
+    """runs/compare.html if there is a runs/ folder here, else beside the first run."""
     first = runs[0].folder
     if RUNS_FOLDER.is_dir() or first is None:
         return RUNS_FOLDER / "compare.html"
@@ -60,7 +61,7 @@ def default_output(runs: Sequence[RunRecord]) -> Path:
 
 
 def write_report(comparison: Comparison, *, path: Path | str) -> Path:
-    """Write the report, whole or not at all."""
+    """Write the report atomically."""
     import jinja2
 
     path = Path(path)
@@ -84,7 +85,9 @@ def write_report(comparison: Comparison, *, path: Path | str) -> Path:
         write_text(path, page)
     except OSError as error:
         raise UserError(
-            f"cannot be written: {error.strerror}", where=str(path), next_step="choose --output"
+            f"cannot be written: {error.strerror}",
+            where=str(path),
+            next_step="choose another --output",
         ) from None
     return path
 
@@ -99,7 +102,7 @@ def _swatch(i: int) -> dict[str, str]:
 
 
 def _charts(comparison: Comparison) -> list[tuple[str, list[Chart]]]:
-    """Charts by group: what stands before the slash of a metric's name."""
+    """Charts by group, the part of a metric's name before the last slash."""
     import matplotlib
 
     style: dict[Any, Any] = {
@@ -145,18 +148,18 @@ def _chart(key: str, runs: Sequence[RunRecord]) -> Chart:
         steps, values = run.series(key)
         num_not_finite += sum(not math.isfinite(value) for value in values)
         steps, values = _thin(steps, [v if math.isfinite(v) else math.nan for v in values])
-        look = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i // len(COLOURS) % 3]}
+        line = {"color": COLOURS[i % len(COLOURS)], "linestyle": DASHES[i // len(COLOURS) % 3]}
         marker = "o" if len(steps) <= 12 else ""
         if len(steps) >= SMOOTH_FROM_POINTS:
-            axes.plot(steps, values, alpha=0.25, linewidth=0.8, gid=f"run-{i}", **look)
+            axes.plot(steps, values, alpha=0.25, linewidth=0.8, gid=f"run-{i}", **line)
             values = _smooth(values)
-        axes.plot(steps, values, linewidth=1.6, marker=marker, markersize=4, gid=f"run-{i}", **look)
+        axes.plot(steps, values, linewidth=1.6, marker=marker, markersize=4, gid=f"run-{i}", **line)
     note = f"{num_not_finite} values that are not finite are left out" if num_not_finite else ""
     return Chart(key=key, svg=_inline_svg(figure, salt=key), note=note)
 
 
 def _thin(steps: list[int], values: list[float]) -> tuple[list[int], list[float]]:
-    """At most MAX_POINTS points, evenly taken, the last one always."""
+    """At most MAX_POINTS evenly spaced points, including the last."""
     if len(steps) <= MAX_POINTS:
         return steps, values
     chosen = [round(i * (len(steps) - 1) / (MAX_POINTS - 1)) for i in range(MAX_POINTS)]
@@ -168,7 +171,7 @@ def _smooth(values: list[float]) -> list[float]:
     half = max(1, len(values) // 40)
     smoothed = []
     for i, value in enumerate(values):
-        # Near the ends the window shrinks on both sides, so that it does not bend the curve.
+        # Near the ends the window shrinks on both sides, which avoids bending the curve.
         reach = min(half, i, len(values) - 1 - i)
         near = [v for v in values[i - reach : i + reach + 1] if not math.isnan(v)]
         smoothed.append(math.nan if math.isnan(value) else sum(near) / len(near))
@@ -176,7 +179,7 @@ def _smooth(values: list[float]) -> list[float]:
 
 
 def _inline_svg(figure: Any, *, salt: str) -> str:
-    """SVG markup without prologue, metadata and ids that would clash inside one page."""
+    """SVG markup without prologue, metadata, and ids that would clash within one page."""
     import matplotlib
 
     buffer = io.StringIO()
@@ -193,9 +196,9 @@ def _inline_svg(figure: Any, *, salt: str) -> str:
 
 
 def _galleries(runs: Sequence[RunRecord]) -> list[tuple[int, list[Picture], int]]:
-    """(run number, pictures, how many were left out) for runs that have pictures."""
+    """(run number, pictures, number left out) of every run that has pictures."""
     galleries = []
-    room = MAX_ALL_PICTURE_BYTES
+    bytes_left = MAX_ALL_PICTURE_BYTES
     for i, run in enumerate(runs):
         if run.folder is None:
             continue
@@ -203,9 +206,9 @@ def _galleries(runs: Sequence[RunRecord]) -> list[tuple[int, list[Picture], int]
         pictures = []
         for path in paths[:MAX_PICTURES_PER_RUN]:
             size = path.stat().st_size
-            if size > MAX_PICTURE_BYTES or size > room:
+            if size > MAX_PICTURE_BYTES or size > bytes_left:
                 continue
-            room -= size
+            bytes_left -= size
             data = base64.b64encode(path.read_bytes()).decode()
             pictures.append(Picture(caption=path.stem.replace("_", " "), data=data))
         if paths:

@@ -1,12 +1,11 @@
-"""What is compared between runs, and where runs are found.
+"""Find the runs to compare and read them.
 
-Owns: finding a run by folder, name or MLflow id; differing parameters; final and best values.
-Leaves out: how it is shown (`comparison_text`, `report`).
+Owns: finding a run by folder, name or MLflow id; reading its parameters and metrics.
+Leaves out: comparing (`differences`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,18 +18,6 @@ from vitscale.tracking.run_facts import absolute_uri, flatten_params, redact, sq
 
 RUNS_FOLDER = Path("runs")
 DEFAULT_URI = "sqlite:///runs/mlflow.db"
-
-# Which way is better, by the end of a metric's name. Others are shown without a verdict.
-BETTER = {
-    "loss": "lower",
-    "error": "lower",
-    "data_wait": "lower",
-    "top1": "higher",
-    "top5": "higher",
-    "accuracy": "higher",
-    "images_per_s": "higher",
-    "mfu": "higher",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,74 +44,6 @@ class RunRecord:
     def series(self, key: str) -> tuple[list[int], list[float]]:
         points = [(row.step, row.metrics[key]) for row in self.rows if key in row.metrics]
         return [step for step, _ in points], [value for _, value in points]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MetricLine:
-    """One metric over all runs; None where a run lacks it. Deltas are against the first run."""
-
-    key: str
-    better: str | None
-    final: tuple[float | None, ...]
-    best: tuple[float | None, ...]
-
-    @property
-    def deltas(self) -> tuple[float | None, ...]:
-        first = self.final[0]
-        return tuple(
-            None if value is None or first is None or i == 0 else value - first
-            for i, value in enumerate(self.final)
-        )
-
-    def verdict(self, delta: float | None) -> str | None:
-        """better, worse or equal; None when nothing can be said."""
-        if delta is None or self.better is None or not math.isfinite(delta):
-            return None
-        if delta == 0:
-            return "equal"
-        return "better" if (delta > 0) == (self.better == "higher") else "worse"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    runs: tuple[RunRecord, ...]
-    params: tuple[tuple[str, tuple[str | None, ...]], ...]
-    """Parameters that are not equal in all runs."""
-    num_equal_params: int
-    metrics: tuple[MetricLine, ...]
-
-
-def compare(runs: Sequence[RunRecord]) -> Comparison:
-    """Compare runs; with one run its parameters are listed whole."""
-    keys = sorted({key for run in runs for key in run.params})
-    rows = [(key, tuple(run.params.get(key) for run in runs)) for key in keys]
-    differing = [row for row in rows if len(runs) == 1 or len(set(row[1])) > 1]
-    metric_keys = sorted({key for run in runs for row in run.rows for key in row.metrics})
-    return Comparison(
-        runs=tuple(runs),
-        params=tuple(differing),
-        num_equal_params=len(rows) - len(differing),
-        metrics=tuple(_metric_line(key, runs) for key in metric_keys),
-    )
-
-
-def _metric_line(key: str, runs: Sequence[RunRecord]) -> MetricLine:
-    name = key.rsplit("/", 1)[-1]
-    better = next((way for end, way in BETTER.items() if name.endswith(end)), None)
-    values = [run.series(key)[1] for run in runs]
-    return MetricLine(
-        key=key,
-        better=better,
-        final=tuple(column[-1] if column else None for column in values),
-        best=tuple(_best(column, better) for column in values),
-    )
-
-
-def _best(values: list[float], better: str | None) -> float | None:
-    finite = [value for value in values if math.isfinite(value)]
-    if better is None or not finite:
-        return None
-    return max(finite) if better == "higher" else min(finite)
 
 
 def load_runs(names: Sequence[str], *, uri: str | None) -> list[RunRecord]:
@@ -215,7 +134,7 @@ def _read_mlflow(name: str, uri: str) -> tuple[RunRecord | None, list[str]]:
         return None, []
     try:
         stored, known = find_stored_run(uri, name, say=lambda text: None)
-    # Whatever a server or its database answers, it is the user's to mend.
+    # Any failure of the server or its database is reported as a problem of the address.
     except Exception as error:
         reason = redact(str(error)).strip().splitlines() or [type(error).__name__]
         raise UserError(

@@ -1,7 +1,7 @@
-"""A comparison as text: rich tables on a terminal, aligned columns elsewhere.
+"""Print a comparison: rich tables on a terminal, aligned columns elsewhere.
 
-Owns: tables of strings, shared with the HTML report, and printing them.
-Leaves out: what is compared (`comparison`), the report's page (`report`).
+Owns: the tables of strings, which the HTML report uses too.
+Leaves out: comparing (`differences`) and the HTML report (`report`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from launch.comparison.runs import Comparison
+from launch.comparison.differences import Comparison
 from vitscale.tracking.console import format_duration
 
 ABSENT = "-"
@@ -27,7 +27,7 @@ def format_value(value: float | None) -> str:
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """Overview, differing parameters, metrics; empty ones are left out."""
+    """Overview, differing parameters, metrics; empty tables are left out."""
     labels = tuple(run.label for run in comparison.runs)
     overview = Table(
         title="Runs",
@@ -57,7 +57,7 @@ def tables(comparison: Comparison) -> list[Table]:
     metrics = Table(
         title="Metrics: final, difference to the first run, best",
         header=("metric", "", *labels),
-        rows=tuple(row for row in _metric_rows(comparison)),
+        rows=tuple(_metric_rows(comparison)),
     )
     return [table for table in (overview, params, metrics) if table.rows]
 
@@ -68,7 +68,7 @@ def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
         rows.append((line.key, "final", *map(format_value, line.final)))
         if len(line.final) > 1:
             cells = [
-                ABSENT if delta is None else f"{delta:+.5g} {line.verdict(delta) or ''}".strip()
+                ABSENT if delta is None else f"{delta:+.5g} {line.change(delta) or ''}".strip()
                 for delta in line.deltas
             ]
             rows.append(("", "delta", *cells))
@@ -86,7 +86,7 @@ def print_comparison(comparison: Comparison) -> None:
 
 
 def plain_text(table: Table) -> str:
-    """Columns padded to their widest cell; control characters of foreign names are replaced."""
+    """Columns padded to their widest cell; control characters are replaced."""
     cells = [
         tuple("".join(c if c.isprintable() else "?" for c in cell) for cell in row)
         for row in (table.header, *table.rows)

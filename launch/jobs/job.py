@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import runpy
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from launch.jobs.scontrol import is_ended_by_slurm, requeue, restart_count
 from launch.jobs.submission import Task, resubmission, start_task
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, skip_teardown
 from vitscale.distributed.atomic_files import write_json
+from vitscale.tracking.source_version import code_version
 
 # The folder that holds the stages: the checkout, or site-packages.
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
@@ -154,26 +154,6 @@ def run_in_process(script: str, *, arguments: list[str]) -> int:
     finally:
         sys.argv = argv
     return 0
-
-
-def code_version() -> str | None:
-    """The checkout's commit, with '+' when tracked files were edited; None outside of git."""
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(PROJECT_ROOT), *arguments],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=30,
-        ).stdout.strip()
-
-    try:
-        edited = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if edited else "")
-    except (OSError, subprocess.SubprocessError):
-        # No git, or not a checkout: an installed package has no version to compare.
-        return None
 
 
 def task_record_path(folder: Path, *, job_id: str, rank: int) -> Path:

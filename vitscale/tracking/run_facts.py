@@ -11,13 +11,13 @@ import getpass
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from vitscale.config.errors import UserError, nearest
+from vitscale.tracking.source_version import git_commit
 
 # Limits of MLflow's servers and stores (mlflow/utils/validation.py, 3.17).
 MAX_KEY_CHARS = 250
@@ -97,16 +97,6 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # containers run under ids without a name
         return str(os.getuid())
-
-
-def git_commit() -> str | None:
-    """Commit of the source tree; None outside a git checkout or without git."""
-    command = ["git", "-C", str(Path(__file__).resolve().parent), "rev-parse", "HEAD"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return answer.stdout.strip() if answer.returncode == 0 else None
 
 
 def absolute_uri(uri: str, *, where: str = "tracking.uri") -> str:

@@ -22,7 +22,8 @@ from vitscale.engine.engine import Engine
 from vitscale.images.decoders import resolve_decoder
 from vitscale.models.settings import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun
-from vitscale.tracking.run_facts import flatten_params, git_commit
+from vitscale.tracking.run_facts import flatten_params
+from vitscale.tracking.source_version import git_commit
 from vitscale.training.detectors import LossSpikeDetector
 from vitscale.training.meters import IntervalMeter
 

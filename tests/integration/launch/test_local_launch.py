@@ -170,7 +170,7 @@ def test_sigterm_stops_with_a_checkpoint(tmp_path: Path) -> None:
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75
-    assert "the same command goes on" in output
+    assert "the same command resumes the run" in output
     await_end(tasks)
 
 
@@ -266,7 +266,7 @@ def test_sigterm_while_the_job_starts_stops_it(tmp_path: Path) -> None:
     )
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75
-    assert "the same command goes on" in output
+    assert "the same command resumes the run" in output
 
 
 def test_sigterm_is_passed_on_until_all_tasks_have_heard_it(tmp_path: Path) -> None:

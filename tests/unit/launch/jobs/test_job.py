@@ -64,7 +64,7 @@ def test_a_signal_before_the_script_only_resubmits_the_same_job() -> None:
 
 def test_launching_needs_no_torch() -> None:
     program = (
-        "import sys, launch.jobs.preparation, launch.planning.dry_run, launch.jobs.local;"
+        "import sys, launch.jobs.preparation, launch.planning.dry_run, launch.jobs.monitor;"
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

@@ -1,7 +1,7 @@
-"""Watch a local job until it ends.
+"""Monitor a local job until it ends.
 
-Owns: showing rank 0's log as it grows, passing a stop on, noticing a failed task while the others
-still wait for it, ending everything, and the exit code of the whole.
+Owns: streaming rank 0's log, forwarding a stop signal, detecting a failed task while others wait
+for it, ending all processes, and the job's exit code.
 Leaves out: starting the tasks (`submission`) and what they run (`job`).
 """
 
@@ -21,38 +21,38 @@ from launch.jobs.submission import RESTART_EXIT, Submission
 from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_STOPPED_RESUMABLE
 
 POLL_SECONDS = 0.1
-# Time for the other tasks to end by themselves after one failed, before they are ended.
+# After one task failed, the others have this long to end before they are ended.
 GRACE_SECONDS = 5.0
-# The controller gives its tasks one second after SIGINT, then kills them.
+# The controller kills its tasks one second after SIGINT.
 CONTROLLER_SECONDS = 5.0
-# A task that starts after a stop was passed on has missed it, so it is passed on again.
-STOP_AGAIN_SECONDS = 2.0
+# A task that starts after the stop signal was forwarded misses it, so it is sent again.
+RESEND_STOP_SECONDS = 2.0
 LAST_LINES = 40
 NO_FAILURE = (0, EXIT_STOPPED_RESUMABLE, RESTART_EXIT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
-    """How a job ended: its exit code, and the task that failed first, if one did."""
+class JobResult:
+    """Exit code of a job, and the task that failed first, if any."""
 
     exit_code: int
     failure: TaskRecord | None
 
 
-class StopNote:
-    """Whether SIGTERM or SIGUSR2 has come. Make it before the tasks start, or one can be missed."""
+class StopFlag:
+    """Set by SIGTERM and SIGUSR2. Create it before the tasks start, or a signal can be missed."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.is_set = False
         for number in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(number, self._note)
+            signal.signal(number, self._set)
 
-    def _note(self, *_: object) -> None:
-        self.asked = True
+    def _set(self, *_: object) -> None:
+        self.is_set = True
 
 
 class LogTail:
-    """Copies what was added to a log since the last look."""
+    """Copies new content of a log on every call of `copy`."""
 
     def __init__(self, path: Path, *, output: TextIO) -> None:
         self.path, self.output, self.position = path, output, 0
@@ -63,19 +63,18 @@ class LogTail:
                 file.seek(self.position)
                 added = file.read()
         except FileNotFoundError:
-            # The task has not opened it yet.
-            return
+            return  # the task has not opened it yet
         self.position += len(added)
         self.output.write(added.decode(errors="replace"))
         self.output.flush()
 
 
-def follow(submission: Submission, *, output: TextIO, stop: StopNote) -> Ending:
-    """Show rank 0's log until all tasks have ended; stop them when that is asked for."""
+def follow(submission: Submission, *, output: TextIO, stop: StopFlag) -> JobResult:
+    """Stream rank 0's log until all tasks have ended. Forward a stop signal to them."""
     controller = submission.controller
     assert controller is not None
     tail = LogTail(submission.log(0), output=output)
-    # Remembered from the moment it is seen: ending the other tasks makes failures of them too.
+    # Recorded when first seen: ending the other tasks makes failures of them too.
     failure: TaskRecord | None = None
     failed_at: float | None = None
     stopped_at: float | None = None
@@ -83,11 +82,11 @@ def follow(submission: Submission, *, output: TextIO, stop: StopNote) -> Ending:
     while controller.poll() is None:
         tail.copy()
         now = time.monotonic()
-        if stop.asked and (stopped_at is None or now - stopped_at > STOP_AGAIN_SECONDS):
+        if stop.is_set and (stopped_at is None or now - stopped_at > RESEND_STOP_SECONDS):
             controller.send_signal(signal.SIGTERM)
             stopped_at = now
         tasks = records(submission)
-        failure = failure or first_failure(tasks, stop_asked=stop.asked)
+        failure = failure or first_failure(tasks, stopping=stop.is_set)
         if failed_at is None and any(map(_has_failed, tasks)):
             failed_at = now
         waited = 0.0 if failed_at is None else now - failed_at
@@ -100,24 +99,24 @@ def follow(submission: Submission, *, output: TextIO, stop: StopNote) -> Ending:
     tail.copy()
     tasks = records(submission)
     if not cut_short:
-        failure = failure or first_failure(tasks, stop_asked=stop.asked)
-    return Ending(
+        failure = failure or first_failure(tasks, stopping=stop.is_set)
+    return JobResult(
         exit_code=_exit_code(
             tasks,
             failure=failure,
             all_ended=len(tasks) == submission.num_tasks
             and all(task.exit_code in NO_FAILURE for task in tasks),
-            stop_asked=stop.asked,
+            stopping=stop.is_set,
         ),
         failure=failure,
     )
 
 
 def end(submission: Submission, *, wait_first: float) -> None:
-    """Make sure that no process of the job is left.
+    """Leave no process of the job running.
 
-    A second SIGINT would interrupt the controller while it ends its tasks, hence the wait: Ctrl-C
-    in a terminal has reached it already.
+    Waits first: Ctrl-C in a terminal has already reached the controller, and a second SIGINT would
+    interrupt it while it ends its tasks.
     """
     controller = submission.controller
     assert controller is not None
@@ -144,18 +143,19 @@ def _record(submission: Submission, rank: int) -> TaskRecord | None:
     path = task_record_path(submission.folder, job_id=submission.job_id, rank=rank)
     record = read_task_record(path)
     if record is not None and _is_gone(record):
-        # Unless it wrote its end between the two looks.
+        # It may have written its end after the first read.
         record = read_task_record(path)
     return record
 
 
-def first_failure(tasks: Sequence[TaskRecord], *, stop_asked: bool) -> TaskRecord | None:
-    """The task that failed first: it is the cause, later ones mostly lost their partner.
+def first_failure(tasks: Sequence[TaskRecord], *, stopping: bool) -> TaskRecord | None:
+    """The task that failed first: the likely cause of later failures.
 
-    A stop kills the tasks that do not handle it yet: after one, only exit codes are failures.
+    A stop signal kills tasks that do not handle it yet, so while stopping only exit codes count as
+    failures.
     """
     failed = [
-        task for task in tasks if _has_failed(task) and not (stop_asked and task.exit_code is None)
+        task for task in tasks if _has_failed(task) and not (stopping and task.exit_code is None)
     ]
     return min(failed, key=lambda task: task.ended or float("inf"), default=None)
 
@@ -167,7 +167,7 @@ def _has_failed(task: TaskRecord) -> bool:
 
 
 def _is_gone(task: TaskRecord) -> bool:
-    """Killed from outside, or crashed: it could not write its end."""
+    """Killed or crashed: the process ended without writing its exit code."""
     return task.exit_code is None and not _is_alive(task.pid)
 
 
@@ -180,28 +180,28 @@ def _is_alive(pid: int) -> bool:
 
 
 def _exit_code(
-    tasks: Sequence[TaskRecord], *, failure: TaskRecord | None, all_ended: bool, stop_asked: bool
+    tasks: Sequence[TaskRecord], *, failure: TaskRecord | None, all_ended: bool, stopping: bool
 ) -> int:
-    """0, 2 for bad input, 75 for stopped where it can go on, 1 for everything else.
+    """0: done; 2: bad input; 75: stopped, resumable; 1: everything else.
 
-    all_ended: whether every task started, and ended by itself without a failure.
+    all_ended: whether every task started and ended without a failure.
     """
     if failure is not None:
         return EXIT_BAD_INPUT if failure.exit_code == EXIT_BAD_INPUT else 1
     if not all_ended:
-        return EXIT_STOPPED_RESUMABLE if stop_asked else 1
+        return EXIT_STOPPED_RESUMABLE if stopping else 1
     stopped = any(task.exit_code == EXIT_STOPPED_RESUMABLE for task in tasks)
     return EXIT_STOPPED_RESUMABLE if stopped else int(any(task.exit_code for task in tasks))
 
 
-def failure_report(submission: Submission, ending: Ending) -> str:
-    """Which task failed and its last lines; only the name when the terminal has shown them."""
-    if ending.failure is None:
+def failure_report(submission: Submission, result: JobResult) -> str:
+    """The failed task and its last log lines, which are left out for rank 0: they were streamed."""
+    if result.failure is None:
         started = {task.rank for task in records(submission)}
         rank = min(set(range(submission.num_tasks)) - started, default=0)
         how = "never started" if rank not in started else "did not finish"
     else:
-        rank, code = ending.failure.rank, ending.failure.exit_code
+        rank, code = result.failure.rank, result.failure.exit_code
         how = "was killed" if code is None else f"ended with code {code}"
     log = submission.log(rank)
     heading = f"rank {rank} {how}; log: {log}"

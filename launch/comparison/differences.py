@@ -1,0 +1,92 @@
+"""Compare runs: differing parameters, final and best metrics.
+
+Leaves out: reading runs (`runs`), printing (`text`), the HTML report (`report`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch.comparison.runs import RunRecord
+
+# Which direction is better, by the suffix of a metric's name.
+BETTER = {
+    "loss": "lower",
+    "error": "lower",
+    "data_wait": "lower",
+    "top1": "higher",
+    "top5": "higher",
+    "accuracy": "higher",
+    "images_per_s": "higher",
+    "mfu": "higher",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MetricLine:
+    """One metric over all runs; None where a run lacks it. Deltas are against the first run."""
+
+    key: str
+    better: str | None
+    final: tuple[float | None, ...]
+    best: tuple[float | None, ...]
+
+    @property
+    def deltas(self) -> tuple[float | None, ...]:
+        first = self.final[0]
+        return tuple(
+            None if value is None or first is None or i == 0 else value - first
+            for i, value in enumerate(self.final)
+        )
+
+    def change(self, delta: float | None) -> str | None:
+        """better, worse or equal; None for an unknown direction or a delta that is not finite."""
+        if delta is None or self.better is None or not math.isfinite(delta):
+            return None
+        if delta == 0:
+            return "equal"
+        return "better" if (delta > 0) == (self.better == "higher") else "worse"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    runs: tuple[RunRecord, ...]
+    params: tuple[tuple[str, tuple[str | None, ...]], ...]
+    """Parameters that differ between runs."""
+    num_equal_params: int
+    metrics: tuple[MetricLine, ...]
+
+
+def compare(runs: Sequence[RunRecord]) -> Comparison:
+    """Compare runs. Of a single run, all parameters are listed."""
+    keys = sorted({key for run in runs for key in run.params})
+    rows = [(key, tuple(run.params.get(key) for run in runs)) for key in keys]
+    differing = [row for row in rows if len(runs) == 1 or len(set(row[1])) > 1]
+    metric_keys = sorted({key for run in runs for row in run.rows for key in row.metrics})
+    return Comparison(
+        runs=tuple(runs),
+        params=tuple(differing),
+        num_equal_params=len(rows) - len(differing),
+        metrics=tuple(_metric_line(key, runs) for key in metric_keys),
+    )
+
+
+def _metric_line(key: str, runs: Sequence[RunRecord]) -> MetricLine:
+    name = key.rsplit("/", 1)[-1]
+    better = next((way for suffix, way in BETTER.items() if name.endswith(suffix)), None)
+    values = [run.series(key)[1] for run in runs]
+    return MetricLine(
+        key=key,
+        better=better,
+        final=tuple(column[-1] if column else None for column in values),
+        best=tuple(_best(column, better) for column in values),
+    )
+
+
+def _best(values: list[float], better: str | None) -> float | None:
+    finite = [value for value in values if math.isfinite(value)]
+    if better is None or not finite:
+        return None
+    return max(finite) if better == "higher" else min(finite)
