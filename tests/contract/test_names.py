@@ -1,4 +1,4 @@
-"""File names that would shadow a module, and names that say nothing."""
+"""File names that would shadow a module, and vague names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import packages_distributions
 
 from tests.contract.tree import PACKAGES, ROOT, STAGES, module_files, scripts
 
-SAYS_NOTHING = {"utils", "util", "common", "misc", "helpers", "helper", "stuff", "lib"}
+VAGUE = {"utils", "util", "common", "misc", "helpers", "helper", "stuff", "lib"}
 
 
 def test_no_file_beside_a_script_shadows_a_module() -> None:
@@ -25,5 +25,5 @@ def test_no_file_beside_a_script_shadows_a_module() -> None:
     assert not [str(path.relative_to(ROOT)) for path in names if path.stem in taken]
 
 
-def test_names_say_something() -> None:
-    assert not [m for m in module_files() if SAYS_NOTHING & set(m.split("."))]
+def test_no_module_has_a_vague_name() -> None:
+    assert not [m for m in module_files() if VAGUE & set(m.split("."))]
