@@ -13,9 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
+from typing import NoReturn
 from zipfile import BadZipFile
 
 import numpy as np
+from blake3 import blake3
 
 from data_prep.duplicates.descriptors import (
     DESCRIPTOR,
@@ -31,15 +33,16 @@ from data_prep.duplicates.descriptors import (
     near,
     same_picture,
 )
-from data_prep.indexing.folder import folder_of_tars
-from data_prep.labels.named_files import EVALUATION_FOLDERS, image_files
-from data_prep.sources.outages import refuse_outage
-from data_prep.sources.protocol import printable, read_exactly
+from data_prep.shards.index import folder_of_tars
+from data_prep.sources.outages import Interrupted, printable, refuse_outage, source_error
+from data_prep.sources.paths import hash_named_file, is_image_name
+from data_prep.sources.protocol import read_exactly
 from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, MANIFEST_NAME, read_manifest
 from vitscale.distributed.atomic_files import atomic_file
 
 FORMAT_VERSION = 1
+EVALUATION_FOLDERS = "folders with image files, or shards with index.parquet"
 MAX_FILE_BYTES = 1 << 29
 MAX_PIXELS = 100_000_000
 BATCH_IMAGES = 64
@@ -166,6 +169,53 @@ def _check_readable(
                 next_step="look at these files, or convert them: a set that cannot be read "
                 "protects nothing",
             )
+
+
+def evaluation_listing(path: str) -> str:
+    """Hash over the names and sizes of a folder's images, or over the index of a shard folder.
+
+    Raises Interrupted for a folder that is not there, or holds nothing.
+    """
+    folder, where = Path(path).expanduser(), f"selection.evaluation_sets: {path}"
+    if os.path.isfile(folder / INDEX_NAME):
+        return hash_named_file(folder / INDEX_NAME, where=where)
+    digest = blake3()
+    for file in image_files(folder):
+        try:
+            num_bytes = os.path.getsize(file)
+        except OSError as error:
+            refuse_outage(error, str(file))
+            num_bytes = -1
+        digest.update(os.fsencode(f"{os.path.relpath(file, folder)}\0{num_bytes}\0"))
+    return digest.hexdigest()
+
+
+def image_files(folder: Path) -> Iterator[Path]:
+    """Files named as images below a folder, sorted within each; links are followed, each once.
+
+    Hidden ones are passed over. Raises Interrupted when there are none, or a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> NoReturn:
+        raise source_error(error, error.filename or str(folder)) from None
+
+    where = f"selection.evaluation_sets: {folder}"
+    if not os.path.isdir(folder):
+        raise Interrupted("no such folder", where=where, allowed=EVALUATION_FOLDERS)
+    seen, found = set(), False
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=refuse):
+        real = os.path.realpath(parent)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            if not name.startswith(".") and is_image_name(name):
+                found = True
+                yield Path(parent, name)
+    if not found:
+        raise Interrupted("holds no images", where=where, allowed=EVALUATION_FOLDERS)
 
 
 @dataclass(frozen=True)

@@ -37,12 +37,10 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import (
     FORMAT_VERSION,
     INDEX_NAME,
-    MANIFEST_NAME,
     Manifest,
     ShardEntry,
     SplitEntry,
     index_schema,
-    place_of_tars,
 )
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.runs.data_prep import DataPrepRun
@@ -153,19 +151,6 @@ def root_of_tars(tars: Path, *, output: Path) -> str:
     if real.is_relative_to(parent):
         return os.path.relpath(real, parent / output.name)
     return str(real)
-
-
-def folder_of_tars(folder: Path, manifest: Manifest) -> Path:
-    """Where the tars of a shard folder lie. Raises UserError when that is behind a URL."""
-    place = place_of_tars(folder, manifest)
-    if not isinstance(place, Path):
-        raise UserError(
-            f"its tars lie behind a URL ({place}), and only tars on this machine are read here",
-            where=f"{folder / MANIFEST_NAME}: shards_root",
-            next_step="give the folder that was uploaded; or download the tars and index them: "
-            "data_prep/index_shards.py",
-        )
-    return place
 
 
 def _split_entry(tars: Tars, classes: Sequence[str]) -> SplitEntry:

@@ -26,7 +26,8 @@ import pyarrow as pa
 from data_prep.images.check import validate_image
 from data_prep.labels.assignment import Labels, load_labels
 from data_prep.pipeline.row_tables import write_table
-from data_prep.sources.protocol import Container, Input, changed_source, printable, read_exactly
+from data_prep.sources.outages import changed_source, printable
+from data_prep.sources.protocol import Container, Input, read_exactly
 from data_prep.sources.registry import open_source
 from vitscale.distributed.atomic_files import blake3_of_file, write_json
 from vitscale.runs.data_prep import DataPrepRun, ImageSettings

@@ -7,32 +7,14 @@ Leaves out: what a source says (`sources`), and counting it.
 
 from __future__ import annotations
 
-import csv
-import importlib.util
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 
-from data_prep.sources.outages import Interrupted
-from data_prep.sources.protocol import printable
-from vitscale.config.errors import UserError, nearest
+from data_prep.labels.label_files import LABEL_SPACES, known_space, load_space, read_pairs
+from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings
 
-# Lists of WordNet ids that timm carries. Their lengths tell releases apart: 1,000; 11,821; 21,843;
-# 21,841; 11,221 (21k-P of the autumn 2011 release) and 10,450 (of the winter 2021 release).
-LABEL_SPACES = {
-    "imagenet_1k": "imagenet_synsets.txt",
-    "imagenet_12k": "imagenet12k_synsets.txt",
-    "imagenet_21k_goog": "imagenet21k_goog_synsets.txt",
-    "imagenet_22k": "imagenet22k_synsets.txt",
-    "imagenet_21k_p": "imagenet21k_miil_synsets.txt",
-    "imagenet_21k_p_winter21": "imagenet21k_miil_w21_synsets.txt",
-}
-DELIMITERS = {".csv": ",", ".tsv": "\t"}
-# Lists and maps are held in memory, at about ten times their size.
-MAX_FILE_MIB = 64
 PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 
 
@@ -177,15 +159,6 @@ def is_numbers(names: Collection[str]) -> bool:
     return bool(names) and all(map(PLAIN_NUMBER.fullmatch, names))
 
 
-def says_none(name: str, settings: LabelSettings) -> bool:
-    """Whether a label that a source gives is a negative number, which stands for none.
-
-    Not so with a space or map: there it is one more class without a place, as `unknown` says.
-    """
-    judged = settings.space is not None or settings.map is not None
-    return not judged and re.fullmatch(r"-[0-9]+", name) is not None
-
-
 def _refuse_mixture(names: Collection[str], found: Mapping[str, int]) -> None:
     others = [name for name in names if not PLAIN_NUMBER.fullmatch(name)]
     # Numbers filled up with zeros (001, 002, 100) sort as they count.
@@ -221,123 +194,6 @@ def load_labels(settings: LabelSettings) -> Labels:
         parents = read_pairs(settings.parents, where="labels.parents", columns="class, super-class")
         _refuse_foreign_parents(settings, parents, known)
     return Labels(settings=settings, space=space, known=known, map=label_map, parents=parents)
-
-
-def load_space(space: str) -> tuple[str, ...]:
-    """Class names in label order, of a known space or from a file with one name per line."""
-    if space in LABEL_SPACES:
-        return known_space(space)
-    if not Path(space).expanduser().is_file():
-        close = nearest(space, list(LABEL_SPACES))
-        raise UserError(
-            f"{space!r} is neither a known label space nor a file"
-            + (f"; did you mean {close!r}?" if close else ""),
-            where="labels.space",
-            allowed=", ".join(LABEL_SPACES) + ", or a file with one class name per line",
-        )
-    return _read_names(Path(space).expanduser(), where="labels.space")
-
-
-@cache
-def known_space(name: str) -> tuple[str, ...]:
-    """Class names of one of LABEL_SPACES, read from timm's files without importing timm."""
-    spec = importlib.util.find_spec("timm")
-    folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    for folder in folders:
-        path = Path(folder, "data", "_info", LABEL_SPACES[name])
-        if path.is_file():
-            return _read_names(path, where="labels.space")
-    raise UserError(
-        f"the list of {name!r} comes with timm, and the installed timm has no {LABEL_SPACES[name]}",
-        where="labels.space",
-        next_step="pip install -U timm, or give a file with one class name per line",
-    )
-
-
-def _read_names(path: Path, *, where: str) -> tuple[str, ...]:
-    names = _read_text(path, where=where).split("\n")
-    if names[-1] == "":
-        names.pop()
-    lines: dict[str, int] = {}
-    for number, name in enumerate((name.removesuffix("\r") for name in names), start=1):
-        if not name.strip():
-            # A line left out would shift every label behind it.
-            raise _bad_line(path, number, "is empty", where=where, allowed="one class per line")
-        if name in lines:
-            what = f"{name!r} stands in line {lines[name]} already"
-            raise _bad_line(path, number, what, where=where, allowed="every class once")
-        lines[name] = number
-    if not lines:
-        raise UserError(f"{str(path)!r} is empty", where=where, allowed="one class name per line")
-    return tuple(lines)
-
-
-def read_pairs(file: str, *, where: str, columns: str) -> dict[str, str]:
-    """A CSV or TSV file of two columns without a header. Raises UserError naming the line."""
-    path = Path(file).expanduser()
-    delimiter = DELIMITERS.get(path.suffix.lower())
-    if delimiter is None:
-        raise UserError(f"{file!r} is named neither .csv nor .tsv", where=where)
-    expected = f"two columns without a header: {columns}"
-    pairs: dict[str, str] = {}
-    lines: dict[str, int] = {}
-    for number, row in _rows(path, delimiter=delimiter, where=where, allowed=expected):
-        if len(row) != 2 or not all(row):
-            num = sum(map(bool, row))
-            what = f"{num} {'value' if num == 1 else 'values'} instead of 2"
-            raise _bad_line(path, number, what, where=where, allowed=expected)
-        key, value = row
-        if key in pairs:
-            what = f"{key!r} stands in line {lines[key]} already"
-            raise _bad_line(path, number, what, where=where, allowed="every key once")
-        pairs[key], lines[key] = value, number
-    if not pairs:
-        raise UserError(f"{file!r} is empty", where=where, allowed=expected)
-    return pairs
-
-
-def _rows(
-    path: Path, *, delimiter: str, where: str, allowed: str
-) -> Iterator[tuple[int, list[str]]]:
-    text = _read_text(path, where=where).removeprefix("\ufeff")
-    # Only these end a line; str.splitlines knows more, which may stand in a class name.
-    lines = iter(line + "\n" for line in text.replace("\r\n", "\n").split("\n"))
-    if delimiter == ",":
-        reader = csv.reader(lines, strict=True)
-    else:
-        reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)
-    while True:
-        try:
-            row = next(reader, None)
-        except csv.Error as error:
-            raise _bad_line(path, reader.line_num, str(error), where=where, allowed=allowed) from (
-                None
-            )
-        if row is None:
-            return
-        if row:
-            yield reader.line_num, row
-
-
-def _read_text(path: Path, *, where: str) -> str:
-    try:
-        if path.stat().st_size > MAX_FILE_MIB << 20:
-            raise UserError(
-                f"{str(path)!r} has more than {MAX_FILE_MIB} MiB, too many to hold in memory",
-                where=where,
-                next_step="give every image its label in a table: source.kind=path_table",
-            )
-        return path.read_bytes().decode()
-    except OSError as error:
-        raise Interrupted(f"{str(path)!r} cannot be read ({error.strerror})", where=where) from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{str(path)!r} is not UTF-8 (byte {error.start})", where=where, allowed="UTF-8 text"
-        ) from None
-
-
-def _bad_line(path: Path, line: int, what: str, *, where: str, allowed: str) -> UserError:
-    return UserError(f"{printable(str(path))}:{line}: {what}", where=where, allowed=allowed)
 
 
 def _refuse_foreign_map(

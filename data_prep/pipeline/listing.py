@@ -24,16 +24,8 @@ from data_prep.pipeline.row_tables import (
     write_table,
 )
 from data_prep.pipeline.workspace import Preparation
-from data_prep.sources.outages import source_error
-from data_prep.sources.protocol import (
-    Container,
-    Input,
-    SpoolError,
-    Watched,
-    changed_source,
-    printable,
-    watched,
-)
+from data_prep.sources.outages import changed_source, printable, source_error
+from data_prep.sources.protocol import Container, Input, SpoolError, Watched, watched
 from vitscale.distributed.atomic_files import fsync_folder
 
 # Containers listed in one unit: class folders and tars of hundreds of images each. Of few

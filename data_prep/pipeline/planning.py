@@ -21,8 +21,8 @@ import pyarrow as pa
 from data_prep.pipeline.image_reading import validate_place
 from data_prep.pipeline.listing import bucket_path
 from data_prep.pipeline.row_tables import read_table, rows_at
-from data_prep.pipeline.selection import assignments_path, row_places
-from data_prep.pipeline.workspace import Preparation
+from data_prep.pipeline.selection import assignments_path
+from data_prep.pipeline.workspace import Preparation, row_places
 from data_prep.shards.tar_writer import SAMPLE_OVERHEAD
 from data_prep.sources.outages import Interrupted
 from vitscale.config.errors import UserError

@@ -29,8 +29,8 @@ from data_prep.pipeline.progress import Elapsed, Progress
 from data_prep.pipeline.row_tables import leave_pandas_out
 from data_prep.pipeline.work_units import WorkFolder, aborted_error
 from data_prep.pipeline.workspace import Preparation, is_finished, preparation_folder
-from data_prep.sources.outages import Interrupted, away, is_away
-from data_prep.sources.protocol import ChangedSource, SpoolError
+from data_prep.sources.outages import ChangedSource, Interrupted, away, is_away
+from data_prep.sources.protocol import SpoolError
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.runs.data_prep import DataPrepRun
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,31 +25,15 @@ from data_prep.pipeline.image_reading import in_order, validate_place
 from data_prep.pipeline.listing import bucket_path, num_inputs, scan_units
 from data_prep.pipeline.rejections import Rejections, check_so_far, rejected_so_far
 from data_prep.pipeline.row_tables import read_table, rows_at, write_table
-from data_prep.pipeline.workspace import Place, Preparation
+from data_prep.pipeline.workspace import Place, Preparation, row_places
 from data_prep.shards.ledger import describe_rejected
-from data_prep.sources.protocol import printable
+from data_prep.sources.outages import printable
 from vitscale.config.errors import UserError
 
 TRAIN = "train"
 # Ranks decide which of two equal images stays: those of other splits than `train` come first.
 TRAIN_RANK = 1 << 63
 CLASSES_SHOWN = 10
-
-
-def row_places(rows: pa.Table) -> Iterator[Place]:
-    columns = [
-        rows.column(name).to_pylist()
-        for name in ("path", "file", "offset", "num_bytes", "modified_ns", "spooled")
-    ]
-    for path, file, offset, num_bytes, modified_ns, spooled in zip(*columns, strict=True):
-        yield Place(
-            path=path,
-            file=file,
-            offset=offset,
-            num_bytes=num_bytes,
-            modified_ns=modified_ns,
-            spooled=spooled,
-        )
 
 
 def row_ranks(rows: pa.Table, *, number: int) -> np.ndarray:

@@ -18,11 +18,10 @@ from data_prep.pipeline.image_reading import in_order, validate_place
 from data_prep.pipeline.planning import SplitPlan, read_plan, rows_of_shard
 from data_prep.pipeline.rejections import Rejections, check_so_far
 from data_prep.pipeline.row_tables import write_table
-from data_prep.pipeline.selection import row_places
-from data_prep.pipeline.workspace import Place, Preparation
+from data_prep.pipeline.workspace import Place, Preparation, row_places
 from data_prep.shards.ledger import EXTERNAL_REASONS
 from data_prep.shards.tar_writer import TarShard
-from data_prep.sources.protocol import printable
+from data_prep.sources.outages import printable
 from vitscale.distributed.atomic_files import fsync_folder
 from vitscale.runs.data_prep import ImageSettings
 

@@ -17,18 +17,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+
+from data_prep.duplicates.evaluation_sets import evaluation_listing
 from data_prep.labels.assignment import Labels, load_labels
-from data_prep.labels.named_files import evaluation_listing, label_hashes
+from data_prep.labels.label_files import label_hashes
 from data_prep.pipeline.work_units import WorkFolder
-from data_prep.sources.protocol import (
-    ChangedSource,
-    Container,
-    Source,
-    SpoolError,
-    changed_source,
-    fill,
-    read_exactly,
-)
+from data_prep.sources.outages import ChangedSource, changed_source
+from data_prep.sources.protocol import Container, Source, SpoolError, fill, read_exactly
 from data_prep.sources.registry import open_source
 from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME
@@ -140,6 +136,22 @@ class Place(NamedTuple):
     num_bytes: int
     modified_ns: int
     spooled: bool
+
+
+def row_places(rows: pa.Table) -> Iterator[Place]:
+    columns = [
+        rows.column(name).to_pylist()
+        for name in ("path", "file", "offset", "num_bytes", "modified_ns", "spooled")
+    ]
+    for path, file, offset, num_bytes, modified_ns, spooled in zip(*columns, strict=True):
+        yield Place(
+            path=path,
+            file=file,
+            offset=offset,
+            num_bytes=num_bytes,
+            modified_ns=modified_ns,
+            spooled=spooled,
+        )
 
 
 @dataclass(frozen=True)

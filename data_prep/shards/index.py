@@ -13,6 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from vitscale.config.errors import UserError
 from vitscale.data.index import (
     INDEX_NAME,
     INFO_NAME,
@@ -20,6 +21,7 @@ from vitscale.data.index import (
     Manifest,
     SplitEntry,
     index_schema,
+    place_of_tars,
 )
 from vitscale.distributed.atomic_files import atomic_file, write_json
 
@@ -88,3 +90,16 @@ def write_info(folder: Path, *, splits: Mapping[str, SplitEntry], shards_root: s
 
 def write_manifest(folder: Path, *, manifest: Manifest) -> None:
     write_json(folder / MANIFEST_NAME, asdict(manifest))
+
+
+def folder_of_tars(folder: Path, manifest: Manifest) -> Path:
+    """Where the tars of a shard folder lie. Raises UserError when that is behind a URL."""
+    place = place_of_tars(folder, manifest)
+    if not isinstance(place, Path):
+        raise UserError(
+            f"its tars lie behind a URL ({place}), and only tars on this machine are read here",
+            where=f"{folder / MANIFEST_NAME}: shards_root",
+            next_step="give the folder that was uploaded; or download the tars and index them: "
+            "data_prep/index_shards.py",
+        )
+    return place

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from data_prep.sources.folder_walk import walk_folder
-from data_prep.sources.outages import refuse_outage
-from data_prep.sources.places import (
-    Place,
-    find_places,
+from data_prep.sources.outages import printable, refuse_outage
+from data_prep.sources.paths import (
+    SplitRoot,
+    find_split_roots,
     is_hidden,
     is_image_name,
+    is_tar_name,
     link_reason,
+    opened,
     source_root,
+    stat_watched,
     stem_and_suffix,
+    tidy,
+    walk_folder,
 )
-from data_prep.sources.protocol import Container, Input, Spool, Watched, changed_source, printable
+from data_prep.sources.protocol import Container, Input, Spool, Watched
 from data_prep.sources.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import SourceSettings
@@ -59,7 +62,7 @@ class ClassTars:
         """
         found: list[Container] = []
         errors: list[UserError] = []
-        for place in find_places(self.settings, may_be_file=True):
+        for place in find_split_roots(self.settings, may_be_file=True):
             is_tar_of_tars = (self.root / place.path).is_file()
             try:
                 tars = (_tars_in_tar if is_tar_of_tars else _tars_in_folder)(self.root, place)
@@ -83,28 +86,6 @@ class ClassTars:
         return _rest_of_folder(self.root, container)
 
 
-def is_tar_name(name: str) -> bool:
-    return name.lower().endswith(".tar") and not is_hidden(name)
-
-
-def stat_watched(root: Path, path: str) -> os.stat_result:
-    """`stat` of a file that was there when its folder was listed."""
-    try:
-        return os.stat(root / path)
-    except FileNotFoundError:
-        raise changed_source(path) from None
-
-
-@contextmanager
-def opened(root: Path, path: str) -> Iterator[int]:
-    """A descriptor, opened without waiting for whoever would write a pipe."""
-    fd = os.open(root / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def compressed_tar_error(path: str, method: str) -> UserError:
     unpacker = {"gzip": "gunzip", "xz": "unxz", "zstd": "unzstd", "bzip2": "bunzip2"}
     return UserError(
@@ -113,13 +94,6 @@ def compressed_tar_error(path: str, method: str) -> UserError:
         allowed="plain tar files",
         next_step=f"uncompress it first ({unpacker.get(method, method)}); images hardly shrink",
     )
-
-
-def tidy(name: str) -> str:
-    """A member's name without `./`, `//` and a slash at either end."""
-    if "./" not in name and "//" not in name and name[:1] != "/" and name[-1:] not in ("/", "."):
-        return name
-    return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
 def members_once(
@@ -213,7 +187,7 @@ def _is_tar_file(entry: os.DirEntry[str]) -> bool:
     return is_tar_name(entry.name) and entry.is_file()
 
 
-def _tars_in_folder(root: Path, place: Place) -> list[Container]:
+def _tars_in_folder(root: Path, place: SplitRoot) -> list[Container]:
     real_root, real_top = os.path.realpath(root), os.path.realpath(root / place.path)
     found, compressed = [], []
     with os.scandir(root / place.path) as entries:
@@ -253,7 +227,7 @@ def _is_class_tar(member: TarMember, name: str, first: int | None) -> bool:
     return member.kind == "file" and first is None and is_tar_name(name)
 
 
-def _tars_in_tar(root: Path, place: Place) -> list[Container]:
+def _tars_in_tar(root: Path, place: SplitRoot) -> list[Container]:
     found = []
     try:
         for member, name, first in _outer_members(root, place.path):
@@ -304,7 +278,7 @@ def _rest_of_tar(root: Path, container: Container) -> Iterator[Input | Watched]:
         yield tar_row(container, "truncated_tar", num_bytes=num_bytes, modified_ns=modified_ns)
 
 
-def _no_tars_error(root: Path, place: Place) -> UserError:
+def _no_tars_error(root: Path, place: SplitRoot) -> UserError:
     path = root / place.path
     what = f"{str(path)!r} holds no tar files"
     if path.is_dir():

@@ -14,15 +14,16 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
-from data_prep.sources.folder_walk import walk_folder
-from data_prep.sources.places import (
-    Place,
-    find_places,
+from data_prep.sources.outages import printable
+from data_prep.sources.paths import (
+    SplitRoot,
+    find_split_roots,
     is_hidden,
     link_reason,
     source_root,
+    walk_folder,
 )
-from data_prep.sources.protocol import Container, Input, Watched, printable
+from data_prep.sources.protocol import Container, Input, Watched
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import SourceSettings
 
@@ -135,7 +136,7 @@ class FileList:
             else:
                 yield row
 
-    def _places(self) -> list[tuple[Place, NamePattern | None]]:
+    def _places(self) -> list[tuple[SplitRoot, NamePattern | None]]:
         """Patterns are looked up in their folder, which several splits may share."""
         patterns: dict[str, NamePattern] = {}
         folders = dict(self.settings.splits)
@@ -148,14 +149,16 @@ class FileList:
                 patterns[split] = pattern
                 folders[split] = os.path.dirname(text) or "."
         if not patterns:
-            return [(place, None) for place in find_places(self.settings, may_be_file=True)]
+            return [(place, None) for place in find_split_roots(self.settings, may_be_file=True)]
         found = []
         for split, folder in folders.items():
             one = self.settings.model_copy(update={"splits": {split: folder}})
-            found += [(place, patterns.get(split)) for place in find_places(one, may_be_file=True)]
+            found += [
+                (place, patterns.get(split)) for place in find_split_roots(one, may_be_file=True)
+            ]
         return found
 
-    def _names(self, place: Place, pattern: NamePattern | None) -> list[str] | UserError:
+    def _names(self, place: SplitRoot, pattern: NamePattern | None) -> list[str] | UserError:
         real_root, real_top = os.path.realpath(self.root), os.path.realpath(self.root / place.path)
         names = []
         with os.scandir(self.root / place.path) as entries:

@@ -12,9 +12,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.sources.folder_walk import walk_folder
-from data_prep.sources.places import Place, find_places, is_image_name, link_reason
-from data_prep.sources.protocol import Container, Input, Spool, Watched, printable
+from data_prep.sources.outages import printable
+from data_prep.sources.paths import (
+    SplitRoot,
+    find_split_roots,
+    is_image_name,
+    link_reason,
+    walk_folder,
+)
+from data_prep.sources.protocol import Container, Input, Spool, Watched
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import SourceSettings
 
@@ -38,7 +44,7 @@ class ImageFolder:
         """
         found: list[Container] = []
         errors: list[UserError] = []
-        for place in find_places(self.settings, may_be_file=False):
+        for place in find_split_roots(self.settings, may_be_file=False):
             folders = _class_folders(self.root, place)
             if folders:
                 found.append(Container(place.path or ".", place.split))
@@ -56,7 +62,7 @@ class ImageFolder:
         return walk_folder(self.root, container, is_listed_apart=_is_folder)
 
 
-def _class_folders(root: Path, place: Place) -> list[Container]:
+def _class_folders(root: Path, place: SplitRoot) -> list[Container]:
     """Sub-folders that are classes, hidden ones left out.
 
     Raises UserErrors for linked ones that are not followed: a whole class would be missing.
@@ -79,7 +85,7 @@ def _class_folders(root: Path, place: Place) -> list[Container]:
     return sorted(found, key=lambda container: os.fsencode(container.path))
 
 
-def _linked_class_error(path: str, place: Place) -> UserError:
+def _linked_class_error(path: str, place: SplitRoot) -> UserError:
     return UserError(
         f"class folder {printable(path)!r} is a link out of the source, or back into itself, "
         "and is not followed",
@@ -92,7 +98,7 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     return entry.is_dir()
 
 
-def _no_class_error(root: Path, place: Place) -> UserError:
+def _no_class_error(root: Path, place: SplitRoot) -> UserError:
     with os.scandir(root / place.path) as entries:
         loose = sum(1 for entry in entries if is_image_name(entry.name) and entry.is_file())
     return UserError(

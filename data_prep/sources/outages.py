@@ -10,7 +10,6 @@ import errno
 import os
 from pathlib import Path
 
-from data_prep.sources.protocol import printable
 from vitscale.config.errors import UserError
 from vitscale.data.shard_files import LOST
 
@@ -32,6 +31,11 @@ FILE_FAULTS = frozenset(
         errno.ESPIPE,
     }
 )
+
+
+def printable(name: str) -> str:
+    """A file name as valid UTF-8; bytes that are not become \\xNN."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 class Interrupted(UserError):
@@ -83,3 +87,21 @@ def is_away(root: Path, path: str) -> bool:
             if error.errno not in FILE_FAULTS - set(LOST):
                 return True
     return False
+
+
+class ChangedSource(UserError):
+    """The source is not what was listed."""
+
+    file: str
+    """The file or folder in which that showed, relative to the source's root."""
+
+
+def changed_source(path: str, *, file: str | None = None) -> ChangedSource:
+    """For people: the input at `path` changed; `file` is what holds it, where that is another."""
+    error = ChangedSource(
+        "changed while the shards were made",
+        where=repr(printable(path)),
+        next_step="run the command again once the source no longer changes",
+    )
+    error.file = file or path
+    return error

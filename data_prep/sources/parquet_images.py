@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from data_prep.labels.assignment import says_none
-from data_prep.sources.class_tars import stat_watched, tidy
 from data_prep.sources.file_lists import FileList
-from data_prep.sources.outages import refuse_outage
+from data_prep.sources.outages import printable, refuse_outage
 from data_prep.sources.parquet_rows import (
     TableDefect,
     column_type,
@@ -24,12 +22,10 @@ from data_prep.sources.parquet_rows import (
     record_batches,
     value_of,
 )
-from data_prep.sources.places import is_hidden, stem_and_suffix
-from data_prep.sources.protocol import Container, Input, Spool, Watched, printable
+from data_prep.sources.paths import is_hidden, stat_watched, stem_and_suffix, tidy
+from data_prep.sources.protocol import Container, Input, Spool, Watched, class_from_cell
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
-
-MAX_CLASS_LENGTH = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +156,7 @@ class ParquetImages:
         status: os.stat_result,
     ) -> Input:
         data, path, label = cells
-        class_name = class_of(label, names, self.labels)
+        class_name = class_from_cell(label, names, self.labels)
         reason = None
         if data is None:
             reason = "no_image"
@@ -198,18 +194,6 @@ def class_label_names(table: Any, column: str) -> tuple[str, ...] | None:
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         return None
     return tuple(names)
-
-
-def class_of(label: object, names: tuple[str, ...] | None, settings: LabelSettings) -> str | None:
-    """The class that a cell says; None for null, nothing, negative and nameless numbers."""
-    if isinstance(label, int) and not isinstance(label, bool):
-        if names is None:
-            return str(label) if label >= 0 else None
-        return names[label] if 0 <= label < len(names) else None
-    if not isinstance(label, str) or len(label) > MAX_CLASS_LENGTH:
-        return None
-    label = label.strip()
-    return None if not label or says_none(label, settings) else label
 
 
 def _lost_rows(damaged: Input, start: int, end: int) -> Input:

@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data_prep.sources.outages import refuse_outage
-from data_prep.sources.protocol import changed_source, printable
+from data_prep.sources.outages import changed_source, printable, refuse_outage
 from vitscale.config.errors import UserError
 
 BATCH_ROWS = 64

@@ -9,6 +9,7 @@ that leave it are rejected.
 
 from __future__ import annotations
 
+import csv
 import os
 import stat
 from collections.abc import Iterator
@@ -17,10 +18,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from data_prep.sources.class_tars import opened, stat_watched
 from data_prep.sources.file_lists import FileList
-from data_prep.sources.outages import refuse_outage
-from data_prep.sources.parquet_images import class_of
+from data_prep.sources.outages import printable, refuse_outage
 from data_prep.sources.parquet_rows import (
     TableDefect,
     column_type,
@@ -28,9 +27,8 @@ from data_prep.sources.parquet_rows import (
     record_batches,
     value_of,
 )
-from data_prep.sources.places import is_hidden, lies_in, stem_and_suffix
-from data_prep.sources.protocol import Container, Input, Spool, Watched, printable, watched
-from data_prep.sources.text_lines import Lines, csv_rows, has_quote, next_line
+from data_prep.sources.paths import is_hidden, lies_in, opened, stat_watched, stem_and_suffix
+from data_prep.sources.protocol import Container, Input, Spool, Watched, class_from_cell, watched
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import (
     SPLIT_NAMES,
@@ -43,6 +41,7 @@ DELIMITERS = {"csv": ",", "tsv": "\t"}
 SPLIT_COLUMN = "split"
 # A table without quotes can be cut at line ends; each part is listed on its own.
 PART_BYTES = 8 << 20
+MAX_LINE_BYTES = 1 << 20
 # (row's name in the ledger, path, label, split or None)
 Row = tuple[str, str | None, Any, str | None]
 
@@ -109,7 +108,7 @@ class PathTable:
                 where="source.path",
                 allowed=SPLIT_NAMES,
             )
-        class_name = class_of(label, None, self.labels)
+        class_name = class_from_cell(label, None, self.labels)
         num_bytes = modified_ns = 0
         reason: str | None = "unreadable"
         if path:
@@ -306,3 +305,72 @@ def _group_offset(table: Any, group: int) -> int:
     """First byte of a row group's first column."""
     chunk = table.metadata.row_group(group).column(0)
     return chunk.dictionary_page_offset or chunk.data_page_offset
+
+
+class Lines:
+    """Lines of a part of a file as text, and where the next one starts."""
+
+    def __init__(self, fd: int, start: int, stop: int, path: str) -> None:
+        self.fd, self.position, self.stop, self.path = fd, start, stop, path
+        self.data, self.place = b"", 0
+
+    def __iter__(self) -> Lines:
+        return self
+
+    def __next__(self) -> str:
+        end = self.data.find(b"\n", self.place)
+        while end < 0:
+            rest = self.data[self.place :]
+            start = self.position + len(rest)
+            more = os.pread(self.fd, MAX_LINE_BYTES, start)[: max(0, self.stop - start)]
+            self.data, self.place = rest + more, 0
+            end = self.data.find(b"\n")
+            if end < 0 and not more:
+                if not rest:
+                    raise StopIteration
+                end = len(rest) - 1
+            elif end < 0 and len(self.data) > MAX_LINE_BYTES:
+                break
+        if not 0 <= end - self.place < MAX_LINE_BYTES:
+            raise UserError(
+                f"{printable(self.path)!r} has a line of more than {MAX_LINE_BYTES:,} bytes",
+                where="source.path",
+            )
+        line = self.data[self.place : end + 1]
+        self.place = end + 1
+        self.position += len(line)
+        return line.decode("utf-8", "surrogateescape")
+
+
+def csv_rows(lines: Lines, *, delimiter: str) -> Iterator[list[str]]:
+    """Rows of the lines; an empty line is an empty row. Raises UserError for wrong quotes."""
+    rows = csv.reader(lines, delimiter=delimiter, strict=True)
+    while True:
+        place = lines.position
+        try:
+            row = next(rows, None)
+        except csv.Error as error:
+            what = f"{printable(lines.path)!r} cannot be read at byte {place}: {error}"
+            raise UserError(what, where="source.path") from None
+        if row is None:
+            return
+        yield row
+
+
+def has_quote(fd: int) -> bool:
+    """Whether a line may end inside a cell."""
+    position = 0
+    while data := os.pread(fd, 1 << 20, position):
+        if b'"' in data:
+            return True
+        position += len(data)
+    return False
+
+
+def next_line(fd: int, position: int, *, first: int, path: str) -> int:
+    """Where the first line starts that does not start before `position`."""
+    if position == first:
+        return position
+    lines = Lines(fd, position - 1, os.fstat(fd).st_size, path)
+    next(lines, "")
+    return lines.position

@@ -8,12 +8,15 @@ Leaves out: how a kind of source is listed.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from vitscale.config.errors import UserError
+from vitscale.runs.data_prep import LabelSettings
+
+MAX_CLASS_LENGTH = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +101,6 @@ class Source(Protocol):
         """Every input of one container, kept or not, and what must not change until the end."""
 
 
-def printable(name: str) -> str:
-    """A file name as valid UTF-8; bytes that are not become \\xNN."""
-    return os.fsencode(name).decode("utf-8", "backslashreplace")
-
-
 def watched(root: Path, path: str) -> Watched:
     """`path` as it is now. A folder's size says nothing and differs between file systems."""
     status = os.stat(root / path)
@@ -131,19 +129,24 @@ def fill(descriptor: int, memory: memoryview, *, offset: int) -> None:
         num += more
 
 
-class ChangedSource(UserError):
-    """The source is not what was listed."""
+def class_from_cell(
+    label: object, names: tuple[str, ...] | None, settings: LabelSettings
+) -> str | None:
+    """The class that a cell says; None for null, nothing, negative and nameless numbers."""
+    if isinstance(label, int) and not isinstance(label, bool):
+        if names is None:
+            return str(label) if label >= 0 else None
+        return names[label] if 0 <= label < len(names) else None
+    if not isinstance(label, str) or len(label) > MAX_CLASS_LENGTH:
+        return None
+    label = label.strip()
+    return None if not label or means_no_label(label, settings) else label
 
-    file: str
-    """The file or folder in which that showed, relative to the source's root."""
 
+def means_no_label(name: str, settings: LabelSettings) -> bool:
+    """Whether a label that a source gives is a negative number, which stands for none.
 
-def changed_source(path: str, *, file: str | None = None) -> ChangedSource:
-    """For people: the input at `path` changed; `file` is what holds it, where that is another."""
-    error = ChangedSource(
-        "changed while the shards were made",
-        where=repr(printable(path)),
-        next_step="run the command again once the source no longer changes",
-    )
-    error.file = file or path
-    return error
+    Not so with a space or map: there it is one more class without a place, as `unknown` says.
+    """
+    judged = settings.space is not None or settings.map is not None
+    return not judged and re.fullmatch(r"-[0-9]+", name) is not None

@@ -14,19 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_prep.labels.assignment import says_none
-from data_prep.sources.class_tars import (
-    MAX_MEMBERS,
-    compressed_tar_error,
-    is_tar_name,
-    opened,
-    stat_watched,
-    tar_row,
-)
+from data_prep.sources.class_tars import MAX_MEMBERS, compressed_tar_error, tar_row
 from data_prep.sources.file_lists import FileList
 from data_prep.sources.outages import refuse_outage
-from data_prep.sources.places import is_hidden
-from data_prep.sources.protocol import Container, Input, Spool, Watched
+from data_prep.sources.paths import is_hidden, is_tar_name, opened, stat_watched
+from data_prep.sources.protocol import Container, Input, Spool, Watched, means_no_label
 from data_prep.sources.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
@@ -104,7 +96,7 @@ class WebdatasetTars:
                 members = walk_tar(fd, end=status.st_size)
                 for row in _sample_rows(fd, members, container=container, label=self.label):
                     row.modified_ns = status.st_mtime_ns
-                    if row.class_name is not None and says_none(row.class_name, self.labels):
+                    if row.class_name is not None and means_no_label(row.class_name, self.labels):
                         row.class_name, row.reason = None, row.reason or "no_label"
                     if row.reason == "no_label" and self.labels.map_key == "image":
                         row.reason = None  # the map says it

@@ -24,11 +24,10 @@ from blake3 import blake3
 
 from data_prep.images.check import SUFFIXES
 from data_prep.images.header import HeaderError, read_header
-from data_prep.indexing.folder import folder_of_tars
 from data_prep.labels.assignment import is_numbers
 from data_prep.pipeline.process_pool import ordered_results, workers_for
 from data_prep.shards.fingerprints import folder_fingerprint, label_map_sha256, sample_bytes
-from data_prep.shards.index import info_of
+from data_prep.shards.index import folder_of_tars, info_of
 from data_prep.shards.ledger import LEDGER_NAME
 from data_prep.sources.tar_walk import TarDefect, TarMember, walk_tar
 from vitscale.data.index import (

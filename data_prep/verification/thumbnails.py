@@ -15,7 +15,7 @@ from pathlib import Path
 
 from PIL import Image, ImageFile
 
-from data_prep.sources.class_tars import is_tar_name
+from data_prep.sources.paths import is_tar_name
 from data_prep.sources.tar_walk import TarDefect, walk_tar
 
 SIDE = 128

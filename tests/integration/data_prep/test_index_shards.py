@@ -24,7 +24,7 @@ import pytest
 from PIL import Image
 
 from data_prep.indexing import folder as index_folder
-from data_prep.labels.assignment import known_space
+from data_prep.labels.label_files import known_space
 from tests.support.corpora.external_tars import (
     hugging_face_layout,
     imagenet_22k_layout,

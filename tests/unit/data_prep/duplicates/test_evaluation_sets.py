@@ -17,8 +17,11 @@ from PIL import Image, ImageOps
 
 from data_prep.duplicates import evaluation_sets
 from data_prep.duplicates.descriptors import describe_many, looks_like
-from data_prep.duplicates.evaluation_sets import EvaluationIndex, build_evaluation_index
-from data_prep.labels.named_files import evaluation_listing
+from data_prep.duplicates.evaluation_sets import (
+    EvaluationIndex,
+    build_evaluation_index,
+    evaluation_listing,
+)
 from data_prep.sources.outages import Interrupted
 from data_prep.sources.protocol import read_exactly
 from tests.support.corpora.small_shards import make_shard_folder

@@ -10,14 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data_prep.labels.assignment import (
-    LABEL_SPACES,
-    Labels,
-    known_space,
-    load_labels,
-    read_pairs,
-    says_none,
-)
+from data_prep.labels.assignment import Labels, load_labels
+from data_prep.labels.label_files import LABEL_SPACES, known_space, read_pairs
+from data_prep.sources.protocol import means_no_label
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings
 
@@ -103,9 +98,9 @@ def test_numbers_filled_up_with_zeros_are_names_that_sort_as_they_count() -> Non
 def test_negative_numbers_say_none_unless_a_space_or_map_judges_them(tmp_path: Path) -> None:
     pairs = written(tmp_path / "a.csv", "-1,dog\n0,cat\n")
     for name, none in (("-1", True), ("-007", True), ("1", False), ("-", False), ("-x", False)):
-        assert says_none(name, LabelSettings()) == none
-        assert not says_none(name, LabelSettings(space="imagenet_1k", values="index"))
-        assert not says_none(name, LabelSettings(map=pairs))
+        assert means_no_label(name, LabelSettings()) == none
+        assert not means_no_label(name, LabelSettings(space="imagenet_1k", values="index"))
+        assert not means_no_label(name, LabelSettings(map=pairs))
 
 
 def test_a_space_gives_all_its_classes_whatever_the_source_holds() -> None:

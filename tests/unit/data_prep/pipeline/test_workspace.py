@@ -12,8 +12,7 @@ import pytest
 from data_prep import make_shards
 from data_prep.pipeline.runner import Phase, finishing
 from data_prep.pipeline.workspace import Preparation, at_real_output
-from data_prep.sources.outages import Interrupted
-from data_prep.sources.protocol import ChangedSource, changed_source
+from data_prep.sources.outages import ChangedSource, Interrupted, changed_source
 from tests.support.corpora.image_corpus import contents, corpus
 from tests.support.corpora.preparing import prepare_here, run_of
 from vitscale.config.errors import UserError

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.sources.class_tars import is_tar_name
 from data_prep.sources.file_lists import FileList, name_pattern
+from data_prep.sources.paths import is_tar_name
 from tests.support.corpora.tars import write_tars
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import SourceSettings

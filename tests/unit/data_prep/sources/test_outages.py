@@ -15,13 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_prep.pipeline import listing
 from data_prep.pipeline.image_reading import validate_place
-from data_prep.pipeline.runner import listing
 from data_prep.pipeline.workspace import Place
 from data_prep.sources.image_folder import ImageFolder
-from data_prep.sources.outages import Interrupted
+from data_prep.sources.outages import ChangedSource, Interrupted
 from data_prep.sources.path_table import PathTable
-from data_prep.sources.protocol import ChangedSource, Input, Watched
+from data_prep.sources.protocol import Input, Watched
 from tests.support.corpora.image_corpus import corpus, encoded
 from tests.support.corpora.listing import list_source
 from tests.support.corpora.preparing import preparation, prepare_here, run_of

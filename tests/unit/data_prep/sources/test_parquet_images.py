@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data_prep.sources import parquet_rows
-from data_prep.sources.parquet_images import ParquetImages, class_of
+from data_prep.sources.parquet_images import ParquetImages
+from data_prep.sources.protocol import class_from_cell
 from tests.support.corpora.listing import MemorySpool, list_source, list_watched
 from tests.support.peak_memory import peak_mib
 from vitscale.config.errors import UserError
@@ -238,4 +239,4 @@ def test_any_paths_and_class_names_give_one_row_each(
 
 
 def test_truth_values_are_no_class() -> None:
-    assert class_of(True, ("a", "b"), LabelSettings()) is None
+    assert class_from_cell(True, ("a", "b"), LabelSettings()) is None

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.sources import path_table, text_lines
+from data_prep.sources import path_table
 from data_prep.sources.path_table import PathTable
 from data_prep.sources.protocol import Input
 from tests.support.corpora.listing import MemorySpool, list_source, list_watched
@@ -202,7 +202,7 @@ def test_row_groups_are_listed_apart(tmp_path: Path) -> None:
 def test_tables_that_cannot_be_read_are_refused(
     text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_lines, "MAX_LINE_BYTES", 2000)
+    monkeypatch.setattr(path_table, "MAX_LINE_BYTES", 2000)
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(UserError, match=message):
         list_source(source(tmp_path / "t.csv"))
@@ -247,10 +247,10 @@ def test_any_cells_give_one_row_each_that_stays_inside(
 
 
 def test_lines_are_read_with_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_lines, "MAX_LINE_BYTES", 5)
+    monkeypatch.setattr(path_table, "MAX_LINE_BYTES", 5)
     (tmp_path / "t").write_bytes(b"ab\n\nabcd\nx")
     fd = os.open(tmp_path / "t", os.O_RDONLY)
-    lines = text_lines.Lines(fd, 0, 10, "t")
+    lines = path_table.Lines(fd, 0, 10, "t")
     assert [(lines.position, line) for line in lines] == [
         (3, "ab\n"),
         (4, "\n"),

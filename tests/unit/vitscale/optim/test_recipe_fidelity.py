@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.labels.assignment import load_space
+from data_prep.labels.label_files import load_space
 from vitscale.config.loader import load_run_file
 from vitscale.data.loader import Batch
 from vitscale.data.mixing import mix_batch

@@ -1,0 +1,266 @@
+"""Where a source and its splits lie, and what a name or a link alone says about an input.
+
+Owns: the folder that paths are relative to, split folders and files below it, which names are
+images, hidden names, links.
+Leaves out: what a folder, tar or table holds (one module per kind).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from data_prep.sources.outages import Interrupted, changed_source
+from data_prep.sources.protocol import Container, Input, Watched
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.distributed.atomic_files import blake3_of_file
+from vitscale.runs.data_prep import SourceSettings
+
+# Named like an image, hence opened and judged by content. Formats that are not taken stand here
+# too, so that a folder of .bmp files is reported and not passed over as foreign files.
+IMAGE_SUFFIXES = frozenset(
+    "jpg jpeg jpe jfif png webp bmp gif tif tiff heic heif avif jp2 ppm".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRoot:
+    """A split's folder or file."""
+
+    split: str
+    path: str
+    """Relative to the source's root; empty: the root itself."""
+    where: str
+    """Configuration key that named it."""
+
+
+def source_root(settings: SourceSettings) -> Path:
+    """What every path of a source is relative to: source.path, or the folder of that file."""
+    path = Path(settings.path).expanduser()
+    return path.parent if path.is_file() else path
+
+
+def find_split_roots(settings: SourceSettings, *, may_be_file: bool) -> list[SplitRoot]:
+    """The splits' places. Raises UserError(s) for those missing, outside or inside each other."""
+    top = Path(settings.path).expanduser()
+    kinds = "file or folder" if may_be_file else "folder"
+    if not top.exists():
+        raise UserError(f"{settings.path!r}: no such {kinds}", where="source.path")
+    if not (top.is_dir() or (may_be_file and top.is_file())):
+        raise UserError(f"{settings.path!r}: is not a {kinds}", where="source.path")
+    if top.is_file():
+        if settings.splits:
+            raise UserError("needs a folder as source.path", where="source.splits")
+        return [SplitRoot("train", top.name, "source.path")]
+    places, errors = [], []
+    for split, path in (settings.splits or {"train": "."}).items():
+        where = f"source.splits.{split}" if settings.splits else "source.path"
+        problem = _place_problem(top, path, may_be_file=may_be_file)
+        if problem:
+            errors.append(UserError(problem, where=where))
+        places.append(SplitRoot(split, "" if os.path.normpath(path) == "." else path, where))
+    errors = errors or _overlaps(top, places)
+    if errors:
+        raise UserErrors(errors)
+    return [SplitRoot(place.split, _normal(place.path), place.where) for place in places]
+
+
+def _normal(path: str) -> str:
+    return os.path.normpath(path) if path else ""
+
+
+def _place_problem(top: Path, path: str, *, may_be_file: bool) -> str | None:
+    place = top / path
+    if not (place.is_dir() or (may_be_file and place.is_file())):
+        return f"{str(place)!r}: no such {'file or folder' if may_be_file else 'folder'}"
+    if not place.resolve().is_relative_to(top.resolve()):
+        return f"{str(place)!r} lies outside source.path"
+    return None
+
+
+def _overlaps(top: Path, places: Sequence[SplitRoot]) -> list[UserError]:
+    """Places inside each other would store one image twice."""
+    for i, one in enumerate(places):
+        for other in places[:i]:
+            a, b = (top / one.path).resolve(), (top / other.path).resolve()
+            if a.is_relative_to(b) or b.is_relative_to(a):
+                what = f"two splits share files ({other.split} and {one.split})"
+                return [UserError(what, where="source.splits", allowed="separate folders")]
+    return []
+
+
+def hash_named_file(file: Path, *, where: str) -> str:
+    try:
+        return blake3_of_file(file)
+    except OSError as error:
+        what = f"{str(file)!r} cannot be read ({error.strerror or error})"
+        raise Interrupted(what, where=where) from None
+
+
+def stem_and_suffix(name: str) -> tuple[str, str]:
+    """`a.b.JPG` -> (`a.b`, `JPG`); without a dot the suffix is empty."""
+    stem, dot, suffix = name.rpartition(".")
+    return (stem, suffix) if dot else (name, "")
+
+
+def is_image_name(name: str) -> bool:
+    """Whether the suffix says image."""
+    suffix = stem_and_suffix(name)[1]
+    return suffix in IMAGE_SUFFIXES or suffix.lower() in IMAGE_SUFFIXES
+
+
+def is_tar_name(name: str) -> bool:
+    return name.lower().endswith(".tar") and not is_hidden(name)
+
+
+def is_hidden(path: str) -> bool:
+    """Whether a part of a relative path starts with a dot (`.` and `..` are not names)."""
+    return (path.startswith(".") or "/." in path) and any(
+        part.startswith(".") and part not in (".", "..") for part in path.split("/")
+    )
+
+
+def tidy(name: str) -> str:
+    """A member's name without `./`, `//` and a slash at either end."""
+    if "./" not in name and "//" not in name and name[:1] != "/" and name[-1:] not in ("/", "."):
+        return name
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
+
+
+def link_reason(path: str, *, real_root: str, real_folders: Sequence[str]) -> str | None:
+    """Why a link is not followed: to nothing, out of the source, or to where it comes from.
+
+    real_folders: the folder that holds the link, and those that hold links followed to get there.
+    """
+    target = os.path.realpath(path)
+    if not os.path.exists(path):
+        return "link_broken"  # also links that form a ring
+    if not lies_in(target, real_root):
+        return "link_outside"
+    if os.path.isdir(target) and any(lies_in(folder, target) for folder in real_folders):
+        return "link_loop"
+    return None
+
+
+def lies_in(path: str, folder: str) -> bool:
+    """Whether one resolved path is another or lies below it."""
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def stat_entry(entry: os.DirEntry[str], path: str) -> os.stat_result:
+    """`stat` behind the link; a file that is gone since its folder was read is an error."""
+    try:
+        return entry.stat()
+    except FileNotFoundError:
+        raise changed_source(path) from None
+
+
+def stat_watched(root: Path, path: str) -> os.stat_result:
+    """`stat` of a file that was there when its folder was listed."""
+    try:
+        return os.stat(root / path)
+    except FileNotFoundError:
+        raise changed_source(path) from None
+
+
+@contextmanager
+def opened(root: Path, path: str) -> Iterator[int]:
+    """A descriptor, opened without waiting for whoever would write a pipe."""
+    fd = os.open(root / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def file_reason(name: str, mode: int, *, hidden: bool) -> str | None:
+    """What type and name of a file alone say against it."""
+    if stat.S_IFMT(mode) != stat.S_IFREG:
+        return "not_a_file"
+    if hidden:
+        return "hidden"
+    return None if is_image_name(name) else "other_name"
+
+
+Entries = AbstractContextManager[Iterator[os.DirEntry[str]]]
+IsListedApart = Callable[[os.DirEntry[str]], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class _Folder:
+    """A folder still to be walked."""
+
+    path: str
+    link_folders: tuple[str, ...]
+    """Resolved folders that hold the links followed on the way here."""
+    hidden: bool
+
+
+def walk_folder(
+    root: Path, container: Container, *, is_listed_apart: IsListedApart
+) -> Iterator[Input | Watched]:
+    """One class folder with all below it; without a class, what lies beside the other containers.
+
+    is_listed_apart: whether a visible entry of a folder without class is such a container.
+
+    Links are followed inside the source only, and never to a folder that holds one of the links
+    on the way: that would not end.
+    """
+    real_root = os.path.realpath(root)
+    top = "" if container.path == "." else container.path
+    name_start = len(top) + 1 if top else 0
+    holder = os.path.realpath(os.path.dirname(os.path.join(root, top)))
+    is_link = container.class_name is not None and os.path.islink(os.path.join(root, top))
+    stack = [_Folder(top, (holder,) if is_link else (), hidden=False)]
+    split, class_name = container.split, container.class_name
+    while stack:
+        folder = stack.pop()
+        full = os.path.join(root, folder.path)
+        modified_ns, entries = _open_folder(full, folder.path)
+        if entries is None:
+            yield Input(folder.path, split, class_name, folder.path[name_start:], 0, "unreadable")
+            continue
+        yield Watched(folder.path or ".", 0, modified_ns)
+        prefix = folder.path + "/" if folder.path else ""
+        beside_others = class_name is None and folder.path == top
+        real_folders: tuple[str, ...] = ()
+        with entries as listed:
+            for entry in listed:
+                path = prefix + entry.name
+                hidden = folder.hidden or entry.name.startswith(".")
+                reason = None
+                link_folders = folder.link_folders
+                if entry.is_symlink():
+                    real_folders = real_folders or (os.path.realpath(full), *link_folders)
+                    reason = link_reason(entry.path, real_root=real_root, real_folders=real_folders)
+                    link_folders = real_folders
+                if beside_others and reason is None and not hidden and is_listed_apart(entry):
+                    continue
+                if reason is None and entry.is_dir():
+                    stack.append(_Folder(path, link_folders, hidden))
+                    continue
+                num_bytes = modified_ns = 0
+                if reason is None:
+                    status = stat_entry(entry, path)
+                    num_bytes, modified_ns = status.st_size, status.st_mtime_ns
+                    reason = file_reason(entry.name, status.st_mode, hidden=hidden)
+                    if reason is None and class_name is None:
+                        reason = "no_class"
+                name = prefix[name_start:] + stem_and_suffix(entry.name)[0]
+                yield Input(
+                    path, split, class_name, name, num_bytes, reason, modified_ns=modified_ns
+                )
+
+
+def _open_folder(full: str, path: str) -> tuple[int, Entries | None]:
+    """Time of change, taken before reading, and the entries; none when they may not be read."""
+    try:
+        return os.stat(full).st_mtime_ns, os.scandir(full)
+    except PermissionError:
+        return 0, None
+    except (FileNotFoundError, NotADirectoryError):
+        raise changed_source(path) from None
