@@ -144,7 +144,7 @@ def test_killed_at_some_system_calls(strace: str, tmp_path: Path) -> None:
     assert {step for _, step in found} == {1, 2} and {code for code, _ in found} == {-9}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_killed_at_every_system_call(strace: str, tmp_path: Path) -> None:
     found = fault_at_each(strace, tmp_path, KILL)
     assert len(found) > 50 and {code for code, _ in found} == {-9}
@@ -160,7 +160,7 @@ def test_disk_refuses_once(strace: str, tmp_path: Path, fault: str) -> None:
     assert {code for code, _ in found} <= {0, 2} and (2, 1) in found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", REFUSALS)
 def test_disk_refuses_each_call(strace: str, tmp_path: Path, fault: str) -> None:
     found = fault_at_each(strace, tmp_path, fault, calls=DISK_CALLS)
@@ -208,7 +208,7 @@ def test_one_of_two_ranks_killed_at_some_calls(strace: str, tmp_path: Path) -> N
     kill_one_of_two(strace, tmp_path, victim=0, stride=16)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.distributed
 @pytest.mark.parametrize("victim", [0, 1])
 def test_one_of_two_ranks_killed_at_every_call(strace: str, tmp_path: Path, victim: int) -> None:
@@ -340,7 +340,7 @@ def test_power_lost_at_some_calls(formatted: Path, tmp_path: Path, mode: str) ->
     assert_nothing_lost(lose_power_at_each(formatted, tmp_path, mode=mode, stride=5))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", POWER_LOSS)
 def test_power_lost_at_each_call(formatted: Path, tmp_path: Path, mode: str) -> None:
     found = lose_power_at_each(formatted, tmp_path, mode=mode, stride=1)

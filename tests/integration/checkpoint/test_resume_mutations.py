@@ -10,11 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.levels import by_level
 from tests.support.ranks.fault_runs import FaultRuns, wait_all
 from tests.support.ranks.resume_mutants import MUTANTS
 from tests.support.ranks.run_states import differences, read_state
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+pytestmark = pytest.mark.distributed
 
 # What has to be found unequal, at least.
 FOUND = {
@@ -44,11 +45,12 @@ def test_every_mutant_has_an_expectation() -> None:
     assert MUTANTS.keys() == FOUND.keys()
 
 
+@pytest.mark.exhaustive
 def test_without_a_mutation_nothing_is_found(fault_runs: FaultRuns, killed_copy: Path) -> None:
     fault_runs.assert_goes_on(killed_copy)
 
 
-@pytest.mark.parametrize("mutant", MUTANTS)
+@pytest.mark.parametrize("mutant", by_level(MUTANTS, slow={"everything"}))
 def test_dropped_state_is_noticed(fault_runs: FaultRuns, killed_copy: Path, mutant: str) -> None:
     ranks = fault_runs.start(killed_copy, mutant=mutant)
     codes = wait_all(ranks)

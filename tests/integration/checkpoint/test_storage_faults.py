@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.levels import by_level
 from tests.support.ranks.fault_runs import (
     FaultRuns,
     await_hold,
@@ -33,6 +34,7 @@ from tests.support.ranks.run_states import differences, journal_rows, read_state
 
 pytestmark = pytest.mark.distributed
 slow = pytest.mark.slow
+exhaustive = pytest.mark.exhaustive
 NEWEST, OLDER = "step-00000015", "step-00000010"
 
 
@@ -80,7 +82,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=[] if case.startswith("one bit") else [slow]) for case in DAMAGES],
+    by_level(DAMAGES, fast={"one bit of a tensor file"}, slow={"tensors of another step"}),
 )
 def test_damaged_checkpoint_is_skipped_with_a_word(
     fault_runs: FaultRuns, killed_copy: Path, case: str
@@ -158,8 +160,7 @@ def fill(folder: Path) -> Path:
     return path
 
 
-@slow
-@pytest.mark.parametrize("fault_name", ["full", "read-only"])
+@pytest.mark.parametrize("fault_name", by_level(["full", "read-only"], slow={"full"}))
 def test_storage_of_checkpoints_fails_while_training(
     fault_runs: FaultRuns, tmp_path: Path, fault_name: str
 ) -> None:
@@ -182,7 +183,7 @@ def test_storage_of_checkpoints_fails_while_training(
         fault_runs.assert_goes_on(tmp_path)
 
 
-@slow
+@exhaustive
 def test_disk_of_the_whole_run_folder_is_full(fault_runs: FaultRuns, tmp_path: Path) -> None:
     """Journal and log have no room either."""
     with small_file_system(tmp_path / "run", mib=8):
@@ -198,8 +199,7 @@ def test_disk_of_the_whole_run_folder_is_full(fault_runs: FaultRuns, tmp_path: P
         fault_runs.assert_goes_on(tmp_path)
 
 
-@slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", by_level([0, 1], slow=[1]))
 def test_disk_error_of_one_rank_is_told_by_all(
     fault_runs: FaultRuns, tmp_path: Path, rank: int
 ) -> None:
@@ -211,8 +211,7 @@ def test_disk_error_of_one_rank_is_told_by_all(
     fault_runs.assert_goes_on(tmp_path)
 
 
-@slow
-@pytest.mark.parametrize("case", ["cut", "missing"])
+@pytest.mark.parametrize("case", by_level(["cut", "missing"], slow={"cut"}))
 def test_shard_lost_before_a_restart_is_refused_before_the_first_step(
     fault_runs: FaultRuns, tmp_path: Path, case: str
 ) -> None:
@@ -236,8 +235,7 @@ def test_shard_lost_before_a_restart_is_refused_before_the_first_step(
     assert differences(ours, fault_runs.undisturbed()) == []
 
 
-@slow
-@pytest.mark.parametrize("num_shards", [1, 4])
+@pytest.mark.parametrize("num_shards", by_level([1, 4], slow=[1]))
 def test_shards_overwritten_while_training(
     fault_runs: FaultRuns, tmp_path: Path, num_shards: int
 ) -> None:
@@ -280,7 +278,7 @@ def test_fewer_samples_than_ranks(fault_runs: FaultRuns, tmp_path: Path) -> None
     assert differences(ours, whole) == []
 
 
-@slow
+@exhaustive
 def test_second_job_in_the_folder_is_refused_and_disturbs_nothing(
     fault_runs: FaultRuns, tmp_path: Path
 ) -> None:
@@ -293,8 +291,9 @@ def test_second_job_in_the_folder_is_refused_and_disturbs_nothing(
     assert differences(read_state(tmp_path / "run"), fault_runs.undisturbed()) == []
 
 
-@slow
-@pytest.mark.parametrize("num_ranks, stage", [(1, 0), (1, 1), (4, 2), (2, 3)])
+@pytest.mark.parametrize(
+    "num_ranks, stage", by_level([(1, 0), (1, 1), (4, 2), (2, 3)], slow=[(1, 1), (4, 2)])
+)
 def test_killed_and_continued_on_another_layout(
     fault_runs: FaultRuns, tmp_path: Path, num_ranks: int, stage: int
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.ranks.rank_processes import ROOT, run_ranks
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.distributed, pytest.mark.exhaustive, pytest.mark.timeout(1800)]
 
 WORKER = ROOT / "tests/support/engine/elastic_worker.py"
 NUM_RANKS, NUM_STAGES = (1, 2, 4), 4

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.levels import by_level
 from tests.support.ranks.fault_runs import (
     INTERVAL,
     STEPS,
@@ -30,6 +31,7 @@ from tests.support.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.distributed
 slow = pytest.mark.slow
+exhaustive = pytest.mark.exhaustive
 
 # rank, place, which call, the step it belongs to
 KILLS = {
@@ -57,11 +59,17 @@ KILLS = {
     "rank 1 in the last step": (1, "step", micro_step(STEPS), STEPS),
     "rank 0 in the last save": (0, "rename", 5, STEPS),
 }
-SAMPLE = {"rank 1 in the backward pass"}
+SLOW_KILLS = {
+    "rank 0 in the forward pass",
+    "rank 1 in an evaluation",
+    "rank 1 before its tensor file",
+    "rank 0 before a commit",
+    "rank 0 in the last save",
+}
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in SAMPLE else [slow]) for case in KILLS]
+    "case", by_level(KILLS, fast={"rank 1 in the backward pass"}, slow=SLOW_KILLS)
 )
 def test_killed_rank(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
     rank, place, nth, step = KILLS[case]
@@ -73,7 +81,7 @@ def test_killed_rank(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
     fault_runs.assert_goes_on(tmp_path)
 
 
-@slow
+@exhaustive
 def test_killed_right_after_a_commit(fault_runs: FaultRuns, tmp_path: Path) -> None:
     world = fault_runs.start(tmp_path, faults={0: [fault("rename", 2, "kill after")]})
     assert wait_with_launcher(world)[0] == -signal.SIGKILL
@@ -81,8 +89,7 @@ def test_killed_right_after_a_commit(fault_runs: FaultRuns, tmp_path: Path) -> N
     fault_runs.assert_goes_on(tmp_path)
 
 
-@slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", by_level([0, 1], slow=[0]))
 def test_killed_again_while_resuming(fault_runs: FaultRuns, killed_copy: Path, rank: int) -> None:
     for place in ("start", "restore"):
         world = fault_runs.start(killed_copy, faults={rank: [fault(place, 1, "kill")]})
@@ -103,9 +110,13 @@ def test_killed_in_every_life_and_still_done(fault_runs: FaultRuns, tmp_path: Pa
     fault_runs.assert_goes_on(tmp_path)
 
 
-@slow
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("do", ["kill", "crash", "leave"])
+@pytest.mark.parametrize(
+    "rank, do",
+    by_level(
+        [(rank, do) for rank in (0, 1) for do in ("kill", "crash", "leave")],
+        slow=[(0, "leave"), (1, "kill")],
+    ),
+)
 def test_the_other_rank_ends_by_itself_and_says_why(
     fault_runs: FaultRuns, tmp_path: Path, rank: int, do: str
 ) -> None:
@@ -120,8 +131,7 @@ def test_the_other_rank_ends_by_itself_and_says_why(
     fault_runs.assert_goes_on(tmp_path)
 
 
-@slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", by_level([0, 1], slow=[1]))
 def test_killed_loader_worker_is_named(fault_runs: FaultRuns, tmp_path: Path, rank: int) -> None:
     planted = {rank: [fault("batch", micro_step(7), "kill worker")]}
     world = fault_runs.start(tmp_path, faults=planted)
@@ -131,7 +141,7 @@ def test_killed_loader_worker_is_named(fault_runs: FaultRuns, tmp_path: Path, ra
     fault_runs.assert_goes_on(tmp_path)
 
 
-@slow
+@exhaustive
 def test_killed_worker_of_an_evaluation_is_named(fault_runs: FaultRuns, tmp_path: Path) -> None:
     nth = micro_step(12, number=1) + 4
     world = fault_runs.start(tmp_path, faults={1: [fault("evaluated batch", nth, "kill worker")]})
@@ -187,7 +197,7 @@ SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=[] if c == "bursts on both ranks" else [slow]) for c in SIGNALS],
+    by_level(SIGNALS, fast={"bursts on both ranks"}, slow={"on one rank only", "in a save"}),
 )
 def test_stop_signals(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
     planted, codes, step = SIGNALS[case]
@@ -199,7 +209,7 @@ def test_stop_signals(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
     fault_runs.assert_goes_on(tmp_path)
 
 
-@slow
+@exhaustive
 def test_killed_in_the_save_that_a_signal_asked_for(fault_runs: FaultRuns, tmp_path: Path) -> None:
     planted = {0: [fault("batch", micro_step(7), "SIGTERM"), fault("rename", 2, "kill")]}
     world = fault_runs.start(tmp_path, faults=planted)
@@ -208,7 +218,7 @@ def test_killed_in_the_save_that_a_signal_asked_for(fault_runs: FaultRuns, tmp_p
     fault_runs.assert_goes_on(tmp_path)
 
 
-@slow
+@exhaustive
 def test_preempted_time_and_again(fault_runs: FaultRuns, tmp_path: Path) -> None:
     for life in range(4):
         planted = {life % 2: [fault("batch", micro_step(3), "SIGTERM")]}
@@ -225,8 +235,7 @@ SILENT = {
 }
 
 
-@slow
-@pytest.mark.parametrize("case", SILENT)
+@pytest.mark.parametrize("case", by_level(SILENT, slow={"rank 1 hangs"}))
 def test_silent_rank_is_named_in_time(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
     rank, do, message = SILENT[case]
     place = "loader" if do == "hang" else "forward"
@@ -239,8 +248,7 @@ def test_silent_rank_is_named_in_time(fault_runs: FaultRuns, tmp_path: Path, cas
     fault_runs.assert_goes_on(tmp_path)
 
 
-@slow
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", by_level([0, 1], slow=[1]))
 def test_disk_of_a_rank_that_hangs_ends_the_training(
     fault_runs: FaultRuns, tmp_path: Path, rank: int
 ) -> None:
@@ -279,8 +287,7 @@ def poison(fault_runs: FaultRuns, place: Path, rank: int, do: str, *more: str) -
     return output(place)
 
 
-@slow
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", by_level(range(4), slow=[1]))
 def test_step_with_nan_on_one_rank_is_left_out_on_all(
     fault_runs: FaultRuns, tmp_path: Path, stage: int
 ) -> None:
