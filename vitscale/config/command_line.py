@@ -14,7 +14,8 @@ from typing import Generic
 
 from vitscale.config.errors import UserError, UserErrors, nearest
 from vitscale.config.loader import RunT, RunTypes, load_run, run_to_yaml
-from vitscale.config.wording import describe_field, model_in
+from vitscale.config.schema import groups_in
+from vitscale.config.wording import describe_field
 
 COMMON_SWITCHES = {
     "--config": "FILE  the run's YAML file",
@@ -152,8 +153,12 @@ def help_text(
     for stage, run_type in types.items():
         lines += ["", f"keys of stage {stage}:" if stage else "keys:"]
         for name, info in run_type.model_fields.items():
-            if (group := model_in(info.annotation)) is not None:
-                text = f"{name}.{{{', '.join(group.model_fields)}}}"
+            groups = groups_in(info)
+            if groups is not None and not groups.is_list:
+                keys = dict.fromkeys(
+                    key for member in groups.members for key in member.model_fields
+                )
+                text = f"{name}.{{{', '.join(keys)}}}"
                 lines += _wrapped(text, indent=f"  {'':<12} ")
             else:
                 lines.append(f"  {name:<12} {describe_field(info)}")

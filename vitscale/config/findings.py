@@ -15,16 +15,10 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from vitscale.config.errors import UserError, nearest
+from vitscale.config.schema import NAME, Path, groups_in, known_keys, locate
 from vitscale.config.section import Run
-from vitscale.config.wording import (
-    describe_field,
-    field_at,
-    kind_of,
-    known_keys,
-    model_in,
-    show_value,
-)
-from vitscale.config.yaml_source import Node, Path, node_at, plain_value, resolve_scalar
+from vitscale.config.wording import describe_field, kind_of, show_value
+from vitscale.config.yaml_source import Node, node_at, plain_value, resolve_scalar
 
 RunT = TypeVar("RunT", bound=Run)
 
@@ -38,88 +32,94 @@ def where_is(root: Node, path: Path, *, file: str) -> str:
 def explain(
     error: ValidationError, run_type: type[Run], root: Node, *, file: str
 ) -> tuple[list[UserError], set[Path]]:
-    """Pydantic's findings in our words, once per key, in the order of the file."""
+    """Pydantic's findings in our words, once per key, in the order of the file.
+
+    Also returns the paths without which the rest of the values is valid.
+    """
     found: dict[Path, UserError] = {}
     bad_paths: set[Path] = set()
+    values = plain_value(root)
     for detail in error.errors(include_url=False):
-        missing = detail["type"] in ("missing", "extra_forbidden")
-        path = _existing_path(plain_value(root), detail["loc"], keep_last=missing)
-        info = field_at(run_type, path)
-        if missing and _is_inside_value(run_type, path):
+        kind = detail["type"]
+        absent = kind in ("missing", "extra_forbidden")
+        path = _path_of(values, detail["loc"], keep_last=absent)
+        if absent and locate(run_type, path[:-1], values).group is None:
             path = path[:-1]  # a list of the wrong length, not a missing key
-            missing = False
-        field_path = path
-        bad_paths.add(_droppable(run_type, path))
+            absent = False
+        if kind in ("union_tag_not_found", "union_tag_invalid"):
+            bad_paths.add(locate(run_type, path, values).replaceable)
+            path = (*path, NAME)
+            absent = kind == "union_tag_not_found"
+        else:
+            bad_paths.add(locate(run_type, path, values).replaceable)
         if path in found or node_at(root, path)[1]:
             continue
-        where = where_is(root, field_path, file=file)
-        if detail["type"] == "extra_forbidden" and missing:
-            found[path] = _unknown_key(run_type, path, where=where)
-        elif missing:
+        where = where_is(root, path, file=file)
+        if kind == "extra_forbidden" and absent:
+            found[path] = _unknown_key(run_type, path, values, where=where)
+        elif absent:
             found[path] = UserError(
                 f"{'.'.join(path)} is missing",
                 where=where,
-                allowed=describe_field(info) if info else None,
+                allowed=_allowed(run_type, path, values),
             )
         else:
             found[path] = _bad_value(detail, root, path, run_type, where=where)
     return list(found.values()), bad_paths
 
 
-def _existing_path(values: Any, location: Sequence[int | str], *, keep_last: bool) -> Path:
+def _path_of(values: Any, location: Sequence[int | str], *, keep_last: bool) -> Path:
     """Pydantic's location without the parts that are not keys (names of union members)."""
     path: list[str] = []
     for position, part in enumerate(location):
+        is_last = position == len(location) - 1
         if isinstance(values, dict) and part in values:
             values = values[part]
         elif isinstance(values, list) and isinstance(part, int) and part < len(values):
             values = values[part]
-        elif not (keep_last and position == len(location) - 1):
+        elif isinstance(values, dict) and not is_last:
+            continue  # the name of the chosen group
+        elif not (keep_last and is_last):
             break
         path.append(str(part))
     return tuple(path)
 
 
-def _group_at(run_type: type[BaseModel], path: Path) -> type[BaseModel] | None:
-    model: type[BaseModel] | None = run_type
-    for part in path:
-        if model is None or part not in model.model_fields:
-            return None
-        model = model_in(model.model_fields[part].annotation)
-    return model
+def _allowed(run_type: type[BaseModel], path: Path, values: Any) -> str | None:
+    """What a key may hold, in words; of the name of a choice, the names."""
+    location = locate(run_type, path, values)
+    if location.info is None:
+        return None
+    groups = groups_in(location.info)
+    if groups is not None and groups.is_choice and path[-1] == NAME:
+        return ", ".join(groups.by_name)
+    return describe_field(location.info)
 
 
-def _is_inside_value(run_type: type[BaseModel], path: Path) -> bool:
-    return _group_at(run_type, path[:-1]) is None
-
-
-def _droppable(run_type: type[BaseModel], path: Path) -> Path:
-    """The key to leave out so that the default takes the place of a bad value."""
-    while len(path) > 1 and _is_inside_value(run_type, path):
-        path = path[:-1]
-    return path
-
-
-def _unknown_key(run_type: type[BaseModel], path: Path, *, where: str) -> UserError:
-    dotted = ".".join(path)
-    group = _group_at(run_type, path[:-1])
-    assert group is not None
+def _unknown_key(run_type: type[BaseModel], path: Path, values: Any, *, where: str) -> UserError:
+    around = locate(run_type, path[:-1], values)
+    assert around.group is not None
+    groups = groups_in(around.info) if around.info is not None else None
+    others = groups.by_name.items() if groups is not None else ()
+    owners = [name for name, member in others if path[-1] in member.model_fields]
     if any("." in part for part in path):
         step = "in a file write dots as nested groups, not inside one key"
+    elif owners:
+        step = f"remove it; it belongs to {'.'.join(path[:-1])}.{NAME}={' or '.join(owners)}"
     else:
-        best = nearest_key(path, run_type=run_type)
+        best = nearest_key(path, run_type=run_type, values=values)
         step = f"did you mean {best}?" if best else "remove it"
     return UserError(
-        f"unknown key {dotted}",
+        f"unknown key {'.'.join(path)}",
         where=where,
-        allowed=", ".join(group.model_fields),
+        allowed=", ".join(around.group.model_fields),
         next_step=step,
     )
 
 
-def nearest_key(path: Path, *, run_type: type[BaseModel]) -> str | None:
+def nearest_key(path: Path, *, run_type: type[BaseModel], values: Any = None) -> str | None:
     """The known dotted key that was most likely meant."""
-    keys = list(known_keys(run_type))
+    keys = list(known_keys(run_type, values))
     dotted = [".".join(key) for key in keys]
     same_name = [name for key, name in zip(keys, dotted, strict=True) if key[-1] == path[-1]]
     if same_name:
@@ -166,6 +166,7 @@ LIMIT_ERRORS = frozenset(
         "less_than",
         "less_than_equal",
         "literal_error",
+        "union_tag_invalid",
         "value_error",
     }
 )
@@ -176,7 +177,7 @@ def _bad_value(
 ) -> UserError:
     node, _ = node_at(root, path)
     value = plain_value(node)
-    info = field_at(run_type, path)
+    allowed = _allowed(run_type, path, plain_value(root))
     if detail["type"] in LIMIT_ERRORS:
         what = f"{show_value(value)} is not allowed"
     elif isinstance(value, list):
@@ -186,12 +187,15 @@ def _bad_value(
     return UserError(
         what,
         where=where,
-        allowed=describe_field(info) if info else str(detail["msg"]),
-        next_step=_hint(value, detail["type"]),
+        allowed=allowed or str(detail["msg"]),
+        next_step=_hint(value, detail["type"], allowed=allowed),
     )
 
 
-def _hint(value: Any, kind: str) -> str | None:
+def _hint(value: Any, kind: str, *, allowed: str | None) -> str | None:
+    if kind in ("literal_error", "union_tag_invalid") and isinstance(value, str) and allowed:
+        best = nearest(value, allowed.split(", "))
+        return f"did you mean {best}?" if best else None
     if kind.startswith("bool") and str(value).lower() in ("on", "yes", "1"):
         return "write true"
     if kind.startswith("bool") and str(value).lower() in ("off", "no", "0"):
@@ -225,8 +229,9 @@ def without_bad_values(
         if not isinstance(group, dict):
             return None
         group.pop(path[-1], None)
-        info = field_at(run_type, path)
-        if info is not None and info.is_required() and _group_at(run_type, path[:-1]) is not None:
+        parent = locate(run_type, path[:-1], values).group
+        info = parent.model_fields.get(path[-1]) if parent is not None else None
+        if info is not None and info.is_required():
             group[path[-1]] = _placeholder(info)
     try:
         return run_type.model_validate(values)
@@ -236,8 +241,11 @@ def without_bad_values(
 
 def _placeholder(info: FieldInfo) -> Any:
     """A harmless value for a required field."""
-    if (model := model_in(info.annotation)) is not None:
-        fields = model.model_fields.items()
-        return {name: _placeholder(inner) for name, inner in fields if inner.is_required()}
+    if (groups := groups_in(info)) is not None:
+        if groups.is_list:
+            return []
+        fields = groups.members[0].model_fields.items()
+        name = {NAME: next(iter(groups.by_name))} if groups.is_choice else {}
+        return name | {key: _placeholder(inner) for key, inner in fields if inner.is_required()}
     harmless: dict[Any, Any] = {int: 1, float: 1.0, str: "placeholder"}
     return harmless.get(info.annotation)

@@ -1,7 +1,7 @@
 """From files and overrides to a validated run, with every mistake in one report.
 
-Owns: `base:` inheritance, precedence, validation, the wording of errors, and writing a run as YAML.
-Leaves out: the YAML dialect (`yaml_source`), the command line (`command_line`).
+Owns: overrides, validation, and writing a run as YAML.
+Leaves out: files and merging (`inheritance`), the wording of errors (`findings`).
 """
 
 from __future__ import annotations
@@ -9,26 +9,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path as FilePath
 from typing import Any, Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from vitscale.config.errors import UserError, UserErrors, nearest
+from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.findings import explain, where_is, without_bad_values
+from vitscale.config.inheritance import merge, read_layers, shown_path
 from vitscale.config.section import Run
-from vitscale.config.wording import (
-    kind_of,
-    show_value,
-)
+from vitscale.config.wording import show_value
 from vitscale.config.yaml_source import (
-    MAX_FILE_BYTES,
     Node,
     Path,
-    merge,
     node_at,
     parse_value,
-    parse_yaml,
     plain_value,
     resolve_scalar,
 )
@@ -38,7 +34,6 @@ RunTypes = type[RunT] | Mapping[str, type[RunT]]
 
 COMMAND_LINE = "command line"
 DEFAULT = "default"
-MAX_BASES = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,125 +52,25 @@ def load_run(
 ) -> Loaded[RunT]:
     """Read, merge and validate. Raises UserErrors with all mistakes, `errors` among them."""
     found = list(errors)
-    root = read_with_bases(str(path), chain=(), errors=found)
-    usable = root is not None
-    root = root or Node({}, shown_path(str(path)))
-    for text in overrides:
-        override = _read_override(text, errors=found)
-        if override is not None:
-            root = merge(root, override)
-    if usable:
-        run = _validate(run_types, root, file=shown_path(str(path)), errors=found)
-        if run is not None and not found:
-            return Loaded(run=run, sources=dict(_sources(run, root)))
+    file = shown_path(str(path))
+    layers = read_layers(str(path), chain=(), errors=found)
+    read = [_read_override(text, errors=found) for text in overrides]
+    given = [node for node in read if node is not None]
+    if layers is not None:
+        if given:
+            layers.append(reduce(merge, given))
+        run_type = _choose_type(run_types, reduce(merge, layers), file=file, errors=found)
+        if run_type is not None:
+            root = reduce(lambda under, over: merge(under, over, run_type, file=file), layers)
+            run = _validate(run_type, root, file=file, errors=found)
+            if run is not None and not found:
+                return Loaded(run=run, sources=dict(_sources(run, root)))
     raise UserErrors(found)
 
 
 def load_run_file(run_types: RunTypes[RunT], path: FilePath | str) -> RunT:
     """Validate a configuration file, for example the resolved config.yaml of a run folder."""
     return load_run(run_types, path).run
-
-
-# ---- reading ----------------------------------------------------------------------------------
-
-
-def shown_path(path: str) -> str:
-    """`path` as a person would write it from here."""
-    relative = os.path.relpath(path)
-    return path if relative.startswith("..") and os.path.isabs(path) else relative
-
-
-def read_with_bases(
-    path: str, *, chain: tuple[str, ...], errors: list[UserError], where: str | None = None
-) -> Node | None:
-    """The file merged over its `base:`; None when a file could not be read at all."""
-    name = shown_path(path)
-    real = os.path.realpath(path)
-    if real in map(os.path.realpath, chain):
-        shown = " -> ".join(shown_path(step) for step in (*chain, path))
-        errors.append(UserError(f"files inherit in a circle: {shown}", where=where or name))
-        return None
-    if len(chain) >= MAX_BASES:
-        errors.append(UserError(f"more than {MAX_BASES} files inherit in a row", where=where))
-        return None
-    text = _read_text(path, where=where, errors=errors)
-    root = None if text is None else parse_yaml(text, name=name, errors=errors)
-    if root is None:
-        return None
-    if not isinstance(root.content, dict):
-        if root.content is None and not root.broken:
-            root = Node({}, root.place)
-        else:
-            errors.append(
-                UserError(
-                    f"holds {kind_of(root.content)}, not keys and values",
-                    where=root.place,
-                    allowed="lines like `key: value`",
-                )
-            )
-            return None
-    assert isinstance(root.content, dict)
-    base = root.content.get("base")
-    own = Node({k: n for k, n in root.content.items() if k != "base"}, root.place)
-    if base is None or base.broken:
-        return own if base is None else None
-    if not isinstance(base.content, str) or not base.content:
-        errors.append(
-            UserError(
-                f"{show_value(plain_value(base))} is {kind_of(base.content)}",
-                where=f"{base.place}: base",
-                allowed="the path of one YAML file, relative to this file",
-            )
-        )
-        return None
-    under = read_with_bases(
-        os.path.join(os.path.dirname(path), base.content),
-        chain=(*chain, path),
-        errors=errors,
-        where=f"{base.place}: base",
-    )
-    return None if under is None else merge(under, own)
-
-
-def _read_text(path: str, *, where: str | None, errors: list[UserError]) -> str | None:
-    name = shown_path(path)
-    if not os.path.isfile(path):
-        errors.append(_missing_file(path, where=where))
-        return None
-    try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
-        if len(data) > MAX_FILE_BYTES:
-            errors.append(
-                UserError(f"is larger than {MAX_FILE_BYTES >> 20} MiB", where=where or name)
-            )
-            return None
-        return data.decode("utf-8-sig")
-    except OSError as error:
-        errors.append(UserError(f"cannot be read: {error.strerror}", where=where or name))
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        errors.append(UserError("is not UTF-8 text", where=f"{name}:{line}"))
-    return None
-
-
-def _missing_file(path: str, *, where: str | None) -> UserError:
-    name = shown_path(path)
-    folder = os.path.dirname(path) or "."
-    what = f"{name} is a folder, not a file" if os.path.isdir(path) else f"there is no file {name}"
-    if os.path.isdir(path):
-        folder = path
-    if not os.path.isdir(folder):
-        return UserError(what, where=where, next_step=f"folder {folder} does not exist either")
-    files = sorted(f for f in os.listdir(folder) if f.endswith((".yaml", ".yml")))
-    best = nearest(os.path.basename(path), files)
-    listed = ", ".join(files[:20]) + (", ..." if len(files) > 20 else "")
-    return UserError(
-        what,
-        where=where,
-        allowed=f"in {shown_path(folder)}: {listed or 'no YAML files'}",
-        next_step=f"did you mean {shown_path(os.path.join(folder, best))}?" if best else None,
-    )
 
 
 def _read_override(text: str, *, errors: list[UserError]) -> Node | None:
@@ -216,11 +111,8 @@ def _read_override(text: str, *, errors: list[UserError]) -> Node | None:
 
 
 def _validate(
-    run_types: RunTypes[RunT], root: Node, *, file: str, errors: list[UserError]
+    run_type: type[RunT], root: Node, *, file: str, errors: list[UserError]
 ) -> RunT | None:
-    run_type = _choose_type(run_types, root, file=file, errors=errors)
-    if run_type is None:
-        return None
     values = plain_value(root)
     run, bad_paths = None, set[Path]()
     try:

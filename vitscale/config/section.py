@@ -1,6 +1,6 @@
 """The base type of every configuration section.
 
-Owns: what all sections share (frozen, strict, unknown keys refused).
+Owns: what all sections share (frozen, strict, unknown keys refused, the default name of a choice).
 Leaves out: reading files and reporting (`loader`), and the sections (beside their parts).
 """
 
@@ -9,25 +9,42 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, model_validator
+
+from vitscale.config.schema import NAME, groups_in
 
 
 class Section(BaseModel):
-    """A frozen group of settings. Unknown keys, NaN and silent type conversion are refused."""
+    """A frozen group of settings. Unknown keys, NaN and silent type conversion are refused.
+
+    A field can be a choice of sections by their key `name`:
+    `Annotated[A | B, Field(discriminator="name")]`, each with `name: Literal["a"] = "a"`; so can
+    the items of a list. A choice without a name takes that of the field's default.
+    """
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
 
-    @field_validator("*", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _literal_of_same_type(cls, value: Any, info: ValidationInfo) -> Any:
-        """Pydantic takes true for the 1 of Literal[0, 1], even in strict mode."""
-        annotation = cls.model_fields[str(info.field_name)].annotation
-        if get_origin(annotation) is Literal and isinstance(value, bool | float):
-            if type(value) not in map(type, get_args(annotation)):
-                raise ValueError("is of another type than the allowed values")
-        return value
+    def _prepare(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        prepared = dict(values)
+        for key, value in values.items():
+            info = cls.model_fields.get(key)
+            if info is None:
+                continue
+            if get_origin(info.annotation) is Literal and isinstance(value, bool | float):
+                # Pydantic takes true for the 1 of Literal[0, 1], even in strict mode; no text.
+                if type(value) not in map(type, get_args(info.annotation)):
+                    prepared[key] = str(value)
+            elif isinstance(value, dict) and NAME not in value:
+                groups = groups_in(info)
+                if groups is not None and groups.default_name is not None:
+                    prepared[key] = {NAME: groups.default_name, **value}
+        return prepared
 
 
 class Run(Section):

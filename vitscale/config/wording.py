@@ -1,20 +1,20 @@
 """Field types and values in words, for error messages and `--help`.
 
-Owns: "a whole number above 0, or null" and the list of all dotted keys of a run type.
-Leaves out: finding errors (`loader`).
+Owns: "a whole number above 0, or null".
+Leaves out: which fields there are (`schema`), finding errors (`findings`).
 """
 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
 from typing import Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from vitscale.config.yaml_source import Path, shorten
+from vitscale.config.schema import NAME, groups_in
+from vitscale.config.yaml_source import shorten
 
 TYPE_WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -48,15 +48,13 @@ def show_value(value: object) -> str:
     return shorten(repr(value))
 
 
-def model_in(annotation: Any) -> type[BaseModel] | None:
-    """The section type inside an annotation, if it is one (or one or null)."""
-    for option in (annotation, *get_args(annotation)):
-        if isinstance(option, type) and issubclass(option, BaseModel):
-            return option
-    return None
-
-
 def describe_field(info: FieldInfo) -> str:
+    groups = groups_in(info)
+    if groups is not None and groups.is_choice:
+        text = f"a group with the key {NAME}: {', '.join(groups.by_name)}"
+        if groups.is_list:
+            return f"a list, each item {text}"
+        return f"{text}, or null" if type(None) in get_args(info.annotation) else text
     limits = " and ".join(filter(None, map(_describe_limit, info.metadata)))
     return _describe(info.annotation, limits)
 
@@ -87,27 +85,7 @@ def _describe(annotation: Any, limits: str = "") -> str:
         return f"a list of {len(args)} values, each {_describe(args[0])}"
     if origin is dict:
         return f"a group of keys, each with {_describe(args[1])}"
-    if (model := model_in(annotation)) is not None:
-        return f"a group with the keys {', '.join(model.model_fields)}"
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a group with the keys {', '.join(annotation.model_fields)}"
     words = TYPE_WORDS.get(annotation, str(annotation))
     return f"{words} {limits}" if limits and annotation in (int, float) else words
-
-
-def known_keys(run_type: type[BaseModel], *, prefix: Path = ()) -> Iterator[Path]:
-    """All keys of a run type, groups before their members."""
-    for name, info in run_type.model_fields.items():
-        yield (*prefix, name)
-        if (model := model_in(info.annotation)) is not None:
-            yield from known_keys(model, prefix=(*prefix, name))
-
-
-def field_at(run_type: type[BaseModel], path: Path) -> FieldInfo | None:
-    """The field that holds `path`; for a path inside a list or free group, the field around it."""
-    model: type[BaseModel] | None = run_type
-    info: FieldInfo | None = None
-    for part in path:
-        if model is None or part not in model.model_fields:
-            break
-        info = model.model_fields[part]
-        model = model_in(info.annotation)
-    return info

@@ -2,7 +2,7 @@
 
 Owns: the dialect (a strict subset of YAML 1.2: no aliases, anchors, tags or duplicate keys; only
 true and false are truth values; `1e-4` is a number) and the file:line of every value.
-Leaves out: merging, what the keys mean (`loader`), and PyYAML's own construction of objects.
+Leaves out: merging (`inheritance`), what the keys mean (`loader`).
 """
 
 from __future__ import annotations
@@ -72,16 +72,6 @@ def node_at(root: Node, path: Path) -> tuple[Node, bool]:
             break
         broken = broken or _is_broken(node)
     return node, broken
-
-
-def merge(under: Node, over: Node) -> Node:
-    """`over` wins; mappings are merged key by key, everything else is replaced whole."""
-    if not isinstance(under.content, dict) or not isinstance(over.content, dict):
-        return over
-    merged = dict(under.content)
-    for key, child in over.content.items():
-        merged[key] = merge(merged[key], child) if key in merged else child
-    return Node(merged, over.place, broken=under.broken or over.broken)
 
 
 def resolve_scalar(text: str) -> Scalar:

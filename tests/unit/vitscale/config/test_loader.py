@@ -19,8 +19,8 @@ from vitscale.config.loader import (
     run_to_yaml,
     yaml_flow,
 )
+from vitscale.config.schema import known_keys
 from vitscale.config.section import Run
-from vitscale.config.wording import known_keys
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.finetune import FinetuneRun
 from vitscale.runs.pretrain import PretrainRun
