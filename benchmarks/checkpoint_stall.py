@@ -41,7 +41,7 @@ try:
     from vitscale.engine.engine import Engine, deepspeed_config
     from vitscale.engine.settings import EngineSettings
     from vitscale.models.settings import ModelSettings, architecture
-    from vitscale.models.vit import build_vit, decayed
+    from vitscale.models.vit import build_model, decayed
     from vitscale.optim.optimizer import build_optimizer, parameter_groups
     from vitscale.optim.settings import OptimSettings
 except ModuleNotFoundError as error:
@@ -143,7 +143,7 @@ def build_engine(world: World, size: int) -> Engine:
         mlp_width=mlp_width,
         num_classes=10,
     )
-    vit = build_vit(settings, architecture(settings, num_classes=10), seed=0)
+    vit = build_model(settings, architecture(settings, num_classes=10), seed=0)
     optim = OptimSettings(name="adamw", lr=1e-3)
     groups = parameter_groups(vit.named_parameters(), weight_decay=0.1, decayed=decayed)
     config = deepspeed_config(

@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from torch import nn
 
-    from vitscale.models.settings import Architecture
+    from vitscale.models.architecture import Architecture
 
 
 def load_trunk(model: nn.Module, arch: Architecture, run: FinetuneRun) -> list[str]:

@@ -25,8 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitscale.distributed.world import World
 from vitscale.engine.settings import EngineSettings
-from vitscale.models.settings import Architecture, ModelSettings, architecture
-from vitscale.models.vit import build_vit, checkpoint_activations, compile_blocks, decayed
+from vitscale.models.architecture import Architecture
+from vitscale.models.settings import ModelSettings, architecture
+from vitscale.models.vit import build_model, checkpoint_activations, compile_blocks, decayed
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.optim.schedules import learning_rate
 from vitscale.optim.settings import OptimSettings
@@ -82,7 +83,7 @@ class Task:
 def _initial(model: str, num_classes: int) -> nn.Module:
     """Kept, since drawing the weights of a large model takes seconds."""
     settings = ModelSettings.model_validate_json(model)
-    return build_vit(settings, architecture(settings, num_classes=num_classes), seed=0)
+    return build_model(settings, architecture(settings, num_classes=num_classes), seed=0)
 
 
 def random_batches(task: Task, world: World, *, count: int = POOL) -> list[Images]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vitscale.models.settings import Architecture
+from vitscale.models.architecture import Architecture
 from vitscale.training.meters import peak_flops
 
 MATMUL_SIDE = 8192

@@ -133,9 +133,16 @@ class Engine:
 
     def logits(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """Images [B, 3, S, S] on the device, uint8 or mixed float 0..255 -> logits [B, classes]."""
+        return self._engine(self._normalized(images_B3SS))
+
+    def features(self, images_B3SS: torch.Tensor) -> torch.Tensor:
+        """The same images -> what the model's head sees [B, width]."""
+        return self._engine(self._normalized(images_B3SS), features=True)
+
+    def _normalized(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         # At stage 0 autocast takes fp32 and rounds where it multiplies.
         dtype = torch.float32 if self._stage == 0 else self.dtype
-        return self._engine(self._normalize(images_B3SS, self._shift_3HW, self._scale_3HW, dtype))
+        return self._normalize(images_B3SS, self._shift_3HW, self._scale_3HW, dtype)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Accumulate gradients; DeepSpeed divides by the number of accumulated micro-batches."""

@@ -7,12 +7,18 @@ Leaves out: building (`vit`), costs (`costs`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from vitscale.config.section import Section
+from vitscale.models.architecture import Architecture
+from vitscale.models.registry import MODELS
+
+if TYPE_CHECKING:
+    ModelName = str
+else:
+    ModelName = Literal[tuple(MODELS)]
 
 # name: (width, depth, heads, MLP width). Ti, S: Touvron et al. 2021 (DeiT), table 1; B, L, H:
 # Dosovitskiy et al. 2021, table 1; g: Zhai et al. 2022, table 2.
@@ -27,6 +33,8 @@ SIZES = {
 
 
 class ModelSettings(Section):
+    name: ModelName = "vit"
+    """Model family."""
     preset: str | None = None
     """SIZE/PATCH as in the papers, for example L/16. The four numbers below override it."""
     image_size: int = Field(default=224, gt=0)
@@ -73,78 +81,6 @@ class ModelSettings(Section):
     """Spread of the head's initial weights; 0 in the ViT papers, 2e-5 in MAE's fine-tuning."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Architecture:
-    """A ViT in numbers. Sizes in pixels, widths in channels."""
-
-    image_size: int
-    patch_size: int
-    width: int
-    depth: int
-    num_heads: int
-    mlp_width: int
-    num_classes: int
-    representation_layer: bool = False
-    pool: str = "cls"
-    num_registers: int = 0
-    positions: str = "learned"
-    class_position: bool = True
-    layer_scale: bool = False
-    patch_dropout: float = 0.0
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        """(rows, columns) of patches."""
-        side = self.image_size // self.patch_size
-        return (side, side)
-
-    @property
-    def has_class_token(self) -> bool:
-        return self.pool == "cls"
-
-    @property
-    def num_patches(self) -> int:
-        return self.grid[0] * self.grid[1]
-
-    @property
-    def num_prefix_tokens(self) -> int:
-        """Class token and registers, in this order before the patches."""
-        return int(self.has_class_token) + self.num_registers
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_patches + self.num_prefix_tokens
-
-    @property
-    def num_train_tokens(self) -> int:
-        """What the blocks see in training; timm rounds the kept patches down, but to 1 at least."""
-        kept = max(1, int(self.num_patches * (1.0 - self.patch_dropout)))
-        return kept + self.num_prefix_tokens
-
-    @property
-    def num_position_rows(self) -> int:
-        """Rows of the learned position embedding; 0 when positions are fixed."""
-        if self.positions != "learned":
-            return 0
-        return self.num_patches + int(self.has_class_token and self.class_position)
-
-    def description(self) -> dict[str, Any]:
-        """All fields as plain values, for checkpoints.
-
-        Fields of `LATER_FIELDS` are left out at their defaults, so that checkpoints written
-        before these options existed still describe the same architecture.
-        """
-        defaults = {field.name: field.default for field in fields(self)}
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if name not in LATER_FIELDS or value != defaults[name]
-        }
-
-
-LATER_FIELDS = ("num_registers", "positions", "class_position", "layer_scale", "patch_dropout")
-
-
 def _preset_numbers(preset: str | None) -> dict[str, int]:
     """The five numbers a preset stands for; empty for null and for unreadable names."""
     if preset is None:
@@ -174,6 +110,7 @@ def _class_position(model: ModelSettings) -> bool:
 def architecture(model: ModelSettings, *, num_classes: int) -> Architecture:
     """Resolve validated settings; `num_classes` counts only when the settings leave it open."""
     return Architecture(
+        name=model.name,
         image_size=model.image_size,
         num_classes=model.num_classes or num_classes,
         representation_layer=model.representation_layer,

@@ -1,6 +1,6 @@
 """The Vision Transformer: timm's modules, the papers' initialisation. The only owner of timm.
 
-Leaves out: sizes (`settings`), costs (`costs`), loading weights (`transfer`).
+Leaves out: sizes (`settings`), costs (`vit_costs`), loading weights (`transfer`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from timm.layers import DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from vitscale.models.architecture import Architecture
 from vitscale.models.position_embedding import sincos_position_embedding
-from vitscale.models.settings import Architecture, ModelSettings
+from vitscale.models.settings import ModelSettings
 
 MLP_BIAS_STD = 1e-6  # vision_transformer, MlpBlock
 POSITION_STD = 0.02  # vision_transformer, AddPositionEmbs
@@ -30,13 +31,25 @@ class RepresentationHead(nn.Sequential):
         super().__init__(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, num_classes))
 
 
-def build_vit(settings: ModelSettings, arch: Architecture, *, seed: int) -> VisionTransformer:
+class ViT(VisionTransformer):
+    """timm's Vision Transformer, whose forward pass may end before the head."""
+
+    def forward(self, images_B3SS: torch.Tensor, *, features: bool = False) -> torch.Tensor:  # type: ignore[override]  # no masks
+        """Logits [B, num_classes], or with `features` the pooled features [B, width].
+
+        Features come before the whole head, so also before a representation layer.
+        """
+        tokens_BLD: torch.Tensor = self.forward_features(images_B3SS)
+        return self.forward_head(tokens_BLD, pre_logits=features)
+
+
+def build_model(settings: ModelSettings, arch: Architecture, *, seed: int) -> ViT:
     """Build and initialise a model on the CPU in fp32. The same seed gives the same weights.
 
     Input: normalised images [B, 3, image_size, image_size]; output: logits [B, num_classes].
     """
     token_pool: Literal["token", "avg"] = "token" if settings.pool == "cls" else "avg"
-    model = VisionTransformer(
+    model = ViT(
         img_size=arch.image_size,
         patch_size=arch.patch_size,
         num_classes=arch.num_classes,
@@ -198,6 +211,18 @@ def _last_layer(model: VisionTransformer) -> nn.Linear:
 def decayed(name: str, parameter: torch.Tensor) -> bool:
     """Whether weight decay acts on it: kernels only; no bias, norm, scale, token or position."""
     return parameter.ndim >= 2 and name not in ("pos_embed", "cls_token", "reg_token")
+
+
+def layers_above(name: str, *, depth: int) -> int:
+    """Layers from the one that holds this parameter up to the head, for layer decay.
+
+    0: head and final norm; 1 to depth: the blocks from the last to the first; depth + 1: patches,
+    positions and tokens. Source: BEiT and MAE, `get_layer_id_for_vit`.
+    """
+    if name.startswith("blocks."):
+        return depth - int(name.split(".")[1])
+    embedding = ("patch_embed.", "pos_embed", "cls_token", "reg_token")
+    return depth + 1 if name.startswith(embedding) else 0
 
 
 def checkpoint_activations(model: nn.Module) -> None:

@@ -31,8 +31,8 @@ from vitscale.distributed.world import PreemptionFlag, World, gather_objects, su
 from vitscale.engine.engine import Engine
 from vitscale.engine.guard import Health
 from vitscale.evaluation.classification import evaluate
+from vitscale.models.architecture import Architecture
 from vitscale.models.costs import train_flops_per_image
-from vitscale.models.settings import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.tracking.console import ProgressLine
 from vitscale.tracking.tracker import Tracker

@@ -35,10 +35,10 @@ from vitscale.engine.engine import (
     resolve_precision,
 )
 from vitscale.images.decoders import resolve_decoder
+from vitscale.models.architecture import Architecture
 from vitscale.models.costs import num_parameters
-from vitscale.models.layers import layers_above
-from vitscale.models.settings import Architecture, architecture
-from vitscale.models.vit import build_vit, checkpoint_activations, compile_blocks, decayed
+from vitscale.models.registry import MODELS
+from vitscale.models.settings import architecture
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.tracking.console import ProgressLine
@@ -96,7 +96,7 @@ def open_training(
         )
         checkpoint, told = store.newest()
         check_resumable(run, checkpoint, description, plan)
-        model = build_vit(run.model, arch, seed=run.seed)
+        model = MODELS[arch.name].load().build_model(run.model, arch, seed=run.seed)
         if checkpoint is None and initial_weights is not None:
             told += initial_weights(model, arch)
         engine = _build_engine(run, plan, world, arch, model)
@@ -201,18 +201,19 @@ def _architecture_for(run: TrainingRun, data: TrainingSet) -> Architecture:
 def _build_engine(
     run: TrainingRun, plan: TrainingPlan, world: World, arch: Architecture, model: nn.Module
 ) -> Engine:
+    family = MODELS[arch.name].load()
     dtype = resolve_precision(run.engine, world.device)
     if run.engine.activation_checkpointing:
-        checkpoint_activations(model)
+        family.checkpoint_activations(model)
     compiled = resolve_compile(run.engine, world.device)
     if compiled:
-        compile_blocks(model)
+        family.compile_blocks(model)
     model.to(world.device)
     groups = optimizer_groups(
         model.named_parameters(),
         settings=run.optim,
-        decayed=decayed,
-        layers_above=lambda name: layers_above(name, depth=arch.depth),
+        decayed=family.decayed,
+        layers_above=lambda name: family.layers_above(name, depth=arch.depth),
     )
     config = deepspeed_config(
         run.engine,

@@ -113,6 +113,16 @@ def test_average_of_weights_equals_one_kept_by_hand(results: dict[str, Any], sta
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_features_equal_those_of_plain_torch(results: dict[str, Any], stage: int) -> None:
+    """Of the averaged weights and of the weights themselves; then training continues."""
+    found = results[f"averaged {stage}"]
+    assert found["features_shape"] == [16, 30]
+    assert found["features_far"] < 1e-3
+    assert found["features_differ"] > 0.1  # from those of the weights that are trained
+    assert found["losses_after"] == pytest.approx(results["plain adamw"][15:18], rel=CLOSE)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_one_changed_bit_of_a_weight_names_the_rank(results: dict[str, Any], stage: int) -> None:
     found = results[f"apart {stage}"]
     assert found["before"] is None

@@ -22,9 +22,14 @@ from vitscale.config.errors import run_rank_script
 from vitscale.distributed.world import World, gather_objects, process_group, sum_over_ranks
 from vitscale.engine.engine import Engine, deepspeed_config
 from vitscale.engine.settings import EngineSettings
-from vitscale.models.layers import layers_above
 from vitscale.models.settings import ModelSettings, architecture
-from vitscale.models.vit import build_vit, checkpoint_activations, compile_blocks, decayed
+from vitscale.models.vit import (
+    build_model,
+    checkpoint_activations,
+    compile_blocks,
+    decayed,
+    layers_above,
+)
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.optim.schedules import learning_rate
 from vitscale.optim.settings import EmaSettings, OptimSettings
@@ -80,7 +85,7 @@ def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def new_model(recipe: Recipe) -> torch.nn.Module:
-    vit = build_vit(recipe.model, architecture(recipe.model, num_classes=7), seed=0)
+    vit = build_model(recipe.model, architecture(recipe.model, num_classes=7), seed=0)
     head = vit.head[-1] if recipe.model.representation_layer else vit.head
     torch.nn.init.normal_(head.weight, std=0.1, generator=torch.Generator().manual_seed(1))
     return vit
@@ -105,6 +110,8 @@ class Plain:
     average: dict[str, torch.Tensor]
     logits: torch.Tensor
     """Of the averaged weights, on the images of step 0."""
+    features: torch.Tensor
+    """Likewise."""
 
 
 def pixels(images: torch.Tensor) -> torch.Tensor:
@@ -132,8 +139,10 @@ def train_plain(recipe: Recipe, *, steps: int = STEPS, left_out: Collection[int]
         losses.append(loss.item())
     with torch.no_grad():
         vit.load_state_dict(average, strict=False)
-        logits = vit(pixels(data(0)[0]))
-    return Plain(losses=losses, norms=norms, average=average, logits=logits)
+        images = pixels(data(0)[0])
+        logits = vit(images)
+        features = vit.forward_head(vit.forward_features(images), pre_logits=True)
+    return Plain(losses=losses, norms=norms, average=average, logits=logits, features=features)
 
 
 def new_engine(
@@ -282,13 +291,20 @@ def averaged(world: World, *, stage: int, plain: Plain) -> dict[str, object]:
         before = engine.logits(images).clone()
         with engine.averaged():
             shown = engine.logits(images).clone()
+            features = engine.features(images).clone()
         after = engine.logits(images)
+        own_features = engine.features(images)
     engine.train()
+    back = torch.equal(before, after) and equal(state, whole_state(engine))
     return {
         "far": far,
         "shown_far": (shown - plain.logits).abs().max().item(),
         "differ": (shown - before).abs().max().item(),
-        "back": torch.equal(before, after) and equal(state, whole_state(engine)),
+        "back": back,
+        "features_far": (features - plain.features).abs().max().item(),
+        "features_differ": (features - own_features).abs().max().item(),
+        "features_shape": list(features.shape),
+        "losses_after": engine_losses(engine, world, start=15, stop=18),
     }
 
 

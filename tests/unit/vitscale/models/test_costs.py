@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from vitscale.models.costs import (
-    activation_bytes_per_image,
-    memory_estimate,
-    num_parameters,
-    train_flops_per_image,
-)
-from vitscale.models.settings import Architecture, ModelSettings, architecture
+from vitscale.models.architecture import Architecture
+from vitscale.models.costs import memory_estimate, num_parameters, train_flops_per_image
+from vitscale.models.settings import ModelSettings, architecture
+from vitscale.models.vit_costs import activation_bytes_per_image
 
 
 def arch_of(preset: str, num_classes: int = 1000, **settings: object) -> Architecture:

@@ -18,7 +18,7 @@ from vitscale.config.errors import UserError
 from vitscale.models.external_weights import is_weight_file, read_external_weights
 from vitscale.models.settings import ModelSettings, architecture
 from vitscale.models.transfer import transfer_weights
-from vitscale.models.vit import build_vit
+from vitscale.models.vit import build_model
 
 WIDTH, HEADS, DEPTH, MLP, CLASSES = 24, 2, 2, 40, 5
 SMALL = ModelSettings(
@@ -72,7 +72,7 @@ def npz(path: Path, content: dict[str, np.ndarray], *, prefix: str = "") -> Path
 
 def built(**changes: Any) -> VisionTransformer:
     settings = SMALL.model_copy(update=changes)
-    return build_vit(settings, architecture(settings, num_classes=CLASSES), seed=3).eval()
+    return build_model(settings, architecture(settings, num_classes=CLASSES), seed=3).eval()
 
 
 def loaded(path: Path, *, grid: tuple[int, int] | None = None, **changes: Any) -> VisionTransformer:

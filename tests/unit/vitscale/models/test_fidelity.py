@@ -13,14 +13,14 @@ from vitscale.config.section import Section
 from vitscale.models.costs import num_parameters
 from vitscale.models.position_embedding import sincos_position_embedding
 from vitscale.models.settings import ModelSettings, architecture, model_problems
-from vitscale.models.vit import build_vit, decayed
+from vitscale.models.vit import build_model, decayed
 
 SMALL = ModelSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)
 
 
 def small(**changes: object) -> torch.nn.Module:
     settings = SMALL.model_copy(update=changes)
-    return build_vit(settings, architecture(settings, num_classes=5), seed=3)
+    return build_model(settings, architecture(settings, num_classes=5), seed=3)
 
 
 # The reference: state names and arithmetic only, no module of torch or timm.
@@ -208,7 +208,7 @@ def test_position_init_has_the_published_spread() -> None:
     settings = SMALL.model_copy(update={"image_size": 128, "width": 96, "num_heads": 4})
     for name, std in (("vit", 0.02), ("big_vision", 1 / math.sqrt(96))):
         chosen = settings.model_copy(update={"position_init": name})
-        model = build_vit(chosen, architecture(chosen, num_classes=5), seed=0)
+        model = build_model(chosen, architecture(chosen, num_classes=5), seed=0)
         assert model.pos_embed.std().item() == pytest.approx(std, rel=0.02)
 
 

@@ -9,7 +9,7 @@ from vitscale.config.errors import UserError
 from vitscale.models.position_embedding import sincos_position_embedding
 from vitscale.models.settings import ModelSettings, architecture
 from vitscale.models.transfer import transfer_weights
-from vitscale.models.vit import build_vit
+from vitscale.models.vit import build_model
 
 SMALL = ModelSettings(image_size=16, patch_size=4, width=24, depth=1, num_heads=2, mlp_width=40)
 
@@ -17,7 +17,7 @@ SMALL = ModelSettings(image_size=16, patch_size=4, width=24, depth=1, num_heads=
 def shaken(**changes: object) -> torch.nn.Module:
     """A model in evaluation mode whose weights, the head's too, are all random."""
     settings = SMALL.model_copy(update=changes)
-    model = build_vit(settings, architecture(settings, num_classes=5), seed=0).eval()
+    model = build_model(settings, architecture(settings, num_classes=5), seed=0).eval()
     random = torch.Generator().manual_seed(len(changes))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vitscale.models.layers import layers_above
 from vitscale.models.settings import ModelSettings, architecture
-from vitscale.models.vit import build_vit, decayed
+from vitscale.models.vit import build_model, decayed, layers_above
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.optim.settings import OptimSettings, optim_problems
 
@@ -23,7 +22,7 @@ def settings(**values: object) -> OptimSettings:
 
 
 def vit() -> torch.nn.Module:
-    return build_vit(MODEL, architecture(MODEL, num_classes=5), seed=0)
+    return build_model(MODEL, architecture(MODEL, num_classes=5), seed=0)
 
 
 def above(name: str) -> int:

@@ -22,7 +22,7 @@ from vitscale.data.mixing import mix_batch
 from vitscale.data.settings import DataSettings, MixingSettings
 from vitscale.images.crops import center_crop_box
 from vitscale.models.settings import ModelSettings, architecture
-from vitscale.models.vit import build_vit
+from vitscale.models.vit import build_model
 from vitscale.optim.schedules import learning_rate
 from vitscale.runs.finetune import FinetuneRun
 from vitscale.runs.pretrain import PretrainRun
@@ -214,7 +214,7 @@ def small(**changes: Any) -> torch.nn.Module:
     settings = ModelSettings(
         image_size=8, patch_size=4, width=96, depth=2, num_heads=4, mlp_width=160
     ).model_copy(update=changes)
-    return build_vit(settings, architecture(settings, num_classes=7), seed=0)
+    return build_model(settings, architecture(settings, num_classes=7), seed=0)
 
 
 def test_quirk_03_a_fused_initialisation_would_be_too_narrow() -> None:

@@ -1,0 +1,52 @@
+"""The table of model families."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from vitscale.models.costs import memory_estimate, num_parameters, train_flops_per_image
+from vitscale.models.registry import MODELS, ModelFamily
+from vitscale.models.settings import ModelSettings, architecture
+
+ARCH = architecture(ModelSettings(preset="Ti/16"), num_classes=5)
+
+
+def test_settings_allow_every_family() -> None:
+    assert get_args(ModelSettings.model_fields["name"].annotation) == tuple(MODELS)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_family_has_all_functions(name: str) -> None:
+    code = MODELS[name].load()
+    functions = "build_model decayed layers_above checkpoint_activations compile_blocks".split()
+    assert all(callable(getattr(code, function)) for function in functions)
+
+
+def test_costs_are_those_of_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    family = ModelFamily(
+        code="none",
+        num_parameters=lambda arch: 1000,
+        train_flops_per_image=lambda arch: 7,
+        activation_bytes_per_image=lambda arch, *, precision, activation_checkpointing: 11,
+    )
+    monkeypatch.setitem(MODELS, "other", family)
+    arch = replace(ARCH, name="other")
+    assert (num_parameters(arch), train_flops_per_image(arch)) == (1000, 7)
+    memory = memory_estimate(
+        arch,
+        zero_stage=0,
+        world_size=1,
+        precision="fp32",
+        micro_batch=3,
+        activation_checkpointing=False,
+    )
+    assert (memory.parameters, memory.activations) == (4000, 33)
+
+
+def test_description_leaves_out_the_default_family() -> None:
+    """Checkpoints written before there were families describe the same architecture."""
+    assert "name" not in ARCH.description()
+    assert replace(ARCH, name="other").description()["name"] == "other"
