@@ -26,7 +26,6 @@ try:
 
     from data_prep.indexing.folder import IndexedTars, root_of_tars, tar_listing, write_index_folder
     from data_prep.indexing.tars import TarUnit, index_tar
-    from data_prep.pipeline.process_pool import ordered_results, workers_for
     from data_prep.pipeline.progress import progress
     from data_prep.pipeline.workspace import (
         content_config,
@@ -38,6 +37,7 @@ try:
     from vitscale.config.errors import UserError, UserErrors, run_script
     from vitscale.data.index import Manifest, read_manifest
     from vitscale.distributed.atomic_files import commit_folder, write_json
+    from vitscale.distributed.processes import ordered_results, workers_for
     from vitscale.runs.data_prep import DataPrepRun
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)

@@ -18,13 +18,13 @@ try:
         RUN_TYPES,
         check_job,
         launchable,
-        num_cores,
         prepare_job,
         with_num_workers,
     )
     from launch.jobs.submission import Submission, start_locally
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
+    from vitscale.distributed.processes import num_cores
     from vitscale.runs.launching import LaunchSettings
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)

@@ -40,6 +40,7 @@ from data_prep.sources.protocol import read_exactly
 from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, MANIFEST_NAME, read_manifest
 from vitscale.distributed.atomic_files import atomic_file
+from vitscale.distributed.processes import num_cores
 
 FORMAT_VERSION = 1
 EVALUATION_FOLDERS = "folders with image files, or shards with index.parquet"
@@ -77,7 +78,7 @@ def build_evaluation_index(paths: Sequence[str], *, output: Path) -> None:
                 pictures[i], readable[i] = picture, True
 
     # Threads: decoders work outside the interpreter's lock.
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(num_cores()) as pool:
         list(pool.map(describe_batch, range(0, len(images), BATCH_IMAGES)))
     _check_readable(paths, sets, readable)
     descriptors = np.concatenate(

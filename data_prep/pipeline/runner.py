@@ -32,6 +32,7 @@ from data_prep.pipeline.workspace import Preparation, is_finished, preparation_f
 from data_prep.sources.outages import ChangedSource, Interrupted, away, is_away
 from data_prep.sources.protocol import SpoolError
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
+from vitscale.distributed.processes import num_cores
 from vitscale.runs.data_prep import DataPrepRun
 
 UPDATE_S = 0.5
@@ -137,7 +138,7 @@ def prepare(run: DataPrepRun, *, phases: tuple[Phase, ...] = PHASES, task: int =
     Raises Interrupted when the same command goes on, UserError for a corpus that cannot be used,
     SystemExit(75) after a stop signal. `task` spreads tasks over the units.
     """
-    workers = run.num_workers or len(os.sched_getaffinity(0))
+    workers = run.num_workers or num_cores()
     # Forked while there is one thread: a fresh interpreter would spend a second on imports.
     context = multiprocessing.get_context("fork")
     with _stop_signals_held():

@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 
 from data_prep.sources.outages import Interrupted
+from vitscale.distributed.processes import is_alive
 
 HEARTBEAT_S = 5.0
 # A claim on another machine counts as dead when its heartbeat is this old on the file system's own
@@ -122,7 +123,7 @@ class WorkFolder:
         except ValueError:
             # Created, not yet written; dead only when it stays so.
             return age > DEAD_AFTER_S
-        if owner.get("machine") == machine() and not _process_lives(owner["pid"]):
+        if owner.get("machine") == machine() and not is_alive(owner["pid"]):
             return True
         return age > DEAD_AFTER_S
 
@@ -155,7 +156,7 @@ def remove_left_by_dead(folder: Path, *, prefix: str = "") -> None:
     """Remove what is called `prefix` + `this_process()` of processes of this machine that ended."""
     for path in folder.glob(f"{glob.escape(prefix)}*"):
         where, _, pid = path.name.removeprefix(prefix).rpartition(".")
-        if where == machine() and pid.isdigit() and not _process_lives(int(pid)):
+        if where == machine() and pid.isdigit() and not is_alive(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -188,17 +189,3 @@ def _beat(path: Path, ended: threading.Event) -> None:
     while not ended.wait(HEARTBEAT_S):
         with suppress(OSError):
             os.utime(path)
-
-
-def _process_lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    # A killed process whose parent has not looked yet is still listed.
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return Path("/proc").exists() is False

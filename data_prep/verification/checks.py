@@ -25,7 +25,6 @@ from blake3 import blake3
 from data_prep.images.check import SUFFIXES
 from data_prep.images.header import HeaderError, read_header
 from data_prep.labels.assignment import is_numbers
-from data_prep.pipeline.process_pool import ordered_results, workers_for
 from data_prep.shards.fingerprints import folder_fingerprint, label_map_sha256, sample_bytes
 from data_prep.shards.index import folder_of_tars, info_of
 from data_prep.shards.ledger import LEDGER_NAME
@@ -40,6 +39,7 @@ from vitscale.data.index import (
     index_schema,
 )
 from vitscale.distributed.atomic_files import blake3_of_file
+from vitscale.distributed.processes import ordered_results, workers_for
 
 if TYPE_CHECKING:
     import pyarrow as pa

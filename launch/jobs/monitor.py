@@ -19,6 +19,7 @@ from typing import TextIO
 from launch.jobs.job import TaskRecord, read_task_record, task_record_path
 from launch.jobs.submission import RESTART_EXIT, Submission
 from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_STOPPED_RESUMABLE
+from vitscale.distributed.processes import is_alive
 
 POLL_SECONDS = 0.1
 # After one task failed, the others have this long to end before they are ended.
@@ -129,7 +130,7 @@ def end(submission: Submission, *, wait_first: float) -> None:
         except subprocess.TimeoutExpired:
             continue
     for record in records(submission):
-        if record.exit_code is None and _is_alive(record.pid):
+        if record.exit_code is None and is_alive(record.pid):
             os.kill(record.pid, signal.SIGKILL)
 
 
@@ -168,15 +169,7 @@ def _has_failed(task: TaskRecord) -> bool:
 
 def _is_gone(task: TaskRecord) -> bool:
     """Killed or crashed: the process ended without writing its exit code."""
-    return task.exit_code is None and not _is_alive(task.pid)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    return task.exit_code is None and not is_alive(task.pid)
 
 
 def _exit_code(

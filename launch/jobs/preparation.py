@@ -51,11 +51,6 @@ def job_folder(run: LaunchableRun, *, cluster: str) -> Path:
     return (base / cluster).absolute()
 
 
-def num_cores() -> int:
-    """Cores that this process may use; containers and batch systems leave it fewer than exist."""
-    return len(os.sched_getaffinity(0))
-
-
 def with_num_workers(run: LaunchableRun, *, num_cores: int) -> LaunchableRun:
     """The run with as many workers per task as the task has cores, where none were asked for.
 

@@ -24,6 +24,7 @@ from vitscale.data.order import rank_batches
 from vitscale.data.samples import EvaluationSamples, TrainingSamples, Unreadable
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet
+from vitscale.distributed.processes import process_state
 
 # From a broken connection to an exit code.
 DYING_S = 5.0
@@ -309,9 +310,9 @@ def _worker_error(batches: object, error: Exception, *, timeout_s: float) -> Exc
     task = getattr(batches, "_task_info", {}).get(getattr(batches, "_rcvd_idx", None), (None,))
     # A stopped one may hold the lock that the one whose turn it is needs to hand over its batch.
     slow = [
-        f"{worker.name} (pid {worker.pid}, {_state(worker.pid)})"
+        f"{worker.name} (pid {worker.pid}, {process_state(worker.pid)})"
         for number, worker in enumerate(workers)
-        if number == task[0] or _state(worker.pid) == "stopped"
+        if number == task[0] or process_state(worker.pid) == "stopped"
     ]
     return RankError(
         f"{', '.join(slow) or 'a loader worker'} gave no batch for {timeout_s:g} s",
@@ -325,16 +326,6 @@ def _is_timeout(error: Exception) -> bool:
     return "timed out" in str(error)
 
 
-def _state(pid: int) -> str:
-    """What the kernel says of a process."""
-    with suppress(OSError):
-        with open(f"/proc/{pid}/stat") as file:
-            letter = file.read().rpartition(")")[2].split()[0]
-        names = {"R": "running", "S": "sleeping", "D": "waiting for storage", "T": "stopped"}
-        return names.get(letter, f"state {letter}")
-    return "gone"
-
-
 def _responds(pid: int) -> bool:
     """A stopped process, or one that waits for dead storage, would never hear of the end."""
-    return _state(pid) in ("running", "sleeping")
+    return process_state(pid) in ("running", "sleeping")

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from vitscale.config.errors import RankError, UserError
+from vitscale.distributed.processes import num_cores
 
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 
@@ -98,7 +99,7 @@ def process_group(
     )
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     torch.set_num_threads(num_threads or max(1, cores // local_world))
     store = None
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # there the launcher has met them already

@@ -1,0 +1,62 @@
+"""Usable cores, liveness of processes, and ordered results from worker processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.support.waiting import PATIENCE_S
+from vitscale.config.errors import UserError
+from vitscale.distributed.processes import is_alive, num_cores, ordered_results, process_state
+
+
+def wait_for_state(pid: int, state: str) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while process_state(pid) != state:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_zombie_counts_as_dead() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    assert is_alive(process.pid) and is_alive(os.getpid()) and is_alive(1)
+    process.kill()
+    wait_for_state(process.pid, "zombie")
+    assert not is_alive(process.pid)
+    process.wait()
+    assert not is_alive(process.pid) and process_state(process.pid) == "gone"
+
+
+def test_a_stopped_process_is_alive() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process.send_signal(signal.SIGSTOP)
+    wait_for_state(process.pid, "stopped")
+    assert is_alive(process.pid)
+    process.kill()
+    process.wait()
+
+
+def test_cores_are_those_this_process_may_use() -> None:
+    allowed = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {min(allowed)})
+        assert num_cores() == 1
+    finally:
+        os.sched_setaffinity(0, allowed)
+    assert num_cores() == len(allowed)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_results_come_in_the_order_of_the_items(num_workers: int) -> None:
+    items = [3, 1, 2, 5, 4, 9]
+    assert list(ordered_results(abs, items, num_workers=num_workers)) == [(i, i) for i in items]
+
+
+def test_a_dead_worker_process_is_reported() -> None:
+    with pytest.raises(UserError, match="a worker process died"):
+        list(ordered_results(os._exit, [1, 1, 1], num_workers=2))

@@ -1,0 +1,99 @@
+"""Count usable cores, inspect processes of this machine, and map a function over worker processes.
+
+Needs no torch.
+Leaves out: work that several machines share (`data_prep.pipeline.work_units`).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+from vitscale.config.errors import UserError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+PENDING_PER_WORKER = 2
+# Reading less than this takes no longer than starting processes.
+SMALL_BYTES = 256 << 20
+STATES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "waiting for storage",
+    "T": "stopped",
+    "Z": "zombie",
+}
+
+
+def num_cores() -> int:
+    """Cores that this process may use; containers and batch systems allow fewer than exist."""
+    return len(os.sched_getaffinity(0))
+
+
+def process_state(pid: int) -> str:
+    """The kernel's state of a process: a value of STATES, `state X` for others, or `gone`."""
+    with suppress(OSError):
+        letter = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return STATES.get(letter, f"state {letter}")
+    return "gone"
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this machine runs. A zombie (not reaped by its parent) is dead."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # another user's
+    return process_state(pid) != "zombie"
+
+
+def workers_for(num_bytes: int, *, num_workers: int | None) -> int | None:
+    """`num_workers`; where it is None, 1 for inputs too small to be worth starting processes."""
+    return 1 if num_workers is None and num_bytes < SMALL_BYTES else num_workers
+
+
+def ordered_results(
+    function: Callable[[Item], Result], items: Iterable[Item], *, num_workers: int | None
+) -> Iterator[tuple[Item, Result]]:
+    """Yield (item, result) in the order of the items, with at most a few items pending.
+
+    num_workers: None for one per core; 1 works in this process. `function` and items are pickled.
+    """
+    num_workers = num_workers or num_cores()
+    items = iter(items)
+    first = list(islice(items, 2))
+    if num_workers == 1 or len(first) < 2:
+        for item in (*first, *items):
+            yield item, function(item)
+        return
+    # spawn: a fork would copy the locks of pyarrow's threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(num_workers, mp_context=context) as pool:
+        pending: deque[tuple[Item, Future[Result]]] = deque()
+        try:
+            for item in (*first, *items):
+                pending.append((item, pool.submit(function, item)))
+                if len(pending) >= PENDING_PER_WORKER * num_workers:
+                    done, future = pending.popleft()
+                    yield done, future.result()
+            while pending:
+                done, future = pending.popleft()
+                yield done, future.result()
+        except BrokenProcessPool:
+            raise UserError(
+                "a worker process died, probably for lack of memory",
+                where="num_workers",
+                next_step="run the command again, with fewer workers if it recurs",
+            ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
