@@ -84,14 +84,11 @@ def _reference(data: bytes, *, epoch: int, sample: int) -> torch.Tensor:
     decoded = crops.decode(data)
     height, width = decoded.shape[:2]
     box = crops.random_crop_box(width, height, area=AREA, aspect=(3 / 4, 4 / 3), random=random)
-    return crops.crop_and_resize(
-        decoded,
-        box,
-        size=SIDE,
-        interpolation="bilinear",
-        antialias=False,
-        flip=random.uniform() < 0.5,
+    flip = random.uniform() < 0.5
+    request = crops.CropRequest(
+        box=box, size=SIDE, interpolation="bilinear", antialias=False, flip=flip
     )
+    return crops.crop_and_resize(decoded, request)
 
 
 def parse_webdataset(options: argparse.Namespace) -> dict[str, Any]:

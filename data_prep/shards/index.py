@@ -21,7 +21,7 @@ from vitscale.data.index import (
     Manifest,
     SplitEntry,
     index_schema,
-    place_of_tars,
+    location_of_tars,
 )
 from vitscale.distributed.atomic_files import atomic_file, write_json
 
@@ -94,7 +94,7 @@ def write_manifest(folder: Path, *, manifest: Manifest) -> None:
 
 def folder_of_tars(folder: Path, manifest: Manifest) -> Path:
     """Where the tars of a shard folder lie. Raises UserError when that is behind a URL."""
-    place = place_of_tars(folder, manifest)
+    place = location_of_tars(folder, manifest)
     if not isinstance(place, Path):
         raise UserError(
             f"its tars lie behind a URL ({place}), and only tars on this machine are read here",

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vitscale.config.errors import UserError, UserErrors, nearest
+from vitscale.config.redaction import redact
 from vitscale.config.yaml_source import parse_yaml, plain_value
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.mlflow_store import find_stored_run
-from vitscale.tracking.run_facts import absolute_uri, flatten_params, redact, sqlite_path
+from vitscale.tracking.run_facts import absolute_uri, flatten_params, sqlite_path
 
 RUNS_FOLDER = Path("runs")
 DEFAULT_URI = "sqlite:///runs/mlflow.db"

@@ -14,7 +14,8 @@ from launch.jobs.preparation import LaunchableRun, job_folder, run_name
 from launch.jobs.submission import sbatch_text
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
-from vitscale.data.index import MANIFEST_NAME, Manifest, Place, place_of, read_manifest
+from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
+from vitscale.data.remote.urls import Location, location_of
 from vitscale.models.costs import memory_estimate, num_parameters, train_flops_per_image
 from vitscale.models.settings import architecture
 from vitscale.optim.schedules import ENDLESS
@@ -35,7 +36,7 @@ class DataFacts:
 
 def data_facts(run: TrainingRun) -> DataFacts:
     """From the shards' manifest where it exists, else what the configuration assumes."""
-    folder = place_of(run.data.path)
+    folder = location_of(run.data.path)
     manifest = _manifest(run, folder)
     if manifest is not None:
         split = manifest.splits.get(run.data.train_split)
@@ -57,7 +58,7 @@ def data_facts(run: TrainingRun) -> DataFacts:
     return DataFacts(num_samples=run.data.planned_num_samples, num_classes=None, source=source)
 
 
-def _manifest(run: TrainingRun, folder: Place) -> Manifest | None:
+def _manifest(run: TrainingRun, folder: Location) -> Manifest | None:
     """None: there is none yet, or none that this machine sees."""
     if isinstance(folder, Path):
         return read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None

@@ -27,14 +27,12 @@ from vitscale.data.remote.index import (
     remote_index,
     remote_sizes,
 )
-from vitscale.data.remote.store import Url, is_url, local_path_of
-from vitscale.data.settings import RemoteSettings
+from vitscale.data.remote.settings import RemoteSettings
+from vitscale.data.remote.urls import Location, Url, is_url, location_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# A folder or file: on a file system or behind a URL.
-Place = Path | Url
 BY_RANGE = RemoteSettings()
 
 FORMAT_VERSION = 2
@@ -109,7 +107,7 @@ class Manifest:
 class SplitIndex:
     """Where each sample of one split lies. Arrays have one entry per sample, in stored order."""
 
-    folder: Place
+    folder: Location
     split: str
     shard_of: np.ndarray
     """int32: position in `shard_paths`."""
@@ -179,18 +177,10 @@ def index_schema() -> pa.Schema:
     )
 
 
-def place_of(path: Path | str, *, where: str = "data.path") -> Place:
-    """A folder, or the URL of one. Raises UserError for URLs that are not read."""
-    if isinstance(path, Path) or not is_url(path):
-        return Path(path)
-    url = Url.checked(path, where=where)
-    return Path(local_path_of(path)) if url.scheme == "file" else url
-
-
-def read_manifest(folder: Place | str, *, reading: RemoteSettings = BY_RANGE) -> Manifest:
+def read_manifest(folder: Location | str, *, reading: RemoteSettings = BY_RANGE) -> Manifest:
     """Read manifest.json. Raises UserError when `folder` is not a finished shard folder."""
     if isinstance(folder, str):
-        folder = place_of(folder)
+        folder = location_of(folder)
     path = folder / MANIFEST_NAME
     if isinstance(path, Url):
         text = read_remote_manifest(path, reading=reading)
@@ -252,7 +242,7 @@ def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
 
 
 def read_split(
-    folder: Place | str, *, split: str, reading: RemoteSettings = BY_RANGE
+    folder: Location | str, *, split: str, reading: RemoteSettings = BY_RANGE
 ) -> SplitIndex:
     """Read one split's index and check it against the files there (existence and size).
 
@@ -260,7 +250,7 @@ def read_split(
     Raises UserError (all problems at once) before anything is trained on a damaged folder.
     """
     if isinstance(folder, str):
-        folder = place_of(folder)
+        folder = location_of(folder)
     manifest = read_manifest(folder, reading=reading)
     if split not in manifest.splits:
         raise UserError(
@@ -270,7 +260,7 @@ def read_split(
             next_step="set data.train_split or data.val_split (null: none)",
         )
     entry = manifest.splits[split]
-    root = place_of_tars(folder, manifest)
+    root = location_of_tars(folder, manifest)
     tars = [root / shard.name for shard in entry.shards]
     _check_files(folder, manifest, split, tars=tars, reading=reading)
     remote = None
@@ -308,7 +298,7 @@ def read_split(
     return index
 
 
-def place_of_tars(folder: Place, manifest: Manifest) -> Place:
+def location_of_tars(folder: Location, manifest: Manifest) -> Location:
     """What the tars' names are relative to. Raises UserError for a place that cannot be read."""
     named = manifest.shards_root
     if is_url(named):
@@ -323,7 +313,7 @@ def place_of_tars(folder: Place, manifest: Manifest) -> Place:
 
 
 def _read_columns(
-    folder: Place,
+    folder: Location,
     manifest: Manifest,
     split: str,
     columns: list[str],
@@ -348,7 +338,12 @@ def _read_columns(
 
 
 def _check_files(
-    folder: Place, manifest: Manifest, split: str, *, tars: Sequence[Place], reading: RemoteSettings
+    folder: Location,
+    manifest: Manifest,
+    split: str,
+    *,
+    tars: Sequence[Location],
+    reading: RemoteSettings,
 ) -> None:
     """Refuse missing and wrongly sized files; all of them are named (the first ten in full)."""
     shards = manifest.splits[split].shards

@@ -14,7 +14,7 @@ import numpy as np
 from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, SplitIndex
 from vitscale.data.remote.index import RangeFile
-from vitscale.data.remote.store import Url
+from vitscale.data.remote.urls import Url
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -50,7 +50,16 @@ class SplitReader:
     def __init__(self, index: SplitIndex, *, part: int = 0) -> None:
         self.index, self.part = index, part
         self.files = ShardFiles(index.shard_paths)
-        self.remote = None if index.remote is None else RemoteSamples(index)
+        self.remote: RemoteSamples | None = None
+        if index.remote is not None:
+            assert index.content is not None
+            self.remote = RemoteSamples(
+                index.remote,
+                shard_of=index.shard_of,
+                offset=index.offset,
+                length=index.length,
+                content=index.content,
+            )
 
     def bytes_of(self, sample: int) -> bytes:
         """The image as stored. Raises OSError when its bytes are lost, UserError when the storage
@@ -157,15 +166,14 @@ class TrainingSamples:
                 width, height, area=settings.crop_area, aspect=settings.crop_aspect, random=random
             )
         flip = settings.horizontal_flip and random.uniform() < 0.5
-        self.decoder.crop(
-            data,
-            box,
+        request = crops.CropRequest(
+            box=box,
             size=self.image_size,
             interpolation=settings.interpolation,
             antialias=settings.antialias,
             flip=flip,
-            out=out,
         )
+        self.decoder.crop(data, request, out=out)
         if right or down:
             out.copy_(crops.reflected(out, right=-right if flip else right, down=down))
         if self.augments:
@@ -221,12 +229,11 @@ class EvaluationSamples:
         box = crops.CropBox(0, 0, width, height)
         if settings.eval_resize == "center_crop":
             box = crops.center_crop_box(width, height, fraction=settings.eval_crop_fraction)
-        self.decoder.crop(
-            data,
-            box,
+        request = crops.CropRequest(
+            box=box,
             size=self.image_size,
             interpolation=settings.interpolation,
             antialias=True,
             flip=False,
-            out=out,
         )
+        self.decoder.crop(data, request, out=out)

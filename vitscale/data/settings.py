@@ -12,7 +12,8 @@ from typing import Literal
 from pydantic import Field
 
 from vitscale.config.section import Section
-from vitscale.data.remote.store import is_url, url_problem
+from vitscale.data.remote.settings import RemoteSettings
+from vitscale.data.remote.urls import is_url, url_problem
 from vitscale.images.settings import AugmentSettings
 
 
@@ -27,18 +28,6 @@ class MixingSettings(Section):
     """With both: how often CutMix."""
     mode: Literal["batch", "pair"] = "batch"
     """batch: one draw for a whole global batch, as in AugReg. pair: one for each two images."""
-
-
-class RemoteSettings(Section):
-    """How shards behind a URL are read."""
-
-    cache_path: str | None = None
-    """Folder on a local disk that keeps whole shards, for all ranks, workers and jobs; null: none,
-    every sample is read by range."""
-    cache_gib: float = Field(default=100.0, gt=0)
-    """The cache never holds more; what was used longest ago leaves first."""
-    patience_s: float = Field(default=20.0, gt=0)
-    """How long one read may take, all repetitions together, before the run ends."""
 
 
 class TrainingShards(Section):

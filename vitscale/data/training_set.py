@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from vitscale.config.errors import UserError, nearest
-from vitscale.data.index import SplitIndex, place_of, read_split
+from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
-from vitscale.data.settings import DataSettings, RemoteSettings, TrainingShards
+from vitscale.data.remote.settings import RemoteSettings
+from vitscale.data.remote.urls import location_of
+from vitscale.data.settings import DataSettings, TrainingShards
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +74,7 @@ def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
 
 
 def _read_part(settings: TrainingShards, *, where: str, reading: RemoteSettings) -> SplitIndex:
-    folder = place_of(settings.path, where=f"{where}.path")
+    folder = location_of(settings.path, where=f"{where}.path")
     index = read_split(folder, split=settings.train_split, reading=reading)
     if settings.first_percent < 100:
         num = math.ceil(index.num_samples * settings.first_percent / 100)

@@ -45,6 +45,19 @@ class CropBox:
     height: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CropRequest:
+    """Which box of an image is wanted, and how it becomes `size` x `size` pixels."""
+
+    box: CropBox
+    size: int
+    interpolation: str
+    """bilinear or bicubic"""
+    antialias: bool
+    flip: bool
+    """Mirror left and right."""
+
+
 @contextmanager
 def open_image(data: bytes) -> Iterator[Image.Image]:
     """The image with its header read. Raises OSError if unreadable, ValueError if too large."""
@@ -135,19 +148,22 @@ def center_crop_box(width: int, height: int, *, fraction: float) -> CropBox:
     return CropBox((width - side) // 2, (height - side) // 2, side, side)
 
 
-def crop_and_resize(
-    pixels_HW3: torch.Tensor,
-    box: CropBox,
-    *,
-    size: int,
-    interpolation: str,
-    antialias: bool,
-    flip: bool,
-) -> torch.Tensor:
-    """Cut `box`, resample it to `size` x `size`, mirror it if asked. Returns uint8 [3, S, S]."""
-    crop = pixels_HW3[box.top : box.top + box.height, box.left : box.left + box.width]
-    crop_1CHW = crop.permute(2, 0, 1)[None]
+def crop_and_resize(pixels_HW3: torch.Tensor, request: CropRequest) -> torch.Tensor:
+    """Cut the box, resample it, mirror it if asked. Returns uint8 [3, S, S].
+
+    Raises ValueError if the box exceeds the image.
+    """
+    box, size = request.box, request.size
+    height, width, _ = pixels_HW3.shape
+    inside = 0 <= box.left <= box.left + box.width <= width
+    inside = inside and 0 <= box.top <= box.top + box.height <= height
+    if not inside or box.width < 1 or box.height < 1:
+        raise ValueError(f"{box} exceeds the image of {width} x {height} pixels")
+    crop_HW3 = pixels_HW3[box.top : box.top + box.height, box.left : box.left + box.width]
+    # A view of interleaved pixels is channels_last, which torch resamples faster than planes.
+    crop_1CHW = crop_HW3.permute(2, 0, 1)[None]
+    mode, antialias = request.interpolation, request.antialias
     resized = F.interpolate(
-        crop_1CHW, size=(size, size), mode=interpolation, antialias=antialias, align_corners=False
+        crop_1CHW, size=(size, size), mode=mode, antialias=antialias, align_corners=False
     )[0]
-    return resized.flip(-1) if flip else resized
+    return resized.flip(-1) if request.flip else resized

@@ -19,12 +19,11 @@ from typing import Protocol
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from PIL import Image
 
 from vitscale.config.errors import UserError
 from vitscale.images import crops
-from vitscale.images.crops import MAX_PIXELS, CropBox
+from vitscale.images.crops import MAX_PIXELS, CropRequest
 
 AUTO = "auto"
 # A JPEG that does not end like one may be cut short; beyond its crop a decoder would not notice.
@@ -42,19 +41,10 @@ class Decoder(Protocol):
         ...
 
     def crop(
-        self,
-        data: bytes,
-        box: CropBox,
-        *,
-        size: int,
-        interpolation: str,
-        antialias: bool,
-        flip: bool,
-        out: torch.Tensor | None = None,
+        self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`box` of the image, resampled to `size` x `size` and mirrored if asked: uint8 [3, S, S].
+        """The requested pixels, uint8 [3, S, S]; `out`, if given, is filled and returned.
 
-        The whole image is the box (0, 0, width, height). `out`, if given, is filled and returned.
         Raises OSError or ValueError if the image is unreadable or smaller than the box.
         """
         ...
@@ -62,32 +52,6 @@ class Decoder(Protocol):
 
 def _is_whole_jpeg(data: bytes) -> bool:
     return data.startswith(JPEG_START) and data.endswith(JPEG_END)
-
-
-def _check_inside(box: CropBox, width: int, height: int) -> None:
-    inside = 0 <= box.left <= box.left + box.width <= width
-    inside = inside and 0 <= box.top <= box.top + box.height <= height
-    if not inside or box.width < 1 or box.height < 1:
-        raise ValueError(f"{box} does not lie inside the image of {width} x {height} pixels")
-
-
-def _resample(
-    crop_HW3: torch.Tensor,
-    *,
-    size: int,
-    interpolation: str,
-    antialias: bool,
-    flip: bool,
-    out: torch.Tensor | None,
-) -> torch.Tensor:
-    # Interleaved pixels seen as channels_last: torch resamples them faster than planes.
-    crop_1CHW = crop_HW3.permute(2, 0, 1)[None]
-    resized = F.interpolate(
-        crop_1CHW, size=(size, size), mode=interpolation, antialias=antialias, align_corners=False
-    )[0]
-    if flip:
-        resized = resized.flip(-1)
-    return resized if out is None else out.copy_(resized)
 
 
 class PillowDecoder:
@@ -98,22 +62,10 @@ class PillowDecoder:
             return image.size
 
     def crop(
-        self,
-        data: bytes,
-        box: CropBox,
-        *,
-        size: int,
-        interpolation: str,
-        antialias: bool,
-        flip: bool,
-        out: torch.Tensor | None = None,
+        self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        pixels = crops.decode(data)
-        _check_inside(box, pixels.shape[1], pixels.shape[0])
-        crop = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
-        return _resample(
-            crop, size=size, interpolation=interpolation, antialias=antialias, flip=flip, out=out
-        )
+        pixels = crops.crop_and_resize(crops.decode(data), request)
+        return pixels if out is None else out.copy_(pixels)
 
 
 class SimpleJpegDecoder(PillowDecoder):
@@ -124,37 +76,13 @@ class SimpleJpegDecoder(PillowDecoder):
         return super().size(data) if header is None else header
 
     def crop(
-        self,
-        data: bytes,
-        box: CropBox,
-        *,
-        size: int,
-        interpolation: str,
-        antialias: bool,
-        flip: bool,
-        out: torch.Tensor | None = None,
+        self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        pixels = self._pixels(data)
-        if pixels is None:
-            return super().crop(
-                data,
-                box,
-                size=size,
-                interpolation=interpolation,
-                antialias=antialias,
-                flip=flip,
-                out=out,
-            )
-        _check_inside(box, pixels.shape[1], pixels.shape[0])
-        crop = pixels[box.top : box.top + box.height, box.left : box.left + box.width]
-        return _resample(
-            torch.from_numpy(crop),
-            size=size,
-            interpolation=interpolation,
-            antialias=antialias,
-            flip=flip,
-            out=out,
-        )
+        whole = self._decode(data)
+        if whole is None:
+            return super().crop(data, request, out=out)
+        pixels = crops.crop_and_resize(torch.from_numpy(whole), request)
+        return pixels if out is None else out.copy_(pixels)
 
     def _header(self, data: bytes) -> tuple[int, int] | None:
         import simplejpeg
@@ -168,7 +96,7 @@ class SimpleJpegDecoder(PillowDecoder):
         taken = space in SIMPLEJPEG_SPACES and width * height <= MAX_PIXELS
         return (width, height) if taken else None
 
-    def _pixels(self, data: bytes) -> np.ndarray | None:
+    def _decode(self, data: bytes) -> np.ndarray | None:
         import simplejpeg
 
         if self._header(data) is None:
@@ -198,47 +126,32 @@ class RegionDecoder(PillowDecoder):
             return super().size(data)
 
     def crop(
-        self,
-        data: bytes,
-        box: CropBox,
-        *,
-        size: int,
-        interpolation: str,
-        antialias: bool,
-        flip: bool,
-        out: torch.Tensor | None = None,
+        self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         from vitscale.images.jpeg import _region
 
-        found = out
+        size, box = request.size, request.box
+        pixels = out
         if out is None or not (out.is_contiguous() and out.shape == (3, size, size)):
-            found = torch.empty((3, size, size), dtype=torch.uint8)
-        assert found is not None and interpolation in INTERPOLATIONS
+            pixels = torch.empty((3, size, size), dtype=torch.uint8)
+        assert pixels is not None and request.interpolation in INTERPOLATIONS
         try:
             if not _is_whole_jpeg(data):
-                raise ValueError("for Pillow to judge")
+                raise ValueError("for Pillow")
             _region.crop(
                 data,
                 (box.left, box.top, box.width, box.height),
-                found.numpy(),
+                pixels.numpy(),
                 size,
-                interpolation == "bicubic",
-                antialias,
-                flip,
+                request.interpolation == "bicubic",
+                request.antialias,
+                request.flip,
                 MAX_PIXELS,
                 self.allow_avx2,
             )
         except (ValueError, OverflowError):
-            return super().crop(
-                data,
-                box,
-                size=size,
-                interpolation=interpolation,
-                antialias=antialias,
-                flip=flip,
-                out=out,
-            )
-        return found if out is None or found is out else out.copy_(found)
+            return super().crop(data, request, out=out)
+        return pixels if out is None or pixels is out else out.copy_(pixels)
 
 
 DECODERS: dict[str, Callable[[], Decoder]] = {

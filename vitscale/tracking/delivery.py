@@ -16,9 +16,9 @@ from collections import deque
 from itertools import islice
 from pathlib import Path
 
+from vitscale.config.redaction import redact
 from vitscale.tracking.journal import read_rows
 from vitscale.tracking.mlflow_store import MlflowRun, RunDescription, Say, open_run
-from vitscale.tracking.run_facts import redact
 
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 60.0

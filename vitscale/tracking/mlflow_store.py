@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitscale.config.redaction import redact
 from vitscale.distributed.atomic_files import write_json
 from vitscale.tracking.journal import Row
 from vitscale.tracking.run_facts import (
     MAX_TAG_CHARS,
     flatten_params,
     process_tags,
-    redact,
     redact_yaml,
     sqlite_path,
 )

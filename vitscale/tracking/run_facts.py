@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.config.errors import UserError, nearest
+from vitscale.config.redaction import redact
 from vitscale.tracking.source_version import git_commit
 
 # Limits of MLflow's servers and stores (mlflow/utils/validation.py, 3.17).
@@ -26,21 +27,10 @@ MAX_TAG_CHARS = 5000
 
 URI_SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 
-_USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/\s?#'\"]*@")
-_SECRET_QUERY = re.compile(
-    r"(?P<key>[?&;](?:[\w-]*(?:password|passwd|secret|token|key|signature|credential)[\w-]*|sig|pwd)=)"
-    r"[^&;\s'\"]+",
-    re.IGNORECASE,
-)
 _SECRET_NAME = r"(?:[\w-]*_)?(?:password|passwd|secret|token|api_?key|credentials?)"
 _SECRET_KEY = re.compile(rf"(?:^|\.){_SECRET_NAME}$", re.IGNORECASE)
 _SECRET_LINE = re.compile(rf"^(?P<key>\s*{_SECRET_NAME}:[ ]+)\S.*$", re.IGNORECASE | re.MULTILINE)
 _ODD_KEY_CHARS = re.compile(r"[^\w\-. :/]")
-
-
-def redact(text: str) -> str:
-    """Remove user:password from URLs, and values of query keys that sound secret."""
-    return _SECRET_QUERY.sub(r"\g<key>***", _USERINFO.sub(r"\g<scheme>", text))
 
 
 def redact_yaml(text: str) -> str:

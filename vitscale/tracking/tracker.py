@@ -15,10 +15,11 @@ from types import TracebackType
 from typing import Any, Literal
 
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
+from vitscale.config.redaction import redact
 from vitscale.tracking.delivery import Delivery
 from vitscale.tracking.journal import JOURNAL_NAME, Journal, read_rows
 from vitscale.tracking.mlflow_store import RunDescription, Say
-from vitscale.tracking.run_facts import absolute_uri, redact
+from vitscale.tracking.run_facts import absolute_uri
 from vitscale.tracking.settings import TrackingSettings
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]

@@ -22,9 +22,9 @@ from vitscale.data.index import MANIFEST_NAME, read_split
 from vitscale.data.index_keys import sample_keys, sample_names
 from vitscale.data.remote import shards as remote_shards
 from vitscale.data.remote import store as remote_store
+from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.store import remote_metrics
 from vitscale.data.samples import SplitReader
-from vitscale.data.settings import RemoteSettings
 from vitscale.data.training_set import open_training_set
 from vitscale.runs.pretrain import PretrainRun
 

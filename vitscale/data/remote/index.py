@@ -18,8 +18,9 @@ import numpy as np
 
 from vitscale.config.errors import UserError
 from vitscale.data.remote.cache import CHUNK_BYTES, NoRoom, ShardCache
-from vitscale.data.remote.store import DAMAGED_READS, Damaged, RemoteStore, Url
-from vitscale.data.settings import RemoteSettings
+from vitscale.data.remote.settings import RemoteSettings
+from vitscale.data.remote.store import DAMAGED_READS, Damaged, RemoteStore
+from vitscale.data.remote.urls import Url
 
 if TYPE_CHECKING:
     import pyarrow as pa

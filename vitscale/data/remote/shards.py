@@ -20,9 +20,9 @@ from functools import cache, partial
 from queue import SimpleQueue
 
 import blake3
+import numpy as np
 
 from vitscale.config.errors import UserError
-from vitscale.data.index import SplitIndex
 from vitscale.data.remote.index import RemoteShards
 from vitscale.data.remote.store import DAMAGED_READS, Damaged
 
@@ -37,9 +37,18 @@ FETCH_AGAIN_S = 30.0
 class RemoteSamples:
     """Stored bytes of one split's samples."""
 
-    def __init__(self, index: SplitIndex) -> None:
-        assert index.remote is not None and index.content is not None
-        self.index, self.shards, self.content = index, index.remote, index.content
+    def __init__(
+        self,
+        shards: RemoteShards,
+        *,
+        shard_of: np.ndarray,
+        offset: np.ndarray,
+        length: np.ndarray,
+        content: np.ndarray,
+    ) -> None:
+        """Arrays as in `SplitIndex`, one entry per sample."""
+        self.shards, self.shard_of = shards, shard_of
+        self.offset, self.length, self.content = offset, length, content
 
     def read(self, sample: int) -> bytes:
         """An image as stored. Raises Damaged, StorageError."""
@@ -48,9 +57,9 @@ class RemoteSamples:
 
     def read_now(self, sample: int) -> bytes:
         """Without regard to what is under way."""
-        index, shards = self.index, self.shards
-        shard, offset = int(index.shard_of[sample]), int(index.offset[sample])
-        num_bytes, first_bytes = int(index.length[sample]), int(self.content[sample])
+        shards, shard = self.shards, int(self.shard_of[sample])
+        offset, num_bytes = int(self.offset[sample]), int(self.length[sample])
+        first_bytes = int(self.content[sample])
 
         def is_right(data: bytes) -> bool:
             return int.from_bytes(blake3.blake3(data).digest(8), "little") == first_bytes
@@ -101,7 +110,7 @@ def read_ahead(
     threads.ahead = {}
     for reader, sample in samples:
         key = (id(reader), sample)
-        if key not in threads.ahead and not is_cached(reader, int(reader.index.shard_of[sample])):
+        if key not in threads.ahead and not is_cached(reader, int(reader.shard_of[sample])):
             threads.ahead[key] = threads.start(partial(reader.read_now, sample))
     threads.want(
         [

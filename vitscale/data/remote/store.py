@@ -11,28 +11,18 @@ kind can be reached from here: a scheme is looked up in `SCHEMES`, and fsspec is
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import cache
 from multiprocessing.sharedctypes import RawArray
-from posixpath import normpath
 from random import SystemRandom
 from typing import Any, TypeVar
-from urllib.parse import quote
 
 from vitscale.config.errors import UserError
+from vitscale.config.redaction import redact
+from vitscale.data.remote.urls import SCHEMES, Url
 
-# Scheme -> what to install for it, beyond what vitscale needs anyway.
-SCHEMES: dict[str, str | None] = {
-    "http": None,
-    "https": None,
-    "s3": "s3fs",
-    "gs": "gcsfs",
-    "memory": None,
-}
 # One request may take this share of the patience, so that a silent server is asked again.
 SHARE_OF_ONE = 0.25
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
@@ -45,10 +35,6 @@ COUNTS = ("retries", "requests", "bytes", "cache_hits", "cache_failures")
 # Of all processes of a rank; each writes into the row of its own process id.
 COUNT_ROWS = 251
 
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
-_PLAIN = re.compile(r"[A-Za-z0-9._~%+=,@!:/ -]*")
-_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)[^/\s?#'\"]*@")
-_QUERY = re.compile(r"\?[^\s'\"<>]+")
 T = TypeVar("T")
 
 
@@ -62,79 +48,6 @@ class WholeFile(OSError):
 
 class StorageError(UserError):
     """Remote storage that did not answer within the patience."""
-
-
-def is_url(text: str) -> bool:
-    """Whether this would be read as a URL: whatever begins like a scheme."""
-    return _SCHEME.match(text) is not None
-
-
-def url_problem(text: str) -> str | None:
-    """What is wrong with a URL of a folder, without repeating it: it may hold a password."""
-    scheme, _, rest = text.partition(":")
-    if scheme not in (*SCHEMES, "file"):
-        return (
-            f"nothing is read by way of {scheme + ':'!r}; allowed: {', '.join(SCHEMES)}, file, and "
-            "paths (./ in front, where one has a colon in it)"
-        )
-    if not rest.startswith("//"):
-        return f"a URL begins with {scheme}://"
-    if "::" in rest:
-        return "is a chain of URLs (::); give one URL"
-    authority, _, path = rest[2:].partition("/")
-    if "@" in authority or "?" in rest or "#" in rest:
-        return (
-            "a URL with a user name, password, '?' or '#' would carry secrets into logs; give "
-            "credentials as fsspec's backends take them (environment, ~/.netrc, ~/.aws)"
-        )
-    if not authority and scheme not in ("file", "memory"):
-        return f"names no host or bucket behind {scheme}://"
-    if not _PLAIN.fullmatch(rest) or ".." in path.split("/"):
-        return (
-            "holds characters that are no part of a plain URL (line breaks, braces, wildcards, "
-            "quotes, '..'); nothing is expanded in it"
-        )
-    return None
-
-
-def redacted(text: str) -> str:
-    """A message without what could be a password or a signature."""
-    return _QUERY.sub("?***", _USERINFO.sub(r"\1", text))
-
-
-@dataclass(frozen=True, slots=True)
-class Url:
-    """A folder or file behind a scheme of `SCHEMES`; `/` joins names as with paths."""
-
-    text: str
-
-    @classmethod
-    def checked(cls, text: str, *, where: str) -> Url:
-        """Raises UserError for whatever `url_problem` finds."""
-        problem = url_problem(text)
-        if problem is not None:
-            raise UserError(problem, where=where)
-        return cls(text.rstrip("/"))
-
-    @property
-    def scheme(self) -> str:
-        return self.text.partition(":")[0]
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __truediv__(self, name: str) -> Url:
-        """A relative name below (or with `..` beside) this folder, on the same host or in the same
-        bucket. Names come from a manifest: raises UserError for any other."""
-        scheme, _, rest = self.text.partition("://")
-        authority, _, folder = rest.partition("/")
-        joined = normpath(f"{folder}/{name}" if folder else name)
-        if name.startswith("/") or joined.split("/")[0] == ".." or re.search(r"[\0-\x1f]", name):
-            raise UserError(f"{name!r} is no name of a file below a URL", where=self.text)
-        if scheme in ("http", "https"):
-            own = normpath(folder) if folder else "."
-            joined = normpath(f"{own}/{quote(name)}")
-        return Url(f"{scheme}://{authority}/{'' if joined == '.' else joined}".rstrip("/"))
 
 
 class Counts:
@@ -287,7 +200,7 @@ class _Final(Exception):
 
 
 def _unreachable(url: Url, error: Exception, *, tries: int, patience_s: float) -> StorageError:
-    said = redacted(str(error)) or "no answer"
+    said = redact(str(error)) or "no answer"
     return StorageError(
         f"cannot be read ({type(error).__name__}: {said}); {tries} requests in at most "
         f"{patience_s:g} s",
@@ -346,8 +259,3 @@ def _filesystem(scheme: str, process: int) -> Any:
 
         sync(filesystem.loop, filesystem.set_session)  # not by two threads at once
     return filesystem
-
-
-def local_path_of(url: str) -> str:
-    """The path that a `file://` URL names."""
-    return url.removeprefix("file://")

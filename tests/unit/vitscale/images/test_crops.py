@@ -14,6 +14,7 @@ from PIL import Image
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images.crops import (
     CropBox,
+    CropRequest,
     center_crop_box,
     crop_and_resize,
     decode,
@@ -49,9 +50,8 @@ def plain_crop(pixels_HW3: torch.Tensor, *, size: int, key: int) -> torch.Tensor
     box, right, down = plain_crop_box(width, height, size=size, random=CounterRandom(key))
     assert box.width == box.height == min(width, height)
     assert 0 <= box.left <= width - box.width and 0 <= box.top <= height - box.height
-    crop = crop_and_resize(
-        pixels_HW3, box, size=size, interpolation="bicubic", antialias=True, flip=False
-    )
+    request = CropRequest(box=box, size=size, interpolation="bicubic", antialias=True, flip=False)
+    crop = crop_and_resize(pixels_HW3, request)
     return reflected(crop, right=right, down=down)
 
 
@@ -95,14 +95,8 @@ def test_bilinear_without_antialias_equals_the_slow_formula(size: int) -> None:
     random = np.random.default_rng(0)
     pixels = random.integers(0, 256, (23, 31, 3), dtype=np.uint8)
     box = CropBox(4, 3, 20, 17)
-    resized = crop_and_resize(
-        torch.from_numpy(pixels),
-        box,
-        size=size,
-        interpolation="bilinear",
-        antialias=False,
-        flip=False,
-    )
+    request = CropRequest(box=box, size=size, interpolation="bilinear", antialias=False, flip=False)
+    resized = crop_and_resize(torch.from_numpy(pixels), request)
     crop = pixels[3:20, 4:24].astype(float)
     expected = np.zeros((size, size, 3))
     for row in range(size):
@@ -121,9 +115,13 @@ def test_bilinear_without_antialias_equals_the_slow_formula(size: int) -> None:
 def test_flip_mirrors_columns() -> None:
     pixels = torch.randint(0, 256, (8, 8, 3), dtype=torch.uint8)
     box = CropBox(0, 0, 8, 8)
-    options = {"size": 8, "interpolation": "bilinear", "antialias": True}
-    plain = crop_and_resize(pixels, box, flip=False, **options)
-    mirrored = crop_and_resize(pixels, box, flip=True, **options)
+    plain, mirrored = (
+        crop_and_resize(
+            pixels,
+            CropRequest(box=box, size=8, interpolation="bilinear", antialias=True, flip=flip),
+        )
+        for flip in (False, True)
+    )
     assert torch.equal(plain, pixels.permute(2, 0, 1))
     assert torch.equal(mirrored, plain.flip(-1))
 

@@ -16,11 +16,23 @@ from PIL import Image
 
 from vitscale.config.errors import UserError
 from vitscale.images import crops, decoders
-from vitscale.images.crops import CropBox
+from vitscale.images.crops import CropBox, CropRequest
 from vitscale.images.decoders import DECODERS, resolve_decoder
 
-PLAIN = {"size": 8, "interpolation": "bilinear", "antialias": False, "flip": False}
 WIDTH, HEIGHT = 83, 61
+
+
+def plain(
+    box: CropBox,
+    *,
+    size: int = 8,
+    interpolation: str = "bilinear",
+    antialias: bool = False,
+    flip: bool = False,
+) -> CropRequest:
+    return CropRequest(
+        box=box, size=size, interpolation=interpolation, antialias=antialias, flip=flip
+    )
 
 
 def _require(name: str) -> None:
@@ -113,8 +125,8 @@ BOXES = {
 }
 
 
-def reference(data: bytes, box: CropBox, **options: object) -> torch.Tensor:
-    return crops.crop_and_resize(crops.decode(data), box, **options)  # type: ignore[arg-type]  # options of many types
+def reference(data: bytes, request: CropRequest) -> torch.Tensor:
+    return crops.crop_and_resize(crops.decode(data), request)
 
 
 @pytest.mark.parametrize("kind", ["smooth", "noise"])
@@ -127,10 +139,8 @@ def test_every_box_holds_the_pixels_of_the_reference(
     assert decoder.size(data) == (WIDTH, HEIGHT)
     for name, box in BOXES.items():
         side = max(box.width, box.height)  # no reduction that could hide a difference
-        options = PLAIN | {"size": side}
-        assert torch.equal(decoder.crop(data, box, **options), reference(data, box, **options)), (
-            name
-        )
+        request = plain(box, size=side)
+        assert torch.equal(decoder.crop(data, request), reference(data, request)), name
 
 
 @pytest.mark.parametrize("size", [3, 24, 100])
@@ -141,59 +151,54 @@ def test_resampling_is_that_of_the_reference(
 ) -> None:
     data, box = encode(picture(WIDTH, HEIGHT), "4:2:0"), CropBox(9, 7, 50, 40)
     for flip in (False, True):
-        options = {
-            "size": size,
-            "interpolation": interpolation,
-            "antialias": antialias,
-            "flip": flip,
-        }
-        assert torch.equal(decoder.crop(data, box, **options), reference(data, box, **options))
+        request = plain(box, size=size, interpolation=interpolation, antialias=antialias, flip=flip)
+        assert torch.equal(decoder.crop(data, request), reference(data, request))
 
 
 @st.composite
-def crop_cases(draw: st.DrawFn) -> tuple[bytes, CropBox, dict[str, object]]:
+def crop_cases(draw: st.DrawFn) -> tuple[bytes, CropRequest]:
     width, height = draw(st.integers(1, 70)), draw(st.integers(1, 70))
     left, top = draw(st.integers(0, width - 1)), draw(st.integers(0, height - 1))
     box = CropBox(left, top, draw(st.integers(1, width - left)), draw(st.integers(1, height - top)))
     pixels = picture(
         width, height, kind=draw(st.sampled_from(["smooth", "noise"])), seed=draw(st.integers(0, 9))
     )
-    options = {
-        "size": draw(st.integers(1, 70)),
-        "interpolation": draw(st.sampled_from(["bilinear", "bicubic"])),
-        "antialias": draw(st.booleans()),
-        "flip": draw(st.booleans()),
-    }
-    return encode(pixels, draw(st.sampled_from(CODINGS))), box, options
+    request = CropRequest(
+        box=box,
+        size=draw(st.integers(1, 70)),
+        interpolation=draw(st.sampled_from(["bilinear", "bicubic"])),
+        antialias=draw(st.booleans()),
+        flip=draw(st.booleans()),
+    )
+    return encode(pixels, draw(st.sampled_from(CODINGS))), request
 
 
 @pytest.mark.parametrize("name", list(FORMS))
 @settings(max_examples=300, deadline=None)
 @given(case=crop_cases())
 def test_any_box_of_any_image_equals_the_reference(
-    name: str, case: tuple[bytes, CropBox, dict[str, object]]
+    name: str, case: tuple[bytes, CropRequest]
 ) -> None:
     decoder = make(name)
-    data, box, options = case
-    found = decoder.crop(data, box, **options)  # type: ignore[arg-type]  # options of many types
-    assert torch.equal(found, reference(data, box, **options))
+    data, request = case
+    assert torch.equal(decoder.crop(data, request), reference(data, request))
 
 
 def test_a_row_of_a_batch_is_filled_and_nothing_beside_it(decoder: decoders.Decoder) -> None:
     data, box = encode(picture(WIDTH, HEIGHT), "4:4:4"), CropBox(3, 5, 40, 30)
     batch = torch.full((3, 3, 8, 8), 7, dtype=torch.uint8)
     for flip in (False, True):
-        found = decoder.crop(data, box, **PLAIN | {"flip": flip}, out=batch[1])
+        found = decoder.crop(data, plain(box, flip=flip), out=batch[1])
         assert found.data_ptr() == batch[1].data_ptr()
-        assert torch.equal(batch[1], reference(data, box, **PLAIN | {"flip": flip}))
+        assert torch.equal(batch[1], reference(data, plain(box, flip=flip)))
         assert (batch[[0, 2]] == 7).all()
 
 
 def test_pixels_can_be_put_into_memory_of_another_layout(decoder: decoders.Decoder) -> None:
     data, box = encode(picture(WIDTH, HEIGHT), "4:4:4"), CropBox(3, 5, 40, 30)
     interleaved = torch.zeros((8, 8, 3), dtype=torch.uint8).permute(2, 0, 1)
-    assert decoder.crop(data, box, **PLAIN, out=interleaved) is interleaved
-    assert torch.equal(interleaved, reference(data, box, **PLAIN))
+    assert decoder.crop(data, plain(box), out=interleaved) is interleaved
+    assert torch.equal(interleaved, reference(data, plain(box)))
 
 
 @pytest.mark.parametrize("form", ["PNG", "WEBP", "CMYK", "grey PNG", "transparent PNG"])
@@ -210,7 +215,7 @@ def test_what_a_fast_decoder_does_not_know_is_read_as_the_reference_reads_it(
         image.convert(mode).save(file, "PNG")
     data, box = file.getvalue(), CropBox(10, 20, 30, 30)
     assert decoder.size(data) == (WIDTH, HEIGHT)
-    assert torch.equal(decoder.crop(data, box, **PLAIN), reference(data, box, **PLAIN))
+    assert torch.equal(decoder.crop(data, plain(box)), reference(data, plain(box)))
 
 
 @pytest.mark.parametrize("coding", ["4:2:0", "4:2:0 progressive", "grey", "restarts"])
@@ -227,7 +232,7 @@ def test_a_cut_image_is_an_error_even_where_its_box_is_whole(
 
 def _outcome(decoder: decoders.Decoder, data: bytes, box: CropBox) -> object:
     try:
-        return decoder.crop(data, box, **PLAIN).tolist()
+        return decoder.crop(data, plain(box)).tolist()
     except (OSError, ValueError):
         return "unreadable"
 
@@ -261,7 +266,7 @@ def test_a_huge_image_is_refused_before_its_pixels_are_made(
     with pytest.raises(ValueError):
         decoder.size(bytes(data))
     with pytest.raises(ValueError):
-        decoder.crop(bytes(data), CropBox(0, 0, 64, 64), **PLAIN)
+        decoder.crop(bytes(data), plain(CropBox(0, 0, 64, 64)))
 
 
 @pytest.mark.parametrize(
@@ -281,7 +286,7 @@ def test_a_huge_image_is_refused_before_its_pixels_are_made(
 )
 def test_a_box_outside_the_image_is_refused(decoder: decoders.Decoder, box: CropBox) -> None:
     with pytest.raises(ValueError):
-        decoder.crop(encode(picture(WIDTH, HEIGHT), "4:2:0"), box, **PLAIN)
+        decoder.crop(encode(picture(WIDTH, HEIGHT), "4:2:0"), plain(box))
 
 
 ORDINARY = {"4:4:4", "4:2:2", "4:2:0", "restarts", "restarts inside rows", "coarse", "fine", "grey"}
@@ -350,9 +355,9 @@ def test_threads_do_not_disturb_each_other(decoder: decoders.Decoder) -> None:
     cases = [(encode(picture(WIDTH, HEIGHT, seed=seed), "4:2:0"), box) for seed in range(4)
              for box in BOXES.values()]  # fmt: skip
     with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda case: decoder.crop(*case, **PLAIN), cases * 4))
+        found = list(pool.map(lambda case: decoder.crop(case[0], plain(case[1])), cases * 4))
     for pixels, (data, box) in zip(found, cases * 4, strict=True):
-        assert torch.equal(pixels, reference(data, box, **PLAIN))
+        assert torch.equal(pixels, reference(data, plain(box)))
 
 
 def test_auto_is_the_first_that_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from vitscale.config.errors import UserError
+from vitscale.config.redaction import redact
 from vitscale.tracking.run_facts import (
     MAX_PARAM_CHARS,
     absolute_uri,
     flatten_params,
-    redact,
     redact_yaml,
     sqlite_path,
 )

@@ -18,9 +18,9 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import read_split
 from vitscale.data.remote import shards as remote_shards
 from vitscale.data.remote.cache import ShardCache
+from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.store import DAMAGED_READS, Damaged, remote_metrics
 from vitscale.data.samples import SplitReader
-from vitscale.data.settings import RemoteSettings
 
 
 @pytest.fixture

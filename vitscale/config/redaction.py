@@ -1,0 +1,17 @@
+"""Remove credentials from text that is logged, shown or sent to a tracking server."""
+
+from __future__ import annotations
+
+import re
+
+_USERINFO = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)[^/\s?#'\"]*@")
+_SECRET_QUERY = re.compile(
+    r"(?P<key>[?&;](?:[\w-]*(?:password|passwd|secret|token|key|signature|credential)[\w-]*|sig|pwd)=)"
+    r"[^&;\s'\"]+",
+    re.IGNORECASE,
+)
+
+
+def redact(text: str) -> str:
+    """Remove user:password from URLs, and values of query keys that sound secret."""
+    return _SECRET_QUERY.sub(r"\g<key>***", _USERINFO.sub(r"\g<scheme>", text))
