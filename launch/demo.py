@@ -1,10 +1,9 @@
-"""The whole chain on a small corpus: shard, pre-train, fine-tune, compare.
+"""Run the whole chain on a small corpus: shard, pre-train, fine-tune, compare.
 
     python launch/demo.py                     handwritten digits that come with scikit-learn
     python launch/demo.py --data FOLDER       any folder with one sub-folder of images per class
 
-Every step is one of the project's own commands, printed before it runs. Repeating the demo
-continues where it stopped.
+Every step is one of the project's own commands, printed before it runs. Run it again to resume.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ except ModuleNotFoundError as error:
 
 ROOT = Path(__file__).resolve().parents[1]
 MAX_PROCESSES = 2
-# The deepspeed launcher's own lines, which say nothing about the run.
+# Lines of the deepspeed launcher, left out of the output.
 LAUNCHER_LINE = re.compile(r"^(\[rank\d\]:)?(\[\d{4}-|W\d{4}).*(INFO|WARNING|No CUDA runtime)")
 FOLDER_STEPS = 600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """Where the demo's files go, and what differs between its corpora."""
+    """Names and paths of the demo on one corpus."""
 
     name: str
     data: Path | None
@@ -66,7 +65,7 @@ def corpus_of(data: str | None) -> Corpus:
 
 
 def num_processes() -> int:
-    """One per GPU where there are some, else two, which share the CPU cores."""
+    """One per GPU, at most two. Without GPUs two, which share the CPU cores."""
     gpus = Path("/proc/driver/nvidia/gpus")
     return min(MAX_PROCESSES, len(list(gpus.iterdir()))) if gpus.is_dir() else MAX_PROCESSES
 
@@ -99,7 +98,7 @@ def training_command(corpus: Corpus, script: str, config: str, part: str, *more:
 
 def training_commands(corpus: Corpus) -> list[list[str]]:
     pretrain, finetune = "configs/demo/pretrain.yaml", "configs/finetune/demo.yaml"
-    # A folder of unknown size: a fixed number of steps keeps the demo's time known.
+    # The size of a folder is unknown: a fixed number of steps bounds the demo's time.
     length = (
         [] if corpus.data is None else ["schedule.epochs=null", f"schedule.steps={FOLDER_STEPS}"]
     )
@@ -116,7 +115,7 @@ def run_command(title: str, command: list[str]) -> None:
     shown = [Path(command[0]).name, *command[1:]]
     print(f"\n=== {title}\n$ {shlex.join(shown)}", flush=True)
     if shown[0] == "deepspeed":
-        print("starting the processes, some 20 s ...", flush=True)
+        print("starting the processes (about 20 s) ...", flush=True)
     process = subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -129,12 +128,12 @@ def run_command(title: str, command: list[str]) -> None:
         raise UserError(
             f"{title} ended with exit code {process.returncode}",
             where=shlex.join(shown),
-            next_step="read its message above; `make demo` again goes on from here",
+            next_step="fix the error shown above; `make demo` resumes from here",
         )
 
 
 def last_value(run: str, metric: str) -> float:
-    """The newest value of a metric in a run's journal."""
+    """The last value of a metric in a run's journal."""
     rows = (ROOT / "runs" / run / "journal.jsonl").read_text().splitlines()
     return [row[metric] for row in map(json.loads, rows) if metric in row][-1]
 

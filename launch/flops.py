@@ -1,9 +1,9 @@
-"""What Vision Transformers cost: parameters, FLOPs per training image, and images per second.
+"""Print parameters, FLOPs per training image and images per second of Vision Transformers.
 
     python launch/flops.py                         all sizes at 224 px
     python launch/flops.py L/16 H/14 --image-size 224 384 --peak-tflops 989 --mfu 0.5
 
-By formula (`vitscale.models.costs`); nothing is run and torch is not needed.
+Computed by formula (`vitscale.models.costs`). Needs no torch.
 """
 
 from __future__ import annotations
@@ -38,29 +38,29 @@ def parse_arguments() -> argparse.Namespace:
         type=float,
         default=989.0,
         metavar="T",
-        help="rate that --mfu is a share of; default 989: an H100's or H200's dense bf16 datasheet",
+        help="peak rate; default 989: H100 and H200, dense bf16, datasheet",
     )
     parser.add_argument("--mfu", type=float, default=0.5, metavar="SHARE", help="default 0.5")
     return parser.parse_args()
 
 
 def models(arguments: argparse.Namespace) -> list[ModelSettings]:
-    """The settings asked for. Raises UserErrors naming every one that cannot be."""
-    asked = [
+    """The requested models. Raises UserErrors that name all invalid ones."""
+    requested = [
         ModelSettings(preset=preset, image_size=size, pool=arguments.pool)
         for preset in arguments.presets or PRESETS
         for size in arguments.image_size
-        # Of the default list only what fits; what was named has to.
+        # Presets of the default list are left out if the size does not fit.
         if arguments.presets or size % int(preset.split("/")[1]) == 0
     ]
-    wrong = [
+    errors = [
         UserError(text, where=f"{model.preset} at {model.image_size} px ({key})")
-        for model in asked
+        for model in requested
         for key, text in model_problems(model)
     ]
-    if wrong:
-        raise UserErrors(wrong)
-    return asked
+    if errors:
+        raise UserErrors(errors)
+    return requested
 
 
 def row(model: ModelSettings, arguments: argparse.Namespace) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ def main() -> None:
     for line in rows:
         print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
     print(
-        f"\nForward and backward pass, two FLOPs a multiply-add, without norms, softmax and GELU. "
+        f"\nForward and backward pass; two FLOPs per multiply-add; without norms, softmax, GELU. "
         f"images/s: one device at {arguments.mfu:g} of {arguments.peak_tflops:g} TFLOP/s."
     )
 

@@ -1,4 +1,4 @@
-"""Submit any stage to SLURM, after checking everything that can be checked before.
+"""Submit any stage to SLURM after checking its configuration and data.
 
 python launch/slurm.py --config configs/vit_h14.yaml [key=value ...] [--dry-run]
 """
@@ -31,8 +31,8 @@ def main() -> None:
     command = load_command(
         RUN_TYPES,
         script="launch/slurm.py",
-        description="Submit a stage to SLURM. The job requeues itself and goes on where it was.",
-        switches={"--dry-run": "show the run, its plan and the batch script; submit nothing"},
+        description="Submit a stage to SLURM. The job requeues itself and resumes.",
+        switches={"--dry-run": "print the run, its plan and the batch script; submit nothing"},
     )
     run = launchable(command.run)
     run = with_num_workers(run, num_cores=run.launch.cpus_per_task)

@@ -23,7 +23,7 @@ DEFAULT_URI = "sqlite:///runs/mlflow.db"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """One run as compared. `source` says where its metrics were read."""
+    """One run to compare. `source` names where its metrics were read."""
 
     label: str
     source: str
@@ -38,7 +38,7 @@ class RunRecord:
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the first to the last line, pauses between jobs included."""
+        """Seconds from the first to the last line, including pauses between jobs."""
         times = [row.time for row in self.rows]
         return max(times) - min(times)
 
@@ -48,7 +48,7 @@ class RunRecord:
 
 
 def load_runs(names: Sequence[str], *, uri: str | None) -> list[RunRecord]:
-    """Find and read every run; all runs that cannot be found are reported at once."""
+    """Find and read every run. Raises UserErrors that name all runs not found."""
     runs, errors = [], []
     for name in names:
         try:
@@ -89,7 +89,7 @@ def _load_run(name: str, *, uri: str | None) -> RunRecord:
         f"no such run: {name!r}" + (f"; did you mean {close}?" if close else ""),
         where="RUN",
         allowed=f"a run folder, or one of: {', '.join(known[:20])}" if known else "a run folder",
-        next_step="give a folder that holds journal.jsonl, or the MLflow store with --uri",
+        next_step="give a folder that contains journal.jsonl, or an MLflow store with --uri",
     )
 
 
@@ -97,7 +97,7 @@ def _read_folder(folder: Path) -> RunRecord:
     journal = folder / JOURNAL_NAME
     rows = tuple(row for row, _ in read_rows(journal)) if journal.is_file() else ()
     if not rows:
-        reason = "has no line that can be read" if journal.is_file() else "does not exist"
+        reason = "has no readable line" if journal.is_file() else "does not exist"
         raise UserError(
             f"no metrics to compare: {journal} {reason}",
             where="RUN",

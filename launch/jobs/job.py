@@ -1,13 +1,12 @@
-"""One stage as a job: what every task of it runs, here or under SLURM.
+"""Run a stage as a job, locally or under SLURM.
 
-Owns: `StageJob`, the scripts it stands for, its record of how each task ended, and when a stopped
-run goes back into the queue.
+Owns: `StageJob`, the stages' scripts, the record of how each task ended, and requeueing.
 Leaves out: submitting (`submission`), signals and checkpoints inside a stage (its script).
 
-A stage that a signal stopped has committed a checkpoint on all ranks and ended with
-EXIT_STOPPED_RESUMABLE; only then rank 0 asks SLURM to requeue. submitit's own way, a checkpoint
-inside the signal handler of rank 0, cannot save a model that is sharded over all ranks.
-Tasks of an array are jobs of one rank each: every one of them requeues itself.
+A stage stopped by a signal commits a checkpoint on all ranks and ends with EXIT_STOPPED_RESUMABLE.
+Only then does rank 0 ask SLURM to requeue the job. submitit's own mechanism, a checkpoint inside
+rank 0's signal handler, cannot save a model that is sharded over all ranks.
+Each task of an array is a job with one rank and requeues itself.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, skip_teardown
 from vitscale.distributed.atomic_files import write_json
 from vitscale.tracking.source_version import code_version
 
-# The folder that holds the stages: the checkout, or site-packages.
+# Contains the stages: the checkout, or site-packages.
 PROJECT_ROOT = Path(__file__).resolve().parents[2]
 STAGE_SCRIPTS = {
     "data_prep": "data_prep/make_shards.py",
     "pretrain": "pretrain/main.py",
     "finetune": "finetune/main.py",
 }
-# Their tasks share the work through files: any number, none waits for another.
+# Their tasks share work through files; none waits for another.
 INDEPENDENT_STAGES = ("data_prep",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskRecord:
-    """How one task is doing; a JSON file beside its log."""
+    """State of one task, stored as a JSON file beside its log."""
 
     rank: int
     pid: int
@@ -52,7 +51,7 @@ class TaskRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageJob:
-    """Run a stage's script in every task. Small, picklable, free of state and of torch."""
+    """Run a stage's script in every task. Small, picklable, stateless, without torch."""
 
     script: str
     """Absolute path of the stage's script."""
@@ -60,9 +59,9 @@ class StageJob:
     """Absolute path of the resolved configuration."""
     max_requeues: int
     code_version: str | None = None
-    """Git commit at submission; the code that runs is the one on disk when the job starts."""
+    """Git commit at submission. The job runs the code on disk at its start."""
     independent: bool = False
-    """Whether tasks are jobs of their own instead of ranks of one."""
+    """Each task is a job of its own instead of a rank of one job."""
 
     def __call__(self) -> int:
         task = start_task(independent=self.independent)
@@ -78,24 +77,24 @@ class StageJob:
             ended = TaskRecord(rank=task.rank, pid=os.getpid(), exit_code=code, ended=time.time())
             _write_record(record_path, ended)
         if code == EXIT_STOPPED_RESUMABLE and task.cluster == "slurm":
-            if self._goes_back(task):
+            if self._requeue(task):
                 skip_teardown(0)
                 return code
         skip_teardown(code)
         if code:
-            # Not an exception: the script has said what is wrong, and its code is the task's.
+            # The script has reported its error; no traceback is needed.
             raise SystemExit(code)
         return code
 
     def checkpoint(self) -> Any:
-        """Asked by submitit when a signal comes before the script has set its own handlers."""
+        """Called by submitit if a signal comes before the script has set its own handlers."""
         return resubmission(self)
 
     def _announce(self, task: Task) -> None:
         attempt = restart_count() + 1
         tasks = f"{task.world_size} task(s)"
         if task.array_index is not None:
-            tasks = f"task {task.array_index} ({task.array_size} in all)"
+            tasks = f"task {task.array_index} ({task.array_size} in total)"
         print(
             f"{Path(self.script).parent.name}: {tasks}, attempt {attempt}, config {self.config}",
             flush=True,
@@ -108,21 +107,21 @@ class StageJob:
                 flush=True,
             )
 
-    def _goes_back(self, task: Task) -> bool:
-        """Requeue from rank 0. All ranks decide alike, so that none ends as a failure meanwhile."""
+    def _requeue(self, task: Task) -> bool:
+        """Requeue from rank 0. True on every rank if the job is to run again."""
         requeues = restart_count()
         if requeues >= self.max_requeues:
             if task.rank == 0:
                 print(
-                    f"stopped, with all that is needed to go on, not requeued: launch.max_requeues="
-                    f"{self.max_requeues} is reached. Submit the same command again to go on.",
+                    f"stopped, resumable, but not requeued: launch.max_requeues="
+                    f"{self.max_requeues} is reached. Submit the same command again to resume.",
                     flush=True,
                 )
             return False
         if task.rank != 0:
             return True
         if is_ended_by_slurm(task.job_id):
-            print(f"SLURM ends job {task.job_id} itself: not requeued from here", flush=True)
+            print(f"SLURM is ending job {task.job_id}: not requeued from here", flush=True)
             return True
         print(f"requeueing job {task.job_id} ({requeues + 1} of {self.max_requeues})", flush=True)
         requeue(task.job_id)
@@ -130,7 +129,7 @@ class StageJob:
 
 
 def stage_job(stage: str, *, config: Path, max_requeues: int) -> StageJob:
-    """The job of a stage, for a resolved configuration on disk."""
+    """The job that runs a stage with a resolved configuration on disk."""
     return StageJob(
         script=str(PROJECT_ROOT / STAGE_SCRIPTS[stage]),
         config=str(config.resolve()),
@@ -141,7 +140,7 @@ def stage_job(stage: str, *, config: Path, max_requeues: int) -> StageJob:
 
 
 def run_in_process(script: str, *, arguments: list[str]) -> int:
-    """Run a script as `python script arguments` would, in this process; return its exit code."""
+    """Run a script in this process as `python script arguments` would. Return its exit code."""
     argv = sys.argv
     sys.argv = [script, *arguments]
     try:
@@ -161,7 +160,7 @@ def task_record_path(folder: Path, *, job_id: str, rank: int) -> Path:
 
 
 def read_task_record(path: Path) -> TaskRecord | None:
-    """The record, or None while the task has not started."""
+    """The record; None before the task has started."""
     try:
         return TaskRecord(**json.loads(path.read_text()))
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""From a validated run to a job that can be handed over.
+"""Prepare a validated run for submission.
 
 Owns: the run types that can be launched, checks that need the job's size, and the job folder
-(private, since the pickles in it are executed by the tasks).
-Leaves out: showing the plan (`dry_run`) and handing over (`submission`).
+(private, because tasks execute the pickles in it).
+Leaves out: the dry run (`planning`) and submitting (`submission`).
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ LaunchableRun = PretrainRun | FinetuneRun | DataPrepRun
 
 
 def launchable(run: Run) -> LaunchableRun:
-    """The run under its own type; `RUN_TYPES` lets no other through."""
+    """Narrow the type: `RUN_TYPES` admits no other."""
     assert isinstance(run, PretrainRun | FinetuneRun | DataPrepRun)
     return run
 
 
 def run_name(run: LaunchableRun) -> str:
-    """Name of the job; data preparation is called after the folder it creates."""
+    """Name of the job. Data preparation is named after its output folder."""
     if isinstance(run, DataPrepRun):
         return f"data_prep-{Path(run.output).name}"
     return run.name
 
 
 def job_folder(run: LaunchableRun, *, cluster: str) -> Path:
-    """Where logs, pickles and configurations of this run's jobs lie."""
+    """Folder of the logs, pickles and configurations of this run's jobs."""
     base = Path("runs") / run_name(run) if isinstance(run, DataPrepRun) else Path(run.folder)
     return (base / cluster).absolute()
 
 
 def with_num_workers(run: LaunchableRun, *, num_cores: int) -> LaunchableRun:
-    """The run with as many workers per task as the task has cores, where none were asked for.
+    """Set `num_workers`, if unset, to the cores of one task.
 
-    Left alone, every task of data preparation takes all the cores that it sees: those of the other
-    tasks too, and on clusters that do not bind tasks to their cores those of other jobs.
+    Otherwise every data preparation task would use all cores it sees, including those of other
+    tasks and, on clusters that do not bind tasks to cores, those of other jobs.
     """
     if isinstance(run, DataPrepRun) and run.num_workers is None:
         return run.model_copy(update={"num_workers": num_cores})
@@ -63,7 +63,7 @@ def with_num_workers(run: LaunchableRun, *, num_cores: int) -> LaunchableRun:
 
 
 def check_job(run: LaunchableRun, *, num_tasks: int, cluster: str) -> None:
-    """Refuse, with every reason at once, what the settings alone cannot rule out."""
+    """Validate what depends on the job's size and cluster. Raises UserErrors with all problems."""
     problems = [
         *_size_problems(run, num_tasks=num_tasks),
         *(_device_problems(run, run.launch) if cluster == "slurm" else ()),
@@ -75,14 +75,13 @@ def check_job(run: LaunchableRun, *, num_tasks: int, cluster: str) -> None:
 
 def _size_problems(run: LaunchableRun, *, num_tasks: int) -> Iterator[UserError]:
     if isinstance(run, DataPrepRun):
-        # Any number of tasks can share its work.
-        return
+        return  # any number of tasks can share the work
     batch = run.data.global_batch
     if batch % num_tasks:
         below, above = batch // num_tasks * num_tasks, -(-batch // num_tasks) * num_tasks
         sizes = " or ".join(str(size) for size in (below, above) if size)
         yield UserError(
-            f"{batch} images do not divide over {num_tasks} tasks",
+            f"{batch} images are not divisible by {num_tasks} tasks",
             where="data.global_batch",
             allowed=f"multiples of {num_tasks}: {sizes}",
             next_step="change data.global_batch or the number of tasks",
@@ -94,35 +93,35 @@ def _device_problems(run: LaunchableRun, launch: LaunchSettings) -> Iterator[Use
         return
     if run.engine.device == "cuda" and not launch.gpus_per_node:
         yield UserError(
-            "engine.device=cuda, but the job asks for no GPU",
+            "engine.device=cuda, but the job requests no GPU",
             where="launch.gpus_per_node",
-            next_step="set launch.gpus_per_node (with launch.gpu_request=none where GPUs come "
-            "with the partition)",
+            next_step="set launch.gpus_per_node; if GPUs come with the partition, also set "
+            "launch.gpu_request=none",
         )
     if run.engine.precision == "bf16" and not launch.gpus_per_node:
         yield UserError(
-            "engine.precision=bf16 is for GPUs, but the job asks for none",
+            "engine.precision=bf16 needs GPUs, but the job requests none",
             where="launch.gpus_per_node",
             next_step="set launch.gpus_per_node, or engine.precision=fp32",
         )
 
 
 def _folder_problems(folder: Path) -> Iterator[UserError]:
-    # SLURM replaces %-patterns in the names of log files; a newline would end an option line.
+    # SLURM expands %-patterns in log file names, and a newline would end an option line.
     if "%" in str(folder) or not str(folder).isprintable():
         yield UserError(
-            f"the job folder's path {str(folder)!r} holds '%' or a control character",
+            f"the job folder's path {str(folder)!r} contains '%' or a control character",
             where="output",
-            next_step="choose another output, or call from another folder",
+            next_step="choose another output, or run from another folder",
         )
 
 
 def prepare_job(run: LaunchableRun, *, cluster: str) -> tuple[StageJob, Path]:
-    """Create the job folder, save the resolved configuration in it, and return (job, folder)."""
+    """Create the job folder with the resolved configuration. Return (job, folder)."""
     folder = job_folder(run, cluster=cluster)
     _make_private(folder)
     text = run_to_yaml(run)
-    # Named by content: jobs submitted earlier keep the configuration they were submitted with.
+    # Named by content, so that earlier jobs keep their own configuration.
     config = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
     write_text(config, text)
     return stage_job(run.stage, config=config, max_requeues=run.launch.max_requeues), folder
@@ -134,7 +133,7 @@ def _make_private(folder: Path) -> None:
         status = folder.stat()
         if status.st_uid != os.getuid():
             raise UserError(
-                f"{folder} belongs to another user, who could change what the job executes",
+                f"{folder} belongs to another user, who could change what the job runs",
                 next_step="choose another output",
             )
         if stat.S_IMODE(status.st_mode) != 0o700:

@@ -1,6 +1,6 @@
-"""Questions and orders to SLURM from inside a job.
+"""Query and control SLURM from inside a job, through `scontrol`.
 
-Owns: the calls of `scontrol`, and the two environment variables read with them.
+Owns: requeueing, job state, restart count, node addresses.
 Leaves out: submitting (`submission`) and deciding when to requeue (`job`).
 """
 
@@ -21,15 +21,15 @@ ALREADY_QUEUED = "Job is pending execution"
 
 
 def restart_count(environment: Mapping[str, str] = os.environ) -> int:
-    """How often this job was requeued before; SLURM leaves the variable out the first time."""
+    """How often this job was requeued. SLURM sets the variable from the first requeue on."""
     return int(environment.get("SLURM_RESTART_COUNT", "0"))
 
 
 def is_ended_by_slurm(job_id: str) -> bool:
-    """Whether SLURM ends this job already, cancelled or put back by somebody, not for its time.
+    """Whether SLURM is ending this job after a cancel or requeue, not at its time limit.
 
-    A job that is being cancelled could still be requeued, against the will of who cancelled it.
-    False where SLURM does not answer.
+    A job that is being cancelled could still be requeued, against the user's intent.
+    False if SLURM does not answer.
     """
     try:
         words = _scontrol("--oneliner", "show", "job", job_id).stdout.split()
@@ -40,11 +40,11 @@ def is_ended_by_slurm(job_id: str) -> bool:
 
 
 def requeue(job_id: str) -> None:
-    """Put this job (ARRAY_TASK for one of an array) back into the queue.
+    """Put this job (ARRAY_TASK for a task of an array) back into the queue.
 
-    It keeps its id and replays its batch script. Asks again for a minute when SLURM does not want
-    to: its controller may be starting anew.
-    Raises RuntimeError with SLURM's own words when it refuses to the end.
+    The job keeps its id and reruns its batch script. Retries for a minute, since the controller may
+    be restarting.
+    Raises RuntimeError with SLURM's message if it still refuses.
     """
     deadline = time.monotonic() + REQUEUE_SECONDS
     while refusal := _refusal(job_id):
@@ -56,21 +56,22 @@ def requeue(job_id: str) -> None:
 
 
 def _refusal(job_id: str) -> str | None:
-    """Why SLURM does not requeue the job; None when it does."""
+    """SLURM's reason not to requeue the job; None on success."""
     try:
         done = _scontrol("requeue", job_id)
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
-    # It is back in the queue already when SLURM (a preemption) or a person requeued it, and that is
-    # why it was stopped.
+    # A job stopped by a preemption or by `scontrol requeue` is already in the queue.
     if not done.returncode or ALREADY_QUEUED in done.stderr:
         return None
     return done.stderr.strip() or f"scontrol ended with code {done.returncode}"
 
 
 def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Call it, SIGTERM held back: SLURM stops every process of a job that it requeues, and would
-    stop this one before it has heard the answer.
+    """Run scontrol with SIGTERM blocked.
+
+    SLURM signals every process of a job that it requeues, which would end this call before the
+    answer.
     """
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
@@ -82,10 +83,10 @@ def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def reachable_address(node: str) -> str:
-    """`node` where its name resolves, else the address SLURM itself uses for it.
+    """`node` if its name resolves, else the address that SLURM uses for it.
 
-    Node names need not be host names, and some sites keep them out of DNS. Every rank asks for the
-    same node, so all agree.
+    Node names need not be host names, and some sites keep them out of DNS. All ranks ask for the
+    same node and get the same answer.
     """
     try:
         socket.getaddrinfo(node, None)
@@ -98,7 +99,6 @@ def _node_address(node: str) -> str | None:
     try:
         done = _scontrol("--oneliner", "show", "node", node)
     except (OSError, subprocess.TimeoutExpired):
-        # The caller goes on with the name; torch then reports that it cannot be resolved.
-        return None
+        return None  # torch then reports that the name does not resolve
     found = re.search(r"\bNodeAddr=(\S+)", done.stdout)
     return found[1] if found else None

@@ -1,11 +1,11 @@
-"""The only module that speaks to submitit.
+"""Submit jobs through submitit. No other module imports it.
 
-Owns: the batch script, submitting to SLURM or to this machine, and what a running task learns about
-itself (rank, addresses, files).
-Leaves out: what a task does (`job`), and what people are told (`slurm.py`, `local.py`).
+Owns: the batch script, submitting to SLURM or to this machine, and a running task's environment
+(rank, addresses, files).
+Leaves out: what a task runs (`job`) and what is printed (`slurm.py`, `local.py`).
 
 submitit replays the original pickle after every requeue and node failure. The job is therefore
-stateless: where to go on is found in the run folder, never in the pickle.
+stateless: the position to resume from is in the run folder, never in the pickle.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from launch.jobs.scontrol import reachable_address
 from vitscale.config.errors import UserError
 from vitscale.runs.launching import LaunchSettings
 
-# submitit hides the GPUs of local tasks unless told their number; this keeps what the shell had.
+# submitit hides the GPUs of local tasks; this variable keeps the shell's CUDA_VISIBLE_DEVICES.
 VISIBLE_DEVICES_KEPT = "VITSCALE_VISIBLE_DEVICES"
 ALL_DEVICES = "all"
-# With this code a local task asks its controller to start all tasks again.
+# Exit code by which a local task asks its controller to restart all tasks.
 RESTART_EXIT: int = LOCAL_REQUEUE_RETURN_CODE
-# Kept when submitting from inside another job: it says which cluster is meant, not which job.
+# Kept when submitting from inside another job: they name the cluster, not the job.
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
-    """One process of a running job, as submitit's environment describes it."""
+    """One process of a running job, read from submitit's environment."""
 
     cluster: str
     """slurm or local."""
@@ -53,15 +53,15 @@ class Task:
     rank: int
     world_size: int
     folder: Path
-    """Holds the logs, pickles and records of the job."""
+    """Folder of the job's logs, pickles and records."""
     array_index: int | None = None
-    """Which of several independent tasks this is."""
+    """Number of this task among independent tasks."""
     array_size: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """A job handed over."""
+    """A submitted job."""
 
     job_id: str
     num_tasks: int
@@ -69,12 +69,12 @@ class Submission:
     is_array: bool = False
     """Each task is a job of its own, JOBID_TASK to SLURM."""
     independent: bool = False
-    """No task waits for another: when one fails, the others go on."""
+    """No task waits for another: if one fails, the others continue."""
     controller: subprocess.Popen[bytes] | None = None
     """Local jobs only: the process whose children are the tasks."""
 
     def log(self, task: int | str) -> Path:
-        """Standard output and error of one task; a pattern such as '*' stands for several."""
+        """Output and errors of one task; '*' gives a pattern for all tasks."""
         rank = f"{task}_0" if self.is_array else task
         return self.folder / f"{self.job_id}_{rank}_log.out"
 
@@ -89,8 +89,8 @@ class _TextExecutor(SlurmExecutor):
 
 def slurm_parameters(launch: LaunchSettings, *, name: str) -> dict[str, Any]:
     """submitit's parameters for validated settings."""
-    # Since 22.05 srun takes the tasks' CPUs from its own command line, not from sbatch's.
-    # One failed rank leaves the others waiting in a collective: end them at once.
+    # Since SLURM 22.05, srun does not inherit --cpus-per-task from sbatch.
+    # After one rank failed, the others would wait in a collective: end them at once.
     srun_args = [f"--cpus-per-task={launch.cpus_per_task}", "--kill-on-bad-exit=1"]
     parameters: dict[str, Any] = {
         "job_name": name,
@@ -101,7 +101,7 @@ def slurm_parameters(launch: LaunchSettings, *, name: str) -> dict[str, Any]:
         "signal_delay_s": launch.signal_delay_s,
         "stderr_to_stdout": True,
         "srun_args": [*srun_args, *launch.srun_args],
-        # submitit's default key is refused where keys are checked; none is asked for.
+        # Sites that check accounting keys refuse submitit's default key.
         "wckey": None,
         "additional_parameters": {
             "requeue": True,
@@ -134,18 +134,18 @@ def _gpu_parameters(launch: LaunchSettings) -> dict[str, str]:
 
 
 def sbatch_text(launch: LaunchSettings, *, name: str, folder: Path) -> str:
-    """The batch script that `submit_to_slurm` would submit; needs no SLURM."""
+    """The batch script that `submit_to_slurm` would submit. Needs no SLURM."""
     executor = _TextExecutor(_submission_folder(launch, folder), python=launch.python)
     executor.update_parameters(**slurm_parameters(launch, name=name))
     if launch.num_tasks > 1:
-        # What submitit adds itself when it submits an array.
+        # submitit adds this when it submits an array.
         executor.parameters["map_count"] = launch.num_tasks
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
     return text
 
 
 def _submission_folder(launch: LaunchSettings, folder: Path) -> Path:
-    """One folder per submission: named after the job, or after the array as a whole."""
+    """One folder per submission, named after the job or the whole array."""
     return folder / ("%A" if launch.num_tasks > 1 else "%j")
 
 
@@ -154,17 +154,17 @@ def require_slurm() -> None:
     if any(shutil.which(program) is None for program in ("sbatch", "srun")):
         raise UserError(
             "no SLURM on this machine (sbatch and srun are not on PATH)",
-            next_step="log in to a node of the cluster, run here with launch/local.py, "
-            "or look at the batch script with --dry-run",
+            next_step="use a login node, run here with launch/local.py, or show the batch script "
+            "with --dry-run",
         )
 
 
 def submit_to_slurm(
     job: Callable[[], int], *, launch: LaunchSettings, name: str, folder: Path
 ) -> Submission:
-    """Submit through sbatch: one job, or an array of `launch.num_tasks` equal ones.
+    """Submit one job, or an array of `launch.num_tasks` equal jobs, through sbatch.
 
-    Raises UserError when sbatch says no; leaves nothing behind then.
+    Raises UserError if sbatch refuses, and removes submitit's files.
     """
     executor = SlurmExecutor(
         _submission_folder(launch, folder),
@@ -172,18 +172,18 @@ def submit_to_slurm(
         python=launch.python,
     )
     executor.update_parameters(**slurm_parameters(launch, name=name))
-    with _submitting_alone(folder):
-        before = set(_files_before_acceptance(folder))
+    with _submission_lock(folder):
+        before = set(_unaccepted_files(folder))
         try:
             with _outside_any_job():
-                # A single one is submitted as a plain job.
+                # An array of one is submitted as a plain job.
                 jobs = executor.submit_array([job] * launch.num_tasks)
         except (FailedJobError, FailedSubmissionError) as error:
-            for path in set(_files_before_acceptance(folder)) - before:
+            for path in set(_unaccepted_files(folder)) - before:
                 path.unlink()
             raise UserError(
                 f"sbatch refused the job: {str(error).strip()}",
-                next_step="compare the launch section with what your site offers (sinfo, sacctmgr)",
+                next_step="compare the launch section with what sinfo and sacctmgr show",
             ) from error
     is_array = len(jobs) > 1
     job_id = jobs[0].job_id
@@ -197,8 +197,8 @@ def submit_to_slurm(
 
 
 @contextmanager
-def _submitting_alone(folder: Path) -> Iterator[None]:
-    """Let other commands wait that submit in the same folder: their new files look like ours."""
+def _submission_lock(folder: Path) -> Iterator[None]:
+    """Serialize submissions in one folder: their temporary files cannot be told apart."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # some file systems have no locks
@@ -208,15 +208,15 @@ def _submitting_alone(folder: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def _files_before_acceptance(folder: Path) -> Iterator[Path]:
-    """What submitit writes before it knows the job's id, and moves once it does."""
+def _unaccepted_files(folder: Path) -> Iterator[Path]:
+    """Files that submitit writes before it knows the job's id, and then moves."""
     yield from folder.glob("*.pkl")
     yield from folder.glob(".submission_file_*")
 
 
 @contextmanager
 def _outside_any_job() -> Iterator[None]:
-    """Hide the surrounding job's variables: sbatch would take its size and GPUs over."""
+    """Hide the variables of the surrounding job: sbatch would inherit its size and GPUs."""
     if "SLURM_JOB_ID" not in os.environ:
         yield
         return
@@ -234,12 +234,12 @@ def start_locally(
     folder: Path,
     independent: bool = False,
 ) -> Submission:
-    """Start the job's tasks on this machine; they end with the controller process.
+    """Start the job's tasks on this machine. They end with the controller process.
 
-    The job gets a new folder inside `folder`: its id is a process id, which can come again.
-    independent: as the jobs of an array, not as the ranks of one job.
+    The job gets a new folder inside `folder`, because its id, a process id, can be reused.
+    independent: run the tasks as jobs of an array instead of ranks of one job.
     """
-    # Not named '%j', as SLURM's are: submitit's controller would create one of that very name.
+    # Not named '%j' as under SLURM: submitit's local controller would create a folder '%j'.
     folder = folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{uuid.uuid4().hex[:8]}"
     folder.mkdir(mode=0o700)
     executor = LocalExecutor(folder, python=launch.python)
@@ -257,11 +257,11 @@ def start_locally(
         "SUBMITIT_LOG_LEVEL": os.environ.get("SUBMITIT_LOG_LEVEL", "ERROR"),
         VISIBLE_DEVICES_KEPT: os.environ.get("CUDA_VISIBLE_DEVICES", ALL_DEVICES),
     }
-    # From inside a SLURM job, submitit would otherwise take the tasks for SLURM's own.
+    # Inside a SLURM job, submitit would otherwise treat the tasks as SLURM tasks.
     with (
         helpers.clean_env(),
         helpers.environment_variables(**settings),
-        _errors_go_to(folder / "controller.log"),
+        _redirect_stderr(folder / "controller.log"),
     ):
         submitted: Any = executor.submit(job)
     return Submission(
@@ -274,10 +274,10 @@ def start_locally(
 
 
 @contextmanager
-def _errors_go_to(path: Path) -> Iterator[None]:
-    """Let processes started here write their errors to a file.
+def _redirect_stderr(path: Path) -> Iterator[None]:
+    """Send the errors of processes started here to a file.
 
-    The controller has nothing to say to people but a traceback when Ctrl-C reaches it.
+    The controller prints only a traceback when Ctrl-C reaches it.
     """
     kept = os.dup(2)
     try:
@@ -290,10 +290,10 @@ def _errors_go_to(path: Path) -> Iterator[None]:
 
 
 def start_task(*, independent: bool = False) -> Task:
-    """Tell torch (through the environment) who this process is; clear an earlier attempt's result.
+    """Set torch's environment variables for this process; clear an earlier attempt's result.
 
-    A result left half-written by a killed attempt would make submitit fail this one at its end.
-    independent: every task is a job of its own, with one rank.
+    A half-written result of a killed attempt would make submitit fail this one at its end.
+    independent: every task is a job of its own with one rank.
     """
     environment = JobEnvironment()
     exported = helpers.TorchDistributedEnvironment().export(
@@ -301,7 +301,7 @@ def start_task(*, independent: bool = False) -> Task:
     )
     if environment.cluster == "local":
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-        # submitit ignores SIGTERM; until the script handles it, nothing is lost by ending.
+        # submitit ignores SIGTERM. Until the script handles it, ending loses nothing.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         devices = os.environ.pop(VISIBLE_DEVICES_KEPT, ALL_DEVICES)
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -314,7 +314,7 @@ def start_task(*, independent: bool = False) -> Task:
     result.with_name(result.name + ".save_tmp").unlink(missing_ok=True)
     array_index = array_size = None
     if independent:
-        array_index, array_size = _place_among_tasks(environment)
+        array_index, array_size = _array_position(environment)
         names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         os.environ.update(zip(names, "0011", strict=True))
     return Task(
@@ -328,14 +328,14 @@ def start_task(*, independent: bool = False) -> Task:
     )
 
 
-def _place_among_tasks(environment: JobEnvironment) -> tuple[int, int]:
+def _array_position(environment: JobEnvironment) -> tuple[int, int]:
     if environment.cluster == "local":
         return environment.global_rank, environment.num_tasks
-    # Both are missing when the array has one task, which is submitted as a plain job.
+    # Both are unset for an array of one task, which is submitted as a plain job.
     index = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
     return int(index), int(os.environ.get("SLURM_ARRAY_TASK_COUNT", "1"))
 
 
 def resubmission(job: Callable[[], int]) -> helpers.DelayedSubmission:
-    """What submitit's own signal handler asks for: here, the same job once more."""
+    """The answer to submitit's signal handler: submit the same job again."""
     return helpers.DelayedSubmission(job)

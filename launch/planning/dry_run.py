@@ -1,7 +1,7 @@
-"""What a run will be, in text: its plan, its cost, its batch script.
+"""Describe a run before it is submitted: configuration, plan, cost, batch script.
 
-Owns: the derived figures a person checks before spending GPU hours, and where each comes from.
-Leaves out: the arithmetic (`costs`, `training_plan`, `learning_rate`) and submitting.
+Owns: the derived values to check before spending GPU hours, and the source of each.
+Leaves out: their arithmetic (`vitscale.models.costs`, `training_plan`) and submitting.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Rows = Iterator[tuple[str, str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFacts:
-    """What is known of the training split, and from where."""
+    """Size of the training split, and where it was read."""
 
     num_samples: int | None
     num_classes: int | None
@@ -35,7 +35,7 @@ class DataFacts:
 
 
 def data_facts(run: TrainingRun) -> DataFacts:
-    """From the shards' manifest where it exists, else what the configuration assumes."""
+    """Read from the shards' manifest if it exists, else from `data.planned_num_samples`."""
     folder = location_of(run.data.path)
     manifest = _manifest(run, folder)
     if manifest is not None:
@@ -59,7 +59,7 @@ def data_facts(run: TrainingRun) -> DataFacts:
 
 
 def _manifest(run: TrainingRun, folder: Location) -> Manifest | None:
-    """None: there is none yet, or none that this machine sees."""
+    """None if there is none yet, or if this machine cannot see it."""
     if isinstance(folder, Path):
         return read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
     try:
@@ -71,7 +71,7 @@ def _manifest(run: TrainingRun, folder: Location) -> Manifest | None:
 
 
 def check_data(run: TrainingRun) -> None:
-    """Refuse a job whose shards nobody has seen. Raises UserError."""
+    """Raise UserError for a job whose number of training images is unknown."""
     facts = data_facts(run)
     if facts.num_samples is None:
         raise UserError(
@@ -81,7 +81,7 @@ def check_data(run: TrainingRun) -> None:
             "data.planned_num_samples if only the nodes see the folder",
         )
     num_tasks = run.launch.nodes * run.launch.tasks_per_node
-    # Finds a warm-up longer than the run.
+    # Raises if the warm-up is longer than the run.
     training_plan(run, world_size=num_tasks, num_samples=facts.num_samples)
 
 
@@ -112,7 +112,7 @@ def _data_prep_rows(run: DataPrepRun) -> Rows:
 
 
 def plan_rows(run: TrainingRun) -> Rows:
-    """(name, value) of every derived quantity; unknown ones say what is missing."""
+    """(name, value) of every derived quantity. Unknown ones name the missing setting."""
     facts = data_facts(run)
     world_size = run.launch.nodes * run.launch.tasks_per_node
     yield "data", f"{_count(facts.num_samples)} training images, from {facts.source}"

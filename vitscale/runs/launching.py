@@ -1,8 +1,8 @@
-"""Settings of the `launch` group: what one job asks of SLURM (or of this machine).
+"""Settings of the `launch` group: resources of one job, on SLURM or on this machine.
 
-Owns: the fields and what each may hold. A batch script is shell, and sbatch reads option lines from
-it: a newline inside any value would end its comment line and be run. Hence every field has its own
-alphabet here, and nothing that cannot be printed passes.
+Owns: the fields and their validation. A batch script is shell, and sbatch reads options from its
+comment lines: a newline inside a value would end the line, and the rest would run as shell. Hence
+every field allows only certain characters, all printable.
 Leaves out: the script itself (launch/jobs/submission.py).
 """
 
@@ -22,21 +22,21 @@ class LaunchSettings(Section):
     tasks_per_node: int = Field(default=1, gt=0)
     """Processes per node: one per GPU."""
     num_tasks: int = Field(default=1, gt=0)
-    """Data preparation only: jobs of one node each, as a SLURM array, that share the work."""
+    """Data preparation only: tasks that share the work, one node each, as a SLURM array."""
     max_running_tasks: int | None = Field(default=None, gt=0)
-    """At most so many of `num_tasks` at a time; null: as many as SLURM has room for."""
+    """Limit of tasks that run at a time; null: no limit."""
     gpus_per_node: int = Field(default=0, ge=0)
     gpu_request: Literal["gpus_per_node", "gres", "none"] = "gpus_per_node"
-    """How GPUs are asked for; sites differ."""
+    """How GPUs are requested; sites differ. none: GPUs come with the partition."""
     gpu_type: str | None = None
-    """Site's GPU type, for example h200: --gpus-per-node=h200:8."""
+    """The site's GPU type, for example h200: --gpus-per-node=h200:8."""
     cpus_per_task: int = Field(default=1, gt=0)
     mem_gb: int | None = Field(default=None, gt=0)
-    """Memory per node, in an array of each task; null: the site's default."""
+    """Memory per node, in an array per task; null: the site's default."""
     timeout_min: int = Field(default=1440, gt=0)
-    """Wall time of one job; a run outlives it by being requeued."""
+    """Wall time of one job; the run continues in requeued jobs."""
     signal_delay_s: int = Field(default=120, gt=0)
-    """Warning before the end, used to commit what is done and requeue."""
+    """How long before its end a job is warned, to save and requeue."""
     max_requeues: int = Field(default=100, ge=0)
     partition: str | None = None
     account: str | None = None
@@ -51,10 +51,10 @@ class LaunchSettings(Section):
     python: str | None = None
     """Interpreter command on the nodes, for example a container call; null: this interpreter."""
     sbatch: dict[str, str | int | bool] = {}
-    """Further sbatch options, passed as they are."""
+    """Further sbatch options, passed unchanged."""
 
 
-# One name, or several with commas: partitions, accounts and the like.
+# One name, or several separated by commas.
 _NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,+@-]*")
 FIELD_PATTERNS = {
     "gpu_type": (re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*"), "letters, digits, '_', '.', '-'"),
@@ -71,7 +71,7 @@ FIELD_PATTERNS = {
     "python": (re.compile(r".+"), "a command on one line"),
 }
 SBATCH_OPTION = re.compile(r"[a-z][a-z0-9-]*")
-# Set from other keys, or fixed because files, signals and requeueing depend on them.
+# Options set from other keys, or fixed because log files, signals and requeueing depend on them.
 SBATCH_OWNED = {
     "account": "launch.account",
     "array": "launch.num_tasks and launch.max_running_tasks",
@@ -98,19 +98,19 @@ SBATCH_OWNED = {
     "time": "launch.timeout_min",
     "wrap": None,
 }
-# SLURM may send the warning this much early (man sbatch, --signal).
+# SLURM may send the warning this much earlier (man sbatch, --signal).
 SIGNAL_EARLY_S = 60
-# submitit takes a signal that comes earlier than this share of the limit (or these seconds) before
-# the end for a preemption, which it repeats without counting.
+# A signal that comes earlier than this share of the limit (or these seconds) before the end is a
+# preemption to submitit, which resubmits without counting.
 SIGNAL_SHARE, SIGNAL_FLOOR_S = 0.2, 600
 
 
 def launch_problems(
     launch: LaunchSettings, *, independent_tasks: bool = False
 ) -> Iterator[tuple[str, str]]:
-    """What no job could be started with, as (dotted key, what is wrong and what to do).
+    """Yield (dotted key, what is wrong and what to do) for every invalid setting.
 
-    independent_tasks: the stage's tasks share work through files, and none waits for another.
+    independent_tasks: the stage's tasks share work through files; none waits for another.
     """
     yield from _text_problems(launch)
     yield from _sbatch_problems(launch.sbatch)
@@ -126,7 +126,7 @@ def _array_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
         if (value := getattr(launch, field)) != only:
             yield (
                 f"launch.{field}",
-                f"{value} is not possible: data preparation runs as independent tasks of one "
+                f"{value} is not possible: data preparation runs as independent tasks with one "
                 f"process and no GPU; leave it at {only} and set launch.num_tasks",
             )
 
@@ -136,14 +136,14 @@ def _single_job_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
         if (value := getattr(launch, field)) != unset:
             yield (
                 f"launch.{field}",
-                f"{value} is for data preparation, whose tasks are independent; the size of this "
-                "job is launch.nodes x launch.tasks_per_node",
+                f"{value} is for data preparation only; the size of this job is "
+                "launch.nodes x launch.tasks_per_node",
             )
     if launch.gpus_per_node and launch.tasks_per_node != launch.gpus_per_node:
         yield (
             "launch.tasks_per_node",
-            f"{launch.tasks_per_node} processes for {launch.gpus_per_node} GPUs a node; "
-            "one process drives one GPU, so make the two equal",
+            f"{launch.tasks_per_node} processes for {launch.gpus_per_node} GPUs per node; "
+            "set both to the same number, one process per GPU",
         )
 
 
@@ -153,9 +153,12 @@ def _text_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
         if value is not None and not (value.isprintable() and pattern.fullmatch(value)):
             yield (f"launch.{field}", f"{value!r} is not {meaning}")
     for position, line in enumerate(launch.setup):
-        # Shell by design, tabs included; but one entry is one line.
+        # Shell by design, tabs included, but one line per entry.
         if not line.replace("\t", " ").isprintable():
-            yield (f"launch.setup[{position}]", f"{line!r} is not one line; give one entry a line")
+            yield (
+                f"launch.setup[{position}]",
+                f"{line!r} is not one line; use one entry per line",
+            )
     for position, argument in enumerate(launch.srun_args):
         if not (argument.isprintable() and argument.startswith("-")):
             yield (
@@ -173,7 +176,7 @@ def _sbatch_problems(options: dict[str, str | int | bool]) -> Iterator[tuple[str
         elif name in SBATCH_OWNED:
             owner = SBATCH_OWNED[name]
             advice = f"set {owner} instead" if owner else "vitscale sets it; remove it"
-            yield (key, f"cannot be given here: {advice}")
+            yield (key, f"is not allowed here: {advice}")
         if isinstance(value, str) and not (value and value.isprintable()):
             yield (key, f"{value!r} is not printable text on one line")
 
@@ -184,14 +187,14 @@ def _signal_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
     if launch.signal_delay_s + SIGNAL_EARLY_S >= limit_s:
         yield (
             "launch.signal_delay_s",
-            f"a warning {launch.signal_delay_s} s before the end (SLURM may give it "
-            f"{SIGNAL_EARLY_S} s earlier) leaves nothing of launch.timeout_min="
-            f"{launch.timeout_min}; lower it or ask for more time",
+            f"a warning {launch.signal_delay_s} s before the end (SLURM may send it "
+            f"{SIGNAL_EARLY_S} s earlier) leaves no time of launch.timeout_min="
+            f"{launch.timeout_min}; lower it or request more time",
         )
     elif launch.signal_delay_s > longest:
         yield (
             "launch.signal_delay_s",
             f"{launch.signal_delay_s} s is more than {longest} s, the larger of {SIGNAL_FLOOR_S} s "
-            f"and {SIGNAL_SHARE:.0%} of launch.timeout_min={launch.timeout_min}: the end of the "
-            "time would be taken for a preemption; lower it",
+            f"and {SIGNAL_SHARE:.0%} of launch.timeout_min={launch.timeout_min}: submitit would "
+            "treat the warning as a preemption; lower it",
         )

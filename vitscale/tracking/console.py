@@ -1,4 +1,4 @@
-"""What a person sees of a running loop: a live line on a terminal, plain lines in a log.
+"""Show the progress of a training loop: a live bar on terminals, plain lines elsewhere.
 
 Owns: the progress line, its fixed plain format, and `logs/rank0.log`.
 Leaves out: metrics (`tracker`).
@@ -21,7 +21,7 @@ LOG_NAME = "logs/rank0.log"
 
 
 def format_duration(seconds: float) -> str:
-    """Hours:minutes:seconds, rounded."""
+    """Hours:minutes:seconds, rounded to seconds."""
     whole = max(0, round(seconds))
     return f"{whole // 3600}:{whole // 60 % 60:02d}:{whole % 60:02d}"
 
@@ -44,7 +44,7 @@ def plain_line(
 
 
 class ProgressLine:
-    """Progress of one loop. On ranks that do not write, every call does nothing."""
+    """Progress of one loop. If not `is_writer`, every call does nothing."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class ProgressLine:
         title: str = "train",
         is_writer: bool,
     ) -> ProgressLine:
-        """Begin. Plain lines are appended to `folder`/logs/rank0.log, and printed off terminals."""
+        """Append plain lines to `folder`/logs/rank0.log; without a terminal, print them too."""
         log, live = None, None
         if is_writer:
             path = Path(folder) / LOG_NAME
@@ -91,14 +91,14 @@ class ProgressLine:
         )
 
     def advance(self, step: int) -> None:
-        """The loop is at `step`; moves the bar only. Cheap enough for every step."""
+        """Move the bar to `step`. Cheap enough for every step."""
         if self._live is not None:
             self._live.update(self._task, completed=step)
 
     def update(
         self, step: int, *, loss: float, lr: float, images_per_s: float, data_wait: float = 0.0
     ) -> None:
-        """One interval is over: a plain line, or new figures beside the bar."""
+        """Write a plain line, or show these metrics beside the bar."""
         if not self._is_writer:
             return
         done = step - self._start_step
@@ -116,11 +116,11 @@ class ProgressLine:
         if self._live is None:
             print(line, flush=True)
         else:
-            facts = line.split(" ", 2)[2]  # the bar itself shows the step
+            facts = line.split(" ", 2)[2]  # the bar shows the step
             self._live.update(self._task, completed=step, facts=facts)
 
     def message(self, text: str) -> None:
-        """A plain sentence, above the live line."""
+        """Print a message above the live line."""
         if not self._is_writer:
             return
         self._write_log(text)
@@ -134,7 +134,7 @@ class ProgressLine:
             self._log.write(text + "\n")
 
     def close(self) -> None:
-        """Leave the terminal as it was. A second call does nothing."""
+        """Restore the terminal. A second call does nothing."""
         if self._live is not None:
             self._live.stop()
             self._live = None

@@ -1,11 +1,11 @@
-"""Carries the journal to MLflow beside the training loop.
+"""Send the journal to MLflow in a background thread.
 
-Owns: the thread, what happens while a server is away, and the bounded wait at the end.
-Leaves out: the journal's lines (`journal`) and MLflow itself (`mlflow_store`).
+Owns: the thread, retries while the server is unreachable, and the bounded wait at the end.
+Leaves out: the journal's format (`journal`) and MLflow itself (`mlflow_store`).
 
-The journal is the queue. The thread reads lines behind the place it has sent, so nothing piles up
-in memory, a slow server never slows a step, and an outage heals by reading again from the top:
-the store is asked which points it holds, and only the others are written.
+The journal is the queue. The thread reads from the offset after the last line sent, so memory stays
+bounded and a slow server never slows a step. After an outage it reads the journal from the start
+and writes only the points that the store lacks.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class Delivery:
         self._artifacts: deque[Path] = deque(maxlen=MAX_WAITING_ARTIFACTS)
         self._wake, self._closing, self._settled = (threading.Event() for _ in range(3))
         self._final_status: str | None = None
-        self._away_since: float | None = None
+        self._outage_start: float | None = None
         self.run_id: str | None = None
         self.is_complete = False
         self._thread = threading.Thread(target=self._work, name="mlflow-delivery", daemon=True)
 
     def start(self, *, wait_s: float) -> bool:
-        """Begin; wait a bounded time for the first contact. False: it is not made yet."""
+        """Start the thread. Wait up to `wait_s` for a first connection; False without one."""
         self._thread.start()
         return self._settled.wait(wait_s)
 
     def notify(self) -> None:
-        """There is a new line in the journal."""
+        """Wake the thread: the journal has a new line."""
         self._wake.set()
 
     def add_artifact(self, path: Path) -> None:
@@ -55,7 +55,7 @@ class Delivery:
         self._wake.set()
 
     def finish(self, status: str, *, wait_s: float) -> bool:
-        """Send what is left and set the final status, within `wait_s`. False: not all arrived."""
+        """Send the rest and set the final status, within `wait_s`; False if not complete."""
         self._final_status = status
         self._closing.set()
         self._wake.set()
@@ -65,7 +65,7 @@ class Delivery:
     def _work(self) -> None:
         pause = FIRST_PAUSE_S
         while not self.is_complete:
-            self._wake.clear()  # before looking at `_closing`, or its wake-up could be lost
+            self._wake.clear()  # before `_closing` is read, or its wake-up could be lost
             closing = self._closing.is_set()
             try:
                 self._catch_up()
@@ -76,9 +76,9 @@ class Delivery:
                     self.is_complete = True
                 else:
                     self._wake.wait()
-            # Whatever the store does, training goes on; the reason is told below.
+            # No failure of the store may stop training; the warning names the reason.
             except Exception as error:
-                self._tell_away(error)
+                self._warn_outage(error)
                 if closing:
                     return
                 self._closing.wait(pause)
@@ -100,26 +100,26 @@ class Delivery:
         while self._artifacts:
             self._upload(self._artifacts[0])
             self._artifacts.popleft()
-        if self._away_since is not None:
-            away_s = time.monotonic() - self._away_since
-            self._say(f"MLflow is back after {away_s:.0f} s; the journal was replayed")
-            self._away_since = None
+        if self._outage_start is not None:
+            outage_s = time.monotonic() - self._outage_start
+            self._say(f"MLflow is reachable again after {outage_s:.0f} s; the journal was replayed")
+            self._outage_start = None
 
     def _upload(self, path: Path) -> None:
-        """Upload a file. One that cannot be uploaded must not hold up the metrics behind it."""
+        """Upload a file. A failure is a warning: later metrics are still sent."""
         assert self._run is not None
         try:
             self._run.upload(path)
         except Exception as error:
             self._say(f"warning: {path.name} was not uploaded to MLflow ({_short(error)})")
 
-    def _tell_away(self, error: Exception) -> None:
-        """One warning per outage; forget the connection, so that the next try asks anew."""
+    def _warn_outage(self, error: Exception) -> None:
+        """Warn once per outage. Drop the connection, so that the next try queries the store."""
         self._run = None
-        if self._away_since is None:
-            self._away_since = time.monotonic()
+        if self._outage_start is None:
+            self._outage_start = time.monotonic()
             self._say(
-                f"warning: MLflow cannot be reached ({_short(error)}); training goes on, "
+                f"warning: MLflow is unreachable ({_short(error)}); training continues, "
                 f"metrics are kept in {self._journal_path.name} and sent later"
             )
 

@@ -1,7 +1,7 @@
-"""The journal: every metric of a run, one JSON object per line, in the run folder.
+"""Write and read the journal: every metric of a run, one JSON object per line.
 
-Owns: writing, truncating to a resumed step, and reading `journal.jsonl`. It is the truth about a
-run; MLflow is filled from it and can always be filled again.
+Owns: writing, truncating to a resumed step, and reading `journal.jsonl`. The journal is the source
+of truth; MLflow is filled from it and can always be filled again.
 Leaves out: MLflow (`mlflow_store`) and when lines are sent there (`delivery`).
 
 A line: {"step": 120, "time": 1763700000.25, "train/loss": 1.25}. JSON has no NaN, so values that
@@ -36,7 +36,7 @@ class Row:
 
 
 def encode(row: Row) -> bytes:
-    """One line of JSON with its line end."""
+    """One line of JSON, with its newline."""
     values: dict[str, Any] = {"step": row.step, "time": round(row.time, 3)}
     for key, value in row.metrics.items():
         assert key not in RESERVED_KEYS, key
@@ -51,7 +51,7 @@ def _not_finite(value: float) -> str:
 
 
 def decode(line: bytes) -> Row | None:
-    """The row of one line; None for a torn or foreign line."""
+    """The row of one line; None for a truncated or invalid line."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -66,7 +66,7 @@ def decode(line: bytes) -> Row | None:
 
 
 def read_rows(path: Path | str, *, offset: int = 0) -> Iterator[tuple[Row, int]]:
-    """Yield (row, offset behind it) from `offset` on. Unreadable lines are left out."""
+    """Yield (row, offset of the next line) from `offset` on. Skips unreadable lines."""
     with open(path, "rb") as file:
         file.seek(offset)
         while (line := file.readline()).endswith(b"\n"):
@@ -77,13 +77,13 @@ def read_rows(path: Path | str, *, offset: int = 0) -> Iterator[tuple[Row, int]]
 
 
 class Journal:
-    """The open journal of a run. Lines behind `resume_step` are dropped when it is opened."""
+    """The open journal of a run. Opening it drops the lines after `resume_step`."""
 
     def __init__(self, path: Path | str, *, resume_step: int) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.num_dropped = _truncate(self.path, resume_step) if self.path.exists() else 0
-        # Keys of the newest step: an evaluation repeated after a resume is not written twice.
+        # Keys of the last step: an evaluation repeated after a resume is not written twice.
         self._step, self._keys = -1, set[str]()
         if self.path.exists():
             for row, _ in read_rows(self.path):
@@ -96,7 +96,7 @@ class Journal:
         self._keys |= keys
 
     def append(self, metrics: dict[str, float], *, step: int) -> Row | None:
-        """Write and flush one line; None when this step already has all these keys."""
+        """Write and flush one line. Returns None if this step already has all these keys."""
         assert step >= self._step, f"step {step} logged after step {self._step}"
         if step == self._step:
             metrics = {key: value for key, value in metrics.items() if key not in self._keys}
@@ -116,10 +116,9 @@ class Journal:
 
 
 def _truncate(path: Path, resume_step: int) -> int:
-    """Keep readable lines up to `resume_step`, byte for byte. Returns the number dropped.
+    """Keep readable lines up to `resume_step` unchanged. Returns the number of dropped lines.
 
-    The file is replaced as a whole, and only when something has to go: a kill in between leaves
-    the old file.
+    The file is replaced atomically, and only if lines are dropped: a kill leaves the old file.
     """
     with open(path, "rb") as file:
         lines = file.readlines()

@@ -1,9 +1,9 @@
-"""The one module that speaks to MLflow.
+"""Read and write MLflow runs. No other module imports mlflow.
 
-Owns: the client (explicit, no global active run), experiments, the run that belongs to a run
-folder and survives resumes, writing points once, and reading runs back for comparisons.
+Owns: the client (explicit, no global active run), experiments, the MLflow run of a run folder
+across resumes, writing each point once, and reading runs for comparisons.
 Leaves out: threads and outages (`delivery`), the journal (`journal`). Every call here may block or
-raise; nobody calls it from a training loop.
+raise; none belongs in a training loop.
 
 mlflow is imported on first use: it takes two seconds, and only one rank needs it.
 """
@@ -39,8 +39,8 @@ PARAMS_PER_BATCH = 100
 METRICS_PER_BATCH = 1000
 SEARCHED_RUNS = 5000
 
-# Set only where the user has not. MLflow's own defaults, 120 s and 7 retries, hold a call for 20
-# minutes. Telemetry would call a third party from compute nodes.
+# Defaults for variables that the user has not set. With MLflow's own, 120 s and 7 retries, a call
+# can block for 20 minutes. Telemetry would contact a third party from compute nodes.
 ENVIRONMENT = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
@@ -53,7 +53,7 @@ Say = Callable[[str], None]
 
 
 def open_client(uri: str, *, say: Say) -> MlflowClient:
-    """A client of an absolute URI. A missing SQLite database is created, and that is said."""
+    """A client of an absolute URI. Creates a missing SQLite database, with a message."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     database = sqlite_path(uri)
@@ -65,7 +65,7 @@ def open_client(uri: str, *, say: Say) -> MlflowClient:
     start = time.monotonic()
     from mlflow.tracking import MlflowClient
 
-    # Failures are raised, and told once by `delivery`; these loggers would print each again.
+    # Failures are raised and `delivery` reports them once; these loggers would repeat them.
     logging.getLogger("mlflow").setLevel(logging.CRITICAL)
     logging.getLogger("alembic").setLevel(logging.ERROR)
     logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
@@ -76,7 +76,7 @@ def open_client(uri: str, *, say: Say) -> MlflowClient:
 
 
 def _locked_client(client_type: type[MlflowClient], uri: str, database: Path | None) -> Any:
-    """Open the store; for SQLite one process at a time, because first uses race to make tables."""
+    """Open the store. SQLite: one process at a time, since first uses race to create tables."""
     if database is None:
         return client_type(tracking_uri=uri)
     import fcntl
@@ -84,19 +84,19 @@ def _locked_client(client_type: type[MlflowClient], uri: str, database: Path | N
     with open(database.with_name(f".{database.name}.lock"), "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks: as good as MLflow itself is there
+        except OSError:  # a file system without locks
             pass
         return client_type(tracking_uri=uri)
 
 
 def experiment_id(client: MlflowClient, name: str, *, uri: str) -> str:
-    """Id of the experiment, created if needed. Several processes may ask at once."""
+    """Id of the experiment, created if needed. Safe for concurrent processes."""
     from mlflow.exceptions import MlflowException
 
     found = client.get_experiment_by_name(name)
     if found is None:
         database = sqlite_path(uri)
-        # Without this, MLflow puts artifacts into ./mlruns of whichever folder a process ran in.
+        # By default, MLflow puts artifacts into ./mlruns of the current folder.
         location = None if database is None else (database.parent / "mlflow-artifacts").as_uri()
         try:
             return client.create_experiment(name, artifact_location=location)
@@ -109,7 +109,7 @@ def experiment_id(client: MlflowClient, name: str, *, uri: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunDescription:
-    """Everything needed to find or make the MLflow run of a run folder."""
+    """Everything needed to find or create the MLflow run of a run folder."""
 
     folder: Path
     uri: str
@@ -125,14 +125,14 @@ class RunDescription:
 
 @dataclass(kw_only=True, slots=True)
 class MlflowRun:
-    """One open MLflow run. `present` is what the store already holds: key -> steps."""
+    """One open MLflow run. `present`: the points in the store, key -> steps."""
 
     client: Any
     run_id: str
     present: dict[str, set[int]] = field(default_factory=dict)
 
     def write(self, rows: Iterable[Row]) -> None:
-        """Write the points the store lacks; a point is one key at one step, written once."""
+        """Write the points (one key at one step) that the store lacks."""
         from mlflow.entities import Metric
 
         batch: list[Metric] = []
@@ -158,7 +158,7 @@ class MlflowRun:
 
 
 def open_run(description: RunDescription, *, say: Say) -> MlflowRun:
-    """Find the run of this folder, or make one; afterwards it is RUNNING and described."""
+    """Find or create the run of this folder, set it RUNNING, and write its description."""
     client = open_client(description.uri, say=say)
     params = flatten_params(description.params)
     tags = process_tags() | description.tags
@@ -166,7 +166,7 @@ def open_run(description: RunDescription, *, say: Say) -> MlflowRun:
     known = _linked_run(client, description)
     tags |= _resume_tags(known, params, description)
     if known is not None and not _is_same(known, params, tags, description):
-        say(f"MLflow run {known.info.run_id} is of an earlier, different run; starting another")
+        say(f"MLflow run {known.info.run_id} belongs to a different earlier run; creating another")
         tags["vitscale.replaces_run"] = known.info.run_id
         known = None
     tags = {key: redact(value)[:MAX_TAG_CHARS] for key, value in tags.items()}
@@ -196,7 +196,7 @@ def open_run(description: RunDescription, *, say: Say) -> MlflowRun:
 
 
 def _linked_run(client: MlflowClient, description: RunDescription) -> Any | None:
-    """The run named in the folder's link file; None when there is none, or it is gone."""
+    """The run named in the folder's link file; None if there is none or it was deleted."""
     from mlflow.exceptions import MlflowException
 
     link = read_link(description.folder)
@@ -212,7 +212,7 @@ def _linked_run(client: MlflowClient, description: RunDescription) -> Any | None
 
 
 def read_link(folder: Path) -> dict[str, str] | None:
-    """Content of `mlflow.json`; None when absent or unreadable."""
+    """Content of `mlflow.json`; None if absent or unreadable."""
     try:
         link = json.loads((folder / LINK_NAME).read_bytes())
     except (OSError, ValueError):
@@ -232,10 +232,10 @@ def _write_link(description: RunDescription, run_id: str) -> None:
 def _is_same(
     known: Any, params: dict[str, str], tags: dict[str, str], description: RunDescription
 ) -> bool:
-    """Whether a run found in the folder is continued.
+    """Whether to continue the folder's MLflow run.
 
-    From a checkpoint: always. From the start: only an unfinished run of the same configuration and
-    commit, whose points would come out the same again; points in MLflow cannot be replaced.
+    From a checkpoint: always. From step 0: only an unfinished run with the same configuration and
+    commit, which reproduces the same points; points in MLflow cannot be replaced.
     """
     if description.resume_step > 0:
         return True
@@ -250,7 +250,7 @@ def _is_same(
 def _resume_tags(
     known: Any | None, params: dict[str, str], description: RunDescription
 ) -> dict[str, str]:
-    """What a resume changed. Parameters of an MLflow run cannot, so it is told in tags."""
+    """Tags with what a resume changed, since parameters of an MLflow run cannot change."""
     if description.resume_step == 0:
         return {}
     tags = {"vitscale.resumed_from_step": str(description.resume_step)}
@@ -289,7 +289,7 @@ def _log_params(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRun:
-    """A run read back from MLflow."""
+    """A run read from MLflow."""
 
     run_id: str
     name: str
@@ -299,7 +299,7 @@ class StoredRun:
 
 
 def find_stored_run(uri: str, name_or_id: str, *, say: Say) -> tuple[StoredRun | None, list[str]]:
-    """Find a run by id or name (the newest of that name). Also returns the known names."""
+    """Find a run by id or name (the newest of that name). Returns (run, all names)."""
     from itertools import chain
 
     client = open_client(uri, say=say)

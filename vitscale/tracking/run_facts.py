@@ -1,8 +1,8 @@
-"""What is told to MLflow about a run, as plain strings.
+"""Describe a run to MLflow: parameters, tags, tracking URI.
 
 Owns: flattening a configuration to parameters, removing secrets, tags about this process, and
-which tracking URIs are understood.
-Leaves out: sending any of it (`mlflow_store`). Environment variables are never dumped.
+the supported tracking URIs.
+Leaves out: sending (`mlflow_store`). Environment variables are never sent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from vitscale.config.errors import UserError, nearest
 from vitscale.config.redaction import redact
 from vitscale.tracking.source_version import git_commit
 
-# Limits of MLflow's servers and stores (mlflow/utils/validation.py, 3.17).
+# MLflow's limits (mlflow/utils/validation.py, 3.17).
 MAX_KEY_CHARS = 250
 MAX_PARAM_CHARS = 6000
 MAX_TAG_CHARS = 5000
@@ -34,12 +34,12 @@ _ODD_KEY_CHARS = re.compile(r"[^\w\-. :/]")
 
 
 def redact_yaml(text: str) -> str:
-    """`redact` for a whole configuration file: values of keys that sound secret go, too."""
+    """`redact` a configuration file, and remove values of keys with secret-like names."""
     return _SECRET_LINE.sub(r"\g<key>'***'", redact(text))
 
 
 def flatten_params(config: Mapping[str, Any]) -> dict[str, str]:
-    """Nested configuration -> {dotted key: text}, spelled as in YAML, within MLflow's limits."""
+    """Nested configuration -> {dotted key: text as in YAML}, within MLflow's limits."""
     params = {}
     for key, value in _leaves(config, ""):
         text = "***" if _SECRET_KEY.search(key) and value is not None else redact(_spell(value))
@@ -65,7 +65,7 @@ def _spell(value: Any) -> str:
 
 
 def process_tags() -> dict[str, str]:
-    """Tags about this process: who, from which commit, how many ranks, which job."""
+    """Tags about this process: user, commit, world size, job."""
     tags = {
         "mlflow.user": _user(),
         "mlflow.source.name": Path(sys.argv[0]).name or "python",
@@ -85,12 +85,12 @@ def process_tags() -> dict[str, str]:
 def _user() -> str:
     try:
         return getpass.getuser()
-    except (KeyError, OSError):  # containers run under ids without a name
+    except (KeyError, OSError):  # containers may run under ids without a name
         return str(os.getuid())
 
 
 def absolute_uri(uri: str, *, where: str = "tracking.uri") -> str:
-    """`uri` with a relative SQLite path made absolute. UserError for one MLflow cannot use."""
+    """`uri` with its SQLite path made absolute. Raises UserError for an unsupported URI."""
     scheme, colon, rest = uri.partition(":")
     base = scheme.partition("+")[0]
     if not colon or base not in URI_SCHEMES:

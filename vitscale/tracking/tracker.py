@@ -1,6 +1,6 @@
-"""What a training loop sees of tracking: `log`, `artifact`, `close`.
+"""Track a run's metrics: `log`, `artifact`, `close`.
 
-Owns: the rule that only one rank writes, and that a run is told how it ended.
+Owns: writing from one rank only, and the final status of a run.
 Leaves out: the journal's format (`journal`), sending (`delivery`), MLflow (`mlflow_store`).
 
 Importing this module imports neither mlflow nor torch.
@@ -24,8 +24,8 @@ from vitscale.tracking.settings import TrackingSettings
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
 
-# First contact includes importing mlflow (2 s) and, once, creating the database (2.5 s; 2 cores,
-# November 2026). A server that stays silent holds the start no longer than this.
+# Limit of the wait for the first connection, which imports mlflow (2 s) and may create the database
+# (2.5 s; 2 cores, November 2026).
 OPEN_WAIT_S = 30.0
 CLOSE_WAIT_S = 30.0
 
@@ -35,7 +35,7 @@ def print_to_stderr(text: str) -> None:
 
 
 class Tracker:
-    """Metrics of one run, to journal and MLflow. On other ranks every call does nothing."""
+    """Metrics of one run, in journal and MLflow. On other ranks every call does nothing."""
 
     def __init__(
         self, *, folder: Path, journal: Journal | None, delivery: Delivery | None, say: Say
@@ -57,9 +57,9 @@ class Tracker:
         is_writer: bool,
         say: Say = print_to_stderr,
     ) -> Tracker:
-        """Open the journal at `resume_step` (0: from the start) and begin sending it to MLflow.
+        """Open the journal at `resume_step` (0: from the start) and start sending it to MLflow.
 
-        Raises UserError for a URI that MLflow cannot use; a server that is away is no error.
+        Raises UserError for an unsupported URI. An unreachable server is not an error.
         """
         folder = Path(folder)
         if not is_writer:
@@ -82,12 +82,12 @@ class Tracker:
         )
         delivery = Delivery(description, journal_path=journal.path, say=say)
         if not delivery.start(wait_s=OPEN_WAIT_S):
-            say(f"MLflow at {redact(uri)} is silent for {OPEN_WAIT_S:.0f} s; not waiting for it")
+            say(f"MLflow at {redact(uri)} did not answer for {OPEN_WAIT_S:.0f} s; training starts")
         return cls(folder=folder, journal=journal, delivery=delivery, say=say)
 
     @property
     def run_id(self) -> str | None:
-        """The MLflow run; None on other ranks, without MLflow, and before first contact."""
+        """The MLflow run; None on other ranks, without MLflow, and before the first connection."""
         return None if self._delivery is None else self._delivery.run_id
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
@@ -99,18 +99,18 @@ class Tracker:
             self._delivery.notify()
 
     def artifact(self, path: str | Path) -> None:
-        """Upload a file of the run folder to MLflow, later and beside the loop."""
+        """Upload a file of the run folder to MLflow, in the background."""
         if self._delivery is not None:
             self._delivery.add_artifact(Path(path))
 
     def close(self, *, status: Status) -> None:
-        """Flush within a bounded time and record how the run ended. A second call does nothing."""
+        """Flush within a bounded time and record the final status. A second call does nothing."""
         if self._journal is not None:
             self._journal.close()
         if self._delivery is not None and not self._delivery.finish(status, wait_s=CLOSE_WAIT_S):
             self._say(
                 "warning: MLflow did not receive everything; all metrics are in "
-                f"{self.folder / JOURNAL_NAME}, and the same command again sends the rest"
+                f"{self.folder / JOURNAL_NAME}; run the same command again to send the rest"
             )
         self._journal = self._delivery = None
 
@@ -123,13 +123,13 @@ class Tracker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.close(status=ending(error))
+        self.close(status=final_status(error))
 
 
-def ending(error: BaseException | None) -> Status:
-    """Status of a run whose block ended with `error`.
+def final_status(error: BaseException | None) -> Status:
+    """Status of a run that ended with `error`, or without one.
 
-    A run stopped to be resumed (exit code 75) is KILLED until the resume makes it RUNNING again.
+    A run stopped to be resumed (exit code 75) is KILLED until a resume sets it RUNNING again.
     """
     if error is None:
         return "FINISHED"

@@ -161,7 +161,7 @@ def test_independent_tasks_go_on_when_one_fails(tmp_path: Path) -> None:
     logs = [path.read_text() for path in sorted((tmp_path / "jobs").glob("*/*_log.out"))]
     assert len(logs) == 2
     for index, log in enumerate(logs):
-        assert "rank 0 of 1" in log and f"task {index} (2 in all)" in log
+        assert "rank 0 of 1" in log and f"task {index} (2 in total)" in log
 
 
 def test_sigterm_stops_with_a_checkpoint(tmp_path: Path) -> None:

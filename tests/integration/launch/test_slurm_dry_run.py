@@ -92,7 +92,7 @@ def test_submitting_without_slurm_says_what_to_do_instead(launch, tmp_path) -> N
 def test_errors_come_together(launch) -> None:
     done = launch("launch.nodes=3", "launch.gpus_per_node=0", "engine.device=cuda")
     assert done.returncode == 2
-    assert "64 images do not divide over 12 tasks" in done.stderr
+    assert "64 images are not divisible by 12 tasks" in done.stderr
     assert "60 or 72" in done.stderr
     assert "launch.gpus_per_node" in done.stderr
 

@@ -110,7 +110,7 @@ def test_tasks_are_jobs_of_their_own_and_the_others_go_on_when_one_fails(
     assert ended[3]["ExitCode"] == "2:0"
     record = read_task_record(task_record_path(job.folder, job_id=f"{job.job_id}_3", rank=0))
     assert record is not None and record.exit_code == 2
-    assert "slurm: task 3 (4 in all), attempt 1" in logs[3]
+    assert "slurm: task 3 (4 in total), attempt 1" in logs[3]
 
     units = (tmp_path / "slurm/units.txt").read_text().split()
     assert sorted(units) == [str(unit) for unit in range(9)]
@@ -143,7 +143,7 @@ def test_a_stopped_task_is_requeued_alone(slurm, submit, tmp_path) -> None:
     assert all("attempt 2" in logs[task] for task in (1, 2))
     # SLURM requeues the one, and cancels the other.
     for task in (2, 3):
-        assert f"SLURM ends job {job.job_id}_{task} itself" in logs[task]
+        assert f"SLURM is ending job {job.job_id}_{task}" in logs[task]
     assert not [log for log in logs if "Traceback" in log]
 
 

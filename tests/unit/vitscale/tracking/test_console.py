@@ -1,4 +1,4 @@
-"""The log's lines keep their format; nothing is printed on other ranks."""
+"""Format and destination of the progress line."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def test_plain_line_keeps_its_format() -> None:
     assert format_duration(90061) == "25:01:01"
 
 
-def test_off_terminals_lines_go_to_output_and_log(
+def test_without_a_terminal_lines_go_to_output_and_log(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for start in (0, 10):  # a resume goes on in the same log
+    for start in (0, 10):  # a resume appends to the same log
         with ProgressLine.open(
             folder=tmp_path, total_steps=20, start_step=start, is_writer=True
         ) as progress:

@@ -1,4 +1,4 @@
-"""The journal: each step once, whatever a kill left behind."""
+"""The journal has each step once after any kill."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_any_number_survives_as_strict_json(value: float, step: int) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_foreign_bytes_are_left_out_and_never_raise(junk: bytes) -> None:
+def test_invalid_lines_are_skipped_and_never_raise(junk: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "journal.jsonl")
         good = encode(Row(step=3, time=1.0, metrics={"a": 1.0}))
@@ -69,7 +69,7 @@ def test_foreign_bytes_are_left_out_and_never_raise(junk: bytes) -> None:
         assert good in path.read_bytes()
 
 
-def test_an_evaluation_repeated_at_its_step_is_written_once(tmp_path: Path) -> None:
+def test_a_repeated_evaluation_is_written_once(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
     journal = Journal(path, resume_step=0)
     journal.append({"train/loss": 1.0}, step=5)
@@ -81,7 +81,7 @@ def test_an_evaluation_repeated_at_its_step_is_written_once(tmp_path: Path) -> N
     journal.close()
 
 
-def test_steps_never_go_back(tmp_path: Path) -> None:
+def test_steps_never_decrease(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "journal.jsonl", resume_step=0)
     journal.append({"a": 1.0}, step=5)
     with pytest.raises(AssertionError, match="step 4"):

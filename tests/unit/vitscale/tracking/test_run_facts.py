@@ -1,4 +1,4 @@
-"""What MLflow is told: flat, within limits, without secrets."""
+"""Parameters and tags are flat, within MLflow's limits, without secrets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vitscale.tracking.run_facts import (
 )
 
 
-def test_nested_configuration_becomes_dotted_keys_spelled_as_in_yaml() -> None:
+def test_nested_keys_become_dotted_with_yaml_values() -> None:
     config = {
         "optim": {"lr": 1e-4, "betas": (0.9, 0.999), "clip_norm": None},
         "launch": {"sbatch": {"mail-user!": "me"}, "setup": []},
@@ -35,7 +35,7 @@ def test_nested_configuration_becomes_dotted_keys_spelled_as_in_yaml() -> None:
     }
 
 
-def test_long_values_are_cut_and_say_so() -> None:
+def test_long_values_are_cut_with_a_note() -> None:
     text = flatten_params({"a": "x" * 9000})["a"]
     assert len(text) == MAX_PARAM_CHARS and text.endswith("(9000 characters)")
 
@@ -57,7 +57,7 @@ def test_secrets_in_urls_are_removed(text: str, expected: str) -> None:
     assert redact(text) == expected
 
 
-def test_values_of_secret_keys_are_removed_and_tokens_of_a_model_stay() -> None:
+def test_secret_keys_are_removed_and_num_tokens_stays() -> None:
     config = {"hub": {"api_key": "abc", "token": None}, "model": {"num_prefix_tokens": 1}}
     assert flatten_params(config) == {
         "hub.api_key": "***",
@@ -81,6 +81,6 @@ def test_relative_sqlite_paths_become_absolute(
 @pytest.mark.parametrize(
     "uri", ["sqlite://runs/mlflow.db", "sqlite:///", "sqlight:///a", "runs/mlflow", "file:///runs"]
 )
-def test_uris_mlflow_cannot_use_are_refused(uri: str) -> None:
+def test_unsupported_uris_are_refused(uri: str) -> None:
     with pytest.raises(UserError, match="tracking.uri"):
         absolute_uri(uri)

@@ -1,4 +1,4 @@
-"""One MLflow run over resumes, in a real SQLite store."""
+"""One MLflow run across resumes, in a real SQLite store."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from vitscale.config.errors import UserError
 from vitscale.tracking.mlflow_store import read_link
 from vitscale.tracking.settings import TrackingSettings
-from vitscale.tracking.tracker import Tracker, ending
+from vitscale.tracking.tracker import Tracker, final_status
 
 PARAMS = {"optim": {"lr": 0.001}, "data": {"path": "http://me:hunter2@host/x"}}
 
@@ -59,7 +59,7 @@ def points(database: Path, run_id: str | None) -> list[tuple[Any, ...]]:
     return query(database, sql, str(run_id))
 
 
-def test_a_resumed_run_is_one_run_without_duplicate_steps(
+def test_a_resumed_run_is_one_run_with_each_step_once(
     open_tracker: Callable[..., Tracker], database: Path
 ) -> None:
     with pytest.raises(SystemExit), open_tracker() as first:
@@ -85,7 +85,7 @@ def test_a_resumed_run_is_one_run_without_duplicate_steps(
     third.close(status="FINISHED")
 
 
-def test_the_run_says_what_it_is_and_keeps_secrets(
+def test_tags_and_params_are_stored_without_secrets(
     open_tracker: Callable[..., Tracker], database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
@@ -101,7 +101,7 @@ def test_the_run_says_what_it_is_and_keeps_secrets(
     assert config.read_text() == "path: http://host/x\n"
 
 
-def test_changed_parameters_of_a_resume_are_told_in_a_tag(
+def test_params_changed_by_a_resume_are_in_a_tag(
     open_tracker: Callable[..., Tracker], database: Path
 ) -> None:
     with open_tracker() as tracker:
@@ -113,7 +113,7 @@ def test_changed_parameters_of_a_resume_are_told_in_a_tag(
     assert tags["vitscale.resumed_from_step"] == "2"
 
 
-def test_a_run_gone_from_the_store_is_restored_from_the_journal(
+def test_a_deleted_run_is_restored_from_the_journal(
     open_tracker: Callable[..., Tracker], database: Path, tmp_path: Path
 ) -> None:
     with open_tracker() as tracker:
@@ -131,7 +131,7 @@ def test_a_run_gone_from_the_store_is_restored_from_the_journal(
     assert tags["vitscale.restored_from_journal"] == "true"
 
 
-def test_other_ranks_leave_no_trace(open_tracker: Callable[..., Tracker], tmp_path: Path) -> None:
+def test_other_ranks_write_nothing(open_tracker: Callable[..., Tracker], tmp_path: Path) -> None:
     with open_tracker(is_writer=False) as tracker:
         log_steps(tracker, range(1, 3))
         tracker.artifact(tmp_path / "missing")
@@ -147,7 +147,7 @@ def test_without_uri_only_the_journal_is_written(
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["journal.jsonl"]
 
 
-def test_a_missing_artifact_does_not_hold_up_metrics(
+def test_a_missing_artifact_does_not_block_metrics(
     open_tracker: Callable[..., Tracker], database: Path, tmp_path: Path
 ) -> None:
     said: list[str] = []
@@ -171,7 +171,7 @@ def test_logging_does_not_wait_for_the_store(
     assert len(points(database, run_id)) == 200
 
 
-def test_a_wrong_uri_is_refused_before_anything_is_written(
+def test_an_invalid_uri_is_refused_before_any_write(
     open_tracker: Callable[..., Tracker], tmp_path: Path
 ) -> None:
     with pytest.raises(UserError):
@@ -190,11 +190,11 @@ def test_a_wrong_uri_is_refused_before_anything_is_written(
         (RuntimeError(), "FAILED"),
     ],
 )
-def test_how_a_run_ended_is_told_truthfully(error: BaseException | None, status: str) -> None:
-    assert ending(error) == status
+def test_final_status_follows_the_error(error: BaseException | None, status: str) -> None:
+    assert final_status(error) == status
 
 
-def test_importing_the_tracker_imports_neither_mlflow_nor_torch() -> None:
+def test_the_tracker_imports_no_mlflow_and_no_torch() -> None:
     code = (
         "import sys, vitscale.tracking.tracker, vitscale.tracking.console\n"
         "assert not {'mlflow', 'torch', 'rich'} & set(sys.modules)"
