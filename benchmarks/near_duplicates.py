@@ -33,12 +33,12 @@ try:
     from data_prep.duplicates.descriptors import (
         DESCRIPTOR,
         NUM_FREQUENCIES,
-        describe,
-        describe_coefficients,
-        describe_many,
+        are_duplicates,
+        coefficient_descriptors,
         has_contrast,
-        looks_like,
-        near,
+        hashes_near,
+        image_descriptor,
+        image_descriptors,
     )
     from data_prep.duplicates.evaluation_sets import EvaluationIndex
     from data_prep.duplicates.search import find_duplicates
@@ -170,7 +170,7 @@ def described_copies(job: tuple[int, bytes]) -> np.ndarray:
     with Image.open(io.BytesIO(content)) as opened:
         image = opened.convert("RGB")
     copies = [manipulate(image, chance) for manipulate in MANIPULATIONS.values()]
-    return describe_many([content, *copies])
+    return image_descriptors([content, *copies])
 
 
 def report_catch_rates(images: list[bytes]) -> np.ndarray:
@@ -184,7 +184,7 @@ def report_catch_rates(images: list[bytes]) -> np.ndarray:
     # In fours, since generated pictures are of four kinds in turn.
     first = np.arange(len(images)) // 4 % 2 == 0
     for column, name in enumerate(MANIPULATIONS, 1):
-        caught = looks_like(rows[:, 0], rows[:, column])
+        caught = are_duplicates(rows[:, 0], rows[:, column])
         rates = [caught[comparable & half].mean() for half in (first, ~first)]
         note = "" if name in PROMISED else "   not promised"
         print(f"{name:34}{rates[0]:>10.2%}{rates[1]:>10.2%}{note}")
@@ -199,11 +199,11 @@ def false_pairs(descriptors: np.ndarray) -> tuple[int, int, int]:
         a = descriptors[first[start : start + PAIRS_AT_ONCE]]
         b = descriptors[second[start : start + PAIRS_AT_ONCE]]
         likely = np.flatnonzero(
-            near(a["phash"], b["phash"])
-            | near(a["mirrored"], b["phash"])
-            | near(a["phash"], b["mirrored"])
+            hashes_near(a["phash"], b["phash"])
+            | hashes_near(a["mirrored"], b["phash"])
+            | hashes_near(a["phash"], b["mirrored"])
         )
-        found = start + likely[looks_like(a[likely], b[likely])]
+        found = start + likely[are_duplicates(a[likely], b[likely])]
         num_found += len(found)
         involved |= set(second[found].tolist())
     return len(first), num_found, len(involved)
@@ -225,13 +225,13 @@ def report_digits() -> None:
         encoded(Image.fromarray(picture).resize((32, 32), Image.Resampling.BICUBIC), "PNG")
         for picture in pictures
     ]
-    report_false_positives("handwritten digits", describe_many(contents))
+    report_false_positives("handwritten digits", image_descriptors(contents))
 
 
 def report_speed(images: list[bytes]) -> None:
     start = time.process_time()
     for content in images:
-        describe(content)
+        image_descriptor(content)
     rate = len(images) / (time.process_time() - start)
     print(f"\ndescribe: {rate:.0f} images per second of processor time")
     evaluation, corpus = random_descriptors(50_000, seed=0), random_descriptors(100_000, seed=1)
@@ -255,7 +255,7 @@ def random_descriptors(num: int, *, seed: int) -> np.ndarray:
     chance = np.random.default_rng(seed)
     falling = 1 / np.sqrt(1 + np.arange(NUM_FREQUENCIES))
     parts = [
-        describe_coefficients(
+        coefficient_descriptors(
             (chance.laplace(size=(len(rows), NUM_FREQUENCIES)) * falling * 2000).clip(-30000, 30000)
         )
         for rows in np.array_split(np.arange(num), -(-num // SURVEY_ROWS))
@@ -296,7 +296,7 @@ def write_survey(folder: Path, start: int, num: int) -> Path:
     descriptors = random_descriptors(num, seed=start)
     descriptors[num - num // 100 :] = descriptors[: num // 100]
     coefficients = descriptors["coefficients"][: num // 100] + np.int16(3)
-    descriptors[num // 2 : num // 2 + num // 100] = describe_coefficients(coefficients)
+    descriptors[num // 2 : num // 2 + num // 100] = coefficient_descriptors(coefficients)
     hashes = np.random.default_rng(start).bytes(32 * num)
     columns = {
         "rank": pa.array(np.arange(start, start + num, dtype=np.uint64)),

@@ -59,13 +59,13 @@ def main() -> None:
     config = content_config(run)
     listing = tar_listing(source.root, containers)
     made_before = f"{output}: already there, made from the same tars with the same settings"
-    if already_there(output, config=config, listing=listing):
+    if is_already_indexed(output, config=config, listing=listing):
         print(made_before)
         return
     work = preparation_folder(output)
     with locked(work, run, config=config, output=output):
         # Another command may have finished since, and given the lock back.
-        if already_there(output, config=config, listing=listing):
+        if is_already_indexed(output, config=config, listing=listing):
             shutil.rmtree(work, ignore_errors=True)
             print(made_before)
             return
@@ -116,7 +116,7 @@ def refuse_rewriting(run: DataPrepRun) -> None:
         raise UserErrors(errors)
 
 
-def already_there(output: Path, *, config: Mapping[str, Any], listing: str) -> bool:
+def is_already_indexed(output: Path, *, config: Mapping[str, Any], listing: str) -> bool:
     """Whether the output was made by this command from these tars; refuses any other output."""
     if not os.path.lexists(output):
         return False

@@ -56,19 +56,19 @@ ORIENTATION_TAG = 0x0112
 MIRROR, UPSIDE_DOWN = (slice(None), slice(None, None, -1)), (slice(None, None, -1), slice(None))
 
 
-def describe(content: bytes) -> np.void:
+def image_descriptor(content: bytes) -> np.void:
     """Descriptor of one encoded image. One that cannot be decoded gets that of a blank image."""
-    return describe_many([content])[0]
+    return image_descriptors([content])[0]
 
 
-def describe_many(contents: Sequence[bytes]) -> np.ndarray:
+def image_descriptors(contents: Sequence[bytes]) -> np.ndarray:
     """Descriptors of encoded images, [len(contents)] of DESCRIPTOR."""
     pictures = np.zeros((len(contents), SIDE_PX, SIDE_PX), dtype=np.uint8)
     for picture, content in zip(pictures, contents, strict=True):
         found = grey_picture(content)
         if found is not None:
             picture[:] = found
-    return describe_pictures(pictures)
+    return picture_descriptors(pictures)
 
 
 def grey_picture(content: bytes, *, max_pixels: int | None = None) -> np.ndarray | None:
@@ -127,14 +127,14 @@ def _upright(picture: np.ndarray, orientation: object) -> np.ndarray:
     return turned.get(orientation, picture) if isinstance(orientation, int) else picture
 
 
-def describe_pictures(pictures: np.ndarray) -> np.ndarray:
+def picture_descriptors(pictures: np.ndarray) -> np.ndarray:
     """Descriptors of grey pictures, uint8 [N, SIDE_PX, SIDE_PX]."""
     basis, _, _ = _frequencies()
     flat = pictures.reshape(len(pictures), -1).astype(np.float64)
-    return describe_coefficients(np.rint(flat @ basis * (SCALE / BASIS_SCALE)))
+    return coefficient_descriptors(np.rint(flat @ basis * (SCALE / BASIS_SCALE)))
 
 
-def describe_coefficients(coefficients: np.ndarray) -> np.ndarray:
+def coefficient_descriptors(coefficients: np.ndarray) -> np.ndarray:
     """Descriptors with these coefficients, [N, NUM_FREQUENCIES], and the hashes they give."""
     descriptors = np.zeros(len(coefficients), dtype=DESCRIPTOR)
     descriptors["coefficients"] = coefficients
@@ -190,7 +190,7 @@ def keys_of(descriptors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return found[0], found[1]
 
 
-def near(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+def hashes_near(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Whether 64-bit hashes differ in MAX_HAMMING bits at most."""
     bits = left ^ right
     bits = bits - ((bits >> np.uint64(1)) & np.uint64(0x5555555555555555))
@@ -200,7 +200,7 @@ def near(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     return (bits * np.uint64(0x0101010101010101)) >> np.uint64(56) <= MAX_HAMMING
 
 
-def same_picture(left: np.ndarray, right: np.ndarray, *, mirrored: np.ndarray) -> np.ndarray:
+def pictures_correlate(left: np.ndarray, right: np.ndarray, *, mirrored: np.ndarray) -> np.ndarray:
     """Whether descriptors left[i] and right[i] correlate, one of them mirrored where told."""
     _, frequency, signs = _frequencies()
     noise = (MAX_NOISE * SCALE) ** 2 * (frequency**2).sum()
@@ -217,7 +217,7 @@ def same_picture(left: np.ndarray, right: np.ndarray, *, mirrored: np.ndarray) -
     return same
 
 
-def looks_like(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+def are_duplicates(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Whether descriptors left[i] and right[i] show the same picture.
 
     Both have contrast; they are linked, that is, share a key and have hashes that are near; and
@@ -229,7 +229,7 @@ def looks_like(left: np.ndarray, right: np.ndarray) -> np.ndarray:
         shared = (keys[0][ours][:, :, None] == keys[1][theirs][:, None, :]).any(axis=(1, 2))
         hashes = left[HASHES[ours]], right[HASHES[theirs]]
         mirrored = np.full(len(left), ours != theirs)
-        found |= shared & near(*hashes) & same_picture(left, right, mirrored=mirrored)
+        found |= shared & hashes_near(*hashes) & pictures_correlate(left, right, mirrored=mirrored)
     return found & has_contrast(left) & has_contrast(right)
 
 

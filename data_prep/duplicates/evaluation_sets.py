@@ -25,16 +25,16 @@ from data_prep.duplicates.descriptors import (
     HASHES,
     NUM_KEYS,
     SIDE_PX,
-    describe_pictures,
     equal_keys,
     grey_picture,
     has_contrast,
+    hashes_near,
     keys_of,
-    near,
-    same_picture,
+    picture_descriptors,
+    pictures_correlate,
 )
 from data_prep.shards.index import folder_of_tars
-from data_prep.sources.outages import Interrupted, printable, refuse_outage, source_error
+from data_prep.sources.outages import Interrupted, printable, raise_if_outage, source_read_error
 from data_prep.sources.paths import hash_named_file, is_image_name
 from data_prep.sources.protocol import read_exactly
 from vitscale.config.errors import UserError
@@ -84,7 +84,7 @@ def build_evaluation_index(paths: Sequence[str], *, output: Path) -> None:
     descriptors = np.concatenate(
         [np.zeros(0, DESCRIPTOR)]
         + [
-            describe_pictures(pictures[start : start + QUERY_ROWS])
+            picture_descriptors(pictures[start : start + QUERY_ROWS])
             for start in range(0, len(images), QUERY_ROWS)
         ]
     )
@@ -134,7 +134,7 @@ def _shard_images(path: Path) -> Iterator[_Image]:
                     )
     except (OSError, KeyError, pa.ArrowException) as error:
         if isinstance(error, OSError):
-            refuse_outage(error, where)
+            raise_if_outage(error, where)
         raise UserError(f"cannot be read ({error})", where=where) from None
 
 
@@ -151,7 +151,7 @@ def _content(image: _Image) -> bytes:
     except EOFError:
         return b""
     except OSError as error:
-        refuse_outage(error, str(image.file))
+        raise_if_outage(error, str(image.file))
         return b""
 
 
@@ -185,7 +185,7 @@ def evaluation_listing(path: str) -> str:
         try:
             num_bytes = os.path.getsize(file)
         except OSError as error:
-            refuse_outage(error, str(file))
+            raise_if_outage(error, str(file))
             num_bytes = -1
         digest.update(os.fsencode(f"{os.path.relpath(file, folder)}\0{num_bytes}\0"))
     return digest.hexdigest()
@@ -198,7 +198,7 @@ def image_files(folder: Path) -> Iterator[Path]:
     """
 
     def refuse(error: OSError) -> NoReturn:
-        raise source_error(error, error.filename or str(folder)) from None
+        raise source_read_error(error, error.filename or str(folder)) from None
 
     where = f"selection.evaluation_sets: {folder}"
     if not os.path.isdir(folder):
@@ -279,9 +279,9 @@ class EvaluationIndex:
                 pairs = np.unique(query * len(self.names) + owner)
                 query, owner = np.divmod(pairs, len(self.names))
                 hashes = descriptors[HASHES[ours]][query], self.descriptors[HASHES[theirs]][owner]
-                linked = near(*hashes)
+                linked = hashes_near(*hashes)
                 query, owner = query[linked], owner[linked]
-                same = same_picture(
+                same = pictures_correlate(
                     descriptors[query],
                     self.descriptors[owner],
                     mirrored=np.full(len(query), ours != theirs),

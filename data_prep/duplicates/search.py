@@ -26,9 +26,9 @@ from data_prep.duplicates.descriptors import (
     NUM_KEYS,
     equal_keys,
     has_contrast,
+    hashes_near,
     keys_of,
-    near,
-    same_picture,
+    pictures_correlate,
 )
 from data_prep.duplicates.partitions import Parts, parts_needed, sorted_rows
 from vitscale.distributed.atomic_files import atomic_file
@@ -71,13 +71,13 @@ def find_duplicates(survey: Sequence[Path], *, similar: bool, scratch: Path, out
         rows = Parts(folder / "by_content", dtype, num=num_parts)
         for batch in _read_survey(survey, dtype):
             rows.add(batch, _part_of_hash(batch, num_parts))
-        staying = _leave_equal(rows, leaving, EXACT)
+        staying = _drop_equal(rows, leaving, EXACT)
         if similar:
             rows = Parts(folder / "by_descriptor", DESCRIBED, num=num_parts)
             for batch in _by_descriptor(staying):
                 rows.add(batch, _part_of_hash(batch, num_parts))
             pictures = _Pictures(folder, max_rows=rows.num_rows)
-            for batch in _leave_equal(rows, leaving, SIMILAR):
+            for batch in _drop_equal(rows, leaving, SIMILAR):
                 pictures.add(batch)
             for pairs in pictures.matches():
                 leaving.add(_leaving(pairs["rank"], pairs["kept_rank"], SIMILAR))
@@ -139,7 +139,7 @@ def _by_descriptor(batches: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
             yield rows
 
 
-def _leave_equal(rows: Parts, leaving: Parts, kind: int) -> Iterator[np.ndarray]:
+def _drop_equal(rows: Parts, leaving: Parts, kind: int) -> Iterator[np.ndarray]:
     """Of rows with equal hashes the one of lowest rank stays, and is yielded."""
     for number in range(rows.num):
         firsts = np.zeros(0, dtype=HASHED)
@@ -209,17 +209,17 @@ class _Pictures:
                     table = table[np.argsort(table["key"], kind="stable")]
                     for parts in self._keys:
                         for probes in parts.chunks(number, max_bytes=PART_BYTES):
-                            for pairs in _linked(table, probes):
-                                yield from _same(pairs, file.fileno(), parts is mirrored)
+                            for pairs in _candidate_pairs(table, probes):
+                                yield from _matching_pairs(pairs, file.fileno(), parts is mirrored)
                 direct.remove(number)
                 mirrored.remove(number)
 
 
-def _linked(table: np.ndarray, probes: np.ndarray) -> Iterator[np.ndarray]:
+def _candidate_pairs(table: np.ndarray, probes: np.ndarray) -> Iterator[np.ndarray]:
     """Pairs with an equal key and near hashes, each once a piece."""
     for probe, entry in equal_keys(table["key"], probes["key"], max_pairs=MAX_PAIRS):
         a, b = table[entry], probes[probe]
-        linked = near(a["hash"], b["hash"]) & (a["rank"] != b["rank"])
+        linked = hashes_near(a["hash"], b["hash"]) & (a["rank"] != b["rank"])
         a, b = a[linked], b[linked]
         later, earlier = (np.where(a["rank"] > b["rank"], *pair) for pair in ((a, b), (b, a)))
         pairs = np.empty(len(a), dtype=PAIR)
@@ -233,7 +233,7 @@ def _linked(table: np.ndarray, probes: np.ndarray) -> Iterator[np.ndarray]:
         yield pairs[new]
 
 
-def _same(pairs: np.ndarray, file: int, mirrored: bool) -> Iterator[np.ndarray]:
+def _matching_pairs(pairs: np.ndarray, file: int, mirrored: bool) -> Iterator[np.ndarray]:
     """Those of `pairs` (sorted) that correlate; of each rank the lowest kept_rank at least.
 
     The lowest candidates are tried first, and the others only where these were no match: in a large
@@ -246,7 +246,7 @@ def _same(pairs: np.ndarray, file: int, mirrored: bool) -> Iterator[np.ndarray]:
         tried = pairs[place < width]
         same = np.concatenate(
             [
-                same_picture(
+                pictures_correlate(
                     _read(file, some["picture"]),
                     _read(file, some["kept"]),
                     mirrored=np.full(len(some), mirrored),

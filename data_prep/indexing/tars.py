@@ -26,7 +26,7 @@ import pyarrow as pa
 from data_prep.images.check import validate_image
 from data_prep.labels.assignment import Labels, load_labels
 from data_prep.pipeline.row_tables import write_table
-from data_prep.sources.outages import changed_source, printable
+from data_prep.sources.outages import changed_source_error, printable
 from data_prep.sources.protocol import Container, Input, read_exactly
 from data_prep.sources.registry import open_source
 from vitscale.distributed.atomic_files import blake3_of_file, write_json
@@ -106,11 +106,11 @@ def index_tar(unit: TarUnit) -> TarResult:
     status = os.stat(unit.tar_path)
     is_tar = stat.S_ISREG(status.st_mode)
     num_bytes = status.st_size if is_tar else 0
-    done = _done_before(unit)
+    done = _earlier_result(unit)
     if done and is_tar and (done.num_bytes, done.modified_ns) == (num_bytes, status.st_mtime_ns):
         return done
     unknown: Counter[str] = Counter()
-    rows = _tar_rows(unit, unknown) if is_tar else _beside_rows(unit)
+    rows = _tar_rows(unit, unknown) if is_tar else _other_file_rows(unit)
     result = TarResult(
         num_bytes=num_bytes,
         modified_ns=status.st_mtime_ns,
@@ -122,7 +122,7 @@ def index_tar(unit: TarUnit) -> TarResult:
     )
     now = os.stat(unit.tar_path)
     if (now.st_mtime_ns, now.st_size) != (status.st_mtime_ns, status.st_size):
-        raise changed_source(unit.container.path)
+        raise changed_source_error(unit.container.path)
     temporary = unit.table_path.with_suffix(f".{os.getpid()}.tmp")
     table = pa.Table.from_pylist(rows, schema=TAR_SCHEMA)
     write_table(table, unit.table_path, temporary=temporary)
@@ -137,7 +137,7 @@ def _inputs(unit: TarUnit) -> Iterator[Input]:
             yield item
 
 
-def _beside_rows(unit: TarUnit) -> list[dict[str, Any]]:
+def _other_file_rows(unit: TarUnit) -> list[dict[str, Any]]:
     rows = []
     for item in _inputs(unit):
         assert item.reason is not None
@@ -151,20 +151,20 @@ def _tar_rows(unit: TarUnit, unknown: Counter[str]) -> list[dict[str, Any]]:
     rows = []
     with open(unit.tar_path, "rb", buffering=0) as file:
         for item in _inputs(unit):
-            rows.append(_judged_row(item, file, unit, labels))
+            rows.append(_validated_row(item, file, unit, labels))
             if rows[-1]["reason"] == "unknown_class":
                 unknown[item.class_name or ""] += 1
     return rows
 
 
-def _done_before(unit: TarUnit) -> TarResult | None:
+def _earlier_result(unit: TarUnit) -> TarResult | None:
     try:
         return TarResult(**json.loads(unit.result_path.read_text()))
     except FileNotFoundError:
         return None
 
 
-def _judged_row(item: Input, file: FileIO, unit: TarUnit, labels: Labels) -> dict[str, Any]:
+def _validated_row(item: Input, file: FileIO, unit: TarUnit, labels: Labels) -> dict[str, Any]:
     """One row, for the index when `reason` is None and for the ledger in any case."""
     row: dict[str, Any] = {
         "path": printable(item.path),
@@ -186,8 +186,8 @@ def _judged_row(item: Input, file: FileIO, unit: TarUnit, labels: Labels) -> dic
     try:
         data = read_exactly(file.fileno(), offset=item.offset, num_bytes=item.num_bytes)
     except EOFError:
-        raise changed_source(item.path) from None
-    judged = validate_image(data, settings=as_stored(images))
+        raise changed_source_error(item.path) from None
+    judged = validate_image(data, settings=without_conversion(images))
     reason = judged.reason
     if reason is None and judged.content_hash != judged.input_hash:
         reason = PACKED
@@ -200,6 +200,6 @@ def _judged_row(item: Input, file: FileIO, unit: TarUnit, labels: Labels) -> dic
     return row | facts | {"reason": reason}
 
 
-def as_stored(images: ImageSettings) -> ImageSettings:
+def without_conversion(images: ImageSettings) -> ImageSettings:
     """The settings of a judgement that leaves every image as it is."""
     return images.model_copy(update={"convert": False, "short_side": None})

@@ -188,15 +188,15 @@ def load_labels(settings: LabelSettings) -> Labels:
     label_map = None
     if settings.map is not None:
         label_map = read_pairs(settings.map, where="labels.map", columns="source class, class")
-        _refuse_foreign_map(settings, label_map, space)
+        _refuse_unrelated_map(settings, label_map, space)
     parents = None
     if settings.parents is not None:
         parents = read_pairs(settings.parents, where="labels.parents", columns="class, super-class")
-        _refuse_foreign_parents(settings, parents, known)
+        _check_parents(settings, parents, known)
     return Labels(settings=settings, space=space, known=known, map=label_map, parents=parents)
 
 
-def _refuse_foreign_map(
+def _refuse_unrelated_map(
     settings: LabelSettings, label_map: Mapping[str, str], space: tuple[str, ...] | None
 ) -> None:
     """A map none of whose classes is in the space; parts that do not fit show in the source."""
@@ -222,7 +222,7 @@ def _refuse_foreign_map(
     )
 
 
-def _refuse_foreign_parents(
+def _check_parents(
     settings: LabelSettings, parents: Mapping[str, str], known: frozenset[str]
 ) -> None:
     if known and not known.intersection(parents):

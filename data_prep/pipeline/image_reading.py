@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from data_prep.images.check import ValidationResult, validate_image
 from data_prep.pipeline.workspace import Place, Preparation
-from data_prep.sources.outages import refuse_outage
+from data_prep.sources.outages import raise_if_outage
 from vitscale.runs.data_prep import ImageSettings
 
 Item = TypeVar("Item")
@@ -37,7 +37,7 @@ def validate_place(
     try:
         data = p.read(place, into=None if room is None else room(place.num_bytes))
     except OSError as error:
-        refuse_outage(error, os.fsdecode(place.path))
+        raise_if_outage(error, os.fsdecode(place.path))
         return ValidationResult("unreadable", b"", b"", b"")
     return validate_image(data, settings=settings)
 

@@ -24,7 +24,7 @@ from data_prep.pipeline.row_tables import (
     write_table,
 )
 from data_prep.pipeline.workspace import Preparation
-from data_prep.sources.outages import changed_source, printable, source_error
+from data_prep.sources.outages import changed_source_error, printable, source_read_error
 from data_prep.sources.protocol import Container, Input, SpoolError, Watched, watched
 from vitscale.distributed.atomic_files import fsync_folder
 
@@ -117,7 +117,7 @@ def _inputs(
         try:
             yield from p.source.inputs(container, spool=spool)
         except OSError as error:
-            raise source_error(error, container.path) from None
+            raise source_read_error(error, container.path) from None
 
 
 def _batches(inputs: Iterator[Input], size: int) -> Iterator[list[Input]]:
@@ -199,11 +199,11 @@ def check_unchanged(p: Preparation) -> None:
             try:
                 now = watched(p.root, path)
             except (FileNotFoundError, NotADirectoryError):
-                raise changed_source(path) from None
+                raise changed_source_error(path) from None
             except OSError as error:
-                raise source_error(error, path) from None
+                raise source_read_error(error, path) from None
             if (now.num_bytes, now.modified_ns) != (num_bytes, modified_ns):
-                raise changed_source(path)
+                raise changed_source_error(path)
 
 
 def count_buckets(p: Preparation, unit: str) -> None:

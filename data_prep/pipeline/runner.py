@@ -29,7 +29,12 @@ from data_prep.pipeline.progress import Elapsed, Progress
 from data_prep.pipeline.row_tables import leave_pandas_out
 from data_prep.pipeline.work_units import WorkFolder, aborted_error
 from data_prep.pipeline.workspace import Preparation, is_finished, preparation_folder
-from data_prep.sources.outages import ChangedSource, Interrupted, away, is_away
+from data_prep.sources.outages import (
+    ChangedSource,
+    Interrupted,
+    is_source_missing,
+    source_missing_error,
+)
 from data_prep.sources.protocol import SpoolError
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.distributed.processes import num_cores
@@ -39,8 +44,6 @@ UPDATE_S = 0.5
 # Of each worker: the phase, rows done in its unit, whether it has one.
 NUM_COUNTERS = 3
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
-
-
 LESS_MEMORY = (
     "lower num_workers or images.max_pixels and run the same command again: it goes on where it was"
 )
@@ -106,7 +109,7 @@ PHASES = (
         units=_per_bucket("survey"),
         do=selection.survey,
         weight=_bucket_rows,
-        needed=lambda run: run.surveys,
+        needed=lambda run: run.needs_survey,
     ),
     Phase(
         title="find duplicates",
@@ -345,8 +348,8 @@ def work_through_phases(
         if isinstance(error, (OSError, SpoolError)):
             raise storage_error(error, p.output) from error
         # A verdict that costs all work: not for a file system that is not mounted here.
-        if isinstance(error, ChangedSource) and is_away(p.root, error.file):
-            raise away(p.root, p.work.path) from None
+        if isinstance(error, ChangedSource) and is_source_missing(p.root, error.file):
+            raise source_missing_error(p.root, p.work.path) from None
         raise
 
 

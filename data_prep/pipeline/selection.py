@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from data_prep.duplicates.descriptors import DESCRIPTOR, describe
+from data_prep.duplicates.descriptors import DESCRIPTOR, image_descriptor
 from data_prep.pipeline.image_reading import in_order, validate_place
 from data_prep.pipeline.listing import bucket_path, num_inputs, scan_units
 from data_prep.pipeline.rejections import Rejections, check_so_far, rejected_so_far
@@ -86,7 +86,7 @@ def survey(p: Preparation, unit: str) -> None:
         judged = validate_place(p, place, settings=p.run.images)
         if judged.reason is not None:
             return judged.reason, None, None
-        looks = describe(bytes(judged.content)).tobytes() if needs_looks else None
+        looks = image_descriptor(bytes(judged.content)).tobytes() if needs_looks else None
         return None, judged.content_hash, looks
 
     believed = [i for i, reason in enumerate(reasons) if reason is None]
@@ -157,7 +157,7 @@ def find_duplicate_images(p: Preparation, unit: str) -> None:
 def surveyed(p: Preparation, number: int) -> tuple[pa.Table, list[str | None], list[str | None]]:
     """A bucket's rows with reason and detail, as far as single images decide."""
     rows = read_table(bucket_path(p, number))
-    if not p.run.surveys:
+    if not p.run.needs_survey:
         return rows, rows.column("reason").to_pylist(), [None] * len(rows)
     found = read_table(survey_path(p, number))
     reasons, details = found.column("reason").to_pylist(), found.column("detail").to_pylist()
@@ -178,7 +178,7 @@ def select(p: Preparation, unit: str) -> None:
     """Decide about classes: which there are, which are too small, what each holds out."""
     found, unknown = class_counts(p)
     p.labels.check(unknown, found=found)
-    if p.run.surveys:
+    if p.run.needs_survey:
         found = _surveyed_counts(p)
     if not found:
         _refuse_nothing(p)

@@ -82,7 +82,7 @@ def _write_images(
     p: Preparation, tar: TarShard, plan: SplitPlan, *, split: str, number: int
 ) -> tuple[list[tuple[object, ...]], Rejections]:
     # The survey has looked at every pixel already.
-    check = {"check": "header"} if p.run.surveys else {}
+    check = {"check": "header"} if p.run.needs_survey else {}
     settings = p.run.images.model_copy(update=check)
     outcomes: list[tuple[object, ...]] = []
     rejected = Rejections()

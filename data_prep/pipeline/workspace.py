@@ -23,7 +23,7 @@ from data_prep.duplicates.evaluation_sets import evaluation_listing
 from data_prep.labels.assignment import Labels, load_labels
 from data_prep.labels.label_files import label_hashes
 from data_prep.pipeline.work_units import WorkFolder
-from data_prep.sources.outages import ChangedSource, changed_source
+from data_prep.sources.outages import ChangedSource, changed_source_error
 from data_prep.sources.protocol import Container, Source, SpoolError, fill, read_exactly
 from data_prep.sources.registry import open_source
 from vitscale.config.errors import UserError
@@ -248,4 +248,4 @@ class Preparation:
 
 
 def _changed(place: Place) -> ChangedSource:
-    return changed_source(os.fsdecode(place.path), file=os.fsdecode(place.file or place.path))
+    return changed_source_error(os.fsdecode(place.path), file=os.fsdecode(place.file or place.path))

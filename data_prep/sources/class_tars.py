@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from data_prep.sources.outages import printable, refuse_outage
+from data_prep.sources.outages import printable, raise_if_outage
 from data_prep.sources.paths import (
     SplitRoot,
     find_split_roots,
@@ -20,17 +20,17 @@ from data_prep.sources.paths import (
     is_image_name,
     is_tar_name,
     link_reason,
+    normalized_name,
     opened,
     source_root,
     stat_watched,
     stem_and_suffix,
-    tidy,
     walk_folder,
 )
 from data_prep.sources.protocol import Container, Input, Spool, Watched
 from data_prep.sources.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.runs.data_prep import SourceSettings
+from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 # Names are compared within a tar, in at most 170 bytes each.
 MAX_MEMBERS = 1_000_000
@@ -50,6 +50,8 @@ class ClassTars:
     """Containers: every tar of a class, and what lies beside them in their folder or tar."""
 
     settings: SourceSettings
+    labels: LabelSettings = LabelSettings()
+    """Unused: the tar names the class."""
 
     @property
     def root(self) -> Path:
@@ -82,8 +84,8 @@ class ClassTars:
         if container.class_name is not None:
             return _class_inputs(self.root, container)
         if (self.root / container.path).is_file():
-            return _rest_of_tar(self.root, container)
-        return _rest_of_folder(self.root, container)
+            return _other_members(self.root, container)
+        return _files_beside_tars(self.root, container)
 
 
 def compressed_tar_error(path: str, method: str) -> UserError:
@@ -96,7 +98,7 @@ def compressed_tar_error(path: str, method: str) -> UserError:
     )
 
 
-def members_once(
+def named_members(
     members: Iterator[TarMember], *, path: str
 ) -> Iterator[tuple[TarMember, str, int | None]]:
     """Each member that is no folder, its tidied name, and where a member of that name lay before.
@@ -107,7 +109,7 @@ def members_once(
     for member in members:
         if member.kind == "folder":
             continue
-        name = tidy(member.name)
+        name = normalized_name(member.name)
         first = places.setdefault(hash(name), member.offset)
         if len(places) > MAX_MEMBERS:
             raise UserError(
@@ -160,7 +162,7 @@ def _class_inputs(root: Path, container: Container) -> Iterator[Input | Watched]
     try:
         with opened(root, path) as fd:
             walk = walk_tar(fd, start=container.offset, end=container.offset + num_bytes)
-            for member, name, first in members_once(walk, path=container.path):
+            for member, name, first in named_members(walk, path=container.path):
                 yield Input(
                     member_path(container, member, first),
                     container.split,
@@ -178,7 +180,7 @@ def _class_inputs(root: Path, container: Container) -> Iterator[Input | Watched]
     except TarDefect:
         pass
     except OSError as error:
-        refuse_outage(error, path)
+        raise_if_outage(error, path)
         reason = "unreadable"
     yield tar_row(container, reason, num_bytes=num_bytes, modified_ns=status.st_mtime_ns)
 
@@ -210,9 +212,9 @@ def _tars_in_folder(root: Path, place: SplitRoot) -> list[Container]:
     return found
 
 
-def _rest_of_folder(root: Path, container: Container) -> Iterator[Input | Watched]:
+def _files_beside_tars(root: Path, container: Container) -> Iterator[Input | Watched]:
     """What is no tar of a class. A tar deeper down belongs to no class: that is a fault."""
-    for row in walk_folder(root, container, is_listed_apart=_is_tar_file):
+    for row in walk_folder(root, container, is_container=_is_tar_file):
         if isinstance(row, Input) and row.reason == "other_name" and is_tar_name(row.path):
             row = replace(row, reason="no_class")
         yield row
@@ -220,7 +222,7 @@ def _rest_of_folder(root: Path, container: Container) -> Iterator[Input | Watche
 
 def _outer_members(root: Path, path: str) -> Iterator[tuple[TarMember, str, int | None]]:
     with opened(root, path) as fd:
-        yield from members_once(walk_tar(fd, end=os.fstat(fd).st_size), path=path)
+        yield from named_members(walk_tar(fd, end=os.fstat(fd).st_size), path=path)
 
 
 def _is_class_tar(member: TarMember, name: str, first: int | None) -> bool:
@@ -244,14 +246,14 @@ def _tars_in_tar(root: Path, place: SplitRoot) -> list[Container]:
         raise compressed_tar_error(place.path, defect.method) from None
     except (TarDefect, OSError) as defect:
         if isinstance(defect, OSError):
-            refuse_outage(defect, place.path)
+            raise_if_outage(defect, place.path)
         if not found or isinstance(defect, OSError):
             what = f"{printable(place.path)!r} is no tar file that can be read ({defect})"
             raise UserError(what, where=place.where) from None
     return found
 
 
-def _rest_of_tar(root: Path, container: Container) -> Iterator[Input | Watched]:
+def _other_members(root: Path, container: Container) -> Iterator[Input | Watched]:
     """Members of a tar of tars that are no tars, and a row for itself when it is damaged."""
     status = stat_watched(root, container.path)
     yield Watched(container.path, status.st_size, status.st_mtime_ns)

@@ -96,7 +96,7 @@ class FileList:
         """Per split its folder (unless one file was named), then its files by their bytes."""
         found: list[Container] = []
         errors: list[UserError] = []
-        for place, pattern in self._places():
+        for place, pattern in self._split_roots():
             full = self.root / place.path
             if full.is_file():
                 if not self.is_wanted(full.name):
@@ -125,7 +125,7 @@ class FileList:
         """What lies beside the files of a folder; for a pattern nothing does."""
         pattern = _pattern_of(self.settings.splits.get(container.split, "."), self.root)
         for row in walk_folder(
-            self.root, container, is_listed_apart=partial(_is_listed, is_wanted=self.is_wanted)
+            self.root, container, is_container=partial(_is_listed, is_wanted=self.is_wanted)
         ):
             if isinstance(row, Watched):
                 yield row
@@ -136,7 +136,7 @@ class FileList:
             else:
                 yield row
 
-    def _places(self) -> list[tuple[SplitRoot, NamePattern | None]]:
+    def _split_roots(self) -> list[tuple[SplitRoot, NamePattern | None]]:
         """Patterns are looked up in their folder, which several splits may share."""
         patterns: dict[str, NamePattern] = {}
         folders = dict(self.settings.splits)

@@ -22,7 +22,7 @@ from data_prep.sources.paths import (
 )
 from data_prep.sources.protocol import Container, Input, Spool, Watched
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.runs.data_prep import SourceSettings
+from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 SPLIT_LIKE_NAMES = frozenset({"train", "training", "val", "valid", "validation", "test"})
 
@@ -32,6 +32,8 @@ class ImageFolder:
     """Containers: every class folder of every split, and per split what lies beside them."""
 
     settings: SourceSettings
+    labels: LabelSettings = LabelSettings()
+    """Unused: the folder names the class."""
 
     @property
     def root(self) -> Path:
@@ -59,7 +61,7 @@ class ImageFolder:
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
         """Every non-folder of a class folder, and every link to a folder that is not followed."""
-        return walk_folder(self.root, container, is_listed_apart=_is_folder)
+        return walk_folder(self.root, container, is_container=_is_folder)
 
 
 def _class_folders(root: Path, place: SplitRoot) -> list[Container]:

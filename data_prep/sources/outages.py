@@ -42,16 +42,16 @@ class Interrupted(UserError):
     """Nothing is wrong with the corpus: the same command, run again, goes on."""
 
 
-def refuse_outage(error: OSError, path: str) -> None:
+def raise_if_outage(error: OSError, path: str) -> None:
     """Raise Interrupted for an error that is no property of the file at `path` of the source.
 
     An error without a number is a library's word on the bytes.
     """
     if error.errno is not None and error.errno not in FILE_FAULTS:
-        raise source_error(error, path) from None
+        raise source_read_error(error, path) from None
 
 
-def source_error(error: OSError, path: str) -> Interrupted:
+def source_read_error(error: OSError, path: str) -> Interrupted:
     return Interrupted(
         f"the source cannot be read ({error.strerror or error}); the work done so far is kept",
         where=repr(printable(path)),
@@ -59,7 +59,7 @@ def source_error(error: OSError, path: str) -> Interrupted:
     )
 
 
-def away(root: Path, work: Path) -> Interrupted:
+def source_missing_error(root: Path, work: Path) -> Interrupted:
     """For people: the source is not there; nothing of the work so far is lost."""
     return Interrupted(
         f"{str(root)!r}, or a folder of it, is missing or empty; the work done so far is kept in "
@@ -70,7 +70,7 @@ def away(root: Path, work: Path) -> Interrupted:
     )
 
 
-def is_away(root: Path, path: str) -> bool:
+def is_source_missing(root: Path, path: str) -> bool:
     """Whether the source, or the folder of this file of it, is missing or empty.
 
     So it looks where a file system is not mounted; a file that somebody removed has neighbours.
@@ -96,7 +96,7 @@ class ChangedSource(UserError):
     """The file or folder in which that showed, relative to the source's root."""
 
 
-def changed_source(path: str, *, file: str | None = None) -> ChangedSource:
+def changed_source_error(path: str, *, file: str | None = None) -> ChangedSource:
     """For people: the input at `path` changed; `file` is what holds it, where that is another."""
     error = ChangedSource(
         "changed while the shards were made",

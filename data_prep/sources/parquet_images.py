@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.sources.file_lists import FileList
-from data_prep.sources.outages import printable, refuse_outage
+from data_prep.sources.outages import printable, raise_if_outage
 from data_prep.sources.parquet_rows import (
     TableDefect,
     column_type,
@@ -22,7 +22,7 @@ from data_prep.sources.parquet_rows import (
     record_batches,
     value_of,
 )
-from data_prep.sources.paths import is_hidden, stat_watched, stem_and_suffix, tidy
+from data_prep.sources.paths import is_hidden, normalized_name, stat_watched, stem_and_suffix
 from data_prep.sources.protocol import Container, Input, Spool, Watched, class_from_cell
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
@@ -90,7 +90,7 @@ class ParquetImages:
         except TableDefect:
             yield damaged
         except OSError as error:
-            refuse_outage(error, path)
+            raise_if_outage(error, path)
             damaged.reason = "unreadable"
             yield damaged
 
@@ -164,7 +164,7 @@ class ParquetImages:
             reason = "no_label"
         file, offset = spool.add(data) if data is not None and reason is None else ("", 0)
         stem = stem_and_suffix(os.path.basename(container.path))[0]
-        name = stem_and_suffix(tidy(path))[0] if path else ""
+        name = stem_and_suffix(normalized_name(path))[0] if path else ""
         return Input(
             f"{container.path}/{row}",
             container.split,

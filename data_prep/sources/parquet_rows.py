@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from data_prep.sources.outages import changed_source, printable, refuse_outage
+from data_prep.sources.outages import changed_source_error, printable, raise_if_outage
 from vitscale.config.errors import UserError
 
 BATCH_ROWS = 64
@@ -40,7 +40,7 @@ def opened_parquet(root: Path, path: str) -> Iterator[Any]:
     try:
         fd = os.open(root / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
-        raise changed_source(path) from None
+        raise changed_source_error(path) from None
     with os.fdopen(fd, "rb"):
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise TableDefect("not a regular file")
@@ -60,7 +60,7 @@ def opened_parquet(root: Path, path: str) -> Iterator[Any]:
 
 def _defect(error: Exception, path: str) -> TableDefect:
     if isinstance(error, OSError):
-        refuse_outage(error, path)
+        raise_if_outage(error, path)
     return TableDefect(str(error))
 
 

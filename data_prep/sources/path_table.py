@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.sources.file_lists import FileList
-from data_prep.sources.outages import printable, refuse_outage
+from data_prep.sources.outages import printable, raise_if_outage
 from data_prep.sources.parquet_rows import (
     TableDefect,
     column_type,
@@ -27,7 +27,7 @@ from data_prep.sources.parquet_rows import (
     record_batches,
     value_of,
 )
-from data_prep.sources.paths import is_hidden, lies_in, opened, stat_watched, stem_and_suffix
+from data_prep.sources.paths import is_hidden, is_inside, opened, stat_watched, stem_and_suffix
 from data_prep.sources.protocol import Container, Input, Spool, Watched, class_from_cell, watched
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import (
@@ -97,7 +97,7 @@ class PathTable:
         except TableDefect:
             yield Input(container.path, container.split, None, "", 0, "damaged_table")
         except OSError as error:
-            refuse_outage(error, container.path)
+            raise_if_outage(error, container.path)
             yield Input(container.path, container.split, None, "", 0, "unreadable")
 
     def _input(self, container: Container, row: Row, files: _Files) -> Input:
@@ -254,7 +254,7 @@ class _Files:
         self.root = str(root)
         self.real_root = os.path.realpath(root)
         self._tops = [f"{top.rstrip('/')}/" for top in (os.path.abspath(root), self.real_root)]
-        self._stays_inside = lru_cache(maxsize=1024)(self._looks_inside)
+        self._is_inside = lru_cache(maxsize=1024)(self._is_inside_root)
 
     def below(self, path: str) -> str:
         """An absolute path in the table's folder as relative to it; any other as it is."""
@@ -263,8 +263,8 @@ class _Files:
                 return path[len(top) :]
         return path
 
-    def _looks_inside(self, folder: str) -> bool:
-        return lies_in(os.path.realpath(os.path.join(self.root, folder)), self.real_root)
+    def _is_inside_root(self, folder: str) -> bool:
+        return is_inside(os.path.realpath(os.path.join(self.root, folder)), self.real_root)
 
     def look(self, path: str) -> tuple[str | None, int, int]:
         """(reason, bytes, time of change) of a path without `.` and doubled slashes."""
@@ -273,16 +273,16 @@ class _Files:
             return "link_outside", 0, 0
         full = f"{self.root}/{path}"
         try:
-            if not self._stays_inside(folder):
+            if not self._is_inside(folder):
                 return "link_outside", 0, 0
             status = os.lstat(full)
             if stat.S_ISLNK(status.st_mode):
-                if not lies_in(os.path.realpath(full), self.real_root):
+                if not is_inside(os.path.realpath(full), self.real_root):
                     return "link_outside", 0, 0
                 status = os.stat(full)
         except (OSError, ValueError) as error:  # not there, not permitted, an impossible name
             if isinstance(error, OSError):
-                refuse_outage(error, path)
+                raise_if_outage(error, path)
             return "unreadable", 0, 0
         if not stat.S_ISREG(status.st_mode):
             return "not_a_file", 0, 0

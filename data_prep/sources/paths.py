@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_prep.sources.outages import Interrupted, changed_source
+from data_prep.sources.outages import Interrupted, changed_source_error
 from data_prep.sources.protocol import Container, Input, Watched
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.distributed.atomic_files import blake3_of_file
@@ -59,7 +59,7 @@ def find_split_roots(settings: SourceSettings, *, may_be_file: bool) -> list[Spl
     places, errors = [], []
     for split, path in (settings.splits or {"train": "."}).items():
         where = f"source.splits.{split}" if settings.splits else "source.path"
-        problem = _place_problem(top, path, may_be_file=may_be_file)
+        problem = _split_root_problem(top, path, may_be_file=may_be_file)
         if problem:
             errors.append(UserError(problem, where=where))
         places.append(SplitRoot(split, "" if os.path.normpath(path) == "." else path, where))
@@ -73,7 +73,7 @@ def _normal(path: str) -> str:
     return os.path.normpath(path) if path else ""
 
 
-def _place_problem(top: Path, path: str, *, may_be_file: bool) -> str | None:
+def _split_root_problem(top: Path, path: str, *, may_be_file: bool) -> str | None:
     place = top / path
     if not (place.is_dir() or (may_be_file and place.is_file())):
         return f"{str(place)!r}: no such {'file or folder' if may_be_file else 'folder'}"
@@ -124,7 +124,7 @@ def is_hidden(path: str) -> bool:
     )
 
 
-def tidy(name: str) -> str:
+def normalized_name(name: str) -> str:
     """A member's name without `./`, `//` and a slash at either end."""
     if "./" not in name and "//" not in name and name[:1] != "/" and name[-1:] not in ("/", "."):
         return name
@@ -139,14 +139,14 @@ def link_reason(path: str, *, real_root: str, real_folders: Sequence[str]) -> st
     target = os.path.realpath(path)
     if not os.path.exists(path):
         return "link_broken"  # also links that form a ring
-    if not lies_in(target, real_root):
+    if not is_inside(target, real_root):
         return "link_outside"
-    if os.path.isdir(target) and any(lies_in(folder, target) for folder in real_folders):
+    if os.path.isdir(target) and any(is_inside(folder, target) for folder in real_folders):
         return "link_loop"
     return None
 
 
-def lies_in(path: str, folder: str) -> bool:
+def is_inside(path: str, folder: str) -> bool:
     """Whether one resolved path is another or lies below it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
@@ -156,7 +156,7 @@ def stat_entry(entry: os.DirEntry[str], path: str) -> os.stat_result:
     try:
         return entry.stat()
     except FileNotFoundError:
-        raise changed_source(path) from None
+        raise changed_source_error(path) from None
 
 
 def stat_watched(root: Path, path: str) -> os.stat_result:
@@ -164,7 +164,7 @@ def stat_watched(root: Path, path: str) -> os.stat_result:
     try:
         return os.stat(root / path)
     except FileNotFoundError:
-        raise changed_source(path) from None
+        raise changed_source_error(path) from None
 
 
 @contextmanager
@@ -187,7 +187,7 @@ def file_reason(name: str, mode: int, *, hidden: bool) -> str | None:
 
 
 Entries = AbstractContextManager[Iterator[os.DirEntry[str]]]
-IsListedApart = Callable[[os.DirEntry[str]], bool]
+IsContainer = Callable[[os.DirEntry[str]], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +201,7 @@ class _Folder:
 
 
 def walk_folder(
-    root: Path, container: Container, *, is_listed_apart: IsListedApart
+    root: Path, container: Container, *, is_container: IsContainer
 ) -> Iterator[Input | Watched]:
     """One class folder with all below it; without a class, what lies beside the other containers.
 
@@ -238,7 +238,7 @@ def walk_folder(
                     real_folders = real_folders or (os.path.realpath(full), *link_folders)
                     reason = link_reason(entry.path, real_root=real_root, real_folders=real_folders)
                     link_folders = real_folders
-                if beside_others and reason is None and not hidden and is_listed_apart(entry):
+                if beside_others and reason is None and not hidden and is_container(entry):
                     continue
                 if reason is None and entry.is_dir():
                     stack.append(_Folder(path, link_folders, hidden))
@@ -263,4 +263,4 @@ def _open_folder(full: str, path: str) -> tuple[int, Entries | None]:
     except PermissionError:
         return 0, None
     except (FileNotFoundError, NotADirectoryError):
-        raise changed_source(path) from None
+        raise changed_source_error(path) from None

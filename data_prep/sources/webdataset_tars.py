@@ -16,7 +16,7 @@ from pathlib import Path
 
 from data_prep.sources.class_tars import MAX_MEMBERS, compressed_tar_error, tar_row
 from data_prep.sources.file_lists import FileList
-from data_prep.sources.outages import refuse_outage
+from data_prep.sources.outages import raise_if_outage
 from data_prep.sources.paths import is_hidden, is_tar_name, opened, stat_watched
 from data_prep.sources.protocol import Container, Input, Spool, Watched, means_no_label
 from data_prep.sources.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
@@ -107,12 +107,12 @@ class WebdatasetTars:
         except TarDefect:
             pass
         except OSError as error:
-            refuse_outage(error, path)
+            raise_if_outage(error, path)
             reason = "unreadable"
         yield tar_row(container, reason, num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
 
 
-def split_name(name: str) -> tuple[str, str] | None:
+def split_member_name(name: str) -> tuple[str, str] | None:
     """(key, suffix in lower case) as webdataset has them; None for a member it passes over.
 
     The key is everything before the first dot of the last part of the name, with its folder.
@@ -138,9 +138,9 @@ def _sample_rows(
             break
         if member.kind == "folder":
             continue
-        parts = split_name(member.name) if member.kind == "file" else None
+        parts = split_member_name(member.name) if member.kind == "file" else None
         if parts is None or is_hidden(member.name):
-            yield _stray(container, member)
+            yield _row_without_sample(container, member)
             continue
         key, suffix = parts
         if sample is not None and key != sample.key:
@@ -149,7 +149,7 @@ def _sample_rows(
         sample = sample or _Sample(key, member)
         if suffix in sample.suffixes or (suffix in IMAGE_SUFFIXES and sample.image is not None):
             other = sample.image or sample.first
-            path = _place_both(container, member, other.offset)
+            path = _path_with_offsets(container, member, other.offset)
             yield _row(container, member, path=path, key=key, reason="duplicate_key")
             continue
         sample.suffixes.add(suffix)
@@ -187,7 +187,7 @@ def _judge(
     if before is not None:
         both = sample.parts & before & HAS_IMAGE
         seen[code] = before | sample.parts
-        path = _place_both(container, member, before >> 2)
+        path = _path_with_offsets(container, member, before >> 2)
         reason = "duplicate_key" if both else "split_sample"
         return _row(container, member, path=path, key=sample.key, reason=reason)
     seen[code] = member.offset << 2 | sample.parts
@@ -229,7 +229,7 @@ def _is_text(value: str) -> bool:
     return not any("\ud800" <= sign <= "\udfff" for sign in value)
 
 
-def _stray(container: Container, member: TarMember) -> Input:
+def _row_without_sample(container: Container, member: TarMember) -> Input:
     """A member that belongs to no sample; its place tells it from others of its name."""
     path = f"{container.path}/{member.name} (byte {member.offset})"
     reason = "hidden" if is_hidden(member.name) else "other_name"
@@ -238,7 +238,7 @@ def _stray(container: Container, member: TarMember) -> Input:
     return _row(container, member, path=path, key=member.name, reason=reason)
 
 
-def _place_both(container: Container, member: TarMember, first: int) -> str:
+def _path_with_offsets(container: Container, member: TarMember, first: int) -> str:
     return f"{container.path}/{member.name} (bytes {first} and {member.offset})"
 
 

@@ -11,6 +11,9 @@ from pydantic import Field
 from vitscale.config.section import Run, Section
 from vitscale.runs.launching import LaunchSettings, launch_problems
 
+# The keys of SOURCES in data_prep/sources/registry.py, which this layer cannot import. A test
+# compares the two.
+SourceKind = Literal["image_folder", "class_tars", "webdataset", "parquet", "path_table"]
 ImageFormat = Literal["jpeg", "png", "webp"]
 # A tar header has 100 bytes for SPLIT-KEY.webp, of which SPLIT and KEY may take 94.
 MAX_SPLIT_LENGTH = 24
@@ -29,9 +32,7 @@ def can_name_split(name: str) -> bool:
 
 
 class SourceSettings(Section):
-    kind: Literal["image_folder", "class_tars", "webdataset", "parquet", "path_table"] = (
-        "image_folder"
-    )
+    kind: SourceKind = "image_folder"
     path: str
     """image_folder: folder with one sub-folder per class. class_tars: folder of tars, or one tar of
     tars, one inner tar per class, as ImageNet-21k comes. webdataset: folder of tars with images and
@@ -125,7 +126,7 @@ class DataPrepRun(Run):
     launch: LaunchSettings = LaunchSettings()
 
     @property
-    def surveys(self) -> bool:
+    def needs_survey(self) -> bool:
         """Whether every image has to be seen before the first one can be written."""
         s = self.selection
         return bool(

@@ -14,13 +14,13 @@ from data_prep.duplicates.descriptors import (
     DESCRIPTOR,
     MIN_CONTRAST,
     SIDE_PX,
-    describe,
-    describe_many,
-    describe_pictures,
+    are_duplicates,
     equal_keys,
     has_contrast,
-    looks_like,
-    near,
+    hashes_near,
+    image_descriptor,
+    image_descriptors,
+    picture_descriptors,
 )
 
 NUM_IMAGES = 240
@@ -65,7 +65,7 @@ def images() -> list[Image.Image]:
 
 @cache
 def originals() -> np.ndarray:
-    return describe_many([encoded(image) for image in images()])
+    return image_descriptors([encoded(image) for image in images()])
 
 
 def scaled(image: Image.Image, width: float, height: float) -> Image.Image:
@@ -84,26 +84,26 @@ COPIES = {
 
 @pytest.mark.parametrize("kind", COPIES)
 def test_copies_are_caught(kind: str) -> None:
-    copies = describe_many([COPIES[kind](image) for image in images()])
-    caught = looks_like(originals(), copies)
+    copies = image_descriptors([COPIES[kind](image) for image in images()])
+    caught = are_duplicates(originals(), copies)
     assert caught.mean() >= 0.99
-    assert np.array_equal(looks_like(copies, originals()), caught)
+    assert np.array_equal(are_duplicates(copies, originals()), caught)
 
 
 def test_different_pictures_are_not_taken_for_copies() -> None:
     first, second = np.triu_indices(NUM_IMAGES, 1)
-    assert not looks_like(originals()[first], originals()[second]).any()
+    assert not are_duplicates(originals()[first], originals()[second]).any()
 
 
 def test_cropped_pictures_are_other_pictures() -> None:
     """Out of reach of this comparison; docs/duplicates.md says so."""
     copies = [encoded(image.crop((20, 20, image.width, image.height))) for image in images()]
-    assert looks_like(originals(), describe_many(copies)).mean() < 0.5
+    assert are_duplicates(originals(), image_descriptors(copies)).mean() < 0.5
 
 
 def test_a_mirrored_picture_has_the_hashes_exchanged() -> None:
     pictures = np.random.default_rng(0).integers(0, 256, (50, SIDE_PX, SIDE_PX), dtype=np.uint8)
-    direct, mirrored = describe_pictures(pictures), describe_pictures(pictures[:, :, ::-1])
+    direct, mirrored = picture_descriptors(pictures), picture_descriptors(pictures[:, :, ::-1])
     assert np.array_equal(direct["phash"], mirrored["mirrored"])
     assert np.array_equal(direct["mirrored"], mirrored["phash"])
 
@@ -114,10 +114,10 @@ def test_blank_pictures_match_nothing() -> None:
     noise = np.random.default_rng(0).integers(-3, 4, (50, 60, 3)) + 128
     contents = [encoded(image, "JPEG", quality=50) for image in blank]
     contents.append(encoded(Image.fromarray(noise.astype(np.uint8)), "JPEG", quality=30))
-    found = describe_many(contents)
+    found = image_descriptors(contents)
     assert not has_contrast(found).any()
     first, second = np.indices((len(found), len(found))).reshape(2, -1)
-    assert not looks_like(found[first], found[second]).any()
+    assert not are_duplicates(found[first], found[second]).any()
 
 
 def test_contrast_is_a_deviation_in_grey_values() -> None:
@@ -125,13 +125,13 @@ def test_contrast_is_a_deviation_in_grey_values() -> None:
     # Half the picture brighter by d: deviation d/2, of which the lowest frequencies hold most.
     halves[0, :, SIDE_PX // 2 :] = round(2 * MIN_CONTRAST) - 2
     halves[1, :, SIDE_PX // 2 :] = round(2 * MIN_CONTRAST) + 2
-    assert has_contrast(describe_pictures(halves)).tolist() == [False, True]
+    assert has_contrast(picture_descriptors(halves)).tolist() == [False, True]
 
 
 def test_the_strongest_pictures_fit_their_fields() -> None:
     waves = np.cos(np.pi * np.arange(1, 9)[:, None] * (2 * np.arange(SIDE_PX) + 1) / (2 * SIDE_PX))
     stripes = (np.broadcast_to(waves[:, None], (8, SIDE_PX, SIDE_PX)) > 0) * np.uint8(255)
-    coefficients = describe_pictures(stripes)["coefficients"].astype(int)
+    coefficients = picture_descriptors(stripes)["coefficients"].astype(int)
     strongest = coefficients[np.arange(8), np.abs(coefficients).argmax(axis=1)]
     assert (strongest > 25_000).all()
 
@@ -154,8 +154,8 @@ def test_orientation_is_undone(orientation: int) -> None:
     content = encoded(turned[orientation], "JPEG", quality=95, exif=exif)
     with Image.open(io.BytesIO(content)) as image:
         assert np.array(ImageOps.exif_transpose(image)).shape[:2] == np.array(upright).shape[:2]
-    found = describe(content)
-    expected = describe(encoded(upright, "JPEG", quality=95))
+    found = image_descriptor(content)
+    expected = image_descriptor(encoded(upright, "JPEG", quality=95))
     assert np.bitwise_xor(found["phash"], expected["phash"]).item().bit_count() <= 4
 
 
@@ -167,8 +167,8 @@ def test_every_kind_of_pixels_is_described(mode: str) -> None:
     else:
         image = picture.convert(mode)
     content = encoded(image, "JPEG", quality=95) if mode == "CMYK" else encoded(image)
-    plain = describe_many([encoded(image.convert("L")) if mode == "1" else encoded(picture)])
-    assert looks_like(describe_many([content]), plain).all()
+    plain = image_descriptors([encoded(image.convert("L")) if mode == "1" else encoded(picture)])
+    assert are_duplicates(image_descriptors([content]), plain).all()
 
 
 def test_what_is_transparent_shows_white() -> None:
@@ -176,20 +176,20 @@ def test_what_is_transparent_shows_white() -> None:
     box = (0, 0, hidden.width, hidden.height // 2)
     over_white.paste((255, 255, 255, 255), box)
     hidden.paste((0, 0, 0, 0), box)
-    found = describe_many([encoded(hidden), encoded(over_white.convert("RGB"))])
+    found = image_descriptors([encoded(hidden), encoded(over_white.convert("RGB"))])
     assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("content", [b"", b"no image", encoded(drawn(0))[:500]])
 def test_what_cannot_be_decoded_is_blank(content: bytes) -> None:
-    assert describe(content) == np.zeros(1, DESCRIPTOR)[0]
+    assert image_descriptor(content) == np.zeros(1, DESCRIPTOR)[0]
 
 
 def test_near_counts_bits() -> None:
     values = np.random.default_rng(0).integers(0, 2**64, (2, 500), dtype=np.uint64)
     values[1, :250] = values[0, :250] ^ (values[1, :250] & np.uint64(0xF0F0F00000000007))
     expected = [(a ^ b).bit_count() <= 12 for a, b in zip(*values.tolist(), strict=True)]
-    assert near(values[0], values[1]).tolist() == expected
+    assert hashes_near(values[0], values[1]).tolist() == expected
     assert 0 < sum(expected) < 500
 
 

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image, ImageOps
 
 from data_prep.duplicates import evaluation_sets
-from data_prep.duplicates.descriptors import describe_many, looks_like
+from data_prep.duplicates.descriptors import are_duplicates, image_descriptors
 from data_prep.duplicates.evaluation_sets import (
     EvaluationIndex,
     build_evaluation_index,
@@ -78,7 +78,7 @@ def test_copies_of_folder_and_shard_images_are_found_and_named(tmp_path: Path) -
     shards = write_shards(tmp_path / "shards", range(30, 50))
     index = built(tmp_path, images, shards)
     assert len(index.names) == 50
-    found = index.match(describe_many([copy_of(seed) for seed in range(100)]))
+    found = index.match(image_descriptors([copy_of(seed) for seed in range(100)]))
     assert (found[50:] == -1).all()
     names = [index.names[position] for position in found[:50]]
     assert names[:30] == [str(images / f"class{s % 2}/deeper/{s:03d}.png") for s in range(30)]
@@ -100,8 +100,10 @@ def test_match_equals_comparing_all_pairs(tmp_path: Path, monkeypatch: pytest.Mo
     for number, content in enumerate(contents[:60]):
         (folder / f"{number:03d}.png").write_bytes(content)
     index = built(tmp_path, folder)
-    queries = describe_many(contents[60:])
-    alike = np.stack([looks_like(queries, index.descriptors[[i]].repeat(60)) for i in range(60)])
+    queries = image_descriptors(contents[60:])
+    alike = np.stack(
+        [are_duplicates(queries, index.descriptors[[i]].repeat(60)) for i in range(60)]
+    )
     expected = np.where(alike.any(axis=0), alike.argmax(axis=0), -1)
     assert 10 < (expected >= 0).sum() < 60
     assert np.array_equal(index.match(queries), expected)
@@ -144,7 +146,7 @@ def test_images_of_formats_that_are_not_decoded_are_named_too(tmp_path: Path) ->
         picture(seed).save(images / f"{seed}.{suffix}", format)
     index = built(tmp_path, images)
     assert index.unreadable == tuple(str(images / f"{4 + i}.{s}") for i, s in enumerate(others))
-    assert (index.match(describe_many([copy_of(seed) for seed in range(8)])) >= 0).sum() == 4
+    assert (index.match(image_descriptors([copy_of(seed) for seed in range(8)])) >= 0).sum() == 4
 
 
 def test_an_index_of_tars_elsewhere_is_read_where_the_tars_lie(tmp_path: Path) -> None:

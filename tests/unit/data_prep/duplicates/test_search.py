@@ -19,9 +19,9 @@ from data_prep.duplicates import search
 from data_prep.duplicates.descriptors import (
     DESCRIPTOR,
     SIDE_PX,
-    describe_pictures,
+    are_duplicates,
     has_contrast,
-    looks_like,
+    picture_descriptors,
 )
 from data_prep.duplicates.partitions import Parts, sorted_rows
 from data_prep.duplicates.search import find_duplicates
@@ -76,7 +76,7 @@ def all_pairs(rows: list[Row], *, similar: bool) -> list[Any]:
         elif similar and has_contrast(described(raw))[0]:
             same = [r for r, _, other in whole[:i] if other == raw]
             others = described(b"".join(other or b"" for _, _, other in whole[:i]))
-            matches = looks_like(others, described(raw).repeat(i)).tolist()
+            matches = are_duplicates(others, described(raw).repeat(i)).tolist()
             alike = [row[0] for row, match in zip(whole[:i], matches, strict=True) if match]
             if same or alike:
                 leaving.append((rank, (same or alike)[0], "similar"))
@@ -110,7 +110,7 @@ def corpora(draw: st.DrawFn) -> list[Row]:
         picture = picture + random_state.integers(-noise, noise + 1, picture.shape)
         if draw(st.booleans()):
             picture = picture[:, ::-1]
-        raw = describe_pictures(picture.clip(0, 255).astype(np.uint8)[None]).tobytes()
+        raw = picture_descriptors(picture.clip(0, 255).astype(np.uint8)[None]).tobytes()
         # A picture saved in one of two ways; equal bytes always show the same picture.
         content = blake3(raw + bytes([draw(st.integers(0, 1))])).digest()
         whole = draw(st.integers(0, 9)) > 0
@@ -134,7 +134,7 @@ def copies(num: int, *, seed: int) -> list[Row]:
     noise = np.random.default_rng(seed).integers(-4, 5, originals.shape)
     noisy = (originals.astype(int) + noise).clip(0, 255).astype(np.uint8)
     originals[2::3] = noisy[1::3][: len(originals[2::3]), :, ::-1]
-    descriptors = describe_pictures(originals)
+    descriptors = picture_descriptors(originals)
     return [(7 * i, i.to_bytes(32, "big"), descriptors[i].tobytes()) for i in range(num)]
 
 
@@ -156,8 +156,8 @@ def test_large_families_are_settled_in_few_comparisons(tmp_path: Path) -> None:
     """A picture saved 600 times, each a little different, beside one saved 600 times alike."""
     both = pictures(2, seed=1).astype(int)
     noise = np.random.default_rng(0).integers(-3, 4, (600, SIDE_PX, SIDE_PX))
-    varied = describe_pictures((both[0] + noise).clip(0, 255).astype(np.uint8))
-    alike = describe_pictures(both[1:].astype(np.uint8).repeat(600, axis=0))
+    varied = picture_descriptors((both[0] + noise).clip(0, 255).astype(np.uint8))
+    alike = picture_descriptors(both[1:].astype(np.uint8).repeat(600, axis=0))
     rows: list[Row] = [
         (rank, rank.to_bytes(32, "big"), descriptor.tobytes())
         for rank, descriptor in enumerate([*varied, *alike])
@@ -169,8 +169,8 @@ def test_large_families_are_settled_in_few_comparisons(tmp_path: Path) -> None:
         compared += len(left)
         return real(left, right, mirrored=mirrored)
 
-    real = search.same_picture
-    with mock.patch.object(search, "same_picture", counting):
+    real = search.pictures_correlate
+    with mock.patch.object(search, "pictures_correlate", counting):
         result = found(rows, tmp_path, similar=True)
     assert result == [(rank, 600 * (rank // 600), "similar") for rank in range(1200) if rank % 600]
     assert compared < 600 * 600 / 8
@@ -179,7 +179,7 @@ def test_large_families_are_settled_in_few_comparisons(tmp_path: Path) -> None:
 def test_candidates_are_tried_until_one_matches(tmp_path: Path) -> None:
     """All linked, but only pictures of one group of seven the same: 0, 7, 14 ..."""
     noise = np.random.default_rng(0).integers(-3, 4, (50, SIDE_PX, SIDE_PX))
-    varied = describe_pictures((pictures(1, seed=2) + noise).clip(0, 255).astype(np.uint8))
+    varied = picture_descriptors((pictures(1, seed=2) + noise).clip(0, 255).astype(np.uint8))
     groups = {descriptor.tobytes(): i % 7 for i, descriptor in enumerate(varied)}
 
     def same_group(left: np.ndarray, right: np.ndarray, *, mirrored: np.ndarray) -> np.ndarray:
@@ -188,7 +188,7 @@ def test_candidates_are_tried_until_one_matches(tmp_path: Path) -> None:
         )
 
     rows: list[Row] = [(i, i.to_bytes(32, "big"), d.tobytes()) for i, d in enumerate(varied)]
-    with mock.patch.object(search, "same_picture", same_group):
+    with mock.patch.object(search, "pictures_correlate", same_group):
         result = found(rows, tmp_path, similar=True)
     assert result == [(i, i % 7, "similar") for i in range(7, 50)]
 

@@ -12,7 +12,7 @@ import pytest
 from data_prep import make_shards
 from data_prep.pipeline.runner import Phase, finishing
 from data_prep.pipeline.workspace import Preparation, at_real_output
-from data_prep.sources.outages import ChangedSource, Interrupted, changed_source
+from data_prep.sources.outages import ChangedSource, Interrupted, changed_source_error
 from tests.support.corpora.image_corpus import contents, corpus
 from tests.support.corpora.preparing import prepare_here, run_of
 from vitscale.config.errors import UserError
@@ -133,7 +133,7 @@ def test_one_believed_dead_gives_no_verdict_on_what_is_finished(tmp_path: Path) 
         if unit == "finished":
             p.output.mkdir()
             (p.output / MANIFEST_NAME).touch()
-        raise changed_source("cat/000.jpg", file="cat/000.jpg")
+        raise changed_source_error("cat/000.jpg", file="cat/000.jpg")
 
     for unit in ("not yet", "finished"):
         phase = Phase(title="late", units=lambda p, unit=unit: [unit], do=finished_by_others)

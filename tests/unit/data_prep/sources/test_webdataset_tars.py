@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.sources.webdataset_tars import WebdatasetTars, split_name
+from data_prep.sources.webdataset_tars import WebdatasetTars, split_member_name
 from tests.support.corpora.listing import list_source, list_watched
 from tests.support.corpora.tars import Members, tar_bytes, write_tars
 from vitscale.config.errors import UserError
@@ -207,7 +207,7 @@ def test_keys_are_those_of_the_webdataset_package(name: str, suffix: str) -> Non
         expected = None
     if text.rpartition("/")[2].startswith("."):
         expected = None  # hidden here, whatever the package makes of it
-    assert split_name(text) == expected
+    assert split_member_name(text) == expected
 
 
 @settings(max_examples=40, deadline=None)
