@@ -26,7 +26,6 @@ try:
 
     from data_prep.indexing.folder import IndexedTars, root_of_tars, tar_listing, write_index_folder
     from data_prep.indexing.tars import TarUnit, index_tar
-    from data_prep.pipeline.progress import progress
     from data_prep.pipeline.workspace import (
         content_config,
         preparation_folder,
@@ -39,6 +38,7 @@ try:
     from vitscale.distributed.atomic_files import commit_folder, write_json
     from vitscale.distributed.processes import ordered_results, workers_for
     from vitscale.runs.data_prep import DataPrepRun
+    from vitscale.tracking.console import item_progress
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -76,7 +76,7 @@ def main() -> None:
         num_bytes = sum(unit.tar_path.stat().st_size for unit in units)
         num_workers = workers_for(num_bytes, num_workers=run.num_workers)
         indexed = IndexedTars()
-        with progress("index tars", total=len(units), unit="tars") as advance:
+        with item_progress("index tars", total=len(units), unit="tars") as advance:
             for unit, result in ordered_results(index_tar, units, num_workers=num_workers):
                 indexed.add(unit, result)
                 advance(1)

@@ -17,12 +17,12 @@ import time
 try:
     from pathlib import Path
 
-    from data_prep.pipeline.progress import progress
     from data_prep.verification.checks import Finding, check_folder
     from data_prep.verification.report import write_report
     from vitscale.config.errors import EXIT_BAD_INPUT, UserError, run_script
     from vitscale.data.index import Manifest, read_manifest
     from vitscale.distributed.processes import num_cores
+    from vitscale.tracking.console import item_progress
 except ModuleNotFoundError as error:
     print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -56,7 +56,7 @@ def main() -> None:
     folder = Path(arguments.shards)
     manifest = read_manifest(folder)
     start = time.monotonic()
-    with progress("verify", total=num_samples(manifest)) as advance:
+    with item_progress("verify", total=num_samples(manifest)) as advance:
         findings = check_folder(
             folder, manifest=manifest, num_workers=arguments.num_workers, advance=advance
         )

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from data_prep.pipeline import finishing, listing, planning, selection, shard_writing
-from data_prep.pipeline.progress import Elapsed, Progress
 from data_prep.pipeline.row_tables import leave_pandas_out
 from data_prep.pipeline.work_units import WorkFolder, aborted_error
 from data_prep.pipeline.workspace import Preparation, is_finished, preparation_folder
@@ -39,6 +38,7 @@ from data_prep.sources.protocol import SpoolError
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.distributed.processes import num_cores
 from vitscale.runs.data_prep import DataPrepRun
+from vitscale.tracking.console import ElapsedProgress, ItemProgress
 
 UPDATE_S = 0.5
 # Of each worker: the phase, rows done in its unit, whether it has one.
@@ -239,7 +239,7 @@ class PhaseProgress:
         self._weights: dict[str, int] = {}
         self._done: set[str] = set()
         self._rows = 0
-        self._line: Progress | Elapsed | None = None
+        self._line: ItemProgress | ElapsedProgress | None = None
 
     def update(self) -> None:
         # Workers say what is wrong with storage; progress must not be the first to stumble on it.
@@ -253,7 +253,7 @@ class PhaseProgress:
         if self._line is None:
             return
         under_way = sum(self._counters[1::NUM_COUNTERS])
-        if isinstance(self._line, Progress):
+        if isinstance(self._line, ItemProgress):
             self._line.update(self._look() + under_way)
         else:
             self._line.update(self._note(under_way))
@@ -284,16 +284,16 @@ class PhaseProgress:
         except FileNotFoundError:
             return  # the folder got its name meanwhile
         if phase.weight is None or phase.rows is not None:
-            self._line = Elapsed(phase.title)
+            self._line = ElapsedProgress(phase.title)
         else:
-            self._line = Progress(phase.title, total=sum(self._weights.values()))
+            self._line = ItemProgress(phase.title, total=sum(self._weights.values()))
 
     def close(self) -> None:
         with suppress(OSError):
             self._close()
 
     def _close(self) -> None:
-        if isinstance(self._line, Elapsed):
+        if isinstance(self._line, ElapsedProgress):
             self._line.close(self._note(under_way=0))
         elif self._line is not None:
             self._line.close()

@@ -7,18 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.pipeline import progress as progress_line
 from data_prep.pipeline.runner import PHASES, PhaseProgress, listing
 from data_prep.pipeline.workspace import Preparation
 from tests.support.corpora.image_corpus import corpus
 from tests.support.corpora.preparing import prepare_here, run_of
+from vitscale.tracking import console
 
 TITLES = [phase.title for phase in PHASES]
 
 
 @pytest.fixture(autouse=True)
 def every_update_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress_line, "PLAIN_INTERVAL_S", 0.0)
+    monkeypatch.setattr(console, "PLAIN_INTERVAL_S", 0.0)
 
 
 def test_listing_tells_containers_and_inputs_also_inside_a_unit(
@@ -54,8 +54,8 @@ def test_a_step_without_a_known_end_tells_its_time(
 def test_short_steps_say_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress_line, "PLAIN_INTERVAL_S", 5.0)
-    line = progress_line.Elapsed("find duplicates")
+    monkeypatch.setattr(console, "PLAIN_INTERVAL_S", 5.0)
+    line = console.ElapsedProgress("find duplicates")
     line.update()
     line.close()
     assert capsys.readouterr().out == ""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
-from vitscale.tracking.console import ProgressLine, format_duration, plain_line
+from vitscale.tracking import console
+from vitscale.tracking.console import (
+    ElapsedProgress,
+    ProgressLine,
+    format_duration,
+    item_progress,
+    plain_line,
+)
 
 
 def test_plain_line_keeps_its_format() -> None:
@@ -47,3 +56,33 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
         progress.message("hello")
         progress.update(1, loss=1.0, lr=1e-3, images_per_s=5.0)
     assert capsys.readouterr().out == "" and not list(tmp_path.iterdir())
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_terminals_get_a_live_line_with_the_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "150")
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    with ProgressLine.open(
+        folder=tmp_path, total_steps=20, title="vit", is_writer=True
+    ) as progress:
+        progress.message("reading 3 shards")
+        progress.update(10, loss=1.25, lr=1e-3, images_per_s=5.0)
+    with item_progress("verify", total=9, unit="tars") as advance:
+        advance(4)
+    monkeypatch.setattr(console, "SHORT_S", 0.0)
+    elapsed = ElapsedProgress("find duplicates")
+    elapsed.update("3 pairs")
+    elapsed.close("4 pairs")
+    shown = terminal.getvalue()
+    for text in ("reading 3 shards", "10/20", "loss 1.2500", "verify", "4/9", "0 tars/s"):
+        assert text in shown
+    assert "find duplicates 4 pairs, 0 s" in shown
+    log = (tmp_path / "logs/rank0.log").read_text().splitlines()
+    assert log[0] == "reading 3 shards" and log[1].startswith("step 10/20 loss 1.2500")
