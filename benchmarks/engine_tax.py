@@ -146,11 +146,12 @@ def measure_on_rank(options: argparse.Namespace) -> None:
     from benchmarks.training.steps import BareLoop, EngineLoop, Task, random_batches
     from vitscale.engine.settings import EngineSettings
     from vitscale.models.settings import ModelSettings
-    from vitscale.training.session import open_training
+    from vitscale.training.session import open_session
+    from vitscale.training.supervised import Supervised
 
     size = chosen_size(options)
     run = endless_run(size, options)
-    with open_training(run) as t:
+    with open_session(run, Supervised(run.objective)) as t:
         import torch
 
         world = t.world
@@ -189,13 +190,13 @@ def measure_on_rank(options: argparse.Namespace) -> None:
 
 def endless_run(size: dict[str, Any], options: argparse.Namespace) -> Any:
     """A run that never ends by itself, saves or evaluates."""
+    from pretrain.run import PretrainRun
     from vitscale.checkpoint.settings import CheckpointSettings
     from vitscale.data.settings import DataSettings
     from vitscale.engine.settings import EngineSettings
     from vitscale.models.settings import ModelSettings
     from vitscale.optim.schedules import ScheduleSettings
     from vitscale.optim.settings import OptimSettings
-    from vitscale.runs.pretrain import PretrainRun
     from vitscale.tracking.settings import TrackingSettings
 
     work = options.rank_of
@@ -234,34 +235,15 @@ def synthetic(pool: list[Any]) -> Iterator[Any]:
             yield Batch(images, labels, torch.ones(len(labels)))
 
 
-def main_step(t: Any, step: int) -> Any:
-    """The body of the loop of pretrain/main.py, without evaluation, checkpoint and stopping."""
-    from pretrain.objectives.supervised import supervised_loss
-    from vitscale.optim.schedules import learning_rate
-    from vitscale.training.session import seed_step
+def main_step(session: Any, step: int) -> Any:
+    """The body of the loop of pretrain/main.py."""
+    from vitscale.training.loop import learning_rate_at
 
-    lr = learning_rate(
-        step,
-        peak=t.run.optim.lr,
-        final=t.run.schedule.final_lr,
-        warmup_steps=t.plan.warmup_steps,
-        total_steps=t.plan.total_steps,
-        decay=t.run.schedule.decay,
-        rsqrt_timescale=t.run.schedule.rsqrt_timescale,
-        cooldown_steps=t.plan.cooldown_steps,
-        cooldown_shape=t.run.schedule.cooldown_shape,
-    )
-    t.engine.set_learning_rate(lr)
-    for micro_step in range(t.plan.accumulation):
-        batch = t.next_batch()
-        seed_step(t.run.seed, step=step, micro_step=micro_step, rank=t.world.rank)
-        loss = supervised_loss(t.engine, batch, t.run.objective)
-        t.engine.backward(loss)
-        t.engine.step()
-        t.meter.add_loss(loss)
-    t.progress.advance(step + 1)
-    if t.log_due(step + 1):
-        t.log_interval(step + 1, lr=lr)
+    session.engine.set_learning_rate(learning_rate_at(step, run=session.run, plan=session.plan))
+    for batch in session.micro_batches(step):
+        loss = session.objective.loss(session.engine, batch)
+        session.update(loss)
+    session.end_step(step)
     return loss.detach()
 
 

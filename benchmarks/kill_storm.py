@@ -55,7 +55,7 @@ SETTINGS = (
     *("data.augment.randaugment.magnitude=10", "data.mixing.mixup_alpha=0.8"),
     # Saves, log lines and evaluations fall on different steps.
     *(f"checkpoint.every_steps={INTERVAL}", "tracking.log_every_steps=5"),
-    *("tracking.eval_every_steps=25", "tracking.uri=null"),
+    *("evaluate=[{name: classification, every_steps: 25}]", "tracking.uri=null"),
 )
 VARIANTS = {
     "ZeRO 1": ("engine.zero_stage=1", "data.num_workers=1"),

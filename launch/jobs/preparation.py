@@ -13,15 +13,15 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from finetune.run import FinetuneRun
 from launch.jobs.job import StageJob, stage_job
+from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import run_to_yaml
 from vitscale.config.section import Run
 from vitscale.distributed.atomic_files import write_text
 from vitscale.runs.data_prep import DataPrepRun
-from vitscale.runs.finetune import FinetuneRun
 from vitscale.runs.launching import LaunchSettings
-from vitscale.runs.pretrain import PretrainRun
 from vitscale.runs.training import TrainingRun
 
 RUN_TYPES: dict[str, type[Run]] = {

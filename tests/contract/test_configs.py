@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from finetune.run import FinetuneRun
+from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
 from vitscale.config.loader import DEFAULT, load_run, load_run_file, run_to_yaml
 from vitscale.config.section import Run
 from vitscale.runs.data_prep import DataPrepRun
-from vitscale.runs.finetune import FinetuneRun
-from vitscale.runs.pretrain import PretrainRun
 
 RUN_TYPES: dict[str, type[Run]] = {
     "data_prep": DataPrepRun,

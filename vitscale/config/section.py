@@ -6,10 +6,10 @@ Leaves out: reading files and reporting (`loader`), and the sections (beside the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal, get_args, get_origin
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from vitscale.config.schema import NAME, groups_in
 
@@ -53,3 +53,24 @@ class Run(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (dotted key, what is wrong and what to do); every one is reported."""
         yield from ()
+
+
+class NamedSection(Section):
+    """Settings of one entry of a registry, chosen by `name`. Concrete types narrow `name`."""
+
+    name: str
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        """Yield (dotted key, what is wrong and what to do), as `Run.problems`."""
+        yield from ()
+
+
+def choice_of(registry: Mapping[str, Any]) -> Any:
+    """The field type "settings of one entry of `registry`", chosen by `name`.
+
+    Each entry has its settings type in `Settings`, whose `name` is the entry's key.
+    """
+    types = tuple(entry.Settings for entry in registry.values())
+    if len(types) == 1:
+        return types[0]
+    return Annotated[Union[types], Field(discriminator="name")]  # noqa: UP007  # made at run time

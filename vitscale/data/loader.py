@@ -225,22 +225,23 @@ def evaluation_batches(
     world_size: int,
     micro_batch: int,
     pin_memory: bool,
+    samples: np.ndarray | None = None,
 ) -> Generator[Batch, None, None]:
     """Every sample once over all ranks; all ranks get equally many batches (ZeRO-3 needs that).
 
-    Missing samples of the last batches are padding with weight 0.
+    samples: numbers of the samples to take, at least one; None: all.
+    The last batches are filled up with padding of weight 0.
     """
+    chosen = np.arange(index.num_samples) if samples is None else samples
     stride = world_size * micro_batch
-    num_batches = -(-index.num_samples // stride)
+    num_batches = -(-len(chosen) // stride)
     own = np.arange(num_batches * stride).reshape(num_batches, world_size, micro_batch)[:, rank]
-    positions = np.minimum(own, index.num_samples - 1).tolist()
-    samples = EvaluationSamples(index, settings=settings, image_size=image_size)
-    loader = _loader(
-        samples, positions, batch=micro_batch, settings=settings, pin_memory=pin_memory
-    )
+    positions = chosen[np.minimum(own, len(chosen) - 1)].tolist()
+    reader = EvaluationSamples(index, settings=settings, image_size=image_size)
+    loader = _loader(reader, positions, batch=micro_batch, settings=settings, pin_memory=pin_memory)
     with open_loader(loader) as batches:
         for batch, stored in zip(batches, own, strict=True):
-            weights = torch.from_numpy((stored < index.num_samples).astype(np.float32))
+            weights = torch.from_numpy((stored < len(chosen)).astype(np.float32))
             yield Batch(batch.images, batch.labels, weights)
 
 

@@ -1,40 +1,35 @@
-"""Evaluations of a model on a split.
-
-Owns: top-1 over exactly the split's samples, on any number of ranks.
-Leaves out: when to evaluate (the loops).
-"""
+"""Top-1 accuracy and softmax loss over exactly the split's samples."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Literal
 
-import torch
-import torch.nn.functional as F
-
-from vitscale.data.loader import Batch
-from vitscale.distributed.world import sum_over_ranks
-from vitscale.engine.engine import Engine
+from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase, Subject
 
 
-@torch.no_grad()
-def evaluate(
-    engine: Engine, batches: Iterable[Batch], *, num_samples: int, prefix: str = "val/"
-) -> dict[str, float]:
-    """Top-1 accuracy and softmax loss, each a mean over `num_samples` images. Collective.
+class ClassificationSettings(EvaluationSettingsBase):
+    name: Literal["classification"] = "classification"
+    """Metrics: val/top1, val/loss."""
 
-    Every rank passes equally many batches; padding has weight 0. Figures: PREFIXtop1, PREFIXloss.
-    """
-    engine.eval()
-    device = engine.world.device
-    totals = torch.zeros(3, dtype=torch.float64, device=device)  # correct, loss, samples
-    for cpu_batch in batches:
-        batch = cpu_batch.to(device)
-        logits_BC = engine.logits(batch.images).float()
-        correct_B = (logits_BC.argmax(dim=1) == batch.labels).float()
-        loss_B = F.cross_entropy(logits_BC, batch.labels, reduction="none")
-        rows = torch.stack([correct_B, loss_B, torch.ones_like(loss_B)])
-        totals += (rows * batch.weights).double().sum(dim=1)
-    engine.train()
-    correct, loss, samples = sum_over_ranks(totals).tolist()
-    assert samples == num_samples, f"evaluated {samples} of {num_samples} samples"
-    return {f"{prefix}top1": correct / samples, f"{prefix}loss": loss / samples}
+
+class Classification(Evaluation):
+    Settings = ClassificationSettings
+    needs = "logits"
+
+    def metrics(self, subject: Subject) -> dict[str, float]:
+        import torch
+        import torch.nn.functional as F
+
+        from vitscale.distributed.world import sum_over_ranks
+
+        device = subject.engine.world.device
+        totals = torch.zeros(3, dtype=torch.float64, device=device)  # correct, loss, samples
+        for logits_BC, labels_B, weights_B in subject.outputs(subject.val, self.needs):
+            correct_B = (logits_BC.argmax(dim=1) == labels_B).float()
+            loss_B = F.cross_entropy(logits_BC, labels_B, reduction="none")
+            rows = torch.stack([correct_B, loss_B, torch.ones_like(loss_B)])
+            totals += (rows * weights_B).double().sum(dim=1)
+        correct, loss, samples = sum_over_ranks(totals).tolist()
+        num_samples = subject.val.num_samples
+        assert samples == num_samples, f"evaluated {samples} of {num_samples} samples"
+        return {"top1": correct / samples, "loss": loss / samples}

@@ -1,4 +1,4 @@
-"""Settings of the `objective` and `optim` groups, and which of them go together. Needs no torch."""
+"""Settings of the `optim` group, and which of them go together. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,13 +8,6 @@ from typing import Literal
 from pydantic import Field
 
 from vitscale.config.section import Section
-
-
-class ObjectiveSettings(Section):
-    loss: Literal["softmax", "sigmoid"] = "softmax"
-    """sigmoid: binary cross-entropy SUMMED over classes, averaged over the batch (ViT on 21k)."""
-    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    """softmax only."""
 
 
 class EmaSettings(Section):

@@ -19,6 +19,8 @@ from vitscale.config.errors import UserError
 from vitscale.config.section import Run
 from vitscale.data.settings import DataSettings, augment_problems, remote_problems
 from vitscale.engine.settings import EngineSettings, raw_problems
+from vitscale.evaluation.classification import ClassificationSettings
+from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.models.settings import ModelSettings, model_problems
 from vitscale.optim.schedules import (
     ScheduleSettings,
@@ -26,7 +28,7 @@ from vitscale.optim.schedules import (
     schedule_problems,
     warmup_steps,
 )
-from vitscale.optim.settings import ObjectiveSettings, OptimSettings, optim_problems
+from vitscale.optim.settings import OptimSettings, optim_problems
 from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.tracking.run_facts import absolute_uri
 from vitscale.tracking.settings import TrackingSettings
@@ -44,11 +46,14 @@ class TrainingRun(Run):
     seed: int = Field(default=0, ge=0)
     data: DataSettings
     model: ModelSettings
-    objective: ObjectiveSettings = ObjectiveSettings()
     optim: OptimSettings
     schedule: ScheduleSettings
     engine: EngineSettings = EngineSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+    evaluate: tuple[EvaluationSettings, ...] = Field(
+        default=(ClassificationSettings(),), strict=False
+    )
+    """Evaluations of `data.val_split`; all of them run after the last step too. Empty: none."""
     tracking: TrackingSettings = TrackingSettings()
     launch: LaunchSettings = LaunchSettings()
     deepspeed: dict[str, Any] = {}
@@ -95,8 +100,6 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
         yield ("data.mixture", "shares of 0.999 or more together leave nothing for data.path")
     if min(data.std) <= 0:
         yield ("data.std", f"{data.std} must be positive")
-    if run.objective.label_smoothing and run.objective.loss != "softmax":
-        yield ("objective.label_smoothing", "has no effect on the sigmoid loss; set it to 0")
     if engine.compile is True and engine.zero_stage == 3:
         yield ("engine.compile", "ZeRO 3's hooks break blocks apart; use auto, or zero_stage<=2")
     if engine.precision in ("bf16", "fp16") and engine.device == "cpu":
@@ -109,6 +112,9 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
         yield ("engine.offload_optimizer", f"{what}; set engine.zero_stage to 1, 2 or 3")
     if engine.offload_optimizer and run.optim.name == "lamb":
         yield ("engine.offload_optimizer", "lamb runs under ZeRO 0 only, which cannot offload")
+    names = [evaluation.name for evaluation in run.evaluate]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
     if run.tracking.uri is not None:
         try:
             absolute_uri(run.tracking.uri)
@@ -120,7 +126,7 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPlan:
-    """Values derived from a run, a number of ranks and a number of samples; never written back."""
+    """Values derived from a run, the world size and the number of samples; never written back."""
 
     world_size: int
     global_batch: int
@@ -142,10 +148,8 @@ class TrainingPlan:
 def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> TrainingPlan:
     """Derive micro-batch, accumulation and steps.
 
-    The micro-batch is the largest that fits `engine.max_micro_batch` and divides the ranks' share,
-    so a changed number of GPUs keeps the optimisation identical. With mixing it is even.
-    Raises UserError when the ranks do not divide the global batch, no micro-batch is even though
-    images are mixed two by two, or the warm-up eats the run.
+    The micro-batch is the largest divisor of a rank's share within `engine.max_micro_batch`, even
+    with mixing. Raises UserError when there is none, or the steps do not fit the schedule.
     """
     batch = run.data.global_batch
     if batch % world_size:
@@ -159,12 +163,11 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
         )
     share = batch // world_size
     largest = min(share, run.engine.max_micro_batch)
-    mixing = run.data.mixing is not None
-    divisors = [size for size in range(1, largest + 1) if share % size == 0]
-    usable = [size for size in divisors if not mixing or size % 2 == 0]
+    step = 1 if run.data.mixing is None else 2
+    usable = [size for size in range(step, largest + 1, step) if share % size == 0]
     if not usable:
         raise UserError(
-            f"mixes neighbours two by two, but no even micro-batch divides the {share} images of "
+            f"mixes neighbours in pairs, but no even micro-batch divides the {share} images of "
             f"each of {world_size} ranks (engine.max_micro_batch={run.engine.max_micro_batch})",
             where="data.mixing",
             allowed=f"data.global_batch: multiples of {2 * world_size}; engine.max_micro_batch: "

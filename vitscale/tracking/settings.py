@@ -13,7 +13,5 @@ class TrackingSettings(Section):
     experiment: str = "vitscale"
     log_every_steps: int = Field(default=50, gt=0)
     """Steps between log lines; metrics are means over these steps."""
-    eval_every_steps: int | None = Field(default=None, gt=0)
-    """Steps between evaluations of `data.val_split`; null: after the last step only."""
     tags: dict[str, str] = {}
     """Extra MLflow tags."""

@@ -1,21 +1,28 @@
-"""What the figures of a run say of its health.
+"""Detect unhealthy training: loss spikes, skipped updates, unreadable samples.
 
-Owns: when a loss counts as a spike, and the names of the samples in a place of training.
-Leaves out: measuring (`speed`), leaving out updates (`engine`), deciding to stop (`training_loop`).
+Leaves out: measuring (`meters`) and skipping updates (`engine.guard`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import torch
+
+from vitscale.config.errors import UserError
 from vitscale.data.index_keys import sample_names
+from vitscale.data.samples import Unreadable
 from vitscale.data.training_set import TrainingSet
+from vitscale.distributed.world import gather_objects, sum_over_ranks
+from vitscale.engine.guard import Health
 from vitscale.runs.training import TrainingPlan
 
+Gather = Callable[[Any], list[Any]]
+UNREADABLE_SHOWN = 10
 NUM_REMEMBERED = 20
 MIN_REMEMBERED = 8
 # A normal deviation is 1.4826 times the median absolute deviation. Eight of them, and at least a
@@ -24,15 +31,20 @@ SPIKE_DEVIATIONS, SPIKE_SHARE = 8 * 1.4826, 0.2
 NAMES_SHOWN = 8
 
 
+def _total(number: int) -> int:
+    """The sum over all ranks."""
+    return int(sum_over_ranks(torch.tensor([float(number)])).item())
+
+
 @dataclass(kw_only=True)
 class LossSpikeDetector:
-    """Compares the loss of a log interval with those before it."""
+    """Compare the loss of a log interval with those before it."""
 
     recent: list[float] = field(default_factory=list)
     num_spikes: int = 0
 
-    def look(self, loss: float) -> str | None:
-        """A sentence when `loss` lies far above the recent ones. Spikes are not remembered."""
+    def update(self, loss: float) -> str | None:
+        """A message when `loss` is far above the recent ones. Spikes do not enter the median."""
         if not math.isfinite(loss):
             return None
         if len(self.recent) >= MIN_REMEMBERED:
@@ -53,6 +65,109 @@ class LossSpikeDetector:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.recent, self.num_spikes = list(state["recent"]), int(state["num_spikes"])
+
+
+@dataclass(kw_only=True)
+class SkippedUpdateMonitor:
+    """Report updates that the guard skipped, and end a run that skips too many in a row."""
+
+    data: TrainingSet
+    plan: TrainingPlan
+    max_in_a_row: int
+    """`engine.max_skipped_steps`"""
+    num_reported: int
+    gather: Gather = gather_objects
+
+    def update(
+        self, health: Health, *, loss_scale: float | None, say: Callable[[str], None]
+    ) -> None:
+        """Name the samples of the last skipped update, if there are new ones. Collective.
+
+        loss_scale: of fp16, None otherwise. Raises UserError after too many in a row, except while
+        fp16 still searches its scale by overflowing.
+        """
+        if health.skipped == self.num_reported or health.last_step is None:
+            return
+        num_new, self.num_reported = health.skipped - self.num_reported, health.skipped
+        gathered = self.gather(health.bad_micro_steps)
+        ranks = {rank: numbers for rank, numbers in enumerate(gathered) if numbers}
+        cause = "the loss" if ranks else "the gradient"
+        where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+        positions = positions_of_step(self.plan, step=health.last_step, micro_steps=ranks)
+        names = names_at(self.data, positions)
+        say(
+            f"{num_new} updates skipped, {health.skipped} since the start, the last at step "
+            f"{health.last_step}: {cause} was not finite{where}; samples {names}"
+        )
+        if loss_scale is not None and loss_scale > 1:
+            return
+        if health.consecutive >= self.max_in_a_row:
+            raise UserError(
+                f"{health.consecutive} updates in a row were skipped, the last at step "
+                f"{health.last_step}: {cause} was not finite{where}\n"
+                f"    samples of that step: {names}",
+                where="engine.max_skipped_steps",
+                next_step="lower optim.lr, lengthen schedule.warmup_steps or set "
+                "optim.clip_norm=1; all checkpoints hold finite weights",
+            )
+
+
+@dataclass(kw_only=True)
+class UnreadableSampleMonitor:
+    """Report samples that were replaced because they could not be read."""
+
+    data: TrainingSet
+    max_fraction: float
+    """`data.max_unreadable_fraction`"""
+    gather: Gather = gather_objects
+    total: Callable[[int], int] = _total
+    num_replaced: int = 0
+    """On all ranks, in this process's lifetime, as of the last `collect`."""
+    _pending: list[Unreadable] = field(default_factory=list)
+    _last: tuple[str, Unreadable] | None = None
+
+    def add(self, unreadable: Iterable[Unreadable]) -> None:
+        """Samples that were replaced on this rank."""
+        self._pending.extend(unreadable)
+
+    def collect(self, step: int) -> list[str]:
+        """Messages about the samples that were replaced on any rank since the last call.
+
+        Collective. Each rank sends and names at most `UNREADABLE_SHOWN` of them.
+        """
+        own, self._pending = self._pending, []
+        num_new = self.total(len(own))
+        if not num_new:
+            return []
+        shown = own[:UNREADABLE_SHOWN]
+        names = sample_names(self.data.parts, [(each.part, each.sample) for each in shown])
+        gathered = self.gather(list(zip(names, shown, strict=True)))
+        lost = [each for found in gathered for each in found][:UNREADABLE_SHOWN]
+        self.num_replaced += num_new
+        self._last = lost[-1]
+        unnamed = num_new - len(lost)
+        more = f"; {unnamed} of the last {num_new} are not named here" if unnamed else ""
+        messages = [
+            f"{each.shard}: sample {name} was replaced: {each.error}" for name, each in lost
+        ]
+        total = f"step {step}: {self.num_replaced} samples replaced since the start{more}"
+        return [*messages, total]
+
+    def check_limit(self, num_seen: int, *, num_samples: int) -> None:
+        """Raise UserError when too many of the samples seen (or of one epoch) were replaced.
+
+        num_seen: samples seen in this process's lifetime; num_samples: those of one epoch.
+        """
+        allowed = self.max_fraction * max(num_seen, num_samples)
+        if self._last is None or self.num_replaced <= allowed:
+            return
+        name, unreadable = self._last
+        raise UserError(
+            f"{self.num_replaced} samples could not be read, more than "
+            f"data.max_unreadable_fraction={self.max_fraction:g} allows; the last: {name}",
+            where=unreadable.shard,
+            next_step="find every damaged shard with data_prep/verify_shards.py and copy it again",
+        )
 
 
 def positions_of_step(

@@ -1,6 +1,5 @@
-"""What a checkpoint says of its run, and whether a run may go on from it.
+"""Resume a run from a checkpoint: compatibility, provenance, and restoring state.
 
-Owns: the description that is compared, the record of everything else, and putting saved state back.
 Leaves out: files (`checkpoint`), state by name (`engine`).
 """
 
@@ -27,26 +26,30 @@ from vitscale.tracking.source_version import git_commit
 from vitscale.training.detectors import LossSpikeDetector
 from vitscale.training.meters import IntervalMeter
 
-RECORD = "record"
-# What checkpoints mean that were written before these were described.
+PROVENANCE = "record"
+# Values for checkpoints written before these keys existed.
 LEGACY_DEFAULTS = {
     "ema": None,
     "layer_decay": 1.0,
     "weight_decay_mode": "coupled",
     "order_version": 1,
+    "objective": "supervised",
 }
 RECORDED_PACKAGES = ("torch", "deepspeed", "timm", "numpy", "pillow", "simplejpeg", "vitscale")
 CHANGES_SHOWN = 20
 
 
-def describe(run: TrainingRun, arch: Architecture, data: TrainingSet) -> dict[str, Any]:
-    """What a checkpoint must agree with to be resumed, and what transfer needs to know."""
+def compatibility_key(
+    run: TrainingRun, arch: Architecture, data: TrainingSet, *, objective: str
+) -> dict[str, Any]:
+    """What a checkpoint and a run must agree on for resuming, and what transfer reads."""
     optim = run.optim
     return {
         "stage": run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
         "architecture": arch.description(),
         "grid": list(arch.grid),
         "num_prefix_tokens": arch.num_prefix_tokens,
+        "objective": objective,
         "optimizer": optim.name,
         "layer_decay": optim.layer_decay,
         "weight_decay_mode": optim.weight_decay_mode,
@@ -59,8 +62,8 @@ def describe(run: TrainingRun, arch: Architecture, data: TrainingSet) -> dict[st
     }
 
 
-def record(run: TrainingRun, world: World, *, dtype: torch.dtype) -> dict[str, str]:
-    """Everything else that can change what a run computes, as text. Secrets are left out."""
+def provenance(run: TrainingRun, world: World, *, dtype: torch.dtype) -> dict[str, str]:
+    """Everything else that can change what a run computes, as text without secrets."""
     facts = {f"config {key}": text for key, text in flatten_params(run.model_dump()).items()}
     facts["number of ranks"] = str(world.world_size)
     facts["device"] = world.device.type
@@ -83,8 +86,8 @@ def _version(package: str) -> str:
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, str]) -> Iterator[str]:
-    """A line for each recorded fact that is another now; such changes are said, not refused."""
-    before = saved.get(RECORD)
+    """One message that lists the changed provenance; such changes are reported, not refused."""
+    before = saved.get(PROVENANCE)
     if not isinstance(before, Mapping):
         return
     rows = [
@@ -101,7 +104,7 @@ def changes(saved: Mapping[str, Any], now: Mapping[str, str]) -> Iterator[str]:
 def check_resumable(
     run: TrainingRun, checkpoint: Checkpoint | None, description: dict[str, Any], plan: TrainingPlan
 ) -> None:
-    """Raise UserError when going on from this checkpoint would not continue its run."""
+    """Raise UserError when resuming from this checkpoint would not continue its run."""
     if checkpoint is None:
         return
     where = str(checkpoint.folder)
@@ -113,7 +116,7 @@ def check_resumable(
     changed = [
         f"    {key}: checkpoint {saved.get(key)!r}, now {value!r}"
         for key, value in description.items()
-        if key != RECORD and saved.get(key) != value
+        if key != PROVENANCE and saved.get(key) != value
     ]
     if changed:
         table = "\n".join(changed)
@@ -124,7 +127,7 @@ def check_resumable(
         what = f"{seen} samples seen by step {checkpoint.step}, which are {due} of this run"
         raise UserError(what, where=where, next_step=f"use the checkpoint before it, or {another}")
     if checkpoint.step > plan.total_steps:
-        what = f"step {checkpoint.step} lies behind the {plan.total_steps} steps of this run"
+        what = f"step {checkpoint.step} is beyond the {plan.total_steps} steps of this run"
         raise UserError(what, where=where, next_step=f"raise schedule.steps, or {another}")
 
 
@@ -136,7 +139,7 @@ def restore(
     checkpoint: Checkpoint,
     world: World,
 ) -> None:
-    """Put back everything that the next step depends on. Collective.
+    """Restore everything that the next step depends on. Collective.
 
     Raises UserError, on all ranks, when the files of a verified checkpoint cannot be read.
     """
@@ -149,13 +152,13 @@ def restore(
     progress = checkpoint.progress
     engine.import_state(tensors, optimizer_steps=progress["optimizer_steps"])
     meter.load_state(progress["interval"], rank=world.rank, world_size=world.world_size)
-    if "engine" in progress:  # not in checkpoints written before these counts existed
+    if "engine" in progress:  # absent from older checkpoints
         engine.import_counters(progress["engine"])
         spikes.load_state(progress["spikes"])
 
 
 def starting_weights(checkpoint: Checkpoint, choice: str) -> dict[str, torch.Tensor]:
-    """The weights a transfer starts from: `model`, `ema` or `auto`, the average if there is one.
+    """The weights that a transfer starts from. choice: `model`, `ema`, or `auto`: `ema` if saved.
 
     Raises UserError when the average is asked for and not there.
     """

@@ -1,28 +1,24 @@
-"""What a training loop stands on: ranks, data, engine, checkpoints and tracking, opened together.
+"""Open a training session: process group, data, engine, checkpoints and tracking, in this order.
 
-Owns: the order of opening.
-Leaves out: what a loop does with them (`training_loop`), what a checkpoint must agree with
-(`resuming`), and the loop itself, which stays visible in pretrain/main.py and finetune/main.py.
+Leaves out: what happens in a step (`loop`), and what a checkpoint must agree on (`resume`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import SplitIndex, read_split
-from vitscale.data.loader import open_loader, training_batches
+from vitscale.data.loader import Batch, open_loader, training_batches
 from vitscale.data.training_set import TrainingSet, open_training_set
 from vitscale.distributed.atomic_files import write_text
 from vitscale.distributed.heartbeat import Heartbeat
-from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import (
     PreemptionFlag,
     World,
@@ -34,24 +30,33 @@ from vitscale.engine.engine import (
     resolve_compile,
     resolve_precision,
 )
+from vitscale.engine.settings import EngineSettings
+from vitscale.evaluation.evaluation import Subject
+from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.images.decoders import resolve_decoder
 from vitscale.models.architecture import Architecture
-from vitscale.models.costs import num_parameters
+from vitscale.models.costs import num_parameters, train_flops_per_image
 from vitscale.models.registry import MODELS
 from vitscale.models.settings import architecture
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.tracking.console import ProgressLine
 from vitscale.tracking.tracker import Tracker
-from vitscale.training.detectors import LossSpikeDetector
-from vitscale.training.loop import Training
+from vitscale.training.detectors import (
+    LossSpikeDetector,
+    SkippedUpdateMonitor,
+    UnreadableSampleMonitor,
+)
+from vitscale.training.interval_log import IntervalLog
+from vitscale.training.loop import TrainingSession
 from vitscale.training.meters import IntervalMeter, matmul_flops, peak_flops, profiled
+from vitscale.training.objective import Objective, check_objective
 from vitscale.training.resume import (
-    RECORD,
+    PROVENANCE,
     changes,
     check_resumable,
-    describe,
-    record,
+    compatibility_key,
+    provenance,
     restore,
 )
 
@@ -59,70 +64,141 @@ from vitscale.training.resume import (
 InitialWeights = Callable[[nn.Module, Architecture], list[str]]
 
 
-def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
-    """Make dropout and drop path a function of the position in training: no state to save."""
-    torch.manual_seed(stream_key("step", seed, step, micro_step, rank) >> 1)
-
-
 @contextmanager
-def open_training(
-    run: TrainingRun, *, initial_weights: InitialWeights | None = None
-) -> Iterator[Training]:
+def open_session(
+    run: TrainingRun, objective: Objective, *, initial_weights: InitialWeights | None = None
+) -> Iterator[TrainingSession]:
     """Open a run: join the ranks, read the index, build the engine, resume, start tracking.
 
-    initial_weights: what a run starts from; None: random weights. Not asked when a checkpoint is
-    resumed, which has all weights: a run goes on without what it started from.
+    initial_weights: what a new run starts from; None: random weights. Ignored when resuming.
     Raises UserError for anything that cannot train, before the first step.
     """
     with ExitStack() as stack:
-        settings = run.engine
-        world = stack.enter_context(
-            process_group(
-                device=settings.device,
-                timeout_min=settings.timeout_min,
-                num_threads=settings.num_threads,
-                init_timeout_min=settings.init_timeout_min,
-            )
-        )
-        heartbeat = stack.enter_context(Heartbeat(world, timeout_min=settings.timeout_min))
+        world = stack.enter_context(_join(run.engine))
+        heartbeat = stack.enter_context(Heartbeat(world, timeout_min=run.engine.timeout_min))
         data, val_index = _read_data(run)
         arch = _architecture_for(run, data)
+        check_objective(
+            objective, num_classes=len(data.classes), views=run.data.views, path=run.data.path
+        )
         plan = training_plan(run, world_size=world.world_size, num_samples=data.num_samples)
-        description = describe(run, arch, data)
+        key = compatibility_key(run, arch, data, objective=objective.settings.name)
         folder = Path(run.folder)
         stack.enter_context(run_folder_lock(folder, world=world))
         store = stack.enter_context(
             CheckpointStore(folder, keep=run.checkpoint.keep, world=world, heartbeat=heartbeat)
         )
-        checkpoint, told = store.newest()
-        check_resumable(run, checkpoint, description, plan)
+        checkpoint, messages = store.newest()
+        check_resumable(run, checkpoint, key, plan)
         model = MODELS[arch.name].load().build_model(run.model, arch, seed=run.seed)
+        objective.extend_model(model, arch)
         if checkpoint is None and initial_weights is not None:
-            told += initial_weights(model, arch)
+            messages += initial_weights(model, arch)
         engine = _build_engine(run, plan, world, arch, model)
-        facts = record(run, world, dtype=engine.dtype)
+        facts = provenance(run, world, dtype=engine.dtype)
         meter, spikes = IntervalMeter(world.device), LossSpikeDetector()
         if checkpoint is not None:
             restore(engine, meter, spikes, checkpoint=checkpoint, world=world)
+            messages += changes(checkpoint.description, facts)
         start_step = checkpoint.step if checkpoint else 0
-        if world.is_first:
-            write_text(folder / "config.yaml", run_to_yaml(run))
-        progress = stack.enter_context(
-            ProgressLine.open(
-                folder=folder,
-                total_steps=plan.total_steps,
-                start_step=start_step,
-                title=run.name,
-                is_writer=world.is_first,
-            )
+        log = _open_log(
+            stack, run, plan, engine, start_step, data=data, arch=arch, meter=meter, spikes=spikes
         )
-        if checkpoint is not None:
-            told += changes(checkpoint.description, facts)
-        for line in [*told, *_opening_lines(run, plan, arch, engine, start_step)]:
-            progress.message(line)
-        tracker = stack.enter_context(_open_tracker(run, world, progress, start_step))
-        stop = stack.enter_context(PreemptionFlag())
-        loader = training_batches(
+        for line in [*messages, *_opening_lines(run, plan, arch, engine, start_step)]:
+            log.progress.message(line)
+        yield TrainingSession(
+            run=run,
+            objective=objective,
+            world=world,
+            folder=folder,
+            plan=plan,
+            arch=arch,
+            data=data,
+            val_index=val_index,
+            engine=engine,
+            store=store,
+            description=key | {PROVENANCE: facts},
+            log=log,
+            evaluations=_evaluations(run, engine, arch, data, val_index),
+            preemption=stack.enter_context(PreemptionFlag()),
+            batches=stack.enter_context(_open_batches(run, plan, world, arch, data, start_step)),
+            heartbeat=heartbeat,
+            start_step=start_step,
+        )
+
+
+def _join(settings: EngineSettings) -> AbstractContextManager[World]:
+    return process_group(
+        device=settings.device,
+        timeout_min=settings.timeout_min,
+        num_threads=settings.num_threads,
+        init_timeout_min=settings.init_timeout_min,
+    )
+
+
+def _open_log(
+    stack: ExitStack,
+    run: TrainingRun,
+    plan: TrainingPlan,
+    engine: Engine,
+    start_step: int,
+    *,
+    data: TrainingSet,
+    arch: Architecture,
+    meter: IntervalMeter,
+    spikes: LossSpikeDetector,
+) -> IntervalLog:
+    folder, world = Path(run.folder), engine.world
+    if world.is_first:
+        write_text(folder / "config.yaml", run_to_yaml(run))
+    progress = stack.enter_context(
+        ProgressLine.open(
+            folder=folder,
+            total_steps=plan.total_steps,
+            start_step=start_step,
+            title=run.name,
+            is_writer=world.is_first,
+        )
+    )
+    return IntervalLog(
+        world=world,
+        plan=plan,
+        start_step=start_step,
+        tracker=stack.enter_context(_open_tracker(run, world, progress, start_step)),
+        progress=progress,
+        meter=meter,
+        spikes=spikes,
+        skipped=SkippedUpdateMonitor(
+            data=data,
+            plan=plan,
+            max_in_a_row=run.engine.max_skipped_steps,
+            num_reported=engine.health().skipped,
+        ),
+        unreadable=UnreadableSampleMonitor(
+            data=data, max_fraction=run.data.max_unreadable_fraction
+        ),
+        flops_per_image=train_flops_per_image(arch),
+        rates=_rates(world),
+        profile=stack.enter_context(
+            profiled(
+                folder / "profile.json" if world.is_first else None,
+                steps=run.engine.profile_steps,
+                say=progress.message,
+            )
+        ),
+    )
+
+
+def _open_batches(
+    run: TrainingRun,
+    plan: TrainingPlan,
+    world: World,
+    arch: Architecture,
+    data: TrainingSet,
+    start_step: int,
+) -> AbstractContextManager[Iterator[Batch]]:
+    return open_loader(
+        training_batches(
             data,
             settings=run.data,
             image_size=arch.image_size,
@@ -134,43 +210,31 @@ def open_training(
             micro_batch=plan.micro_batch,
             pin_memory=world.device.type == "cuda",
         )
-        training = Training(
-            run=run,
-            world=world,
-            folder=folder,
-            plan=plan,
-            arch=arch,
-            data=data,
-            val_index=val_index,
+    )
+
+
+def _evaluations(
+    run: TrainingRun,
+    engine: Engine,
+    arch: Architecture,
+    data: TrainingSet,
+    val_index: SplitIndex | None,
+) -> ScheduledEvaluations:
+    subject = None
+    if val_index is not None:
+        subject = Subject(
             engine=engine,
-            store=store,
-            tracker=tracker,
-            progress=progress,
-            meter=meter,
-            stop=stop,
-            batches=stack.enter_context(open_loader(loader)),
-            start_step=start_step,
-            description=description | {RECORD: facts},
-            unreadable=[],
-            spikes=spikes,
-            heartbeat=heartbeat,
-            rates=_rates(world),
-            profile=stack.enter_context(
-                profiled(
-                    folder / "profile.json" if world.is_first else None,
-                    steps=settings.profile_steps,
-                    say=progress.message,
-                )
-            ),
-            skipped_told=engine.health().skipped,
+            train=tuple(data.parts),
+            val=val_index,
+            data=run.data,
+            image_size=arch.image_size,
+            micro_batch=run.engine.max_micro_batch,
         )
-        yield training
-        training.finish_save()
-        progress.message(f"done: {folder} at step {plan.total_steps}")
+    return ScheduledEvaluations(run.evaluate, subject, has_average=run.optim.ema is not None)
 
 
 def _rates(world: World) -> dict[str, float]:
-    """FLOP/s to compare with, where they are known: `perf/mfu` is a share of the datasheet's."""
+    """FLOP/s of one device where they are known; `perf/mfu` is a share of the datasheet's."""
     rates = {
         "perf/mfu": peak_flops(world.device),
         "perf/mfu_of_matmul": matmul_flops(world.device),
@@ -243,7 +307,7 @@ def _build_engine(
         raise UserError(
             f"DeepSpeed does not start with them: {error}",
             where="deepspeed",
-            next_step="mend or remove the raw keys",
+            next_step="fix or remove the raw keys",
         ) from error
 
 

@@ -265,7 +265,7 @@ def test_fewer_samples_than_ranks(fault_runs: FaultRuns, tmp_path: Path) -> None
     shards = write_shard_folder(
         tmp_path / "shards", num_per_class=1, num_shards=1, classes=("cat",)
     )
-    settings = ["data.val_split=null", "tracking.eval_every_steps=null", "data.num_workers=2"]
+    settings = ["data.val_split=null", "evaluate=[{name: classification}]", "data.num_workers=2"]
     whole = fault_runs.finish(tmp_path / "whole", *settings, shards=shards)
     ranks = fault_runs.start(
         tmp_path / "killed",

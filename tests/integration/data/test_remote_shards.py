@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from launch.planning.dry_run import DataFacts, data_facts
+from pretrain.run import PretrainRun
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.loader_runs import Run, same_run
 from tests.support.range_server import RangeServer, served
@@ -26,7 +27,6 @@ from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.store import remote_metrics
 from vitscale.data.samples import SplitReader
 from vitscale.data.training_set import open_training_set
-from vitscale.runs.pretrain import PretrainRun
 
 STEPS = 4
 # (ranks, workers) before and after a stop.

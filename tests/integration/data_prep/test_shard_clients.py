@@ -166,7 +166,7 @@ def train(shards: Path, folder: Path, *overrides: str) -> list[float]:
         "model.num_heads=1",
         "model.mlp_width=16",
         "tracking.log_every_steps=1",
-        "tracking.eval_every_steps=null",
+        "evaluate=[{name: classification}]",
         "tracking.uri=null",
     ]
     script: list[str | Path] = [ROOT / "pretrain/main.py", "--config", config]

@@ -17,7 +17,7 @@ SETTINGS = [
     *("schedule.steps=6", "schedule.warmup_steps=1", "checkpoint.every_steps=3"),
     *("data.num_workers=0", "data.val_split=null", "engine.device=cpu", "engine.num_threads=1"),
     *("model.width=24", "model.depth=2", "model.mlp_width=48", "model.drop_path=0"),
-    *("tracking.uri=null", "tracking.log_every_steps=3", "tracking.eval_every_steps=null"),
+    *("tracking.uri=null", "tracking.log_every_steps=3", "evaluate=[{name: classification}]"),
 ]
 
 

@@ -48,7 +48,7 @@ SETTINGS = [
     "engine.compare_weights_every_steps=10",
     "checkpoint.every_steps=7",
     "tracking.log_every_steps=5",
-    "tracking.eval_every_steps=25",
+    "evaluate=[{name: classification, every_steps: 25}]",
     "tracking.uri=null",
 ]
 RunWarm = Callable[..., list[tuple[int, str]]]
@@ -214,7 +214,7 @@ def test_checkpoint_resumes_on_another_number_of_ranks(
 ) -> None:
     """Without dropout, which is drawn per rank, one rank goes on where two stopped; with images
     augmented and mixed, which is not."""
-    still = ["model.dropout=0", "model.drop_path=0", "tracking.eval_every_steps=null"]
+    still = ["model.dropout=0", "model.drop_path=0", "evaluate=[{name: classification}]"]
     still += ["data.augment.randaugment.magnitude=10", "data.augment.erasing.probability=0.25"]
     still += ["data.mixing.mixup_alpha=0.8", "data.mixing.cutmix_alpha=1", "data.mixing.mode=pair"]
     losses = {}

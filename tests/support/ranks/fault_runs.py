@@ -28,7 +28,7 @@ SETTINGS = (
     *("engine.device=cpu", "engine.timeout_min=1", "model.width=24", "model.depth=2"),
     *("model.mlp_width=48", "model.dropout=0.1", "model.drop_path=0.1", "optim.ema.decay=0.9"),
     *(f"checkpoint.every_steps={INTERVAL}", f"tracking.log_every_steps={LOGGED}"),
-    *("tracking.eval_every_steps=12", "tracking.uri=null"),
+    *("evaluate=[{name: classification, every_steps: 12}]", "tracking.uri=null"),
 )
 Faults = Sequence[Mapping[str, Any]]
 

@@ -20,7 +20,7 @@ from typing import Any
 from blake3 import blake3
 
 from vitscale.data.loader import Batch
-from vitscale.training.loop import Training
+from vitscale.training.loop import TrainingSession
 
 
 def sample_hashes(batch: Batch) -> list[str]:
@@ -35,17 +35,16 @@ def sample_hashes(batch: Batch) -> list[str]:
 
 
 def record(folder: Path) -> None:
-    """Note what `Training.next_batch` returns from now on."""
-    own = Training.next_batch
+    """Record every batch of `TrainingSession` from now on."""
+    own = TrainingSession._next_batch
     fd = os.open(
         folder / f"batches-{os.environ['RANK']}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND
     )
 
-    def next_batch(self: Training) -> Batch:
-        done, micro_step = divmod(self.num_batches, self.plan.accumulation)
-        batch = own(self)
+    def next_batch(self: TrainingSession, step: int, micro_step: int) -> Batch:
+        batch = own(self, step, micro_step)
         row = {
-            "step": self.start_step + done,
+            "step": step,
             "micro_step": micro_step,
             "life": os.getpid(),
             "samples": sample_hashes(batch),
@@ -54,7 +53,7 @@ def record(folder: Path) -> None:
         os.write(fd, (json.dumps(row) + "\n").encode())
         return batch
 
-    Training.next_batch = next_batch  # type: ignore[method-assign]  # what recording means
+    TrainingSession._next_batch = next_batch  # type: ignore[method-assign]  # what recording means
 
 
 def main() -> None:

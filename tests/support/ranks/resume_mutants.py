@@ -17,9 +17,7 @@ import torch
 from vitscale.data import samples
 from vitscale.engine.engine import Engine
 from vitscale.tracking import journal
-from vitscale.training import detectors as health
-from vitscale.training import loop as training_loop
-from vitscale.training import session as training
+from vitscale.training import detectors, loop, session
 from vitscale.training.meters import IntervalMeter
 
 Tensors = Mapping[str, torch.Tensor]
@@ -101,26 +99,26 @@ def _data_from(shift_batches: int | None) -> Callable[[], None]:
     """Training data from the start (None), or shifted by whole batches."""
 
     def patch() -> None:
-        own = training.training_batches
+        own = session.training_batches
 
         def training_batches(*args: Any, start: int, stop: int, **kwargs: Any) -> Any:
             batch = kwargs["settings"].global_batch
             first = 0 if shift_batches is None else start + shift_batches * batch
             return own(*args, start=first, stop=first + stop - start, **kwargs)
 
-        training.training_batches = training_batches
+        session.training_batches = training_batches
 
     return patch
 
 
 def _mix_by_life() -> None:
-    own = training_loop.mix_batch
+    own = loop.mix_batch
 
     def mix_batch(*args: Any, step: int, **kwargs: Any) -> Any:
         # 15: where the killed training goes on.
         return own(*args, step=step - 15, **kwargs)
 
-    training_loop.mix_batch = mix_batch
+    loop.mix_batch = mix_batch
 
 
 def _augment_without_epoch() -> None:
@@ -133,12 +131,12 @@ def _augment_without_epoch() -> None:
 
 
 def _seed_by_life() -> None:
-    own = training.seed_step
+    own = loop.seed_step
 
     def seed_step(seed: int, *, step: int, **kwargs: Any) -> None:
         own(seed, step=step - 15, **kwargs)
 
-    training.seed_step = seed_step
+    loop.seed_step = seed_step
 
 
 def _rate_by_life() -> None:
@@ -160,13 +158,13 @@ def _journal_from_the_start() -> None:
 
 def _one_step_back() -> None:
     """The loop starts a step too early: a checkpoint whose step is not that of its tensors."""
-    own = training.Training
+    own = session.TrainingSession
 
     def opened(**fields: Any) -> Any:
         fields["start_step"] -= 1
         return own(**fields)
 
-    training.Training = opened  # type: ignore[misc,assignment]  # the mutation
+    session.TrainingSession = opened  # type: ignore[misc,assignment]  # the mutation
 
 
 MUTANTS: dict[str, Callable[[], None]] = {
@@ -176,11 +174,11 @@ MUTANTS: dict[str, Callable[[], None]] = {
     "second moments": _replaced("exp_avg_sq", None),
     "average of the weights": _replaced("ema", "model"),
     "step count of the optimiser": _import_changed(lambda tensors, steps: (tensors, 0)),
-    "counters of left-out updates": _forget(Engine, "import_counters"),
+    "counters of skipped updates": _forget(Engine, "import_counters"),
     "update count of the average": _counters_without("num_averaged", 0),
     "loss sums of the log interval": _forget(IntervalMeter, "load_state"),
-    "recent losses of the spike watch": _forget(health.LossSpikeDetector, "load_state"),
-    "everything": _forget(training, "restore"),
+    "recent losses of the spike detector": _forget(detectors.LossSpikeDetector, "load_state"),
+    "everything": _forget(session, "restore"),
     "data position": _data_from(None),
     "one batch": _data_from(1),
     "step of the loop": _one_step_back,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vitscale.checkpoint.folders import newest_checkpoint
-from vitscale.training.resume import RECORD
+from vitscale.training.resume import PROVENANCE
 
 # What differs between equal runs.
 CLOCKS = ("time", "perf/")
@@ -57,7 +57,7 @@ def read_state(folder: Path, *, records: Path | None = None) -> RunState:
         step=checkpoint.step,
         progress=checkpoint.progress,
         # Not the record of everything: the run folder's own name is in it.
-        description={key: value for key, value in described if key != RECORD},
+        description={key: value for key, value in described if key != PROVENANCE},
         tensors=checkpoint.tensors(),
         journal=journal_rows(folder),
         batches=batches,

@@ -36,7 +36,7 @@ WARMED = (
     "vitscale.training.session",
     "vitscale.evaluation.classification",
     "vitscale.models.vit",
-    "pretrain.objectives.supervised",
+    "vitscale.training.supervised",
 )
 # DeepSpeed imports it in `initialize`, and torch.compile with it: 5 s. Not in every release.
 WARMED_IF_THERE = ("deepspeed.runtime.zero.muon.original_muon",)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserErrors
 from vitscale.config.loader import load_run_file
-from vitscale.runs.pretrain import PretrainRun
 
 TEXT = """\
 stage: pretrain

@@ -10,6 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from finetune.run import FinetuneRun
+from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.findings import OTHER_NAMES, nearest_key
 from vitscale.config.loader import (
@@ -22,8 +24,6 @@ from vitscale.config.loader import (
 from vitscale.config.schema import known_keys
 from vitscale.config.section import Run
 from vitscale.runs.data_prep import DataPrepRun
-from vitscale.runs.finetune import FinetuneRun
-from vitscale.runs.pretrain import PretrainRun
 
 STAGES: dict[str, type[Run]] = {
     "data_prep": DataPrepRun,

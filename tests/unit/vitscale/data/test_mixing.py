@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
+from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
 from vitscale.data.loader import Batch
 from vitscale.data.mixing import (
@@ -20,7 +21,6 @@ from vitscale.data.mixing import (
 from vitscale.data.order import rank_batches
 from vitscale.data.settings import MixingSettings
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
-from vitscale.runs.pretrain import PretrainRun
 from vitscale.runs.training import training_plan
 from vitscale.training.losses import LOSSES
 

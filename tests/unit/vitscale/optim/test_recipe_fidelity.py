@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from data_prep.labels.label_files import load_space
+from finetune.run import FinetuneRun
+from pretrain.run import PretrainRun
 from vitscale.config.loader import load_run_file
 from vitscale.data.loader import Batch
 from vitscale.data.mixing import mix_batch
@@ -24,8 +26,6 @@ from vitscale.images.crops import center_crop_box
 from vitscale.models.settings import ModelSettings, architecture
 from vitscale.models.vit import build_model
 from vitscale.optim.schedules import learning_rate
-from vitscale.runs.finetune import FinetuneRun
-from vitscale.runs.pretrain import PretrainRun
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.training.losses import sigmoid_loss, softmax_loss
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
-from vitscale.runs.pretrain import PretrainRun
 from vitscale.runs.training import training_plan
 
 

@@ -25,37 +25,37 @@ PLAN = TrainingPlan(
 )
 
 
-def told(losses: list[float]) -> list[int]:
-    watch = LossSpikeDetector()
-    return [number for number, loss in enumerate(losses) if watch.look(loss) is not None]
+def spikes_in(losses: list[float]) -> list[int]:
+    detector = LossSpikeDetector()
+    return [number for number, loss in enumerate(losses) if detector.update(loss) is not None]
 
 
 def test_falling_and_noisy_losses_are_no_spikes() -> None:
-    assert told([7 / (1 + number / 10) + 0.05 * (-1) ** number for number in range(60)]) == []
+    assert spikes_in([7 / (1 + number / 10) + 0.05 * (-1) ** number for number in range(60)]) == []
 
 
 def test_a_jump_is_a_spike_every_time_until_it_is_gone() -> None:
     steady = [2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.0, 2.1, 2.0]
-    assert told([*steady, 4.0, 4.1, 2.0, 4.0]) == [9, 10, 12]
+    assert spikes_in([*steady, 4.0, 4.1, 2.0, 4.0]) == [9, 10, 12]
 
 
 def test_nothing_is_said_before_there_is_something_to_compare_with() -> None:
-    assert told([1.0] * (MIN_REMEMBERED - 1) + [9.0]) == []
-    assert told([1.0] * MIN_REMEMBERED + [9.0]) == [MIN_REMEMBERED]
+    assert spikes_in([1.0] * (MIN_REMEMBERED - 1) + [9.0]) == []
+    assert spikes_in([1.0] * MIN_REMEMBERED + [9.0]) == [MIN_REMEMBERED]
 
 
 def test_losses_that_are_not_finite_are_passed_over() -> None:
-    assert told([1.0] * 10 + [math.nan, math.inf, 1.0]) == []
+    assert spikes_in([1.0] * 10 + [math.nan, math.inf, 1.0]) == []
 
 
-def test_restored_watch_goes_on_as_the_saved_one() -> None:
-    watch = LossSpikeDetector()
+def test_restored_detector_goes_on_as_the_saved_one() -> None:
+    detector = LossSpikeDetector()
     for number in range(NUM_REMEMBERED + 5):
-        watch.look(1.0 + number / 100)
-    watch.look(9.0)
+        detector.update(1.0 + number / 100)
+    detector.update(9.0)
     again = LossSpikeDetector()
-    again.load_state(watch.state())
-    assert again == watch and len(again.recent) == NUM_REMEMBERED and again.num_spikes == 1
+    again.load_state(detector.state())
+    assert again == detector and len(again.recent) == NUM_REMEMBERED and again.num_spikes == 1
 
 
 def test_positions_of_a_micro_batch_are_those_the_rank_reads() -> None:

@@ -11,21 +11,21 @@ import PIL
 import pytest
 import torch
 
+from finetune.run import FinetuneRun
+from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.config.errors import UserError
 from vitscale.distributed.world import World
 from vitscale.models.settings import architecture
-from vitscale.runs.finetune import FinetuneRun
-from vitscale.runs.pretrain import PretrainRun
 from vitscale.runs.training import training_plan
 from vitscale.training import resume as resuming
 from vitscale.training.resume import (
     CHANGES_SHOWN,
-    RECORD,
+    PROVENANCE,
     changes,
     check_resumable,
-    describe,
-    record,
+    compatibility_key,
+    provenance,
 )
 
 GLOBAL_BATCH = 8
@@ -42,6 +42,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "architecture": {"model": {"width": 192}},
     "grid": {"model": {"image_size": 384}},
     "num_prefix_tokens": {"model": {"num_registers": 4}},
+    "objective": {"objective": "another"},
     "optimizer": {"optim": {"name": "sgd"}},
     "layer_decay": {"optim": {"layer_decay": 0.9}},
     "weight_decay_mode": {"optim": {"weight_decay_mode": "independent"}},
@@ -64,7 +65,8 @@ def run_with(change: Mapping[str, Any]) -> Any:
 def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
     run = run_with(change)
     shards: Any = {"fingerprint": "f", "label_map_sha256": "l"} | change.get("shards", {})
-    return describe(run, architecture(run.model, num_classes=10), SimpleNamespace(**shards))
+    arch, data = architecture(run.model, num_classes=10), SimpleNamespace(**shards)
+    return compatibility_key(run, arch, data, objective=change.get("objective", "supervised"))
 
 
 def checkpoint_of(description: dict[str, Any], *, step: int = 20, **progress: int) -> Checkpoint:
@@ -113,7 +115,7 @@ def test_step_that_does_not_fit_the_run_is_refused() -> None:
     description = description_of({})
     with pytest.raises(UserError, match="152 samples seen by step 20, which are 160 of this run"):
         resume(checkpoint_of(description, samples_seen=152), {})
-    with pytest.raises(UserError, match="step 101 lies behind the 100 steps of this run"):
+    with pytest.raises(UserError, match="step 101 is beyond the 100 steps of this run"):
         resume(checkpoint_of(description, step=101), {})
     with pytest.raises(UserError, match="the run folder holds a checkpoint of step 20"):
         resume(checkpoint_of(description), {"checkpoint": {"resume": "never"}})
@@ -131,7 +133,7 @@ def facts_of(change: Mapping[str, Any]) -> dict[str, str]:
     world = World(
         rank=0, world_size=2, local_rank=0, local_world_size=2, device=torch.device("cpu")
     )
-    return record(run_with(change), world, dtype=torch.bfloat16)
+    return provenance(run_with(change), world, dtype=torch.bfloat16)
 
 
 def test_record_holds_the_whole_configuration_and_what_else_can_change_a_run() -> None:
@@ -146,19 +148,19 @@ def test_record_holds_the_whole_configuration_and_what_else_can_change_a_run() -
     assert facts["decoder"] != "auto" and facts["config data.decoder"] == "auto"
     assert facts["pillow"] == PIL.__version__
     lower = facts_of({"optim": {"lr": 5e-4}})
-    assert list(changes({RECORD: facts}, lower)) == [
+    assert list(changes({PROVENANCE: facts}, lower)) == [
         "changed since the checkpoint:\n    optim.lr: 0.001 -> 0.0005"
     ]
 
 
 def test_every_difference_is_one_line_and_equal_records_are_silent() -> None:
-    saved = {RECORD: {"config optim.lr": "0.001", "torch": "2.11.0", "gone": "1"}}
+    saved = {PROVENANCE: {"config optim.lr": "0.001", "torch": "2.11.0", "gone": "1"}}
     now = {"config optim.lr": "0.0005", "torch": "2.11.0", "config new": "2"}
     assert list(changes(saved, now)) == [
         "changed since the checkpoint:\n    new: not set -> 2\n    optim.lr: 0.001 -> 0.0005\n"
         "    gone: 1 -> not set"
     ]
-    assert list(changes({RECORD: now}, now)) == []
+    assert list(changes({PROVENANCE: now}, now)) == []
 
 
 def test_checkpoint_without_a_record_says_nothing() -> None:
@@ -166,6 +168,6 @@ def test_checkpoint_without_a_record_says_nothing() -> None:
 
 
 def test_long_lists_end() -> None:
-    saved = {RECORD: {f"config {number:03d}": "a" for number in range(CHANGES_SHOWN + 5)}}
+    saved = {PROVENANCE: {f"config {number:03d}": "a" for number in range(CHANGES_SHOWN + 5)}}
     (text,) = changes(saved, {})
     assert text.splitlines()[-1] == "    ... 5 more" and len(text.splitlines()) == CHANGES_SHOWN + 2

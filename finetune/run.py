@@ -1,4 +1,4 @@
-"""The run type of fine-tuning."""
+"""The run type of fine-tuning. Needs no torch."""
 
 from __future__ import annotations
 
@@ -8,17 +8,20 @@ from typing import Literal
 from pydantic import Field
 
 from vitscale.runs.training import TrainingRun
+from vitscale.training.supervised import SupervisedSettings
 
 
 class FinetuneRun(TrainingRun):
     """checkpoint -> model transferred to other labels and, usually, a higher resolution."""
 
     stage: Literal["finetune"] = "finetune"
+    """Which script runs this file: finetune/main.py."""
+    objective: SupervisedSettings = SupervisedSettings()
     init: str | None = None
     """What to start from: a run folder, a checkpoint folder, Google's .npz, or a .safetensors file
     with timm's names. null: random weights."""
     init_grid: tuple[int, int] | None = Field(default=None, strict=False)
-    """[rows, columns] of the position embedding in a file; null: told by a square number."""
+    """[rows, columns] of the position embedding in a file; null: a square grid."""
     init_weights: Literal["auto", "model", "ema"] = "auto"
     """Start from the weights themselves (model) or their average (ema). auto: the average where
     the checkpoint has one."""
@@ -27,9 +30,13 @@ class FinetuneRun(TrainingRun):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
+        yield from self.objective.problems()
         if self.init_grid is None:
             return
         if min(self.init_grid) < 1:
             yield ("init_grid", f"{list(self.init_grid)}: rows and columns are at least 1")
         if self.init is None or not self.init.endswith((".npz", ".safetensors")):
-            yield ("init_grid", "is for weights of a file; a checkpoint knows its grid; remove it")
+            yield (
+                "init_grid",
+                "is for weight files; a checkpoint records its grid; remove it",
+            )

@@ -1,0 +1,47 @@
+"""Load the weights that fine-tuning starts from (`init`), from a checkpoint or a weight file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from finetune.run import FinetuneRun
+from vitscale.checkpoint.folders import resolve_weights
+from vitscale.models.architecture import Architecture
+from vitscale.models.external_weights import is_weight_file, read_external_weights
+from vitscale.models.transfer import transfer_weights
+from vitscale.training.resume import starting_weights
+
+
+def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun) -> list[str]:
+    """Put the weights of `init` under the model's new head; returns messages about them.
+
+    Raises UserError when they do not fit or cannot be read.
+    """
+    if run.init is None:
+        return []
+    if is_weight_file(run.init):
+        external = read_external_weights(Path(run.init), grid=run.init_grid)
+        transfer_weights(
+            model,
+            weights=external.weights,
+            source_grid=external.grid,
+            target_grid=arch.grid,
+            num_prefix_tokens=arch.num_prefix_tokens,
+            convention=run.position_embedding,
+            where=run.init,
+        )
+        return [f"starting from {run.init}"]
+    source, warnings = resolve_weights(run.init)
+    rows, columns = source.description["grid"]
+    transfer_weights(
+        model,
+        weights=starting_weights(source, run.init_weights),
+        source_grid=(rows, columns),
+        target_grid=arch.grid,
+        num_prefix_tokens=source.description["num_prefix_tokens"],
+        convention=run.position_embedding,
+        where=str(source.folder),
+    )
+    return [*warnings, f"starting from {source.folder}, step {source.step}"]

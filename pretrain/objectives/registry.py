@@ -1,0 +1,18 @@
+"""The objectives of pre-training. A new one is one file and one line here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vitscale.config.section import NamedSection, choice_of
+from vitscale.training.objective import Objective
+from vitscale.training.supervised import Supervised
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "supervised": Supervised,
+}
+
+if TYPE_CHECKING:
+    ObjectiveSettings = NamedSection
+else:
+    ObjectiveSettings = choice_of(OBJECTIVES)

@@ -1,0 +1,22 @@
+"""The run type of pre-training. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pretrain.objectives.registry import ObjectiveSettings
+from vitscale.runs.training import TrainingRun
+from vitscale.training.supervised import SupervisedSettings
+
+
+class PretrainRun(TrainingRun):
+    """shards -> checkpoint."""
+
+    stage: Literal["pretrain"] = "pretrain"
+    """Which script runs this file: pretrain/main.py."""
+    objective: ObjectiveSettings = SupervisedSettings()
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        yield from self.objective.problems()

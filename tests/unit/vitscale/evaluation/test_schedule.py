@@ -1,0 +1,85 @@
+"""When evaluations run, and how their metrics are named."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from vitscale.evaluation import registry, schedule
+from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase, Subject
+from vitscale.evaluation.schedule import ScheduledEvaluations
+
+
+class Weights(Evaluation):
+    """Reports which weights the engine holds."""
+
+    Settings = EvaluationSettingsBase
+    needs = "features"
+
+    def metrics(self, subject: Subject) -> dict[str, float]:
+        engine: Any = subject.engine
+        assert not engine.training
+        return {f"{self.settings.name}_value": engine.value}
+
+
+class FakeEngine:
+    training, value = True, 1.0
+
+    def train(self) -> None:
+        self.training = True
+
+    def eval(self) -> None:
+        self.training = False
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        self.value = 2.0
+        yield
+        self.value = 1.0
+
+
+@pytest.fixture(autouse=True)
+def one_more_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        schedule, "EVALUATIONS", registry.EVALUATIONS | {"a": Weights, "b": Weights}
+    )
+
+
+def scheduled(*settings: tuple[str, int | None], has_average: bool = False) -> ScheduledEvaluations:
+    subject: Any = Subject.__new__(Subject)
+    object.__setattr__(subject, "engine", FakeEngine())
+    chosen = [EvaluationSettingsBase(name=name, every_steps=every) for name, every in settings]
+    return ScheduledEvaluations(chosen, subject, has_average=has_average)
+
+
+def test_each_evaluation_runs_at_its_own_interval_and_last() -> None:
+    evaluations = scheduled(("a", 4), ("b", None))
+    due = [step for step in range(1, 10) if evaluations.due(step, is_last=step == 9)]
+    assert due == [4, 8, 9]
+    assert list(evaluations.run(4, is_last=False)) == [{"val/a_value": 1.0}]
+    assert list(evaluations.run(9, is_last=True)) == [{"val/a_value": 1.0}, {"val/b_value": 1.0}]
+
+
+def test_the_average_of_the_weights_is_evaluated_too() -> None:
+    evaluations = scheduled(("a", 1), has_average=True)
+    assert list(evaluations.run(1, is_last=False)) == [
+        {"val/a_value": 1.0},
+        {"val/ema_a_value": 2.0},
+    ]
+    assert evaluations.subject is not None
+    assert evaluations.subject.engine.training  # type: ignore[attr-defined]  # the stand-in
+
+
+def test_nothing_is_due_without_a_validation_split() -> None:
+    chosen = [EvaluationSettingsBase(name="a", every_steps=1)]
+    evaluations = ScheduledEvaluations(chosen, None, has_average=False)
+    assert not evaluations.due(1, is_last=True)
+
+
+def test_every_entry_is_named_by_its_settings() -> None:
+    for name, evaluation in registry.EVALUATIONS.items():
+        assert evaluation.Settings.model_fields["name"].default == name
+        assert evaluation.needs in ("logits", "features")

@@ -1,0 +1,20 @@
+"""The evaluations. A new one is one file and one line here."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vitscale.config.section import choice_of
+from vitscale.evaluation.classification import Classification
+from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase
+from vitscale.evaluation.knn import Knn
+
+EVALUATIONS: dict[str, type[Evaluation]] = {
+    "classification": Classification,
+    "knn": Knn,
+}
+
+if TYPE_CHECKING:
+    EvaluationSettings = EvaluationSettingsBase
+else:
+    EvaluationSettings = choice_of(EVALUATIONS)

@@ -1,0 +1,50 @@
+"""Run the evaluations of a run when they are due."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+
+from vitscale.evaluation.evaluation import EvaluationSettingsBase, Subject
+from vitscale.evaluation.registry import EVALUATIONS
+
+
+class ScheduledEvaluations:
+    """The `evaluate:` section of a run. Without a validation split nothing is ever due."""
+
+    def __init__(
+        self,
+        settings: Sequence[EvaluationSettingsBase],
+        subject: Subject | None,
+        *,
+        has_average: bool,
+    ) -> None:
+        """has_average: the engine keeps an average of the weights (`optim.ema`)."""
+        self.subject = subject
+        self._has_average = has_average
+        self._evaluations = [EVALUATIONS[each.name](each) for each in settings] if subject else []
+
+    def due(self, step: int, *, is_last: bool) -> bool:
+        return any(_is_due(each.settings, step, is_last=is_last) for each in self._evaluations)
+
+    def run(self, step: int, *, is_last: bool) -> Iterator[dict[str, float]]:
+        """Metrics of each due evaluation: of the weights, `val/...`, then of their average,
+        `val/ema_...`. Collective."""
+        due = [each for each in self._evaluations if _is_due(each.settings, step, is_last=is_last)]
+        if not due:
+            return
+        assert self.subject is not None
+        engine = self.subject.engine
+        prefixes = ("val/", "val/ema_") if self._has_average else ("val/",)
+        engine.eval()
+        for prefix in prefixes:
+            with engine.averaged() if prefix == "val/ema_" else nullcontext():
+                for evaluation in due:
+                    metrics = evaluation.metrics(self.subject)
+                    yield {f"{prefix}{name}": value for name, value in metrics.items()}
+        engine.train()
+
+
+def _is_due(settings: EvaluationSettingsBase, step: int, *, is_last: bool) -> bool:
+    every = settings.every_steps
+    return is_last or (every is not None and step % every == 0)

@@ -1,0 +1,98 @@
+"""Write the metrics of each log interval."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from vitscale.data.remote.store import remote_metrics
+from vitscale.distributed.world import World, sum_over_ranks
+from vitscale.engine.engine import Engine
+from vitscale.runs.training import TrainingPlan
+from vitscale.tracking.console import ProgressLine
+from vitscale.tracking.tracker import Tracker
+from vitscale.training.detectors import (
+    LossSpikeDetector,
+    SkippedUpdateMonitor,
+    UnreadableSampleMonitor,
+)
+from vitscale.training.meters import IntervalMeter, peak_memory_gib
+
+
+@dataclass(kw_only=True)
+class IntervalLog:
+    """Journal, MLflow, console, and what watches the metrics on the way there."""
+
+    world: World
+    plan: TrainingPlan
+    start_step: int
+    tracker: Tracker
+    progress: ProgressLine
+    meter: IntervalMeter
+    spikes: LossSpikeDetector
+    skipped: SkippedUpdateMonitor
+    unreadable: UnreadableSampleMonitor
+    flops_per_image: float
+    """Of a training step."""
+    rates: dict[str, float]
+    """FLOP/s of one device, by the metric that is a share of it."""
+    profile: Callable[[], None]
+    """To be called after every step."""
+
+    def advance(self, step: int) -> None:
+        """After every step: the live line, and the profiler."""
+        self.progress.advance(step)
+        self.profile()
+
+    def write(self, step: int, *, lr: float, engine: Engine, metrics: dict[str, float]) -> None:
+        """Log the interval that ends with `step`. Collective.
+
+        metrics: of the objective. Raises UserError when training has diverged or the data is too
+        damaged.
+        """
+        self._report_unreadable(step)
+        metrics = self.meter.read() | metrics
+        loss, speed = metrics["train/loss"], metrics["perf/images_per_s"]
+        metrics |= {"train/lr": lr, "train/grad_norm": engine.gradient_norm()}
+        health = engine.health()
+        spike = self.spikes.update(loss)
+        metrics["train/skipped_steps"] = float(health.skipped)
+        metrics["train/loss_spikes"] = float(self.spikes.num_spikes)
+        metrics["perf/memory_gib"] = peak_memory_gib(self.world.device)
+        if (scale := engine.loss_scale) is not None:
+            metrics["train/loss_scale"] = scale
+        flops = self.flops_per_image * speed / self.world.world_size
+        metrics |= {name: flops / rate for name, rate in self.rates.items()}
+        metrics |= _storage_metrics()
+        self.tracker.log(metrics, step=step)
+        wait = metrics["perf/data_wait"]
+        self.progress.update(step, loss=loss, lr=lr, images_per_s=speed, data_wait=wait)
+        if spike is not None:
+            self.progress.message(f"step {step}: {spike}")
+        self.skipped.update(health, loss_scale=scale, say=self.progress.message)
+
+    def _report_unreadable(self, step: int) -> None:
+        messages = self.unreadable.collect(step)
+        for message in messages:
+            self.progress.message(message)
+        if messages:
+            self.tracker.log({"data/unreadable": float(self.unreadable.num_replaced)}, step=step)
+            seen = (step - self.start_step) * self.plan.global_batch
+            self.unreadable.check_limit(seen, num_samples=self.plan.num_samples)
+
+    def write_evaluation(self, step: int, metrics: dict[str, float], *, subject: str) -> None:
+        """subject: what was evaluated, for the console."""
+        self.tracker.log(metrics, step=step)
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self.progress.message(f"step {step}: {shown} on {subject}")
+
+
+def _storage_metrics() -> dict[str, float]:
+    """Requests to remote storage since the start, over all ranks; empty without any."""
+    own = remote_metrics()
+    if not own:
+        return {}
+    total = sum_over_ranks(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
+    return dict(zip(own, total, strict=True))

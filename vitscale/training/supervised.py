@@ -1,0 +1,46 @@
+"""Supervised classification: the objective of the ViT paper, and of fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from vitscale.config.section import NamedSection
+from vitscale.training.objective import Objective
+
+if TYPE_CHECKING:
+    import torch
+
+    from vitscale.data.loader import Batch
+    from vitscale.engine.engine import Engine
+
+
+class SupervisedSettings(NamedSection):
+    name: Literal["supervised"] = "supervised"
+    """The class of each image is predicted from the class token or the pooled tokens."""
+    loss: Literal["softmax", "sigmoid"] = "softmax"
+    """sigmoid: binary cross-entropy SUMMED over classes, averaged over the batch (ViT on 21k)."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the target spread over all classes; softmax only."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.label_smoothing and self.loss != "softmax":
+            yield ("objective.label_smoothing", "has no effect on the sigmoid loss; set it to 0")
+
+
+class Supervised(Objective):
+    Settings = SupervisedSettings
+
+    def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
+        from vitscale.training.losses import LOSSES
+
+        logits_BC = engine.logits(batch.images)
+        return LOSSES[self.settings.loss](
+            logits_BC,
+            batch.labels,
+            self.settings.label_smoothing,
+            mixed_labels_B=batch.mixed_labels,
+            mix_lambda_B=batch.mix_lambda,
+        )
