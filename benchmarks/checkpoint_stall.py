@@ -29,6 +29,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
+
 try:
     import torch
 
@@ -45,7 +47,7 @@ try:
     from vitscale.optim.optimizer import build_optimizer, parameter_groups
     from vitscale.optim.settings import OptimSettings
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e '.[demo,dev]'", file=sys.stderr)
     raise SystemExit(2) from None
 
 GOAL = 0.10
@@ -75,7 +77,7 @@ def main() -> None:
     results: dict[str, Any] = {"environment": environment(options), "measurements": []}
     print("\n".join(f"{key}: {value}" for key, value in results["environment"].items()), flush=True)
     for size in options.mb:
-        for num_ranks in options.world:
+        for num_ranks in options.ranks:
             work = Path(tempfile.mkdtemp(prefix="stall-", dir=options.work))
             try:
                 found = run_workers(work, size=size, num_ranks=num_ranks, rounds=options.rounds)

@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks, tests
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 
 try:
     from benchmarks.corpora.photo_folder import noise_photos, write_photo_folder
@@ -37,7 +37,7 @@ try:
     from benchmarks.sharding.contenders import make_shards_command
     from vitscale.config.errors import UserError, run_rank_script, run_script
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e '.[demo,dev]'", file=sys.stderr)
     raise SystemExit(2) from None
 
 GOAL, MOONSHOT = 1.03, 1.01

@@ -39,7 +39,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks, tests
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 
 NEEDED = {
     **{"torch": "torch", "timm": "timm", "deepspeed": "deepspeed", "pydantic": "pydantic"},
@@ -212,12 +212,12 @@ def work_through(options: argparse.Namespace) -> None:
     device = "cpu" if options.toy else "cuda"
     with process_group(
         device=device, timeout_min=5, num_threads=1 if options.toy else None
-    ) as all_:
+    ) as world:
         for name in options.sections:
             if end - time.monotonic() < 5:
                 break
             ctx = Context(
-                ranks=all_,
+                world=world,
                 scale=TOY if options.toy else GPU,
                 work=options.work,
                 out=options.out,

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks, tests
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 
 try:
     from benchmarks.faults.strikes import Blow, Life, Strike, await_moment, draw_strike, strike_down
@@ -41,7 +41,7 @@ try:
     from vitscale.checkpoint.folders import newest_checkpoint
     from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e '.[demo,dev]'", file=sys.stderr)
     raise SystemExit(2) from None
 
 NUM_RANKS, INTERVAL, ACCUMULATION = 2, 7, 2

@@ -28,7 +28,7 @@ from statistics import median
 from types import ModuleType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # benchmarks, tests
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 
 try:
     from benchmarks.corpora.photo_folder import given_photos, noise_photos, write_photo_folder
@@ -41,7 +41,7 @@ try:
     from vitscale.data.index import read_split
     from vitscale.images.decoders import DECODERS, missing
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e '.[demo,dev]'", file=sys.stderr)
     raise SystemExit(2) from None
 
 MEASUREMENTS = ("pixels", "rates", "parse", "resume", "memory")

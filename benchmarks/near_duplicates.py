@@ -26,6 +26,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
+
 try:
     import numpy as np
     from PIL import Image, ImageDraw, ImageEnhance, ImageOps
@@ -44,7 +46,7 @@ try:
     from data_prep.duplicates.search import find_duplicates
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e '.[demo,dev]'", file=sys.stderr)
     raise SystemExit(2) from None
 
 NUM_GENERATED = 400

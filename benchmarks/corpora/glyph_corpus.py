@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks, tests
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 
 try:
     from benchmarks.corpora.glyph_drawing import (
@@ -49,7 +49,7 @@ try:
     from benchmarks.corpora.planted_faults import COPY, FAULTS
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e '.[demo,dev]'", file=sys.stderr)
     raise SystemExit(2) from None
 
 LAYOUTS = ("tars", "tar_of_tars", "folders")

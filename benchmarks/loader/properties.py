@@ -21,7 +21,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]  # has no type information
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # benchmarks, tests
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 
 from benchmarks.loader.contenders import (
     AREA,

@@ -51,7 +51,7 @@ def check_engine(ctx: Context) -> None:
 
 def run_losses(ctx: Context, loop: Any, task: Task, *, steps: int) -> list[float]:
     losses: list[torch.Tensor] = []
-    step = stepper(loop, random_batches(task, ctx.ranks), losses)
+    step = stepper(loop, random_batches(task, ctx.world), losses)
     for number in range(steps):
         step(number)
     return [float(loss) for loss in losses]
@@ -63,7 +63,7 @@ def own_loop(
     settings = EngineSettings(zero_stage=stage, precision=precision, **more)
     compiler = ctx.scale.compiler if compiled else None
     return EngineLoop(
-        task, ctx.ranks, settings=settings, dtype=DTYPES[precision], compiler=compiler
+        task, ctx.world, settings=settings, dtype=DTYPES[precision], compiler=compiler
     )
 
 
@@ -73,7 +73,7 @@ def check_losses(ctx: Context, task: Task) -> None:
     precisions = ("fp32", "bf16") if ctx.world.device.type == "cuda" else ("fp32",)
     for precision in precisions:
         bare = {
-            kind: run_losses(ctx, BareLoop(task, ctx.ranks, precision=kind), task, steps=steps)
+            kind: run_losses(ctx, BareLoop(task, ctx.world, precision=kind), task, steps=steps)
             for kind in (("fp32",) if precision == "fp32" else ("autocast", "master"))
         }
         ctx.record(**{f"bare_losses_{kind}": [v[0], v[-1]] for kind, v in bare.items()})
@@ -98,7 +98,7 @@ def check_clipping(ctx: Context, task: Task) -> None:
     for stage in (0, 1):
         loop = own_loop(ctx, task, stage=stage, precision=ctx.scale.precision)
         before = {key: value.clone() for key, value in loop.engine.export_state().items()}
-        images, labels = random_batches(task, ctx.ranks, count=1)[0]
+        images, labels = random_batches(task, ctx.world, count=1)[0]
         loop.step(0, images, labels)
         after, norm = loop.engine.export_state(), loop.engine.gradient_norm()
         on_progress = sum(
@@ -183,7 +183,7 @@ def measure_data(ctx: Context) -> None:
         pin_memory=device.type == "cuda",
     )
     step = engine_loop(ctx, task).step
-    pool = random_batches(task, ctx.ranks)
+    pool = random_batches(task, ctx.world)
     with open_loader(loader) as batches:
         prefetched = 2 * workers + 2
         alone = loader_rate(batches, skip=prefetched, count=max(2, scale.data_steps // 2))
@@ -259,7 +259,7 @@ def measure_checkpoint(ctx: Context) -> None:
     start_afresh(device)
     task = task_of(ctx.scale.models[COMPARED], batch=ctx.scale.compared_batch)
     loop = engine_loop(ctx, task)
-    step = stepper(loop, random_batches(task, ctx.ranks), [])
+    step = stepper(loop, random_batches(task, ctx.world), [])
     for number in range(5):
         step(number)
     synchronize(device)
@@ -271,7 +271,7 @@ def measure_checkpoint(ctx: Context) -> None:
     plain_s = plain_save(ctx, tensors)
     del tensors
     stalls, totals = [], []
-    with CheckpointStore(ctx.work / "run", keep=1, ranks=ctx.ranks) as store:
+    with CheckpointStore(ctx.work / "run", keep=1, world=ctx.world) as store:
         loop.before_update = store.wait_for_host_copy
         for number in range(2):
             quiet_s = seconds_of(lambda number=number: step(5 + 2 * number), device)

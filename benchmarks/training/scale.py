@@ -162,7 +162,7 @@ class Results:
 class Context:
     """What a section works with."""
 
-    ranks: Any
+    world: Any
     scale: Scale
     work: Path
     """Shards, checkpoints and caches; removed at the end."""

@@ -41,12 +41,14 @@ def members(tar: io.BufferedIOBase) -> dict[str, bytes]:
 
 
 def glyphs(output: Path, *options: object) -> Path:
-    run("glyph_corpus.py", output, f"--drawing={DRAWING}", "--side=32", *options)
+    run("corpora/glyph_corpus.py", output, f"--drawing={DRAWING}", "--side=32", *options)
     return output
 
 
 def test_sharding_benchmark_measures_everything(tmp_path: Path) -> None:
-    text = run("sharding.py", "--quick", "--work", tmp_path, "--json", tmp_path / "results.json")
+    text = run(
+        "sharding_speed.py", "--quick", "--work", tmp_path, "--json", tmp_path / "results.json"
+    )
     results = json.loads((tmp_path / "results.json").read_text())
     assert set(results["all"]["seconds"]) >= {"copy", "copy_all", "cp", "shardwriter", "header"}
     assert set(results["part"]["seconds"]) >= {"decoder", "decode"}
@@ -59,18 +61,20 @@ def test_sharding_benchmark_measures_everything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["copy", "shardwriter", "header", "resume"])
 def test_benchmark_fails_on_one_wrong_bit(tmp_path: Path, name: str) -> None:
-    text = run("sharding.py", "--quick", "--spoil", "--only", name, "--work", tmp_path, rc=1)
+    text = run("sharding_speed.py", "--quick", "--spoil", "--only", name, "--work", tmp_path, rc=1)
     assert "FAILED" in text and "Traceback" not in text
     assert not list(tmp_path.iterdir()), "left behind"
 
 
 def test_unknown_measurement_is_refused(tmp_path: Path) -> None:
-    text = run("sharding.py", "--only", "copy,speed", "--work", tmp_path, rc=2)
+    text = run("sharding_speed.py", "--only", "copy,speed", "--work", tmp_path, rc=2)
     assert "speed" in text and "shardwriter" in text
 
 
 def test_a_file_for_figures_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
-    text = run("sharding.py", "--quick", "--json", tmp_path / "no/x.json", "--work", tmp_path, rc=2)
+    text = run(
+        "sharding_speed.py", "--quick", "--json", tmp_path / "no/x.json", "--work", tmp_path, rc=2
+    )
     assert "--json: " in text and "cannot be written" in text and "Traceback" not in text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import subprocess
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import loader_speed
+
 ROOT = Path(__file__).parents[3]
 LOADERS = ("webdataset", "torchvision", "opencv", "simplejpeg_torch", "decode_only", "dali")
 LOADERS += ("spdl", "region", "region_antialias", "simplejpeg", "pillow")
@@ -18,7 +19,7 @@ LOADERS += ("spdl", "region", "region_antialias", "simplejpeg", "pillow")
 
 def run(*options: object, rc: int = 0) -> str:
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / "loader.py", "--quick", *map(str, options)],
+        [sys.executable, ROOT / "benchmarks/loader_speed.py", "--quick", *map(str, options)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -58,18 +59,16 @@ def test_what_would_fail_in_the_end_is_refused_at_the_start(
 
 
 def test_a_goal_beside_a_loader_that_is_not_there_is_not_judged(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    loader = importlib.import_module("loader")
     runs = {name: [{"rate": 100.0, "start_s": 1.0}] for name in ("torchvision", "pillow")}
-    loader.print_rates(runs)
+    loader_speed.print_rates(runs)
     text = capsys.readouterr().out
     assert "pillow / webdataset: not judged, webdataset is left out" in text
     assert "pillow / torchvision, the best rival: 1.00" in text and "goal 3.0" not in text
-    loader.print_rates({"pillow": runs["pillow"]})
+    loader_speed.print_rates({"pillow": runs["pillow"]})
     assert "the best rival: not judged" in capsys.readouterr().out
-    loader.print_rates({"webdataset": [{"rate": 50.0, "start_s": 1.0}], **runs})
+    loader_speed.print_rates({"webdataset": [{"rate": 50.0, "start_s": 1.0}], **runs})
     assert "pillow / webdataset: 2.00 (2.00 to 2.00); goal 3.0" in capsys.readouterr().out
 
 
