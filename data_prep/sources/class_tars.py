@@ -1,7 +1,7 @@
-"""Tars with one class each, in a folder or inside one large tar, as ImageNet-21k comes.
+"""List tars of one class each, in a folder or inside one large tar, such as ImageNet-21k.
 
-Owns: which tars are classes, their members as inputs, members of one name, damaged tars as rows.
-Leaves out: the tar format (`tar_walk`), files beside the tars (`folder_walk`).
+Owns: which tars are classes, their members as inputs, members with equal names, damaged tars.
+Leaves out: the tar format (`tar_walk`), the walk through files beside the tars (`paths`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from data_prep.sources.tar_walk import CompressedTar, TarDefect, TarMember, walk
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
-# Names are compared within a tar, in at most 170 bytes each.
+# Bounds the memory for names: at most 170 bytes per member.
 MAX_MEMBERS = 1_000_000
 COMPRESSED_SUFFIXES = {
     ".tar.gz": "gzip",
@@ -47,7 +47,7 @@ COMPRESSED_SUFFIXES = {
 
 @dataclass(frozen=True, slots=True)
 class ClassTars:
-    """Containers: every tar of a class, and what lies beside them in their folder or tar."""
+    """Containers: the tar of each class, and the other files in the same folder or tar."""
 
     settings: SourceSettings
     labels: LabelSettings = LabelSettings()
@@ -64,23 +64,23 @@ class ClassTars:
         """
         found: list[Container] = []
         errors: list[UserError] = []
-        for place in find_split_roots(self.settings, may_be_file=True):
-            is_tar_of_tars = (self.root / place.path).is_file()
+        for top in find_split_roots(self.settings, may_be_file=True):
+            is_tar_of_tars = (self.root / top.path).is_file()
             try:
-                tars = (_tars_in_tar if is_tar_of_tars else _tars_in_folder)(self.root, place)
+                tars = (_tars_in_tar if is_tar_of_tars else _tars_in_folder)(self.root, top)
             except UserError as error:
                 errors.append(error)
                 continue
             if not tars:
-                errors.append(_no_tars_error(self.root, place))
-            found.append(Container(place.path or ".", place.split))
+                errors.append(_no_tars_error(self.root, top))
+            found.append(Container(top.path or ".", top.split))
             found += sorted(tars, key=lambda tar: os.fsencode(tar.path))
         if errors:
             raise UserErrors(errors)
         return found
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
-        """Members of a tar; or files beside tars, and a row for a tar of tars that is damaged."""
+        """Members of a tar; or the files beside tars, and a row for a damaged tar of tars."""
         if container.class_name is not None:
             return _class_inputs(self.root, container)
         if (self.root / container.path).is_file():
@@ -91,27 +91,27 @@ class ClassTars:
 def compressed_tar_error(path: str, method: str) -> UserError:
     unpacker = {"gzip": "gunzip", "xz": "unxz", "zstd": "unzstd", "bzip2": "bunzip2"}
     return UserError(
-        f"{printable(path)!r} is compressed with {method}: no image can be read on its own",
+        f"{printable(path)!r} is compressed with {method}: its images cannot be read one by one",
         where="source.path",
         allowed="plain tar files",
-        next_step=f"uncompress it first ({unpacker.get(method, method)}); images hardly shrink",
+        next_step=f"uncompress it first ({unpacker.get(method, method)}); its size hardly changes",
     )
 
 
 def named_members(
     members: Iterator[TarMember], *, path: str
 ) -> Iterator[tuple[TarMember, str, int | None]]:
-    """Each member that is no folder, its tidied name, and where a member of that name lay before.
+    """Members except folders: (member, normalized name, offset of an earlier one of that name).
 
     Raises UserError for a tar with more than MAX_MEMBERS.
     """
-    places: dict[int, int] = {}
+    offsets: dict[int, int] = {}
     for member in members:
         if member.kind == "folder":
             continue
         name = normalized_name(member.name)
-        first = places.setdefault(hash(name), member.offset)
-        if len(places) > MAX_MEMBERS:
+        first = offsets.setdefault(hash(name), member.offset)
+        if len(offsets) > MAX_MEMBERS:
             raise UserError(
                 f"{printable(path)!r} has more than {MAX_MEMBERS:,} members",
                 where="source.path",
@@ -121,13 +121,13 @@ def named_members(
 
 
 def member_path(container: Container, member: TarMember, first: int | None) -> str:
-    """The member's name in the ledger; a second one of a name says where both lie."""
+    """The member's name in the ledger; a repeated name gets the offsets of both members."""
     path = f"{container.path}/{member.name}"
     return path if first is None else f"{path} (bytes {first} and {member.offset})"
 
 
 def member_reason(member: TarMember, name: str, first: int | None) -> str | None:
-    """What type and name of a member alone say against it."""
+    """Why the type or name of a member rejects it."""
     if member.kind != "file":
         return "not_a_file"
     if is_hidden(name):
@@ -138,7 +138,7 @@ def member_reason(member: TarMember, name: str, first: int | None) -> str | None
 
 
 def tar_row(container: Container, reason: str, *, num_bytes: int, modified_ns: int) -> Input:
-    """The row of a tar that is damaged or cannot be read; the members before that are good."""
+    """The row of a damaged or unreadable tar; members before the damage have rows too."""
     return Input(
         container.path,
         container.split,
@@ -155,7 +155,7 @@ def tar_row(container: Container, reason: str, *, num_bytes: int, modified_ns: i
 def _class_inputs(root: Path, container: Container) -> Iterator[Input | Watched]:
     path = container.file or container.path
     status = stat_watched(root, path)
-    if not container.file:  # a tar of tars is watched once
+    if not container.file:  # the other branch watches a tar of tars
         yield Watched(path, status.st_size, status.st_mtime_ns)
     num_bytes = container.num_bytes if container.file else status.st_size
     reason = "truncated_tar"
@@ -189,10 +189,10 @@ def _is_tar_file(entry: os.DirEntry[str]) -> bool:
     return is_tar_name(entry.name) and entry.is_file()
 
 
-def _tars_in_folder(root: Path, place: SplitRoot) -> list[Container]:
-    real_root, real_top = os.path.realpath(root), os.path.realpath(root / place.path)
+def _tars_in_folder(root: Path, top: SplitRoot) -> list[Container]:
+    real_root, real_top = os.path.realpath(root), os.path.realpath(root / top.path)
     found, compressed = [], []
-    with os.scandir(root / place.path) as entries:
+    with os.scandir(root / top.path) as entries:
         for entry in entries:
             if entry.name.lower().endswith(tuple(COMPRESSED_SUFFIXES)) and not is_hidden(
                 entry.name
@@ -203,17 +203,17 @@ def _tars_in_folder(root: Path, place: SplitRoot) -> list[Container]:
                 and link_reason(entry.path, real_root=real_root, real_folders=[real_top])
             ):
                 class_name = printable(stem_and_suffix(entry.name)[0])
-                path = os.path.join(place.path, entry.name)
-                found.append(Container(path, place.split, class_name))
+                path = os.path.join(top.path, entry.name)
+                found.append(Container(path, top.split, class_name))
     if compressed:
         name = min(compressed)
         method = next(m for end, m in COMPRESSED_SUFFIXES.items() if name.lower().endswith(end))
-        raise compressed_tar_error(os.path.join(place.path, name), method)
+        raise compressed_tar_error(os.path.join(top.path, name), method)
     return found
 
 
 def _files_beside_tars(root: Path, container: Container) -> Iterator[Input | Watched]:
-    """What is no tar of a class. A tar deeper down belongs to no class: that is a fault."""
+    """Files that are not class tars. Tars in sub-folders are rejected: they have no class."""
     for row in walk_folder(root, container, is_container=_is_tar_file):
         if isinstance(row, Input) and row.reason == "other_name" and is_tar_name(row.path):
             row = replace(row, reason="no_class")
@@ -229,32 +229,32 @@ def _is_class_tar(member: TarMember, name: str, first: int | None) -> bool:
     return member.kind == "file" and first is None and is_tar_name(name)
 
 
-def _tars_in_tar(root: Path, place: SplitRoot) -> list[Container]:
+def _tars_in_tar(root: Path, top: SplitRoot) -> list[Container]:
     found = []
     try:
-        for member, name, first in _outer_members(root, place.path):
+        for member, name, first in _outer_members(root, top.path):
             if _is_class_tar(member, name, first):
                 class_name = printable(stem_and_suffix(os.path.basename(name))[0])
-                path = f"{place.path}/{member.name}"
+                path = f"{top.path}/{member.name}"
                 found.append(
                     Container(
-                        *(path, place.split, class_name),
-                        *(place.path, member.offset, member.num_bytes),
+                        *(path, top.split, class_name),
+                        *(top.path, member.offset, member.num_bytes),
                     )
                 )
     except CompressedTar as defect:
-        raise compressed_tar_error(place.path, defect.method) from None
+        raise compressed_tar_error(top.path, defect.method) from None
     except (TarDefect, OSError) as defect:
         if isinstance(defect, OSError):
-            raise_if_outage(defect, place.path)
+            raise_if_outage(defect, top.path)
         if not found or isinstance(defect, OSError):
-            what = f"{printable(place.path)!r} is no tar file that can be read ({defect})"
-            raise UserError(what, where=place.where) from None
+            what = f"{printable(top.path)!r} cannot be read as a tar file ({defect})"
+            raise UserError(what, where=top.where) from None
     return found
 
 
 def _other_members(root: Path, container: Container) -> Iterator[Input | Watched]:
-    """Members of a tar of tars that are no tars, and a row for itself when it is damaged."""
+    """Members of a tar of tars that are not tars, and a row for the outer tar if damaged."""
     status = stat_watched(root, container.path)
     yield Watched(container.path, status.st_size, status.st_mtime_ns)
     try:
@@ -280,13 +280,15 @@ def _other_members(root: Path, container: Container) -> Iterator[Input | Watched
         yield tar_row(container, "truncated_tar", num_bytes=num_bytes, modified_ns=modified_ns)
 
 
-def _no_tars_error(root: Path, place: SplitRoot) -> UserError:
-    path = root / place.path
-    what = f"{str(path)!r} holds no tar files"
+def _no_tars_error(root: Path, top: SplitRoot) -> UserError:
+    path = root / top.path
+    what = f"{str(path)!r} contains no tar files"
     if path.is_dir():
         with os.scandir(path) as entries:
             for entry in islice(entries, 100):
                 if entry.is_dir() and any(map(is_tar_name, os.listdir(entry.path))):
-                    hint = f"its sub-folder {printable(entry.name)!r} does: name it as a split"
-                    return UserError(what, where=place.where, next_step=hint)
-    return UserError(what, where=place.where, allowed="one tar of images per class")
+                    hint = (
+                        f"its sub-folder {printable(entry.name)!r} does: name it in source.splits"
+                    )
+                    return UserError(what, where=top.where, next_step=hint)
+    return UserError(what, where=top.where, allowed="one tar of images per class")

@@ -1,7 +1,7 @@
-"""The files of each split: one file, a folder's files of one kind, or those a pattern names.
+"""List the files of each split: one file, all files of a kind in a folder, or those of a pattern.
 
-Owns: name patterns with `*`, `?`, `{a,b}` and `{0000..0146}`, and what lies beside such files.
-Leaves out: what the files hold (`webdataset_tars`, `parquet_images`).
+Owns: name patterns with `*`, `?`, `{a,b}` and `{0000..0146}`, and other files in the same folder.
+Leaves out: the content of the files (`webdataset_tars`, `parquet_images`, `path_table`).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ PATTERN_SIGNS = frozenset("*?{")
 
 @dataclass(frozen=True, slots=True)
 class NamePattern:
-    """File names, without writing out the ones a range stands for."""
+    """A set of file names, without writing out its ranges."""
 
     text: str
     expression: re.Pattern[str]
     ranges: tuple[range, ...]
     num_names: int | None
-    """How many names there are; None: any number."""
+    """Number of names in the set; None: unlimited."""
 
     def matches(self, name: str) -> bool:
         found = self.expression.fullmatch(name)
@@ -49,7 +49,7 @@ class NamePattern:
 
 
 def name_pattern(text: str) -> NamePattern:
-    """Raises ValueError for braces that make no sense."""
+    """Parse a pattern. Raises ValueError for malformed braces."""
     expression, ranges, num_names, is_open = "", [], 1, False
     for piece in re.split(r"(\*|\?|\{[^{}]*\})", text):
         if piece in ("*", "?"):
@@ -63,15 +63,17 @@ def name_pattern(text: str) -> NamePattern:
                 expression += rf"(\d{{{width}}})" if padded else r"(0|[1-9]\d{0,8})"
                 ranges.append(range(int(low), int(high) + 1))
                 if not ranges[-1]:
-                    raise ValueError(f"{piece} counts down")
+                    raise ValueError(f"{piece} is an empty range")
             elif "," in piece:
                 options = sorted(set(piece[1:-1].split(",")))
                 expression += "(?:" + "|".join(map(re.escape, options)) + ")"
                 num_names *= len(options)
             else:
-                raise ValueError(f"{piece} is neither {{0000..0146}} nor {{one,other}}")
+                raise ValueError(
+                    f"{piece} is neither a range such as {{0000..0146}} nor a list such as {{a,b}}"
+                )
         elif "{" in piece or "}" in piece:
-            raise ValueError("braces do not pair up, or lie inside each other")
+            raise ValueError("braces are unbalanced or nested")
         else:
             expression += re.escape(piece)
     num_names *= prod(map(len, ranges))
@@ -81,35 +83,35 @@ def name_pattern(text: str) -> NamePattern:
 
 @dataclass(frozen=True, slots=True)
 class FileList:
-    """Files of the kind `is_wanted` says, by name."""
+    """All files whose names `is_wanted` accepts."""
 
     settings: SourceSettings
     is_wanted: Callable[[str], bool]
-    what: str
-    """The kind in words, plural."""
+    kind: str
+    """What such files are called in messages, plural."""
 
     @property
     def root(self) -> Path:
         return source_root(self.settings)
 
     def containers(self) -> list[Container]:
-        """Per split its folder (unless one file was named), then its files by their bytes."""
+        """Per split its folder (unless the split is one file), then its files, sorted by bytes."""
         found: list[Container] = []
         errors: list[UserError] = []
-        for place, pattern in self._split_roots():
-            full = self.root / place.path
+        for top, pattern in self._split_roots():
+            full = self.root / top.path
             if full.is_file():
                 if not self.is_wanted(full.name):
-                    what = f"{printable(str(full))!r} is not one of the {self.what}"
-                    errors.append(UserError(what, where=place.where))
-                found.append(Container(place.path, place.split))
+                    what = f"{printable(str(full))!r} is not one of the {self.kind}"
+                    errors.append(UserError(what, where=top.where))
+                found.append(Container(top.path, top.split))
                 continue
-            names = self._names(place, pattern)
+            names = self._names(top, pattern)
             if isinstance(names, UserError):
                 errors.append(names)
                 continue
-            found.append(Container(place.path or ".", place.split))
-            found += [Container(os.path.join(place.path, name), place.split) for name in names]
+            found.append(Container(top.path or ".", top.split))
+            found += [Container(os.path.join(top.path, name), top.split) for name in names]
         if errors:
             raise UserErrors(errors)
         files = [box.path for box in found if not (self.root / box.path).is_dir()]
@@ -121,8 +123,8 @@ class FileList:
     def is_folder(self, container: Container) -> bool:
         return (self.root / container.path).is_dir()
 
-    def rest(self, container: Container) -> Iterator[Input | Watched]:
-        """What lies beside the files of a folder; for a pattern nothing does."""
+    def other_files(self, container: Container) -> Iterator[Input | Watched]:
+        """Other files in the folder of a split; none if the split is a pattern."""
         pattern = _pattern_of(self.settings.splits.get(container.split, "."), self.root)
         for row in walk_folder(
             self.root, container, is_container=partial(_is_listed, is_wanted=self.is_wanted)
@@ -132,12 +134,12 @@ class FileList:
                 if pattern is not None:
                     return
             elif row.reason == "other_name" and self.is_wanted(row.path):
-                yield replace(row, reason="no_class")  # deeper down, where nobody looks for it
+                yield replace(row, reason="no_class")  # in a sub-folder, where files are not listed
             else:
                 yield row
 
     def _split_roots(self) -> list[tuple[SplitRoot, NamePattern | None]]:
-        """Patterns are looked up in their folder, which several splits may share."""
+        """Roots of the splits, and their patterns. Several patterns may share a folder."""
         patterns: dict[str, NamePattern] = {}
         folders = dict(self.settings.splits)
         for split, text in self.settings.splits.items():
@@ -149,19 +151,17 @@ class FileList:
                 patterns[split] = pattern
                 folders[split] = os.path.dirname(text) or "."
         if not patterns:
-            return [(place, None) for place in find_split_roots(self.settings, may_be_file=True)]
+            return [(top, None) for top in find_split_roots(self.settings, may_be_file=True)]
         found = []
         for split, folder in folders.items():
             one = self.settings.model_copy(update={"splits": {split: folder}})
-            found += [
-                (place, patterns.get(split)) for place in find_split_roots(one, may_be_file=True)
-            ]
+            found += [(top, patterns.get(split)) for top in find_split_roots(one, may_be_file=True)]
         return found
 
-    def _names(self, place: SplitRoot, pattern: NamePattern | None) -> list[str] | UserError:
-        real_root, real_top = os.path.realpath(self.root), os.path.realpath(self.root / place.path)
+    def _names(self, top: SplitRoot, pattern: NamePattern | None) -> list[str] | UserError:
+        real_root, real_top = os.path.realpath(self.root), os.path.realpath(self.root / top.path)
         names = []
-        with os.scandir(self.root / place.path) as entries:
+        with os.scandir(self.root / top.path) as entries:
             for entry in entries:
                 if not _is_listed(entry, is_wanted=self.is_wanted):
                     continue
@@ -172,19 +172,19 @@ class FileList:
                     reason = link_reason(entry.path, real_root=real_root, real_folders=[real_top])
                 if reason and pattern is not None:
                     return UserError(
-                        f"{printable(entry.path)!r} is a link out of the source",
-                        where=place.where,
-                        next_step="choose a source.path that holds the links and what they lead to",
+                        f"{printable(entry.path)!r} is a link out of the source, and not followed",
+                        where=top.where,
+                        next_step="choose a source.path that contains the links and their targets",
                     )
                 if reason is None:
                     names.append(entry.name)
-        folder = repr(printable(str(self.root / place.path)))
+        folder = repr(printable(str(self.root / top.path)))
         if not names:
-            like = f" like {pattern.text!r}" if pattern else ""
-            return UserError(f"{folder} holds no {self.what}{like}", where=place.where)
+            like = f" matching {pattern.text!r}" if pattern else ""
+            return UserError(f"{folder} contains no {self.kind}{like}", where=top.where)
         if pattern is not None and pattern.num_names not in (None, len(names)):
-            what = f"{folder} holds {len(names)} of the {pattern.num_names:,} {self.what} named"
-            return UserError(what, where=place.where, next_step="get the missing files")
+            what = f"{folder} contains {len(names)} of the {pattern.num_names:,} {self.kind} named"
+            return UserError(what, where=top.where, next_step="get the missing files")
         return sorted(names, key=os.fsencode)
 
 
@@ -193,7 +193,7 @@ def _is_listed(entry: os.DirEntry[str], *, is_wanted: Callable[[str], bool]) -> 
 
 
 def _pattern_of(text: str, root: Path) -> NamePattern | None:
-    """The pattern in a split's last part; a file or folder of just that name is none."""
+    """The pattern in the last part of a path; None if a file or folder has that very name."""
     name = os.path.basename(text)
     if not PATTERN_SIGNS & set(name) or (root / text).exists():
         return None

@@ -1,8 +1,7 @@
-"""A folder of images, one sub-folder per class.
+"""List a folder of images with one sub-folder per class.
 
 Owns: which folders are classes.
-Leaves out: the walk through them (`folder_walk`), what is inside the files
-(`image_check`), what becomes of them (`input_ledger`).
+Leaves out: the walk through them (`paths`), the content of the files (`images.check`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SPLIT_LIKE_NAMES = frozenset({"train", "training", "val", "valid", "validation",
 
 @dataclass(frozen=True, slots=True)
 class ImageFolder:
-    """Containers: every class folder of every split, and per split what lies beside them."""
+    """Containers: the class folders of every split, and per split the files beside them."""
 
     settings: SourceSettings
     labels: LabelSettings = LabelSettings()
@@ -42,17 +41,17 @@ class ImageFolder:
     def containers(self) -> list[Container]:
         """Class folders, ordered by split and the bytes of their path.
 
-        Raises UserError(s) for missing or overlapping folders and for no classes.
+        Raises UserError(s) for missing or overlapping folders and for splits without classes.
         """
         found: list[Container] = []
         errors: list[UserError] = []
-        for place in find_split_roots(self.settings, may_be_file=False):
-            folders = _class_folders(self.root, place)
+        for top in find_split_roots(self.settings, may_be_file=False):
+            folders = _class_folders(self.root, top)
             if folders:
-                found.append(Container(place.path or ".", place.split))
+                found.append(Container(top.path or ".", top.split))
                 found += folders
             else:
-                errors.append(_no_class_error(self.root, place))
+                errors.append(_no_class_error(self.root, top))
         if errors:
             raise UserErrors(errors)
         if not self.settings.splits:
@@ -60,38 +59,38 @@ class ImageFolder:
         return found
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
-        """Every non-folder of a class folder, and every link to a folder that is not followed."""
+        """Every file of a class folder, and every link that is not followed."""
         return walk_folder(self.root, container, is_container=_is_folder)
 
 
-def _class_folders(root: Path, place: SplitRoot) -> list[Container]:
-    """Sub-folders that are classes, hidden ones left out.
+def _class_folders(root: Path, top: SplitRoot) -> list[Container]:
+    """Visible sub-folders, which are classes.
 
-    Raises UserErrors for linked ones that are not followed: a whole class would be missing.
+    Raises UserErrors for linked ones that are not followed: a class would be missing.
     """
-    real_root, real_top = os.path.realpath(root), os.path.realpath(root / place.path)
+    real_root, real_top = os.path.realpath(root), os.path.realpath(root / top.path)
     found: list[Container] = []
     errors: list[UserError] = []
-    with os.scandir(root / place.path) as entries:
+    with os.scandir(root / top.path) as entries:
         for entry in entries:
             if entry.name.startswith(".") or not _is_folder(entry):
                 continue
             if entry.is_symlink() and link_reason(
                 entry.path, real_root=real_root, real_folders=[real_top]
             ):
-                errors.append(_linked_class_error(entry.path, place))
-            path = os.path.join(place.path, entry.name)
-            found.append(Container(path, place.split, printable(entry.name)))
+                errors.append(_linked_class_error(entry.path, top))
+            path = os.path.join(top.path, entry.name)
+            found.append(Container(path, top.split, printable(entry.name)))
     if errors:
         raise UserErrors(errors)
     return sorted(found, key=lambda container: os.fsencode(container.path))
 
 
-def _linked_class_error(path: str, place: SplitRoot) -> UserError:
+def _linked_class_error(path: str, top: SplitRoot) -> UserError:
     return UserError(
-        f"class folder {printable(path)!r} is a link out of the source, or back into itself, "
-        "and is not followed",
-        where=place.where,
+        f"class folder {printable(path)!r} is a link out of the source, or to a folder that "
+        "contains it; such links are not followed",
+        where=top.where,
         next_step="remove the link, or put the images there",
     )
 
@@ -100,12 +99,12 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     return entry.is_dir()
 
 
-def _no_class_error(root: Path, place: SplitRoot) -> UserError:
-    with os.scandir(root / place.path) as entries:
+def _no_class_error(root: Path, top: SplitRoot) -> UserError:
+    with os.scandir(root / top.path) as entries:
         loose = sum(1 for entry in entries if is_image_name(entry.name) and entry.is_file())
     return UserError(
-        f"{str(root / place.path)!r} has no class folders ({loose} image files lie in it directly)",
-        where=place.where,
+        f"{str(root / top.path)!r} has no class folders, but {loose} image files",
+        where=top.where,
         allowed="one sub-folder of images per class",
     )
 
@@ -115,7 +114,7 @@ def _refuse_split_folders(containers: list[Container], path: str) -> None:
     if len(names) > 1 and {name.lower() for name in names} <= SPLIT_LIKE_NAMES:
         splits = ", ".join(f"{name}: {name}" for name in names)
         raise UserError(
-            f"the sub-folders of {path!r} look like splits ({', '.join(names)}), not classes",
+            f"the sub-folders of {path!r} are named like splits ({', '.join(names)}), not classes",
             where="source.path",
             next_step=f"set source.splits to {{{splits}}} in the configuration file",
         )

@@ -1,7 +1,7 @@
-"""Errors that say nothing about the corpus: storage or this machine failed, and the work is kept.
+"""Tell outages (storage or machine failed) from faults of one file, and report them.
 
-Owns: which errors of the system are outages and not faults of one file, and their message.
-Leaves out: what a fault of a file means (`ledger`), and errors of the output (`pipeline`).
+Owns: which system errors are outages, their messages, and the error for a changed source.
+Leaves out: faults of a file (`shards.ledger`), errors of the output (`pipeline`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from vitscale.config.errors import UserError
 from vitscale.data.shard_files import LOST
 
-# What a file itself can be: lost bytes, no permission, no file. Whatever else a system reports (a
-# server that does not answer, no memory, no file handles, an expired key) is gone another day.
+# Errors of the file itself: lost bytes, no permission, no file. All others are transient: a server
+# that does not answer, no memory, no file handles, an expired key.
 FILE_FAULTS = frozenset(
     {
         *LOST,
@@ -34,18 +34,18 @@ FILE_FAULTS = frozenset(
 
 
 def printable(name: str) -> str:
-    """A file name as valid UTF-8; bytes that are not become \\xNN."""
+    """A file name as valid UTF-8; other bytes become \\xNN."""
     return os.fsencode(name).decode("utf-8", "backslashreplace")
 
 
 class Interrupted(UserError):
-    """Nothing is wrong with the corpus: the same command, run again, goes on."""
+    """An outage: the corpus is intact, and the same command resumes the work."""
 
 
 def raise_if_outage(error: OSError, path: str) -> None:
-    """Raise Interrupted for an error that is no property of the file at `path` of the source.
+    """Raise Interrupted if an error does not come from the file at `path` of the source itself.
 
-    An error without a number is a library's word on the bytes.
+    Errors without a number come from libraries and concern the file's content.
     """
     if error.errno is not None and error.errno not in FILE_FAULTS:
         raise source_read_error(error, path) from None
@@ -55,28 +55,28 @@ def source_read_error(error: OSError, path: str) -> Interrupted:
     return Interrupted(
         f"the source cannot be read ({error.strerror or error}); the work done so far is kept",
         where=repr(printable(path)),
-        next_step="mend this and run the same command again: it goes on where it was",
+        next_step="fix this and run the same command again; it resumes",
     )
 
 
 def source_missing_error(root: Path, work: Path) -> Interrupted:
-    """For people: the source is not there; nothing of the work so far is lost."""
+    """The source is missing, as when it is not mounted; the work done so far is kept."""
     return Interrupted(
         f"{str(root)!r}, or a folder of it, is missing or empty; the work done so far is kept in "
         f"{work.name}",
         where="source.path",
-        next_step="mount it on this machine and run the same command again: it goes on where it "
-        f"was; or, to begin anew, remove {work}",
+        next_step="mount it on this machine and run the same command again, which resumes; or "
+        f"remove {work} to start over",
     )
 
 
 def is_source_missing(root: Path, path: str) -> bool:
-    """Whether the source, or the folder of this file of it, is missing or empty.
+    """Whether the source, or the folder of this file, is missing or empty.
 
-    So it looks where a file system is not mounted; a file that somebody removed has neighbours.
+    This is the state of an unmounted file system; a file that was deleted has siblings.
     """
-    place = os.path.join(root, path)
-    for folder in (root, place if os.path.isdir(place) else os.path.dirname(place)):
+    full = os.path.join(root, path)
+    for folder in (root, full if os.path.isdir(full) else os.path.dirname(full)):
         try:
             with os.scandir(folder) as entries:
                 if next(entries, None) is None:
@@ -90,14 +90,14 @@ def is_source_missing(root: Path, path: str) -> bool:
 
 
 class ChangedSource(UserError):
-    """The source is not what was listed."""
+    """The source changed after it was listed."""
 
     file: str
-    """The file or folder in which that showed, relative to the source's root."""
+    """The changed file or folder, relative to the source's root."""
 
 
 def changed_source_error(path: str, *, file: str | None = None) -> ChangedSource:
-    """For people: the input at `path` changed; `file` is what holds it, where that is another."""
+    """The input at `path` changed; `file` contains it, if that is another file."""
     error = ChangedSource(
         "changed while the shards were made",
         where=repr(printable(path)),

@@ -1,7 +1,7 @@
-"""Parquet files with image bytes and labels, as Hugging Face data sets come.
+"""List Parquet files with image bytes and labels, the layout of Hugging Face data sets.
 
 Owns: the columns, class names in the file's metadata, names of rows.
-Leaves out: reading in bounded memory (`parquet_rows`), which files there are (`file_lists`).
+Leaves out: reading in bounded memory (`parquet_rows`), listing the files (`file_lists`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ParquetImages:
         return FileList(self.settings, is_parquet_name, ".parquet files")
 
     def containers(self) -> list[Container]:
-        """Raises UserError(s) for missing files, and for columns the first file does not have."""
+        """Raises UserError(s) for missing files, and for columns missing in the first file."""
         found = self._files.containers()
         for container in found:
             if not self._files.is_folder(container):
@@ -53,13 +53,13 @@ class ParquetImages:
                         self._columns(table, container.path)
                     break
                 except (TableDefect, OSError):
-                    continue  # a row of the ledger
+                    continue  # `inputs` gives it a row in the ledger
         return found
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
-        """Every row; the bytes of its image go to the spool."""
+        """Every row of a file; image bytes are copied to the spool."""
         if self._files.is_folder(container):
-            return self._files.rest(container)
+            return self._files.other_files(container)
         return self._rows(container, spool)
 
     def _rows(self, container: Container, spool: Spool) -> Iterator[Input | Watched]:
@@ -95,7 +95,7 @@ class ParquetImages:
             yield damaged
 
     def _columns(self, table: Any, path: str) -> list[str]:
-        """Columns to read. Raises UserError where they are missing or of another type."""
+        """Columns to read. Raises UserError for missing columns and wrong types."""
         import pyarrow.types as types
 
         image, label = self.settings.image_column, self.settings.label
@@ -109,7 +109,7 @@ class ParquetImages:
             types.is_binary(image_type) or types.is_large_binary(image_type)
         ):
             raise UserError(
-                f"column {image!r} of {printable(path)!r} holds no bytes",
+                f"column {image!r} of {printable(path)!r} contains no bytes",
                 where="source.image_column",
                 allowed="binary, or a struct of bytes and path",
             )
@@ -124,7 +124,7 @@ class ParquetImages:
             or types.is_large_string(label_type)
         ):
             raise UserError(
-                f"column {label!r} of {printable(path)!r} holds {label_type}",
+                f"column {label!r} of {printable(path)!r} has type {label_type}",
                 where="source.label",
                 allowed="a column of whole numbers or text",
             )
@@ -184,7 +184,7 @@ def is_parquet_name(name: str) -> bool:
 
 
 def class_label_names(table: Any, column: str) -> tuple[str, ...] | None:
-    """Class names by label from the metadata of the datasets package; None: none are given."""
+    """Class names by label from the metadata of the `datasets` package, or None."""
     metadata = table.schema_arrow.metadata or {}
     try:
         feature = json.loads(metadata[b"huggingface"])["info"]["features"][column]
@@ -197,6 +197,6 @@ def class_label_names(table: Any, column: str) -> tuple[str, ...] | None:
 
 
 def _lost_rows(damaged: Input, start: int, end: int) -> Input:
-    """One row for the rest of a row group that cannot be read."""
+    """One row for the unreadable rest of a row group."""
     path = f"{damaged.path} (rows {start} to {end - 1})"
     return Input(path, damaged.split, None, "", 0, damaged.reason, modified_ns=damaged.modified_ns)

@@ -1,6 +1,6 @@
-"""Rows of a Parquet file, a few at a time, in bounded memory.
+"""Read the rows of a Parquet file in small batches and bounded memory.
 
-Owns: opening a file that nobody vouches for, the cap on its column chunks, damaged parts.
+Owns: opening untrusted files, the limit on column chunks, damaged row groups.
 Leaves out: what the columns mean (`parquet_images`, `path_table`).
 """
 
@@ -17,11 +17,11 @@ from data_prep.sources.outages import changed_source_error, printable, raise_if_
 from vitscale.config.errors import UserError
 
 BATCH_ROWS = 64
-# A column of a row group is read page by page, but nothing keeps it from being one page.
+# A column chunk is read page by page, but may consist of a single page.
 MAX_CHUNK_BYTES = 1 << 30
-# What a batch holds by the mean size of a row.
+# Bytes of a batch, assuming rows of mean size.
 MEAN_BATCH_BYTES = 16 << 20
-# A value in a dictionary may come back in every row of a batch.
+# A dictionary value may repeat in every row of a batch.
 MAX_BATCH_BYTES = 256 << 20
 READ_BYTES = 1 << 20
 MAX_FOOTER_STRING_BYTES, MAX_FOOTER_ITEMS = 64 << 20, 10_000_000
@@ -33,7 +33,7 @@ class TableDefect(ValueError):
 
 @contextmanager
 def opened_parquet(root: Path, path: str) -> Iterator[Any]:
-    """A pyarrow.parquet.ParquetFile. Raises TableDefect; OSError for a file that cannot be read."""
+    """Open a pyarrow.parquet.ParquetFile. Raises TableDefect, and OSError for unreadable files."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -46,7 +46,7 @@ def opened_parquet(root: Path, path: str) -> Iterator[Any]:
             raise TableDefect("not a regular file")
         try:
             table = pq.ParquetFile(
-                # Opened by Arrow: a page read through a Python file would be there twice.
+                # Opened by Arrow: reading through a Python file would hold each page twice.
                 pa.OSFile(f"/proc/self/fd/{fd}"),
                 pre_buffer=False,
                 buffer_size=READ_BYTES,
@@ -65,7 +65,7 @@ def _defect(error: Exception, path: str) -> TableDefect:
 
 
 def column_type(table: Any, name: str, *, path: str, key: str) -> Any:
-    """The type of a column. Raises UserError for one that is not there."""
+    """The type of a column. Raises UserError if it is missing."""
     if name not in table.schema_arrow.names:
         raise UserError(
             f"{printable(path)!r} has no column {name!r}",
@@ -76,7 +76,7 @@ def column_type(table: Any, name: str, *, path: str, key: str) -> Any:
 
 
 def record_batches(table: Any, group: int, *, columns: Sequence[str], path: str) -> Iterator[Any]:
-    """Batches of one row group. Raises TableDefect, and UserError for a chunk above the cap."""
+    """Batches of one row group. Raises TableDefect, and UserError for a chunk above the limit."""
     import pyarrow as pa
 
     rows = BATCH_ROWS

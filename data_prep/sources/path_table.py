@@ -1,10 +1,11 @@
-"""A table of paths and labels: CSV, TSV or Parquet.
+"""List a table of paths and labels: CSV, TSV or Parquet.
 
-Owns: the columns, which parts of a large table are listed apart, what a path alone says.
-Leaves out: rows with equal paths, which need the whole corpus to be found.
+Owns: the columns, splitting large tables into parts, reading text tables in bounded memory, checks
+on each path.
+Leaves out: rows with equal paths, which the pipeline finds.
 
-A path, relative to the table's folder or absolute, leads to a file there or below: names or links
-that leave it are rejected.
+Paths are relative to the table's folder, or absolute. Paths and links that leave this folder are
+rejected.
 """
 
 from __future__ import annotations
@@ -39,10 +40,10 @@ from vitscale.runs.data_prep import (
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 SPLIT_COLUMN = "split"
-# A table without quotes can be cut at line ends; each part is listed on its own.
+# Tables without quotes are split at line ends; each part is a container.
 PART_BYTES = 8 << 20
 MAX_LINE_BYTES = 1 << 20
-# (row's name in the ledger, path, label, split or None)
+# (name of the row in the ledger, path, label, split or None)
 Row = tuple[str, str | None, Any, str | None]
 
 
@@ -81,7 +82,7 @@ class PathTable:
         return found
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
-        """Every row whose path can be looked at, with the file it leads to."""
+        """Every row, with size and modification time of its file."""
         if self._files.is_folder(container):
             yield watched(self.root, container.path)
             return
@@ -112,8 +113,8 @@ class PathTable:
         num_bytes = modified_ns = 0
         reason: str | None = "unreadable"
         if path:
-            path = files.below(os.path.normpath(path))
-            reason, num_bytes, modified_ns = files.look(path)
+            path = files.relative(os.path.normpath(path))
+            reason, num_bytes, modified_ns = files.check(path)
             path = os.path.join(os.path.dirname(container.file or container.path), path)
         if reason is None and class_name is None and self.labels.map_key != "image":
             reason = "no_label"
@@ -130,7 +131,7 @@ class PathTable:
     # Text tables
 
     def _line_ranges(self, container: Container) -> list[Container]:
-        """The table, or parts of it where a quote cannot hide a line's end."""
+        """The table; a large one in parts, unless quotes may hide line ends."""
         with opened(self.root, container.path) as fd:
             header, start = self._header(fd, container.path)
             size = os.fstat(fd).st_size
@@ -144,7 +145,7 @@ class PathTable:
         return found
 
     def _header(self, fd: int, path: str) -> tuple[list[str], int]:
-        """Column names, and where the first row starts. Raises UserError for a missing column."""
+        """(column names, offset of the first row). Raises UserError for a missing column."""
         lines = Lines(fd, 0, os.fstat(fd).st_size, path)
         header = next(csv_rows(lines, delimiter=DELIMITERS[_suffix(path)]), [])
         header = [name.removeprefix("\ufeff").strip() for name in header]
@@ -162,7 +163,7 @@ class PathTable:
         return header, lines.position
 
     def _text_rows(self, container: Container) -> Iterator[Row]:
-        """Rows that start in the container's part: a part begins behind its first line's end."""
+        """Rows that start in the container's part, which skips a line cut by its start."""
         path = container.file or container.path
         with opened(self.root, path) as fd:
             header, start = self._header(fd, path)
@@ -172,8 +173,8 @@ class PathTable:
                 stop = container.offset + container.num_bytes
                 start = next_line(fd, max(start, container.offset), first=start, path=path)
             image = header.index(self.settings.image_column)
-            label = _place(header, self.settings.label)
-            split = None if self.settings.splits else _place(header, SPLIT_COLUMN)
+            label = _column_index(header, self.settings.label)
+            split = None if self.settings.splits else _column_index(header, SPLIT_COLUMN)
             lines = Lines(fd, start, size, path)
             rows = csv_rows(lines, delimiter=DELIMITERS[_suffix(path)])
             while lines.position < stop:
@@ -248,7 +249,7 @@ class PathTable:
 
 
 class _Files:
-    """What a path alone says about a file. Folders seen lately are kept in mind."""
+    """Checks on the paths of a table. Caches resolved folders."""
 
     def __init__(self, root: Path) -> None:
         self.root = str(root)
@@ -256,8 +257,8 @@ class _Files:
         self._tops = [f"{top.rstrip('/')}/" for top in (os.path.abspath(root), self.real_root)]
         self._is_inside = lru_cache(maxsize=1024)(self._is_inside_root)
 
-    def below(self, path: str) -> str:
-        """An absolute path in the table's folder as relative to it; any other as it is."""
+    def relative(self, path: str) -> str:
+        """Make absolute paths in the table's folder relative to it; others stay unchanged."""
         for top in self._tops:
             if path.startswith(top):
                 return path[len(top) :]
@@ -266,8 +267,8 @@ class _Files:
     def _is_inside_root(self, folder: str) -> bool:
         return is_inside(os.path.realpath(os.path.join(self.root, folder)), self.real_root)
 
-    def look(self, path: str) -> tuple[str | None, int, int]:
-        """(reason, bytes, time of change) of a path without `.` and doubled slashes."""
+    def check(self, path: str) -> tuple[str | None, int, int]:
+        """(reason, bytes, modification time) of a normalized path."""
         folder = os.path.dirname(path)
         if path.startswith(("/", "../")) or path == "..":
             return "link_outside", 0, 0
@@ -280,7 +281,7 @@ class _Files:
                 if not is_inside(os.path.realpath(full), self.real_root):
                     return "link_outside", 0, 0
                 status = os.stat(full)
-        except (OSError, ValueError) as error:  # not there, not permitted, an impossible name
+        except (OSError, ValueError) as error:  # missing, not permitted, or an invalid name
             if isinstance(error, OSError):
                 raise_if_outage(error, path)
             return "unreadable", 0, 0
@@ -297,33 +298,33 @@ def _suffix(name: str) -> str:
     return stem_and_suffix(name)[1].lower()
 
 
-def _place(header: list[str], name: str) -> int | None:
+def _column_index(header: list[str], name: str) -> int | None:
     return header.index(name) if name in header else None
 
 
 def _group_offset(table: Any, group: int) -> int:
-    """First byte of a row group's first column."""
+    """Offset of the first column chunk of a row group."""
     chunk = table.metadata.row_group(group).column(0)
     return chunk.dictionary_page_offset or chunk.data_page_offset
 
 
 class Lines:
-    """Lines of a part of a file as text, and where the next one starts."""
+    """Lines of a byte range of a file as text; `position` is the offset of the next one."""
 
     def __init__(self, fd: int, start: int, stop: int, path: str) -> None:
         self.fd, self.position, self.stop, self.path = fd, start, stop, path
-        self.data, self.place = b"", 0
+        self.data, self.data_position = b"", 0
 
     def __iter__(self) -> Lines:
         return self
 
     def __next__(self) -> str:
-        end = self.data.find(b"\n", self.place)
+        end = self.data.find(b"\n", self.data_position)
         while end < 0:
-            rest = self.data[self.place :]
+            rest = self.data[self.data_position :]
             start = self.position + len(rest)
             more = os.pread(self.fd, MAX_LINE_BYTES, start)[: max(0, self.stop - start)]
-            self.data, self.place = rest + more, 0
+            self.data, self.data_position = rest + more, 0
             end = self.data.find(b"\n")
             if end < 0 and not more:
                 if not rest:
@@ -331,26 +332,26 @@ class Lines:
                 end = len(rest) - 1
             elif end < 0 and len(self.data) > MAX_LINE_BYTES:
                 break
-        if not 0 <= end - self.place < MAX_LINE_BYTES:
+        if not 0 <= end - self.data_position < MAX_LINE_BYTES:
             raise UserError(
                 f"{printable(self.path)!r} has a line of more than {MAX_LINE_BYTES:,} bytes",
                 where="source.path",
             )
-        line = self.data[self.place : end + 1]
-        self.place = end + 1
+        line = self.data[self.data_position : end + 1]
+        self.data_position = end + 1
         self.position += len(line)
         return line.decode("utf-8", "surrogateescape")
 
 
 def csv_rows(lines: Lines, *, delimiter: str) -> Iterator[list[str]]:
-    """Rows of the lines; an empty line is an empty row. Raises UserError for wrong quotes."""
+    """Rows of the lines; an empty line is an empty row. Raises UserError for malformed quotes."""
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     while True:
-        place = lines.position
+        offset = lines.position
         try:
             row = next(rows, None)
         except csv.Error as error:
-            what = f"{printable(lines.path)!r} cannot be read at byte {place}: {error}"
+            what = f"{printable(lines.path)!r} cannot be read at byte {offset}: {error}"
             raise UserError(what, where="source.path") from None
         if row is None:
             return
@@ -358,7 +359,7 @@ def csv_rows(lines: Lines, *, delimiter: str) -> Iterator[list[str]]:
 
 
 def has_quote(fd: int) -> bool:
-    """Whether a line may end inside a cell."""
+    """Whether the file contains quotes, so that cells may contain line ends."""
     position = 0
     while data := os.pread(fd, 1 << 20, position):
         if b'"' in data:
@@ -368,7 +369,7 @@ def has_quote(fd: int) -> bool:
 
 
 def next_line(fd: int, position: int, *, first: int, path: str) -> int:
-    """Where the first line starts that does not start before `position`."""
+    """Offset of the first line that starts at `position` or later; `first`: a known line start."""
     if position == first:
         return position
     lines = Lines(fd, position - 1, os.fstat(fd).st_size, path)

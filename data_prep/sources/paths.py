@@ -1,8 +1,8 @@
-"""Where a source and its splits lie, and what a name or a link alone says about an input.
+"""Resolve the paths of a source and its splits, classify file names and links, walk folders.
 
-Owns: the folder that paths are relative to, split folders and files below it, which names are
-images, hidden names, links.
-Leaves out: what a folder, tar or table holds (one module per kind).
+Owns: the root of a source, the folder or file of each split, names of images and tars, hidden
+names, links, the walk through a folder.
+Leaves out: which folders are classes, and the content of tars and tables (one module per kind).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from vitscale.config.errors import UserError, UserErrors
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.runs.data_prep import SourceSettings
 
-# Named like an image, hence opened and judged by content. Formats that are not taken stand here
-# too, so that a folder of .bmp files is reported and not passed over as foreign files.
+# Files with these names are opened and checked. Unsupported formats are included, so that a folder
+# of .bmp files is reported as unsupported images and not ignored as other files.
 IMAGE_SUFFIXES = frozenset(
     "jpg jpeg jpe jfif png webp bmp gif tif tiff heic heif avif jp2 ppm".split()
 )
@@ -29,7 +29,7 @@ IMAGE_SUFFIXES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SplitRoot:
-    """A split's folder or file."""
+    """The folder or file of a split."""
 
     split: str
     path: str
@@ -39,13 +39,13 @@ class SplitRoot:
 
 
 def source_root(settings: SourceSettings) -> Path:
-    """What every path of a source is relative to: source.path, or the folder of that file."""
+    """The folder that all paths of a source are relative to."""
     path = Path(settings.path).expanduser()
     return path.parent if path.is_file() else path
 
 
 def find_split_roots(settings: SourceSettings, *, may_be_file: bool) -> list[SplitRoot]:
-    """The splits' places. Raises UserError(s) for those missing, outside or inside each other."""
+    """Roots of all splits. Raises UserError(s) if one is missing, outside, or inside another."""
     top = Path(settings.path).expanduser()
     kinds = "file or folder" if may_be_file else "folder"
     if not top.exists():
@@ -56,17 +56,17 @@ def find_split_roots(settings: SourceSettings, *, may_be_file: bool) -> list[Spl
         if settings.splits:
             raise UserError("needs a folder as source.path", where="source.splits")
         return [SplitRoot("train", top.name, "source.path")]
-    places, errors = [], []
+    roots, errors = [], []
     for split, path in (settings.splits or {"train": "."}).items():
         where = f"source.splits.{split}" if settings.splits else "source.path"
         problem = _split_root_problem(top, path, may_be_file=may_be_file)
         if problem:
             errors.append(UserError(problem, where=where))
-        places.append(SplitRoot(split, "" if os.path.normpath(path) == "." else path, where))
-    errors = errors or _overlaps(top, places)
+        roots.append(SplitRoot(split, "" if os.path.normpath(path) == "." else path, where))
+    errors = errors or _overlaps(top, roots)
     if errors:
         raise UserErrors(errors)
-    return [SplitRoot(place.split, _normal(place.path), place.where) for place in places]
+    return [SplitRoot(one.split, _normal(one.path), one.where) for one in roots]
 
 
 def _normal(path: str) -> str:
@@ -74,18 +74,18 @@ def _normal(path: str) -> str:
 
 
 def _split_root_problem(top: Path, path: str, *, may_be_file: bool) -> str | None:
-    place = top / path
-    if not (place.is_dir() or (may_be_file and place.is_file())):
-        return f"{str(place)!r}: no such {'file or folder' if may_be_file else 'folder'}"
-    if not place.resolve().is_relative_to(top.resolve()):
-        return f"{str(place)!r} lies outside source.path"
+    full = top / path
+    if not (full.is_dir() or (may_be_file and full.is_file())):
+        return f"{str(full)!r}: no such {'file or folder' if may_be_file else 'folder'}"
+    if not full.resolve().is_relative_to(top.resolve()):
+        return f"{str(full)!r} is outside source.path"
     return None
 
 
-def _overlaps(top: Path, places: Sequence[SplitRoot]) -> list[UserError]:
-    """Places inside each other would store one image twice."""
-    for i, one in enumerate(places):
-        for other in places[:i]:
+def _overlaps(top: Path, roots: Sequence[SplitRoot]) -> list[UserError]:
+    """Errors for roots inside each other, which would store an image twice."""
+    for i, one in enumerate(roots):
+        for other in roots[:i]:
             a, b = (top / one.path).resolve(), (top / other.path).resolve()
             if a.is_relative_to(b) or b.is_relative_to(a):
                 what = f"two splits share files ({other.split} and {one.split})"
@@ -94,6 +94,7 @@ def _overlaps(top: Path, places: Sequence[SplitRoot]) -> list[UserError]:
 
 
 def hash_named_file(file: Path, *, where: str) -> str:
+    """BLAKE3 of a file that the setting `where` names. Raises Interrupted if it cannot be read."""
     try:
         return blake3_of_file(file)
     except OSError as error:
@@ -108,7 +109,7 @@ def stem_and_suffix(name: str) -> tuple[str, str]:
 
 
 def is_image_name(name: str) -> bool:
-    """Whether the suffix says image."""
+    """Whether a name has the suffix of an image."""
     suffix = stem_and_suffix(name)[1]
     return suffix in IMAGE_SUFFIXES or suffix.lower() in IMAGE_SUFFIXES
 
@@ -118,27 +119,27 @@ def is_tar_name(name: str) -> bool:
 
 
 def is_hidden(path: str) -> bool:
-    """Whether a part of a relative path starts with a dot (`.` and `..` are not names)."""
+    """Whether a part of a relative path starts with a dot; `.` and `..` do not count."""
     return (path.startswith(".") or "/." in path) and any(
         part.startswith(".") and part not in (".", "..") for part in path.split("/")
     )
 
 
 def normalized_name(name: str) -> str:
-    """A member's name without `./`, `//` and a slash at either end."""
+    """A member's name without `./`, `//`, and slashes at either end."""
     if "./" not in name and "//" not in name and name[:1] != "/" and name[-1:] not in ("/", "."):
         return name
     return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
 def link_reason(path: str, *, real_root: str, real_folders: Sequence[str]) -> str | None:
-    """Why a link is not followed: to nothing, out of the source, or to where it comes from.
+    """Why a link is not followed: it is broken, leads out of the source, or forms a loop.
 
-    real_folders: the folder that holds the link, and those that hold links followed to get there.
+    real_folders: the folder of the link, and the folders of the links followed to get there.
     """
     target = os.path.realpath(path)
     if not os.path.exists(path):
-        return "link_broken"  # also links that form a ring
+        return "link_broken"  # also links that form a cycle
     if not is_inside(target, real_root):
         return "link_outside"
     if os.path.isdir(target) and any(is_inside(folder, target) for folder in real_folders):
@@ -147,12 +148,12 @@ def link_reason(path: str, *, real_root: str, real_folders: Sequence[str]) -> st
 
 
 def is_inside(path: str, folder: str) -> bool:
-    """Whether one resolved path is another or lies below it."""
+    """Whether a resolved path is `folder` or inside it."""
     return path == folder or path.startswith(folder.rstrip("/") + "/")
 
 
 def stat_entry(entry: os.DirEntry[str], path: str) -> os.stat_result:
-    """`stat` behind the link; a file that is gone since its folder was read is an error."""
+    """`stat` of a link's target; raises if the file is gone since its folder was read."""
     try:
         return entry.stat()
     except FileNotFoundError:
@@ -160,7 +161,7 @@ def stat_entry(entry: os.DirEntry[str], path: str) -> os.stat_result:
 
 
 def stat_watched(root: Path, path: str) -> os.stat_result:
-    """`stat` of a file that was there when its folder was listed."""
+    """`stat` of a listed file; raises if it is gone."""
     try:
         return os.stat(root / path)
     except FileNotFoundError:
@@ -169,7 +170,7 @@ def stat_watched(root: Path, path: str) -> os.stat_result:
 
 @contextmanager
 def opened(root: Path, path: str) -> Iterator[int]:
-    """A descriptor, opened without waiting for whoever would write a pipe."""
+    """A file descriptor; opening a pipe does not wait for its writer."""
     fd = os.open(root / path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         yield fd
@@ -178,7 +179,7 @@ def opened(root: Path, path: str) -> Iterator[int]:
 
 
 def file_reason(name: str, mode: int, *, hidden: bool) -> str | None:
-    """What type and name of a file alone say against it."""
+    """Why the type or name of a file rejects it."""
     if stat.S_IFMT(mode) != stat.S_IFREG:
         return "not_a_file"
     if hidden:
@@ -192,30 +193,29 @@ IsContainer = Callable[[os.DirEntry[str]], bool]
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """A folder still to be walked."""
+    """A folder not walked yet."""
 
     path: str
     link_folders: tuple[str, ...]
-    """Resolved folders that hold the links followed on the way here."""
+    """Resolved folders of the links followed to get here."""
     hidden: bool
 
 
 def walk_folder(
     root: Path, container: Container, *, is_container: IsContainer
 ) -> Iterator[Input | Watched]:
-    """One class folder with all below it; without a class, what lies beside the other containers.
+    """All files of a class folder; without a class, the files beside the other containers.
 
-    is_listed_apart: whether a visible entry of a folder without class is such a container.
-
-    Links are followed inside the source only, and never to a folder that holds one of the links
-    on the way: that would not end.
+    is_container: whether a visible entry of a folder without class is another container.
+    Links are followed inside the source only, and never to a folder that contains one of the links
+    followed so far: that would not end.
     """
     real_root = os.path.realpath(root)
     top = "" if container.path == "." else container.path
     name_start = len(top) + 1 if top else 0
-    holder = os.path.realpath(os.path.dirname(os.path.join(root, top)))
+    parent = os.path.realpath(os.path.dirname(os.path.join(root, top)))
     is_link = container.class_name is not None and os.path.islink(os.path.join(root, top))
-    stack = [_Folder(top, (holder,) if is_link else (), hidden=False)]
+    stack = [_Folder(top, (parent,) if is_link else (), hidden=False)]
     split, class_name = container.split, container.class_name
     while stack:
         folder = stack.pop()
@@ -226,7 +226,7 @@ def walk_folder(
             continue
         yield Watched(folder.path or ".", 0, modified_ns)
         prefix = folder.path + "/" if folder.path else ""
-        beside_others = class_name is None and folder.path == top
+        is_shared = class_name is None and folder.path == top
         real_folders: tuple[str, ...] = ()
         with entries as listed:
             for entry in listed:
@@ -238,7 +238,7 @@ def walk_folder(
                     real_folders = real_folders or (os.path.realpath(full), *link_folders)
                     reason = link_reason(entry.path, real_root=real_root, real_folders=real_folders)
                     link_folders = real_folders
-                if beside_others and reason is None and not hidden and is_container(entry):
+                if is_shared and reason is None and not hidden and is_container(entry):
                     continue
                 if reason is None and entry.is_dir():
                     stack.append(_Folder(path, link_folders, hidden))
@@ -257,7 +257,7 @@ def walk_folder(
 
 
 def _open_folder(full: str, path: str) -> tuple[int, Entries | None]:
-    """Time of change, taken before reading, and the entries; none when they may not be read."""
+    """(modification time before reading, entries); no entries without permission to read."""
     try:
         return os.stat(full).st_mtime_ns, os.scandir(full)
     except PermissionError:

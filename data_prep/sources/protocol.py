@@ -1,8 +1,8 @@
-"""What a source consists of, whatever its kind: containers, and the inputs in them.
+"""Define the interface of a source: containers, and the inputs in them.
 
-Owns: the types that pass between a source (`sources`), the judgement (`image_check`) and the
-pipeline, and reading one input's bytes.
-Leaves out: how a kind of source is listed.
+Owns: the types that sources, image checks and the pipeline exchange, reading the bytes of one
+input, and which labels of a source mean no label.
+Leaves out: how each kind of source is listed.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ MAX_CLASS_LENGTH = 4096
 
 @dataclass(frozen=True, slots=True)
 class Container:
-    """A class folder, a tar, a table: what is listed in one go. Few enough to hold in memory."""
+    """The unit of listing: a class folder, tar or table. All of them fit in memory."""
 
     path: str
     """Relative to source.path, as the operating system gives it."""
     split: str
     class_name: str | None = None
-    """Class of every image in it; None: each input says its own."""
+    """Class of every image in it; None: each input has its own."""
     file: str = ""
-    """File that holds it, relative to source.path, when that is not `path` (tar in a tar)."""
+    """File that contains it, relative to source.path, if that is not `path` (tar in a tar)."""
     offset: int = 0
     """First byte inside `file`."""
     num_bytes: int = -1
     """-1: to the end of the file."""
 
 
-# Not frozen: that alone would cost 3 of the 11 us that listing a file takes.
+# Not frozen: freezing takes 3 of the 11 us that listing a file takes.
 @dataclass(slots=True)
 class Input:
-    """One input of the source. `reason` is set when its name or type alone rejects it."""
+    """One input of the source. `reason` is set if its name or type already rejects it."""
 
     path: str
     """Unique name in the source and in the ledger: a path relative to source.path; inside a tar
@@ -47,21 +47,21 @@ class Input:
     split: str
     class_name: str | None
     name: str
-    """What tells it from others of its class: path inside the class without suffix."""
+    """Identifies it within its class: path inside the class, without suffix."""
     num_bytes: int
     reason: str | None = None
     file: str = ""
-    """File that holds the bytes, relative to source.path; empty: the file at `path`."""
+    """File that contains the bytes, relative to source.path; empty: the file at `path`."""
     offset: int = 0
     modified_ns: int = 0
     """Modification time of the file when it was listed."""
     spooled: bool = False
-    """`file` lies in the spool and not in the source."""
+    """`file` is in the spool, not in the source."""
 
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A folder or file whose change would change the list of inputs."""
+    """A folder or file that must not change, because the list of inputs depends on it."""
 
     path: str
     """Relative to source.path."""
@@ -70,9 +70,9 @@ class Watched:
 
 
 class SpoolError(Exception):
-    """The spool cannot be written or read: an error of our disk, never of the source.
+    """The spool cannot be written or read. The fault is in the work folder, not in the source.
 
-    Therefore no OSError, which a source takes for a fault of its file.
+    Not an OSError, because sources treat those as faults of a source file.
     """
 
     def __init__(self, error: OSError) -> None:
@@ -81,35 +81,35 @@ class SpoolError(Exception):
 
 
 class Spool(Protocol):
-    """Takes bytes that can be read once only, such as cells of a compressed table."""
+    """Stores bytes that can only be read once, such as cells of a compressed table."""
 
     def add(self, data: bytes) -> tuple[str, int]:
         """(file, offset) for `Input.file` and `Input.offset`. Raises SpoolError."""
 
 
 class Source(Protocol):
-    """One kind of source. Listing is deterministic up to the order of inputs in a container."""
+    """One kind of source. Listing is deterministic, except for the order within a container."""
 
     @property
     def root(self) -> Path:
-        """What every path and file is relative to: source.path, or the folder of that file."""
+        """The folder that all paths are relative to: source.path, or the folder of that file."""
 
     def containers(self) -> list[Container]:
-        """Everything to list, ordered. Raises UserError(s) for a source that cannot be used."""
+        """All containers, ordered. Raises UserError(s) for an unusable source."""
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
-        """Every input of one container, kept or not, and what must not change until the end."""
+        """Every input of one container, rejected ones too, and the paths that must not change."""
 
 
 def watched(root: Path, path: str) -> Watched:
-    """`path` as it is now. A folder's size says nothing and differs between file systems."""
+    """Current state of `path`. The size of a folder is 0: it differs between file systems."""
     status = os.stat(root / path)
     num_bytes = 0 if os.path.isdir(root / path) else status.st_size
     return Watched(path, num_bytes, status.st_mtime_ns)
 
 
 def read_exactly(descriptor: int, *, offset: int, num_bytes: int) -> bytes:
-    """Bytes at a place of an open file. Raises EOFError when the file ends before."""
+    """Read `num_bytes` at `offset`. Raises EOFError if the file is too short."""
     data = os.pread(descriptor, num_bytes, offset)
     while len(data) < num_bytes:
         more = os.pread(descriptor, num_bytes - len(data), offset + len(data))
@@ -120,7 +120,7 @@ def read_exactly(descriptor: int, *, offset: int, num_bytes: int) -> bytes:
 
 
 def fill(descriptor: int, memory: memoryview, *, offset: int) -> None:
-    """Read from an open file until `memory` is full. Raises EOFError when the file ends before."""
+    """Fill `memory` from `offset`. Raises EOFError if the file is too short."""
     num = os.preadv(descriptor, [memory], offset)
     while num < len(memory):
         more = os.preadv(descriptor, [memory[num:]], offset + num)
@@ -132,7 +132,7 @@ def fill(descriptor: int, memory: memoryview, *, offset: int) -> None:
 def class_from_cell(
     label: object, names: tuple[str, ...] | None, settings: LabelSettings
 ) -> str | None:
-    """The class that a cell says; None for null, nothing, negative and nameless numbers."""
+    """Class from a label cell; None for null, empty text, negative and unnamed numbers."""
     if isinstance(label, int) and not isinstance(label, bool):
         if names is None:
             return str(label) if label >= 0 else None
@@ -144,9 +144,9 @@ def class_from_cell(
 
 
 def means_no_label(name: str, settings: LabelSettings) -> bool:
-    """Whether a label that a source gives is a negative number, which stands for none.
+    """Whether a label of the source is a negative number, which means no label.
 
-    Not so with a space or map: there it is one more class without a place, as `unknown` says.
+    With a space or map, negative numbers are unknown classes like any other: see `unknown`.
     """
-    judged = settings.space is not None or settings.map is not None
-    return not judged and re.fullmatch(r"-[0-9]+", name) is not None
+    is_mapped = settings.space is not None or settings.map is not None
+    return not is_mapped and re.fullmatch(r"-[0-9]+", name) is not None

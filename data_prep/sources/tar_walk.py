@@ -1,11 +1,11 @@
-"""The members of a tar, read in place: headers only, nothing is ever extracted.
+"""List the members of a tar without extracting them; only headers are read.
 
-Owns: the tar format (ustar, GNU, pax) as far as finding each member's bytes needs it, in a whole
-file or in a part of one (a tar inside a tar), and noticing every cut and every damaged header.
+Owns: the parts of the tar format (ustar, GNU, pax) that locate the bytes of each member, in a file
+or in a range of one (a tar inside a tar), and detecting truncation and damaged headers.
 Leaves out: what members mean (`class_tars`, `webdataset_tars`).
 
-Python's own streaming reader takes a cut inside or before a header for the end. Here a tar is
-whole only if every member lies inside it and two blocks of zeros, then nothing but zeros, follow.
+Python's streaming reader treats truncation inside or before a header as the end. Here a tar is
+complete only if all members are inside it and two blocks of zeros, then only zeros, follow.
 Format: POSIX.1-2001 "pax", and the GNU tar manual, "Basic Tar Format".
 """
 
@@ -32,7 +32,7 @@ COMPRESSION_MAGIC = {
 }
 
 MemberKind = Literal["file", "folder", "link", "special", "sparse"]
-# What these describe has no data of its own; every other type has `size` bytes of it.
+# Types without data; every other type has `size` bytes.
 KIND_WITHOUT_DATA: dict[bytes, MemberKind] = {
     b"1": "link",
     b"2": "link",
@@ -44,7 +44,7 @@ KIND_WITHOUT_DATA: dict[bytes, MemberKind] = {
 
 
 class TarDefect(ValueError):
-    """The tar is not whole. Members yielded before are."""
+    """The tar is truncated or damaged. Members yielded before are complete."""
 
     def __init__(self, what: str, *, offset: int) -> None:
         self.offset = offset
@@ -52,7 +52,7 @@ class TarDefect(ValueError):
 
 
 class CompressedTar(TarDefect):
-    """Not a tar but something compressed, where no member has a place."""
+    """Compressed data instead of a tar: members have no offsets."""
 
     def __init__(self, method: str, *, offset: int) -> None:
         self.method = method
@@ -61,10 +61,10 @@ class CompressedTar(TarDefect):
 
 @dataclass(slots=True)
 class TarMember:
-    """One member; `offset` is the first byte of its data in the file that was walked."""
+    """One member; `offset` is the first byte of its data in the file."""
 
     name: str
-    """As stored, whatever it says; bytes that are not UTF-8 as the file system's are kept."""
+    """As stored, unchecked; bytes that are not UTF-8 become surrogates."""
     offset: int
     num_bytes: int
     kind: MemberKind
@@ -72,7 +72,7 @@ class TarMember:
 
 @dataclass(slots=True)
 class _Extension:
-    """What headers of their own say about the member that follows them."""
+    """Content of extension headers, which apply to the next member."""
 
     long_name: bytes | None = None
     num_bytes: int | None = None
@@ -102,7 +102,7 @@ def walk_tar(fd: int, *, start: int = 0, end: int) -> Iterator[TarMember]:
             data = _after_sparse_map(window, header, position)
         member = _member(header, kind, extension, offset=data, num_bytes=num_bytes)
         if data + member.num_bytes > end:
-            raise TarDefect("cut off inside the member", offset=end)
+            raise TarDefect("truncated inside a member", offset=end)
         yield member
         extension = None
         position = data + _padded(member.num_bytes)
@@ -115,7 +115,7 @@ def _member(
     header: bytes, kind: bytes, extension: _Extension | None, *, offset: int, num_bytes: int
 ) -> TarMember:
     name = header[:100].partition(b"\0")[0]
-    # GNU keeps times where POSIX keeps the front of a long name.
+    # GNU stores times where POSIX stores the prefix of a long name.
     if header[345] and header[257:263] == b"ustar\0":
         name = header[345:500].partition(b"\0")[0] + b"/" + name
     if extension is not None and extension.long_name is not None:
@@ -128,13 +128,13 @@ def _member(
         return TarMember(text, offset, 0, KIND_WITHOUT_DATA[kind])
     if kind == b"S" or (extension is not None and extension.is_sparse):
         return TarMember(text, offset, num_bytes, "sparse")
-    if kind == b"\0" and text.endswith("/"):  # how tar before POSIX wrote a folder
+    if kind == b"\0" and text.endswith("/"):  # a folder in tars from before POSIX
         return TarMember(text, offset, 0, "folder")
     return TarMember(text, offset, num_bytes, "file" if kind in b"\x007" else "special")
 
 
 class _Window:
-    """Reads ahead as far as it pays: far when members are small, hardly when they are large."""
+    """Reads headers ahead: far when members are small, little when they are large."""
 
     __slots__ = ("fd", "end", "data", "start", "size")
 
@@ -143,14 +143,14 @@ class _Window:
         self.size = SMALLEST_WINDOW
 
     def block(self, offset: int) -> bytes | None:
-        """The block at `offset`; None where the tar ends before or inside it."""
-        place = offset - self.start
-        if not 0 <= place <= len(self.data) - BLOCK:
+        """The block at `offset`; None if the tar ends before or inside it."""
+        position = offset - self.start
+        if not 0 <= position <= len(self.data) - BLOCK:
             if offset + BLOCK > self.end:
                 return None
             self._fill(offset)
-            place = 0
-        return self.data[place : place + BLOCK]
+            position = 0
+        return self.data[position : position + BLOCK]
 
     def _fill(self, offset: int) -> None:
         gap = offset - self.start - len(self.data)
@@ -160,18 +160,18 @@ class _Window:
         self.start = offset
 
     def read(self, offset: int, num_bytes: int, *, at_least: int) -> bytes:
-        """Up to `num_bytes`; the file may have become shorter than it was said to be."""
+        """Up to `num_bytes`; raises TarDefect if the file has shrunk below `at_least`."""
         data = os.pread(self.fd, num_bytes, offset)
         while len(data) < at_least:
             more = os.pread(self.fd, num_bytes - len(data), offset + len(data))
             if not more:
-                raise TarDefect("cut off", offset=offset + len(data))
+                raise TarDefect("truncated", offset=offset + len(data))
             data += more
         return data
 
 
 def _byte_sum(data: bytes) -> int:
-    """Sum of at most 256 bytes: the low half of Adler-32 is one more, and cannot overflow."""
+    """Sum of at most 256 bytes: the low half of Adler-32 minus one, which cannot overflow."""
     return (adler32(data) & 0xFFFF) - 1
 
 
@@ -187,21 +187,21 @@ def _checksum_fits(header: bytes) -> bool:
     total = _byte_sum(header[:256]) + _byte_sum(header[256:]) - _byte_sum(field) + 8 * ord(" ")
     if total == claimed:
         return True
-    # Some old programs summed signed characters.
+    # Some old programs sum signed characters.
     others = header[:148] + header[156:]
     return total - 256 * sum(byte >> 7 for byte in others) == claimed
 
 
 def _number(field: bytes, *, offset: int) -> int:
-    """A header's number: octal digits, or big-endian binary after a byte 0x80."""
+    """A number of a header: octal digits, or big-endian binary after the byte 0x80."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     digits = field.partition(b"\0")[0].strip(b" ")
     if not digits:
         return 0
-    # int() would also take signs and underscores.
+    # int() also accepts signs and underscores.
     if not digits.isdigit() or b"8" in digits or b"9" in digits:
-        raise TarDefect("header with an impossible size", offset=offset)
+        raise TarDefect("header with an invalid size", offset=offset)
     return int(digits, 8)
 
 
@@ -214,11 +214,11 @@ def _read_extension(
 ) -> None:
     limit = MAX_LONG_NAME_BYTES if kind in b"LK" else MAX_PAX_BYTES
     if num_bytes > limit:
-        what = f"header that claims a name or attributes of {num_bytes} bytes"
+        what = f"header with a name or attributes of {num_bytes} bytes"
         raise TarDefect(what, offset=offset - BLOCK)
     if offset + num_bytes > window.end:
-        raise TarDefect("cut off inside a long name", offset=window.end)
-    if kind == b"K":  # where a link leads
+        raise TarDefect("truncated inside a long name", offset=window.end)
+    if kind == b"K":  # target of a link
         return
     data = window.read(offset, num_bytes, at_least=num_bytes)[:num_bytes]
     if kind == b"L":
@@ -227,10 +227,12 @@ def _read_extension(
     for key, value in _pax_records(data, offset=offset):
         if kind == b"g":
             if key in (b"path", b"size") or key.startswith(b"GNU.sparse."):
-                raise TarDefect("one name or size for all members", offset=offset)
+                raise TarDefect(
+                    "a global header sets one name or size for all members", offset=offset
+                )
         elif key == b"size":
             if not value.isdigit() or len(value) > 20:
-                raise TarDefect("header with an impossible size", offset=offset)
+                raise TarDefect("header with an invalid size", offset=offset)
             extension.num_bytes = int(value)
         elif key in (b"path", b"GNU.sparse.name"):
             extension.long_name = value
@@ -238,7 +240,7 @@ def _read_extension(
 
 
 def _pax_records(data: bytes, *, offset: int) -> Iterator[tuple[bytes, bytes]]:
-    """Records `LENGTH KEY=VALUE\\n`, where the length counts itself."""
+    """Records `LENGTH KEY=VALUE\\n`; the length includes itself."""
     position = 0
     while position < len(data):
         digits = data[position : position + 9].partition(b" ")[0]
@@ -252,13 +254,13 @@ def _pax_records(data: bytes, *, offset: int) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _after_sparse_map(window: _Window, header: bytes, position: int) -> int:
-    """First byte behind the blocks that go on with the map of an old GNU sparse file."""
+    """Offset after the extra map blocks of an old GNU sparse file."""
     more = header[482]
     data = position + BLOCK
     while more:
         block = window.block(data)
         if block is None:
-            raise TarDefect("cut off inside a map of holes", offset=window.end)
+            raise TarDefect("truncated inside a sparse map", offset=window.end)
         more = block[504]
         data += BLOCK
     return data
@@ -271,21 +273,21 @@ def _bad_header(window: _Window, header: bytes | None, *, start: int, position: 
             if first.startswith(magic):
                 return CompressedTar(method, offset=start)
     if header is None:
-        return TarDefect("cut off before the end mark", offset=window.end)
-    return TarDefect("damaged header" if position > start else "no tar header", offset=position)
+        return TarDefect("truncated before the end mark", offset=window.end)
+    return TarDefect("damaged header" if position > start else "not a tar header", offset=position)
 
 
 def _check_end(window: _Window, position: int, *, after_extension: bool) -> None:
-    """Two blocks of zeros, and nothing but zeros behind them, as padding to a tape's record."""
+    """Check for two blocks of zeros, followed only by zeros (padding to a tape record)."""
     if after_extension:
         raise TarDefect("a long name without its member", offset=position)
     second = window.block(position + BLOCK)
     if second is None:
-        raise TarDefect("cut off inside the end mark", offset=window.end)
+        raise TarDefect("truncated inside the end mark", offset=window.end)
     offset = position + BLOCK
     while offset < window.end:
         data = window.read(offset, min(LARGEST_WINDOW, window.end - offset), at_least=1)
         if data.count(0) != len(data):
-            place = len(data) - len(data.lstrip(b"\0"))
-            raise TarDefect("data behind the end mark", offset=offset + place)
+            num_zeros = len(data) - len(data.lstrip(b"\0"))
+            raise TarDefect("data after the end mark", offset=offset + num_zeros)
         offset += len(data)

@@ -1,9 +1,9 @@
-"""WebDataset tars: samples whose members share a key, with a label beside each image.
+"""List WebDataset tars: members that share a key form a sample with an image and a label.
 
-Owns: grouping members into samples as the webdataset package does, finding image and label.
-Leaves out: the tar format (`tar_walk`), which tars there are (`file_lists`).
+Owns: grouping members into samples like the webdataset package, finding image and label.
+Leaves out: the tar format (`tar_walk`), listing the tars (`file_lists`).
 
-Members other than the image and its label are never read, pickled ones least of all.
+Only the image and its label are read; other members, such as pickles, never are.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HAS_IMAGE, HAS_LABEL = 1, 2
 
 @dataclass(slots=True)
 class _Sample:
-    """Neighbouring members of one key."""
+    """Consecutive members with the same key."""
 
     key: str
     first: TarMember
@@ -61,29 +61,29 @@ class WebdatasetTars:
 
     @property
     def label(self) -> tuple[str, str | None]:
-        """Suffix of the member with the label, and the field in it.
+        """(suffix of the label's member, JSON field in it). Raises UserError.
 
-        `label`, the default made for tables, stands for `cls` here. Raises UserError.
+        `label`, the default of the setting, means `cls` here.
         """
         label = "cls" if self.settings.label == "label" else self.settings.label
         kind, colon, name = label.partition(":")
         if label == "cls" or (kind == "json" and name):
             return kind, name if colon else None
         raise UserError(
-            f"{self.settings.label!r} names no label of a WebDataset",
+            f"{self.settings.label!r} is not a label of a WebDataset",
             where="source.label",
             allowed="cls, or json:FIELD",
         )
 
     def containers(self) -> list[Container]:
-        """Raises UserError(s) for missing files, a label that cannot be, patterns that fit none."""
+        """Raises UserError(s) for missing files, a wrong source.label, patterns without a match."""
         assert self.label
         return self._files.containers()
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
-        """One input per sample; files beside the tars, and members that belong to no sample."""
+        """One input per sample, and rows for members outside samples and files beside the tars."""
         if self._files.is_folder(container):
-            return self._files.rest(container)
+            return self._files.other_files(container)
         return self._tar_inputs(container)
 
     def _tar_inputs(self, container: Container) -> Iterator[Input | Watched]:
@@ -99,7 +99,7 @@ class WebdatasetTars:
                     if row.class_name is not None and means_no_label(row.class_name, self.labels):
                         row.class_name, row.reason = None, row.reason or "no_label"
                     if row.reason == "no_label" and self.labels.map_key == "image":
-                        row.reason = None  # the map says it
+                        row.reason = None  # the map has the label
                     yield row
                 return
         except CompressedTar as defect:
@@ -113,9 +113,9 @@ class WebdatasetTars:
 
 
 def split_member_name(name: str) -> tuple[str, str] | None:
-    """(key, suffix in lower case) as webdataset has them; None for a member it passes over.
+    """(key, suffix in lower case), as in webdataset; None for members that it ignores.
 
-    The key is everything before the first dot of the last part of the name, with its folder.
+    The key is the folder, plus the base name up to its first dot.
     """
     folder, slash, base = name.rpartition("/")
     stem, dot, suffix = base.partition(".")
@@ -127,7 +127,7 @@ def split_member_name(name: str) -> tuple[str, str] | None:
 def _sample_rows(
     fd: int, members: Iterator[TarMember], *, container: Container, label: tuple[str, str | None]
 ) -> Iterator[Input]:
-    """Rows of one tar. A sample cut in two by the tar's end is a row before the tar's own."""
+    """Rows of one tar. In a truncated tar, the row of the last sample comes before the tar's."""
     seen: dict[int, int] = {}
     sample: _Sample | None = None
     defect: TarDefect | None = None
@@ -144,7 +144,7 @@ def _sample_rows(
             continue
         key, suffix = parts
         if sample is not None and key != sample.key:
-            yield _judge(fd, sample, seen, container=container, label=label)
+            yield _sample_row(fd, sample, seen, container=container, label=label)
             sample = None
         sample = sample or _Sample(key, member)
         if suffix in sample.suffixes or (suffix in IMAGE_SUFFIXES and sample.image is not None):
@@ -158,7 +158,7 @@ def _sample_rows(
         elif suffix == label[0]:
             sample.label = member
     if sample is not None:
-        yield _judge(fd, sample, seen, container=container, label=label)
+        yield _sample_row(fd, sample, seen, container=container, label=label)
     if defect is not None:
         raise defect
 
@@ -172,7 +172,7 @@ def _until_defect(members: Iterator[TarMember]) -> Iterator[TarMember | TarDefec
         yield defect
 
 
-def _judge(
+def _sample_row(
     fd: int,
     sample: _Sample,
     seen: dict[int, int],
@@ -180,7 +180,7 @@ def _judge(
     container: Container,
     label: tuple[str, str | None],
 ) -> Input:
-    """The row of a complete sample. `seen`: hash of key -> offset and parts of the first one."""
+    """The row of a complete sample. `seen`: hash of key -> offset and parts of earlier ones."""
     member = sample.image or sample.first
     code = hash(sample.key)
     before = seen.get(code)
@@ -205,7 +205,7 @@ def _judge(
 
 
 def read_label(fd: int, member: TarMember, json_field: str | None) -> str | None:
-    """A class as text: the member itself, or a text or whole number in a field of its JSON."""
+    """A class as text: the member itself, or a string or integer in a field of its JSON."""
     limit = MAX_CLASS_BYTES if json_field is None else MAX_JSON_BYTES
     if member.num_bytes > limit:
         return None
@@ -221,7 +221,7 @@ def read_label(fd: int, member: TarMember, json_field: str | None) -> str | None
         value = str(value)
     if not isinstance(value, str) or not value.strip() or len(value) > MAX_CLASS_BYTES:
         return None
-    # JSON can spell half of a character, which no file could store.
+    # JSON can encode a lone surrogate, which cannot be stored as UTF-8.
     return value.strip() if _is_text(value) else None
 
 
@@ -230,7 +230,7 @@ def _is_text(value: str) -> bool:
 
 
 def _row_without_sample(container: Container, member: TarMember) -> Input:
-    """A member that belongs to no sample; its place tells it from others of its name."""
+    """Row of a member outside any sample; the offset makes its name unique."""
     path = f"{container.path}/{member.name} (byte {member.offset})"
     reason = "hidden" if is_hidden(member.name) else "other_name"
     if member.kind != "file":

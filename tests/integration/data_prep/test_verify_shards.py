@@ -34,7 +34,7 @@ def test_damage_is_named_and_the_report_written_all_the_same(tmp_path: Path) -> 
     finished = verify(tmp_path / "shards", "--report", tmp_path / "report.html")
     assert finished.returncode == 2
     assert "test-000000.tar: cannot be read (No such file or directory)" in finished.stdout
-    assert "train-000000.tar: cut off inside the end mark" in finished.stdout
+    assert "train-000000.tar: truncated inside the end mark" in finished.stdout
     assert "this folder is not what its manifest says" in (tmp_path / "report.html").read_text()
 
 

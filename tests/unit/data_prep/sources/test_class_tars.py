@@ -187,10 +187,10 @@ def test_compressed_tars_are_refused(tmp_path: Path) -> None:
     [
         ({"train": "a", "test": "gone.tar"}, "source.splits.test.*no such file or folder"),
         ({"train": "a", "test": "a/cat.tar"}, "two splits share files"),
-        ({"train": "a", "test": "empty"}, "source.splits.test.*holds no tar files"),
-        ({"train": "a", "test": "text"}, "source.splits.test.*no tar file that can be read"),
-        ({"train": "a", "test": "cat2.tar"}, "source.splits.test.*holds no tar files"),
-        ({}, "'a' does: name it as a split"),
+        ({"train": "a", "test": "empty"}, "source.splits.test.*contains no tar files"),
+        ({"train": "a", "test": "text"}, "source.splits.test.*cannot be read as a tar file"),
+        ({"train": "a", "test": "cat2.tar"}, "source.splits.test.*contains no tar files"),
+        ({}, "'a' does: name it in source.splits"),
     ],
 )
 def test_sources_without_class_tars_are_refused(

@@ -56,7 +56,7 @@ def test_splits_may_share_a_folder_by_patterns(tmp_path: Path) -> None:
     for splits, message in [
         ({"train": "d/x-train-{0000..0003}.tar"}, "3 of the 4 tar files"),
         ({"train": "d/x-train-*.tar", "test": "d/x-*.tar"}, "two splits share files"),
-        ({"train": "d/x-train-*.tar", "test": "d/y-*.tar"}, "source.splits.test.*holds no tar"),
+        ({"train": "d/x-train-*.tar", "test": "d/y-*.tar"}, "source.splits.test.*contains no tar"),
         ({"train": "e/x-*.tar"}, "source.splits.train.*no such"),
         ({"train": "../*.tar"}, "source.splits.train.*lies outside"),
         ({"train": "d", "test": "d/x-val-0000.tar"}, "two splits share files"),

@@ -155,11 +155,11 @@ def test_splits_are_listed_each_with_its_classes(tmp_path: Path) -> None:
     "splits, message",
     [
         ({"train": "train", "test": "gone"}, "source.splits.test.*no such folder"),
-        ({"train": "train", "test": "../beside"}, "source.splits.test.*lies outside"),
+        ({"train": "train", "test": "../beside"}, "source.splits.test.*is outside"),
         ({"train": "train", "test": "train"}, "two splits share files"),
         ({"train": "train", "test": "train/cat"}, "two splits share files"),
-        ({"train": "train", "test": "empty"}, "source.splits.test.*no class folders .1 image"),
-        ({}, "look like splits"),
+        ({"train": "train", "test": "empty"}, "source.splits.test.*no class folders, but 1 image"),
+        ({}, "named like splits"),
     ],
 )
 def test_split_folders_that_cannot_be_used_are_refused(

@@ -110,8 +110,8 @@ def test_a_column_of_plain_bytes_will_do(tmp_path: Path) -> None:
     [
         ({"image_column": "gone"}, "source.image_column.*no column 'gone'"),
         ({"label": "gone"}, "source.label.*no column 'gone'"),
-        ({"image_column": "other"}, "source.image_column.*holds no bytes"),
-        ({"label": "image"}, "source.label.*holds struct"),
+        ({"image_column": "other"}, "source.image_column.*contains no bytes"),
+        ({"label": "image"}, "source.label.*has type struct"),
     ],
 )
 def test_columns_that_cannot_be_used_are_refused(
