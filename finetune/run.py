@@ -17,6 +17,7 @@ class FinetuneRun(TrainingRun):
     stage: Literal["finetune"] = "finetune"
     """Which script runs this file: finetune/main.py."""
     objective: SupervisedSettings = SupervisedSettings()
+    """What the model is trained to predict, and its loss."""
     init: str | None = None
     """What to start from: a run folder, a checkpoint folder, Google's .npz, or a .safetensors file
     with timm's names. null: random weights."""

@@ -16,6 +16,7 @@ class PretrainRun(TrainingRun):
     stage: Literal["pretrain"] = "pretrain"
     """Which script runs this file: pretrain/main.py."""
     objective: ObjectiveSettings = SupervisedSettings()
+    """What the model is trained to predict, and its loss."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()

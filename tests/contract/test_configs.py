@@ -1,15 +1,17 @@
-"""Every file under configs/ is a run: it loads, and its header says what it is."""
+"""Files under configs/ load and say what they are; every setting is described."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
-
-import pytest
 
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
+from vitscale.config.errors import UserErrors
 from vitscale.config.loader import DEFAULT, load_run, load_run_file, run_to_yaml
+from vitscale.config.reference import settings_reference
 from vitscale.config.section import Run
 from vitscale.runs.data_prep import DataPrepRun
 
@@ -22,36 +24,60 @@ CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*") if p.suffix in (".yaml
 CARD = ("What", "Command", "Hardware", "Expect", "Source")
 
 
-def _names(path: Path) -> str:
+def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
 def test_configs_were_found() -> None:
-    names = {_names(path) for path in CONFIGS}
+    names = {_name(path) for path in CONFIGS}
     assert names >= {f"configs/{name}.yaml" for name in ("vit_b16", "vit_l16", "vit_h14")}
     assert {p.suffix for p in CONFIGS} == {".yaml"}
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=_names)
-def test_config_loads_as_the_run_of_its_stage(path: Path, tmp_path: Path) -> None:
-    run = load_run_file(RUN_TYPES, path)
+def test_configs_load_and_are_read_back(tmp_path: Path) -> None:
     resolved = tmp_path / "config.yaml"
-    resolved.write_text(run_to_yaml(run))
-    assert load_run_file(RUN_TYPES, resolved) == run
+    wrong = {}
+    for path in CONFIGS:
+        try:
+            loaded = load_run(RUN_TYPES, path)
+        except UserErrors as error:
+            wrong[_name(path)] = str(error)
+            continue
+        resolved.write_text(run_to_yaml(loaded.run))
+        if load_run_file(RUN_TYPES, resolved) != loaded.run:
+            wrong[_name(path)] = "differs when written and read back"
+        if loaded.sources["stage"] == DEFAULT:
+            wrong[_name(path)] = "neither the file nor its base names the stage"
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=_names)
-def test_config_or_its_base_names_the_stage(path: Path) -> None:
-    assert load_run(RUN_TYPES, path).sources["stage"] != DEFAULT
+def test_configs_begin_with_a_run_card() -> None:
+    """The card has all lines of CARD, and its command names the file."""
+    wrong = {}
+    for path in CONFIGS:
+        header = []
+        for line in path.read_text().splitlines():
+            if not line.startswith("#"):
+                break
+            header.append(line)
+        cards = {line[2:].partition(":")[0]: line.partition(":")[2].strip() for line in header}
+        missing = [label for label in CARD if not cards.get(label)]
+        if missing or _name(path) not in "\n".join(header):
+            wrong[_name(path)] = missing or "the command names another file"
+    assert not wrong
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=_names)
-def test_config_begins_with_a_run_card(path: Path) -> None:
-    header = []
-    for line in path.read_text().splitlines():
-        if not line.startswith("#"):
-            break
-        header.append(line)
-    cards = {line[2:].partition(":")[0]: line.partition(":")[2].strip() for line in header}
-    assert not [label for label in CARD if not cards.get(label)], "missing run card lines"
-    assert _names(path) in "\n".join(header), "the command must name this file"
+def test_every_setting_and_group_has_a_docstring() -> None:
+    groups = settings_reference(RUN_TYPES)
+    assert sum(len(group.settings) for group in groups) > 150
+    bare = [group.title for group in groups if not group.text]
+    bare += [setting.key for group in groups for setting in group.settings if not setting.text]
+    assert not bare
+
+
+def test_configuration_page_is_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / "launch/configuration.py")]
+    page = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert (ROOT / "docs/configuration.md").read_text() == page, (
+        "renew the page: python launch/configuration.py > docs/configuration.md"
+    )

@@ -8,6 +8,8 @@ from vitscale.config.section import Section
 
 
 class CheckpointSettings(Section):
+    """When checkpoints are written, how many stay, whether a run resumes."""
+
     every_steps: int = Field(default=1000, gt=0)
     """Steps between checkpoints; the last step always gets one."""
     keep: int = Field(default=2, ge=1)

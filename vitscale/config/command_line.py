@@ -1,30 +1,36 @@
 """The command line that all scripts share.
 
 Owns: --config, key=value overrides, --resume, --print-config, --help, and a script's own switches.
-Leaves out: reading and validating the configuration (`loader`).
+Leaves out: reading and validating the configuration (`loader`), the list of keys (`reference`).
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Generic
 
 from vitscale.config.errors import UserError, UserErrors, nearest
-from vitscale.config.loader import RunT, RunTypes, load_run, run_to_yaml
-from vitscale.config.schema import groups_in
-from vitscale.config.wording import describe_field
+from vitscale.config.loader import RunT, RunTypes, load_run, run_to_yaml, types_by_stage
+from vitscale.config.reference import WIDTH, as_text, settings_reference
 
+WITH_VALUE = {
+    "--config": ("FILE", "the run's YAML file"),
+    "--resume": ("VALUE", "the same as checkpoint.resume=VALUE"),
+}
 COMMON_SWITCHES = {
-    "--config": "FILE  the run's YAML file",
-    "--resume": "VALUE  the same as checkpoint.resume=VALUE",
     "--print-config": "print the resolved configuration with the source of every value, and end",
     "--help": "print this text, and end",
 }
 # Launchers add it; the environment (LOCAL_RANK) is what counts.
 IGNORED = ("--local_rank", "--local-rank")
+EPILOG = """\
+Any setting can be given as key=value, for example optim.lr=1e-3 data.val_split=null
+data.crop_area=[0.2,1]. Command line > file > base > default; --print-config shows all.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,14 +42,6 @@ class Command(Generic[RunT]):
     """Dotted key -> "configs/x.yaml:12", "command line" or "default"."""
     switches: frozenset[str]
     config_path: str | None
-
-
-@dataclass(slots=True)
-class _Arguments:
-    config: str | None = None
-    overrides: list[str] = field(default_factory=list)
-    switches: set[str] = field(default_factory=set)
-    errors: list[UserError] = field(default_factory=list)
 
 
 def load_command(
@@ -61,113 +59,76 @@ def load_command(
     `switches`: further switches without a value, {"--dry-run": "help text"}.
     Raises UserErrors with every mistake; SystemExit(0) after --help and --print-config.
     """
-    known = COMMON_SWITCHES | dict(switches or {})
-    arguments = _split(sys.argv[1:] if argv is None else argv, known=known)
-    if "--help" in arguments.switches:
-        print(help_text(run_types, script=script, description=description, switches=known,
-                        default_config=default_config))  # fmt: skip
+    known = dict(switches or {}) | COMMON_SWITCHES
+    parser = _parser(script, description, switches=known, default_config=default_config)
+    words = [
+        "--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)
+    ]
+    with_value = [word for word in words if word.partition("=")[0] in known and "=" in word]
+    found, others = parser.parse_known_args([word for word in words if word not in with_value])
+    given = vars(found)
+    asked = frozenset(switch for switch in known if given[switch])
+    if "--help" in asked:
+        print(parser.format_help() + as_text(settings_reference(types_by_stage(run_types))))
         raise SystemExit(0)
-    config = arguments.config or default_config
+    overrides = [word for word in others if not word.startswith("-")]
+    errors = [_unknown_switch(word, known) for word in others if word.startswith("-")]
+    errors += [
+        UserError(f"{word.partition('=')[0]} takes no value", where="command line")
+        for word in with_value
+    ]
+    errors += [
+        UserError(f"{option} needs a value", where="command line")
+        for option in WITH_VALUE
+        if given[option] == ""
+    ]
+    if given["--resume"]:
+        overrides.append(f"checkpoint.resume={given['--resume']}")
+    config = given["--config"] or default_config
     if config is None:
-        arguments.errors.append(
-            UserError(
-                "no configuration given",
-                where="command line",
-                next_step=f"python {script} --config FILE (see configs/), or --help",
-            )
+        next_step = f"python {script} --config FILE (see configs/), or --help"
+        errors.append(
+            UserError("no configuration given", where="command line", next_step=next_step)
         )
-        raise UserErrors(arguments.errors)
-    loaded = load_run(run_types, config, overrides=arguments.overrides, errors=arguments.errors)
-    if "--print-config" in arguments.switches:
+        raise UserErrors(errors)
+    loaded = load_run(run_types, config, overrides=overrides, errors=errors)
+    if "--print-config" in asked:
         print(run_to_yaml(loaded.run, sources=loaded.sources), end="")
         raise SystemExit(0)
     return Command(
-        run=loaded.run,
-        sources=loaded.sources,
-        switches=frozenset(arguments.switches),
-        config_path=config,
+        run=loaded.run, sources=loaded.sources, switches=asked - {"--help"}, config_path=config
     )
 
 
-def _split(argv: Sequence[str], *, known: Mapping[str, str]) -> _Arguments:
-    found = _Arguments()
-    words = list(argv)
-    while words:
-        word = words.pop(0)
-        if not word.startswith("-"):
-            found.overrides.append(word)
-            continue
-        name, equals, value = word.partition("=")
-        name = "--help" if name == "-h" else name
-        if name in ("--config", "--resume", *IGNORED):
-            if not equals:
-                value = words.pop(0) if words and not words[0].startswith("--") else ""
-            if name in IGNORED:
-                continue
-            if not value:
-                found.errors.append(UserError(f"{name} needs a value", where="command line"))
-            elif name == "--config":
-                found.config = value
-            else:
-                found.overrides.append(f"checkpoint.resume={value}")
-        elif name not in known:
-            best = nearest(name, list(known))
-            found.errors.append(
-                UserError(
-                    f"unknown switch {name}",
-                    where="command line",
-                    allowed=", ".join(known),
-                    next_step=f"did you mean {best}?" if best else None,
-                )
-            )
-        elif equals:
-            found.errors.append(UserError(f"{name} takes no value", where="command line"))
-        else:
-            found.switches.add(name)
-    return found
-
-
-def help_text(
-    run_types: RunTypes[RunT],
-    *,
-    script: str,
-    description: str,
-    switches: Mapping[str, str],
-    default_config: str | None,
-) -> str:
-    types = dict(run_types) if isinstance(run_types, Mapping) else {"": run_types}
+def _parser(
+    script: str, description: str, *, switches: Mapping[str, str], default_config: str | None
+) -> argparse.ArgumentParser:
+    """Never exits: `load_command` reports what it leaves over, with the errors of the file."""
     config = "[--config FILE]" if default_config else "--config FILE"
     own = " ".join(f"[{name}]" for name in switches if name not in COMMON_SWITCHES)
-    lines = [
-        description,
-        "",
-        f"usage: python {script} {config} [key=value ...] {own}".rstrip(),
-        *([f"default --config: {default_config}"] if default_config else []),
-        "",
-        "switches:",
-        *(f"  {name:<16} {text}" for name, text in switches.items()),
-        "",
-        "Any setting can be given as key=value, for example optim.lr=1e-3 data.val_split=null",
-        "data.crop_area=[0.2,1]. Command line > file > base > default; --print-config shows all.",
-    ]
-    for stage, run_type in types.items():
-        lines += ["", f"keys of stage {stage}:" if stage else "keys:"]
-        for name, info in run_type.model_fields.items():
-            groups = groups_in(info)
-            if groups is not None and not groups.is_list:
-                keys = dict.fromkeys(
-                    key for member in groups.members for key in member.model_fields
-                )
-                text = f"{name}.{{{', '.join(keys)}}}"
-                lines += _wrapped(text, indent=f"  {'':<12} ")
-            else:
-                lines.append(f"  {name:<12} {describe_field(info)}")
-    return "\n".join(lines)
+    parser = argparse.ArgumentParser(
+        usage=f"python {script} {config} [key=value ...] {own}".rstrip(),
+        description=description,
+        epilog=EPILOG + (f"Default --config: {default_config}\n" if default_config else ""),
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=WIDTH),
+        add_help=False,
+        allow_abbrev=False,
+    )
+    # A missing value is an empty one, so that parsing goes on to the other mistakes.
+    for option, (value, text) in WITH_VALUE.items():
+        parser.add_argument(option, dest=option, nargs="?", const="", metavar=value, help=text)
+    for switch, text in switches.items():
+        parser.add_argument(switch, dest=switch, action="store_true", help=text)
+    parser.add_argument(*IGNORED, nargs="?", help=argparse.SUPPRESS)
+    return parser
 
 
-def _wrapped(text: str, *, indent: str) -> list[str]:
-    group, _, members = text.partition(".")
-    first = f"  {group:<12} "
-    return textwrap.wrap(
-        members.strip("{}"), width=96, initial_indent=first, subsequent_indent=indent
+def _unknown_switch(word: str, known: Mapping[str, str]) -> UserError:
+    name = word.partition("=")[0]
+    best = nearest(name, [*WITH_VALUE, *known])
+    return UserError(
+        f"unknown switch {name}",
+        where="command line",
+        allowed=", ".join([*WITH_VALUE, *known]),
+        next_step=f"did you mean {best}?" if best else None,
     )

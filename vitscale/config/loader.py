@@ -132,8 +132,7 @@ def _validate(
 def _choose_type(
     run_types: RunTypes[RunT], root: Node, *, file: str, errors: list[UserError]
 ) -> type[RunT] | None:
-    by_stage: Mapping[str, type[RunT]]
-    by_stage = run_types if isinstance(run_types, Mapping) else {_stage_of(run_types): run_types}
+    by_stage = types_by_stage(run_types)
     node, broken = node_at(root, ("stage",))
     if node is root:
         if not isinstance(run_types, Mapping):
@@ -157,9 +156,11 @@ def _choose_type(
     return None
 
 
-def _stage_of(run_type: type[Run]) -> str:
-    info = run_type.model_fields.get("stage")
-    return str(info.default) if info is not None else run_type.__name__
+def types_by_stage(run_types: RunTypes[RunT]) -> Mapping[str, type[RunT]]:
+    if isinstance(run_types, Mapping):
+        return run_types
+    info = run_types.model_fields.get("stage")
+    return {str(info.default) if info is not None else run_types.__name__: run_types}
 
 
 # ---- writing ----------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ class TrainingShards(Section):
     """Folder of shards written by data_prep/make_shards.py (holds index.parquet, manifest.json), or
     its URL: http, https, s3, gs."""
     train_split: str = "train"
+    """Split that training reads."""
     first_percent: float = Field(default=100.0, gt=0, le=100)
     """Only the first share of the stored samples, rounded up: a random part of what make_shards.py
     wrote, which is shuffled; of tars indexed in place the first as they lie there."""
@@ -45,11 +46,15 @@ class TrainingShards(Section):
 
 
 class MixedInShards(TrainingShards):
+    """A further set of shards and its share of the samples."""
+
     share: float = Field(ge=0.001, le=0.999)
     """Of all samples seen."""
 
 
 class DataSettings(TrainingShards):
+    """Which samples, in what batches, and how images become tensors."""
+
     mixture: tuple[MixedInShards, ...] = Field(default=(), strict=False)
     """Further sets with the same label map; `path` above gets the rest of the samples."""
     views: int = Field(default=1, gt=0, le=16)
@@ -77,8 +82,11 @@ class DataSettings(TrainingShards):
     crop_area: tuple[float, float] = Field(default=(0.05, 1.0), strict=False)
     """Area share of the random crop: 5-100 %, the inception crop of the ViT paper's code."""
     crop_aspect: tuple[float, float] = Field(default=(3 / 4, 4 / 3), strict=False)
+    """Least and largest ratio of the random crop's sides."""
     horizontal_flip: bool = True
+    """Mirror every second training image, at random."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """Filter of every resize."""
     antialias: bool = False
     """False as in tf.image.resize, which the ViT and AugReg recipes used."""
     augment: AugmentSettings = AugmentSettings()
@@ -88,6 +96,7 @@ class DataSettings(TrainingShards):
     eval_crop_fraction: float = Field(default=0.875, gt=0, le=1)
     """center_crop only: image size divided by the resized short side; 224/256 = 0.875."""
     mean: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
+    """Subtracted from red, green and blue, each in [0, 1], before the division by `std`."""
     std: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
     """0.5 / 0.5 maps pixels to [-1, 1], as the ViT paper's code does; DeiT uses ImageNet's."""
 

@@ -30,6 +30,8 @@ OWNED_RAW_KEYS = {
 
 
 class EngineSettings(Section):
+    """Precision, ZeRO, memory and the limits after which ranks end."""
+
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """auto: GPU where torch finds one, else CPU."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"

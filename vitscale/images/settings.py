@@ -10,8 +10,12 @@ from vitscale.config.section import Section
 
 
 class RandAugmentSettings(Section):
+    """Random operations per image (Cubuk et al. 2020); null: none."""
+
     num_ops: int = Field(default=2, gt=0, le=16)
+    """Operations drawn per image."""
     magnitude: float = Field(default=10.0, ge=0, le=20)
+    """Strength of the operations, on the scale of `policy`."""
     policy: Literal["augreg", "timm"] = "augreg"
     """augreg: big_vision's, where magnitude 0 is no identity. timm: rand-mM-mstdS-inc1, DeiT's."""
     magnitude_std: float = Field(default=0.0, ge=0)
@@ -22,16 +26,24 @@ class ColorJitterSettings(Section):
     """Factors are drawn from 1 - VALUE (at least 0) to 1 + VALUE, in random order."""
 
     brightness: float = Field(default=0.0, ge=0)
+    """Spread of the brightness factor."""
     contrast: float = Field(default=0.0, ge=0)
+    """Spread of the contrast factor."""
     saturation: float = Field(default=0.0, ge=0)
+    """Spread of the saturation factor."""
     hue: float = Field(default=0.0, ge=0, le=0.5)
     """In turns of the colour circle, either way."""
 
 
 class ErasingSettings(Section):
+    """Random erasing (Zhong et al. 2020); null: none."""
+
     probability: float = Field(gt=0, le=1)
+    """Share of images with an erased rectangle."""
     area: tuple[float, float] = Field(default=(0.02, 1 / 3), strict=False)
+    """Least and largest share of the image's area."""
     aspect: tuple[float, float] = Field(default=(0.3, 1 / 0.3), strict=False)
+    """Least and largest ratio of the sides."""
     mode: Literal["const", "rand", "pixel"] = "const"
     """const: the mean colour. rand: one random colour. pixel: normal noise; DeiT's."""
 

@@ -33,6 +33,8 @@ SIZES = {
 
 
 class ModelSettings(Section):
+    """The architecture and how its weights start."""
+
     name: ModelName = "vit"
     """Model family."""
     preset: str | None = None
@@ -40,10 +42,15 @@ class ModelSettings(Section):
     image_size: int = Field(default=224, gt=0)
     """Pixels a side; images are square."""
     patch_size: int | None = Field(default=None, gt=0)
+    """Pixels a side of a patch."""
     width: int | None = Field(default=None, gt=0)
+    """Channels of a token."""
     depth: int | None = Field(default=None, gt=0)
+    """Number of blocks."""
     num_heads: int | None = Field(default=None, gt=0)
+    """Attention heads of a block; they divide `width`."""
     mlp_width: int | None = Field(default=None, gt=0)
+    """Hidden channels of a block's MLP."""
     num_classes: int | None = Field(default=None, gt=0)
     """null: as many as the shards' label map holds."""
     pool: Literal["cls", "gap"] = "cls"

@@ -16,6 +16,8 @@ from vitscale.config.section import Section
 
 
 class ScheduleSettings(Section):
+    """Length of the run and learning rate over its steps."""
+
     epochs: float | None = Field(default=None, gt=0)
     """Passes over the training split; give this or `steps`."""
     steps: int | None = Field(default=None, gt=0)

@@ -11,6 +11,8 @@ from vitscale.config.section import Section
 
 
 class EmaSettings(Section):
+    """Exponential moving average of the weights."""
+
     decay: float = Field(default=0.9999, ge=0, lt=1)
     """What the average keeps of itself at every step. Dosovitskiy et al. 2021, table 2: 0.9999
     (there called Polyak averaging)."""
@@ -23,6 +25,8 @@ class EmaSettings(Section):
 
 
 class OptimSettings(Section):
+    """The optimiser."""
+
     name: Literal["adamw", "sgd", "lamb"] = "adamw"
     """lamb needs engine.zero_stage=0, where every rank sees whole tensors."""
     lr: float = Field(gt=0)
@@ -37,7 +41,9 @@ class OptimSettings(Section):
     """Learning rate of a layer over that of the layer above it; head 1, patch embedding
     layer_decay ** (depth + 1). For fine-tuning (BEiT, MAE); 1: the same rate everywhere."""
     betas: tuple[float, float] = Field(default=(0.9, 0.999), strict=False)
+    """Decay per step of the first and second moment; adamw and lamb."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment; adamw and lamb."""
     momentum_dtype: Literal["fp32", "bf16"] = "fp32"
     """Of adamw's first moment. bf16 saves 2 bytes a parameter (big_vision, AugReg)."""
     momentum: float = Field(default=0.9, ge=0, lt=1)

@@ -32,7 +32,10 @@ def can_name_split(name: str) -> bool:
 
 
 class SourceSettings(Section):
+    """The raw corpus and its splits."""
+
     kind: SourceKind = "image_folder"
+    """Layout of the corpus; see `path`."""
     path: str
     """image_folder: folder with one sub-folder per class. class_tars: folder of tars, or one tar of
     tars, one inner tar per class, as ImageNet-21k comes. webdataset: folder of tars with images and
@@ -46,6 +49,7 @@ class SourceSettings(Section):
     label: str = "label"
     """parquet, path_table: column; webdataset: `cls`, or a field of `.json` as `json:FIELD`."""
     holdout_split: str = "test"
+    """Split that held-out images go to."""
     holdout_fraction: float = Field(default=0.0, ge=0, lt=1)
     """Share of each class moved from `train` to `holdout_split` (seeded); only without `splits`."""
     val_per_class: int = Field(default=0, ge=0)
@@ -53,6 +57,8 @@ class SourceSettings(Section):
 
 
 class LabelSettings(Section):
+    """How classes become label numbers."""
+
     space: str | None = None
     """Name of a label space (imagenet_1k, imagenet_12k, imagenet_21k_goog, imagenet_22k,
     imagenet_21k_p) or a file with one class name per line; a label is the position in it. null:
@@ -71,6 +77,8 @@ class LabelSettings(Section):
 
 
 class ShardSettings(Section):
+    """Size and number of the tars."""
+
     shard_mib: float = Field(default=256.0, gt=0)
     """Size aimed at; samples are spread evenly over as many tars as that makes."""
     min_shards: int = Field(default=1, gt=0)
@@ -78,13 +86,17 @@ class ShardSettings(Section):
 
 
 class ImageSettings(Section):
+    """Which images are kept, and what is converted."""
+
     check: Literal["header", "decode", "strict"] = "decode"
     """How far an image is read to be believed: its header and its end, or everything in it; strict:
     a JPEG's decoder may not even warn."""
     formats: tuple[ImageFormat, ...] = Field(default=("jpeg", "png", "webp"), strict=False)
+    """Encodings that are kept; others are rejected."""
     max_pixels: int = Field(default=100_000_000, gt=0)
     """Larger images are rejected from their header, before any pixel is decoded."""
     max_file_mib: float = Field(default=512.0, gt=0)
+    """Larger files are rejected unread."""
     min_side: int = Field(default=1, gt=0)
     """Images with a shorter side are rejected."""
     convert: bool = True
@@ -103,6 +115,7 @@ class SelectionSettings(Section):
     """What leaves the corpus although it is sound. Any of these reads the source twice."""
 
     min_images_per_class: int = Field(default=0, ge=0)
+    """Smaller classes leave the corpus."""
     duplicates: Literal["keep", "drop_exact", "drop_similar"] = "keep"
     """Within the corpus: of images with equal bytes (or that look the same) one stays."""
     evaluation_sets: tuple[str, ...] = Field(default=(), strict=False)
@@ -113,9 +126,11 @@ class DataPrepRun(Run):
     """raw corpus -> shards + index + ledger."""
 
     stage: Literal["data_prep"] = "data_prep"
+    """Scripts refuse files of another stage."""
     output: str
     """Folder to create."""
     seed: int = Field(default=0, ge=0)
+    """Seed of the samples' order and of what is held out."""
     num_workers: int | None = Field(default=None, gt=0)
     """Processes in each task; null: one per core."""
     source: SourceSettings

@@ -18,7 +18,10 @@ from vitscale.config.section import Section
 
 
 class LaunchSettings(Section):
+    """What one job asks of SLURM, or of this machine."""
+
     nodes: int = Field(default=1, gt=0)
+    """Nodes of the job."""
     tasks_per_node: int = Field(default=1, gt=0)
     """Processes per node: one per GPU."""
     num_tasks: int = Field(default=1, gt=0)
@@ -26,11 +29,13 @@ class LaunchSettings(Section):
     max_running_tasks: int | None = Field(default=None, gt=0)
     """Limit of tasks that run at a time; null: no limit."""
     gpus_per_node: int = Field(default=0, ge=0)
+    """GPUs of each node; 0: CPU only."""
     gpu_request: Literal["gpus_per_node", "gres", "none"] = "gpus_per_node"
     """How GPUs are requested; sites differ. none: GPUs come with the partition."""
     gpu_type: str | None = None
     """The site's GPU type, for example h200: --gpus-per-node=h200:8."""
     cpus_per_task: int = Field(default=1, gt=0)
+    """Cores per process."""
     mem_gb: int | None = Field(default=None, gt=0)
     """Memory per node, in an array per task; null: the site's default."""
     timeout_min: int = Field(default=1440, gt=0)
@@ -38,16 +43,25 @@ class LaunchSettings(Section):
     signal_delay_s: int = Field(default=120, gt=0)
     """How long before its end a job is warned, to save and requeue."""
     max_requeues: int = Field(default=100, ge=0)
+    """Times that a job is requeued before it stops for good."""
     partition: str | None = None
+    """SLURM partition, or several with commas; null: the site's default."""
     account: str | None = None
+    """SLURM account; null: the site's default."""
     qos: str | None = None
+    """SLURM quality of service; null: the site's default."""
     constraint: str | None = None
+    """Node features that SLURM must match, for example a100&ib."""
     reservation: str | None = None
+    """SLURM reservation to run in."""
     exclude: str | None = None
+    """Nodes not to run on, for example node[3,5-7]."""
     comment: str | None = None
+    """Text that SLURM keeps with the job."""
     setup: tuple[str, ...] = Field(default=(), strict=False)
     """Shell lines run in the batch script before srun (module load ..., export ...)."""
     srun_args: tuple[str, ...] = Field(default=(), strict=False)
+    """Further options of srun, for example --cpu-bind=none."""
     python: str | None = None
     """Interpreter command on the nodes, for example a container call; null: this interpreter."""
     sbatch: dict[str, str | int | bool] = {}

@@ -44,6 +44,7 @@ class TrainingRun(Run):
     output: str | None = None
     """Run folder; null: runs/NAME."""
     seed: int = Field(default=0, ge=0)
+    """Seed of initial weights, sample order, augmentation and dropout."""
     data: DataSettings
     model: ModelSettings
     optim: OptimSettings

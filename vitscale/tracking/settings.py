@@ -8,9 +8,12 @@ from vitscale.config.section import Section
 
 
 class TrackingSettings(Section):
+    """Logging and evaluation intervals, and MLflow."""
+
     uri: str | None = "sqlite:///runs/mlflow.db"
     """MLflow tracking URI; null: journal.jsonl only."""
     experiment: str = "vitscale"
+    """MLflow experiment."""
     log_every_steps: int = Field(default=50, gt=0)
     """Steps between log lines; metrics are means over these steps."""
     tags: dict[str, str] = {}

@@ -1,0 +1,51 @@
+"""Print docs/configuration.md: every setting with what it may hold, its default and its meaning.
+
+python launch/configuration.py > docs/configuration.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+try:
+    from launch.jobs.preparation import RUN_TYPES
+    from vitscale.config.reference import as_markdown, settings_reference
+except ModuleNotFoundError as error:
+    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    raise SystemExit(2) from None
+
+COMMAND = "python launch/configuration.py > docs/configuration.md"
+INTRODUCTION = f"""\
+# Configuration
+A run is one YAML file, validated before anything heavy is imported:
+```
+python pretrain/main.py --config configs/vit_b16.yaml optim.lr=3e-4 data.val_split=null
+python pretrain/main.py --config configs/vit_b16.yaml --print-config  # values, sources
+python pretrain/main.py --help                                        # this list
+```
+- **Precedence**: command line > file > `base:` file > default. `base:` names one YAML file,
+  relative to the file that holds it. Groups are merged key by key, lists are replaced.
+- **Command line**: any key as `group.key=value`; lists as `data.crop_area=[0.2,1]`, nothing as
+  `key=null`.
+- **Choices**: where a key can hold one of several groups, `name` chooses one:
+  `objective.name=...`. A file that chooses another name than its base inherits only the keys
+  that the new group has.
+- **Values**: `1e-4` is a number; only `true` and `false` are truth values. YAML anchors, aliases,
+  tags and duplicate keys are refused.
+- **Mistakes** come in one report, with file and line, what is allowed and the nearest key; exit
+  code 2.
+
+This page is written by `{COMMAND}`.
+"""
+
+
+def main() -> None:
+    argparse.ArgumentParser(
+        usage=COMMAND, description="Print the reference of all settings as Markdown."
+    ).parse_args()
+    print(INTRODUCTION + as_markdown(settings_reference(RUN_TYPES)), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""List every setting with its default and description, as text for `--help` and as Markdown.
+
+Owns: the grouping: a run's own keys, then each group, and each member of a choice, once.
+Leaves out: the descriptions, which are the docstrings of the sections and their fields.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from vitscale.config.loader import yaml_flow
+from vitscale.config.schema import NAME, Groups, groups_in
+from vitscale.config.section import Run
+from vitscale.config.wording import describe_field
+
+WIDTH = 98
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    key: str
+    allowed: str
+    default: str | None
+    """YAML; None: the key is required."""
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsGroup:
+    title: str
+    text: str
+    settings: tuple[Setting, ...]
+
+
+def settings_reference(run_types: Mapping[str, type[Run]]) -> list[SettingsGroup]:
+    """The groups of all run types; a group that stages share comes once and names them."""
+    found: dict[SettingsGroup, list[str]] = {}
+    for stage, run_type in run_types.items():
+        for group in _groups(run_type, f"stage: {stage}", _docstring(run_type), prefix=""):
+            found.setdefault(group, []).append(stage)
+    return [
+        group
+        if len(run_types) == len(stages) or group.title.startswith("stage: ")
+        else SettingsGroup(f"{group.title} ({', '.join(stages)})", group.text, group.settings)
+        for group, stages in sorted(found.items(), key=lambda item: item[0].title[:6] != "stage:")
+    ]
+
+
+def _groups(
+    group: type[BaseModel], title: str, text: str, *, prefix: str, leave_out: str = ""
+) -> Iterator[SettingsGroup]:
+    """The group, and then the groups inside it."""
+    fields = {key: info for key, info in group.model_fields.items() if key != leave_out}
+    inner = {key: groups for key, info in fields.items() if (groups := groups_in(info))}
+    settings = tuple(
+        _setting(f"{prefix}{key}", info, inner.get(key))
+        for key, info in fields.items()
+        if key not in inner or _is_setting(info, inner[key])
+    )
+    yield SettingsGroup(title, text, settings)
+    for key, groups in inner.items():
+        for name, member in (groups.by_name or {"": groups.members[0]}).items():
+            where = f"{prefix}{key}" + (", each item" if groups.is_list else "")
+            chosen = f" with {NAME}: {name}" if groups.is_choice else ""
+            text = _docstring(member) or _one_line(fields[key].description)
+            yield from _groups(
+                member,
+                f"{where}{chosen}",
+                text,
+                prefix="" if groups.is_list else f"{prefix}{key}.",
+                leave_out=NAME if groups.is_choice else "",
+            )
+
+
+def _is_setting(info: FieldInfo, groups: Groups) -> bool:
+    """Whether the group as a whole is a setting: null, a list, or a choice."""
+    return groups.is_choice or groups.is_list or type(None) in get_args(info.annotation)
+
+
+def _setting(key: str, info: FieldInfo, groups: Groups | None) -> Setting:
+    text, allowed, default = _one_line(info.description), describe_field(info), _default(info)
+    if groups is not None and groups.is_choice:
+        text = text or f"`{NAME}` chooses the group."
+        default = groups.default_name or default
+    elif groups is not None:
+        text = text or _docstring(groups.members[0])
+        allowed = "a list of groups, see below" if groups.is_list else "a group, see below; or null"
+    return Setting(key, allowed, default, text)
+
+
+def _default(info: FieldInfo) -> str | None:
+    if info.is_required():
+        return None
+    return yaml_flow(_plain(info.get_default(call_default_factory=True)))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.model_dump() if isinstance(value, BaseModel) else value
+
+
+def _docstring(group: type[BaseModel]) -> str:
+    """The group's own docstring, not one that it inherits."""
+    return _one_line(group.__dict__.get("__doc__"))
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
+
+
+def _facts(setting: Setting) -> str:
+    """`allowed; default x`, or `allowed; required`."""
+    default = "required" if setting.default is None else f"default {setting.default}"
+    return f"{setting.allowed}; {default}"
+
+
+def as_text(groups: list[SettingsGroup]) -> str:
+    """For a terminal."""
+    lines = []
+    for group in groups:
+        lines += ["", *_wrapped(f"[{group.title}] {group.text}", "", "")]
+        for setting in group.settings:
+            lines += _wrapped(f"{setting.key}: {_facts(setting)}", "  ", "      ")
+            lines += _wrapped(setting.text, "      ", "      ")
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=first, subsequent_indent=rest, break_on_hyphens=False
+    )
+
+
+def as_markdown(groups: list[SettingsGroup]) -> str:
+    """For the documentation."""
+    lines = []
+    for group in groups:
+        lines += ["", f"## {group.title}", *_wrapped(group.text, "", ""), ""]
+        for setting in group.settings:
+            text = f"- **`{setting.key}`** ({_facts(setting)}). {setting.text}"
+            lines += _wrapped(text, "", "  ")
+    return "\n".join(lines) + "\n"
