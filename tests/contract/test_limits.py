@@ -21,8 +21,8 @@ WIDE_PAGES = {
     *("CHANGELOG.md", "CONTRIBUTING.md", "README.md", "docs/architecture.md"),
     *("docs/benchmarks.md", "docs/data_format.md", "docs/decoding.md", "docs/duplicates.md"),
     *("docs/faults.md", "docs/images.md", "docs/index_and_verify.md", "docs/labels.md"),
-    *("docs/loader.md", "docs/recipes.md", "docs/resume.md", "docs/slurm.md"),
-    *("docs/tracking.md", "docs/troubleshooting.md"),
+    *("docs/loader.md", "docs/recipes.md", "docs/resume.md"),
+    "docs/troubleshooting.md",
 }
 
 

@@ -1,0 +1,36 @@
+"""docs/tracking.md lists every metric that the code logs, and no other."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.contract.tree import ROOT, parsed
+from vitscale.data.remote.store import COUNTS
+
+LOGGING = ("vitscale/data", "vitscale/evaluation", "vitscale/training", "pretrain", "finetune")
+METRIC = re.compile(r"(train|val|perf|data)/[a-z0-9_]*[a-z0-9]")
+
+
+def test_the_docs_list_every_metric() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/tracking.md").read_text(), re.MULTILINE)
+    documented = {name for name in rows if METRIC.fullmatch(name)}
+    logged = {f"data/remote_{name}" for name in COUNTS}
+    for folder in LOGGING:
+        for path in (ROOT / folder).rglob("*.py"):
+            logged |= set(_metrics_in(path))
+    assert documented == logged
+
+
+def _metrics_in(path: Path) -> Iterator[str]:
+    """Literal names, and the keys of metrics that an evaluation returns without a prefix."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Constant) and METRIC.fullmatch(str(node.value)):
+            yield str(node.value)
+        if path.parent.name == "evaluation" and isinstance(node, ast.Return):
+            keys = node.value.keys if isinstance(node.value, ast.Dict) else []
+            for key in keys:
+                part = key.values[-1] if isinstance(key, ast.JoinedStr) else key
+                yield f"val/{ast.literal_eval(part)}"
