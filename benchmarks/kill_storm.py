@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 
 try:
     from benchmarks.faults.strikes import Blow, Life, Strike, await_moment, draw_strike, strike_down
-    from tests.support.ranks.run_states import RunState, differences, noted_batches, read_state
+    from tests.support.ranks.run_states import RunState, differences, read_state, recorded_batches
     from tests.support.ranks.warm_ranks import ROOT, WarmStarter, end_session, session_of
     from vitscale.checkpoint.folders import newest_checkpoint
     from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
@@ -295,7 +295,7 @@ class Storm:
 def lost_steps(life: Life, *, committed: int) -> int:
     """Steps that were through and are behind the newest commit."""
     begun: dict[int, int] = {}
-    for (rank, step, _), _ in noted_batches(life.records):
+    for (rank, step, _), _ in recorded_batches(life.records):
         begun[rank] = step
     return max(0, min(begun.values(), default=0) - committed)
 

@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-# The same examples in every run, so that a change is judged by itself and not by chance.
-# HYPOTHESIS_PROFILE=explore looks for new ones.
-settings.register_profile("fixed", derandomize=True)
-settings.register_profile("explore")
+# The same examples in every run; HYPOTHESIS_PROFILE=explore searches new ones. Without a deadline:
+# a shared machine may stand still.
+settings.register_profile("fixed", derandomize=True, deadline=None)
+settings.register_profile("explore", deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 
 @contextmanager
 def mounted(folder: Path, source: str | Path, *options: str) -> Iterator[Path]:
-    """Mount for the length of the block. Skips the test where that is not allowed;
-    VITSCALE_REQUIRE_MOUNT=1 fails."""
+    """Mount for the length of the block. Skips the test where mounting is not allowed, or fails it
+    with VITSCALE_REQUIRE_MOUNT=1."""
     folder.mkdir(exist_ok=True)
     mount = ["mount", *options, str(source), str(folder)]
     done = subprocess.run(mount, capture_output=True, text=True)

@@ -12,10 +12,10 @@ import pytest
 
 from tests.support.ranks.fault_runs import (
     FaultRuns,
-    copy_of,
+    copy_run,
     fault,
     micro_step,
-    wait_with_launcher,
+    wait_and_end_others,
 )
 from tests.support.ranks.rank_processes import ROOT
 from tests.support.ranks.warm_ranks import WarmStarter
@@ -23,7 +23,7 @@ from tests.support.ranks.warm_ranks import WarmStarter
 
 @pytest.fixture(scope="session")
 def digits_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded corpus as shards, made by the scripts that people run."""
+    """The embedded corpus as shards, made by the scripts."""
     folder = tmp_path_factory.mktemp("digits")
     for command in (
         ["data_prep/make_digits.py", folder / "images"],
@@ -56,14 +56,14 @@ def fault_runs(
 
 @pytest.fixture(scope="session")
 def killed(fault_runs: FaultRuns) -> Path:
-    """A training killed in step 17, with checkpoints of steps 10 and 15. To be copied."""
+    """A training killed in step 17, with checkpoints of steps 10 and 15. Tests copy it."""
     place = fault_runs.folder / "killed"
-    # Rank 1 dies of itself, rank 0 waits for it: the save of step 15 gets its time.
+    # Rank 1 waits 2 s before it dies, so that the save of step 15 is committed.
     ranks = fault_runs.start(place, faults={1: [fault("backward", micro_step(17), "lag and kill")]})
-    assert wait_with_launcher(ranks)[1] == -signal.SIGKILL
+    assert wait_and_end_others(ranks)[1] == -signal.SIGKILL
     return place
 
 
 @pytest.fixture
 def killed_copy(killed: Path, tmp_path: Path) -> Path:
-    return copy_of(killed, tmp_path)
+    return copy_run(killed, tmp_path)

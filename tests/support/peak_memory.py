@@ -1,4 +1,4 @@
-"""The peak of a child process' resident memory, above what it had before."""
+"""Measure the peak of resident memory in a child process."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ def resident(name):
         return next(int(line.split()[1]) for line in status if line.startswith(name + ":")) / 1024
 
 {imports}
-# As a worker that has handled large images: from here on the C library keeps smaller pieces.
+# As in a worker that has handled large images: now the C library keeps smaller blocks.
 large = bytearray(31 << 20)
 del large
 with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")  # the peak begins anew
+    file.write("5")  # resets the peak
 before = resident("VmRSS")
 {work}
 print(resident("VmHWM") - before)
@@ -23,7 +23,7 @@ print(resident("VmHWM") - before)
 
 
 def peak_mib(*, imports: str, work: str) -> float:
-    """MiB that `work` takes at its peak, in a process of its own."""
+    """MiB that `work` takes at its peak, in its own process."""
     code = CHILD.format(imports=imports, work=work)
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert child.returncode == 0, child.stderr

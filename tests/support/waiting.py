@@ -1,8 +1,8 @@
-"""Waiting in tests for what other processes and threads do.
+"""Wait in tests for other processes and threads.
 
-A host may take its processors away from a machine for half a minute. So a limit here is no claim
-about speed: it only bounds how long a test hangs that will fail. What must happen in time is tested
-against what would happen later.
+A shared machine may stand still for half a minute, so these limits say nothing about speed: they
+bound how long a failing test hangs. A test that something happens in time compares it with an event
+that would happen later.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-# Below the time limit of a test, which would not say what was waited for.
+# Below pytest's time limit, which would not say what the test waited for.
 PATIENCE_S = 600.0
 
 
 def wait_until(
     condition: Callable[[], object],
     *,
-    else_say: Callable[[], object] = lambda: "it never came",
+    else_say: Callable[[], object] = lambda: "the condition never became true",
     every_s: float = 0.005,
 ) -> None:
-    """Return once the condition is true; `else_say` tells what was there instead."""
+    """Return once the condition is true; `else_say` gives the message of the failure."""
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < deadline, else_say()

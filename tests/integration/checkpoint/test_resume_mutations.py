@@ -47,7 +47,7 @@ def test_every_mutant_has_an_expectation() -> None:
 
 @pytest.mark.exhaustive
 def test_without_a_mutation_nothing_is_found(fault_runs: FaultRuns, killed_copy: Path) -> None:
-    fault_runs.assert_goes_on(killed_copy)
+    fault_runs.assert_resumes_exactly(killed_copy)
 
 
 @pytest.mark.parametrize("mutant", by_level(MUTANTS, slow={"everything"}))
@@ -57,7 +57,7 @@ def test_dropped_state_is_noticed(fault_runs: FaultRuns, killed_copy: Path, muta
     said = ranks[0].output()
     assert "Traceback" not in said or mutant == "step of the loop", said
     if codes == [0, 0]:
-        found = differences(read_state(killed_copy / "run"), fault_runs.undisturbed())
+        found = differences(read_state(killed_copy / "run"), fault_runs.uninterrupted())
         assert any(FOUND[mutant] in line for line in found), found
     else:
         assert mutant == "step of the loop", said

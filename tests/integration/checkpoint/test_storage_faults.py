@@ -1,7 +1,7 @@
 """Damaged, missing, full and read-only storage around a real training, and what stands beside it.
 
 As in test_faults: one fault, then the same command again, and the outcome has to be that of the
-undisturbed training bit by bit.
+uninterrupted training bit by bit.
 Left out: every system call of a save, and power loss (test_checkpoint_faults).
 """
 
@@ -20,15 +20,15 @@ from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.levels import by_level
 from tests.support.ranks.fault_runs import (
     FaultRuns,
-    await_hold,
-    copy_of,
+    copy_run,
     fault,
-    let_go,
     micro_step,
     newest_step,
     output,
+    release_hold,
     wait_all,
-    wait_with_launcher,
+    wait_and_end_others,
+    wait_for_hold,
 )
 from tests.support.ranks.run_states import differences, journal_rows, read_state
 
@@ -88,7 +88,7 @@ def test_damaged_checkpoint_is_skipped_with_a_word(
     fault_runs: FaultRuns, killed_copy: Path, case: str
 ) -> None:
     DAMAGES[case](killed_copy / "run/checkpoints")
-    said = fault_runs.assert_goes_on(killed_copy)
+    said = fault_runs.assert_resumes_exactly(killed_copy)
     assert "skipping damaged checkpoint" in said and NEWEST in said
     assert "at step 10\n" in said
 
@@ -111,7 +111,7 @@ def test_storage_that_is_away_at_a_restart_costs_nothing(
     assert journal_rows(killed_copy / "run") == rows
     for name in names:
         (away / name).rename(checkpoints / name)
-    assert "at step 15\n" in fault_runs.assert_goes_on(killed_copy)
+    assert "at step 15\n" in fault_runs.assert_resumes_exactly(killed_copy)
 
 
 @slow
@@ -125,7 +125,7 @@ def test_clocks_and_leftovers_decide_nothing(fault_runs: FaultRuns, killed_copy:
     (checkpoints / "latest").write_text("step-00000010")
     with open(killed_copy / "run/journal.jsonl", "a") as file:
         file.write('{"step": 16, "time": 1.0, "train/lo')
-    said = fault_runs.assert_goes_on(killed_copy)
+    said = fault_runs.assert_resumes_exactly(killed_copy)
     assert "at step 15\n" in said and "damaged" not in said
 
 
@@ -167,11 +167,11 @@ def test_storage_of_checkpoints_fails_while_training(
     checkpoints = tmp_path / "run/checkpoints"
     with small_file_system(checkpoints, mib=8):
         ranks = fault_runs.start(tmp_path, faults={1: [fault("backward", micro_step(8), "hold")]})
-        await_hold(tmp_path, ranks)
+        wait_for_hold(tmp_path, ranks)
         filler = fill(checkpoints) if fault_name == "full" else None
         if filler is None:
             remount(checkpoints, "ro")
-        let_go(tmp_path)
+        release_hold(tmp_path)
         assert wait_all(ranks) == [2, 2]
         assert "checkpoint cannot be written" in ranks[0].output()
         assert "Traceback" not in ranks[0].output()
@@ -180,7 +180,7 @@ def test_storage_of_checkpoints_fails_while_training(
             remount(checkpoints, "rw")
         else:
             filler.unlink()
-        fault_runs.assert_goes_on(tmp_path)
+        fault_runs.assert_resumes_exactly(tmp_path)
 
 
 @exhaustive
@@ -188,15 +188,15 @@ def test_disk_of_the_whole_run_folder_is_full(fault_runs: FaultRuns, tmp_path: P
     """Journal and log have no room either."""
     with small_file_system(tmp_path / "run", mib=8):
         ranks = fault_runs.start(tmp_path, faults={1: [fault("backward", micro_step(8), "hold")]})
-        await_hold(tmp_path, ranks)
+        wait_for_hold(tmp_path, ranks)
         filler = fill(tmp_path / "run")
-        let_go(tmp_path)
-        codes = wait_with_launcher(ranks, grace_s=30)
+        release_hold(tmp_path)
+        codes = wait_and_end_others(ranks, grace_s=30)
         assert codes[0] > 0 and codes[1] != 0
         assert "No space left on device" in ranks[0].output()
         assert newest_step(tmp_path) == 5
         filler.unlink()
-        fault_runs.assert_goes_on(tmp_path)
+        fault_runs.assert_resumes_exactly(tmp_path)
 
 
 @pytest.mark.parametrize("rank", by_level([0, 1], slow=[1]))
@@ -208,7 +208,7 @@ def test_disk_error_of_one_rank_is_told_by_all(
     assert fault_runs.run(tmp_path, faults={rank: [fault("write", nth, "EIO")]}) == [2, 2]
     assert "checkpoint cannot be written (Input/output error)" in output(tmp_path)
     assert newest_step(tmp_path) == 5
-    fault_runs.assert_goes_on(tmp_path)
+    fault_runs.assert_resumes_exactly(tmp_path)
 
 
 @pytest.mark.parametrize("case", by_level(["cut", "missing"], slow={"cut"}))
@@ -219,7 +219,7 @@ def test_shard_lost_before_a_restart_is_refused_before_the_first_step(
     ranks = fault_runs.start(
         tmp_path, faults={1: [fault("backward", micro_step(8), "kill")]}, shards=shards
     )
-    wait_with_launcher(ranks)
+    wait_and_end_others(ranks)
     rows = journal_rows(tmp_path / "run")
     lost = shards / "train-000001.tar"
     whole = lost.read_bytes()
@@ -232,7 +232,7 @@ def test_shard_lost_before_a_restart_is_refused_before_the_first_step(
     assert journal_rows(tmp_path / "run") == rows
     lost.write_bytes(whole)
     ours = fault_runs.finish(tmp_path, shards=shards)
-    assert differences(ours, fault_runs.undisturbed()) == []
+    assert differences(ours, fault_runs.uninterrupted()) == []
 
 
 @pytest.mark.parametrize("num_shards", by_level([1, 4], slow=[1]))
@@ -244,19 +244,19 @@ def test_shards_overwritten_while_training(
     planted = {0: [fault("batch", micro_step(7), "hold")]}
     settings = ["data.max_unreadable_fraction=0"]
     ranks = fault_runs.start(tmp_path, *settings, faults=planted, shards=shards)
-    await_hold(tmp_path, ranks)
+    wait_for_hold(tmp_path, ranks)
     damaged = sorted(shards.glob("train-*.tar"))[:num_shards]
     for path in damaged:
         overwrite(path, at=0, data=b"\xff" * path.stat().st_size)
-    let_go(tmp_path)
-    codes = wait_with_launcher(ranks, grace_s=30)
+    release_hold(tmp_path)
+    codes = wait_and_end_others(ranks, grace_s=30)
     assert 2 in codes and 0 not in codes
     assert any(path.name in output(tmp_path) for path in damaged)
     assert newest_step(tmp_path) == 5
     for path in damaged:
         shutil.copy(fault_runs.shards / path.name, path)
     ours = fault_runs.finish(tmp_path, *settings, shards=shards)
-    assert differences(ours, fault_runs.undisturbed()) == []
+    assert differences(ours, fault_runs.uninterrupted()) == []
 
 
 @slow
@@ -273,7 +273,7 @@ def test_fewer_samples_than_ranks(fault_runs: FaultRuns, tmp_path: Path) -> None
         faults={1: [fault("backward", micro_step(13), "kill")]},
         shards=shards,
     )
-    wait_with_launcher(ranks)
+    wait_and_end_others(ranks)
     ours = fault_runs.finish(tmp_path / "killed", *settings, shards=shards)
     assert differences(ours, whole) == []
 
@@ -283,12 +283,12 @@ def test_second_job_in_the_folder_is_refused_and_disturbs_nothing(
     fault_runs: FaultRuns, tmp_path: Path
 ) -> None:
     ranks = fault_runs.start(tmp_path, faults={0: [fault("backward", micro_step(8), "hold")]})
-    await_hold(tmp_path, ranks)
+    wait_for_hold(tmp_path, ranks)
     assert fault_runs.run(tmp_path) == [2, 2]
     assert "another job is training in this run folder" in output(tmp_path)
-    let_go(tmp_path)
+    release_hold(tmp_path)
     assert wait_all(ranks) == [0, 0]
-    assert differences(read_state(tmp_path / "run"), fault_runs.undisturbed()) == []
+    assert differences(read_state(tmp_path / "run"), fault_runs.uninterrupted()) == []
 
 
 @pytest.mark.parametrize(
@@ -299,12 +299,12 @@ def test_killed_and_continued_on_another_layout(
 ) -> None:
     """Without dropout, which is drawn per rank: losses within 1e-5, the same samples."""
     still = ["model.dropout=0", "model.drop_path=0"]
-    whole = fault_runs.undisturbed(*still)
+    whole = fault_runs.uninterrupted(*still)
     template = fault_runs.folder / "killed without dropout"
     if not template.exists():
         planted = {1: [fault("backward", micro_step(17), "lag and kill")]}
-        wait_with_launcher(fault_runs.start(template, *still, faults=planted))
-    place = copy_of(template, tmp_path)
+        wait_and_end_others(fault_runs.start(template, *still, faults=planted))
+    place = copy_run(template, tmp_path)
     layout = f"engine.zero_stage={stage}"
     ours = fault_runs.finish(place, *still, layout, num_ranks=num_ranks)
     assert "at step 15\n" in output(place)
@@ -319,7 +319,7 @@ def test_tracking_server_that_is_not_there_changes_nothing(
 ) -> None:
     gone = "tracking.uri=http://127.0.0.1:9"
     planted = {1: [fault("backward", micro_step(13), "kill")]}
-    wait_with_launcher(fault_runs.start(tmp_path, gone, faults=planted))
+    wait_and_end_others(fault_runs.start(tmp_path, gone, faults=planted))
     ours = fault_runs.finish(tmp_path, gone)
-    assert differences(ours, fault_runs.undisturbed()) == []
+    assert differences(ours, fault_runs.uninterrupted()) == []
     assert "MLflow" in output(tmp_path)

@@ -1,7 +1,7 @@
-"""Ranks and workers that die, hang, get signals or meet NaN in the middle of a real training.
+"""Ranks and workers that die, hang, get signals or compute NaN in a real training.
 
-Each case is one fault at one known place; then the same command again, and the outcome (weights,
-moments, average, counters, journal) has to be that of the undisturbed training bit by bit.
+Each case plants one fault at one known place, then runs the same command again. The final state
+(weights, moments, average, counters, journal) must equal an uninterrupted training's bit by bit.
 Left out: faults of files and folders (test_storage_faults), of every system call of a save
 (test_checkpoint_faults), at random moments (benchmarks/kill_storm.py).
 """
@@ -24,7 +24,7 @@ from tests.support.ranks.fault_runs import (
     newest_step,
     output,
     wait_all,
-    wait_with_launcher,
+    wait_and_end_others,
 )
 from tests.support.ranks.run_states import differences, read_state
 from tests.support.waiting import PATIENCE_S
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.distributed
 slow = pytest.mark.slow
 exhaustive = pytest.mark.exhaustive
 
-# rank, place, which call, the step it belongs to
+# rank, place, number of the call, its step
 KILLS = {
     "rank 1 in the backward pass": (1, "backward", micro_step(8), 8),
     "rank 0 in the backward pass": (0, "backward", micro_step(7, number=1), 7),
@@ -74,40 +74,40 @@ SLOW_KILLS = {
 def test_killed_rank(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
     rank, place, nth, step = KILLS[case]
     world = fault_runs.start(tmp_path, faults={rank: [fault(place, nth, "kill")]})
-    assert wait_with_launcher(world)[rank] == -signal.SIGKILL
-    # The save before the last one begun was certainly through.
+    assert wait_and_end_others(world)[rank] == -signal.SIGKILL
+    # The save before the last one begun was certainly committed.
     least = max(0, (step - 1) // INTERVAL * INTERVAL - INTERVAL)
     assert least <= newest_step(tmp_path) <= step
-    fault_runs.assert_goes_on(tmp_path)
+    fault_runs.assert_resumes_exactly(tmp_path)
 
 
 @exhaustive
 def test_killed_right_after_a_commit(fault_runs: FaultRuns, tmp_path: Path) -> None:
     world = fault_runs.start(tmp_path, faults={0: [fault("rename", 2, "kill after")]})
-    assert wait_with_launcher(world)[0] == -signal.SIGKILL
+    assert wait_and_end_others(world)[0] == -signal.SIGKILL
     assert newest_step(tmp_path) == 10
-    fault_runs.assert_goes_on(tmp_path)
+    fault_runs.assert_resumes_exactly(tmp_path)
 
 
 @pytest.mark.parametrize("rank", by_level([0, 1], slow=[0]))
 def test_killed_again_while_resuming(fault_runs: FaultRuns, killed_copy: Path, rank: int) -> None:
     for place in ("start", "restore"):
         world = fault_runs.start(killed_copy, faults={rank: [fault(place, 1, "kill")]})
-        assert wait_with_launcher(world)[rank] == -signal.SIGKILL
-    fault_runs.assert_goes_on(killed_copy)
+        assert wait_and_end_others(world)[rank] == -signal.SIGKILL
+    fault_runs.assert_resumes_exactly(killed_copy)
 
 
 @slow
-def test_killed_in_every_life_and_still_done(fault_runs: FaultRuns, tmp_path: Path) -> None:
-    """Eleven steps into each life: two steps behind the second save."""
-    for life in range(8):
-        victim, call = life % 2, micro_step(11, number=1)
+def test_training_killed_at_every_start_still_ends(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    """Killed in the eleventh step of each start, one step after the second save."""
+    for attempt in range(8):
+        victim, call = attempt % 2, micro_step(11, number=1)
         world = fault_runs.start(tmp_path, faults={victim: [fault("backward", call, "kill")]})
-        if set(wait_with_launcher(world)) == {0}:
+        if set(wait_and_end_others(world)) == {0}:
             break
-        assert newest_step(tmp_path) >= min(INTERVAL * (life + 1), STEPS - INTERVAL)
+        assert newest_step(tmp_path) >= min(INTERVAL * (attempt + 1), STEPS - INTERVAL)
     assert newest_step(tmp_path) == STEPS
-    fault_runs.assert_goes_on(tmp_path)
+    fault_runs.assert_resumes_exactly(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -117,60 +117,58 @@ def test_killed_in_every_life_and_still_done(fault_runs: FaultRuns, tmp_path: Pa
         slow=[(0, "leave"), (1, "kill")],
     ),
 )
-def test_the_other_rank_ends_by_itself_and_says_why(
+def test_surviving_rank_ends_and_names_the_other(
     fault_runs: FaultRuns, tmp_path: Path, rank: int, do: str
 ) -> None:
-    """Without a launcher that ends it. `leave` is an exit code of 0 in the middle."""
+    """No launcher ends it. `leave` is an exit code of 0 in the middle of training."""
     wait = "engine.timeout_min=0.2"
     world = fault_runs.start(tmp_path, wait, faults={rank: [fault("backward", micro_step(8), do)]})
     codes = wait_all(world)
     expected = {"kill": -signal.SIGKILL, "crash": -signal.SIGSEGV, "leave": 0}
     assert codes[rank] == expected[do] and codes[1 - rank] > 0
-    said = world[1 - rank].output()
-    assert "rank 1" in said if rank == 1 else "rank 0, where the ranks meet, is gone" in said
-    fault_runs.assert_goes_on(tmp_path)
+    printed = world[1 - rank].output()
+    assert "rank 1" in printed if rank == 1 else "rank 0, where the ranks meet, is gone" in printed
+    fault_runs.assert_resumes_exactly(tmp_path)
 
 
 @pytest.mark.parametrize("rank", by_level([0, 1], slow=[1]))
 def test_killed_loader_worker_is_named(fault_runs: FaultRuns, tmp_path: Path, rank: int) -> None:
     planted = {rank: [fault("batch", micro_step(7), "kill worker")]}
     world = fault_runs.start(tmp_path, faults=planted)
-    assert wait_with_launcher(world, grace_s=10)[rank] > 0
-    said = world[rank].output()
-    assert "a loader worker died" in said or "DataLoader worker (pid" in said
-    fault_runs.assert_goes_on(tmp_path)
+    assert wait_and_end_others(world, grace_s=10)[rank] > 0
+    printed = world[rank].output()
+    assert "a loader worker died" in printed or "DataLoader worker (pid" in printed
+    fault_runs.assert_resumes_exactly(tmp_path)
 
 
 @exhaustive
 def test_killed_worker_of_an_evaluation_is_named(fault_runs: FaultRuns, tmp_path: Path) -> None:
     nth = micro_step(12, number=1) + 4
     world = fault_runs.start(tmp_path, faults={1: [fault("evaluated batch", nth, "kill worker")]})
-    assert wait_with_launcher(world, grace_s=10)[1] > 0
-    said = world[1].output()
-    assert "a loader worker died" in said or "DataLoader worker (pid" in said
-    fault_runs.assert_goes_on(tmp_path)
+    assert wait_and_end_others(world, grace_s=10)[1] > 0
+    printed = world[1].output()
+    assert "a loader worker died" in printed or "DataLoader worker (pid" in printed
+    fault_runs.assert_resumes_exactly(tmp_path)
 
 
 @slow
 def test_stopped_loader_worker_is_named(fault_runs: FaultRuns, tmp_path: Path) -> None:
     planted = {1: [fault("batch", micro_step(7), "stop worker")]}
     world = fault_runs.start(tmp_path, "data.timeout_s=3", faults=planted)
-    assert wait_with_launcher(world, grace_s=30)[1] == 2
+    assert wait_and_end_others(world, grace_s=30)[1] == 2
     assert "stopped) gave no batch for 3 s" in world[1].output()
-    fault_runs.assert_goes_on(tmp_path)
+    fault_runs.assert_resumes_exactly(tmp_path)
 
 
 @slow
-def test_loader_workers_ignore_the_signals_of_their_rank(
-    fault_runs: FaultRuns, tmp_path: Path
-) -> None:
+def test_loader_workers_ignore_sigterm(fault_runs: FaultRuns, tmp_path: Path) -> None:
     planted = {rank: [fault("batch", micro_step(7), "SIGTERM worker")] for rank in (0, 1)}
     assert fault_runs.run(tmp_path, faults=planted) == [0, 0]
-    fault_runs.assert_goes_on(tmp_path)
+    fault_runs.assert_resumes_exactly(tmp_path)
 
 
-# Faults by rank, exit codes, the step that is committed then: the one after the signal's, since
-# ranks agree in the background.
+# Faults by rank, exit codes, the committed step: the one after the signal's, since ranks agree in
+# the background.
 SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
     "bursts on both ranks": (
         {rank: [fault("batch", micro_step(7), "burst")] for rank in (0, 1)},
@@ -190,7 +188,7 @@ SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
         8,
     ),
     "in the last step": ({1: [fault("backward", micro_step(STEPS), "burst")]}, [0, 0], STEPS),
-    # Before anything handles it, SIGTERM ends a process as it ends any.
+    # Before a handler is installed, SIGTERM ends the process.
     "before training": ({1: [fault("start", 1, "SIGTERM")]}, [-9, -15], 0),
 }
 
@@ -202,42 +200,42 @@ SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
 def test_stop_signals(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
     planted, codes, step = SIGNALS[case]
     grace_s = 0 if case == "before training" else 30
-    found = wait_with_launcher(fault_runs.start(tmp_path, faults=planted), grace_s=grace_s)
+    found = wait_and_end_others(fault_runs.start(tmp_path, faults=planted), grace_s=grace_s)
     assert found == codes, output(tmp_path)
-    # A signal that comes during a save is seen a step or two later.
+    # A signal during a save takes effect one or two steps later.
     assert step <= newest_step(tmp_path) <= step + (2 if case == "in a save" else 0)
-    fault_runs.assert_goes_on(tmp_path)
+    fault_runs.assert_resumes_exactly(tmp_path)
 
 
 @exhaustive
-def test_killed_in_the_save_that_a_signal_asked_for(fault_runs: FaultRuns, tmp_path: Path) -> None:
+def test_killed_in_the_save_after_a_signal(fault_runs: FaultRuns, tmp_path: Path) -> None:
     planted = {0: [fault("batch", micro_step(7), "SIGTERM"), fault("rename", 2, "kill")]}
     world = fault_runs.start(tmp_path, faults=planted)
-    assert wait_with_launcher(world)[0] == -signal.SIGKILL
+    assert wait_and_end_others(world)[0] == -signal.SIGKILL
     assert newest_step(tmp_path) == 5
-    fault_runs.assert_goes_on(tmp_path)
+    fault_runs.assert_resumes_exactly(tmp_path)
 
 
 @exhaustive
-def test_preempted_time_and_again(fault_runs: FaultRuns, tmp_path: Path) -> None:
-    for life in range(4):
-        planted = {life % 2: [fault("batch", micro_step(3), "SIGTERM")]}
+def test_preempted_repeatedly(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    for attempt in range(4):
+        planted = {attempt % 2: [fault("batch", micro_step(3), "SIGTERM")]}
         assert fault_runs.run(tmp_path, faults=planted) == [75, 75]
-        assert newest_step(tmp_path) == 4 * (life + 1)
-    fault_runs.assert_goes_on(tmp_path)
+        assert newest_step(tmp_path) == 4 * (attempt + 1)
+    fault_runs.assert_resumes_exactly(tmp_path)
 
 
-# How a rank falls silent, and what the other one says of it.
-SILENT = {
+# rank, fault, message of the other rank
+HUNG = {
     "rank 1 stopped": (1, "stop", "rank 1 has given no sign of life"),
     "rank 0 stopped": (0, "stop", "rank 0, where the ranks meet, has not answered"),
     "rank 1 hangs": (1, "hang", "the others have waited 6 s for rank 1 ("),
 }
 
 
-@pytest.mark.parametrize("case", by_level(SILENT, slow={"rank 1 hangs"}))
-def test_silent_rank_is_named_in_time(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
-    rank, do, message = SILENT[case]
+@pytest.mark.parametrize("case", by_level(HUNG, slow={"rank 1 hangs"}))
+def test_hung_rank_is_named(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
+    rank, do, message = HUNG[case]
     place = "loader" if do == "hang" else "forward"
     planted = {rank: [fault(place, micro_step(8), do)]}
     world = fault_runs.start(tmp_path, "engine.timeout_min=0.15", faults=planted)
@@ -245,22 +243,20 @@ def test_silent_rank_is_named_in_time(fault_runs: FaultRuns, tmp_path: Path, cas
     assert message in world[1 - rank].output()
     world[rank].send_signal(signal.SIGKILL)
     wait_all(world)
-    fault_runs.assert_goes_on(tmp_path)
+    fault_runs.assert_resumes_exactly(tmp_path)
 
 
 @pytest.mark.parametrize("rank", by_level([0, 1], slow=[1]))
-def test_disk_of_a_rank_that_hangs_ends_the_training(
-    fault_runs: FaultRuns, tmp_path: Path, rank: int
-) -> None:
-    """In the save of step 10. All loops wait at the same place, so only that rank can tell."""
+def test_hung_disk_ends_the_training(fault_runs: FaultRuns, tmp_path: Path, rank: int) -> None:
+    """In the save of step 10. All ranks wait at the same place, so only that rank can name it."""
     planted = {rank: [fault("write", {0: 3, 1: 2}[rank], "hang")]}
     world = fault_runs.start(tmp_path, "engine.timeout_min=0.15", faults=planted)
     assert wait_all(world) == [1, 1]
-    said = world[rank].output()
-    assert f"error: rank {rank}: save step 10: no progress in " in said
+    printed = world[rank].output()
+    assert f"error: rank {rank}: save step 10: no progress in " in printed
     assert f"rank {rank}: save step 10" not in world[1 - rank].output()
     assert newest_step(tmp_path) == 5
-    fault_runs.assert_goes_on(tmp_path)
+    fault_runs.assert_resumes_exactly(tmp_path)
 
 
 @slow
@@ -270,7 +266,7 @@ def test_slow_rank_changes_nothing(fault_runs: FaultRuns, tmp_path: Path) -> Non
         1: [fault("backward", 9, "lag"), fault("evaluation", 1, "lag")],
     }
     assert fault_runs.run(tmp_path, faults=planted) == [0, 0]
-    fault_runs.assert_goes_on(tmp_path)
+    fault_runs.assert_resumes_exactly(tmp_path)
 
 
 NOT_FINITE = {
@@ -281,25 +277,25 @@ NOT_FINITE = {
 BAD_STEP = 8
 
 
-def poison(fault_runs: FaultRuns, place: Path, rank: int, do: str, *more: str) -> str:
+def poison(fault_runs: FaultRuns, folder: Path, rank: int, do: str, *more: str) -> str:
     planted = {rank: [fault("forward", micro_step(BAD_STEP, number=1), do)]}
-    assert fault_runs.run(place, *more, faults=planted) == [0, 0], output(place)
-    return output(place)
+    assert fault_runs.run(folder, *more, faults=planted) == [0, 0], output(folder)
+    return output(folder)
 
 
 @pytest.mark.parametrize("stage", by_level(range(4), slow=[1]))
-def test_step_with_nan_on_one_rank_is_left_out_on_all(
+def test_step_with_nan_on_one_rank_is_skipped_on_all(
     fault_runs: FaultRuns, tmp_path: Path, stage: int
 ) -> None:
     zero = f"engine.zero_stage={stage}"
-    said = poison(fault_runs, tmp_path / "rank 1", 1, "NaN", zero)
-    assert "1 updates left out" in said and "on rank 1; samples" in said
+    printed = poison(fault_runs, tmp_path / "rank 1", 1, "NaN", zero)
+    assert "1 updates left out" in printed and "on rank 1; samples" in printed
     one = read_state(tmp_path / "rank 1/run")
     skipped = [row["train/skipped_steps"] for row in one.journal if "train/loss" in row]
     assert skipped == [0] + [1] * 5
     assert one.progress["engine"]["guard"]["skipped"] == 1
     assert all(bool(tensor.isfinite().all()) for tensor in one.tensors.values())
-    assert differences(one, fault_runs.undisturbed(zero)) != []
+    assert differences(one, fault_runs.uninterrupted(zero)) != []
     for case, (rank, do) in NOT_FINITE.items() if stage == 1 else ():
         poison(fault_runs, tmp_path / case, rank, do, zero)
         other = read_state(tmp_path / case / "run")
@@ -308,13 +304,13 @@ def test_step_with_nan_on_one_rank_is_left_out_on_all(
 
 
 @slow
-def test_counters_of_left_out_steps_survive_a_kill(fault_runs: FaultRuns, tmp_path: Path) -> None:
+def test_counters_of_skipped_steps_survive_a_kill(fault_runs: FaultRuns, tmp_path: Path) -> None:
     bad = fault("forward", micro_step(BAD_STEP), "NaN")
     assert fault_runs.run(tmp_path / "whole", faults={1: [bad]}) == [0, 0]
     killed = {1: [bad, fault("backward", micro_step(13), "kill")]}
-    wait_with_launcher(fault_runs.start(tmp_path / "killed", faults=killed))
+    wait_and_end_others(fault_runs.start(tmp_path / "killed", faults=killed))
     assert newest_step(tmp_path / "killed") >= INTERVAL
-    # From step 5 the bad step comes again; from step 10 it lies behind.
+    # A resume from step 5 repeats the bad step; one from step 10 does not.
     again = {1: [fault("forward", micro_step(BAD_STEP, start=5), "NaN")]}
     if newest_step(tmp_path / "killed") > BAD_STEP:
         again = {}
@@ -323,21 +319,21 @@ def test_counters_of_left_out_steps_survive_a_kill(fault_runs: FaultRuns, tmp_pa
 
 
 @slow
-def test_nan_without_end_stops_with_step_and_samples(fault_runs: FaultRuns, tmp_path: Path) -> None:
+def test_endless_nan_stops_with_step_and_samples(fault_runs: FaultRuns, tmp_path: Path) -> None:
     planted = {1: [fault("forward", "every", "NaN")]}
     codes = fault_runs.run(tmp_path, "engine.max_skipped_steps=4", faults=planted)
     assert codes == [2, 2]
-    said = output(tmp_path)
-    assert "4 updates in a row were left out, the last at step 4" in said
-    assert "samples of that step: '" in said
+    printed = output(tmp_path)
+    assert "4 updates in a row were left out, the last at step 4" in printed
+    assert "samples of that step: '" in printed
 
 
 @slow
 def test_flipped_bit_on_one_rank_is_found(fault_runs: FaultRuns, tmp_path: Path) -> None:
-    """Without ZeRO, where nothing else would ever bring the ranks together again."""
+    """Without ZeRO, where nothing else synchronises the weights."""
     settings = ["engine.zero_stage=0", "engine.compare_weights_every_steps=3"]
     planted = {1: [fault("forward", micro_step(8), "flip bit")]}
     assert fault_runs.run(tmp_path, *settings, faults=planted) == [2, 2]
     assert "the weights of the ranks have come apart by step 9" in output(tmp_path)
     ours = fault_runs.finish(tmp_path, *settings)
-    assert differences(ours, fault_runs.undisturbed(*settings)) == []
+    assert differences(ours, fault_runs.uninterrupted(*settings)) == []

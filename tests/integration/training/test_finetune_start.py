@@ -1,4 +1,4 @@
-"""What a fine-tuning run starts from, and that it goes on without it."""
+"""Fine-tuning names the checkpoint it starts from and resumes without it."""
 
 from __future__ import annotations
 
@@ -21,28 +21,30 @@ SETTINGS = [
 ]
 
 
-def finetune(fault_runs: FaultRuns, place: Path, *settings: str) -> str:
-    """What one rank prints; it has to end well."""
+def finetune(fault_runs: FaultRuns, folder: Path, *settings: str) -> str:
+    """Run on one rank and return its output."""
     command: list[str | Path] = [ROOT / "finetune/main.py"]
     command += ["--config", ROOT / "configs/finetune/demo.yaml", *SETTINGS, *settings]
     command.append(f"data.path={fault_runs.shards}")
-    place.mkdir()
-    ranks = fault_runs.starter.start(command, num_ranks=1, folder=place)
+    folder.mkdir()
+    ranks = fault_runs.starter.start(command, num_ranks=1, folder=folder)
     assert wait_all(ranks) == [0], ranks[0].output()
     return ranks[0].output()
 
 
-def test_start_is_named_and_a_resume_needs_none(fault_runs: FaultRuns, killed_copy: Path) -> None:
+def test_finetuning_names_its_start_and_resumes_without_it(
+    fault_runs: FaultRuns, killed_copy: Path
+) -> None:
     source, first, second = (killed_copy / name for name in ("run", "first", "second"))
     with open(source / "checkpoints/step-00000015/rank-00000.safetensors", "ab") as file:
         file.write(b"x")
-    said = finetune(fault_runs, first, f"init={source}", f"output={first / 'run'}")
-    assert "skipping damaged checkpoint" in said and "step-00000015/rank-00000" in said
-    assert f"starting from {source / 'checkpoints/step-00000010'}, step 10\n" in said
+    printed = finetune(fault_runs, first, f"init={source}", f"output={first / 'run'}")
+    assert "skipping damaged checkpoint" in printed and "step-00000015/rank-00000" in printed
+    assert f"starting from {source / 'checkpoints/step-00000010'}, step 10\n" in printed
     rows = journal_rows(first / "run")
-    # The weights that it began with are gone, and so is its own last step.
+    # Remove the initial weights and its own last step.
     source.rename(killed_copy / "moved")
     shutil.rmtree(first / "run/checkpoints/step-00000006")
-    said = finetune(fault_runs, second, f"init={source}", f"output={first / 'run'}")
-    assert f"resuming {first / 'run'} at step 3\n" in said and "starting from" not in said
+    printed = finetune(fault_runs, second, f"init={source}", f"output={first / 'run'}")
+    assert f"resuming {first / 'run'} at step 3\n" in printed and "starting from" not in printed
     assert journal_rows(first / "run") == rows

@@ -1,7 +1,7 @@
-"""pretrain/main.py and finetune/main.py as people start them, on two real processes.
+"""pretrain/main.py and finetune/main.py on two real processes.
 
-One start costs some ten seconds, so every run here serves several tests. Starts that end before
-they train are warm ones, which come to the same (test_warm_ranks).
+A cold start takes about ten seconds, so one run serves several tests and the others start warm,
+which is equal (test_warm_ranks).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.support.ranks.rank_processes import ROOT, free_port, run_ranks, start_ranks
-from tests.support.ranks.warm_ranks import WarmStarter
+from tests.support.ranks.rank_processes import ROOT, free_port, run_ranks
+from tests.support.ranks.run_states import differences, journal_rows, read_state
+from tests.support.ranks.warm_ranks import WarmRank, WarmStarter
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.checkpoint.folders import Checkpoint, newest_checkpoint
 from vitscale.config.errors import UserError
@@ -51,27 +51,13 @@ SETTINGS = [
     "evaluate=[{name: classification, every_steps: 25}]",
     "tracking.uri=null",
 ]
-RunWarm = Callable[..., list[tuple[int, str]]]
-CLOCKS = ("time", "perf/")
+StartWarm = Callable[..., list[WarmRank]]
 
 
 def command(shards: Path, folder: Path, *more: str) -> list[str | Path]:
     config = ROOT / "configs/demo/pretrain.yaml"
     places = [f"data.path={shards}", f"output={folder}"]
     return [PRETRAIN, "--config", config, *SETTINGS, *places, *more]
-
-
-def journal(folder: Path) -> list[dict[str, Any]]:
-    """Journal rows without clocks; a torn last line of a killed run is left out."""
-    path = folder / "journal.jsonl"
-    rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        rows.append({key: value for key, value in row.items() if not key.startswith(CLOCKS)})
-    return rows
 
 
 def last_checkpoint(folder: Path) -> Checkpoint:
@@ -88,70 +74,75 @@ class Finished:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    # Traced, which the runs that are compared with it are not: it has to change nothing.
+def uninterrupted(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("uninterrupted") / "run"
+    # Profiled, unlike the runs that are compared with it: profiling must change nothing.
     run = command(digits_shards, folder, "engine.profile_steps=2")
     finished = run_ranks(run, num_ranks=2, cwd=folder.parent)
     assert [code for code, _ in finished] == [0, 0], finished[0][1]
     return Finished(folder, finished[0][1], digits_shards)
 
 
-def wait_for_step(folder: Path, step: int, processes: list[subprocess.Popen[str]]) -> None:
-    def is_there() -> bool:
-        rows = journal(folder)
-        assert all(process.poll() is None for process in processes), "ended too early"
+@pytest.fixture
+def start_warm(warm_starter: WarmStarter, tmp_path: Path) -> StartWarm:
+    """Start ranks, which leave their logs in tmp_path."""
+
+    def start(what: list[str | Path], *, num_ranks: int) -> list[WarmRank]:
+        return warm_starter.start(what, num_ranks=num_ranks, folder=tmp_path)
+
+    return start
+
+
+def outcome(ranks: list[WarmRank]) -> list[tuple[int, str]]:
+    """Wait for the end; (exit code, output) of every rank."""
+    return [(rank.wait(timeout_s=PATIENCE_S), rank.output()) for rank in ranks]
+
+
+def wait_for_step(folder: Path, step: int, ranks: list[WarmRank]) -> None:
+    def is_reached() -> bool:
+        rows = journal_rows(folder)
+        assert all(rank.poll() is None for rank in ranks), "ended too early"
         return bool(rows) and rows[-1]["step"] >= step
 
-    def tell() -> str:
-        for process in processes:
-            process.kill()
-        return f"step {step} not reached: {processes[0].communicate()[0]}"
-
-    wait_until(is_there, else_say=tell)
+    wait_until(is_reached, else_say=ranks[0].output)
 
 
-def stop_ranks(
-    processes: list[subprocess.Popen[str]], *, number: int, ranks: list[int]
-) -> list[int]:
-    for rank in ranks:
-        processes[rank].send_signal(number)
-    return [process.wait(timeout=PATIENCE_S) for process in processes]
+def stop_ranks(ranks: list[WarmRank], *, number: int, which: list[int]) -> list[int]:
+    for rank in which:
+        ranks[rank].send_signal(number)
+    return [rank.wait(timeout_s=PATIENCE_S) for rank in ranks]
 
 
-def test_killed_and_repeated_equals_undisturbed(undisturbed: Finished, tmp_path: Path) -> None:
+def test_killed_and_resumed_equals_uninterrupted(
+    uninterrupted: Finished, start_warm: StartWarm, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
-    again = command(undisturbed.shards, folder)
-    # Killed between two checkpoints, with rank 1's death left for rank 0 to notice.
-    processes = start_ranks(again, num_ranks=2, cwd=tmp_path)
-    wait_for_step(folder, 20, processes)
-    stop_ranks(processes, number=signal.SIGKILL, ranks=[0, 1])
+    again = command(uninterrupted.shards, folder)
+    # Killed between two checkpoints.
+    ranks = start_warm(again, num_ranks=2)
+    wait_for_step(folder, 20, ranks)
+    stop_ranks(ranks, number=signal.SIGKILL, which=[0, 1])
     killed_at = last_checkpoint(folder).step
     assert 0 < killed_at < STEPS
-    # Stopped by a signal to one rank only: all agree, save, and say that it can go on.
-    processes = start_ranks(again, num_ranks=2, cwd=tmp_path)
-    wait_for_step(folder, 35, processes)
-    assert stop_ranks(processes, number=signal.SIGTERM, ranks=[1]) == [75, 75]
+    # Stopped by a signal to one rank only: all ranks save and end with the code for a resume.
+    ranks = start_warm(again, num_ranks=2)
+    wait_for_step(folder, 35, ranks)
+    assert stop_ranks(ranks, number=signal.SIGTERM, which=[1]) == [75, 75]
     assert killed_at < last_checkpoint(folder).step < STEPS
-    finished = run_ranks(again, num_ranks=2, cwd=tmp_path)
+    finished = outcome(start_warm(again, num_ranks=2))
     assert [code for code, _ in finished] == [0, 0], finished[0][1]
-    assert "resuming" in finished[0][1]
-    assert journal(folder) == journal(undisturbed.folder)
-    ours, theirs = last_checkpoint(folder), last_checkpoint(undisturbed.folder)
-    assert ours.step == theirs.step == STEPS and ours.progress == theirs.progress
-    ours_tensors, theirs_tensors = ours.tensors(), theirs.tensors()
-    assert ours_tensors.keys() == theirs_tensors.keys()
-    assert all(torch.equal(ours_tensors[name], theirs_tensors[name]) for name in theirs_tensors)
+    assert finished[0][1].count("resuming") == 2
+    assert differences(read_state(folder), read_state(uninterrupted.folder)) == []
 
 
-def test_run_folder_holds_what_the_documentation_says(undisturbed: Finished) -> None:
-    folder = undisturbed.folder
-    steps = {row["step"] for row in journal(folder) if "train/loss" in row}
+def test_run_folder_holds_the_documented_files(uninterrupted: Finished) -> None:
+    folder = uninterrupted.folder
+    steps = {row["step"] for row in journal_rows(folder) if "train/loss" in row}
     assert steps == set(range(5, STEPS + 1, 5))
-    evaluated = [row for row in journal(folder) if "val/top1" in row]
+    evaluated = [row for row in journal_rows(folder) if "val/top1" in row]
     assert [row["step"] for row in evaluated] == [25, 50, STEPS]
     assert evaluated[-1]["val/top1"] > 0.2  # chance is 0.1
-    averages = [row for row in journal(folder) if "val/ema_top1" in row]
+    averages = [row for row in journal_rows(folder) if "val/ema_top1" in row]
     assert [row["step"] for row in averages] == [25, 50, STEPS]
     assert averages[-1]["val/ema_loss"] != evaluated[-1]["val/loss"]
     assert f"step {STEPS}/{STEPS} loss" in (folder / "logs/rank0.log").read_text()
@@ -160,22 +151,22 @@ def test_run_folder_holds_what_the_documentation_says(undisturbed: Finished) -> 
     assert kept == ["step-00000056", "step-00000060"]
 
 
-def test_every_log_line_says_how_long_was_waited_for_data(undisturbed: Finished) -> None:
-    lines = (undisturbed.folder / "journal.jsonl").read_text().splitlines()
+def test_every_log_line_has_the_wait_for_data(uninterrupted: Finished) -> None:
+    lines = (uninterrupted.folder / "journal.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "train/loss" in row]
     assert len(rows) == STEPS // 5
     assert all(0 < row["perf/data_wait"] < 1 for row in rows)
 
 
-def test_profiled_steps_are_traced(undisturbed: Finished) -> None:
-    trace = json.loads((undisturbed.folder / "profile.json").read_text())
+def test_profiled_steps_are_traced(uninterrupted: Finished) -> None:
+    trace = json.loads((uninterrupted.folder / "profile.json").read_text())
     names = [event.get("name", "") for event in trace["traceEvents"]]
     assert len({name for name in names if name.startswith("ProfilerStep#")}) == 2
     assert names.count("aten::addmm") > 0 and "gloo:all_reduce" in " ".join(names)
 
 
-def test_transfer_starts_from_the_weights_asked_for(undisturbed: Finished) -> None:
-    checkpoint = last_checkpoint(undisturbed.folder)
+def test_transfer_starts_from_the_chosen_weights(uninterrupted: Finished) -> None:
+    checkpoint = last_checkpoint(uninterrupted.folder)
     weights = {choice: starting_weights(checkpoint, choice) for choice in ("auto", "ema", "model")}
     assert weights["auto"].keys() == weights["ema"].keys() == weights["model"].keys()
     assert all(torch.equal(weights["auto"][name], ema) for name, ema in weights["ema"].items())
@@ -189,60 +180,51 @@ def test_transfer_starts_from_the_weights_asked_for(undisturbed: Finished) -> No
         starting_weights(plain, "ema")
 
 
-@pytest.fixture
-def run_warm(warm_starter: WarmStarter, tmp_path: Path) -> RunWarm:
-    """Run to the end; (exit code, output) of every rank. They leave their logs in tmp_path."""
-
-    def run(what: list[str | Path], *, num_ranks: int) -> list[tuple[int, str]]:
-        ranks = warm_starter.start(what, num_ranks=num_ranks, folder=tmp_path)
-        return [(rank.wait(timeout_s=PATIENCE_S), rank.output()) for rank in ranks]
-
-    return run
-
-
-def test_finished_run_repeated_changes_nothing(undisturbed: Finished, run_warm: RunWarm) -> None:
-    before = (undisturbed.folder / "journal.jsonl").read_bytes()
-    again = command(undisturbed.shards, undisturbed.folder)
-    finished = run_warm(again, num_ranks=2)
+def test_finished_run_repeated_changes_nothing(
+    uninterrupted: Finished, start_warm: StartWarm
+) -> None:
+    before = (uninterrupted.folder / "journal.jsonl").read_bytes()
+    again = command(uninterrupted.shards, uninterrupted.folder)
+    finished = outcome(start_warm(again, num_ranks=2))
     assert [code for code, _ in finished] == [0, 0], finished[0][1]
-    assert (undisturbed.folder / "journal.jsonl").read_bytes() == before
+    assert (uninterrupted.folder / "journal.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
 def test_checkpoint_resumes_on_another_number_of_ranks(
-    undisturbed: Finished, tmp_path: Path
+    uninterrupted: Finished, start_warm: StartWarm, tmp_path: Path
 ) -> None:
-    """Without dropout, which is drawn per rank, one rank goes on where two stopped; with images
-    augmented and mixed, which is not."""
+    """Without dropout, which is drawn per rank; with augmented and mixed images, which are not."""
     still = ["model.dropout=0", "model.drop_path=0", "evaluate=[{name: classification}]"]
     still += ["data.augment.randaugment.magnitude=10", "data.augment.erasing.probability=0.25"]
     still += ["data.mixing.mixup_alpha=0.8", "data.mixing.cutmix_alpha=1", "data.mixing.mode=pair"]
     losses = {}
     for name, split in (("two", None), ("moved", 28)):
         folder = tmp_path / name
-        run = command(undisturbed.shards, folder, *still)
+        run = command(uninterrupted.shards, folder, *still)
         if split is not None:
-            processes = start_ranks(run, num_ranks=2, cwd=tmp_path)
-            wait_for_step(folder, split + 2, processes)
-            stop_ranks(processes, number=signal.SIGKILL, ranks=[0, 1])
+            started = start_warm(run, num_ranks=2)
+            wait_for_step(folder, split + 2, started)
+            stop_ranks(started, number=signal.SIGKILL, which=[0, 1])
         ranks = 2 if split is None else 1
         stage = "engine.zero_stage=1" if split is None else "engine.zero_stage=0"
-        finished = run_ranks([*run, stage], num_ranks=ranks, cwd=tmp_path)
+        finished = outcome(start_warm([*run, stage], num_ranks=ranks))
         assert finished[0][0] == 0, finished[0][1]
-        losses[name] = [row["train/loss"] for row in journal(folder) if "train/loss" in row]
+        losses[name] = [row["train/loss"] for row in journal_rows(folder) if "train/loss" in row]
     assert len(losses["two"]) == STEPS // 5
     assert losses["moved"] == pytest.approx(losses["two"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_finetuning_at_a_higher_resolution_through_the_launcher(
-    undisturbed: Finished, tmp_path: Path
+    uninterrupted: Finished, tmp_path: Path
 ) -> None:
     launcher = Path(sys.executable).with_name("deepspeed")
     folder = tmp_path / "finetune"
     overrides = [
-        f"data.path={undisturbed.shards}",
+        f"data.path={uninterrupted.shards}",
         f"output={folder}",
-        f"init={undisturbed.folder}",
+        f"init={uninterrupted.folder}",
         "schedule.steps=10",
         "schedule.warmup_steps=2",
         "model.width=48",
@@ -287,22 +269,22 @@ BAD_INPUT = {
 
 @pytest.mark.parametrize("case", sorted(BAD_INPUT))
 def test_bad_input_ends_with_one_clear_message(
-    undisturbed: Finished,
-    run_warm: RunWarm,
+    uninterrupted: Finished,
+    start_warm: StartWarm,
     tmp_path: Path,
     case: str,
 ) -> None:
     overrides, message = BAD_INPUT[case]
-    run = command(undisturbed.shards, undisturbed.folder, *overrides)
-    ((code, output),) = run_warm(run, num_ranks=1)
+    run = command(uninterrupted.shards, uninterrupted.folder, *overrides)
+    ((code, output),) = outcome(start_warm(run, num_ranks=1))
     assert code == 2, output
     assert output.count(message) == 1 and "Traceback" not in output
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_a_launcher_it_is_one_rank(undisturbed: Finished, tmp_path: Path) -> None:
+def test_without_a_launcher_it_is_one_rank(uninterrupted: Finished, tmp_path: Path) -> None:
     overrides, message = BAD_INPUT["shards missing"]
-    run = command(undisturbed.shards, undisturbed.folder, *overrides)
+    run = command(uninterrupted.shards, uninterrupted.folder, *overrides)
     finished = subprocess.run(
         [sys.executable, *map(str, run)],
         cwd=tmp_path,
@@ -316,18 +298,18 @@ def test_without_a_launcher_it_is_one_rank(undisturbed: Finished, tmp_path: Path
 
 
 def test_wrong_init_leaves_no_run_folder(
-    undisturbed: Finished, run_warm: RunWarm, tmp_path: Path
+    uninterrupted: Finished, start_warm: StartWarm, tmp_path: Path
 ) -> None:
     config = ROOT / "configs/finetune/demo.yaml"
-    overrides = [f"data.path={undisturbed.shards}", f"output={tmp_path / 'run'}", "init=nowhere"]
-    finished = run_warm([FINETUNE, "--config", config, *overrides], num_ranks=2)
+    overrides = [f"data.path={uninterrupted.shards}", f"output={tmp_path / 'run'}", "init=nowhere"]
+    finished = outcome(start_warm([FINETUNE, "--config", config, *overrides], num_ranks=2))
     assert [code for code, _ in finished] == [2, 2]
     assert "init=nowhere: no such run or checkpoint folder" in finished[0][1]
     assert {path.name for path in tmp_path.iterdir()} == {"rank-0.log", "rank-1.log"}
 
 
 def test_second_job_in_the_same_folder_is_refused(
-    undisturbed: Finished, run_warm: RunWarm, tmp_path: Path
+    uninterrupted: Finished, start_warm: StartWarm, tmp_path: Path
 ) -> None:
     import fcntl
 
@@ -335,5 +317,5 @@ def test_second_job_in_the_same_folder_is_refused(
     folder.mkdir()
     with open(folder / ".lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        ((code, output),) = run_warm(command(undisturbed.shards, folder), num_ranks=1)
+        ((code, output),) = outcome(start_warm(command(uninterrupted.shards, folder), num_ranks=1))
     assert code == 2 and "another job is training in this run folder" in output

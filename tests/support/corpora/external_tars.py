@@ -1,4 +1,4 @@
-"""WebDataset tars as other projects lay them out, written by the webdataset package."""
+"""Write WebDataset tars in the layouts of other projects, with the webdataset package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A small folder of images, and data_prep/make_shards.py run on it as people run it."""
+"""Make a small folder of images and run data_prep/make_shards.py on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def encoded(format: str, *, seed: int, side: int = 16) -> bytes:
 
 
 def corpus(root: Path, *, num: int = 12, order_seed: int = 0, side: int = 16) -> Path:
-    """Two classes of `num` images each, created in an order that a seed decides."""
+    """Two classes of `num` images each, created in a seeded order."""
     formats = {"jpg": "JPEG", "png": "PNG", "webp": "WEBP"}
     names = [
         (f"{name}/{i:03d}.{suffix}", formats[suffix], 100 * label + i)

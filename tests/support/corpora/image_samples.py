@@ -1,4 +1,4 @@
-"""Images of every kind, made with Pillow or written chunk by chunk."""
+"""Make images of every kind, with Pillow or chunk by chunk."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ HEIGHT, WIDTH = 19, 23
 
 
 def pixels(channels: int, *, dtype: type = np.uint8, seed: int = 0) -> np.ndarray:
-    """Random, so that no two pixels or channels can be mistaken for each other."""
+    """Random pixels: no two pixels or channels are alike."""
     high = np.iinfo(dtype).max
     rng = np.random.default_rng(seed)
     return rng.integers(0, high + 1, (HEIGHT, WIDTH, channels), dtype=dtype)
 
 
 def smooth(channels: int = 3) -> np.ndarray:
-    """What JPEG keeps well."""
+    """A smooth image, which JPEG changes little."""
     y, x = np.mgrid[0:HEIGHT, 0:WIDTH]
     planes = [60 + 5 * x + 2 * y, 200 - 4 * x + y, 40 + 8 * y, 30 + 2 * x + 3 * y]
     return np.stack(planes[:channels], axis=2).astype(np.uint8)
@@ -63,7 +63,7 @@ def png(
     after: bytes = b"",
     interlace: int = 0,
 ) -> bytes:
-    """A PNG around rows that already begin with their filter bytes."""
+    """A PNG of rows that already begin with their filter bytes."""
     header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, interlace)
     content = chunk(b"IDAT", zlib.compress(rows) if packed is None else packed)
     start = b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header)
@@ -71,7 +71,7 @@ def png(
 
 
 def unfiltered(samples: np.ndarray) -> bytes:
-    """Rows of samples, big-endian, each behind filter byte 0."""
+    """Rows of samples, big-endian, each after filter byte 0."""
     if samples.dtype == np.uint16:
         samples = samples.astype(">u2")
     return b"".join(b"\0" + row.tobytes() for row in samples)
@@ -92,7 +92,7 @@ def adam7(samples: np.ndarray) -> bytes:
 
 
 def small_samples() -> dict[str, bytes]:
-    """Sound images of every kind that is usual, by name."""
+    """Valid images of every common kind, by name."""
     noise = pixels(3)
     rgb, rgba = Image.fromarray(noise), Image.fromarray(pixels(4))
     palette = rgb.quantize(16)

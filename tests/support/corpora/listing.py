@@ -1,4 +1,4 @@
-"""Lists a whole source, for the tests of every kind."""
+"""List a whole source, for the tests of all sources."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from data_prep.sources.protocol import Input, Source, Watched
 
 
 class MemorySpool:
-    """Keeps what was added in one piece of memory."""
+    """A spool in memory."""
 
     def __init__(self) -> None:
         self.data = bytearray()

@@ -1,4 +1,4 @@
-"""A preparation in this process, for tests of what the phases do together."""
+"""Run phases of data preparation in the test process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small shard folders with real images, written without data_prep's pipeline."""
+"""Write small shard folders with real images, without data_prep's pipeline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vitscale.distributed.atomic_files import blake3_of_file
 
 
 def photo(seed: int, *, width: int = 40, height: int = 30, format: str = "JPEG") -> bytes:
-    """A smooth random picture; no two seeds look alike."""
+    """A smooth random picture, different for every seed."""
     random = np.random.default_rng(seed)
     small = random.integers(0, 255, (5, 6, 3), dtype=np.uint8)
     image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
@@ -45,7 +45,7 @@ def write_shard_folder(
     seed: int = 0,
     side: int = 40,
 ) -> Path:
-    """A folder with one split, classes in turn."""
+    """Write a folder with one split; sample i is of class i modulo their number."""
     folder.mkdir(parents=True)
     num = num_per_class * len(classes)
     rows, entries = [], []

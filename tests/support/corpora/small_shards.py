@@ -1,4 +1,4 @@
-"""A shard folder of a few tiny images, made by the parts that make large ones."""
+"""Write a shard folder of a few tiny images with data_prep's own writers."""
 
 from __future__ import annotations
 

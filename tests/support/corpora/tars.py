@@ -1,4 +1,4 @@
-"""Small tars for the tests of what reads them."""
+"""Write small tars."""
 
 from __future__ import annotations
 

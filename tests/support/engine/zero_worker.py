@@ -366,10 +366,10 @@ def loss_scaled(world: World) -> dict[str, object]:
     second = new_engine(world, stage=1, dtype=torch.float16)
     second.import_state(whole_state(first), optimizer_steps=first.optimizer_steps())
     second.import_counters(first.export_counters())
-    undisturbed = engine_losses(first, world, start=4, stop=10)
+    uninterrupted = engine_losses(first, world, start=4, stop=10)
     again = engine_losses(second, world, start=4, stop=10)
     return {
-        "alike": undisturbed == again and first.export_counters() == second.export_counters(),
+        "alike": uninterrupted == again and first.export_counters() == second.export_counters(),
         "skipped": first.health().skipped,
         "scale": first.loss_scale,
     }

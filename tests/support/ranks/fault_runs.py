@@ -1,6 +1,6 @@
-"""Tiny trainings with faults, started warm, and the undisturbed one they are compared with.
+"""Run tiny trainings with planted faults and compare them with an uninterrupted one.
 
-Owns: the settings, starting with planted faults, going on, and comparing.
+Owns: settings, starts with faults, resumes and comparisons. All ranks start warm.
 Leaves out: the faults (`patched_rank`) and the cases (test_faults, test_resume_mutations).
 """
 
@@ -19,8 +19,8 @@ from tests.support.ranks.warm_ranks import ROOT, WarmRank, WarmStarter, end_sess
 from tests.support.waiting import PATIENCE_S, wait_until
 
 STEPS, INTERVAL, LOGGED, ACCUMULATION = 24, 5, 4, 2
-# Workers, augmentation, mixup, dropout, drop path, an average of the weights and accumulation on;
-# saves, log lines and evaluations fall on different steps.
+# With loader workers, augmentation, mixup, dropout, drop path, an average of the weights and
+# gradient accumulation. Saves, log lines and evaluations fall on different steps.
 SETTINGS = (
     *(f"schedule.steps={STEPS}", "schedule.epochs=null", "schedule.warmup_steps=4"),
     *("data.global_batch=16", "data.num_workers=1", "data.augment.randaugment.magnitude=10"),
@@ -34,37 +34,40 @@ Faults = Sequence[Mapping[str, Any]]
 
 
 def fault(place: str, nth: int | str, do: str) -> dict[str, Any]:
-    """The `nth` call of `place` does `do`; see patched_rank."""
+    """The `nth` call of `place` does `do`: see PLACES and ACTIONS in patched_rank."""
     return {"place": place, "nth": nth, "do": do}
 
 
 def micro_step(step: int, *, start: int = 0, number: int = 0) -> int:
-    """Which call of forward, backward or batch belongs to a step (the first is 1) of a life."""
+    """Number of the call of forward, backward or batch in a step; both count from 1.
+
+    start: the step that the process resumed from.
+    """
     return (step - 1 - start) * ACCUMULATION + number + 1
 
 
 class FaultRuns:
-    """Trainings in folders of one test module."""
+    """Start trainings; keep the uninterrupted ones for comparison."""
 
     def __init__(self, starter: WarmStarter, *, shards: Path, folder: Path) -> None:
         self.starter, self.shards, self.folder = starter, shards, folder
-        self._undisturbed: dict[tuple[str, ...], RunState] = {}
+        self._uninterrupted: dict[tuple[str, ...], RunState] = {}
 
     def start(
         self,
-        place: Path,
+        folder: Path,
         *settings: str,
         faults: Mapping[int, Faults] | None = None,
         mutant: str = "",
         num_ranks: int = 2,
         shards: Path | None = None,
     ) -> list[WarmRank]:
-        """The same command every time, but for what is planted; faults: by rank."""
-        place.mkdir(parents=True, exist_ok=True)
+        """Start the same command every time, with other faults (by rank)."""
+        folder.mkdir(parents=True, exist_ok=True)
         script = ROOT / "pretrain/main.py"
         command: list[str | Path] = [script, "--config", ROOT / "configs/demo/pretrain.yaml"]
-        command += [*SETTINGS, f"data.path={shards or self.shards}", f"output={place / 'run'}"]
-        environment = {"VITSCALE_HOLD": str(place)}
+        command += [*SETTINGS, f"data.path={shards or self.shards}", f"output={folder / 'run'}"]
+        environment = {"VITSCALE_HOLD": str(folder)}
         if faults or mutant:
             command.insert(0, ROOT / "tests/support/ranks/patched_rank.py")
             environment["VITSCALE_MUTANT"] = mutant
@@ -75,35 +78,35 @@ class FaultRuns:
         return self.starter.start(
             [*command, *settings],
             num_ranks=num_ranks,
-            folder=place,
+            folder=folder,
             environment=environment,
             own_environment=own,
         )
 
-    def run(self, place: Path, *settings: str, **how: Any) -> list[int]:
-        """Exit codes of a start that ends by itself."""
-        return wait_all(self.start(place, *settings, **how))
+    def run(self, folder: Path, *settings: str, **how: Any) -> list[int]:
+        """Start, wait for the end and return the exit codes."""
+        return wait_all(self.start(folder, *settings, **how))
 
-    def finish(self, place: Path, *settings: str, **how: Any) -> RunState:
-        """Go on, without a fault, to the end of the training."""
-        ranks = self.start(place, *settings, **how)
+    def finish(self, folder: Path, *settings: str, **how: Any) -> RunState:
+        """Resume without a fault and train to the end."""
+        ranks = self.start(folder, *settings, **how)
         codes = wait_all(ranks)
         assert set(codes) == {0}, (codes, ranks[0].output())
-        return read_state(place / "run")
+        return read_state(folder / "run")
 
-    def undisturbed(self, *settings: str, **how: Any) -> RunState:
-        """What the training comes to when nothing happens."""
+    def uninterrupted(self, *settings: str, **how: Any) -> RunState:
+        """The final state of a training without a fault."""
         key = (*settings, *map(str, how.values()))
-        if key not in self._undisturbed:
-            place = self.folder / f"undisturbed {len(self._undisturbed)}"
-            self._undisturbed[key] = self.finish(place, *settings, **how)
-        return self._undisturbed[key]
+        if key not in self._uninterrupted:
+            folder = self.folder / f"uninterrupted {len(self._uninterrupted)}"
+            self._uninterrupted[key] = self.finish(folder, *settings, **how)
+        return self._uninterrupted[key]
 
-    def assert_goes_on(self, place: Path, *settings: str, **how: Any) -> str:
-        """The same command again ends where the undisturbed training does. Returns its output."""
-        ours = self.finish(place, *settings, **how)
-        assert differences(ours, self.undisturbed(*settings)) == []
-        return output(place)
+    def assert_resumes_exactly(self, folder: Path, *settings: str, **how: Any) -> str:
+        """Resume; assert that the end equals an uninterrupted training's. Returns the output."""
+        ours = self.finish(folder, *settings, **how)
+        assert differences(ours, self.uninterrupted(*settings)) == []
+        return output(folder)
 
 
 def wait_all(ranks: Sequence[WarmRank]) -> list[int]:
@@ -115,8 +118,8 @@ def wait_all(ranks: Sequence[WarmRank]) -> list[int]:
                 end_session(rank.pid)
 
 
-def wait_with_launcher(ranks: Sequence[WarmRank], *, grace_s: float = 0.3) -> list[int]:
-    """Exit codes when somebody ends the ranks that are left some time after the first one's end."""
+def wait_and_end_others(ranks: Sequence[WarmRank], *, grace_s: float = 0.3) -> list[int]:
+    """Exit codes, as under a launcher: the other ranks are killed after the first one's end."""
     wait_until(lambda: any(rank.poll() is not None for rank in ranks), else_say=ranks[0].output)
     deadline = time.monotonic() + grace_s
     while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
@@ -126,34 +129,34 @@ def wait_with_launcher(ranks: Sequence[WarmRank], *, grace_s: float = 0.3) -> li
     return wait_all(ranks)
 
 
-def await_hold(place: Path, ranks: Sequence[WarmRank]) -> None:
-    """Wait until a rank stands still; `let_go` continues it."""
+def wait_for_hold(folder: Path, ranks: Sequence[WarmRank]) -> None:
+    """Wait until a rank is held; `release_hold` continues it."""
 
     def is_held() -> bool:
         assert all(rank.poll() is None for rank in ranks), ranks[0].output()
-        return (place / "held").exists()
+        return (folder / "held").exists()
 
     wait_until(is_held, else_say=ranks[0].output)
 
 
-def let_go(place: Path) -> None:
-    (place / "go").touch()
+def release_hold(folder: Path) -> None:
+    (folder / "go").touch()
 
 
-def output(place: Path) -> str:
-    """What all ranks of all lives printed."""
-    return "\n".join(path.read_text() for path in sorted(place.glob("rank-*.log")))
+def output(folder: Path) -> str:
+    """What all ranks printed, over all starts."""
+    return "\n".join(path.read_text() for path in sorted(folder.glob("rank-*.log")))
 
 
-def newest_step(place: Path) -> int:
-    """Of the committed checkpoints, by name."""
-    names = [path.name for path in (place / "run/checkpoints").glob("step-*")]
+def newest_step(folder: Path) -> int:
+    """Step of the newest committed checkpoint, by name; 0: none."""
+    names = [path.name for path in (folder / "run/checkpoints").glob("step-*")]
     return max((int(name.removeprefix("step-")) for name in names), default=0)
 
 
-def copy_of(killed: Path, place: Path) -> Path:
-    """A copy of a killed training, as its own."""
-    shutil.copytree(killed, place, dirs_exist_ok=True)
-    for log in place.glob("rank-*.log"):
+def copy_run(killed: Path, folder: Path) -> Path:
+    """A copy of a killed training, without its logs."""
+    shutil.copytree(killed, folder, dirs_exist_ok=True)
+    for log in folder.glob("rank-*.log"):
         log.unlink()
-    return place
+    return folder

@@ -1,4 +1,4 @@
-"""One rank of a loop of collectives in which a rank stops, loops on, or ends. No DeepSpeed.
+"""Run one rank of a loop of collectives with a fault in step 5. No DeepSpeed.
 
 Started by test_hung_ranks.py: `hang_worker.py CASE`.
 """
@@ -19,13 +19,13 @@ from vitscale.config.errors import run_rank_script
 from vitscale.distributed.heartbeat import Heartbeat
 from vitscale.distributed.world import PreemptionFlag, World, process_group, sum_over_ranks
 
-TIMEOUT_MIN, MEETING_MIN = 0.2, 0.1
-# case: (rank, what befalls it at step 5)
+TIMEOUT_MIN, INIT_TIMEOUT_MIN = 0.2, 0.1
+# case: (rank, signal it gets in step 5)
 SIGNALS = {"rank 1 stopped": (1, signal.SIGSTOP), "rank 0 stopped": (0, signal.SIGSTOP)}
 SIGNALS["rank 1 killed"] = (1, signal.SIGKILL)
 
 
-def fate(case: str, rank: int) -> None:
+def inject_fault(case: str, rank: int) -> None:
     if case in SIGNALS and SIGNALS[case][0] == rank:
         os.kill(os.getpid(), SIGNALS[case][1])
     if case == "rank 1 slow" and rank == 1:
@@ -39,7 +39,7 @@ def fate(case: str, rank: int) -> None:
 
 
 def save_on_a_disk_that_hangs(world: World, heartbeat: Heartbeat) -> None:
-    """All main threads wait for their last save, at the same mark."""
+    """All main threads wait for their last save, with the same heartbeat mark."""
     if world.rank == 1:
         commit.write_new_file = lambda *_: time.sleep(600)  # type: ignore[assignment]  # the fault
     with CheckpointStore(Path("run"), keep=1, world=world, heartbeat=heartbeat) as store:
@@ -55,7 +55,7 @@ def main() -> None:
             device="cpu",
             timeout_min=TIMEOUT_MIN,
             num_threads=1,
-            init_timeout_min=MEETING_MIN if "missing" in case else 2.0,
+            init_timeout_min=INIT_TIMEOUT_MIN if "missing" in case else 2.0,
         ) as world,
         Heartbeat(world, timeout_min=TIMEOUT_MIN) as heartbeat,
         PreemptionFlag() as stop,
@@ -63,7 +63,7 @@ def main() -> None:
         for step in range(20):
             heartbeat.mark("waiting for data")
             if step == 5:
-                fate(case, world.rank)
+                inject_fault(case, world.rank)
                 if case == "disk of rank 1 hangs":
                     save_on_a_disk_that_hangs(world, heartbeat)
             heartbeat.mark("training")

@@ -1,11 +1,11 @@
-"""One rank of a real training with faults planted in its process, or with a part of resuming gone.
+"""Run one rank of a real training with planted faults, or with one part of resuming left out.
 
     python patched_rank.py pretrain/main.py --config ...
 
-Owns: the places where a fault can be planted, and what a fault does. VITSCALE_FAULTS is a JSON list
-of {"place", "nth", "do"}: the nth call of a place in this process does something first.
+Owns: the places where a fault can be planted, and the faults. VITSCALE_FAULTS is a JSON list of
+{"place", "nth", "do"}: the nth call of that place in this process does that fault.
 VITSCALE_MUTANT names a row of `resume_mutants`.
-Leaves out: which faults, and what has to come of them (test_faults, test_resume_mutations).
+Leaves out: the cases and their expectations (test_faults, test_resume_mutations).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-# What a loop goes through, in the module where it is looked up.
+# Calls of a training, in the module that looks the name up.
 PLACES = {
     "start": ("vitscale.training.session", "_build_engine"),
     "restore": ("vitscale.training.session", "restore"),
@@ -74,7 +74,7 @@ def _signal_after(number: signal.Signals) -> Callable[[Call, tuple[Any, ...]], A
 
 
 def _hold(call: Call, args: tuple[Any, ...]) -> Any:
-    """Stand still until the test has done its part outside."""
+    """Wait until the test calls `release_hold`."""
     folder = Path(os.environ["VITSCALE_HOLD"])
     (folder / "held").touch()
     deadline = time.monotonic() + 60
@@ -99,7 +99,7 @@ def _poison_gradient(call: Call, args: tuple[Any, ...]) -> Any:
 
 
 def _flip_bit(call: Call, args: tuple[Any, ...]) -> Any:
-    """One bit of one weight of the forward pass, as memory does it."""
+    """Flip one bit of one weight of the forward pass, as faulty memory does."""
     parameter = next(args[0]._engine.module.parameters())
     parameter.data.view(-1).view(torch.int32)[0] ^= 1 << 20
     return call()

@@ -1,4 +1,4 @@
-"""Start a Python file on several local ranks, as a launcher would, and collect what it prints."""
+"""Run a Python file on several local ranks, as a launcher would, and collect its output."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""A script with its arguments, run as given, that also notes every batch which training takes.
+"""Run a script and record every training batch.
 
     python tests/support/ranks/recorded_rank.py pretrain/main.py ... (with VITSCALE_RECORD=FOLDER)
 
 Owns: FOLDER/batches-RANK.jsonl, one line per micro-batch: the step (the first is 0), the
-micro-step, the life (process number), and a hash of each image, as augmented and mixed, with its
-label. Nothing else of the run is touched.
-Leaves out: comparing them (`run_states`).
+micro-step, the process id, and a hash of each image, as augmented and mixed, with its label.
+Nothing else of the run changes.
+Leaves out: comparing batches (`run_states`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vitscale.training.loop import TrainingSession
 
 
 def sample_hashes(batch: Batch) -> list[str]:
-    """Eight hexadecimal digits for each image with its labels and share."""
+    """Eight hexadecimal digits for each image with its labels and mixing weight."""
     labels: list[Any] = [batch.labels.tolist()]
     if batch.mixed_labels is not None and batch.mix_lambda is not None:
         labels += [batch.mixed_labels.tolist(), batch.mix_lambda.tolist()]
@@ -46,14 +46,14 @@ def record(folder: Path) -> None:
         row = {
             "step": step,
             "micro_step": micro_step,
-            "life": os.getpid(),
+            "pid": os.getpid(),
             "samples": sample_hashes(batch),
         }
-        # In one piece: a kill leaves whole lines.
+        # One write: a kill leaves whole lines.
         os.write(fd, (json.dumps(row) + "\n").encode())
         return batch
 
-    TrainingSession._next_batch = next_batch  # type: ignore[method-assign]  # what recording means
+    TrainingSession._next_batch = next_batch  # type: ignore[method-assign]  # recording
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""Resuming with one part of the state left out, or one key that forgets the position in training.
+"""Mutants of resuming: one part of the state is not restored, or one random key is wrong.
 
-Owns: a patch of the running process for each row of the state table. Names say what is lost.
-Leaves out: that each of them has to be noticed (test_resume_mutations).
+Owns: a patch of the running process for each row of the state table, named after what is lost.
+Leaves out: the test that each mutant changes the run (test_resume_mutations).
 
-The project keeps most of the table as pure functions of the position in training, so those rows
-have no state that could be dropped; there the key is changed instead, in the resumed process only.
+Most rows of the table are pure functions of the position in training and have no state to lose.
+Their mutants change the random key instead, in the resumed process only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def _forget(owner: Any, name: str) -> Callable[[], None]:
-    """Restoring does nothing."""
+    """Replace a function that restores state by one that does nothing."""
 
     def patch() -> None:
         setattr(owner, name, lambda *args, **kwargs: None)
@@ -46,7 +46,7 @@ def _import_changed(change: Callable[[Tensors, int], tuple[Tensors, int]]) -> Ca
 
 
 def _replaced(kind: str, by: str | None) -> Callable[[], None]:
-    """Tensors of a kind come back as zeros, or as those of another kind."""
+    """Restore tensors of a kind as zeros, or from those of another kind."""
 
     def change(tensors: Tensors, steps: int) -> tuple[Tensors, int]:
         def value(name: str) -> torch.Tensor:
@@ -60,8 +60,8 @@ def _replaced(kind: str, by: str | None) -> Callable[[], None]:
     return _import_changed(change)
 
 
-def _one_buffer_old() -> None:
-    """One single weight of one tensor is off by its last bit."""
+def _one_bit_changed() -> None:
+    """Flip the last bit of one weight."""
 
     def change(tensors: Tensors, steps: int) -> tuple[Tensors, int]:
         name = min(name for name in tensors if name.startswith("model."))
@@ -85,7 +85,7 @@ def _counters_without(name: str, value: Any) -> Callable[[], None]:
 
 
 def _changed(counters: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
-    """A copy with one entry changed, however deep it lies."""
+    """A copy with one entry changed, at any depth."""
     assert name in str(counters), counters
     return {
         key: _changed(entry, name, value)
@@ -96,7 +96,7 @@ def _changed(counters: Mapping[str, Any], name: str, value: Any) -> dict[str, An
 
 
 def _data_from(shift_batches: int | None) -> Callable[[], None]:
-    """Training data from the start (None), or shifted by whole batches."""
+    """Read training data from the start (None), or shifted by whole batches."""
 
     def patch() -> None:
         own = session.training_batches
@@ -111,11 +111,11 @@ def _data_from(shift_batches: int | None) -> Callable[[], None]:
     return patch
 
 
-def _mix_by_life() -> None:
+def _mix_by_process() -> None:
     own = loop.mix_batch
 
     def mix_batch(*args: Any, step: int, **kwargs: Any) -> Any:
-        # 15: where the killed training goes on.
+        # The killed training resumes at step 15.
         return own(*args, step=step - 15, **kwargs)
 
     loop.mix_batch = mix_batch
@@ -130,7 +130,7 @@ def _augment_without_epoch() -> None:
     samples.augmentation_key = augmentation_key
 
 
-def _seed_by_life() -> None:
+def _seed_by_process() -> None:
     own = loop.seed_step
 
     def seed_step(seed: int, *, step: int, **kwargs: Any) -> None:
@@ -139,7 +139,7 @@ def _seed_by_life() -> None:
     loop.seed_step = seed_step
 
 
-def _rate_by_life() -> None:
+def _rate_by_process() -> None:
     own = Engine.set_learning_rate
     calls = 0
 
@@ -157,7 +157,7 @@ def _journal_from_the_start() -> None:
 
 
 def _one_step_back() -> None:
-    """The loop starts a step too early: a checkpoint whose step is not that of its tensors."""
+    """Start the loop one step too early."""
     own = session.TrainingSession
 
     def opened(**fields: Any) -> Any:
@@ -169,7 +169,7 @@ def _one_step_back() -> None:
 
 MUTANTS: dict[str, Callable[[], None]] = {
     "weights": _replaced("model", "ema"),
-    "one bit of one weight": _one_buffer_old,
+    "one bit of one weight": _one_bit_changed,
     "first moments": _replaced("exp_avg", None),
     "second moments": _replaced("exp_avg_sq", None),
     "average of the weights": _replaced("ema", "model"),
@@ -182,9 +182,9 @@ MUTANTS: dict[str, Callable[[], None]] = {
     "data position": _data_from(None),
     "one batch": _data_from(1),
     "step of the loop": _one_step_back,
-    "mixup key": _mix_by_life,
+    "mixup key": _mix_by_process,
     "augmentation key": _augment_without_epoch,
-    "dropout and drop path key": _seed_by_life,
-    "schedule": _rate_by_life,
+    "dropout and drop path key": _seed_by_process,
+    "schedule": _rate_by_process,
     "last logged step": _journal_from_the_start,
 }

@@ -1,7 +1,6 @@
-"""What a run has come to, and in what two runs differ.
+"""Read the final state of a run and compare two runs bit by bit.
 
-Owns: reading the newest checkpoint, the journal without clocks and the noted batches of a run
-folder, and comparing them bit by bit.
+Owns: the newest checkpoint, the journal without times, the recorded batches, and differences.
 Leaves out: starting and disturbing runs.
 """
 
@@ -18,8 +17,8 @@ import torch
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.training.resume import PROVENANCE
 
-# What differs between equal runs.
-CLOCKS = ("time", "perf/")
+# These differ between equal runs.
+TIMES = ("time", "perf/")
 SHOWN = 6
 # (rank, step, micro-step) -> hashes of the samples
 Batches = dict[tuple[int, int, int], tuple[str, ...]]
@@ -27,7 +26,7 @@ Batches = dict[tuple[int, int, int], tuple[str, ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """A run folder at rest."""
+    """The state of a run folder that no process writes to."""
 
     step: int
     progress: dict[str, Any]
@@ -36,11 +35,11 @@ class RunState:
     journal: list[dict[str, Any]]
     batches: Batches
     contradictions: list[str] = field(default_factory=list)
-    """Batches that came twice and were not the same."""
+    """Batches that were repeated after a resume with other samples."""
 
 
 def read_state(folder: Path, *, records: Path | None = None) -> RunState:
-    """The newest checkpoint, verified, and everything else. Raises ValueError when there is none.
+    """Read and verify the newest checkpoint, and everything else. Raises ValueError for none.
 
     records: where `recorded_rank` wrote.
     """
@@ -49,14 +48,16 @@ def read_state(folder: Path, *, records: Path | None = None) -> RunState:
         raise ValueError(f"{folder}: no checkpoint, or damaged ones: {complaints}")
     batches: Batches = {}
     contradictions = []
-    for key, samples in noted_batches(records) if records is not None else ():
+    for key, samples in recorded_batches(records) if records is not None else ():
         if batches.setdefault(key, samples) != samples:
-            contradictions.append(f"rank {key[0]} step {key[1]} micro-step {key[2]} came changed")
+            contradictions.append(
+                f"rank {key[0]} step {key[1]} micro-step {key[2]} changed when repeated"
+            )
     described = checkpoint.description.items()
     return RunState(
         step=checkpoint.step,
         progress=checkpoint.progress,
-        # Not the record of everything: the run folder's own name is in it.
+        # The provenance holds the name of the run folder.
         description={key: value for key, value in described if key != PROVENANCE},
         tensors=checkpoint.tensors(),
         journal=journal_rows(folder),
@@ -65,8 +66,8 @@ def read_state(folder: Path, *, records: Path | None = None) -> RunState:
     )
 
 
-def noted_batches(records: Path) -> Iterator[tuple[tuple[int, int, int], tuple[str, ...]]]:
-    """In the order in which each rank took them, over all lives."""
+def recorded_batches(records: Path) -> Iterator[tuple[tuple[int, int, int], tuple[str, ...]]]:
+    """Batches in the order in which each rank took them, over all starts."""
     for path in sorted(records.glob("batches-*.jsonl")):
         rank = int(path.stem.removeprefix("batches-"))
         for line in path.read_text().splitlines():
@@ -75,18 +76,18 @@ def noted_batches(records: Path) -> Iterator[tuple[tuple[int, int, int], tuple[s
 
 
 def journal_rows(folder: Path) -> list[dict[str, Any]]:
-    """Rows without clocks; the torn last line of a killed run is left out."""
+    """Rows without times. The torn last line of a killed run is left out."""
     path = folder / "journal.jsonl"
     rows = []
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
         if line.endswith("\n"):
             values = json.loads(line)
-            rows.append({key: value for key, value in values.items() if not key.startswith(CLOCKS)})
+            rows.append({key: value for key, value in values.items() if not key.startswith(TIMES)})
     return rows
 
 
 def differences(ours: RunState, theirs: RunState) -> list[str]:
-    """A line for each thing that is not equal bit by bit; empty when the two runs are one."""
+    """One line for each thing that is not equal bit by bit; empty for equal runs."""
     found = list(ours.contradictions)
     if ours.step != theirs.step:
         found.append(f"step: {ours.step}, not {theirs.step}")

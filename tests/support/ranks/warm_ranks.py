@@ -1,8 +1,8 @@
-"""Start ranks in about a second each time, by forking a process that has imported everything.
+"""Start ranks in about a second, by forking a process that has imported everything.
 
-Owns: the client of `warm_server`: starting ranks with a launcher's environment, signals, exit
-codes, and the census of processes they leave.
-Leaves out: what runs. A cold start of the same ranks gives the same bits; that is tested.
+Owns: the client of `warm_server`: starts with a launcher's environment, signals, exit codes, and
+the list of processes that ranks leave.
+Leaves out: what runs. test_warm_ranks shows that a cold start gives the same bits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,7 +20,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[3]
+from tests.support.ranks.rank_processes import ROOT, free_port
+
 SERVER = Path(__file__).with_name("warm_server.py")
 # Importing torch, deepspeed and the project takes 8 s on two quiet cores, November 2026.
 START_WAIT_S = 300.0
@@ -30,7 +30,7 @@ PROCESS_STATES = {"T": "stopped", "t": "stopped", "Z": "ended"}
 
 @dataclass(kw_only=True)
 class WarmRank:
-    """One rank, as a process: leader of a session that its loader workers belong to."""
+    """The process of one rank. It leads a session that its loader workers belong to."""
 
     starter: WarmStarter
     pid: int
@@ -53,16 +53,16 @@ class WarmRank:
         return code
 
     def send_signal(self, number: int) -> None:
-        """Does nothing to a rank that has ended."""
+        """Send a signal, unless the rank has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
     def output(self) -> str:
-        """What it printed; of an ended start too when the log was used before."""
+        """What it printed, with earlier starts that used the same log."""
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def workers(self) -> list[int]:
-        """Its loader processes at this moment."""
+        """Process ids of its loader workers."""
         return children(self.pid)
 
 
@@ -71,7 +71,7 @@ class WarmStarter:
 
     def __init__(self, *, environment: Mapping[str, str] | None = None) -> None:
         self.environment = os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {})
-        # Ahead of whatever is installed: the tree that this file belongs to is what runs.
+        # Before an installed vitscale: run the tree of this file.
         paths = [str(ROOT), self.environment.get("PYTHONPATH", "")]
         self.environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self.exit_codes: dict[int, int] = {}
@@ -122,7 +122,7 @@ class WarmStarter:
 
         environment: for all ranks; own_environment: one mapping for each rank, over it.
         """
-        port = str(_free_port())
+        port = str(free_port())
         script, *arguments = map(str, command)
         ranks = []
         for rank in range(num_ranks):
@@ -162,7 +162,7 @@ class WarmStarter:
         self._server.stdin.flush()
 
     def read_answers(self, *, wait_s: float) -> None:
-        """Take in what the server has said, waiting for at most `wait_s` for a first word."""
+        """Read the server's messages; wait at most `wait_s` for the first."""
         assert self._server is not None and self._server.stdout is not None
         stream = self._server.stdout
         readable, _, _ = select.select([stream], [], [], max(0.0, wait_s))
@@ -176,18 +176,12 @@ class WarmStarter:
             if "ended" in message:
                 self.exit_codes[message["ended"]] = message["code"]
             elif "started" in message:
-                # The system uses process numbers again.
+                # The system reuses process ids.
                 self.exit_codes.pop(message["started"], None)
                 self._started.append(message["started"])
                 self._leaders.append(message["started"])
             else:
                 self._ready = True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def children(pid: int) -> list[int]:
@@ -197,7 +191,7 @@ def children(pid: int) -> list[int]:
         for task in Path(f"/proc/{pid}/task").iterdir():
             found += [int(child) for child in (task / "children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
-        # It ended while being looked at.
+        # The process ended meanwhile.
         return found
     return sorted(child for child in found if process_state(child) not in (None, "ended"))
 

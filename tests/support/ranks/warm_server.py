@@ -1,16 +1,15 @@
-"""The process that imports everything once and forks the ranks that `warm_ranks` asks for.
+"""Import everything once, then fork a rank for each request of `warm_ranks`.
 
 Owns: imports, forking, and making a fork look like a fresh `python script.py`.
-Leaves out: what is run and how it is judged. For benchmarks and tests only: the product never
-starts this way.
+Leaves out: what runs. Only benchmarks and tests start this way.
 
 Requests come as JSON lines on stdin, answers go as JSON lines to stdout:
 {"script", "arguments", "environment", "folder", "log"} -> {"started": PID}, later
-{"ended": PID, "code": EXIT_CODE}, as subprocess counts it: -9 for SIGKILL. End of input kills
-every rank that is left.
+{"ended": PID, "code": EXIT_CODE} with subprocess' codes: -9 for SIGKILL. End of input kills all
+ranks.
 
-What a fork shares with its siblings and a fresh start does not: the seed of str hashes (another in
-every server), imported modules, and address layout.
+Forks of one server, unlike fresh starts, share the seed of str hashes, the imported modules and the
+address layout.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-# Everything a rank imports, some of it only when it is needed first.
+# Everything a rank imports, some of it late.
 WARMED = (
     "numpy",
     "torch",
@@ -47,10 +46,10 @@ PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     """Serve until the input ends. In a forked rank: run its script, and end as Python ends."""
-    # Not on descriptor 1: imported modules have printed there, and ranks will.
+    # Modules and ranks print on descriptor 1.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    # Or OpenMP's pool of threads, which a fork loses, would be waited for. Before torch.
+    # A fork loses OpenMP's threads and would wait for them. Must be set before torch is imported.
     assert os.environ.get("OMP_NUM_THREADS") == "1", "set by warm_ranks"
     for name in WARMED:
         importlib.import_module(name)
@@ -58,14 +57,14 @@ def main() -> None:
         with suppress(ModuleNotFoundError):
             importlib.import_module(name)
     _check_threads()
-    _say(answers, {"ready": os.getpid()})
+    _send(answers, {"ready": os.getpid()})
     request = _serve(answers)
     if request is not None:
         runpy.run_path(request["script"], run_name="__main__")
 
 
 def _serve(answers: Any) -> dict[str, Any] | None:
-    """Fork for each request; None at the end of input, the request itself in the forked process."""
+    """Fork for each request. Returns the request in the fork, None in the server at the end."""
     running: dict[int, int] = {}  # pidfd -> pid
     received = b""
     while True:
@@ -76,7 +75,7 @@ def _serve(answers: Any) -> dict[str, Any] | None:
                 os.close(fd)
                 _, status = os.waitpid(pid, 0)
                 code = os.waitstatus_to_exitcode(status)
-                _say(answers, {"ended": pid, "code": code})
+                _send(answers, {"ended": pid, "code": code})
         if 0 not in readable:
             continue
         data = os.read(0, 1 << 16)
@@ -96,12 +95,12 @@ def _serve(answers: Any) -> dict[str, Any] | None:
                 _become(request)
                 return request
             running[os.pidfd_open(pid)] = pid
-            _say(answers, {"started": pid})
+            _send(answers, {"started": pid})
 
 
 def _become(request: dict[str, Any]) -> None:
-    """Make this fork what a fresh process would be: session, streams, environment, chance."""
-    # A server that is killed leaves no rank behind.
+    """Give this fork what a fresh process has: session, streams, environment, random seeds."""
+    # Ranks end with the server.
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.setsid()
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -115,19 +114,19 @@ def _become(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     sys.argv = [request["script"], *request["arguments"]]
     sys.path[0] = str(Path(request["script"]).parent)
-    # A fresh process takes both from the system; forks would all draw the same numbers.
+    # A fresh process seeds both from the system; all forks would draw the same numbers.
     random.seed()
     sys.modules["numpy"].random.seed()
 
 
 def _check_threads() -> None:
-    """A thread holds locks that a fork never gives back."""
+    """A fork never releases the locks of other threads, so there may be none."""
     tasks = Path("/proc/self/task").iterdir()
     names = {(task / "comm").read_text().strip() for task in tasks if int(task.name) != os.getpid()}
     assert threading.active_count() == 1 and names <= HARMLESS_THREADS, names
 
 
-def _say(answers: Any, message: dict[str, Any]) -> None:
+def _send(answers: Any, message: dict[str, Any]) -> None:
     answers.write(json.dumps(message) + "\n")
     answers.flush()
 
