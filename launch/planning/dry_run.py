@@ -10,8 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.run import FinetuneRun
 from launch.jobs.preparation import LaunchableRun, job_folder, run_name
 from launch.jobs.submission import sbatch_text
+from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
@@ -111,11 +113,13 @@ def _data_prep_rows(run: DataPrepRun) -> Rows:
     yield "tasks", size
 
 
-def plan_rows(run: TrainingRun) -> Rows:
+def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     """(name, value) of every derived quantity. Unknown ones name the missing setting."""
     facts = data_facts(run)
     world_size = run.launch.nodes * run.launch.tasks_per_node
     yield "data", f"{_count(facts.num_samples)} training images, from {facts.source}"
+    yield "objective", run.objective.name
+    yield "evaluation", _evaluation_text(run)
     plan = _known_plan(run, facts, world_size=world_size)
     if plan is None:
         yield "schedule", "unknown: epochs need a number of images (data.planned_num_samples)"
@@ -126,6 +130,20 @@ def plan_rows(run: TrainingRun) -> Rows:
         yield "model", "unknown: make the shards, or set model.num_classes"
         return
     yield from _cost_rows(run, plan, num_classes=num_classes, world_size=world_size)
+
+
+def _evaluation_text(run: TrainingRun) -> str:
+    if not run.evaluate:
+        return "none"
+    if run.data.val_split is None:
+        return "none, because data.val_split is null"
+    each = [
+        f"{evaluation.name} every {evaluation.every_steps:,} steps"
+        if evaluation.every_steps
+        else evaluation.name
+        for evaluation in run.evaluate
+    ]
+    return f"{', '.join(each)}; all after the last step, on {run.data.val_split!r}"
 
 
 def _known_plan(run: TrainingRun, facts: DataFacts, *, world_size: int) -> TrainingPlan | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from vitscale.config.errors import UserError
+from vitscale.tracking import run_facts
 from vitscale.tracking.mlflow_store import read_link
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.tracker import Tracker, final_status
@@ -129,6 +131,33 @@ def test_a_deleted_run_is_restored_from_the_journal(
     assert [step for key, step in points(database, run_id) if key == "train/loss"] == [*range(1, 7)]
     tags = dict(query(database, "select key, value from tags where run_uuid = ?", str(run_id)))
     assert tags["vitscale.restored_from_journal"] == "true"
+
+
+def test_a_link_to_another_store_is_not_followed(
+    open_tracker: Callable[..., Tracker], database: Path
+) -> None:
+    with open_tracker() as tracker:
+        log_steps(tracker, range(1, 3))
+        run_id = tracker.run_id
+    copy = database.with_name("copy.db")
+    shutil.copy(database, copy)  # contains a run of the same id
+    settings = TrackingSettings(uri=f"sqlite:///{copy}")
+    with open_tracker(settings=settings, resume_step=2) as tracker:
+        assert tracker.run_id not in (None, run_id)
+
+
+def test_a_fresh_start_continues_a_run_of_the_same_commit(
+    open_tracker: Callable[..., Tracker], database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_ids = []
+    for commit in ("a" * 40, "a" * 40, "b" * 40):
+        monkeypatch.setattr(run_facts, "git_commit", lambda commit=commit: commit)
+        tracker = open_tracker()
+        run_ids.append(str(tracker.run_id))
+        tracker.close(status="KILLED")
+    assert run_ids[0] == run_ids[1] != run_ids[2]
+    tags = dict(query(database, "select key, value from tags where run_uuid = ?", run_ids[2]))
+    assert tags["vitscale.replaces_run"] == run_ids[0]
 
 
 def test_other_ranks_write_nothing(open_tracker: Callable[..., Tracker], tmp_path: Path) -> None:
