@@ -6,13 +6,14 @@ Leaves out: files and merging (`inheritance`), the wording of errors (`findings`
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path as FilePath
 from typing import Any, Generic, TypeVar
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 from vitscale.config.errors import UserError, UserErrors
@@ -25,6 +26,7 @@ from vitscale.config.yaml_source import (
     Path,
     node_at,
     parse_value,
+    parse_yaml,
     plain_value,
     resolve_scalar,
 )
@@ -196,55 +198,53 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 def run_to_yaml(run: Run, *, sources: Mapping[str, str] | None = None) -> str:
     """The resolved run as YAML that `load_run_file` reads back; with a `# source` per value."""
-    lines: list[str] = []
-    open_groups: Path = ()
-    for path, value in run_leaves(run):
-        groups = path[:-1]
-        shared = len(os.path.commonprefix([open_groups, groups]))
-        for depth in range(shared, len(groups)):
-            lines.append(f"{'  ' * depth}{yaml_scalar(groups[depth])}:")
-        open_groups = groups
-        line = f"{'  ' * len(groups)}{yaml_scalar(path[-1])}: {yaml_flow(value)}"
-        if sources is not None:
-            line = f"{line:<48}  # {sources['.'.join(path)]}"
-        lines.append(line)
-    return "\n".join(lines) + "\n"
+    text = _dump(run.model_dump(mode="python"))
+    if sources is None:
+        return text
+    lines = text.split("\n")
+    root = parse_yaml(text, name="", errors=[])
+    assert root is not None
+    for path, _ in run_leaves(run):
+        node, _ = node_at(root, path)
+        number = int(node.place.removeprefix(":")) - 1
+        lines[number] = f"{lines[number]:<48}  # {sources['.'.join(path)]}"
+    return "\n".join(lines)
 
 
 def yaml_flow(value: Any) -> str:
     """One value on one line, in the dialect of `yaml_source`."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{yaml_scalar(k)}: {yaml_flow(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(yaml_flow(item) for item in value) + "]"
-    return yaml_scalar(value)
+    return _dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
-PLAIN_CHARACTERS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_./-")
+class _Dumper(yaml.SafeDumper):
+    """Writes lists on one line, no aliases, and text in quotes where our reader needs them."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
 
 
-def yaml_scalar(value: str | int | float | bool | None) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, int | float):
-        return repr(value)
-    if value and set(value) <= PLAIN_CHARACTERS and value[0] not in "-." and _stays_text(value):
-        return value
-    return '"' + "".join(map(_escape, value)) + '"'
-
-
-def _stays_text(value: str) -> bool:
+def _quoted_where_needed(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     try:
-        return isinstance(resolve_scalar(value), str)
+        is_plain = text.isprintable() and isinstance(resolve_scalar(text), str)
     except ValueError:
-        return False
+        is_plain = False
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain else '"')
 
 
-def _escape(character: str) -> str:
-    if character in '"\\':
-        return "\\" + character
-    if " " <= character <= "~":
-        return character
-    return f"\\U{ord(character):08x}"
+def _list_on_one_line(dumper: yaml.SafeDumper, items: Sequence[Any]) -> yaml.SequenceNode:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
+
+
+_Dumper.add_representer(str, _quoted_where_needed)
+_Dumper.add_representer(list, _list_on_one_line)
+_Dumper.add_representer(tuple, _list_on_one_line)
+
+
+def _dump(value: Any, *, default_flow_style: bool = False) -> str:
+    return yaml.dump(
+        value,
+        Dumper=_Dumper,
+        default_flow_style=default_flow_style,
+        sort_keys=False,
+        width=math.inf,
+    )

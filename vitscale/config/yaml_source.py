@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -18,7 +17,7 @@ import yaml
 from vitscale.config.errors import UserError
 
 MAX_FILE_BYTES = 1 << 20
-MAX_EVENTS = 20_000  # keeps reading under two seconds; a real configuration has a few hundred
+MAX_NODES = 20_000  # keeps reading under two seconds; a real configuration has a few hundred
 MAX_DEPTH = 32
 MAX_KEY_LENGTH = 100  # YAML ends a key after 1024 characters, escapes of ten included
 
@@ -41,8 +40,6 @@ class Node:
 
     content: Scalar | list[Node] | dict[str, Node]
     place: str
-    text: str | None = None
-    """The characters of an unquoted scalar; None for everything else."""
     broken: bool = False
 
 
@@ -95,203 +92,175 @@ def resolve_scalar(text: str) -> Scalar:
 
 
 def parse_yaml(text: str, *, name: str, errors: list[UserError]) -> Node | None:
-    """Read one document; None when nothing can be made of it. Errors are appended to `errors`."""
-    return _Builder(name=name, errors=errors).document(text)
+    """Read one document; None when it is not readable. Errors are appended to `errors`."""
+    return _Reader(name=name, errors=errors).document(text)
 
 
 def parse_value(text: str, *, place: str, where: str, errors: list[UserError]) -> Node:
     """Read the value of a `key=value` override: a scalar, or YAML in brackets or quotes."""
     text = text.strip()
+    reader = _Reader(name=where, errors=errors, place=place)
     if text[:1] in ("[", "{", "'", '"'):
-        builder = _Builder(name=where, errors=errors, place=place)
-        return builder.document(text) or Node(None, place, broken=True)
-    return _scalar(text, text, place=place, where=where, errors=errors)
-
-
-def _scalar(
-    text: str, plain: str | None, *, place: str, where: str, errors: list[UserError]
-) -> Node:
-    try:
-        value = resolve_scalar(text) if plain is not None else text
-        text.encode()
-    except UnicodeEncodeError:
-        errors.append(UserError(f"{ascii(text)[:80]} is not valid Unicode text", where=where))
-    except ValueError as error:
-        errors.append(UserError(f"{shorten(text)} {error}", where=where, allowed="finite numbers"))
-    else:
-        return Node(value, place, plain)
-    return Node(None, place, broken=True)
+        return reader.document(text) or Node(None, place, broken=True)
+    return reader.scalar(text, is_plain=True, place=place, where=where)
 
 
 def shorten(text: str) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-class _Stop(Exception):
-    """The document cannot be read further; the reason is in the list of errors."""
+class _TooLarge(yaml.MarkedYAMLError):
+    """A document beyond the limits."""
 
 
-@dataclass
-class _Builder:
-    """Builds nodes from the parser's events, so that aliases are never expanded."""
+class _Loader(yaml.SafeLoader):
+    """Composes nodes within limits. Aliases stay nodes of their own and are never expanded."""
+
+    num_nodes = 0
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        mark: Any = event.start_mark
+        self.num_nodes += 1
+        if self.num_nodes > MAX_NODES:
+            what = f"more than {MAX_NODES} keys and values"
+            raise _TooLarge(problem=what, problem_mark=mark)
+        if self.depth > MAX_DEPTH:
+            what = f"nested deeper than {MAX_DEPTH} levels"
+            raise _TooLarge(problem=what, problem_mark=mark)
+        if isinstance(event, yaml.AliasEvent):
+            self.get_event()
+            node: Any = yaml.ScalarNode("", "", mark, mark)
+            node.refused = [(f"YAML alias *{event.anchor}", ALIAS_ADVICE)]
+            return node
+        refused = []
+        if event.anchor is not None:
+            refused.append((f"YAML anchor &{event.anchor}", ANCHOR_ADVICE))
+        if event.tag is not None:
+            refused.append((f"YAML tag {shorten(event.tag)}", TAG_ADVICE))
+        event.anchor = None  # PyYAML would end at the second of the same name
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        node.refused = refused
+        return node
+
+
+ALIAS_ADVICE = "write the value out, or share it through base:"
+ANCHOR_ADVICE = "remove it, and share values through base:"
+TAG_ADVICE = "remove it; values are plain values, lists and groups of keys"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Reader:
+    """Turns PyYAML's nodes into ours and reports what the dialect refuses."""
 
     name: str
     errors: list[UserError]
     place: str | None = None
     """The place given to every node; None: name:line."""
-    num_events: int = 0
-    _events: Iterator[Any] = field(default_factory=lambda: iter(()))
 
     def document(self, text: str) -> Node | None:
-        self._events = iter(yaml.parse(text, Loader=yaml.SafeLoader))
         try:
-            root = self._read_document()
-            return root or Node({}, self._place(1))
-        except _Stop:
-            return None
+            root = yaml.compose(text, Loader=_Loader)
+            return Node({}, self._place(1)) if root is None else self._node(root, path=())
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             what = " ".join(part for part in (error.context, error.problem) if part)
-            self._report(f"not readable as YAML: {what}", mark.line + 1 if mark else 1)
+            if not isinstance(error, _TooLarge):
+                what = f"not readable as YAML: {what}"
+            self._report(what, mark.line + 1 if mark else 1)
         except yaml.YAMLError as error:  # characters that YAML does not allow
             self._report(f"not readable as YAML: {str(error).splitlines()[0]}", 1)
         except (ValueError, OverflowError) as error:  # escapes such as "\UFFFFFFFF"
             self._report(f"not readable as YAML: {error}", 1)
         return None
 
-    def _read_document(self) -> Node | None:
-        root = None
-        num_documents = 0
-        for event in self._events:
-            if isinstance(event, yaml.DocumentStartEvent):
-                num_documents += 1
-                if num_documents > 1:
-                    self._report(
-                        "a second YAML document starts here", _line(event), allowed="one document"
-                    )
-                    raise _Stop
-            elif isinstance(event, yaml.NodeEvent):
-                root = self._node(event, path=())
-        return root
+    def scalar(self, text: str, *, is_plain: bool, place: str, where: str) -> Node:
+        try:
+            value = resolve_scalar(text) if is_plain else text
+            text.encode()
+        except UnicodeEncodeError:
+            what = f"{ascii(text)[:80]} is not valid Unicode text"
+            self.errors.append(UserError(what, where=where))
+        except ValueError as error:
+            what = f"{shorten(text)} {error}"
+            self.errors.append(UserError(what, where=where, allowed="finite numbers"))
+        else:
+            return Node(value, place)
+        return Node(None, place, broken=True)
 
     def _place(self, line: int) -> str:
         return self.place or f"{self.name}:{line}"
-
-    def _report(
-        self, what: str, line: int, *, path: Path = (), allowed: str | None = None,
-        next_step: str | None = None,
-    ) -> None:  # fmt: skip
-        self.errors.append(
-            UserError(what, where=self._where(line, path), allowed=allowed, next_step=next_step)
-        )
 
     def _where(self, line: int, path: Path) -> str:
         if self.place is not None:
             return self.name
         return f"{self._place(line)}: {'.'.join(path)}" if path else self._place(line)
 
-    def _next(self) -> Any:
-        event = next(self._events)
-        self.num_events += 1
-        if self.num_events > MAX_EVENTS:
-            self._report(f"more than {MAX_EVENTS} keys and values", _line(event))
-            raise _Stop
-        return event
+    def _report(
+        self, what: str, line: int, *, path: Path = (), next_step: str | None = None
+    ) -> None:
+        self.errors.append(UserError(what, where=self._where(line, path), next_step=next_step))
 
-    def _node(self, event: Any, *, path: Path) -> Node:
-        line = _line(event)
-        if len(path) > MAX_DEPTH:
-            self._report(f"nested deeper than {MAX_DEPTH} levels", line)
-            raise _Stop
-        broken = self._refuse_yaml_features(event, path)
-        if isinstance(event, yaml.AliasEvent):
-            return Node(None, self._place(line), broken=True)
-        if isinstance(event, yaml.MappingStartEvent):
-            return Node(self._mapping(path), self._place(line), broken=broken)
-        if isinstance(event, yaml.SequenceStartEvent):
-            return Node(self._sequence(path), self._place(line), broken=broken)
-        plain = event.value if event.style is None else None
-        place, where = self._place(line), self._where(line, path)
-        if broken:
+    def _node(self, source: Any, *, path: Path, line: int | None = None) -> Node:
+        """`line`: of the key, where a reader looks for the value."""
+        own_line = _line(source)
+        place = self._place(line or own_line)
+        if self._refused(source, path):
             return Node(None, place, broken=True)
-        return _scalar(event.value, plain, place=place, where=where, errors=self.errors)
+        if isinstance(source, yaml.MappingNode):
+            return Node(self._mapping(source, path), place)
+        if isinstance(source, yaml.SequenceNode):
+            items = enumerate(source.value)
+            return Node([self._node(item, path=(*path, str(i))) for i, item in items], place)
+        where = self._where(own_line, path)
+        return self.scalar(source.value, is_plain=source.style is None, place=place, where=where)
 
-    def _refuse_yaml_features(self, event: Any, path: Path) -> bool:
-        line = _line(event)
-        if isinstance(event, yaml.AliasEvent):
-            self._report(
-                f"YAML alias *{event.anchor} is not supported", line, path=path,
-                next_step="write the value out, or share it through base:",
-            )  # fmt: skip
-            return True
-        if event.anchor is not None:
-            self._report(
-                f"YAML anchor &{event.anchor} is not supported", line, path=path,
-                next_step="remove it, and share values through base:",
-            )  # fmt: skip
-        if event.tag is not None:
-            self._report(
-                f"YAML tag {shorten(event.tag)} is not supported", line, path=path,
-                allowed="plain values, lists and groups of keys",
-            )  # fmt: skip
-        return event.tag is not None
+    def _refused(self, source: Any, path: Path) -> bool:
+        for what, next_step in source.refused:
+            what = f"{what} is not supported"
+            self._report(what, _line(source), path=path, next_step=next_step)
+        return bool(source.refused)
 
-    def _sequence(self, path: Path) -> list[Node]:
-        items: list[Node] = []
-        while not isinstance(event := self._next(), yaml.SequenceEndEvent):
-            items.append(self._node(event, path=(*path, str(len(items)))))
-        return items
-
-    def _mapping(self, path: Path) -> dict[str, Node]:
+    def _mapping(self, source: Any, path: Path) -> dict[str, Node]:
         children: dict[str, Node] = {}
         lines: dict[str, int] = {}
-        while not isinstance(event := self._next(), yaml.MappingEndEvent):
-            key = self._key(event, path)
-            line = _line(event)
-            child = self._node(self._next(), path=(*path, key or "?"))
+        for key_source, value in source.value:
+            key, line = self._key(key_source, path), _line(key_source)
+            child = self._node(value, path=(*path, key or "?"), line=line)
             if key is None:
                 continue
             if key in children:
                 where = "" if self.place else f"; first on line {lines[key]}"
-                self._report(
-                    f"key {key!r} is given twice{where}", line, path=(*path, key),
-                    next_step="keep one of the two",
-                )  # fmt: skip
+                what, step = f"key {key!r} is given twice{where}", "keep one of the two"
+                self._report(what, line, path=(*path, key), next_step=step)
                 continue
-            # The key's line, not the value's: that is where a reader looks for it.
-            children[key] = Node(child.content, self._place(line), child.text, child.broken)
-            lines[key] = line
+            children[key], lines[key] = child, line
         return children
 
-    def _key(self, event: Any, path: Path) -> str | None:
-        line = _line(event)
-        if not isinstance(event, yaml.ScalarEvent):
-            if not self._refuse_yaml_features(event, path):
-                self._report("a list or group cannot be a key", line, path=path)
-            raise _Stop
-        if self._refuse_yaml_features(event, path):
+    def _key(self, source: Any, path: Path) -> str | None:
+        line, text = _line(source), source.value
+        if self._refused(source, path):
             return None
-        plain = event.value if event.style is None else None
-        node = _scalar(
-            event.value, plain, place="", where=self._where(line, path), errors=self.errors
-        )
-        if node.broken:
+        if not isinstance(source, yaml.ScalarNode):
+            self._report("a list or group cannot be a key", line, path=path)
             return None
-        if not isinstance(node.content, str) or not node.content:
-            self._report(
-                f"key {event.value!r} is not text", line, path=path,
-                next_step=f'quote it: "{event.value}"' if event.value else "give the key a name",
-            )  # fmt: skip
+        where = self._where(line, path)
+        key = self.scalar(text, is_plain=source.style is None, place="", where=where)
+        if key.broken:
             return None
-        if len(node.content) > MAX_KEY_LENGTH:
-            self._report(
-                f"key {shorten(node.content)!r} is longer than {MAX_KEY_LENGTH} characters",
-                line,
-                path=path,
-            )
+        if not isinstance(key.content, str) or not text:
+            step = f'quote it: "{text}"' if text else "give the key a name"
+            self._report(f"key {text!r} is not text", line, path=path, next_step=step)
             return None
-        return node.content
+        if len(text) > MAX_KEY_LENGTH:
+            what = f"key {shorten(text)!r} is longer than {MAX_KEY_LENGTH} characters"
+            self._report(what, line, path=path)
+            return None
+        return text
 
 
-def _line(event: Any) -> int:
-    return int(event.start_mark.line) + 1
+def _line(source: Any) -> int:
+    return int(source.start_mark.line) + 1

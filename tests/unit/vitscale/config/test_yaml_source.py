@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from vitscale.config.errors import UserError
 from vitscale.config.loader import yaml_flow
 from vitscale.config.yaml_source import (
-    MAX_EVENTS,
     MAX_KEY_LENGTH,
+    MAX_NODES,
     Node,
     node_at,
     parse_value,
@@ -84,7 +84,7 @@ def test_scalars_mean_what_they_look_like(text: str, value: Any) -> None:
         ("a: [1, -.inf]", "x.yaml:1: a.1: -.inf is not a finite number"),
         ("a: 1e999", "x.yaml:1: a: 1e999 is a number too large"),
         ("a: 99999999999999999999", "x.yaml:1: a: 99999999999999999999 is a whole number beyond"),
-        ("a: 1\n---\nb: 2", "x.yaml:2: a second YAML document starts here"),
+        ("a: 1\n---\nb: 2", "x.yaml:2: not readable as YAML: expected a single document"),
         ("a: [1, 2", "x.yaml:1: not readable as YAML"),
         ("a:\n\t- 1", "x.yaml:2: not readable as YAML"),
         ("a: b: c", "x.yaml:1: not readable as YAML: mapping values are not allowed here"),
@@ -93,7 +93,7 @@ def test_scalars_mean_what_they_look_like(text: str, value: Any) -> None:
         ('a: "\\ud800"', "x.yaml:1: a: "),
         ("a: \x00", "x.yaml:1: not readable as YAML"),
         ("[" * 5000, "x.yaml:1: nested deeper than 32 levels"),
-        ("a:\n" + "  - 1\n" * MAX_EVENTS, "more than 20000 keys and values"),
+        ("a:\n" + "  - 1\n" * MAX_NODES, "more than 20000 keys and values"),
     ],
 )
 def test_what_is_refused(text: str, message: str) -> None:
