@@ -1,12 +1,12 @@
-"""Index WebDataset tars that somebody else made, without rewriting them.
+"""Index external WebDataset tars without rewriting them.
 
     python data_prep/index_shards.py --config configs/data/index_shards.yaml \\
         source.path=TARS output=INDEX
 
-The folder INDEX can be trained on as a shard folder can; the tars stay where they are. The same
-command again goes on where a killed one was. Formats: docs/data_format.md.
+INDEX is used for training like a shard folder; the tars stay where they are. After a kill, the same
+command resumes. Formats: docs/data_format.md.
 
-Owns: the order of the steps and what is printed.
+Owns: the order of the steps, and the output on the console.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     command = load_command(
         DataPrepRun,
         script="data_prep/index_shards.py",
-        description="Index WebDataset tars that somebody else made, without rewriting them.",
+        description="Index external WebDataset tars without rewriting them.",
     )
     run = command.run
     start = time.monotonic()
@@ -58,16 +58,16 @@ def main() -> None:
     output = Path(run.output).expanduser()
     config = content_config(run)
     listing = tar_listing(source.root, containers)
-    made_before = f"{output}: already there, made from the same tars with the same settings"
+    done_message = f"{output}: already there, made from the same tars with the same settings"
     if is_already_indexed(output, config=config, listing=listing):
-        print(made_before)
+        print(done_message)
         return
     work = preparation_folder(output)
     with locked(work, run, config=config, output=output):
-        # Another command may have finished since, and given the lock back.
+        # Another process may have finished and released the lock.
         if is_already_indexed(output, config=config, listing=listing):
             shutil.rmtree(work, ignore_errors=True)
-            print(made_before)
+            print(done_message)
             return
         units = [
             TarUnit(run=run, folder=work, root=source.root, number=number, container=container)
@@ -94,7 +94,7 @@ def main() -> None:
 
 
 def refuse_rewriting(run: DataPrepRun) -> None:
-    """Settings that would need other tars than those that are there."""
+    """Raise UserErrors for settings that would require rewriting the tars."""
     wanted = {
         "source.holdout_fraction": run.source.holdout_fraction,
         "source.val_per_class": run.source.val_per_class,
@@ -103,9 +103,9 @@ def refuse_rewriting(run: DataPrepRun) -> None:
     }
     errors = [
         UserError(
-            "needs the tars rewritten, and indexing leaves them as they are",
+            "requires rewriting the tars, which indexing does not do",
             where=key,
-            next_step="remove this key, or make new shards: data_prep/make_shards.py",
+            next_step="remove this key, or make new shards with data_prep/make_shards.py",
         )
         for key, value in wanted.items()
         if value
@@ -117,7 +117,7 @@ def refuse_rewriting(run: DataPrepRun) -> None:
 
 
 def is_already_indexed(output: Path, *, config: Mapping[str, Any], listing: str) -> bool:
-    """Whether the output was made by this command from these tars; refuses any other output."""
+    """Whether this command has made the output from these tars. Raises UserError for others."""
     if not os.path.lexists(output):
         return False
     try:
@@ -127,7 +127,7 @@ def is_already_indexed(output: Path, *, config: Mapping[str, Any], listing: str)
         same = False
     if not same:
         raise UserError(
-            f"{str(output)!r} exists already, and not from these tars with these settings",
+            f"{str(output)!r} exists already, made from other tars or with other settings",
             where="output",
             next_step="choose another output, or remove this folder first",
         )
@@ -138,7 +138,7 @@ def is_already_indexed(output: Path, *, config: Mapping[str, Any], listing: str)
 def locked(
     work: Path, run: DataPrepRun, *, config: Mapping[str, Any], output: Path
 ) -> Iterator[None]:
-    """The folder `.OUTPUT.preparing`, ours alone, with the rows that an earlier run left in it."""
+    """Lock the folder `.OUTPUT.preparing`; keeps rows of an earlier run with equal settings."""
     settings = {"source": str(Path(run.source.path).resolve()), **config}
     note = work / "settings.json"
     try:
@@ -162,7 +162,7 @@ def locked(
             f"cannot be written ({error.strerror or error}); the tars indexed so far are kept in "
             f"{work.name}",
             where=str(output),
-            next_step="mend this and run the same command again: it goes on where it was",
+            next_step="fix this and run the same command again; it resumes",
         ) from None
 
 

@@ -1,15 +1,15 @@
-"""Do two images show the same picture?
+"""Describe images and decide whether two of them show the same picture.
 
-Owns: what is remembered of an image (`DESCRIPTOR`), the keys that bring likely copies together, and
-the judgement of a pair.
-Leaves out: which images are compared (`duplicates`, `evaluation_sets`).
+Owns: the descriptor of an image (`DESCRIPTOR`), the keys shared by likely copies, and the test of a
+pair.
+Leaves out: which images are compared (`search`, `evaluation_sets`).
 
 An image is shrunk to 32 x 32 grey values; the 64 lowest frequencies of its cosine transform are
-kept, without the mean. Re-encoding and resizing hardly touch them; mirroring left-right turns the
-sign of those with an odd horizontal frequency, so that one descriptor serves both ways round.
+kept, without the mean. Re-encoding and resizing hardly change them; mirroring left-right inverts
+the sign of those with an odd horizontal frequency, so one descriptor covers both orientations.
 Thresholds and what they catch: docs/duplicates.md; measured by benchmarks/near_duplicates.py.
 
-All sums are over whole numbers below 2^53, exact in float64 in any order, so that machines agree.
+All sums are over integers below 2^53, exact in float64 in any order, so all machines agree.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ SIDE_PX = 32
 DESCRIPTOR = np.dtype(
     [("phash", "<u8"), ("mirrored", "<u8"), ("coefficients", "<i2", (NUM_FREQUENCIES,))]
 )
-# Coefficients are stored in eighths of a grey value times SIDE_PX, which int16 holds.
+# Coefficients are stored in eighths of a grey value times SIDE_PX, which fits int16.
 SCALE = 8
 BASIS_SCALE = 1 << 14
-# Standard deviation of the picture, in grey values of 255. Below it the rounding to 8 bits weighs
-# too much: such images match nothing but equal bytes.
+# Standard deviation of the picture, in grey values of 255. Below it, rounding to 8 bits dominates:
+# such images only match equal bytes.
 MIN_CONTRAST = 4.0
 # A bit of the hash is set where a coefficient exceeds this share of the norm, divided by the
-# frequency. Around 0 the bits of symmetric and smooth pictures would be those of their noise.
+# frequency. With a threshold of 0, noise would set the bits of symmetric and smooth pictures.
 BIT_THRESHOLD = 0.1
-# A key is made of the 32 lowest frequencies' bits; the 3 least certain of them are tried both ways.
+# A key has the bits of the 32 lowest frequencies; the 3 least certain ones are tried both ways.
 KEY_BITS = 32
 UNCERTAIN_BITS = 3
 NUM_KEYS = 1 << UNCERTAIN_BITS
 MAX_HAMMING = 12
-# Correlation of two pictures' coefficients, as they are and multiplied by their frequency, which
-# gives detail the weight that large areas have otherwise.
+# Correlation of the coefficients of two pictures, unweighted, and weighted by frequency, which
+# raises the weight of details.
 MIN_CORRELATION = 0.98
 MIN_DETAIL_CORRELATION = 0.975
-# Where the detail differs by no more than this, in grey values, encoding explains it: faint smooth
-# pictures have little detail of their own.
+# A difference in detail up to this, in grey values, counts as encoding noise: faint smooth pictures
+# have little detail of their own.
 MAX_NOISE = 2.0
 HASHES = ("phash", "mirrored")
-# Pairs correlated in one go, small enough for the cache.
+# Pairs correlated per batch, small enough for the cache.
 CORRELATED_ROWS = 1 << 11
 FORMATS = ("JPEG", "PNG", "WEBP")
 DEEP_GREY = {"I": 256, "I;16": 256, "I;16B": 256, "I;16L": 256, "I;16N": 256, "F": 1}
@@ -57,7 +57,7 @@ MIRROR, UPSIDE_DOWN = (slice(None), slice(None, None, -1)), (slice(None, None, -
 
 
 def image_descriptor(content: bytes) -> np.void:
-    """Descriptor of one encoded image. One that cannot be decoded gets that of a blank image."""
+    """Descriptor of one encoded image; of a blank image if it cannot be decoded."""
     return image_descriptors([content])[0]
 
 
@@ -72,15 +72,15 @@ def image_descriptors(contents: Sequence[bytes]) -> np.ndarray:
 
 
 def grey_picture(content: bytes, *, max_pixels: int | None = None) -> np.ndarray | None:
-    """SIDE_PX x SIDE_PX grey values, upright; None for what cannot be decoded."""
-    # Whoever asks has judged the size; Pillow's own limit would be a second one.
+    """SIDE_PX x SIDE_PX grey values, upright; None if the image cannot be decoded."""
+    # Callers check the size; this disables Pillow's own limit.
     Image.MAX_IMAGE_PIXELS = None
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
             if max_pixels is not None and image.width * image.height > max_pixels:
                 return None
-            # JPEG decoders shrink by 2, 4 or 8 for almost nothing. The last block may be partly
-            # filled, hence the box, which is the picture's true extent.
+            # JPEG decoders downscale by 2, 4 or 8 at almost no cost. The last block may be partly
+            # filled, hence the box, which is the true extent of the picture.
             drafted = image.draft("L", (2 * SIDE_PX, 2 * SIDE_PX))
             orientation = image.getexif().get(ORIENTATION_TAG, 1)
             grey = _grey(image)
@@ -99,7 +99,7 @@ def grey_picture(content: bytes, *, max_pixels: int | None = None) -> np.ndarray
 
 
 def _grey(image: Image.Image) -> Image.Image:
-    """8-bit grey values; what is transparent shows white."""
+    """8-bit grey values; transparent pixels become white."""
     if image.mode == "L":
         return image
     if image.mode in DEEP_GREY:
@@ -109,7 +109,7 @@ def _grey(image: Image.Image) -> Image.Image:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("L")
-    # A palette's entries have to become colours first.
+    # Palette entries must become colours first.
     return (image.convert("RGB") if image.mode == "P" else image).convert("L")
 
 
@@ -146,14 +146,14 @@ def coefficient_descriptors(coefficients: np.ndarray) -> np.ndarray:
 
 @cache
 def _frequencies() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(basis [SIDE_PX^2, NUM_FREQUENCIES] in whole numbers, frequency, sign when mirrored)."""
+    """(basis [SIDE_PX^2, NUM_FREQUENCIES] as integers, frequency, sign when mirrored)."""
     positions = np.arange(SIDE_PX)
     waves = np.cos(np.pi * positions[:, None] * (2 * positions + 1) / (2 * SIDE_PX))
     waves *= np.sqrt(2 / SIDE_PX)
     waves[0] /= np.sqrt(2)
     vertical, horizontal = (f.ravel() for f in np.indices((SIDE_PX, SIDE_PX)))
     squared = vertical**2 + horizontal**2
-    # The mean, first of all, stays out.
+    # The first one, the mean, is left out.
     chosen = np.argsort(squared, kind="stable")[1 : NUM_FREQUENCIES + 1]
     basis = waves[vertical[chosen]][:, :, None] * waves[horizontal[chosen]][:, None, :]
     basis = np.rint(basis.reshape(NUM_FREQUENCIES, -1).T * BASIS_SCALE)
@@ -161,7 +161,7 @@ def _frequencies() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _margins(descriptors: np.ndarray) -> Iterator[np.ndarray]:
-    """How far each coefficient lies above the threshold of its bit: as it is, then mirrored."""
+    """How far each coefficient exceeds the threshold of its bit: direct, then mirrored."""
     _, frequency, signs = _frequencies()
     coefficients = descriptors["coefficients"].astype(np.float64)
     norm = np.sqrt((coefficients**2).sum(axis=1, keepdims=True))
@@ -171,15 +171,17 @@ def _margins(descriptors: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def has_contrast(descriptors: np.ndarray) -> np.ndarray:
-    """Which descriptors show enough to be compared; the others match nothing."""
+    """Which descriptors have enough contrast to be compared; the others match nothing."""
     coefficients = descriptors["coefficients"].astype(np.int64)
     least = (MIN_CONTRAST * SCALE * SIDE_PX) ** 2
     return (coefficients**2).sum(axis=1) >= least
 
 
 def keys_of(descriptors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Keys as they are and mirrored, each uint32 [N, NUM_KEYS]. Only images that share a key are
-    compared: a direct one of both, or a direct one of one and a mirrored one of the other."""
+    """Direct and mirrored keys, each uint32 [N, NUM_KEYS].
+
+    Only images that share a key are compared: direct with direct, or direct with mirrored.
+    """
     flips = np.indices((2,) * UNCERTAIN_BITS).reshape(UNCERTAIN_BITS, NUM_KEYS).astype(np.uint32)
     found = []
     for field, margins in zip(HASHES, _margins(descriptors), strict=True):
@@ -191,7 +193,7 @@ def keys_of(descriptors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def hashes_near(left: np.ndarray, right: np.ndarray) -> np.ndarray:
-    """Whether 64-bit hashes differ in MAX_HAMMING bits at most."""
+    """Whether 64-bit hashes differ in at most MAX_HAMMING bits."""
     bits = left ^ right
     bits = bits - ((bits >> np.uint64(1)) & np.uint64(0x5555555555555555))
     pairs = np.uint64(0x3333333333333333)
@@ -201,7 +203,7 @@ def hashes_near(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def pictures_correlate(left: np.ndarray, right: np.ndarray, *, mirrored: np.ndarray) -> np.ndarray:
-    """Whether descriptors left[i] and right[i] correlate, one of them mirrored where told."""
+    """Whether descriptors left[i] and right[i] correlate, with left[i] mirrored if mirrored[i]."""
     _, frequency, signs = _frequencies()
     noise = (MAX_NOISE * SCALE) ** 2 * (frequency**2).sum()
     same = np.zeros(len(left), dtype=bool)
@@ -212,16 +214,16 @@ def pictures_correlate(left: np.ndarray, right: np.ndarray, *, mirrored: np.ndar
         a = np.where(mirrored[rows, None], a * signs, a)
         same[rows] = _correlation(a, b) >= MIN_CORRELATION
         a, b = np.rint(a * frequency), np.rint(b * frequency)
-        alike = _correlation(a, b) >= MIN_DETAIL_CORRELATION
-        same[rows] &= alike | (((a - b) ** 2).sum(axis=1) <= noise)
+        similar = _correlation(a, b) >= MIN_DETAIL_CORRELATION
+        same[rows] &= similar | (((a - b) ** 2).sum(axis=1) <= noise)
     return same
 
 
 def are_duplicates(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     """Whether descriptors left[i] and right[i] show the same picture.
 
-    Both have contrast; they are linked, that is, share a key and have hashes that are near; and
-    they correlate. Linked and correlating both as they are, or both with one of them mirrored.
+    Both have contrast, they share a key, their hashes are near, and they correlate: all of it
+    direct, or all of it with one of them mirrored.
     """
     keys = [keys_of(left), keys_of(right)]
     found = np.zeros(len(left), dtype=bool)
@@ -246,7 +248,7 @@ def equal_keys(
 
     table: sorted keys; probes: keys in any order.
     """
-    # In order, probes find their place in memory that the one before has just touched.
+    # Sorted probes search memory that the previous one has just read.
     order = np.argsort(probes)
     ordered, table = probes[order], np.ascontiguousarray(table)
     first = np.searchsorted(table, ordered, side="left")

@@ -1,8 +1,8 @@
-"""The images that training must not see: an index of evaluation sets.
+"""Index evaluation sets, whose images must not be in the training data.
 
-Owns: listing the images of evaluation sets, the file that holds their descriptors, and the question
-whether an image is one of them.
-Leaves out: what makes two images alike (`similarity`), and what happens to those found.
+Owns: listing and hashing the images of evaluation sets, the file of their descriptors, and matching
+images against it.
+Leaves out: when two images match (`descriptors`), and what happens to matches.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ EVALUATION_FOLDERS = "folders with image files, or shards with index.parquet"
 MAX_FILE_BYTES = 1 << 29
 MAX_PIXELS = 100_000_000
 BATCH_IMAGES = 64
-# Descriptors asked about in one go, and pairs compared in one go: bounds on memory.
+# Descriptors and pairs per batch: bounds on memory.
 QUERY_ROWS = 1 << 14
 MAX_PAIRS = 1 << 16
 NO_MATCH = -1
@@ -62,9 +62,9 @@ class _Image:
 
 
 def build_evaluation_index(paths: Sequence[str], *, output: Path) -> None:
-    """Describe every image of image folders (any structure) and shard folders.
+    """Write the descriptors of all images in image folders (any structure) and shard folders.
 
-    Raises UserError for a path without images, and when most images of one cannot be decoded.
+    Raises UserError for a path without images, and for one with mostly undecodable images.
     """
     sets = [_images_of(Path(path).expanduser()) for path in paths]
     images = [image for each in sets for image in each]
@@ -73,11 +73,11 @@ def build_evaluation_index(paths: Sequence[str], *, output: Path) -> None:
 
     def describe_batch(start: int) -> None:
         for i in range(start, min(start + BATCH_IMAGES, len(images))):
-            picture = grey_picture(_content(images[i]), max_pixels=MAX_PIXELS)
+            picture = grey_picture(_image_bytes(images[i]), max_pixels=MAX_PIXELS)
             if picture is not None:
                 pictures[i], readable[i] = picture, True
 
-    # Threads: decoders work outside the interpreter's lock.
+    # Threads, because decoders release the interpreter lock.
     with ThreadPoolExecutor(num_cores()) as pool:
         list(pool.map(describe_batch, range(0, len(images), BATCH_IMAGES)))
     _check_readable(paths, sets, readable)
@@ -90,7 +90,7 @@ def build_evaluation_index(paths: Sequence[str], *, output: Path) -> None:
     )
     names = [image.name.encode() for image in images]
     with atomic_file(output) as file:
-        # Arrays of plain numbers: nothing in the file is ever run. The zip holds no times.
+        # Plain numeric arrays, so no code is loaded from the file. The zip contains no times.
         np.savez(
             file,
             version=np.array(FORMAT_VERSION),
@@ -106,7 +106,7 @@ def _images_of(path: Path) -> list[_Image]:
         images = list(_shard_images(path))
         if not images:
             where = f"selection.evaluation_sets: {path}"
-            raise UserError("holds no images", where=where, allowed=EVALUATION_FOLDERS)
+            raise UserError("contains no images", where=where, allowed=EVALUATION_FOLDERS)
         return images
     return [_Image(printable(str(file)), file) for file in image_files(path)]
 
@@ -138,8 +138,8 @@ def _shard_images(path: Path) -> Iterator[_Image]:
         raise UserError(f"cannot be read ({error})", where=where) from None
 
 
-def _content(image: _Image) -> bytes:
-    """The image's bytes; empty where they are lost. Raises Interrupted for an outage."""
+def _image_bytes(image: _Image) -> bytes:
+    """The bytes of an image; empty if they are lost. Raises Interrupted for an outage."""
     try:
         with open(image.file, "rb") as file:
             num_bytes = image.num_bytes
@@ -158,7 +158,7 @@ def _content(image: _Image) -> bytes:
 def _check_readable(
     paths: Sequence[str], sets: Sequence[Sequence[_Image]], readable: np.ndarray
 ) -> None:
-    """Refuse a set of which most cannot be decoded."""
+    """Raise UserError for a set with mostly undecodable images."""
     ends = np.cumsum([len(images) for images in sets])
     for path, images, good in zip(paths, sets, np.split(readable, ends[:-1]), strict=True):
         broken = [image.name for image, is_good in zip(images, good, strict=True) if not is_good]
@@ -167,15 +167,15 @@ def _check_readable(
                 f"{len(broken)} of {len(images)} images cannot be decoded, such as {broken[0]!r}",
                 where=f"selection.evaluation_sets: {path}",
                 allowed=", ".join(FORMATS),
-                next_step="look at these files, or convert them: a set that cannot be read "
-                "protects nothing",
+                next_step="check or convert these files: images that cannot be decoded are never "
+                "found in the corpus",
             )
 
 
 def evaluation_listing(path: str) -> str:
-    """Hash over the names and sizes of a folder's images, or over the index of a shard folder.
+    """Hash of the names and sizes of a folder's images, or of the index of a shard folder.
 
-    Raises Interrupted for a folder that is not there, or holds nothing.
+    Raises Interrupted for a missing or empty folder.
     """
     folder, where = Path(path).expanduser(), f"selection.evaluation_sets: {path}"
     if os.path.isfile(folder / INDEX_NAME):
@@ -192,9 +192,9 @@ def evaluation_listing(path: str) -> str:
 
 
 def image_files(folder: Path) -> Iterator[Path]:
-    """Files named as images below a folder, sorted within each; links are followed, each once.
+    """Visible files with image names, sorted within each folder; links are followed once.
 
-    Hidden ones are passed over. Raises Interrupted when there are none, or a folder cannot be read.
+    Raises Interrupted if there are none, or if a folder cannot be read.
     """
 
     def refuse(error: OSError) -> NoReturn:
@@ -216,18 +216,18 @@ def image_files(folder: Path) -> Iterator[Path]:
                 found = True
                 yield Path(parent, name)
     if not found:
-        raise Interrupted("holds no images", where=where, allowed=EVALUATION_FOLDERS)
+        raise Interrupted("contains no images", where=where, allowed=EVALUATION_FOLDERS)
 
 
 @dataclass(frozen=True)
 class EvaluationIndex:
-    """What all evaluation images look like."""
+    """Descriptors and names of all evaluation images."""
 
     descriptors: np.ndarray
     names: tuple[str, ...]
-    """Where each image lies: its file, or SHARD_FOLDER/SHARD/KEY."""
+    """The file of each image, or SHARD_FOLDER/SHARD/KEY."""
     unreadable: tuple[str, ...] = ()
-    """Images that could not be decoded; nothing matches them."""
+    """Images that cannot be decoded and match nothing."""
 
     @classmethod
     def load(cls, path: Path) -> EvaluationIndex:
@@ -244,7 +244,7 @@ class EvaluationIndex:
             unreadable = tuple(n for n, good in zip(names, readable, strict=True) if not good)
         except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
             raise UserError(
-                f"is no index of evaluation sets ({type(error).__name__}: {error})",
+                f"is not an index of evaluation sets ({type(error).__name__}: {error})",
                 where=str(path),
                 next_step="remove it and run the command again",
             ) from None
@@ -261,7 +261,7 @@ class EvaluationIndex:
         return tables
 
     def match(self, descriptors: np.ndarray) -> np.ndarray:
-        """int64 per descriptor: the first evaluation image that looks like it, or NO_MATCH."""
+        """int64 per descriptor: the first matching evaluation image, or NO_MATCH."""
         found = np.full(len(descriptors), len(self.names), dtype=np.int64)
         for start in range(0, len(descriptors), QUERY_ROWS):
             self._match_some(descriptors[start : start + QUERY_ROWS], found[start:])
@@ -275,7 +275,7 @@ class EvaluationIndex:
             table, owners = self._tables[theirs]
             for probe, entry in equal_keys(table, queries[ours].ravel(), max_pairs=MAX_PAIRS):
                 query, owner = rows[probe // NUM_KEYS], owners[entry]
-                # Several keys of a pair are equal when one is.
+                # A pair that shares one key usually shares several.
                 pairs = np.unique(query * len(self.names) + owner)
                 query, owner = np.divmod(pairs, len(self.names))
                 hashes = descriptors[HASHES[ours]][query], self.descriptors[HASHES[theirs]][owner]

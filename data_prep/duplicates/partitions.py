@@ -1,7 +1,7 @@
-"""Rows of fixed size on disk, cut into parts that fit in memory.
+"""Partition and sort fixed-size rows on disk, with parts that fit in memory.
 
-Owns: files of numpy records, appended to in any order and read back part by part, and sorting more
-rows than memory holds.
+Owns: files of numpy records, appended in any order and read part by part, and sorting more rows
+than fit in memory.
 Leaves out: what the rows mean. Files are scratch: neither flushed to disk nor given a final name.
 """
 
@@ -37,12 +37,12 @@ class Parts:
             self._append(number, rows[order[first : ends[number]]])
 
     def _append(self, number: int, rows: np.ndarray) -> None:
-        # Opened each time: there may be more parts than files that a process may hold open.
+        # Opened each time: there may be more parts than open files allowed.
         with open(self._paths[number], "ab") as file:
             file.write(rows.tobytes())
 
     def chunks(self, number: int, *, max_bytes: int) -> Iterator[np.ndarray]:
-        """One part's rows, in pieces where they take more than `max_bytes`."""
+        """Rows of one part, in pieces of at most `max_bytes`."""
         max_rows = max(1, max_bytes // self.dtype.itemsize)
         if not self._paths[number].exists():
             return
@@ -66,8 +66,8 @@ def sorted_rows(
 ) -> Iterator[np.ndarray]:
     """The rows of all parts in ascending order of the fields `by`, in pieces.
 
-    Rows with equal first fields come in one piece. Pieces are as large as a part unless a great
-    many rows share a first field.
+    Rows with an equal first field are in one piece. Pieces are about as large as a part, unless
+    very many rows share a first field.
     """
     num = parts_needed(rows.num_rows * rows.dtype.itemsize, part_bytes=part_bytes)
     stride = max(1, rows.num_rows // (SAMPLES_PER_PART * num))

@@ -1,12 +1,12 @@
-"""Which images of a corpus of any size repeat another one?
+"""Find duplicate images in a corpus of any size, in bounded memory.
 
-Owns: grouping by content and by look through files on disk, in memory that does not grow with the
-corpus (formula in docs/duplicates.md), and the list of images that leave.
-Leaves out: what makes two images alike (`similarity`), how the survey is made.
+Owns: grouping by content and by descriptor through files on disk (memory formula:
+docs/duplicates.md), and the list of dropped images.
+Leaves out: when two images match (`descriptors`), how the survey is made.
 
-Three passes, each cutting its rows into parts small enough to hold: by content hash (equal bytes),
-by descriptor (equal pictures, so that a picture saved a million times is compared once), and by key
-(likely copies), where the pairs found are compared. Every part is removed once it is used.
+Three passes, each over parts small enough for memory: by content hash (equal bytes), by descriptor
+(equal pictures, so that a picture saved a million times is compared once), and by key (likely
+copies), where candidate pairs are compared. Each part is deleted after use.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from data_prep.duplicates.descriptors import (
 from data_prep.duplicates.partitions import Parts, parts_needed, sorted_rows
 from vitscale.distributed.atomic_files import atomic_file
 
-# Bytes of one part, and rows or pairs handled in one go: together they bound the memory.
+# Bytes of a part, and rows or pairs per batch: together they bound the memory.
 PART_BYTES = 8 << 20
 BATCH_ROWS = 1 << 14
 MAX_PAIRS = 1 << 17
@@ -45,46 +45,46 @@ DESCRIBED = np.dtype([*HASHED.descr, ("descriptor", DESCRIPTOR)])
 # `picture`: position in the file of distinct pictures.
 KEYED = np.dtype([("key", "<u4"), ("picture", "<u4"), ("rank", "<u8"), ("hash", "<u8")])
 PAIR = np.dtype([("rank", "<u8"), ("kept_rank", "<u8"), ("picture", "<u4"), ("kept", "<u4")])
-LEAVING = np.dtype([("rank", "<u8"), ("kept_rank", "<u8"), ("kind", "u1")])
-# Keys of likely pictures are neighbours; an odd multiplier spreads them over the parts.
+DROPPED = np.dtype([("rank", "<u8"), ("kept_rank", "<u8"), ("kind", "u1")])
+# Keys of common pictures are close together; an odd multiplier spreads them over the parts.
 SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
 def find_duplicates(survey: Sequence[Path], *, similar: bool, scratch: Path, output: Path) -> int:
-    """Write the rows that leave, sorted by rank, to an Arrow IPC file; returns their number.
+    """Write the dropped rows, sorted by rank, to an Arrow IPC file; returns their number.
 
     survey: Arrow IPC files with rank uint64, content_hash binary(32) and, if `similar`, descriptor
-    binary; rows with a null are not considered. Equal bytes have equal descriptors. A row leaves
-    when it matches one of lower rank.
+    binary; rows with a null are ignored. Equal bytes have equal descriptors. A row is dropped if it
+    matches one of lower rank.
     `kept_rank` is the lowest rank with the same bytes, else with the same descriptor, else among
-    those that look alike.
+    the similar ones.
     """
     folder = scratch / "duplicates"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     try:
-        leaving = Parts(folder / "leaving", LEAVING, num=1)
+        dropped = Parts(folder / "dropped", DROPPED, num=1)
         dtype = DESCRIBED if similar else HASHED
-        # The files may be compressed, though hashes and descriptors hardly can be.
+        # The files may be compressed, although hashes and descriptors hardly compress.
         num_bytes = 2 * sum(path.stat().st_size for path in survey)
         num_parts = parts_needed(num_bytes, part_bytes=PART_BYTES)
         rows = Parts(folder / "by_content", dtype, num=num_parts)
         for batch in _read_survey(survey, dtype):
             rows.add(batch, _part_of_hash(batch, num_parts))
-        staying = _drop_equal(rows, leaving, EXACT)
+        kept_rows = _drop_equal(rows, dropped, EXACT)
         if similar:
             rows = Parts(folder / "by_descriptor", DESCRIBED, num=num_parts)
-            for batch in _by_descriptor(staying):
+            for batch in _by_descriptor(kept_rows):
                 rows.add(batch, _part_of_hash(batch, num_parts))
             pictures = _Pictures(folder, max_rows=rows.num_rows)
-            for batch in _drop_equal(rows, leaving, SIMILAR):
+            for batch in _drop_equal(rows, dropped, SIMILAR):
                 pictures.add(batch)
             for pairs in pictures.matches():
-                leaving.add(_leaving(pairs["rank"], pairs["kept_rank"], SIMILAR))
+                dropped.add(_dropped_rows(pairs["rank"], pairs["kept_rank"], SIMILAR))
         else:
-            for _ in staying:
+            for _ in kept_rows:
                 pass
-        return _write(leaving, folder, output)
+        return _write(dropped, folder, output)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -127,20 +127,20 @@ def _part_of_hash(rows: np.ndarray, num_parts: int) -> np.ndarray:
 
 
 def _by_descriptor(batches: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    """Rows with contrast; their hash becomes that of the descriptor."""
+    """Rows with contrast, with the hash of the descriptor as hash."""
     for batch in batches:
         for start in range(0, len(batch), BATCH_ROWS):
             rows = batch[start : start + BATCH_ROWS]
             rows = rows[has_contrast(rows["descriptor"])]
-            # Not a cheaper hash: nobody shall be able to make two pictures that share it.
+            # A cryptographic hash: a cheaper one would allow crafted collisions.
             raw, size = rows["descriptor"].tobytes(), DESCRIPTOR.itemsize
             hashes = [blake3(raw[i : i + size]).digest() for i in range(0, len(raw), size)]
             rows["hash"] = np.frombuffer(b"".join(hashes), "<u8").reshape(-1, 4)
             yield rows
 
 
-def _drop_equal(rows: Parts, leaving: Parts, kind: int) -> Iterator[np.ndarray]:
-    """Of rows with equal hashes the one of lowest rank stays, and is yielded."""
+def _drop_equal(rows: Parts, dropped: Parts, kind: int) -> Iterator[np.ndarray]:
+    """Yield the row of lowest rank of each hash; add the others to `dropped`."""
     for number in range(rows.num):
         firsts = np.zeros(0, dtype=HASHED)
         for chunk in rows.chunks(number, max_bytes=PART_BYTES):
@@ -149,14 +149,14 @@ def _drop_equal(rows: Parts, leaving: Parts, kind: int) -> Iterator[np.ndarray]:
         for chunk in rows.chunks(number, max_bytes=PART_BYTES):
             both = np.concatenate([firsts, chunk[["hash", "rank"]].astype(HASHED)])
             first = _first_ranks(both)[len(firsts) :]
-            stays = first == chunk["rank"]
-            leaving.add(_leaving(chunk["rank"][~stays], first[~stays], kind))
-            yield chunk[stays]
+            is_kept = first == chunk["rank"]
+            dropped.add(_dropped_rows(chunk["rank"][~is_kept], first[~is_kept], kind))
+            yield chunk[is_kept]
         rows.remove(number)
 
 
 def _first_ranks(rows: np.ndarray) -> np.ndarray:
-    """Per row the lowest rank among those with the same hash."""
+    """Per row, the lowest rank with the same hash."""
     order = np.lexsort([rows["rank"], *rows["hash"].T])
     ordered = rows["hash"][order]
     new = np.ones(len(rows), dtype=bool)
@@ -166,8 +166,8 @@ def _first_ranks(rows: np.ndarray) -> np.ndarray:
     return first
 
 
-def _leaving(rank: np.ndarray, kept_rank: np.ndarray, kind: int) -> np.ndarray:
-    rows = np.empty(len(rank), dtype=LEAVING)
+def _dropped_rows(rank: np.ndarray, kept_rank: np.ndarray, kind: int) -> np.ndarray:
+    rows = np.empty(len(rank), dtype=DROPPED)
     rows["rank"], rows["kept_rank"], rows["kind"] = rank, kept_rank, kind
     return rows
 
@@ -199,7 +199,7 @@ class _Pictures:
                 parts.add(keyed, (spread % np.uint64(self._num_parts)).astype(np.int64))
 
     def matches(self) -> Iterator[np.ndarray]:
-        """Pairs that show the same picture, among them the lowest kept_rank of each rank."""
+        """Pairs of the same picture, among them the lowest kept_rank of each rank."""
         if self._descriptors.num_rows == 0:
             return
         direct, mirrored = self._keys
@@ -216,7 +216,7 @@ class _Pictures:
 
 
 def _candidate_pairs(table: np.ndarray, probes: np.ndarray) -> Iterator[np.ndarray]:
-    """Pairs with an equal key and near hashes, each once a piece."""
+    """Pairs with an equal key and near hashes, each once per batch."""
     for probe, entry in equal_keys(table["key"], probes["key"], max_pairs=MAX_PAIRS):
         a, b = table[entry], probes[probe]
         linked = hashes_near(a["hash"], b["hash"]) & (a["rank"] != b["rank"])
@@ -234,16 +234,16 @@ def _candidate_pairs(table: np.ndarray, probes: np.ndarray) -> Iterator[np.ndarr
 
 
 def _matching_pairs(pairs: np.ndarray, file: int, mirrored: bool) -> Iterator[np.ndarray]:
-    """Those of `pairs` (sorted) that correlate; of each rank the lowest kept_rank at least.
+    """The pairs (sorted) that correlate; at least the lowest kept_rank of each rank.
 
-    The lowest candidates are tried first, and the others only where these were no match: in a large
-    family of copies nearly every image is settled by the first comparison.
+    The lowest candidates are compared first, the others only if these do not match: in a large
+    family of copies, the first comparison settles nearly every image.
     """
     width = 1
     while len(pairs):
         starts = np.flatnonzero(np.r_[True, pairs["rank"][1:] != pairs["rank"][:-1]])
-        place = np.arange(len(pairs)) - np.repeat(starts, np.diff(np.r_[starts, len(pairs)]))
-        tried = pairs[place < width]
+        position = np.arange(len(pairs)) - np.repeat(starts, np.diff(np.r_[starts, len(pairs)]))
+        tried = pairs[position < width]
         same = np.concatenate(
             [
                 pictures_correlate(
@@ -256,33 +256,33 @@ def _matching_pairs(pairs: np.ndarray, file: int, mirrored: bool) -> Iterator[np
         )
         yield tried[same]
         settled = np.isin(pairs["rank"], tried["rank"][same])
-        pairs = pairs[~settled & (place >= width)]
+        pairs = pairs[~settled & (position >= width)]
         width *= 4
 
 
 def _read(file: int, pictures: np.ndarray) -> np.ndarray:
-    """Descriptors by position. Read one by one: a mapped file would count as memory."""
+    """Descriptors by position. Read one by one, since a mapped file counts as memory."""
     size = DESCRIPTOR.itemsize
     return np.frombuffer(
         b"".join(os.pread(file, size, p * size) for p in pictures.tolist()), DESCRIPTOR
     )
 
 
-def _write(leaving: Parts, folder: Path, output: Path) -> int:
+def _write(dropped: Parts, folder: Path, output: Path) -> int:
     import pyarrow as pa
 
     schema = pa.schema([("rank", pa.uint64()), ("kept_rank", pa.uint64()), ("kind", pa.string())])
     num_rows = 0
     with atomic_file(output) as file, pa.ipc.new_file(file, schema) as writer:
-        pending = np.zeros(0, dtype=LEAVING)
+        pending = np.zeros(0, dtype=DROPPED)
         ordered = sorted_rows(
-            leaving, folder / "ordered", by=("rank", "kept_rank"), part_bytes=PART_BYTES
+            dropped, folder / "ordered", by=("rank", "kept_rank"), part_bytes=PART_BYTES
         )
         for piece in ordered:
             new = np.r_[True, piece["rank"][1:] != piece["rank"][:-1]]
             pending = np.concatenate([pending, piece[new]])
             num_rows += int(new.sum())
-            # Batches of one size: the file's bytes do not depend on how the sorting was cut.
+            # Batches of equal size: the file's bytes do not depend on the parts of the sort.
             full = len(pending) - len(pending) % BATCH_ROWS
             _write_batches(writer, pending[:full], schema)
             pending = pending[full:]

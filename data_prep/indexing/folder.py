@@ -1,8 +1,7 @@
-"""The folder that an index of foreign tars makes: index, info, ledger and manifest, but no tars.
+"""Write the index folder of external tars: index, info, ledger and manifest, but no tars.
 
-Owns: labels over all tars, the order of rows, where the folder says that the tars lie, and the
-commit.
-Leaves out: what is in a tar (`shard_index`), columns (`vitscale.data.index`, `ledger`).
+Owns: labels over all tars, the order of rows, and the path of the tars in the manifest.
+Leaves out: the content of a tar (`tars`), columns (`vitscale.data.index`, `shards.ledger`).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ Tars = Sequence[tuple[TarUnit, TarResult]]
 
 @dataclass(slots=True)
 class IndexedTars:
-    """All tars in order. Their counts by class are summed: kept apart they would fill memory."""
+    """All tars in order. Class counts are summed; kept per tar, they would fill the memory."""
 
     tars: list[tuple[TarUnit, TarResult]] = field(default_factory=list)
     classes: Counter[str] = field(default_factory=Counter)
@@ -71,9 +70,9 @@ def write_index_folder(
     root: Path,
     shards_root: str,
 ) -> Manifest:
-    """Write everything that belongs to the index; `config` of `content_config`, from the start.
+    """Write all files of the index folder. `config`: `content_config` from the start of the run.
 
-    Raises UserError for what does not fit.
+    Raises UserError for classes outside the label space, too many bad images, or no samples.
     """
     tars, found = indexed.tars, indexed.classes
     labels = load_labels(run.labels)
@@ -82,7 +81,7 @@ def write_index_folder(
         source = _write_ledger(ledger, tars)
     ledger.check_bad_fraction(run.images.max_bad_fraction)
     if not found:
-        raise UserError(f"{run.source.path!r} holds no usable sample", where="source.path")
+        raise UserError(f"{run.source.path!r} contains no usable samples", where="source.path")
     classes = labels.label_map(found, keep_numbers=True)
     of_split: dict[str, list[tuple[TarUnit, TarResult]]] = {}
     for unit, result in sorted(tars, key=lambda pair: pair[0].container.split):
@@ -115,7 +114,7 @@ def write_index_folder(
 
 
 def tar_listing(root: Path, containers: Sequence[Container]) -> str:
-    """Hash over every tar's split, path and size."""
+    """Hash of the split, path and size of every tar."""
     digest = hashlib.sha256()
     for container in containers:
         num_bytes = watched(root, container.path).num_bytes
@@ -124,7 +123,7 @@ def tar_listing(root: Path, containers: Sequence[Container]) -> str:
 
 
 def _write_ledger(ledger: LedgerWriter, tars: Tars) -> str:
-    """One row per input, tar after tar; returns the hash over all of it."""
+    """Write one row per input, tar after tar; returns a hash of all of them."""
     digest = hashlib.sha256()
     for unit, _ in tars:
         rows = read_table(unit.table_path)
@@ -143,9 +142,9 @@ def _write_ledger(ledger: LedgerWriter, tars: Tars) -> str:
 
 
 def root_of_tars(tars: Path, *, output: Path) -> str:
-    """How the index names the folder of the tars: relative when both may be moved together.
+    """The path of the tars' folder in the manifest.
 
-    They may when one folder holds both; otherwise the path is absolute.
+    Relative if one folder contains tars and output, so that both can be moved; else absolute.
     """
     real, parent = tars.resolve(), output.resolve().parent
     if real.is_relative_to(parent):
@@ -174,7 +173,7 @@ def _split_entry(tars: Tars, classes: Sequence[str]) -> SplitEntry:
 
 
 def _index_rows(unit: TarUnit, classes: Sequence[str]) -> pa.Table:
-    """The rows of one tar that become samples, in the order of the tar."""
+    """The rows of one tar that become samples, in tar order."""
     table = read_table(unit.table_path)
     rows = table.filter(pc.is_null(table.column("reason"))).sort_by("offset")
     made = {

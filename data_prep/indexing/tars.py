@@ -1,11 +1,10 @@
-"""An index of tars that somebody else made, without touching them.
+"""Index one external tar in place.
 
-Owns: judging the images of one tar where they lie, and what is kept of that until all are done.
-Leaves out: finding samples in a tar (`sources.webdataset_tars`), the finished folder
-(`index_folder`).
+Owns: validating the images of one tar without rewriting them, and the table of its rows.
+Leaves out: finding samples in a tar (`sources.webdataset_tars`), the finished folder (`folder`).
 
-Each tar gives one table, committed by rename: a run that is killed goes on with the next tar, and
-memory holds one tar's rows per worker.
+Each tar gives one table, committed by rename: a killed run resumes with the next tar, and memory
+holds the rows of one tar per worker.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from data_prep.sources.registry import open_source
 from vitscale.distributed.atomic_files import blake3_of_file, write_json
 from vitscale.runs.data_prep import DataPrepRun, ImageSettings
 
-# Sound, but stored in a way that only rewriting would mend: a label says what is stored as it is.
+# Reason for sound images that must be converted to be usable, which would mean rewriting the tar.
 PACKED = "packed"
 TAR_SCHEMA = pa.schema(
     [
@@ -53,12 +52,12 @@ TAR_SCHEMA = pa.schema(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TarUnit:
-    """One tar to index; what a worker needs to know."""
+    """One tar to index, as passed to a worker."""
 
     run: DataPrepRun
     folder: Path
     root: Path
-    """What the container's path is relative to."""
+    """The folder that the container's path is relative to."""
     number: int
     container: Container
 
@@ -77,16 +76,16 @@ class TarUnit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TarResult:
-    """What is known of one tar once its rows are on disk."""
+    """Summary of an indexed tar, whose rows are on disk."""
 
     num_bytes: int
     modified_ns: int
     blake3: str
     num_kept: int
     classes: dict[str, int]
-    """Images per class among those kept."""
+    """Kept images per class."""
     unknown: dict[str, int]
-    """Images per source class among those whose class is not in the space or map."""
+    """Images per source class that is not in the space or map."""
 
 
 # Once per process: a map may have a million rows.
@@ -95,13 +94,13 @@ _labels = lru_cache(maxsize=1)(load_labels)
 
 class _NoSpool:
     def add(self, data: bytes) -> tuple[str, int]:
-        raise AssertionError("what lies in a plain tar can be read there again")
+        raise AssertionError("members of a plain tar need no spool")
 
 
 def index_tar(unit: TarUnit) -> TarResult:
-    """Judge every image of a tar and write its rows; a tar done before is not read again.
+    """Validate every image of a tar and write its rows; a tar already indexed is not read again.
 
-    A folder gives rows too: of files that lie beside the tars.
+    A folder gives rows for the files beside its tars.
     """
     status = os.stat(unit.tar_path)
     is_tar = stat.S_ISREG(status.st_mode)
@@ -165,7 +164,7 @@ def _earlier_result(unit: TarUnit) -> TarResult | None:
 
 
 def _validated_row(item: Input, file: FileIO, unit: TarUnit, labels: Labels) -> dict[str, Any]:
-    """One row, for the index when `reason` is None and for the ledger in any case."""
+    """The row of one input, for the ledger, and for the index if `reason` is None."""
     row: dict[str, Any] = {
         "path": printable(item.path),
         "class": item.class_name,
@@ -187,19 +186,19 @@ def _validated_row(item: Input, file: FileIO, unit: TarUnit, labels: Labels) -> 
         data = read_exactly(file.fileno(), offset=item.offset, num_bytes=item.num_bytes)
     except EOFError:
         raise changed_source_error(item.path) from None
-    judged = validate_image(data, settings=without_conversion(images))
-    reason = judged.reason
-    if reason is None and judged.content_hash != judged.input_hash:
+    result = validate_image(data, settings=without_conversion(images))
+    reason = result.reason
+    if reason is None and result.content_hash != result.input_hash:
         reason = PACKED
     facts = {
-        "format": judged.extension,
-        "width": judged.width,
-        "height": judged.height,
-        "blake3": judged.input_hash,
+        "format": result.extension,
+        "width": result.width,
+        "height": result.height,
+        "blake3": result.input_hash,
     }
     return row | facts | {"reason": reason}
 
 
 def without_conversion(images: ImageSettings) -> ImageSettings:
-    """The settings of a judgement that leaves every image as it is."""
+    """The image settings without any conversion."""
     return images.model_copy(update={"convert": False, "short_side": None})

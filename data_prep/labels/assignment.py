@@ -1,8 +1,8 @@
-"""From what a source says about an image to its class, and from classes to labels.
+"""Assign classes and labels to images.
 
-Owns: label spaces known by name, files of class names, label maps, super-classes, and refusing
-what does not fit.
-Leaves out: what a source says (`sources`), and counting it.
+Owns: the way from a source's class to a class (map) and to a label (space), and the errors for
+classes, maps and super-classes that do not match the space.
+Leaves out: reading label files (`label_files`), the classes of a source (`sources`), counting.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Labels:
-    """What a source says -> class -> label."""
+    """Source class -> class -> label."""
 
     settings: LabelSettings
     space: tuple[str, ...] | None
@@ -32,7 +32,7 @@ class Labels:
     """Class -> super-class."""
 
     def class_of(self, source_class: str | None, name: str) -> str | None:
-        """The class of an image; None when it has none in the map or in the space."""
+        """The class of an image; None if the map or the space does not contain it."""
         value = source_class
         if self.map is not None:
             key = name if self.settings.map_key == "image" else source_class
@@ -45,18 +45,18 @@ class Labels:
 
     def _at(self, index: str) -> str | None:
         assert self.space is not None
-        # Not int() alone: it takes "1_0", " 1" and the digits of every script.
+        # int() also accepts "1_0", " 1" and non-ASCII digits.
         if not re.fullmatch(r"[0-9]{1,9}", index):
             return None
         position = int(index)
         return self.space[position] if position < len(self.space) else None
 
     def label_map(self, found: Mapping[str, int], *, keep_numbers: bool = False) -> tuple[str, ...]:
-        """Class names in label order, given the images of each class.
+        """Class names in label order, given the number of images of each class.
 
-        keep_numbers: the source gives labels, as `.cls` does; without a space or map they stay what
-        they are, where sorted names would make label 2 of class 10. Raises UserError when most of
-        them are such numbers and some are not: by their names, they would become other numbers.
+        keep_numbers: the source's classes are labels, as in `.cls` members. Without a space or map
+        they stay as they are; sorting them as text would give class 10 label 2. Raises UserError
+        if most of them are numbers and some are not, since sorting would change the numbers.
         """
         if self.space is None:
             names = tuple(sorted(found))
@@ -69,34 +69,36 @@ class Labels:
         return self.space
 
     def check(self, unknown: Mapping[str, int], *, found: Mapping[str, int] | None = None) -> None:
-        """Refuse a source whose classes do not fit.
+        """Raise UserError if the source has classes outside the map or space.
 
-        unknown: source class -> its images without a class. found: class -> its images; serves the
-        counts in the message. Raises UserError.
+        unknown: source class -> number of images without a class. found: class -> number of
+        images, for the counts in the message.
         """
-        nothing_fits = found is not None and not any(found.values())
-        if not unknown or (self.settings.unknown == "reject" and not nothing_fits):
+        none_match = found is not None and not any(found.values())
+        if not unknown or (self.settings.unknown == "reject" and not none_match):
             return
         name, images = min(unknown.items(), key=lambda item: (-item[1], item[0]))
-        fitting = "" if found is None else f"; {len(found):,} fit ({sum(found.values()):,} images)"
+        matching = (
+            "" if found is None else f"; {len(found):,} match ({sum(found.values()):,} images)"
+        )
         what = (
             f"{len(unknown):,} {_classes(len(unknown))} of the source "
-            f"({sum(unknown.values()):,} images) {self._wrong_with(name)}{fitting}; "
+            f"({sum(unknown.values()):,} images) {self._problem_with(name)}{matching}; "
             f"for example {name!r} ({images:,} images)"
         )
         raise UserError(
             what,
             where="labels.map" if self._outside_map(name) else "labels.space",
-            next_step=self._advice(unknown, found=found, nothing_fits=nothing_fits),
+            next_step=self._advice(unknown, found=found, none_match=none_match),
         )
 
     def _outside_map(self, name: str) -> bool:
-        """Whether it is the map, and not the space, that lacks the class."""
+        """Whether the class is missing in the map, not in the space."""
         if self.map is None:
             return False
         return self.settings.map_key == "image" or name not in self.map
 
-    def _wrong_with(self, name: str) -> str:
+    def _problem_with(self, name: str) -> str:
         if self._outside_map(name):
             named = " by name" if self.settings.map_key == "image" else ""
             return f"have no class{named} in {self.settings.map!r} ({len(self.map or ()):,} rows)"
@@ -111,7 +113,7 @@ class Labels:
         return str(self.settings.space)
 
     def _advice(
-        self, unknown: Mapping[str, int], *, found: Mapping[str, int] | None, nothing_fits: bool
+        self, unknown: Mapping[str, int], *, found: Mapping[str, int] | None, none_match: bool
     ) -> str:
         steps = []
         better = self._better_space(unknown, found or {})
@@ -119,12 +121,12 @@ class Labels:
             steps.append(better)
         if self.map is None:
             steps.append("set labels.map to a table of source class and class")
-        if not nothing_fits:
-            steps.append("labels.unknown=reject leaves these images out")
+        if not none_match:
+            steps.append("set labels.unknown=reject to leave these images out")
         return "; or ".join(steps) or "correct the map"
 
     def _better_space(self, unknown: Mapping[str, int], found: Mapping[str, int]) -> str | None:
-        """Advice that names the known space with most of these classes, if it has more."""
+        """Name the known space that contains most of these classes, if it contains more."""
         if self._outside_map(next(iter(unknown))) or self.space is None:
             return None
         wanted = {self.map[name] if self.map else name for name in unknown if self._in_map(name)}
@@ -139,7 +141,7 @@ class Labels:
         fitting = sizes[best][0]
         if best == self.settings.space or fitting <= len(wanted & self.known):
             return None
-        return f"labels.space={best} holds {fitting:,} of these {len(wanted):,} classes"
+        return f"labels.space={best} contains {fitting:,} of these {len(wanted):,} classes"
 
     def _in_map(self, name: str) -> bool:
         return self.map is None or name in self.map
@@ -155,15 +157,15 @@ class Labels:
 
 
 def is_numbers(names: Collection[str]) -> bool:
-    """Whether all names are labels written plainly: 0, 1, 10."""
+    """Whether all names are plain numbers such as 0, 1, 10."""
     return bool(names) and all(map(PLAIN_NUMBER.fullmatch, names))
 
 
 def _refuse_mixture(names: Collection[str], found: Mapping[str, int]) -> None:
     others = [name for name in names if not PLAIN_NUMBER.fullmatch(name)]
-    # Numbers filled up with zeros (001, 002, 100) sort as they count.
-    filled = all(re.fullmatch("[0-9]+", name) for name in names) and len(set(map(len, names))) == 1
-    if 2 * len(others) >= len(names) or filled:
+    # Numbers padded with zeros (001, 002, 100) sort numerically.
+    padded = all(re.fullmatch("[0-9]+", name) for name in names) and len(set(map(len, names))) == 1
+    if 2 * len(others) >= len(names) or padded:
         return
     name = max(others, key=lambda name: found[name])
     raise UserError(
@@ -171,8 +173,7 @@ def _refuse_mixture(names: Collection[str], found: Mapping[str, int]) -> None:
         f"999,999, and {len(others):,} ({sum(map(found.__getitem__, others)):,} images) "
         f"{'is' if len(others) == 1 else 'are'} not; for example {name!r} ({found[name]:,} images)",
         where="source.label",
-        next_step="correct these labels; or say what each label means with labels.map or "
-        "labels.space",
+        next_step="correct these labels, or name the classes: labels.map, labels.space",
     )
 
 
@@ -181,8 +182,7 @@ def _classes(num: int) -> str:
 
 
 def load_labels(settings: LabelSettings) -> Labels:
-    """Read what the settings name. Raises UserError for an unknown space or a file that is no such
-    list or table."""
+    """Read the label files. Raises UserError for unknown spaces and malformed files."""
     space = None if settings.space is None else load_space(settings.space)
     known = frozenset(space or ())
     label_map = None
@@ -199,7 +199,7 @@ def load_labels(settings: LabelSettings) -> Labels:
 def _refuse_unrelated_map(
     settings: LabelSettings, label_map: Mapping[str, str], space: tuple[str, ...] | None
 ) -> None:
-    """A map none of whose classes is in the space; parts that do not fit show in the source."""
+    """Raise UserError if no class of the map is in the space. `Labels.check` finds others."""
     if space is None:
         return
     trial = Labels(
@@ -214,11 +214,10 @@ def _refuse_unrelated_map(
     key, value = next(iter(label_map.items()))
     kind = "positions in" if settings.values == "index" else "class names of"
     raise UserError(
-        f"none of the {len(label_map):,} rows of {settings.map!r} fits: the second column must "
-        f"hold {kind} {settings.space} ({len(space):,} classes); for example {key!r} -> {value!r}",
+        f"none of the {len(label_map):,} rows of {settings.map!r} matches: the second column must "
+        f"contain {kind} {settings.space} ({len(space):,} classes); such as {key!r} -> {value!r}",
         where="labels.map",
-        next_step="the columns are: what the source gives, class; are they swapped, or is "
-        "labels.values wrong?",
+        next_step="check that the columns are source class, class; and check labels.values",
     )
 
 
@@ -233,15 +232,16 @@ def _check_parents(
             where="labels.parents",
             allowed="two columns without a header: class, super-class",
         )
-    whole: set[str] = set()
+    checked: set[str] = set()
     for child in parents:
         chain: dict[str, None] = {}
         above: str | None = child
-        while above is not None and above not in whole:
+        while above is not None and above not in checked:
             if above in chain:
                 raise UserError(
-                    f"{settings.parents!r}: {above!r} stands above itself", where="labels.parents"
+                    f"{settings.parents!r}: {above!r} is an ancestor of itself",
+                    where="labels.parents",
                 )
             chain[above] = None
             above = parents.get(above)
-        whole.update(chain)
+        checked.update(chain)

@@ -1,4 +1,8 @@
-"""Read label spaces, label maps and super-classes."""
+"""Read label spaces, label maps and super-classes.
+
+Owns: the label spaces known by name, files of class names, tables of two columns, their hashes.
+Leaves out: assigning classes and labels (`assignment`).
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from data_prep.sources.paths import hash_named_file
 from vitscale.config.errors import UserError, nearest
 from vitscale.runs.data_prep import LabelSettings
 
-# Lists of WordNet ids that timm carries. Their lengths tell releases apart: 1,000; 11,821; 21,843;
+# Lists of WordNet ids in timm. Their lengths identify the releases: 1,000; 11,821; 21,843;
 # 21,841; 11,221 (21k-P of the autumn 2011 release) and 10,450 (of the winter 2021 release).
 LABEL_SPACES = {
     "imagenet_1k": "imagenet_synsets.txt",
@@ -66,11 +70,11 @@ def _read_names(path: Path, *, where: str) -> tuple[str, ...]:
     lines: dict[str, int] = {}
     for number, name in enumerate((name.removesuffix("\r") for name in names), start=1):
         if not name.strip():
-            # A line left out would shift every label behind it.
+            # Skipping a line would shift all labels after it.
             raise _bad_line(path, number, "is empty", where=where, allowed="one class per line")
         if name in lines:
-            what = f"{name!r} stands in line {lines[name]} already"
-            raise _bad_line(path, number, what, where=where, allowed="every class once")
+            what = f"{name!r} is already in line {lines[name]}"
+            raise _bad_line(path, number, what, where=where, allowed="each class once")
         lines[name] = number
     if not lines:
         raise UserError(f"{str(path)!r} is empty", where=where, allowed="one class name per line")
@@ -93,8 +97,8 @@ def read_pairs(file: str, *, where: str, columns: str) -> dict[str, str]:
             raise _bad_line(path, number, what, where=where, allowed=expected)
         key, value = row
         if key in pairs:
-            what = f"{key!r} stands in line {lines[key]} already"
-            raise _bad_line(path, number, what, where=where, allowed="every key once")
+            what = f"{key!r} is already in line {lines[key]}"
+            raise _bad_line(path, number, what, where=where, allowed="each key once")
         pairs[key], lines[key] = value, number
     if not pairs:
         raise UserError(f"{file!r} is empty", where=where, allowed=expected)
@@ -105,7 +109,7 @@ def _rows(
     path: Path, *, delimiter: str, where: str, allowed: str
 ) -> Iterator[tuple[int, list[str]]]:
     text = _read_text(path, where=where).removeprefix("\ufeff")
-    # Only these end a line; str.splitlines knows more, which may stand in a class name.
+    # str.splitlines also splits at characters that class names may contain.
     lines = iter(line + "\n" for line in text.replace("\r\n", "\n").split("\n"))
     if delimiter == ",":
         reader = csv.reader(lines, strict=True)
@@ -128,9 +132,9 @@ def _read_text(path: Path, *, where: str) -> str:
     try:
         if path.stat().st_size > MAX_FILE_MIB << 20:
             raise UserError(
-                f"{str(path)!r} has more than {MAX_FILE_MIB} MiB, too many to hold in memory",
+                f"{str(path)!r} has more than {MAX_FILE_MIB} MiB, too much to hold in memory",
                 where=where,
-                next_step="give every image its label in a table: source.kind=path_table",
+                next_step="put the label of each image in a table: source.kind=path_table",
             )
         return path.read_bytes().decode()
     except OSError as error:
@@ -146,12 +150,12 @@ def _bad_line(path: Path, line: int, what: str, *, where: str, allowed: str) -> 
 
 
 def label_hashes(settings: LabelSettings) -> dict[str, str]:
-    """BLAKE3 of each file that `labels` names, as `KEY_blake3`. Raises UserError."""
+    """BLAKE3 of each label file in the settings, as `KEY_blake3`. Raises UserError."""
     files = {"map": settings.map, "parents": settings.parents, "space": settings.space}
     if settings.space in LABEL_SPACES:
         del files["space"]
     elif settings.space is not None and not Path(settings.space).expanduser().is_file():
-        load_space(settings.space)  # says which names there are
+        load_space(settings.space)  # raises an error with the known names
     return {
         f"{key}_blake3": hash_named_file(Path(file).expanduser(), where=f"labels.{key}")
         for key, file in files.items()

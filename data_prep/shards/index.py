@@ -93,13 +93,13 @@ def write_manifest(folder: Path, *, manifest: Manifest) -> None:
 
 
 def folder_of_tars(folder: Path, manifest: Manifest) -> Path:
-    """Where the tars of a shard folder lie. Raises UserError when that is behind a URL."""
+    """The folder of the tars of a shard folder. Raises UserError if it is a URL."""
     place = location_of_tars(folder, manifest)
     if not isinstance(place, Path):
         raise UserError(
-            f"its tars lie behind a URL ({place}), and only tars on this machine are read here",
+            f"its tars are at a URL ({place}), and only local tars can be read here",
             where=f"{folder / MANIFEST_NAME}: shards_root",
-            next_step="give the folder that was uploaded; or download the tars and index them: "
+            next_step="use the local copy of the folder; or download the tars and index them with "
             "data_prep/index_shards.py",
         )
     return place

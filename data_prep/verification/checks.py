@@ -220,7 +220,7 @@ def tar_tasks(
 
 
 def stores_labels(manifest: Manifest) -> bool:
-    """Whether the labels of an index of foreign tars are the numbers in their KEY.cls."""
+    """Whether the labels of an index of external tars are the numbers in their KEY.cls."""
     try:
         source, labels = manifest.config["source"], manifest.config["labels"]
         by_number = labels["space"] is None or labels["values"] == "index"

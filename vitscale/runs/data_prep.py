@@ -1,4 +1,4 @@
-"""The run type of data preparation."""
+"""Define the settings of data preparation."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ ImageFormat = Literal["jpeg", "png", "webp"]
 # A tar header has 100 bytes for SPLIT-KEY.webp, of which SPLIT and KEY may take 94.
 MAX_SPLIT_LENGTH = 24
 SPLIT_NAMES = (
-    f"1 to {MAX_SPLIT_LENGTH} letters, digits and _, without the letters 'tar' in a row: tars and "
-    "their members are named after it"
+    f"1 to {MAX_SPLIT_LENGTH} letters, digits and _, without the substring 'tar', because tars and "
+    "their members are named after the split"
 )
 
 
 def can_name_split(name: str) -> bool:
-    """Whether a split may have this name; SPLIT_NAMES says it in words."""
-    # timm takes a split name that holds "tar" for a list of tar files.
+    """Whether a split may have this name; SPLIT_NAMES describes the rule."""
+    # timm reads a split name that contains "tar" as a list of tar files.
     return re.fullmatch(r"[A-Za-z0-9_]+", name) is not None and (
         len(name) <= MAX_SPLIT_LENGTH and "tar" not in name
     )
@@ -51,9 +51,9 @@ class SourceSettings(Section):
     holdout_split: str = "test"
     """Split that held-out images go to."""
     holdout_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of each class moved from `train` to `holdout_split` (seeded); only without `splits`."""
+    """Share of each class moved from `train` to `holdout_split` (seeded). Only without `splits`."""
     val_per_class: int = Field(default=0, ge=0)
-    """Images of each class moved from `train` to `holdout_split`; never a whole class."""
+    """Images of each class moved from `train` to `holdout_split`, never the whole class."""
 
 
 class LabelSettings(Section):
@@ -64,14 +64,14 @@ class LabelSettings(Section):
     imagenet_21k_p) or a file with one class name per line; a label is the position in it. null:
     the sorted class names of the source."""
     values: Literal["name", "index"] = "name"
-    """What the source (or the map) gives as class: a name such as a folder's or a WordNet id, or
-    the position in `space`."""
+    """What a class in the source (or the map) is: a name, such as a folder or a WordNet id, or the
+    position in `space`."""
     map: str | None = None
-    """CSV or TSV file with two columns: what the source gives -> class."""
+    """CSV or TSV file with two columns: source class -> class."""
     map_key: Literal["class", "image"] = "class"
-    """Whether the map's first column is the source's class or the image's name without suffix."""
+    """First column of the map: the source class, or the image name without suffix."""
     unknown: Literal["refuse", "reject"] = "refuse"
-    """Classes that are not in `space` or `map`: an error, or rows in the ledger."""
+    """Classes that are not in `space` or `map`: refuse = an error; reject = rows in the ledger."""
     parents: str | None = None
     """CSV or TSV file with two columns, class -> super-class, kept in the manifest."""
 
@@ -80,7 +80,7 @@ class ShardSettings(Section):
     """Size and number of the tars."""
 
     shard_mib: float = Field(default=256.0, gt=0)
-    """Size aimed at; samples are spread evenly over as many tars as that makes."""
+    """Target size of a tar. Samples are spread evenly over the resulting number of tars."""
     min_shards: int = Field(default=1, gt=0)
     """At least this many tars per split, for small corpora on many ranks."""
 
@@ -89,37 +89,38 @@ class ImageSettings(Section):
     """Which images are kept, and what is converted."""
 
     check: Literal["header", "decode", "strict"] = "decode"
-    """How far an image is read to be believed: its header and its end, or everything in it; strict:
-    a JPEG's decoder may not even warn."""
+    """header: check the header and the end of each image; decode: decode it fully; strict: also
+    reject JPEG files whose decoder warns."""
     formats: tuple[ImageFormat, ...] = Field(default=("jpeg", "png", "webp"), strict=False)
     """Encodings that are kept; others are rejected."""
     max_pixels: int = Field(default=100_000_000, gt=0)
-    """Larger images are rejected from their header, before any pixel is decoded."""
+    """Larger images are rejected by their header, before decoding."""
     max_file_mib: float = Field(default=512.0, gt=0)
     """Larger files are rejected unread."""
     min_side: int = Field(default=1, gt=0)
     """Images with a shorter side are rejected."""
     convert: bool = True
-    """CMYK, 16-bit, transparent, animated and EXIF-rotated images become plain 8-bit RGB or grey
-    ones (docs/data_format.md); everything else keeps its bytes."""
+    """Convert CMYK, 16-bit, transparent, animated and EXIF-rotated images to 8-bit RGB or grey
+    (docs/data_format.md). All others keep their bytes."""
     short_side: int | None = Field(default=None, gt=0)
-    """Re-encode images whose short side is longer, to this length."""
+    """Re-encode images with a longer short side, to this length in pixels."""
     jpeg_quality: int = Field(default=95, ge=1, le=100)
-    """Of whatever is encoded anew as JPEG."""
+    """Quality of images re-encoded as JPEG."""
     max_bad_fraction: float = Field(default=0.01, ge=0, le=1)
-    """A larger share of broken images stops the run with an error. Hidden files and files not
-    named like images are in the ledger but do not count."""
+    """A larger share of bad images stops the run with an error. Hidden files and files without an
+    image name are in the ledger but do not count."""
 
 
 class SelectionSettings(Section):
-    """What leaves the corpus although it is sound. Any of these reads the source twice."""
+    """Sound images to leave out. Each of these settings reads the source twice."""
 
     min_images_per_class: int = Field(default=0, ge=0)
     """Smaller classes leave the corpus."""
     duplicates: Literal["keep", "drop_exact", "drop_similar"] = "keep"
-    """Within the corpus: of images with equal bytes (or that look the same) one stays."""
+    """Within the corpus: keep one of several images with equal bytes (drop_exact), or also of those
+    that look the same (drop_similar)."""
     evaluation_sets: tuple[str, ...] = Field(default=(), strict=False)
-    """Image folders or shard folders; whatever looks like an image of theirs leaves the corpus."""
+    """Image folders or shard folders. Corpus images that match one of theirs are dropped."""
 
 
 class DataPrepRun(Run):
@@ -142,7 +143,7 @@ class DataPrepRun(Run):
 
     @property
     def needs_survey(self) -> bool:
-        """Whether every image has to be seen before the first one can be written."""
+        """Whether all images must be checked before the first one can be written."""
         s = self.selection
         return bool(
             s.min_images_per_class
@@ -155,15 +156,18 @@ class DataPrepRun(Run):
         if self.source.splits and self.source.holdout_fraction:
             yield (
                 "source.holdout_fraction",
-                "has no effect next to source.splits; remove one of the two",
+                "has no effect together with source.splits; remove one of the two",
             )
         if self.source.val_per_class and self.source.holdout_fraction:
-            yield ("source.val_per_class", "and source.holdout_fraction exclude each other")
+            yield (
+                "source.val_per_class",
+                "and source.holdout_fraction are mutually exclusive; remove one of the two",
+            )
         holds_out = self.source.holdout_fraction or self.source.val_per_class
         if holds_out and self.source.holdout_split == "train":
-            yield ("source.holdout_split", "must differ from train, which it is taken from")
+            yield ("source.holdout_split", "must not be train, from which the images are taken")
         if self.labels.values == "index" and self.labels.space is None:
-            yield ("labels.values", "index needs labels.space: positions in which list?")
+            yield ("labels.values", "index requires labels.space, the list of classes")
         for key, name in [
             ("source.holdout_split", self.source.holdout_split),
             *((f"source.splits.{name}", name) for name in self.source.splits),

@@ -248,10 +248,10 @@ def test_tars_in_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "overrides, messages",
     [
-        (["source.holdout_fraction=0.1"], ["source.holdout_fraction: needs the tars rewritten"]),
+        (["source.holdout_fraction=0.1"], ["source.holdout_fraction: requires rewriting the tars"]),
         (
             ["images.short_side=256", "selection.min_images_per_class=2"],
-            ["images.short_side: needs the tars rewritten", "selection: needs the tars"],
+            ["images.short_side: requires rewriting the tars", "selection: requires rewriting"],
         ),
         (["source.kind=image_folder"], ["source.kind: must be webdataset"]),
         (["source.label=txt"], ["names no label"]),

@@ -259,10 +259,10 @@ def linked_class(root: Path) -> None:
     "spoil, message",
     [
         (no_source, "no such folder"),
-        (no_classes, "has no class folders (24 image files lie in it directly)"),
+        (no_classes, "has no class folders, but 24 image files"),
         (empty_class, "1 of 3 classes hold no images: 'eel'"),
         (rotten_class, "no usable image is left of 1 classes: eel"),
-        (split_folders, "look like splits"),
+        (split_folders, "named like splits"),
         (linked_class, "eel' is a link out of the source"),
     ],
 )

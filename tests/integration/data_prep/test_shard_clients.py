@@ -1,6 +1,6 @@
 """Other people's readers on our shards, and our training on other people's shards.
 
-The other way round, what an index of foreign tars holds is in test_index_shards.py.
+The index of external tars is tested in test_index_shards.py.
 """
 
 from __future__ import annotations

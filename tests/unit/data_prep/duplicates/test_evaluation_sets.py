@@ -165,7 +165,7 @@ def test_an_index_of_tars_elsewhere_is_read_where_the_tars_lie(tmp_path: Path) -
         found = built(tmp_path, index)
         assert np.array_equal(found.descriptors, whole.descriptors) and not found.unreadable
     (index / "manifest.json").write_text(json.dumps(manifest | {"shards_root": "s3://a/b"}))
-    with pytest.raises(UserError, match="behind a URL.*s3://a/b"):
+    with pytest.raises(UserError, match="at a URL.*s3://a/b"):
         built(tmp_path, index)
 
 
@@ -185,7 +185,7 @@ def test_sets_without_readable_images_are_refused(tmp_path: Path) -> None:
     (broken / "a.jpg").write_bytes(b"no image")
     for name, message in (
         ("missing", "no such folder"),
-        ("empty", "holds no images"),
+        ("empty", "contains no images"),
         ("broken", "1 of 1 images cannot be decoded"),
     ):
         with pytest.raises(UserError, match=message):
@@ -216,7 +216,7 @@ def test_files_that_are_no_index_are_refused(tmp_path: Path) -> None:
     objects = path.read_bytes()
     for content in (b"", b"text", whole[: len(whole) // 2], objects):
         path.write_bytes(content)
-        with pytest.raises(UserError, match="is no index of evaluation sets"):
+        with pytest.raises(UserError, match="is not an index of evaluation sets"):
             EvaluationIndex.load(path)
     path.write_bytes(whole)
     assert EvaluationIndex.load(path).names == index.names
@@ -268,5 +268,5 @@ def test_sets_in_the_home_folder_are_found(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_set_that_is_empty_now_is_no_other_set(tmp_path: Path) -> None:
-    with pytest.raises(Interrupted, match="holds no images"):
+    with pytest.raises(Interrupted, match="contains no images"):
         evaluation_listing(str(tmp_path))

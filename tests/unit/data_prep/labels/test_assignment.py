@@ -145,7 +145,7 @@ def test_maps_apply_before_the_space(tmp_path: Path) -> None:
         ("a.csv", "a,b\nc\n", r"a.csv:2: 1 value instead of 2.*\n.*source class, class"),
         ("a.csv", "a,b,c\n", r"a.csv:1: 3 values instead of 2"),
         ("a.csv", "a,\n", r"a.csv:1: 1 value instead of 2"),
-        ("a.csv", "a,b\n\na,c\n", r"a.csv:3: 'a' stands in line 1 already"),
+        ("a.csv", "a,b\n\na,c\n", r"a.csv:3: 'a' is already in line 1"),
         ("a.csv", 'a,"b\nc', r"a.csv:.*unexpected end of data"),
         ("a.csv", "a," + "b" * 200_000, r"a.csv:1: field larger"),
         ("a.tsv", "a,b\n", r"a.tsv:1: 1 value instead of 2"),
@@ -174,7 +174,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "text, message",
-    [("a\n\nb\n", ":2: is empty"), ("a\nb\na\n", ":3: 'a' stands in line 1"), ("", "is empty")],
+    [("a\n\nb\n", ":2: is empty"), ("a\nb\na\n", ":3: 'a' is already in line 1"), ("", "is empty")],
 )
 def test_malformed_spaces_are_refused(text: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
@@ -200,8 +200,8 @@ def test_classes_that_do_not_fit_are_counted_and_a_better_space_named() -> None:
         known.check(unknown, found={"n01440764": 5})
     text = str(caught.value)
     assert "41 classes of the source (289 images) are not among the 1,000 of imagenet_1k" in text
-    assert "1 fit (5 images)" in text and "'n02000000' (9 images)" in text
-    assert "labels.space=imagenet_22k holds 41 of these 42 classes" in text
+    assert "1 match (5 images)" in text and "'n02000000' (9 images)" in text
+    assert "labels.space=imagenet_22k contains 41 of these 42 classes" in text
     known.check({})
 
 
@@ -214,7 +214,7 @@ def test_unknown_classes_may_be_left_out_but_not_all_of_them(tmp_path: Path) -> 
     known = labels(space="imagenet_1k", unknown="reject")
     known.check({"cat": 3}, found={"n01440764": 5})
     known.check({"cat": 3})
-    with pytest.raises(UserError, match="1 class of the source .3 images.*0 fit") as caught:
+    with pytest.raises(UserError, match="1 class of the source .3 images.*0 match") as caught:
         known.check({"cat": 3}, found={})
     assert "labels.unknown=reject" not in str(caught.value)
 
@@ -232,7 +232,7 @@ def test_parents_are_read_and_rings_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "p.csv", "a,animal\nb,animal\nanimal,thing\n")
     assert labels(parents=path).parents == {"a": "animal", "b": "animal", "animal": "thing"}
     ring = written(tmp_path / "r.csv", "a,b\nb,c\nc,a\n")
-    with pytest.raises(UserError, match="'a' stands above itself"):
+    with pytest.raises(UserError, match="'a' is an ancestor of itself"):
         labels(parents=ring)
     with pytest.raises(UserError, match="none of the 3 classes"):
         labels(space="imagenet_1k", parents=path)

@@ -58,7 +58,7 @@ def test_splits_may_share_a_folder_by_patterns(tmp_path: Path) -> None:
         ({"train": "d/x-train-*.tar", "test": "d/x-*.tar"}, "two splits share files"),
         ({"train": "d/x-train-*.tar", "test": "d/y-*.tar"}, "source.splits.test.*contains no tar"),
         ({"train": "e/x-*.tar"}, "source.splits.train.*no such"),
-        ({"train": "../*.tar"}, "source.splits.train.*lies outside"),
+        ({"train": "../*.tar"}, "source.splits.train.*is outside"),
         ({"train": "d", "test": "d/x-val-0000.tar"}, "two splits share files"),
     ]:
         with pytest.raises(UserError, match=message):
