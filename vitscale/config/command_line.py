@@ -1,4 +1,4 @@
-"""The command line that all scripts share.
+"""Parse the command line that all scripts share.
 
 Owns: --config, key=value overrides, --resume, --print-config, --help, and a script's own switches.
 Leaves out: reading and validating the configuration (`loader`), the list of keys (`reference`).
@@ -35,7 +35,7 @@ data.crop_area=[0.2,1]. Command line > file > base > default; --print-config sho
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Command(Generic[RunT]):
-    """What was asked for on the command line."""
+    """The parsed command line and its run."""
 
     run: RunT
     sources: dict[str, str]
@@ -57,7 +57,7 @@ def load_command(
 
     `run_types`: one run type, or {stage: run type} chosen by the file's `stage:`.
     `switches`: further switches without a value, {"--dry-run": "help text"}.
-    Raises UserErrors with every mistake; SystemExit(0) after --help and --print-config.
+    Raises UserErrors with all errors; SystemExit(0) after --help and --print-config.
     """
     known = dict(switches or {}) | COMMON_SWITCHES
     parser = _parser(script, description, switches=known, default_config=default_config)
@@ -103,7 +103,7 @@ def load_command(
 def _parser(
     script: str, description: str, *, switches: Mapping[str, str], default_config: str | None
 ) -> argparse.ArgumentParser:
-    """Never exits: `load_command` reports what it leaves over, with the errors of the file."""
+    """A parser that never exits; `load_command` reports unknown words with the other errors."""
     config = "[--config FILE]" if default_config else "--config FILE"
     own = " ".join(f"[{name}]" for name in switches if name not in COMMON_SWITCHES)
     parser = argparse.ArgumentParser(
@@ -114,7 +114,7 @@ def _parser(
         add_help=False,
         allow_abbrev=False,
     )
-    # A missing value is an empty one, so that parsing goes on to the other mistakes.
+    # A missing value becomes an empty one, so that parsing continues and finds further errors.
     for option, (value, text) in WITH_VALUE.items():
         parser.add_argument(option, dest=option, nargs="?", const="", metavar=value, help=text)
     for switch, text in switches.items():

@@ -1,7 +1,7 @@
-"""Errors meant for people, and how a script ends on one.
+"""User-facing errors, and the exit code of a script that raises one.
 
-Owns: the one exception type for bad input, its wording, and exit code 2.
-Leaves out: errors of our own logic, which stay `assert` and show a traceback.
+Owns: the exception type for invalid input, its layout, and exit code 2.
+Leaves out: internal errors, which stay `assert` and show a traceback.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ EXIT_STOPPED_RESUMABLE = 75
 
 
 class UserError(ValueError):
-    """Bad input, told once: what is wrong, where, what is allowed, what to do next."""
+    """Invalid input: what is wrong, where, what is allowed, what to do next."""
 
     def __init__(
         self,
@@ -41,11 +41,11 @@ class UserError(ValueError):
 
 
 class RankError(UserError):
-    """What one rank alone knows; others may be unable to speak. Every rank that has one says it."""
+    """An error that only some ranks see. Each of them prints it, with its number."""
 
 
 class UserErrors(UserError):
-    """Several errors found in one pass, reported together."""
+    """Several errors, reported together."""
 
     def __init__(self, errors: Sequence[UserError]) -> None:
         assert errors
@@ -54,7 +54,7 @@ class UserErrors(UserError):
 
 
 def nearest(name: str, known: Sequence[str]) -> str | None:
-    """The known name most like `name`, or None when nothing is close."""
+    """The most similar known name, or None when none is similar."""
     matches = get_close_matches(name, known, n=1, cutoff=0.6)
     return matches[0] if matches else None
 
@@ -75,7 +75,7 @@ def run_script(main: Callable[[], None]) -> None:
 
 
 def run_rank_script(main: Callable[[], None]) -> None:
-    """`run_script` for one of several ranks; the process will end by `skip_teardown`."""
+    """`run_script` for one of several ranks; the process exits through `skip_teardown`."""
     try:
         run_script(main)
     except SystemExit as stop:
@@ -88,18 +88,18 @@ def run_rank_script(main: Callable[[], None]) -> None:
 
 
 def skip_teardown(exit_code: int) -> None:
-    """Let this process, when its time has come, end without taking the interpreter down.
+    """Make this process exit with `exit_code` and without interpreter teardown.
 
     DeepSpeed keeps process groups, and thereby gloo's threads, alive past
-    `destroy_process_group`. A thread that still drops a tensor while the interpreter is torn down
-    aborts the process ("terminate called without an active exception", exit code -6), which a
-    launcher takes for the failure of a run that had finished (pytorch/pytorch#179291).
-    Exit handlers still run, and output is flushed. The last call decides.
+    `destroy_process_group`. A thread that frees a tensor during interpreter teardown aborts the
+    process ("terminate called without an active exception", exit code -6), and the launcher
+    reports a finished run as failed (pytorch/pytorch#179291).
+    Exit handlers still run, and output is flushed. The last call sets the exit code.
     """
 
     def end() -> None:
         atexit.unregister(end)
-        # As multiprocessing ends its children: the other handlers, the streams, the process.
+        # In the order that multiprocessing uses for its children.
         atexit._run_exitfuncs()
         sys.stdout.flush()
         sys.stderr.flush()

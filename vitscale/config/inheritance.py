@@ -19,7 +19,7 @@ MAX_BASES = 16
 
 
 def shown_path(path: str) -> str:
-    """`path` as a person would write it from here."""
+    """`path`, relative to the working directory where it is inside."""
     relative = os.path.relpath(path)
     return path if relative.startswith("..") and os.path.isabs(path) else relative
 
@@ -32,10 +32,10 @@ def read_layers(
     real = os.path.realpath(path)
     if real in map(os.path.realpath, chain):
         shown = " -> ".join(shown_path(step) for step in (*chain, path))
-        errors.append(UserError(f"files inherit in a circle: {shown}", where=where or name))
+        errors.append(UserError(f"circular base: {shown}", where=where or name))
         return None
     if len(chain) >= MAX_BASES:
-        errors.append(UserError(f"more than {MAX_BASES} files inherit in a row", where=where))
+        errors.append(UserError(f"more than {MAX_BASES} base files in a chain", where=where))
         return None
     text = _read_text(path, where=where, errors=errors)
     root = None if text is None else parse_yaml(text, name=name, errors=errors)
@@ -47,7 +47,7 @@ def read_layers(
         else:
             errors.append(
                 UserError(
-                    f"holds {kind_of(root.content)}, not keys and values",
+                    f"contains {kind_of(root.content)} instead of keys and values",
                     where=root.place,
                     allowed="lines like `key: value`",
                 )

@@ -1,7 +1,7 @@
-"""From files and overrides to a validated run, with every mistake in one report.
+"""Load a validated run from files and overrides; report all errors at once.
 
 Owns: overrides, validation, and writing a run as YAML.
-Leaves out: files and merging (`inheritance`), the wording of errors (`findings`).
+Leaves out: files and merging (`inheritance`), the wording of errors (`validation_errors`).
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.findings import explain, where_is, without_bad_values
 from vitscale.config.inheritance import merge, read_layers, shown_path
 from vitscale.config.section import Run
+from vitscale.config.validation_errors import explain, where_is, without_bad_values
 from vitscale.config.wording import show_value
 from vitscale.config.yaml_source import (
     Node,
@@ -52,7 +52,7 @@ def load_run(
     overrides: Sequence[str] = (),
     errors: Sequence[UserError] = (),
 ) -> Loaded[RunT]:
-    """Read, merge and validate. Raises UserErrors with all mistakes, `errors` among them."""
+    """Read, merge and validate. Raises UserErrors with all errors, including `errors`."""
     found = list(errors)
     file = shown_path(str(path))
     layers = read_layers(str(path), chain=(), errors=found)
@@ -94,12 +94,12 @@ def _read_override(text: str, *, errors: list[UserError]) -> Node | None:
         )
         return None
     if path == ("base",):
-        errors.append(UserError("base belongs into the file, not here", where=where))
+        errors.append(UserError("base can only be set in a file", where=where))
         return None
     if not value.strip():
         errors.append(
             UserError(
-                "no value behind =", where=where, next_step=f"write {key}=null or {key}='\"\"'"
+                "no value after =", where=where, next_step=f"write {key}=null or {key}='\"\"'"
             )
         )
         return None
@@ -149,10 +149,10 @@ def _choose_type(
         return by_stage[node.content]
     errors.append(
         UserError(
-            f"{show_value(plain_value(node))} is not a stage that this script knows",
+            f"{show_value(plain_value(node))} is not a stage of this script",
             where=f"{node.place}: stage",
             allowed=", ".join(by_stage),
-            next_step="run the script of that stage, or give another file",
+            next_step="run the script of that stage, or another file",
         )
     )
     return None
@@ -174,7 +174,7 @@ def _sources(run: Run, root: Node) -> Iterator[tuple[str, str]]:
 
 
 def _source_of(root: Node, path: Path) -> str:
-    """A key counts as given only if it is written itself."""
+    """The place of the key itself; that of its group does not count."""
     node = root
     for part in path:
         if not isinstance(node.content, dict) or part not in node.content:

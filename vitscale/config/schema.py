@@ -1,6 +1,6 @@
 """Walk the settings of a run type: groups, choices of groups by name, lists of groups.
 
-Leaves out: values (`loader`), errors (`findings`), words (`wording`).
+Leaves out: values (`loader`), errors (`validation_errors`), words (`wording`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The base type of every configuration section.
+"""Base classes of configuration sections.
 
 Owns: what all sections share (frozen, strict, unknown keys refused, the default name of a choice).
-Leaves out: reading files and reporting (`loader`), and the sections (beside their parts).
+Leaves out: loading (`loader`), and the sections themselves (`settings.py` of each package).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Field types and values in words, for error messages and `--help`.
+"""Describe field types and values in words, for error messages and `--help`.
 
-Owns: "a whole number above 0, or null".
-Leaves out: which fields there are (`schema`), finding errors (`findings`).
+Owns: phrases such as "a whole number above 0, or null".
+Leaves out: which fields there are (`schema`), error reports (`validation_errors`).
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def show_value(value: object) -> str:
 
 
 def describe_field(info: FieldInfo) -> str:
+    """What a field may hold."""
     groups = groups_in(info)
     if groups is not None and groups.is_choice:
         text = f"a group with the key {NAME}: {', '.join(groups.by_name)}"

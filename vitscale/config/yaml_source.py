@@ -1,7 +1,7 @@
-"""YAML text as a tree of nodes that remember where they stand.
+"""Parse YAML into nodes that carry their file and line.
 
 Owns: the dialect (a strict subset of YAML 1.2: no aliases, anchors, tags or duplicate keys; only
-true and false are truth values; `1e-4` is a number) and the file:line of every value.
+true and false are booleans; `1e-4` is a number) and the file:line of every value.
 Leaves out: merging (`inheritance`), what the keys mean (`loader`).
 """
 
@@ -36,7 +36,7 @@ Scalar = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value and its place. A broken node was reported already and must not be used."""
+    """A value and its place. A broken node has been reported and must not be used."""
 
     content: Scalar | list[Node] | dict[str, Node]
     place: str
@@ -53,12 +53,12 @@ def plain_value(node: Node) -> Any:
 
 
 def _is_broken(node: Node) -> bool:
-    """A list with a broken element is of no use either; a mapping only loses the key."""
+    """A list is broken with any of its elements; a mapping only loses the key."""
     return node.broken or (isinstance(node.content, list) and any(map(_is_broken, node.content)))
 
 
 def node_at(root: Node, path: Path) -> tuple[Node, bool]:
-    """The node at `path`, or the deepest one above it, and whether a broken one was met."""
+    """The node at `path`, or its closest parent, and whether a node on the way is broken."""
     node, broken = root, _is_broken(root)
     for part in path:
         if isinstance(node.content, dict) and part in node.content:
@@ -72,7 +72,7 @@ def node_at(root: Node, path: Path) -> tuple[Node, bool]:
 
 
 def resolve_scalar(text: str) -> Scalar:
-    """The value of an unquoted scalar. Raises ValueError for numbers that no setting can hold."""
+    """The value of an unquoted scalar. Raises ValueError for numbers out of range."""
     if text in NULLS:
         return None
     if text in BOOLEANS:
@@ -110,11 +110,11 @@ def shorten(text: str) -> str:
 
 
 class _TooLarge(yaml.MarkedYAMLError):
-    """A document beyond the limits."""
+    """A document beyond the limits on size or depth."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes within limits. Aliases stay nodes of their own and are never expanded."""
+    """Composes nodes within limits, without expanding aliases."""
 
     num_nodes = 0
     depth = 0
@@ -154,7 +154,7 @@ TAG_ADVICE = "remove it; values are plain values, lists and groups of keys"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reader:
-    """Turns PyYAML's nodes into ours and reports what the dialect refuses."""
+    """Converts PyYAML's nodes to `Node` and reports what the dialect refuses."""
 
     name: str
     errors: list[UserError]
@@ -205,7 +205,7 @@ class _Reader:
         self.errors.append(UserError(what, where=self._where(line, path), next_step=next_step))
 
     def _node(self, source: Any, *, path: Path, line: int | None = None) -> Node:
-        """`line`: of the key, where a reader looks for the value."""
+        """Convert one node. `line`: the line of its key, which places the value."""
         own_line = _line(source)
         place = self._place(line or own_line)
         if self._refused(source, path):

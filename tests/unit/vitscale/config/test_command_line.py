@@ -1,4 +1,4 @@
-"""Switches, overrides and what is printed."""
+"""Switches, overrides and printed output."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_resume_is_a_key() -> None:
     assert found.sources["checkpoint.resume"] == "command line"
 
 
-def test_mistakes_of_the_command_line_and_of_the_file_come_together() -> None:
+def test_command_line_and_file_errors_share_one_report() -> None:
     found = errors("--config", "a.yaml", "--dryrun", "seed=x", "--dry-run=1", "lr", "--resume")
     assert [text.splitlines()[0] for text in found] == [
         "command line: unknown switch --dryrun",

@@ -1,4 +1,4 @@
-"""How a script ends: exit code, output flushed, exit handlers run."""
+"""Exit of a rank: its code, flushed output, exit handlers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ ENDINGS = {
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_rank_script_ends_with_its_code_and_all_its_output(ending: str) -> None:
-    # A thread that never ends, output still in the buffer, and what aborts a teardown.
+def test_rank_script_exits_with_its_code_and_output(ending: str) -> None:
+    # A thread that never ends, buffered output, and an object that aborts teardown.
     code = f"""
 import atexit, os, sys, threading
 from vitscale.config.errors import UserError, run_rank_script

@@ -1,4 +1,4 @@
-"""Inheritance, precedence, and the exact words of every kind of mistake."""
+"""Inheritance, precedence, and the exact text of every kind of error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.findings import OTHER_NAMES, nearest_key
 from vitscale.config.loader import (
     load_run,
     load_run_file,
@@ -23,6 +22,7 @@ from vitscale.config.loader import (
 )
 from vitscale.config.schema import known_keys
 from vitscale.config.section import Run
+from vitscale.config.validation_errors import OTHER_NAMES, nearest_key
 from vitscale.runs.data_prep import DataPrepRun
 
 STAGES: dict[str, type[Run]] = {
@@ -73,6 +73,7 @@ def test_command_line_beats_file_beats_base_beats_default(here: Path) -> None:
     assert sources["optim.lr"] == "sub/b.yaml:3"
     assert sources["data.global_batch"] == "a.yaml:5"
     assert sources["seed"] == "default"
+    assert sources["optim.eps"] == "default"  # although its group is in the file
 
 
 def test_lists_are_replaced_and_groups_merged(here: Path) -> None:
@@ -83,7 +84,7 @@ def test_lists_are_replaced_and_groups_merged(here: Path) -> None:
     assert launch.setup == ("c",) and launch.sbatch == {"x": 1, "y": 2, "z": 3}
 
 
-# One row per kind of mistake: overrides, and the whole message.
+# One row per kind of error: override, beginning of the message.
 MESSAGES = [
     (
         "optim.lr=fast",
@@ -170,10 +171,10 @@ MESSAGES = [
     ("lr", "command line: 'lr' is not key=value\n  next: write lr=VALUE, for example optim.lr="),
     ("=3", "command line: '' is not a key\n  allowed: names joined by dots"),
     ("a..b=3", "command line: 'a..b' is not a key\n  allowed: names joined by dots"),
-    ("optim.lr=", "command line: optim.lr: no value behind ="),
+    ("optim.lr=", "command line: optim.lr: no value after ="),
     ("optim.lr=.nan", "command line: optim.lr: .nan is not a finite number"),
     ("optim.betas=[1,", "command line: optim.betas: not readable as YAML"),
-    ("base=a.yaml", "command line: base: base belongs into the file, not here"),
+    ("base=a.yaml", "command line: base: base can only be set in a file"),
 ]  # fmt: skip
 
 
@@ -183,7 +184,7 @@ def test_message(here: Path, override: str, message: str) -> None:
     assert found.startswith(message)
 
 
-def test_all_mistakes_are_in_one_report_with_their_lines(here: Path) -> None:
+def test_all_errors_are_in_one_report_with_their_lines(here: Path) -> None:
     (here / "b.yaml").write_text(
         "base: a.yaml\noptim:\n  lr: fast\n  lr: 3\nmodel:\n  image_size: 225\nseeed: 1\n"
         "data: {path: null}\nschedule: {final_lr: .inf}\n"
@@ -226,7 +227,7 @@ def test_missing_key_is_placed_at_its_group(here: Path) -> None:
         ("global_batch", "data.global_batch"),
     ],
 )
-def test_typo_is_answered_with_the_key_that_was_meant(here: Path, typed: str, meant: str) -> None:
+def test_typo_suggests_the_nearest_key(here: Path, typed: str, meant: str) -> None:
     (found,) = errors_of("a.yaml", f"{typed}=1")
     if typed == "optim.learning_rate":  # too far from any name: the group's keys are listed
         assert "lr" in found and "next:" in found
@@ -264,7 +265,7 @@ def test_stage_chooses_the_run_type(here: Path) -> None:
 # ---- files ------------------------------------------------------------------------------------
 
 
-def test_missing_file_names_the_neighbours(here: Path) -> None:
+def test_missing_file_lists_the_folder(here: Path) -> None:
     (found,) = errors_of("aa.yaml")
     assert found == (
         "there is no file aa.yaml\n  allowed: in .: a.yaml\n  next: did you mean a.yaml?"
@@ -282,7 +283,7 @@ def test_circle_of_bases_is_shown(here: Path) -> None:
     (here / "b.yaml").write_text("base: c.yaml\n")
     (here / "c.yaml").write_text("base: b.yaml\n")
     (found,) = errors_of("b.yaml")
-    assert "files inherit in a circle: b.yaml -> c.yaml -> b.yaml" in found
+    assert "circular base: b.yaml -> c.yaml -> b.yaml" in found
 
 
 @pytest.mark.parametrize(
@@ -290,18 +291,18 @@ def test_circle_of_bases_is_shown(here: Path) -> None:
     [
         (b"a: \xff\n", "b.yaml:1: x is not UTF-8 text".replace("x ", "")),
         (b"#" * ((1 << 20) + 1), "b.yaml: is larger than 1 MiB"),
-        (b"- 1\n", "b.yaml:1: holds a list, not keys and values"),
-        (b"text", "b.yaml:1: holds text, not keys and values"),
+        (b"- 1\n", "b.yaml:1: contains a list instead of keys and values"),
+        (b"text", "b.yaml:1: contains text instead of keys and values"),
         (b"base: [a.yaml]\n", "b.yaml:1: base: ['a.yaml'] is a list"),
     ],
 )
-def test_file_that_is_no_configuration(here: Path, data: bytes, message: str) -> None:
+def test_unreadable_file_is_one_error(here: Path, data: bytes, message: str) -> None:
     (here / "b.yaml").write_bytes(data)
     assert errors_of("b.yaml")[0].startswith(message)
 
 
 @pytest.mark.parametrize("data", [b"", b"# nothing\n", b"---\n"])
-def test_empty_file_misses_all_required_keys(here: Path, data: bytes) -> None:
+def test_empty_file_lacks_all_required_keys(here: Path, data: bytes) -> None:
     (here / "b.yaml").write_bytes(data)
     missing = [text.splitlines()[0].split(": ")[1] for text in errors_of("b.yaml")]
     assert missing == ["name", "data", "model", "optim", "schedule"]
@@ -315,7 +316,7 @@ def test_file_from_windows_is_read(here: Path) -> None:
 # ---- writing ----------------------------------------------------------------------------------
 
 
-def test_resolved_run_is_read_back_as_it_was(here: Path) -> None:
+def test_resolved_run_is_read_back_unchanged(here: Path) -> None:
     awkward = {"a b": "x: y # z", "on": "on", "1": "1e5", "q": 'é"\\\n\u2028\U0001f600', "e": ""}
     raw = {"fp16": {"y": [1, 2.0, {"z": None}], "empty": {}, "none": []}, "dump_state": True}
     overrides = [f"tracking.tags={yaml_flow(awkward)}", f"deepspeed={yaml_flow(raw)}"]
@@ -404,10 +405,10 @@ def test_one_wrong_letter_is_recognised(here: Path, path: tuple[str, ...], data:
     "written, meant",
     [("optim.learning_rate", "optim.lr"), ("data.batch_size", "data.global_batch")],
 )
-def test_what_other_trainers_call_a_key_is_understood(written: str, meant: str) -> None:
+def test_names_of_other_trainers_suggest_our_keys(written: str, meant: str) -> None:
     assert nearest_key(tuple(written.split(".")), run_type=PretrainRun) == meant
 
 
 @pytest.mark.parametrize("meant", sorted(set(OTHER_NAMES.values())))
-def test_other_names_lead_to_keys_that_exist(meant: str) -> None:
+def test_suggested_keys_exist(meant: str) -> None:
     assert tuple(meant.split(".")) in set(known_keys(PretrainRun))

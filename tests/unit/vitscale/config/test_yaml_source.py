@@ -61,7 +61,7 @@ def value_of(text: str) -> Any:
         ("=", "="),
     ],
 )
-def test_scalars_mean_what_they_look_like(text: str, value: Any) -> None:
+def test_scalars_resolve_to_typed_values(text: str, value: Any) -> None:
     read_value = value_of(text)
     assert read_value == value and type(read_value) is type(value)
 
@@ -96,24 +96,24 @@ def test_scalars_mean_what_they_look_like(text: str, value: Any) -> None:
         ("a:\n" + "  - 1\n" * MAX_NODES, "more than 20000 keys and values"),
     ],
 )
-def test_what_is_refused(text: str, message: str) -> None:
+def test_unsupported_yaml_is_refused(text: str, message: str) -> None:
     _, errors = read(text)
     assert [error for error in errors if message in error]
 
 
-def test_several_mistakes_are_found_in_one_reading() -> None:
+def test_several_errors_are_found_in_one_pass() -> None:
     _, errors = read("a: .nan\nb: &x 1\nc: *x\nd: 1\nd: 2\n")
     assert len(errors) == 4
 
 
-def test_alias_bomb_costs_nothing() -> None:
+def test_alias_bomb_is_not_expanded() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
     root, errors = read("\n".join(lines))
     assert errors and root is not None
 
 
-def test_every_value_knows_the_line_of_its_key() -> None:
+def test_nodes_carry_the_line_of_their_key() -> None:
     root, _ = read("a:\n  b: 1\n\n  c:\n    - 2\n    - 3\n")
     assert root is not None
     assert node_at(root, ("a", "b"))[0].place == "x.yaml:2"

@@ -1,8 +1,8 @@
-"""What validation found, in words for people.
+"""Turn pydantic's validation errors into `UserError`s.
 
-Owns: one `UserError` per bad key (place, value, how YAML read it, what is allowed, the nearest
-name), and the run with its bad values replaced, in which conflicts are looked for.
-Leaves out: reading and merging (`loader`), describing field types (`wording`).
+Owns: one error per invalid key (place, value, its YAML type, what is allowed, the nearest name),
+and the run with invalid values replaced, so that conflicts among the valid ones are found too.
+Leaves out: reading and merging (`inheritance`), describing field types (`wording`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ RunT = TypeVar("RunT", bound=Run)
 
 
 def where_is(root: Node, path: Path, *, file: str) -> str:
-    """`file:line: key`; a key that is not written anywhere is placed at the group around it."""
+    """`file:line: key`; a key that no file sets is placed at its group."""
     node, _ = node_at(root, path)
     return f"{file if node is root else node.place}: {'.'.join(path)}"
 
@@ -32,10 +32,7 @@ def where_is(root: Node, path: Path, *, file: str) -> str:
 def explain(
     error: ValidationError, run_type: type[Run], root: Node, *, file: str
 ) -> tuple[list[UserError], set[Path]]:
-    """Pydantic's findings in our words, once per key, in the order of the file.
-
-    Also returns the paths without which the rest of the values is valid.
-    """
+    """One error per invalid key, and the paths to remove so that the rest is valid."""
     found: dict[Path, UserError] = {}
     bad_paths: set[Path] = set()
     values = plain_value(root)
@@ -46,12 +43,10 @@ def explain(
         if absent and locate(run_type, path[:-1], values).group is None:
             path = path[:-1]  # a list of the wrong length, not a missing key
             absent = False
+        bad_paths.add(locate(run_type, path, values).replaceable)
         if kind in ("union_tag_not_found", "union_tag_invalid"):
-            bad_paths.add(locate(run_type, path, values).replaceable)
             path = (*path, NAME)
             absent = kind == "union_tag_not_found"
-        else:
-            bad_paths.add(locate(run_type, path, values).replaceable)
         if path in found or node_at(root, path)[1]:
             continue
         where = where_is(root, path, file=file)
@@ -118,7 +113,7 @@ def _unknown_key(run_type: type[BaseModel], path: Path, values: Any, *, where: s
 
 
 def nearest_key(path: Path, *, run_type: type[BaseModel], values: Any = None) -> str | None:
-    """The known dotted key that was most likely meant."""
+    """The most similar known dotted key."""
     keys = list(known_keys(run_type, values))
     dotted = [".".join(key) for key in keys]
     same_name = [name for key, name in zip(keys, dotted, strict=True) if key[-1] == path[-1]]
@@ -139,7 +134,7 @@ def nearest_key(path: Path, *, run_type: type[BaseModel], values: Any = None) ->
     return next((name for name in dotted if name.split(".")[-1] == last), None)
 
 
-# What other trainers call a key; spelling alone would suggest a stranger.
+# Names in other trainers; by spelling alone an unrelated key would be nearest.
 OTHER_NAMES = {
     "learning_rate": "optim.lr",
     "batch_size": "data.global_batch",
@@ -150,7 +145,7 @@ OTHER_NAMES = {
     "gradient_clipping": "optim.clip_norm",
     "stochastic_depth": "model.drop_path",
 }
-# Ratio of difflib: one wrong letter of five gives 0.8; warmup and name have 0.6 without kinship.
+# Ratio of difflib: one wrong letter of five gives 0.8; unrelated names such as warmup and name 0.6.
 CLEARLY_A_TYPO = 0.75
 
 
@@ -218,9 +213,8 @@ def _hint(value: Any, kind: str, *, allowed: str | None) -> str | None:
 def without_bad_values(
     run_type: type[RunT], values: dict[str, Any], bad_paths: set[Path]
 ) -> RunT | None:
-    """The run with its bad values replaced, to find conflicts among the good ones.
-
-    None if that is not possible; the bad values themselves are reported already.
+    """The run with invalid values replaced, to find conflicts among the valid ones; None if
+    nothing valid can replace them. The invalid values themselves were reported before.
     """
     for path in bad_paths:
         group: Any = values
@@ -240,12 +234,12 @@ def without_bad_values(
 
 
 def _placeholder(info: FieldInfo) -> Any:
-    """A harmless value for a required field."""
+    """A valid value for a required field."""
     if (groups := groups_in(info)) is not None:
         if groups.is_list:
             return []
         fields = groups.members[0].model_fields.items()
         name = {NAME: next(iter(groups.by_name))} if groups.is_choice else {}
         return name | {key: _placeholder(inner) for key, inner in fields if inner.is_required()}
-    harmless: dict[Any, Any] = {int: 1, float: 1.0, str: "placeholder"}
-    return harmless.get(info.annotation)
+    valid: dict[Any, Any] = {int: 1, float: 1.0, str: "placeholder"}
+    return valid.get(info.annotation)
