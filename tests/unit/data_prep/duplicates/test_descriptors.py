@@ -120,6 +120,16 @@ def test_blank_pictures_match_nothing() -> None:
     assert not are_duplicates(found[first], found[second]).any()
 
 
+@pytest.mark.parametrize("angle", [0.0, 0.25, 0.5, 1.0, 1.25])
+def test_a_faint_smooth_picture_matches_its_copy(angle: float) -> None:
+    """Its details are those of the encoding, so their correlation must not decide."""
+    y, x = np.mgrid[:96, :96] / 96
+    values = 128 + 16 * (x * np.cos(angle) + y * np.sin(angle) - 0.5)
+    image = Image.fromarray(np.rint(values).astype(np.uint8))
+    picture, copy = image_descriptors([encoded(image), encoded(image, "JPEG", quality=50)])
+    assert are_duplicates(picture[None], copy[None]).all()
+
+
 def test_contrast_is_a_deviation_in_grey_values() -> None:
     halves = np.zeros((2, SIDE_PX, SIDE_PX), dtype=np.uint8)
     # Half the picture brighter by d: deviation d/2, of which the lowest frequencies hold most.
