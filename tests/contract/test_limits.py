@@ -18,11 +18,8 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS: set[str] = set()
 WIDE_PAGES = {
-    *("CHANGELOG.md", "CONTRIBUTING.md", "README.md", "docs/architecture.md"),
-    *("docs/benchmarks.md", "docs/data_format.md", "docs/decoding.md", "docs/duplicates.md"),
-    *("docs/faults.md", "docs/images.md", "docs/index_and_verify.md", "docs/labels.md"),
-    *("docs/loader.md", "docs/recipes.md", "docs/resume.md"),
-    "docs/troubleshooting.md",
+    *("docs/architecture.md", "docs/decoding.md", "docs/faults.md", "docs/loader.md"),
+    "docs/resume.md",
 }
 
 
