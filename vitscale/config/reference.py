@@ -68,7 +68,7 @@ def _groups(
         for name, member in (groups.by_name or {"": groups.members[0]}).items():
             where = f"{prefix}{key}" + (", each item" if groups.is_list else "")
             chosen = f" with {NAME}: {name}" if groups.is_choice else ""
-            text = _docstring(member) or _one_line(fields[key].description)
+            text = _member_text(member, groups) or _one_line(fields[key].description)
             yield from _groups(
                 member,
                 f"{where}{chosen}",
@@ -109,6 +109,14 @@ def _plain(value: Any) -> Any:
 def _docstring(group: type[BaseModel]) -> str:
     """The group's own docstring, not one that it inherits."""
     return _one_line(group.__dict__.get("__doc__"))
+
+
+def _member_text(member: type[BaseModel], groups: Groups) -> str:
+    """The docstring of a member, or of its key `name`, which is not listed itself."""
+    text = _docstring(member)
+    if groups.is_choice and not text:
+        text = _one_line(member.model_fields[NAME].description)
+    return text
 
 
 def _one_line(text: str | None) -> str:
