@@ -11,13 +11,13 @@ import os
 from pathlib import Path
 
 from vitscale.config.errors import UserError
-from vitscale.data.shard_files import LOST
+from vitscale.data.shard_files import DATA_LOSS_ERRNOS
 
 # Errors of the file itself: lost bytes, no permission, no file. All others are transient: a server
 # that does not answer, no memory, no file handles, an expired key.
 FILE_FAULTS = frozenset(
     {
-        *LOST,
+        *DATA_LOSS_ERRNOS,
         errno.EACCES,
         errno.EINVAL,
         errno.EISDIR,
@@ -84,7 +84,7 @@ def is_source_missing(root: Path, path: str) -> bool:
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError as error:
-            if error.errno not in FILE_FAULTS - set(LOST):
+            if error.errno not in FILE_FAULTS - set(DATA_LOSS_ERRNOS):
                 return True
     return False
 

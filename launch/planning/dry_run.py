@@ -65,7 +65,7 @@ def _manifest(run: TrainingRun, folder: Location) -> Manifest | None:
     if isinstance(folder, Path):
         return read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
     try:
-        return read_manifest(folder, reading=run.data.remote)
+        return read_manifest(folder, remote_settings=run.data.remote)
     except UserError:
         if run.data.planned_num_samples is None:
             raise

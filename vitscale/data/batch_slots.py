@@ -1,11 +1,10 @@
-"""Memory that loader processes fill and the trainer reads: a ring of batches.
+"""Shared memory for batches: a ring of slots that workers fill and the trainer reads.
 
-Owns: allocating it, and which batch lies where.
-Leaves out: the processes (`loader`).
+Leaves out: the worker processes (`loader`).
 
-DataLoader would hand over each batch's memory through a socket of the worker, on which the trainer
-waits for ever when the worker is stopped or dies at that moment. Here nothing is handed over; a
-worker sends the number of a slot.
+DataLoader would send the memory of each batch through a socket of the worker; the trainer would
+block for ever on that socket if the worker is stopped or dies meanwhile. With slots a worker only
+sends a number.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ import torch
 from vitscale.config.errors import UserError
 
 SHARED_MEMORY = "/dev/shm"
-# Batches that DataLoader lets each worker be ahead.
+# Batches that DataLoader lets each worker prepare ahead.
 PREFETCH = 2
 
 
 class BatchSlots:
-    """Room for the batches under way and the one being read; shared by all processes."""
+    """Slots for all prefetched batches and the one being read; shared by all processes."""
 
     def __init__(self, *, num_workers: int, batch: int, image_size: int) -> None:
         self.num_slots = num_workers * PREFETCH + 1
@@ -32,9 +31,10 @@ class BatchSlots:
         self.images = torch.empty(shape, dtype=torch.uint8).share_memory_()
 
     def slot_of(self, number: int) -> int:
-        """Where the batch with this number lies: free again once the one before it was asked for.
+        """Slot of a batch.
 
-        When batch n is returned, DataLoader has given out batch n + num_workers * PREFETCH at most.
+        When DataLoader returns batch n, it has assigned at most batch n + num_workers * PREFETCH,
+        so no worker writes to a slot that is being read.
         """
         return number % self.num_slots
 
@@ -46,8 +46,7 @@ def _check_free(num_bytes: int) -> None:
     free = status.f_bavail * status.f_frsize
     if free < num_bytes:
         raise UserError(
-            f"the loader's batches need {num_bytes >> 20} MiB of shared memory, "
-            f"{free >> 20} MiB are free",
+            f"the loader needs {num_bytes >> 20} MiB of shared memory, {free >> 20} MiB are free",
             where=SHARED_MEMORY,
             next_step="enlarge it (docker: --shm-size; mount -o remount,size=...), or lower "
             "data.num_workers or engine.max_micro_batch",

@@ -1,9 +1,8 @@
-"""The shard folder: its index, its manifest and timm's `_info.json`.
+"""Read shard indexes and manifests.
 
-Owns: names, columns and checks of the files that say which sample lies where.
-Leaves out: keys of samples (`index_keys`), image bytes (`samples`), writing any of it (data_prep).
-Needs no torch; pyarrow is imported only where the index itself is read, so that `read_manifest`
-stays light.
+Owns: file names, columns and checks of a shard folder.
+Leaves out: keys of samples (`index_keys`), image bytes (`samples`), writing (data_prep).
+Imports no torch, and pyarrow only to read an index, so that `read_manifest` stays light.
 See docs/data_format.md.
 """
 
@@ -21,7 +20,7 @@ import numpy as np
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.data.remote.index import (
     RemoteShards,
-    first_bytes,
+    hash_prefixes,
     open_remote_shards,
     read_remote_manifest,
     remote_index,
@@ -76,36 +75,36 @@ class SplitEntry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
-    """What a shard folder holds, in one small JSON file."""
+    """Contents of manifest.json: what a shard folder holds."""
 
     format_version: int
     tool_version: str
     fingerprint: str
     """Hash over the fingerprints of all splits and the label map."""
     source_fingerprint: str
-    """Hash over every input's path, content and fate."""
+    """Hash over every input's path, content and assignment."""
     source_listing: str
     """Hash over every input's split, path and size."""
     label_map_sha256: str
     classes: tuple[str, ...]
     """Class names; the position is the label."""
     parents: dict[str, str] | None
-    """Class -> super-class, where the configuration named them."""
+    """Class -> super-class, if the configuration names them."""
     index_bytes: int
     index_blake3: str
     splits: dict[str, SplitEntry]
     inputs: dict[str, Any]
-    """Sums of the ledger: rows, kept, repaired, rejected by reason with examples."""
+    """Totals of the ledger: rows, kept, repaired, rejected by reason with examples."""
     config: dict[str, Any]
     """The resolved configuration of the preparation."""
     shards_root: str = "."
-    """Folder that the tars' names are relative to: this one, or where tars of somebody else lie;
-    absolute, relative to this folder, or a URL."""
+    """Folder of the tars: this one, or that of external tars indexed in place. An absolute path, a
+    path relative to this folder, or a URL."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitIndex:
-    """Where each sample of one split lies. Arrays have one entry per sample, in stored order."""
+    """Position of each sample of one split. Arrays have one entry per sample, in stored order."""
 
     folder: Location
     split: str
@@ -118,26 +117,26 @@ class SplitIndex:
     label: np.ndarray
     """int32: position in `classes`."""
     shard_paths: tuple[Path, ...]
-    """Of local shards; empty when `remote` says where they are."""
+    """Local shards; empty for remote ones (see `remote`)."""
     shard_lengths: tuple[int, ...]
-    """Samples per tar; samples of one tar are neighbours, so these are block sizes too."""
+    """Samples per tar; the samples of a tar are stored one after the other."""
     classes: tuple[str, ...]
     fingerprint: str
-    """Names this split's samples, labels, order and division into tars."""
+    """Hash of this split's samples, labels, order and division into tars."""
     label_map_sha256: str
     stored: np.ndarray | None = None
-    """int64: the samples' rows in the stored split; None: all of them, in order."""
+    """int64: rows of the samples in the stored split; None: all rows, in order."""
     remote: RemoteShards | None = None
-    content: np.ndarray | None = None
-    """uint64, of remote shards: the first 8 bytes of each image's BLAKE3, little-endian."""
-    reading: RemoteSettings = BY_RANGE
+    hash_prefix: np.ndarray | None = None
+    """uint64, remote shards only: first 8 bytes of each image's BLAKE3, little-endian."""
+    remote_settings: RemoteSettings = BY_RANGE
 
     @property
     def num_samples(self) -> int:
         return len(self.label)
 
     def subset(self, rows: np.ndarray, *, name: str) -> SplitIndex:
-        """Some of the samples, in stored order; `name` tells subsets apart.
+        """Select samples, in stored order; `name` becomes part of the fingerprint.
 
         rows: int64, increasing.
         """
@@ -152,7 +151,7 @@ class SplitIndex:
             shard_lengths=tuple(lengths.tolist()),
             fingerprint=digest,
             stored=rows if self.stored is None else self.stored[rows],
-            content=None if self.content is None else self.content[rows],
+            hash_prefix=None if self.hash_prefix is None else self.hash_prefix[rows],
         )
 
 
@@ -177,13 +176,15 @@ def index_schema() -> pa.Schema:
     )
 
 
-def read_manifest(folder: Location | str, *, reading: RemoteSettings = BY_RANGE) -> Manifest:
+def read_manifest(
+    folder: Location | str, *, remote_settings: RemoteSettings = BY_RANGE
+) -> Manifest:
     """Read manifest.json. Raises UserError when `folder` is not a finished shard folder."""
     if isinstance(folder, str):
         folder = location_of(folder)
     path = folder / MANIFEST_NAME
     if isinstance(path, Url):
-        text = read_remote_manifest(path, reading=reading)
+        text = read_remote_manifest(path, remote_settings=remote_settings)
     else:
         _check_is_shard_folder(path.parent)
         text = path.read_bytes()
@@ -193,14 +194,14 @@ def read_manifest(folder: Location | str, *, reading: RemoteSettings = BY_RANGE)
 def _check_is_shard_folder(folder: Path) -> None:
     next_step = MAKE_SHARDS.format(folder=folder)
     if not folder.is_dir():
-        what = "is a file, not a folder of shards" if folder.exists() else "no such folder"
+        what = "is a file, not a shard folder" if folder.exists() else "no such folder"
         raise UserError(what, where=str(folder), next_step=f"set data.path, or run: {next_step}")
     if not (folder / MANIFEST_NAME).is_file():
         tars = sum(1 for _ in folder.glob("*.tar"))
         what = (
-            f"holds {tars} tar files but no {MANIFEST_NAME}"
+            f"has {tars} tar files but no {MANIFEST_NAME}"
             if tars
-            else f"is not a shard folder: it holds no {MANIFEST_NAME}"
+            else f"is not a shard folder: it has no {MANIFEST_NAME}"
         )
         if tars:
             next_step = INDEX_SHARDS.format(folder=folder) + ", then set data.path=INDEX"
@@ -216,7 +217,7 @@ def _parsed_manifest(text: bytes, *, where: str) -> Manifest:
             return _manifest_from_json(raw)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
-            f"cannot be read as a manifest ({type(error).__name__}: {error})",
+            f"is not a valid manifest ({type(error).__name__}: {error})",
             where=where,
             next_step="remove the folder and make the shards again",
         ) from None
@@ -242,16 +243,15 @@ def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
 
 
 def read_split(
-    folder: Location | str, *, split: str, reading: RemoteSettings = BY_RANGE
+    folder: Location | str, *, split: str, remote_settings: RemoteSettings = BY_RANGE
 ) -> SplitIndex:
-    """Read one split's index and check it against the files there (existence and size).
+    """Read the index of one split; check that its files exist with the right sizes.
 
-    reading: how, where they are behind a URL.
-    Raises UserError (all problems at once) before anything is trained on a damaged folder.
+    Raises UserError, with all problems at once.
     """
     if isinstance(folder, str):
         folder = location_of(folder)
-    manifest = read_manifest(folder, reading=reading)
+    manifest = read_manifest(folder, remote_settings=remote_settings)
     if split not in manifest.splits:
         raise UserError(
             f"no split {split!r}",
@@ -262,7 +262,7 @@ def read_split(
     entry = manifest.splits[split]
     root = location_of_tars(folder, manifest)
     tars = [root / shard.name for shard in entry.shards]
-    _check_files(folder, manifest, split, tars=tars, reading=reading)
+    _check_files(folder, manifest, split, tars=tars, remote_settings=remote_settings)
     remote = None
     columns = ["shard", "offset", "length", "label"]
     if isinstance(root, Url):
@@ -270,10 +270,10 @@ def read_split(
             [tar for tar in tars if isinstance(tar, Url)],
             sizes=[shard.bytes for shard in entry.shards],
             hashes=[shard.blake3 for shard in entry.shards],
-            reading=reading,
+            remote_settings=remote_settings,
         )
         columns.append("blake3")
-    table = _read_columns(folder, manifest, split, columns, reading=reading)
+    table = _read_columns(folder, manifest, split, columns, remote_settings=remote_settings)
     positions = {shard.name: position for position, shard in enumerate(entry.shards)}
     shard_column = table.column("shard").combine_chunks()
     stored_names = shard_column.dictionary.to_pylist()
@@ -291,23 +291,23 @@ def read_split(
         fingerprint=entry.fingerprint,
         label_map_sha256=manifest.label_map_sha256,
         remote=remote,
-        content=None if remote is None else first_bytes(table.column("blake3")),
-        reading=reading,
+        hash_prefix=None if remote is None else hash_prefixes(table.column("blake3")),
+        remote_settings=remote_settings,
     )
     _check_index(index, entry)
     return index
 
 
 def location_of_tars(folder: Location, manifest: Manifest) -> Location:
-    """What the tars' names are relative to. Raises UserError for a place that cannot be read."""
+    """Folder of the tars. Raises UserError if it cannot be read from this machine."""
     named = manifest.shards_root
     if is_url(named):
         return Url.checked(named, where=f"{folder / MANIFEST_NAME}: shards_root")
     if isinstance(folder, Url) and Path(named).is_absolute():
         raise UserError(
-            f"says that the tars lie in {named!r}, which is a place on one machine only",
+            f"is {named!r}, a path on one machine, but the manifest was read from a URL",
             where=f"{folder / MANIFEST_NAME}: shards_root",
-            next_step="write the URL of the tars there",
+            next_step="set it to the URL of the tars",
         )
     return folder / named
 
@@ -318,7 +318,7 @@ def _read_columns(
     split: str,
     columns: list[str],
     *,
-    reading: RemoteSettings,
+    remote_settings: RemoteSettings,
 ) -> pa.Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -327,9 +327,11 @@ def _read_columns(
     try:
         source: Any = path
         if isinstance(path, Url):
-            content, num_bytes = manifest.index_blake3, manifest.index_bytes
-            source = remote_index(path, num_bytes=num_bytes, content=content, reading=reading)
-        # Without filters on row groups every split would be decoded to read a small one.
+            blake3_hex, num_bytes = manifest.index_blake3, manifest.index_bytes
+            source = remote_index(
+                path, num_bytes=num_bytes, blake3_hex=blake3_hex, remote_settings=remote_settings
+            )
+        # The filter skips row groups of other splits.
         return pq.read_table(source, columns=columns, filters=[("split", "==", split)])
     except (OSError, pa.ArrowException) as error:
         raise UserError(
@@ -343,15 +345,15 @@ def _check_files(
     split: str,
     *,
     tars: Sequence[Location],
-    reading: RemoteSettings,
+    remote_settings: RemoteSettings,
 ) -> None:
-    """Refuse missing and wrongly sized files; all of them are named (the first ten in full)."""
+    """Raise UserError for missing and wrongly sized files; at most ten are listed in full."""
     shards = manifest.splits[split].shards
     expected = {folder / INDEX_NAME: manifest.index_bytes} | {
         tar: shard.bytes for tar, shard in zip(tars, shards, strict=True)
     }
     urls = [place for place in expected if isinstance(place, Url)]
-    sizes = remote_sizes(urls, reading=reading)
+    sizes = remote_sizes(urls, remote_settings=remote_settings)
     errors = []
     for place, num_bytes in expected.items():
         try:
@@ -377,7 +379,7 @@ def _check_files(
 
 
 def _check_index(index: SplitIndex, entry: SplitEntry) -> None:
-    """Refuse an index that contradicts the manifest; cheap enough for 14 million rows."""
+    """Raise UserError if index and manifest disagree; cheap enough for 14 million rows."""
     shard_bytes = np.array([shard.bytes for shard in entry.shards], dtype=np.int64)
     counts = np.bincount(index.shard_of[index.shard_of >= 0], minlength=len(entry.shards))
     agrees = (
@@ -390,7 +392,7 @@ def _check_index(index: SplitIndex, entry: SplitEntry) -> None:
     )
     if not agrees:
         raise UserError(
-            f"contradicts {MANIFEST_NAME} (samples, tars, labels or offsets of {index.split!r})",
+            f"disagrees with {MANIFEST_NAME} (samples, tars, labels or offsets of {index.split!r})",
             where=str(index.folder / INDEX_NAME),
             next_step="make the shards again",
         )

@@ -1,6 +1,6 @@
-"""Keys of samples, read from the index when a message wants to name some.
+"""Read the keys of a few samples from an index, for messages.
 
-Owns: reading a few keys without the others: all of 14 million would take 2 GB.
+Reads only the row groups it needs: all keys of 14 million samples would take 2 GB.
 Leaves out: the columns that training needs (`index`).
 """
 
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
     """Keys of some samples of a split, in the order given.
 
-    Only the row groups in which they lie are decoded; behind a URL only these are requested.
-    Raises UserError when the index cannot be read or does not hold them.
+    Requests and decodes only their row groups.
+    Raises UserError if the index cannot be read or lacks them.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -34,20 +34,24 @@ def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
     rows = np.asarray(samples, np.int64)
     rows = rows if index.stored is None else index.stored[rows]
     try:
-        source: Any = RangeFile(path, reading=index.reading) if isinstance(path, Url) else path
+        source: Any = (
+            RangeFile(path, remote_settings=index.remote_settings)
+            if isinstance(path, Url)
+            else path
+        )
         with pq.ParquetFile(source) as file:
             found = _keys_of_rows(file, index.split, np.unique(rows))
         return [found[row] for row in rows.tolist()]
     except (OSError, KeyError, pa.ArrowException) as error:
         raise UserError(
-            f"cannot be read for the keys of samples ({error})",
+            f"the keys of samples cannot be read ({error})",
             where=str(path),
             next_step="make the shards again",
         ) from None
 
 
 def sample_names(parts: Sequence[SplitIndex], samples: Sequence[tuple[int, int]]) -> list[str]:
-    """For messages: quoted keys, or numbers where no key can be read (no reason to end a run).
+    """Quoted keys; or numbers if the keys cannot be read, which must not end a run.
 
     samples: (position in `parts`, sample).
     """
@@ -63,7 +67,7 @@ def sample_names(parts: Sequence[SplitIndex], samples: Sequence[tuple[int, int]]
 
 
 def _keys_of_rows(file: pq.ParquetFile, split: str, rows: np.ndarray) -> dict[int, str]:
-    """By row in the split; rows: int64, increasing. Rows that are not there are left out."""
+    """Row in the split -> key. rows: int64, increasing. Missing rows are left out."""
     found: dict[int, str] = {}
     first = 0
     for group in range(file.num_row_groups):
@@ -79,7 +83,7 @@ def _keys_of_rows(file: pq.ParquetFile, split: str, rows: np.ndarray) -> dict[in
 
 
 def _rows_of_split(file: pq.ParquetFile, group: int, split: str) -> np.ndarray:
-    """int64: which rows of a row group are of a split. Mostly the statistics tell."""
+    """int64: rows of a row group that belong to a split; usually known from its statistics."""
     metadata = file.metadata.row_group(group)
     statistics = metadata.column(file.schema_arrow.get_field_index("split")).statistics
     if statistics is not None and statistics.has_min_max and statistics.min == statistics.max:

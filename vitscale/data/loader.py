@@ -1,7 +1,7 @@
-"""Batches of images from shard folders, resumable at any position.
+"""Load batches in worker processes, from any position of training.
 
-Owns: batches, worker processes, and what happens when one of them dies or hangs.
-Leaves out: the order (`order`), single samples (`samples`), normalising (`engine`).
+Owns: batches, worker processes, and errors when a worker dies or hangs.
+Leaves out: the order (`order`), single samples (`samples`), normalisation (`engine`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.processes import process_state
 
-# From a broken connection to an exit code.
-DYING_S = 5.0
-# That many times in a row no batch has come before a worker is given up: to a machine that stood
-# still meanwhile it was one look, however long.
-LOOKS = 4
+# How long to wait for the exit code of a worker whose connection broke.
+EXIT_WAIT_S = 5.0
+# A worker hangs after this many consecutive timeouts of timeout_s / TIMEOUT_PARTS. If the machine
+# is suspended, only one timeout expires, however long the pause.
+TIMEOUT_PARTS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ class Batch:
     weights: torch.Tensor
     """float32 [B]: 1 for a sample, 0 for the padding of an evaluation's last batch."""
     unreadable: tuple[Unreadable, ...] = ()
-    """Samples that others stand in for."""
+    """Samples that were substituted."""
     mixed_labels: torch.Tensor | None = None
-    """int64 [B], with mixing: labels of the images mixed in."""
+    """int64 [B], with mixing: labels of the partner images."""
     mix_lambda: torch.Tensor | None = None
-    """float32 [B], with mixing: how much of each image is its own."""
+    """float32 [B], with mixing: the share that each image keeps of itself."""
 
     def to(self, device: torch.device) -> Batch:
         return Batch(
@@ -60,18 +60,18 @@ class Batch:
 
 
 class Samples(Protocol):
-    """Fills one image into a row of a batch; returns its label and what could not be read."""
+    """Fills one image into a row of a batch; returns its label and unreadable samples."""
 
     image_size: int
 
-    def announce(self, positions: Sequence[int]) -> None: ...
+    def prefetch(self, positions: Sequence[int]) -> None: ...
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    """A batch that a worker has left in a slot. No tensors: those would need a socket each."""
+    """A batch in a slot. Holds no tensors: each would be sent through a socket."""
 
     slots: int
     slot: int
@@ -87,23 +87,22 @@ class _Filled:
         return Batch(images, labels, weights, self.unreadable)
 
     def pin_memory(self) -> Batch:
-        """Called in DataLoader's thread, so that copies to the GPU do not wait."""
+        """Called in DataLoader's pin-memory thread, so that copies to the GPU are asynchronous."""
         return self.read(pinned=True)
 
 
-# The slots of each loader at work, for `_Filled` to find them; by loader, since one trains while
-# another evaluates.
+# Slots of each open loader, by id: a training and an evaluation loader are open at once.
 _SLOTS: dict[int, BatchSlots] = {}
 
 
 class _Batches(Dataset[Batch | _Filled | UserError]):
-    """A dataset whose items are whole batches, decoded into their final place."""
+    """A dataset whose items are whole batches, decoded in place."""
 
     def __init__(self, samples: Samples, slots: BatchSlots | None) -> None:
         self.samples, self.slots, self.slots_id = samples, slots, id(slots)
 
     def __getitems__(self, numbers: Sequence[int]) -> Batch | _Filled | UserError:
-        """`numbers`: the batch's, then the positions in it."""
+        """numbers: the batch number, then its positions."""
         number, *positions = numbers
         size = self.samples.image_size
         if self.slots is None:
@@ -111,14 +110,14 @@ class _Batches(Dataset[Batch | _Filled | UserError]):
         else:
             images = self.slots.images[self.slots.slot_of(number)]
         labels, unreadable = [], []
-        self.samples.announce(positions)
+        self.samples.prefetch(positions)
         try:
             for row, position in zip(images, positions, strict=False):
-                label, lost = self.samples.fill(position, row)
+                label, skipped = self.samples.fill(position, row)
                 labels.append(label)
-                unreadable += lost
+                unreadable += skipped
         except UserError as error:
-            # Returned: DataLoader would wrap what a worker raises in a traceback.
+            # Returned, not raised: DataLoader would wrap it in a worker's traceback.
             return error
         if self.slots is None:
             weights = torch.ones(len(labels))
@@ -127,12 +126,12 @@ class _Batches(Dataset[Batch | _Filled | UserError]):
         return _Filled(self.slots_id, slot, tuple(labels), tuple(unreadable))
 
 
-def _unchanged(batch: object) -> object:
+def _identity(batch: object) -> object:
     return batch
 
 
 def _start_worker(worker: int) -> None:
-    """Leave the signals meant for the trainer to the trainer; keep each worker to one thread."""
+    """Ignore signals meant for the trainer; use one thread per worker."""
     for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)
@@ -157,15 +156,15 @@ def _loader(
         batch_sampler=_Numbered(positions),
         num_workers=settings.num_workers,
         prefetch_factor=PREFETCH if settings.num_workers else None,
-        collate_fn=_unchanged,
+        collate_fn=_identity,
         pin_memory=pin_memory,
         worker_init_fn=_start_worker,
-        timeout=settings.timeout_s / LOOKS if settings.num_workers else 0,
+        timeout=settings.timeout_s / TIMEOUT_PARTS if settings.num_workers else 0,
     )
 
 
 class _Numbered:
-    """Batches of positions, each led by its number."""
+    """Prefixes each batch of positions with the batch number."""
 
     def __init__(self, positions: Sequence[list[int]]) -> None:
         self.positions = positions
@@ -179,7 +178,7 @@ class _Numbered:
 
 
 class _PositionBatches(Sequence[list[int]]):
-    """`rank_batches` as the lazily read sequence that DataLoader samples from."""
+    """`rank_batches` as a lazy sequence with a length, as DataLoader needs."""
 
     def __init__(self, **span: int) -> None:
         self.span = span
@@ -208,7 +207,7 @@ def training_batches(
     micro_batch: int,
     pin_memory: bool,
 ) -> DataLoader[Batch]:
-    """Micro-batches of one rank between two positions (samples seen) of training."""
+    """Micro-batches of one rank between two positions of training (samples seen)."""
     positions = _PositionBatches(
         start=start, stop=stop, rank=rank, world_size=world_size, micro_batch=micro_batch
     )
@@ -227,10 +226,10 @@ def evaluation_batches(
     pin_memory: bool,
     samples: np.ndarray | None = None,
 ) -> Generator[Batch, None, None]:
-    """Every sample once over all ranks; all ranks get equally many batches (ZeRO-3 needs that).
+    """Every sample once over all ranks, in equally many batches per rank, as ZeRO-3 requires.
 
     samples: numbers of the samples to take, at least one; None: all.
-    The last batches are filled up with padding of weight 0.
+    The last batches are padded with samples of weight 0.
     """
     chosen = np.arange(index.num_samples) if samples is None else samples
     stride = world_size * micro_batch
@@ -247,21 +246,21 @@ def evaluation_batches(
 
 @contextmanager
 def open_loader(loader: DataLoader[Batch]) -> Iterator[Iterator[Batch]]:
-    """Iterate a loader and end its workers with the block.
+    """Iterate over a loader; stop its workers at the end of the block.
 
-    They ignore SIGTERM, so Python's own clean-up at exit would wait for them for ever.
-    Raises UserError, naming the worker, when one dies or gives nothing for `data.timeout_s`.
+    Workers ignore SIGTERM, so Python's clean-up at exit would wait for them for ever.
+    Raises RankError, naming the worker, if one dies or gives no batch for `data.timeout_s`.
     """
     batches = iter(loader)
     try:
-        yield _watched(batches, timeout_s=loader.timeout * LOOKS)
+        yield _watched(batches, timeout_s=loader.timeout * TIMEOUT_PARTS)
     finally:
         for worker in getattr(batches, "_workers", ()):  # absent without workers
             if worker.is_alive() and not _responds(worker.pid):
-                # torch raises in the middle of whatever runs when a worker is killed.
+                # When a worker is killed, torch's SIGCHLD handler raises in the running code.
                 with suppress(RuntimeError):
                     worker.kill()
-                    worker.join(DYING_S)
+                    worker.join(EXIT_WAIT_S)
         shutdown = getattr(batches, "_shutdown_workers", None)
         if shutdown is not None:
             shutdown()
@@ -271,21 +270,21 @@ def open_loader(loader: DataLoader[Batch]) -> Iterator[Iterator[Batch]]:
 def _watched(
     batches: Iterator[Batch | _Filled | UserError], *, timeout_s: float
 ) -> Iterator[Batch]:
-    looks = 0
+    num_timeouts = 0
     while True:
         try:
             batch = next(batches)
-            looks = 0
+            num_timeouts = 0
         except StopIteration:
             return
         except (RuntimeError, OSError, EOFError) as error:
-            looks += 1
-            if _is_timeout(error) and looks < LOOKS:
+            num_timeouts += 1
+            if _is_timeout(error) and num_timeouts < TIMEOUT_PARTS:
                 continue
-            # OSError, EOFError: it died in the middle of a message.
+            # OSError, EOFError: a worker died while sending.
             raise _worker_error(batches, error, timeout_s=timeout_s) from None
         if isinstance(batch, UserError):
-            # Of this rank's samples: the others know nothing of it.
+            # RankError: the other ranks do not know about this error.
             raise RankError(
                 batch.what, where=batch.where, allowed=batch.allowed, next_step=batch.next_step
             )
@@ -293,23 +292,23 @@ def _watched(
 
 
 def _worker_error(batches: object, error: Exception, *, timeout_s: float) -> Exception:
-    """For people, where a worker is at fault; anything else as it is."""
+    """A RankError that names dead or hung workers; any other error unchanged."""
     workers = getattr(batches, "_workers", [])
     if isinstance(error, OSError | EOFError) or "is killed by signal" in str(error):
-        wait([worker.sentinel for worker in workers], timeout=DYING_S)
+        wait([worker.sentinel for worker in workers], timeout=EXIT_WAIT_S)
     dead = [worker for worker in workers if not worker.is_alive()]
     if dead:
         codes = ", ".join(f"{worker.name} (pid {worker.pid}): {worker.exitcode}" for worker in dead)
         return RankError(
             f"a loader worker died; exit codes: {codes}",
             where="data.num_workers",
-            next_step="-9 is mostly the system's memory killer: lower data.num_workers or ask for "
-            "more memory; -7 is full shared memory: enlarge /dev/shm (docker: --shm-size)",
+            next_step="exit code -9 usually means the OOM killer: lower data.num_workers or raise "
+            "the job's memory; -7 means full shared memory: enlarge /dev/shm (docker: --shm-size)",
         )
     if not _is_timeout(error):
         return error
     task = getattr(batches, "_task_info", {}).get(getattr(batches, "_rcvd_idx", None), (None,))
-    # A stopped one may hold the lock that the one whose turn it is needs to hand over its batch.
+    # A stopped worker may hold the lock that the worker next in turn needs to send its batch.
     slow = [
         f"{worker.name} (pid {worker.pid}, {process_state(worker.pid)})"
         for number, worker in enumerate(workers)
@@ -318,8 +317,8 @@ def _worker_error(batches: object, error: Exception, *, timeout_s: float) -> Exc
     return RankError(
         f"{', '.join(slow) or 'a loader worker'} gave no batch for {timeout_s:g} s",
         where="data.timeout_s",
-        next_step="check the storage that the shards lie on; raise data.timeout_s if it is "
-        "only slow (py-spy dump --pid PID shows where a worker is)",
+        next_step="check the storage of the shards; raise data.timeout_s if it is only slow "
+        "(py-spy dump --pid PID shows what a worker is doing)",
     )
 
 
@@ -328,5 +327,5 @@ def _is_timeout(error: Exception) -> bool:
 
 
 def _responds(pid: int) -> bool:
-    """A stopped process, or one that waits for dead storage, would never hear of the end."""
+    """False for a process that is stopped or waits for dead storage: it would never exit."""
     return process_state(pid) in ("running", "sleeping")

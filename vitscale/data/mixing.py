@@ -1,11 +1,10 @@
-"""Mixup and CutMix of a micro-batch on its device.
+"""Apply Mixup and CutMix to a micro-batch, on its device.
 
-Owns: who is mixed with whom, how much, and the mixed images.
 Leaves out: the loss of mixed labels (`vitscale.training.losses`).
 
-Partners are neighbours in the order of training, positions 2i and 2i + 1, which lie in one
-micro-batch on every layout as long as it is even. What is drawn depends on the seed and the step
-(or pair) alone. So any number of ranks and accumulated micro-batches gives the same mixed images.
+Partners are the positions 2i and 2i + 1 of training, which are in one micro-batch on every layout
+if its size is even. Random numbers depend on the seed and the step (or pair) alone. So the mixed
+images are the same for any number of ranks and accumulated micro-batches.
 """
 
 from __future__ import annotations
@@ -24,22 +23,22 @@ from vitscale.distributed.random_numbers import CounterRandom, stream_key
 
 @dataclass(frozen=True, slots=True)
 class Blend:
-    """How the two images of a pair are mixed; each keeps `share` of itself."""
+    """How the two images of a pair are mixed; each keeps `share` of its pixels or values."""
 
     share: float
     box: tuple[int, int, int, int] | None = None
-    """(top, left, bottom, right) of what is taken from the partner; None: all pixels are mixed."""
+    """(top, left, bottom, right) of the box taken from the partner; None: Mixup of all pixels."""
 
 
 def mix_batch(
     batch: Batch, settings: MixingSettings, *, seed: int, step: int, first_position: int
 ) -> Batch:
-    """The batch with images mixed, float32 0..255, and labels as the losses take them.
+    """Mix images (float32, 0..255) and set `mixed_labels` and `mix_lambda`.
 
-    first_position: of the batch's first sample in training; even.
+    first_position: position in training of the batch's first sample; even.
     """
     num, _, size, _ = batch.images.shape
-    assert num % 2 == 0 and first_position % 2 == 0, "refused by the training plan"
+    assert num % 2 == 0 and first_position % 2 == 0, "the training plan must refuse this"
     if settings.mode == "batch":
         blends = [draw_blend(settings, stream_key("mix", seed, step), image_size=size)]
     else:
@@ -62,15 +61,15 @@ def draw_blend(settings: MixingSettings, key: int, *, image_size: int) -> Blend:
     switched = random.uniform() < settings.switch_probability
     if mixup is not None and (cutmix is None or not switched):
         share = symmetric_beta(mixup, random)
-        # The larger share, as in AugReg. Both images of a pair come, each as the main one once, so
-        # the other choice gives the same two images.
+        # The larger share, as in AugReg. Each image of a pair is the main one once, so the smaller
+        # share would give the same two images.
         return Blend(max(share, 1 - share))
     assert cutmix is not None
     return cutmix_box(symmetric_beta(cutmix, random), random, image_size=image_size)
 
 
 def cutmix_box(share: float, random: CounterRandom, *, image_size: int) -> Blend:
-    """A square around any pixel, cut off at the border; the share is that of the true area.
+    """A square around a random pixel, clipped at the border; the share follows from its true area.
 
     Source: Yun et al. 2019, eq. 2; rounding as in timm.
     """
@@ -83,15 +82,15 @@ def cutmix_box(share: float, random: CounterRandom, *, image_size: int) -> Blend
 
 
 def mix_images(images_B3SS: torch.Tensor, blends: list[Blend]) -> torch.Tensor:
-    """Each image with its neighbour, float32 in the images' own units; nothing is rounded.
+    """Mix each image with its partner; float32, same value range, not rounded.
 
-    blends: one for each pair, or one for all.
+    blends: one per pair, or one for all.
     """
     device, size = images_B3SS.device, images_B3SS.shape[-1]
     keep_P = torch.tensor([1.0 if blend.box else blend.share for blend in blends], device=device)
     keep_P11SS = keep_P.view(-1, 1, 1, 1, 1)
     if any(blend.box for blend in blends):
-        # On the device: a mask for every pair would be long to copy.
+        # Made on the device: copying a mask per pair would be slow.
         boxes_P4 = torch.tensor([blend.box or (0, 0, 0, 0) for blend in blends], device=device)
         top, left, bottom, right = boxes_P4[:, :, None].unbind(1)
         line_S = torch.arange(size, device=device)
@@ -100,14 +99,14 @@ def mix_images(images_B3SS: torch.Tensor, blends: list[Blend]) -> torch.Tensor:
         cut_PSS = rows_PS[:, :, None] & columns_PS[:, None, :]
         keep_P11SS = keep_P11SS * ~cut_PSS[:, None, None]
     own_P23SS = images_B3SS.float().unflatten(0, (-1, 2))
-    # Exact at weights 0 and 1, so CutMix leaves pixels as they are.
+    # Exact at weights 0 and 1, so CutMix copies pixels unchanged.
     return torch.lerp(own_P23SS.flip(1), own_P23SS, keep_P11SS).flatten(0, 1)
 
 
 def symmetric_beta(alpha: float, random: CounterRandom) -> float:
-    """A number from Beta(alpha, alpha), exactly distributed.
+    """An exact draw from Beta(alpha, alpha).
 
-    Below 1 by Joehnk 1964, in logarithms since powers of 1 / alpha underflow; from 1 on by
+    alpha < 1: Joehnk 1964, in logarithms, because powers of 1 / alpha underflow. alpha >= 1:
     Ulrich 1984. Source of both: Devroye 1986, ch. IX.3 and IX.4.
     """
     if alpha >= 1:

@@ -1,11 +1,12 @@
-"""The order of samples: a pure function of (index fingerprint, seed, epoch).
+"""Map positions of training to samples: a pure function of (index fingerprint, seed, epoch).
 
-Owns: which sample stands at which position of training, and who reads it.
-Leaves out: reading. There is no shuffle buffer and no state: a position is one integer.
+Owns: which sample is at which position, and which rank reads it. There is no shuffle buffer and no
+state: a position is one integer.
+Leaves out: reading.
 
-The permutation is shard-blocked: shards are permuted, runs of `BLOCK_SHARDS` of them form a block,
-and samples are permuted inside a block. Reads stay within a few open files, and only the block at
-hand has to be computed, so a jump to any position costs the same.
+The permutation is shard-blocked: shards are permuted, `BLOCK_SHARDS` consecutive ones form a block,
+and samples are permuted inside a block. So reads touch few files at a time, only the current block
+is computed, and seeking to any position costs the same.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import numpy as np
 
 from vitscale.distributed.random_numbers import permutation, stream_key
 
-# A checkpoint of another version is refused: it would go on in another order. To be raised with
-# any change of what stands at a position.
+# Raise with any change of the order. A checkpoint of another version is refused: the run would
+# resume in another order.
 ORDER_VERSION = 1
 BLOCK_SHARDS = 16
 MIXTURE_BLOCK = 1 << 14
@@ -33,7 +34,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SampleOrder:
-    """The endless sequence of samples of one split."""
+    """The infinite sequence of samples of one split."""
 
     shard_lengths: tuple[int, ...]
     fingerprint: str
@@ -41,7 +42,7 @@ class SampleOrder:
 
     @cached_property
     def first_samples(self) -> np.ndarray:
-        """int64 [shards + 1]: number of each shard's first sample."""
+        """int64 [shards + 1]: number of the first sample of each shard."""
         return np.concatenate([[0], np.cumsum(np.array(self.shard_lengths, dtype=np.int64))])
 
     @cached_property
@@ -56,7 +57,7 @@ class SampleOrder:
         return epoch, int(self._block_samples(epoch, block)[offset - starts[block]])
 
     def shards_ahead(self, *, epoch: int, shard: int) -> list[int]:
-        """Shards of the block that a shard is read in, then those of the block after it."""
+        """Shards of the block that holds `shard`, then those of the next block."""
         shards, starts = self._blocks(epoch)
         block = int(np.flatnonzero(shards == shard)[0]) // BLOCK_SHARDS
         ahead = shards[block * BLOCK_SHARDS : (block + 2) * BLOCK_SHARDS].tolist()
@@ -65,7 +66,7 @@ class SampleOrder:
         return list(dict.fromkeys(ahead))
 
     def _blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Permuted shard numbers, and the offset in the epoch at which each block starts."""
+        """Permuted shard numbers, and the offset of each block in the epoch."""
         found = self._recent_epochs.get(epoch)
         if found is None:
             key = stream_key("shards", self.fingerprint, self.seed, epoch)
@@ -88,7 +89,7 @@ class SampleOrder:
             _remember(self._recent_blocks, (epoch, block), found)
         return found
 
-    # Each order's own: shared by all, they would be emptied by a mixture of many sets.
+    # Caches per order: a mixture of many sets would thrash a shared one.
     @cached_property
     def _recent_epochs(self) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         return {}
@@ -99,7 +100,7 @@ class SampleOrder:
 
 
 def _remember(recent: dict[K, V], key: K, value: V) -> None:
-    """Views and shards ahead need two at a time, in turns; the oldest leaves."""
+    """Evicts the oldest. Views and `shards_ahead` alternate between two entries."""
     if len(recent) == REMEMBERED:
         del recent[next(iter(recent))]
     recent[key] = value
@@ -107,72 +108,72 @@ def _remember(recent: dict[K, V], key: K, value: V) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What stands at one position of training."""
+    """The sample at one position of training."""
 
     part: int
     """Which set of shards."""
     epoch: int
-    """How often that set has been passed through."""
+    """Completed passes over that set."""
     sample: int
     view: int
-    """0, or with repeated augmentation which of the sample's views."""
+    """0, or with repeated augmentation the number of the view."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingOrder:
-    """The endless sequence over several sets of shards, each sample in one or more views.
+    """The infinite sequence over several sets of shards, with one or more views per sample.
 
-    Every run of `MIXTURE_BLOCK` places holds each set's share of them, permuted; a set goes through
-    its own `SampleOrder`, whatever the others do.
+    Each block of `MIXTURE_BLOCK` slots contains the share of each set, permuted; each set follows
+    its own `SampleOrder`, independent of the others.
     """
 
     parts: tuple[SampleOrder, ...]
     shares: tuple[int, ...]
     """Parts per million of the samples; sum 1,000,000."""
     views: int = 1
-    """Views of a sample lie `VIEW_BLOCK` positions apart, in one run of views * VIEW_BLOCK, which a
-    global batch that is no multiple of it divides. Hoffer et al. 2020; 3 in DeiT."""
+    """Views of a sample are `VIEW_BLOCK` positions apart, in one block of views * VIEW_BLOCK. A
+    global batch that is no multiple of this block splits some. Hoffer et al. 2020; 3 in DeiT."""
 
     def at(self, position: int) -> Draw:
-        """What stands at a position counted from the start of training. O(block)."""
+        """The sample at a position counted from the start of training. O(block)."""
         block, inside = divmod(position, self.views * VIEW_BLOCK)
         view, slot = divmod(inside, VIEW_BLOCK)
-        part, place = self._place(block * VIEW_BLOCK + slot)
-        epoch, sample = self.parts[part].at(place)
+        part, part_position = self._part_position(block * VIEW_BLOCK + slot)
+        epoch, sample = self.parts[part].at(part_position)
         return Draw(part, epoch, sample, view)
 
-    def _place(self, slot: int) -> tuple[int, int]:
+    def _part_position(self, slot: int) -> tuple[int, int]:
         """(set, position in the set's own order)."""
         if len(self.parts) == 1:
             return 0, slot
         block, inside = divmod(slot, MIXTURE_BLOCK)
-        parts, places = _mixture_block(self, block)
-        return int(parts[inside]), int(places[inside])
+        parts, positions = _mixture_block(self, block)
+        return int(parts[inside]), int(positions[inside])
 
 
-# By identity: comparing orders would cost more than looking up a sample.
+# `eq=False` makes this cache compare by identity: comparing orders would be slow.
 @lru_cache(maxsize=8)
 def _mixture_block(order: TrainingOrder, block: int) -> tuple[np.ndarray, np.ndarray]:
     """(set, position in the set's own order) of each slot of one block."""
 
-    def taken(num_slots: int) -> np.ndarray:
+    def counts(num_slots: int) -> np.ndarray:
         """Slots of each set among the first `num_slots`."""
         ends = [num_slots * share // MILLION for share in np.cumsum(order.shares).tolist()]
         return np.diff(np.array([0, *ends], dtype=np.int64))
 
-    starts, ends = taken(block * MIXTURE_BLOCK), taken((block + 1) * MIXTURE_BLOCK)
+    starts, ends = counts(block * MIXTURE_BLOCK), counts((block + 1) * MIXTURE_BLOCK)
     parts = np.repeat(np.arange(len(order.parts)), ends - starts)
-    places = np.concatenate([np.arange(*span) for span in zip(starts, ends, strict=True)])
+    positions = np.concatenate([np.arange(*span) for span in zip(starts, ends, strict=True)])
     names = tuple(part.fingerprint for part in order.parts)
     chosen = permutation(
         MIXTURE_BLOCK, key=stream_key("mixture", names, order.parts[0].seed, block)
     )
-    # Which set stands where is permuted; within a set the order stays its own.
-    parts_there = parts[chosen]
-    places_there = np.empty_like(places)
+    # The sets are permuted over the slots; each set keeps its own order.
+    permuted_parts = parts[chosen]
+    permuted_positions = np.empty_like(positions)
     for part in range(len(order.parts)):
-        places_there[parts_there == part] = places[parts == part]
-    return parts_there, places_there
+        permuted_positions[permuted_parts == part] = positions[parts == part]
+    return permuted_parts, permuted_positions
 
 
 def rank_batches(
@@ -185,8 +186,8 @@ def rank_batches(
 ) -> Iterator[list[int]]:
     """Positions of this rank's micro-batches between two positions of training.
 
-    Each run of world_size * micro_batch positions is one forward pass of all ranks; `start` and
-    `stop` are multiples of the global batch.
+    All ranks together process world_size * micro_batch consecutive positions per forward pass;
+    `start` and `stop` are multiples of the global batch.
     """
     stride = world_size * micro_batch
     assert (stop - start) % stride == 0

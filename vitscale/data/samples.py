@@ -1,10 +1,9 @@
-"""One sample: its bytes, its pixels, and what takes its place when they cannot be had.
+"""Read, crop and augment single samples; substitute unreadable ones.
 
-Owns: reading, augmenting by the sample's own counters, and substitutes for unreadable samples.
-Leaves out: the order (`order`), batches and processes (`loader`).
+Leaves out: the order (`order`), batches and worker processes (`loader`).
 
-A sample's bytes, crop, flip and augmentation depend on (seed, epoch, sample, view) alone, so any
-number of ranks and workers gives the same pixels.
+Crop, flip and augmentation of a sample depend on (seed, epoch, sample, view) alone, so the pixels
+are the same for any number of ranks and workers.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex
 from vitscale.data.index_keys import sample_names
 from vitscale.data.order import Draw
-from vitscale.data.remote.shards import RemoteSamples, read_ahead
+from vitscale.data.remote.shards import RemoteSamples, prefetch
 from vitscale.data.settings import DataSettings
 from vitscale.data.shard_files import ShardFiles
 from vitscale.data.training_set import TrainingSet
@@ -29,8 +28,8 @@ from vitscale.images.augment import augment
 from vitscale.images.decoders import DECODERS, resolve_decoder
 from vitscale.images.settings import AugmentSettings
 
-# As many neighbours as this are tried before a sample is given up.
-SUBSTITUTES = 8
+# Tried in place of an unreadable sample before the run ends.
+MAX_SUBSTITUTES = 8
 
 
 class Unreadable(NamedTuple):
@@ -39,7 +38,7 @@ class Unreadable(NamedTuple):
     part: int
     """Which set of shards."""
     sample: int
-    """Its number there; what it is called is for the trainer to find out, once."""
+    """Its number in that set; the trainer looks up the key, once."""
     shard: str
     error: str
 
@@ -52,18 +51,18 @@ class SplitReader:
         self.files = ShardFiles(index.shard_paths)
         self.remote: RemoteSamples | None = None
         if index.remote is not None:
-            assert index.content is not None
+            assert index.hash_prefix is not None
             self.remote = RemoteSamples(
                 index.remote,
                 shard_of=index.shard_of,
                 offset=index.offset,
                 length=index.length,
-                content=index.content,
+                hash_prefix=index.hash_prefix,
             )
 
     def bytes_of(self, sample: int) -> bytes:
-        """The image as stored. Raises OSError when its bytes are lost, UserError when the storage
-        cannot be reached."""
+        """The image as stored. Raises OSError if its bytes are lost, UserError if the storage
+        cannot be accessed."""
         if self.remote is not None:
             return self.remote.read(sample)
         index = self.index
@@ -80,19 +79,21 @@ class SplitReader:
         number = self.index.shard_of[sample]
         remote = self.index.remote
         shard = self.files.paths[number] if remote is None else str(remote.urls[number])
-        # Pillow's messages hold addresses; the same damage is to read the same everywhere.
+        # Pillow's messages contain addresses; remove them, so equal damage gives equal messages.
         text = re.sub(r" <.* at 0x[0-9a-f]+>", "", str(error))
         return Unreadable(self.part, sample, shard, text)
 
-    def ending(self, lost: Unreadable, *, more: str = "", next_step: str) -> UserError:
-        """For a sample without which the run ends."""
-        (name,) = sample_names([self.index], [(0, lost.sample)])
-        what = f"sample {name} cannot be read ({lost.error}){more}"
-        return UserError(what, where=lost.shard, next_step=next_step)
+    def unreadable_error(
+        self, unreadable: Unreadable, *, more: str = "", next_step: str
+    ) -> UserError:
+        """The error that ends a run because of this sample."""
+        (name,) = sample_names([self.index], [(0, unreadable.sample)])
+        what = f"sample {name} cannot be read ({unreadable.error}){more}"
+        return UserError(what, where=unreadable.shard, next_step=next_step)
 
 
 class TrainingSamples:
-    """Augmented samples by position in training."""
+    """Augmented training samples, by position in training."""
 
     def __init__(
         self, training_set: TrainingSet, *, settings: DataSettings, image_size: int, seed: int
@@ -105,8 +106,8 @@ class TrainingSamples:
         self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
         self.augments = settings.augment != AugmentSettings()
 
-    def announce(self, positions: Sequence[int]) -> None:
-        """Let samples that lie behind URLs be fetched while others are decoded."""
+    def prefetch(self, positions: Sequence[int]) -> None:
+        """Fetch remote samples in the background while others are decoded."""
         if not any(part.remote for part in self.parts):
             return
         draws = [self.order.at(position) for position in positions]
@@ -120,19 +121,19 @@ class TrainingSamples:
                 epoch=last[number].epoch, shard=int(part.index.shard_of[last[number].sample])
             )
             shards += [(part.remote, shard) for shard in ahead]
-        read_ahead(samples, shards=shards)
+        prefetch(samples, shards=shards)
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        """Write the image that stands at `position` into `out`, uint8 [3, S, S].
+        """Write the image at `position` into `out`, uint8 [3, S, S].
 
-        Returns its label, and the samples in whose place it stands. Raises UserError when no
-        substitute can be read either, or when the storage cannot be reached: a substitute for what
-        is there again tomorrow would depend on the day.
+        Returns its label, and the unreadable samples that it substitutes.
+        Raises UserError if no substitute can be read either, or if the storage cannot be accessed:
+        outages are transient, and substituting would make runs non-deterministic.
         """
         draw = self.order.at(position)
         reader = self.parts[draw.part]
         unreadable: list[Unreadable] = []
-        for attempt in range(SUBSTITUTES + 1):
+        for attempt in range(MAX_SUBSTITUTES + 1):
             sample = self._substitute(draw, attempt) if attempt else draw.sample
             try:
                 self._augmented(reader.bytes_of(sample), draw, out)
@@ -141,14 +142,14 @@ class TrainingSamples:
                 raise
             except (OSError, ValueError) as error:
                 unreadable.append(reader.unreadable(sample, error))
-        raise reader.ending(
+        raise reader.unreadable_error(
             unreadable[0],
-            more=f", nor can {SUBSTITUTES} others tried in its place",
+            more=f", nor can {MAX_SUBSTITUTES} substitutes",
             next_step="check the storage; data_prep/verify_shards.py names every damaged shard",
         )
 
     def _substitute(self, draw: Draw, attempt: int) -> int:
-        """Another sample of the same set, the same one on every layout and in every resume."""
+        """Another sample of the same set; the same one on every layout and after every resume."""
         key = stream_key("substitute", self.seed, draw.part, draw.epoch, draw.sample, attempt)
         return key % self.parts[draw.part].index.num_samples
 
@@ -177,32 +178,32 @@ class TrainingSamples:
         if right or down:
             out.copy_(crops.reflected(out, right=-right if flip else right, down=down))
         if self.augments:
-            # A stream of its own: crop and flip stay what they are without augmentation.
+            # A separate stream, so that augmentation does not change crop and flip.
             random = CounterRandom(augmentation_key(self.seed, draw, purpose="augment2"))
             mean, std = settings.mean, settings.std
             out.copy_(augment(out, settings.augment, random, mean=mean, std=std))
 
 
 def augmentation_key(seed: int, draw: Draw, *, purpose: str = "augment") -> int:
-    """What the augmentation of one sample at one position depends on."""
+    """Key of the random numbers for one view of one sample in one epoch."""
     further = (draw.part, draw.view) if draw.part or draw.view else ()
     return stream_key(purpose, seed, draw.epoch, draw.sample, *further)
 
 
 class EvaluationSamples:
-    """Samples by stored position, resized without chance."""
+    """Evaluation samples, by stored position; resized deterministically."""
 
     def __init__(self, index: SplitIndex, *, settings: DataSettings, image_size: int) -> None:
         self.reader = SplitReader(index)
         self.settings, self.image_size = settings, image_size
         self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
 
-    def announce(self, samples: Sequence[int]) -> None:
-        """Let samples that lie behind a URL be fetched while others are decoded."""
+    def prefetch(self, samples: Sequence[int]) -> None:
+        """Fetch remote samples in the background while others are decoded."""
         remote = self.reader.remote
         if remote is not None:
             shards = sorted({int(self.reader.index.shard_of[sample]) for sample in samples})
-            read_ahead(
+            prefetch(
                 [(remote, sample) for sample in samples],
                 shards=[(remote, shard) for shard in shards],
             )
@@ -210,16 +211,16 @@ class EvaluationSamples:
     def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write the image of `sample` into `out`, uint8 [3, S, S]; returns its label.
 
-        Raises UserError when it cannot be read: an accuracy over other images would be another.
+        Raises UserError if it cannot be read: substituting samples would change the metric.
         """
         try:
             self._resized(self.reader.bytes_of(sample), out)
         except UserError:
             raise
         except (OSError, ValueError) as error:
-            raise self.reader.ending(
+            raise self.reader.unreadable_error(
                 self.reader.unreadable(sample, error),
-                next_step="make the shards again: they changed since data preparation",
+                next_step="make the shards again: they have changed since data preparation",
             ) from None
         return self.reader.label(sample), []
 

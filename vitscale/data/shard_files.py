@@ -1,7 +1,7 @@
-"""Byte ranges of shards.
+"""Read byte ranges of local shards.
 
-Owns: open files, one set per process; which errors are a file's own.
-Leaves out: which range is which sample (`index`).
+Owns: open files, one set per process; which errors mean lost data.
+Leaves out: the ranges of samples (`index`).
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from pathlib import Path
 from vitscale.config.errors import UserError
 
 MAX_OPEN_SHARDS = 64
-# Bytes that are lost: a bad block, a checksum or structure that the file system finds broken. With
-# every other error (stale handle, no memory, too many open files, ...) they are there another day.
-LOST = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
+# Data are lost: a bad block, or a checksum or structure that the file system finds broken. Other
+# errors (stale handle, no memory, too many open files, ...) are transient.
+DATA_LOSS_ERRNOS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
 
 
 class ShardFiles:
-    """The shards of one split; copied into worker processes without open files."""
+    """The shards of one split. Holds no open files, so it can be copied into worker processes."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self.paths = tuple(os.fspath(path) for path in paths)
 
     def read(self, shard: int, *, offset: int, num_bytes: int) -> bytes:
-        """Bytes of one range. Raises OSError when they are lost or end too early, UserError when
-        the file cannot be reached."""
+        """Bytes of one range. Raises OSError if they are lost or the file is too short, UserError
+        if the file cannot be accessed."""
         try:
             data = os.pread(_descriptor(self.paths[shard], os.getpid()), num_bytes, offset)
         except OSError as error:
-            if error.errno in LOST:
+            if error.errno in DATA_LOSS_ERRNOS:
                 raise
             raise UserError(
                 f"cannot be read ({error.strerror})",
                 where=self.paths[shard],
                 next_step="check the storage and the limits of this machine (ulimit -n, memory), "
-                "and run the same command again",
+                "then run the same command again",
             ) from None
         if len(data) < num_bytes:
             raise OSError(f"ends after {offset + len(data)} bytes")
@@ -51,7 +51,7 @@ def _open_files(process: int) -> _OpenFiles:
 
 
 class _OpenFiles:
-    """The most recently used files, open; closed when others take their place."""
+    """Least-recently-used cache of open files."""
 
     def __init__(self) -> None:
         self.descriptors: dict[str, int] = {}
@@ -67,5 +67,5 @@ class _OpenFiles:
 
 
 def _descriptor(path: str, process: int) -> int:
-    # By process: a descriptor shared with a forked process would be closed under its hands.
+    # Per process: a forked process must not close descriptors that its parent uses.
     return _open_files(process).get(path)

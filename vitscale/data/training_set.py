@@ -1,7 +1,7 @@
-"""What a run trains on: one or several sets of shards, whole or in part, in one order.
+"""Open the training set of a run: one or several sets of shards, or subsets of them.
 
-Owns: subsets, mixtures, and the identity of the whole.
-Leaves out: the order itself (`order`) and reading (`loader`).
+Owns: subsets, mixtures, and the fingerprint of the whole.
+Leaves out: the order (`order`) and reading (`loader`).
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from vitscale.data.settings import DataSettings, TrainingShards
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSet:
-    """The samples of a run and the order in which they come."""
+    """The training samples of a run and their order."""
 
     parts: tuple[SplitIndex, ...]
     order: TrainingOrder
     fingerprint: str
-    """Names everything that decides the order, besides the seed."""
+    """Hash of everything that determines the order, except the seed."""
 
     @property
     def num_samples(self) -> int:
-        """Of all parts together: what an epoch is counted in."""
+        """Samples of all parts: the length of an epoch."""
         return sum(part.num_samples for part in self.parts)
 
     @property
@@ -46,11 +46,13 @@ class TrainingSet:
 
 
 def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
-    """Read every index. Raises UserError for damaged folders and parts that do not fit."""
-    reading = settings.remote
-    parts = [_read_part(settings, where="data", reading=reading)]
+    """Read every index. Raises UserError for damaged folders and incompatible label maps."""
+    remote_settings = settings.remote
+    parts = [_read_part(settings, where="data", remote_settings=remote_settings)]
     for number, mixed_in in enumerate(settings.mixture):
-        part = _read_part(mixed_in, where=f"data.mixture[{number}]", reading=reading)
+        part = _read_part(
+            mixed_in, where=f"data.mixture[{number}]", remote_settings=remote_settings
+        )
         if part.label_map_sha256 != parts[0].label_map_sha256:
             raise UserError(
                 f"its label map has {len(part.classes)} classes (the first is "
@@ -60,7 +62,7 @@ def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
                 next_step="prepare both with the same labels.space",
             )
         parts.append(part)
-    _check_cache(parts, reading)
+    _check_cache(parts, remote_settings)
     shares = [round(mixed_in.share * MILLION) for mixed_in in settings.mixture]
     order = TrainingOrder(
         parts=tuple(
@@ -73,9 +75,11 @@ def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
     return TrainingSet(parts=tuple(parts), order=order, fingerprint=_fingerprint(order))
 
 
-def _read_part(settings: TrainingShards, *, where: str, reading: RemoteSettings) -> SplitIndex:
+def _read_part(
+    settings: TrainingShards, *, where: str, remote_settings: RemoteSettings
+) -> SplitIndex:
     folder = location_of(settings.path, where=f"{where}.path")
-    index = read_split(folder, split=settings.train_split, reading=reading)
+    index = read_split(folder, split=settings.train_split, remote_settings=remote_settings)
     if settings.first_percent < 100:
         num = math.ceil(index.num_samples * settings.first_percent / 100)
         index = index.subset(np.arange(num), name=f"first {num}")
@@ -84,7 +88,7 @@ def _read_part(settings: TrainingShards, *, where: str, reading: RemoteSettings)
         rows = np.flatnonzero(np.isin(index.label, labels))
         if not len(rows):
             raise UserError(
-                f"none of the {index.num_samples} samples is of these classes",
+                f"none of the {index.num_samples} samples has one of these classes",
                 where=f"{where}.only_classes",
                 next_step="choose other classes, or a larger first_percent",
             )
@@ -92,19 +96,19 @@ def _read_part(settings: TrainingShards, *, where: str, reading: RemoteSettings)
     return index
 
 
-def _check_cache(parts: Sequence[SplitIndex], reading: RemoteSettings) -> None:
-    """Refuse a cache in which the shards that the order reads at once would evict each other."""
+def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -> None:
+    """Raise UserError if the cache cannot hold the shards that the order reads at once."""
     needed = sum(
         sum(sorted(part.remote.sizes, reverse=True)[:BLOCK_SHARDS])
         for part in parts
         if part.remote is not None and part.remote.cache is not None
     )
-    if needed > reading.cache_gib * 2**30:
+    if needed > remote_settings.cache_gib * 2**30:
         raise UserError(
-            f"{reading.cache_gib:g} GiB hold less than the shards that are read at once "
+            f"{remote_settings.cache_gib:g} GiB are less than the shards that are read at once "
             f"({needed / 2**30:.3g} GiB: the {BLOCK_SHARDS} largest of each set)",
             where="data.remote.cache_gib",
-            next_step="raise it, twice as much lets shards be fetched ahead; or set "
+            next_step="raise it (twice as much allows prefetching), or set "
             "data.remote.cache_path=null to read by range",
         )
 

@@ -1,16 +1,16 @@
-"""Augmentation of one image after crop and flip: a pure function of image, settings and counter.
+"""Augment one image after crop and flip: a pure function of image, settings and random counter.
 
-Owns: which operations the recipes apply, how strongly, and in what order chance is asked.
-Leaves out: the operations (`pixel_operations`), crop and flip (`images`), mixing (`mixing`).
+Owns: the operations and strengths of each recipe, and the order of random draws.
+Leaves out: the operations (`pixel_operations`), crop and flip (`crops`), mixing (`data.mixing`).
 
-Order: RandAugment or 3-Augment, colour jitter, erasing. Without settings the image comes back as it
-is. Images are uint8 [3, H, W] and are never written to.
+Order: RandAugment or 3-Augment, colour jitter, erasing. Without settings the image is returned
+unchanged. Images are uint8 [3, H, W]; inputs are never modified.
 
-Two RandAugments exist. `augreg` is that of Steiner et al. 2021 (big_vision's `pp/autoaugment.py`,
-from the TPU EfficientNet code): 16 operations, always applied, nearest neighbour, pixels instead of
-shares, magnitudes 0..20, with the oddities that the published models were trained with.
-`timm` is `rand-mM-mstdS-inc1` of timm's `auto_augment.py`, DeiT's: 15 operations, each applied with
-probability 0.5, all stronger with magnitude, magnitudes 0..10.
+There are two RandAugments. `augreg` is that of Steiner et al. 2021 (big_vision's
+`pp/autoaugment.py`, from the TPU EfficientNet code): 16 operations, always applied, nearest
+neighbour, translation in pixels, magnitudes 0..20, with the quirks that the published models were
+trained with. `timm` is `rand-mM-mstdS-inc1` of timm's `auto_augment.py`, used by DeiT: 15
+operations, each applied with probability 0.5, all stronger with magnitude, magnitudes 0..10.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def augment(
 ) -> torch.Tensor:
     """The augmented image, uint8 [3, H, W].
 
-    mean, std: of the run's normalisation, of pixels 0..1: what "average colour" means to erasing.
+    mean, std: of the run's normalisation, for pixels 0..1; erasing fills with them.
     """
     if settings.randaugment is not None:
         image = rand_augment(image, settings.randaugment, random)
@@ -67,7 +67,7 @@ def augment(
 def rand_augment(
     image: torch.Tensor, settings: RandAugmentSettings, random: CounterRandom
 ) -> torch.Tensor:
-    """`num_ops` operations drawn with replacement. Source: Cubuk et al. 2019, and see above."""
+    """Apply `num_ops` operations, drawn with replacement. Source: Cubuk et al. 2019, and above."""
     operations = list(POLICIES[settings.policy].values())
     for _ in range(settings.num_ops):
         operation = operations[_below(len(operations), random)]
@@ -80,7 +80,7 @@ def rand_augment(
 
 
 def three_augment(image: torch.Tensor, random: CounterRandom) -> torch.Tensor:
-    """One of grayscale, solarize, blur; then colour jitter. Source: DeiT's `augment.py` (DeiT III).
+    """Grayscale, solarize or blur; then colour jitter. Source: DeiT's `augment.py` (DeiT III).
 
     Touvron et al. 2022, sec. 3.2; jitter 0.3 is the default of DeiT's `--ThreeAugment`.
     """
@@ -97,7 +97,7 @@ def three_augment(image: torch.Tensor, random: CounterRandom) -> torch.Tensor:
 def color_jitter(
     image: torch.Tensor, settings: ColorJitterSettings, random: CounterRandom
 ) -> torch.Tensor:
-    """Factors around 1, in random order. Source: torchvision's `ColorJitter` on Pillow images."""
+    """Jitter in random order. Source: torchvision's `ColorJitter` on Pillow images."""
     steps: list[Callable[[torch.Tensor], torch.Tensor]] = []
     for operation, reach in (
         (ops.brightness, settings.brightness),
@@ -128,8 +128,8 @@ def erase(
     """Fill a random box. Source: Zhong et al. 2017; boxes and modes of timm's `RandomErasing`.
 
     timm fills normalised images with 0 (const) or normal noise (rand: one colour, pixel: each
-    pixel). Here the same is written as uint8: the mean colour, or mean + std * noise in 16 bits of
-    probability, both rounded and cut off at 0 and 255.
+    pixel). Here the same is done in uint8: the mean colour, or mean + std * noise, drawn with 16
+    bits of probability; both are rounded and clipped to 0..255.
     """
     if random.uniform() >= settings.probability:
         return image
@@ -156,7 +156,7 @@ def _filling(
     mean: tuple[float, float, float],
     std: tuple[float, float, float],
 ) -> torch.Tensor:
-    """uint8, to be spread over [3, h, w]."""
+    """uint8, broadcastable to [3, h, w]."""
     if mode == "const":
         colour = [min(max(round(255 * m), 0), 255) for m in mean]
         return torch.tensor(colour, dtype=torch.uint8).view(3, 1, 1)
@@ -171,14 +171,14 @@ def _filling(
 
 @lru_cache(maxsize=8)
 def _noise_levels(mean: float, std: float) -> np.ndarray:
-    """uint8 [65536]: the levels of a normal distribution at equal steps of probability."""
+    """uint8 [65536]: quantiles of a normal distribution at equal steps of probability."""
     share = (torch.arange(1 << 16, dtype=torch.float64) + 0.5) / (1 << 16)
     level = (255 * (mean + std * torch.special.ndtri(share))).round().clamp(0, 255)
     return level.byte().numpy()
 
 
 def _codes(num: int, random: CounterRandom) -> np.ndarray:
-    """uint16 [num] from one draw; a draw for each pixel would take 50 ms."""
+    """uint16 [num] from one draw; one draw per pixel would take 50 ms."""
     start = np.uint64(int(random.uniform() * 2.0**53) << 11)
     with np.errstate(over="ignore"):
         x = start + np.arange(1, num // 4 + 2, dtype=np.uint64) * np.uint64(_GOLDEN)
@@ -192,7 +192,7 @@ def _codes(num: int, random: CounterRandom) -> np.ndarray:
 
 
 def _below(num: int, random: CounterRandom) -> int:
-    """A whole number in 0 .. num - 1."""
+    """An integer in 0 .. num - 1."""
     return int(random.uniform() * num)
 
 
@@ -205,21 +205,21 @@ def _normal(random: CounterRandom) -> float:
 
 
 def _augreg_contrast(image: torch.Tensor, m: float, _: CounterRandom) -> torch.Tensor:
-    """The "mean" is that of the histogram's 256 bins: pixels / 256, 196 at 224 px."""
+    """The "mean" is the mean count of the 256 histogram bins: pixels / 256, 196 at 224 px."""
     gray = min(image.shape[1] * image.shape[2] / 256, 255.0)
     return ops.contrast(image, factor=_enhance(m), gray=math.floor(gray))
 
 
 def _augreg_solarize(image: torch.Tensor, m: float, _: CounterRandom) -> torch.Tensor:
-    """The threshold becomes a uint8 by wrapping: 256 and 512 (magnitude 10, 20) mean 0.
+    """The threshold wraps to uint8: 256 and 512 (magnitudes 10 and 20) become 0.
 
-    Run on 2026-11-21 with TensorFlow 2.12 and numpy 1.23; later numpy refuses such numbers.
+    Checked on 2026-11-21 with TensorFlow 2.12 and numpy 1.23; later numpy raises an error.
     """
     return ops.solarize(image, threshold=int(m / 10 * 256) % 256)
 
 
 def _augreg_cutout(image: torch.Tensor, m: float, random: CounterRandom) -> torch.Tensor:
-    """A gray square of up to 2 * pad pixels around any pixel, cut off at the border."""
+    """A gray square of up to 2 * pad pixels around a random pixel, clipped at the border."""
     pad = int(m / 10 * 40)
     _, height, width = image.shape
     y, x = _below(height, random), _below(width, random)
@@ -230,7 +230,7 @@ def _augreg_cutout(image: torch.Tensor, m: float, random: CounterRandom) -> torc
 def _augreg_shear(
     image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool
 ) -> torch.Tensor:
-    """About the first pixel's centre."""
+    """Shear about the centre of the first pixel."""
     s = _either_sign(m / 10 * 0.3, random)
     matrix = (1.0, s, -s / 2, 0.0, 1.0, 0.0) if along_x else (1.0, 0.0, 0.0, s, 1.0, -s / 2)
     return ops.affine(image, matrix, interpolation="nearest", fill=GRAY)
@@ -239,7 +239,7 @@ def _augreg_shear(
 def _augreg_translate(
     image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool
 ) -> torch.Tensor:
-    """By up to 100 pixels (200 at magnitude 20), whatever the image's size."""
+    """Translate by up to 100 pixels (200 at magnitude 20), for any image size."""
     pixels = math.floor(_either_sign(m / 10 * 100, random) + 0.5)
     x, y = (pixels, 0) if along_x else (0, pixels)
     return ops.translate(image, x=x, y=y, fill=GRAY)
@@ -255,7 +255,7 @@ def _rotation(image: torch.Tensor, degrees: float) -> ops.Matrix:
 
 
 def _enhance(m: float) -> float:
-    """0.1 .. 1.9 .. 3.7 at magnitude 0 .. 10 .. 20: weak magnitudes change most."""
+    """0.1 .. 1.9 .. 3.7 at magnitude 0 .. 10 .. 20; 1, at magnitude 5, changes nothing."""
     return m / 10 * 1.8 + 0.1
 
 
@@ -276,7 +276,7 @@ def _timm_rotate(image: torch.Tensor, m: float, random: CounterRandom) -> torch.
 def _timm_shear(
     image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool
 ) -> torch.Tensor:
-    """About the corner."""
+    """Shear about the corner of the image."""
     s = _either_sign(m / 10 * 0.3, random)
     matrix = (1.0, s, 0.0, 0.0, 1.0, 0.0) if along_x else (1.0, 0.0, 0.0, s, 1.0, 0.0)
     return _timm_affine(image, matrix, random)
@@ -285,7 +285,7 @@ def _timm_shear(
 def _timm_translate(
     image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool
 ) -> torch.Tensor:
-    """By up to 45 % of the side."""
+    """Translate by up to 45 % of the side."""
     share = _either_sign(m / 10 * 0.45, random)
     x, y = (share * image.shape[2], 0.0) if along_x else (0.0, share * image.shape[1])
     return _timm_affine(image, (1.0, 0.0, x, 0.0, 1.0, y), random)
@@ -296,7 +296,7 @@ AUGREG: dict[str, Operation] = {
     "equalize": lambda image, m, random: ops.equalize(image),
     "invert": lambda image, m, random: ops.invert(image),
     "rotate": _augreg_rotate,
-    # 0 bits still keep the highest: TensorFlow limits a shift of 8 to 7.
+    # 0 bits keep the highest bit: TensorFlow limits a shift of 8 to 7.
     "posterize": lambda image, m, random: ops.posterize(image, bits=max(1, int(m / 10 * 4))),
     "solarize": _augreg_solarize,
     "color": lambda image, m, random: ops.saturation(image, factor=_enhance(m)),

@@ -1,6 +1,6 @@
-"""Image bytes to pixels: decode, crop, flip, resize. Pure functions; uint8 throughout.
+"""Decode with Pillow, draw crop boxes, resample and flip. Pure functions; uint8 throughout.
 
-Leaves out: reading bytes (`loader`) and normalising, which runs on the device (`engine`).
+Leaves out: faster decoders (`decoders`), normalisation, which runs on the device (`engine`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from vitscale.distributed.random_numbers import CounterRandom
 FORMATS = ("JPEG", "PNG", "WEBP")
 CROP_ATTEMPTS = 10
 PLAIN_CROP_PADDING = 4  # px of the output; DeiT's augment.py
-# Beyond this Pillow takes an image for a decompression bomb.
+# Pillow takes a larger image for a decompression bomb.
 MAX_PIXELS = 178_956_970
 
-# What Pillow raises, or has raised, on broken bytes besides OSError and ValueError.
+# Errors of Pillow on broken bytes, besides OSError and ValueError.
 PILLOW_ERRORS = (
     *(EOFError, LookupError, OverflowError, SyntaxError, TypeError),
     *(struct.error, zlib.error),
@@ -47,7 +47,7 @@ class CropBox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CropRequest:
-    """Which box of an image is wanted, and how it becomes `size` x `size` pixels."""
+    """A box of an image and how to resample it to `size` x `size` pixels."""
 
     box: CropBox
     size: int
@@ -60,10 +60,10 @@ class CropRequest:
 
 @contextmanager
 def open_image(data: bytes) -> Iterator[Image.Image]:
-    """The image with its header read. Raises OSError if unreadable, ValueError if too large."""
+    """Open an image and read its header. Raises OSError if unreadable, ValueError if too large."""
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            # Pillow's own limit is a global that anyone in the process may have lifted.
+            # Pillow's own limit is a global variable, which other code may have changed.
             if image.width * image.height > MAX_PIXELS:
                 raise ValueError(f"{image.width} x {image.height} pixels; at most {MAX_PIXELS}")
             yield image
@@ -74,7 +74,7 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
 
 
 def decode(data: bytes) -> torch.Tensor:
-    """Bytes of a JPEG, PNG or WebP as RGB pixels, uint8 [H, W, 3].
+    """Decode a JPEG, PNG or WebP to RGB pixels, uint8 [H, W, 3].
 
     Raises OSError if unreadable, ValueError if too large.
     """
@@ -90,7 +90,7 @@ def random_crop_box(
     aspect: tuple[float, float],
     random: CounterRandom,
 ) -> CropBox:
-    """A box of random area share and aspect ratio; the largest allowed centre box if none fits.
+    """A box of random area share and aspect ratio; the largest allowed centre box if no draw fits.
 
     Source: the inception crop, Szegedy et al. 2015, sec. 6; aspect log-uniform as in torchvision.
     """
@@ -109,12 +109,11 @@ def random_crop_box(
 def plain_crop_box(
     width: int, height: int, *, size: int, random: CounterRandom
 ) -> tuple[CropBox, int, int]:
-    """A square of the short side, and by how many output pixels the crop lies beyond it.
+    """A square of the short side, and how many output pixels the crop exceeds the image.
 
     DeiT resizes the short side to `size`, pads by 4 px and crops (`--src` in DeiT's `augment.py`,
-    Touvron et al. 2022, sec. 3.2 "simple random crop"). The resized crop is what it is there but
-    for half a pixel of the source, to which the box is rounded. Returns (box, right, down) for
-    `reflected`.
+    Touvron et al. 2022, sec. 3.2 "simple random crop"). This crop differs by at most half a source
+    pixel, because the box is rounded. Returns (box, right, down), the shifts for `reflected`.
     """
     short = min(width, height)
 
@@ -130,9 +129,9 @@ def plain_crop_box(
 
 
 def reflected(image_3SS: torch.Tensor, *, right: int, down: int) -> torch.Tensor:
-    """The view `right` and `down` pixels further; beyond the border the image is mirrored.
+    """Shift the view by `right` and `down` pixels; the image is mirrored beyond its border.
 
-    The outermost pixels are not repeated, as in numpy's and Pillow's "reflect".
+    Border pixels are not repeated, as in numpy's and Pillow's "reflect".
     """
     last = image_3SS.shape[-1] - 1
 

@@ -1,11 +1,11 @@
-"""Colour and geometry of one uint8 image [3, H, W], without chance: what augmentations are made of.
+"""Colour and geometry operations on one uint8 image [3, H, W]; deterministic.
 
-Owns: operations that give, level by level, what Pillow's operations on an RGB image give. Each
-returns a new tensor and leaves its input alone.
-Leaves out: which operation is applied, how strongly and in what order (`augment`).
+Owns: operations whose results equal Pillow's on an RGB image, level by level. Each returns a new
+tensor and does not modify its input.
+Leaves out: which operations are applied, their strength and order (`augment`).
 
-What depends on a channel's value alone is a table of 256 bytes or bit arithmetic. Resampling and
-blur are Pillow's own; merging and splitting channels costs them a fifth.
+Operations on single values are tables of 256 bytes or bit arithmetic. Resampling and blur call
+Pillow; merging and splitting channels is a fifth of their cost.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def invert(image_3HW: torch.Tensor) -> torch.Tensor:
 
 
 def solarize(image_3HW: torch.Tensor, *, threshold: int) -> torch.Tensor:
-    """Invert what is at or above `threshold`; 256 changes nothing."""
+    """Invert values at or above `threshold`; 256 changes nothing."""
     if threshold > 255:
         return image_3HW.clone()
     return image_3HW ^ torch.ge(image_3HW, threshold).view(torch.uint8).neg_()
 
 
 def solarize_add(image_3HW: torch.Tensor, *, addition: int, threshold: int = 128) -> torch.Tensor:
-    """Brighten what is below `threshold`."""
+    """Brighten values below `threshold`."""
     added = np.minimum(_LEVELS + addition, 255)
     return map_levels(image_3HW, np.where(_LEVELS < threshold, added, _LEVELS))
 
@@ -100,7 +100,7 @@ def grayscale(image_3HW: torch.Tensor) -> torch.Tensor:
 
 
 def desaturate(image_3HW: torch.Tensor) -> torch.Tensor:
-    """All three channels the luma."""
+    """Set all three channels to the luma."""
     return grayscale(image_3HW).repeat(3, 1, 1)
 
 
@@ -110,7 +110,7 @@ def brightness(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
 
 
 def contrast(image_3HW: torch.Tensor, *, factor: float, gray: float | None = None) -> torch.Tensor:
-    """Blend with an even gray: the mean luma, rounded, or the given level."""
+    """Blend with one gray level: the rounded mean luma, or `gray`."""
     if gray is None:
         gray = math.floor(float(grayscale(image_3HW).double().mean()) + 0.5)
     return map_levels(image_3HW, _blend_table(gray, factor))
@@ -122,7 +122,7 @@ def saturation(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
 
 
 def sharpness(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
-    """Blend with a smoothed image: 0 is smooth, 1 changes nothing. The border stays."""
+    """Blend with a smoothed image: 0 is smooth, 1 changes nothing. The border is not changed."""
     if min(image_3HW.shape[1:]) < 3:
         return image_3HW.clone()
     x = image_3HW.short()
@@ -135,14 +135,14 @@ def sharpness(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
 
 
 def shift_hue(image_3HW: torch.Tensor, *, turns: float) -> torch.Tensor:
-    """Turn the colour circle, in Pillow's 8-bit HSV."""
+    """Rotate the hue, in Pillow's 8-bit HSV."""
     h, s, v = _to_rgb(image_3HW).convert("HSV").split()
     shifted = h.point([(level + int(turns * 255)) % 256 for level in range(256)])
     return _from_rgb(Image.merge("HSV", [shifted, s, v]).convert("RGB"))
 
 
 def gaussian_blur(image_3HW: torch.Tensor, *, sigma: float) -> torch.Tensor:
-    """Pillow's blur, three boxes in a row, as the recipes use it."""
+    """Pillow's blur (three box filters), as the recipes use it."""
     return _from_rgb(_to_rgb(image_3HW).filter(ImageFilter.GaussianBlur(sigma)))
 
 
@@ -155,7 +155,7 @@ def fill_box(
 
 
 def rotation(degrees: float, *, width: int, height: int) -> Matrix:
-    """The matrix for `affine` that turns about the centre."""
+    """The matrix for `affine` that rotates about the centre."""
     angle = -math.radians(degrees)
     cos, sin = math.cos(angle), math.sin(angle)
     x, y = width / 2, height / 2
@@ -165,7 +165,7 @@ def rotation(degrees: float, *, width: int, height: int) -> Matrix:
 def affine(
     image_3HW: torch.Tensor, matrix: Matrix, *, interpolation: Interpolation, fill: int = 128
 ) -> torch.Tensor:
-    """Resample at (a x + b y + c, d x + e y + f), of pixel centres at halves; `fill` outside."""
+    """Resample at (a x + b y + c, d x + e y + f), pixel centres at halves; `fill` outside."""
     image = _to_rgb(image_3HW)
     resample, fills = _RESAMPLING[interpolation], (fill, fill, fill)
     method = Image.Transform.AFFINE
@@ -173,17 +173,17 @@ def affine(
 
 
 def translate(image_3HW: torch.Tensor, *, x: int, y: int, fill: int = 128) -> torch.Tensor:
-    """Move the content by whole pixels to the left and up; `fill` where nothing comes in."""
+    """Move the content left and up by whole pixels; `fill` the uncovered area."""
     _, height, width = image_3HW.shape
-    on_progress = torch.full_like(image_3HW, fill)
+    shifted = torch.full_like(image_3HW, fill)
     to_rows, from_rows = _overlap(y, height)
     to_columns, from_columns = _overlap(x, width)
-    on_progress[:, to_rows, to_columns] = image_3HW[:, from_rows, from_columns]
-    return on_progress
+    shifted[:, to_rows, to_columns] = image_3HW[:, from_rows, from_columns]
+    return shifted
 
 
 def _overlap(shift: int, size: int) -> tuple[slice, slice]:
-    """(where pixels arrive, where they come from) along one side."""
+    """(target, source) slices along one side."""
     shift = min(max(shift, -size), size)
     return slice(max(-shift, 0), size - max(shift, 0)), slice(max(shift, 0), size + min(shift, 0))
 
@@ -209,7 +209,7 @@ def _blend_table(gray: float, factor: float) -> np.ndarray:
 
 
 def _blend(from_1or3HW: torch.Tensor, to_3HW: torch.Tensor, factor: float) -> torch.Tensor:
-    """0 gives the first, 1 the second, above 1 goes beyond it; truncated as Pillow does."""
+    """0 gives the first, 1 the second, above 1 extrapolates; truncates as Pillow does."""
     low, mixed = from_1or3HW.float(), to_3HW.float()
-    # In place: a new tensor of this size costs more in page faults than its arithmetic.
+    # In place: page faults of a new tensor would cost more than the arithmetic.
     return mixed.sub_(low).mul_(factor).add_(low).clamp_(0, 255).byte()

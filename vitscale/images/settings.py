@@ -1,4 +1,4 @@
-"""Settings of `data.augment`: what happens to one image after crop and flip. Needs no torch."""
+"""Settings of `data.augment`: augmentation of one image after crop and flip. Needs no torch."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class RandAugmentSettings(Section):
     magnitude: float = Field(default=10.0, ge=0, le=20)
     """Strength of the operations, on the scale of `policy`."""
     policy: Literal["augreg", "timm"] = "augreg"
-    """augreg: big_vision's, where magnitude 0 is no identity. timm: rand-mM-mstdS-inc1, DeiT's."""
+    """augreg: big_vision's; magnitude 0 is not the identity. timm: rand-mM-mstdS-inc1, DeiT's."""
     magnitude_std: float = Field(default=0.0, ge=0)
-    """timm only; 0.5 in DeiT."""
+    """Policy timm only; 0.5 in DeiT."""
 
 
 class ColorJitterSettings(Section):
-    """Factors are drawn from 1 - VALUE (at least 0) to 1 + VALUE, in random order."""
+    """Factors are drawn from max(0, 1 - VALUE) to 1 + VALUE; the order is random."""
 
     brightness: float = Field(default=0.0, ge=0)
     """Spread of the brightness factor."""
@@ -32,7 +32,7 @@ class ColorJitterSettings(Section):
     saturation: float = Field(default=0.0, ge=0)
     """Spread of the saturation factor."""
     hue: float = Field(default=0.0, ge=0, le=0.5)
-    """In turns of the colour circle, either way."""
+    """Maximum rotation of the hue, in turns, in either direction."""
 
 
 class ErasingSettings(Section):
@@ -45,14 +45,14 @@ class ErasingSettings(Section):
     aspect: tuple[float, float] = Field(default=(0.3, 1 / 0.3), strict=False)
     """Least and largest ratio of the sides."""
     mode: Literal["const", "rand", "pixel"] = "const"
-    """const: the mean colour. rand: one random colour. pixel: normal noise; DeiT's."""
+    """const: the mean colour. rand: one random colour. pixel: normal noise, as in DeiT."""
 
 
 class AugmentSettings(Section):
-    """After crop and flip, in this order."""
+    """Applied after crop and flip, in this order."""
 
     randaugment: RandAugmentSettings | None = None
     three_augment: bool = False
-    """DeiT III: one of grayscale, solarize, blur, then a colour jitter of 0.3."""
+    """DeiT III: grayscale, solarize or blur, then a colour jitter of 0.3."""
     color_jitter: ColorJitterSettings | None = None
     erasing: ErasingSettings | None = None

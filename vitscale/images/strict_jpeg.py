@@ -1,7 +1,6 @@
-"""Whether a JPEG decodes without a single warning.
+"""Check that a JPEG decodes without any warning.
 
-Owns: the one call of libjpeg-turbo that makes an error of every warning.
-Leaves out: pixels for training (`decoding`), what Pillow takes (`data_prep`). Needs no torch, which
+Leaves out: pixels for training (`decoders`), what Pillow accepts (data_prep). Needs no torch, which
 data preparation never imports.
 """
 
@@ -9,10 +8,10 @@ from __future__ import annotations
 
 
 def decode_strictly(data: bytes | memoryview) -> None:
-    """Raises ValueError where libjpeg-turbo repairs, guesses or skips something.
+    """Raises ValueError if libjpeg-turbo would repair, guess or skip anything.
 
-    Everything coded is decoded; faults show there, so that an eighth of the size is enough. Other
-    colour spaces than grey, YCbCr and RGB are decoded as CMYK.
+    All coefficients are decoded at any output size, so an eighth of the size is enough. CMYK and
+    YCCK are decoded as CMYK, other colour spaces as grey.
     """
     import simplejpeg
 

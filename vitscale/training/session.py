@@ -247,7 +247,7 @@ def _read_data(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
     val_split = run.data.val_split
     if val_split is None:
         return training_set, None
-    return training_set, read_split(run.data.path, split=val_split, reading=run.data.remote)
+    return training_set, read_split(run.data.path, split=val_split, remote_settings=run.data.remote)
 
 
 def _architecture_for(run: TrainingRun, data: TrainingSet) -> Architecture:

@@ -115,9 +115,11 @@ def test_shards_are_fetched_ahead_each_once_and_the_cache_keeps_its_size(
     run = Run(path=server.url, remote=with_cache(tmp_path))
     assert run.batches(ranks=1, workers=2, start=0, stop=1) == undisturbed[:1]
     # Let the fetching threads of a process of our own finish.
-    reader = SplitReader(read_split(server.url, split="train", reading=run.settings(0).remote))
+    reader = SplitReader(
+        read_split(server.url, split="train", remote_settings=run.settings(0).remote)
+    )
     assert reader.remote is not None
-    remote_shards.read_ahead([], shards=[(reader.remote, shard) for shard in range(20)])
+    remote_shards.prefetch([], shards=[(reader.remote, shard) for shard in range(20)])
     remote = reader.remote
     wait_until(lambda: all(remote.is_cached(shard) for shard in range(20)))
     sent = dict(server.sent)
@@ -155,14 +157,14 @@ def cached_index(tmp_path: Path) -> Path:
 def test_a_bit_turned_in_the_cached_index_changes_no_label(
     server: RangeServer, tmp_path: Path
 ) -> None:
-    reading = RemoteSettings(**with_cache(tmp_path))
-    labels = read_split(server.url, split="train", reading=reading).label
+    remote_settings = RemoteSettings(**with_cache(tmp_path))
+    labels = read_split(server.url, split="train", remote_settings=remote_settings).label
     path = cached_index(tmp_path)
     good = path.read_bytes()
     for place in range(4, len(good), len(good) // 9):
         path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
         np.testing.assert_array_equal(
-            read_split(server.url, split="train", reading=reading).label, labels
+            read_split(server.url, split="train", remote_settings=remote_settings).label, labels
         )
         assert path.read_bytes() == good
 
@@ -172,15 +174,15 @@ def test_a_cache_without_room_for_the_index_costs_nothing_but_memory(
     smaller: bool, server: RangeServer, tmp_path: Path
 ) -> None:
     """All of it is in use by another job, or it is smaller than the index."""
-    reading = RemoteSettings(**with_cache(tmp_path))
-    expected = read_split(server.url, split="train", reading=reading)
+    remote_settings = RemoteSettings(**with_cache(tmp_path))
+    expected = read_split(server.url, split="train", remote_settings=remote_settings)
     path = cached_index(tmp_path)
     if not smaller:
         path.with_name("0" * 64).write_bytes(path.read_bytes())  # in use
     num_bytes = path.stat().st_size - smaller
     path.unlink()
     full = RemoteSettings(**with_cache(tmp_path, cache_gib=num_bytes / 2**30))
-    found = read_split(server.url, split="train", reading=full)
+    found = read_split(server.url, split="train", remote_settings=full)
     np.testing.assert_array_equal(found.offset, expected.offset)
     assert not path.exists()
 
@@ -207,7 +209,7 @@ def test_rot_at_rest_is_replaced_by_the_same_samples_on_every_layout(
 def test_samples_behind_a_url_are_named_by_key_and_in_an_outage_by_number(
     folder: Path, server: RangeServer
 ) -> None:
-    index = read_split(server.url, split="train", reading=RemoteSettings(patience_s=1.0))
+    index = read_split(server.url, split="train", remote_settings=RemoteSettings(patience_s=1.0))
     assert sample_keys(index, [70, 3]) == ["train-00070", "train-00003"]
     number = int(index.shard_of[70])
     assert SplitReader(index).unreadable(70, OSError()).shard == (
@@ -248,7 +250,7 @@ def test_missing_and_truncated_shards_are_found_before_the_first_step(
     "path, message",
     [
         ("nowhere", r"nowhere/manifest\.json: no such file"),
-        ("", r"no range reads"),
+        ("", r"no range requests"),
     ],
 )
 def test_what_is_no_shard_folder_is_one_error(path: str, message: str, server: RangeServer) -> None:
@@ -261,7 +263,7 @@ def test_what_is_no_shard_folder_is_one_error(path: str, message: str, server: R
 @pytest.mark.parametrize(
     "root, message",
     [
-        ("pipe:touch CANARY", "nothing is read by way of 'pipe:'"),
+        ("pipe:touch CANARY", "scheme 'pipe:' is not supported"),
         ("http://127.0.0.1/a::pipe:touch CANARY", "chain of URLs"),
         ("/somewhere/else", "a place on one machine only"),
         ("../../..", "no name of a file below a URL"),
@@ -289,9 +291,9 @@ def test_an_index_that_is_not_the_manifests_is_refused(folder: Path, tmp_path: P
     data = (copy / "index.parquet").read_bytes()
     (copy / "index.parquet").write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
     with served(copy) as server:
-        for reading in (RemoteSettings(), RemoteSettings(**with_cache(tmp_path))):
+        for remote_settings in (RemoteSettings(), RemoteSettings(**with_cache(tmp_path))):
             with pytest.raises(UserError, match=r"index.parquet: cannot be read .*not those of"):
-                read_split(server.url, split="train", reading=reading)
+                read_split(server.url, split="train", remote_settings=remote_settings)
 
 
 def test_a_dry_run_reads_the_plan_from_the_url(server: RangeServer) -> None:

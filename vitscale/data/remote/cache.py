@@ -1,12 +1,13 @@
-"""A folder of whole shards on a local disk, shared by everything that reads them on a machine.
+"""Cache whole shards on a local disk, shared by all processes of a machine.
 
-Owns: what lies in the folder, its size, and that a shard is there whole and verified or not at all.
-Leaves out: where shards come from (`remote_store`) and which are wanted (`remote_shards`).
+Owns: the files of the cache folder and their total size. A shard is in it whole and verified, or
+not at all.
+Leaves out: requests (`store`), and which shards to fetch (`shards`).
 
-A file is named by the BLAKE3 of its content, so sets of shards and jobs can share one folder, and
-no name of somebody else's becomes a path. `HASH.part` is a shard on its way, locked by the process
-that fetches it; it has its full length from the start, so that the room is taken. The kernel drops
-the lock with the process, however that ends. The file's time is when it was last used.
+A file is named by its BLAKE3, so several sets and jobs can share a folder, and no name from a
+manifest becomes a path. `HASH.part` is being fetched; the fetching process holds its lock, which
+the kernel releases however the process ends. It has its full length from the start, to reserve the
+space. The modification time of a file is its last use.
 """
 
 from __future__ import annotations
@@ -22,33 +23,33 @@ from pathlib import Path
 import blake3
 
 from vitscale.config.errors import UserError
-from vitscale.data.remote.store import Damaged
+from vitscale.data.remote.store import DamagedError
 from vitscale.distributed.atomic_files import blake3_of_file, fsync_folder
 
 CHUNK_BYTES = 8 << 20
-# What was used so recently is being used; without this, two jobs would take turns in evicting each
-# other's shards.
+# Shards used this recently are not evicted; otherwise two jobs could evict each other's shards in
+# turn.
 IDLE_S = 10.0
-# How precisely the last use is noted.
+# Resolution of the last use.
 TOUCH_S = 1.0
 
 _NAME = re.compile(r"[0-9a-f]{64}")
-# Whatever else lies in the folder is somebody's: neither counted nor touched.
+# Other files in the folder are neither counted nor touched.
 _OURS = re.compile(r"[0-9a-f]{64}(?P<part>\.part)?")
 
 
-class NoRoom(OSError):
-    """Everything in the cache is in use, or the file is larger than the cache."""
+class CacheFullError(OSError):
+    """All files in the cache are in use, or the new file is larger than the cache."""
 
 
 class ShardCache:
-    """Never more than `max_bytes`; what was used longest ago leaves first."""
+    """Holds at most `max_bytes`; evicts the least recently used file first."""
 
     def __init__(self, folder: Path, *, max_bytes: int, idle_s: float = IDLE_S) -> None:
         self.folder, self.max_bytes, self.idle_s = folder, max_bytes, idle_s
 
     def prepare(self) -> None:
-        """Make the folder. Raises UserError when it cannot be written."""
+        """Create the folder. Raises UserError if it cannot be written."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with self._lock():
@@ -57,22 +58,22 @@ class ShardCache:
             raise UserError(
                 f"{str(self.folder)!r} cannot be written ({error.strerror or error})",
                 where="data.remote.cache_path",
-                next_step="choose a folder on a local disk with room, or null for no cache",
+                next_step="choose a folder on a local disk with free space, or null for no cache",
             ) from None
 
-    def path(self, content: str) -> Path:
-        """Where a shard lies, or would."""
-        assert _NAME.fullmatch(content), content
-        return self.folder / content
+    def path(self, blake3_hex: str) -> Path:
+        """Path of a shard, present or not."""
+        assert _NAME.fullmatch(blake3_hex), blake3_hex
+        return self.folder / blake3_hex
 
-    def holds(self, content: str) -> bool:
-        return os.path.exists(self.path(content))  # False where the disk fails
+    def holds(self, blake3_hex: str) -> bool:
+        return os.path.exists(self.path(blake3_hex))  # False also if the disk fails
 
-    def read(self, content: str, *, offset: int, num_bytes: int) -> bytes | None:
-        """Bytes of one range; None when the shard is not here (or no longer whole)."""
-        # Opened each time: an open file would keep its room on the disk after it was evicted.
+    def read(self, blake3_hex: str, *, offset: int, num_bytes: int) -> bytes | None:
+        """Bytes of one range; None if the shard is missing or too short."""
+        # Opened for each read: an open file would occupy the disk after its eviction.
         try:
-            file = os.open(self.path(content), os.O_RDONLY)
+            file = os.open(self.path(blake3_hex), os.O_RDONLY)
         except FileNotFoundError:
             return None
         try:
@@ -83,47 +84,48 @@ class ShardCache:
             os.close(file)
         return data if len(data) == num_bytes else None
 
-    def verify(self, content: str) -> None:
-        """Hash a whole file, which counts as use. Raises Damaged after removing a wrong one."""
-        path = self.path(content)
+    def verify(self, blake3_hex: str) -> None:
+        """Hash a whole file, which counts as use. Removes a wrong one and raises DamagedError."""
+        path = self.path(blake3_hex)
         try:
             os.utime(path)
-            is_right = blake3_of_file(path) == content
-            os.utime(path)  # hashing the index of a large corpus takes longer than a use counts
-        except OSError:  # a bad block, or evicted by now
-            is_right = False
-        if not is_right:
-            self.forget(content)
-            raise Damaged(f"{path} does not hold the bytes of its name")
+            is_valid = blake3_of_file(path) == blake3_hex
+            os.utime(path)  # again: hashing a large index can take longer than idle_s
+        except OSError:  # a bad block, or evicted meanwhile
+            is_valid = False
+        if not is_valid:
+            self.forget(blake3_hex)
+            raise DamagedError(f"{path} does not have the hash in its name")
 
-    def forget(self, content: str) -> None:
-        """Remove a shard that turned out to be damaged."""
-        self.path(content).unlink(missing_ok=True)
+    def forget(self, blake3_hex: str) -> None:
+        """Remove a damaged shard."""
+        self.path(blake3_hex).unlink(missing_ok=True)
 
     def fetch(
         self,
-        content: str,
+        blake3_hex: str,
         *,
         num_bytes: int,
         read: Callable[[int, int], bytes],
         wait: bool = False,
     ) -> bool:
-        """Bring a shard here, once for all processes.
+        """Fetch a shard into the cache, once for all processes.
 
-        read: (offset, number of bytes) -> bytes. wait: for a process that fetches it already.
-        Returns whether it is here now: False when another process is at it. Raises Damaged when
-        the bytes do not have the hash, NoRoom, and what `read` and the disk raise.
+        read: (offset, number of bytes) -> bytes. wait: if another process is fetching it.
+        Returns whether the shard is present; False: another process is fetching it. Raises
+        DamagedError if the bytes have the wrong hash, CacheFullError, and what `read` and the disk
+        raise.
         """
-        final, partial = self.path(content), self.folder / f"{content}.part"
+        final, partial = self.path(blake3_hex), self.folder / f"{blake3_hex}.part"
         while not final.exists():
             with _locked(partial, wait=wait) as file:
                 if file is None:
                     return False
-                if not _is_at(file, partial):
-                    continue  # the other one has just finished, or given up
+                if not _is_file_at(file, partial):
+                    continue  # the other process has just finished or failed
                 try:
-                    self._take_room(file, num_bytes=num_bytes)
-                    _copy(read, file, num_bytes=num_bytes, content=content)
+                    self._reserve(file, num_bytes=num_bytes)
+                    _copy(read, file, num_bytes=num_bytes, blake3_hex=blake3_hex)
                     os.rename(partial, final)
                 except BaseException:
                     partial.unlink(missing_ok=True)
@@ -131,8 +133,8 @@ class ShardCache:
             fsync_folder(self.folder)
         return True
 
-    def _take_room(self, file: int, *, num_bytes: int) -> None:
-        """Give a file its full length, after removing as many others as that takes."""
+    def _reserve(self, file: int, *, num_bytes: int) -> None:
+        """Extend a file to its full length, after evicting as many others as necessary."""
         with self._lock():
             os.ftruncate(file, 0)
             used, idle = 0, []
@@ -140,7 +142,7 @@ class ShardCache:
                 ours = _OURS.fullmatch(entry.name)
                 if not ours:
                     continue
-                with suppress(FileNotFoundError):  # renamed or evicted by now
+                with suppress(FileNotFoundError):  # renamed or evicted meanwhile
                     stat = entry.stat()
                     if ours["part"] and _removed_as_abandoned(entry.path):
                         continue
@@ -154,20 +156,20 @@ class ShardCache:
                 leaving.append(path)
                 used -= size
             if used + num_bytes > self.max_bytes:
-                raise NoRoom(f"no room for {num_bytes} bytes in {self.folder}")
+                raise CacheFullError(f"{self.folder} has no space for {num_bytes} bytes")
             for path in leaving:
                 os.unlink(path)
             os.ftruncate(file, num_bytes)
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        """For decisions about room."""
+        """Lock for reserving space."""
         with _locked(self.folder / "lock", wait=True) as file:
             assert file is not None
             yield
 
 
-def _copy(read: Callable[[int, int], bytes], file: int, *, num_bytes: int, content: str) -> None:
+def _copy(read: Callable[[int, int], bytes], file: int, *, num_bytes: int, blake3_hex: str) -> None:
     digest = blake3.blake3()
     for offset in range(0, num_bytes, CHUNK_BYTES):
         data = read(offset, min(CHUNK_BYTES, num_bytes - offset))
@@ -175,14 +177,14 @@ def _copy(read: Callable[[int, int], bytes], file: int, *, num_bytes: int, conte
         while data:
             written = os.pwrite(file, data, offset)
             data, offset = data[written:], offset + written
-    if digest.hexdigest() != content:
-        raise Damaged(f"{num_bytes} bytes that are not those of the manifest (BLAKE3 {content})")
+    if digest.hexdigest() != blake3_hex:
+        raise DamagedError(f"{num_bytes} bytes do not have the hash of the manifest ({blake3_hex})")
     os.fsync(file)
 
 
 @contextmanager
 def _locked(path: Path, *, wait: bool) -> Iterator[int | None]:
-    """An open file that no other process has locked; None when one has, unless `wait`."""
+    """Open and lock a file; yields None if another process has the lock and `wait` is false."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         try:
@@ -193,25 +195,25 @@ def _locked(path: Path, *, wait: bool) -> Iterator[int | None]:
         try:
             yield file
         finally:
-            # Closing is not enough where a process forked meanwhile has it open, too.
+            # Closing is not enough: a process forked meanwhile may have it open, too.
             fcntl.flock(file, fcntl.LOCK_UN)
     finally:
         os.close(file)
 
 
-def _is_at(file: int, path: Path) -> bool:
-    """Whether an open file still is the one of that name."""
+def _is_file_at(file: int, path: Path) -> bool:
+    """Whether a path still names this open file."""
     with suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(file), os.stat(path))
     return False
 
 
 def _removed_as_abandoned(path: str) -> bool:
-    """Remove a file of which no process holds the lock; our own is held by another descriptor."""
+    """Remove a file that no process has locked; we hold our own through another descriptor."""
     file = os.open(path, os.O_RDONLY)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)  # before anybody else can lock it
+        os.unlink(path)  # before another process can lock it
     except BlockingIOError:
         return False
     finally:

@@ -1,7 +1,6 @@
-"""The files of a shard folder behind a URL: its manifest, its index, the sizes of its tars.
+"""Fetch and verify the manifest, the index and the tar sizes of a remote shard folder.
 
-Owns: fetching and verifying them before the first step, and what reading the tars will take.
-Leaves out: what they say (`index`), and reading samples (`remote_shards`).
+Leaves out: parsing them (`vitscale.data.index`), reading samples (`shards`).
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ import blake3
 import numpy as np
 
 from vitscale.config.errors import UserError
-from vitscale.data.remote.cache import CHUNK_BYTES, NoRoom, ShardCache
+from vitscale.data.remote.cache import CHUNK_BYTES, CacheFullError, ShardCache
 from vitscale.data.remote.settings import RemoteSettings
-from vitscale.data.remote.store import DAMAGED_READS, Damaged, RemoteStore
+from vitscale.data.remote.store import DAMAGED_READS, DamagedError, RemoteStore
 from vitscale.data.remote.urls import Url
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ MAX_MANIFEST_BYTES = 1 << 28
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteShards:
-    """What reading the shards of one split takes."""
+    """URLs, sizes and hashes of the shards of one split, with their store and cache."""
 
     store: RemoteStore
     cache: ShardCache | None
@@ -41,53 +40,59 @@ class RemoteShards:
 
 
 def open_remote_shards(
-    urls: Sequence[Url], *, sizes: Sequence[int], hashes: Sequence[str], reading: RemoteSettings
+    urls: Sequence[Url],
+    *,
+    sizes: Sequence[int],
+    hashes: Sequence[str],
+    remote_settings: RemoteSettings,
 ) -> RemoteShards:
-    """Raises UserError when the server serves no ranges, or the cache cannot be written."""
-    store = _store(reading)
+    """Raises UserError if the server supports no ranges, or the cache cannot be written."""
+    store = _store(remote_settings)
     if urls:
-        # The smallest: a server without ranges would send all of it.
+        # The smallest: a server without ranges sends the whole file.
         smallest = min(range(len(urls)), key=sizes.__getitem__)
         store.check_ranges(urls[smallest])
     return RemoteShards(
         store=store,
-        cache=_cache(reading),
+        cache=_cache(remote_settings),
         urls=tuple(urls),
         sizes=tuple(sizes),
         hashes=tuple(hashes),
     )
 
 
-def read_remote_manifest(url: Url, *, reading: RemoteSettings) -> bytes:
-    """The bytes of a manifest. Raises UserError when there is none."""
-    store = _store(reading)
+def read_remote_manifest(url: Url, *, remote_settings: RemoteSettings) -> bytes:
+    """The bytes of a manifest. Raises UserError if there is none."""
+    store = _store(remote_settings)
     num_bytes = store.size(url)
     if num_bytes is None:
         raise UserError(
             "no such file",
             where=str(url),
-            next_step="correct data.path; a shard folder is uploaded whole, index and manifest too",
+            next_step="correct data.path; upload the whole shard folder, with index and manifest",
         )
     if num_bytes > MAX_MANIFEST_BYTES:
-        raise UserError(f"{num_bytes} bytes are too many for a manifest", where=str(url))
+        raise UserError(f"has {num_bytes} bytes, too many for a manifest", where=str(url))
     return store.read(url, offset=0, num_bytes=num_bytes)
 
 
-def remote_sizes(urls: Sequence[Url], *, reading: RemoteSettings) -> Mapping[Url, int | None]:
-    """Bytes of files; None: there is no such file."""
-    return dict(zip(urls, _store(reading).sizes(urls), strict=True)) if urls else {}
+def remote_sizes(
+    urls: Sequence[Url], *, remote_settings: RemoteSettings
+) -> Mapping[Url, int | None]:
+    """Sizes of files in bytes; None: no such file."""
+    return dict(zip(urls, _store(remote_settings).sizes(urls), strict=True)) if urls else {}
 
 
 def remote_index(
-    url: Url, *, num_bytes: int, content: str, reading: RemoteSettings
+    url: Url, *, num_bytes: int, blake3_hex: str, remote_settings: RemoteSettings
 ) -> Path | pa.BufferReader:
-    """The index, whole and verified: in the cache where it has room for it, or else in memory.
+    """The verified index: in the cache if it fits there, else in memory.
 
-    content: BLAKE3. Raises Damaged when the bytes have another, however often they are read.
+    blake3_hex: expected hash. Raises DamagedError if the bytes never have it.
     """
     import pyarrow as pa
 
-    store, cache = _store(reading), _cache(reading)
+    store, cache = _store(remote_settings), _cache(remote_settings)
 
     def read(offset: int, length: int) -> bytes:
         return store.read(url, offset=offset, num_bytes=length)
@@ -95,25 +100,25 @@ def remote_index(
     for attempt in range(DAMAGED_READS):
         try:
             if cache is not None:
-                with suppress(NoRoom):
-                    cache.fetch(content, num_bytes=num_bytes, read=read, wait=True)
-                    cache.verify(content)
-                    return cache.path(content)
-            return pa.BufferReader(_fetched(read, num_bytes=num_bytes, content=content))
-        except Damaged:
+                with suppress(CacheFullError):
+                    cache.fetch(blake3_hex, num_bytes=num_bytes, read=read, wait=True)
+                    cache.verify(blake3_hex)
+                    return cache.path(blake3_hex)
+            return pa.BufferReader(_fetched(read, num_bytes=num_bytes, blake3_hex=blake3_hex))
+        except DamagedError:
             if attempt == DAMAGED_READS - 1:
                 raise
     raise AssertionError("unreachable")
 
 
 class RangeFile(io.RawIOBase):
-    """A file behind a URL for reading a little of it; every read is a request, nothing is verified.
+    """A remote file for reading small parts; every read is one request, nothing is verified.
 
-    Raises StorageError, here and while reading; OSError when there is no such file.
+    Opening and reading raise StorageError; opening raises OSError if there is no such file.
     """
 
-    def __init__(self, url: Url, *, reading: RemoteSettings) -> None:
-        self.url, self.store, self.at = url, _store(reading), 0
+    def __init__(self, url: Url, *, remote_settings: RemoteSettings) -> None:
+        self.url, self.store, self.at = url, _store(remote_settings), 0
         num_bytes = self.store.size(url)
         if num_bytes is None:
             raise OSError("no such file")
@@ -136,7 +141,7 @@ class RangeFile(io.RawIOBase):
         return num_bytes
 
 
-def first_bytes(hashes: pa.ChunkedArray) -> np.ndarray:
+def hash_prefixes(hashes: pa.ChunkedArray) -> np.ndarray:
     """uint64 [samples]: the first 8 bytes of each 32-byte hash, little-endian."""
     parts = [
         np.frombuffer(chunk.buffers()[1], "<u8")[4 * chunk.offset :][: 4 * len(chunk) : 4]
@@ -146,25 +151,25 @@ def first_bytes(hashes: pa.ChunkedArray) -> np.ndarray:
     return np.concatenate(parts) if parts else np.empty(0, np.uint64)
 
 
-def _fetched(read: Callable[[int, int], bytes], *, num_bytes: int, content: str) -> bytes:
+def _fetched(read: Callable[[int, int], bytes], *, num_bytes: int, blake3_hex: str) -> bytes:
     starts = range(0, num_bytes, CHUNK_BYTES)
     data = b"".join(read(start, min(CHUNK_BYTES, num_bytes - start)) for start in starts)
-    if blake3.blake3(data).hexdigest() != content:
-        raise Damaged("its bytes are not those of the manifest")
+    if blake3.blake3(data).hexdigest() != blake3_hex:
+        raise DamagedError("has not the hash of the manifest")
     return data
 
 
-def _store(reading: RemoteSettings) -> RemoteStore:
-    return RemoteStore(patience_s=reading.patience_s)
+def _store(remote_settings: RemoteSettings) -> RemoteStore:
+    return RemoteStore(patience_s=remote_settings.patience_s)
 
 
-def _cache(reading: RemoteSettings) -> ShardCache | None:
-    """Ready to be used. Raises UserError when it cannot be written."""
-    if reading.cache_path is None:
+def _cache(remote_settings: RemoteSettings) -> ShardCache | None:
+    """The prepared cache, if configured. Raises UserError if it cannot be written."""
+    if remote_settings.cache_path is None:
         return None
     cache = ShardCache(
-        Path(reading.cache_path).expanduser().absolute(),
-        max_bytes=int(reading.cache_gib * 2**30),
+        Path(remote_settings.cache_path).expanduser().absolute(),
+        max_bytes=int(remote_settings.cache_gib * 2**30),
     )
     cache.prepare()
     return cache

@@ -8,12 +8,12 @@ from vitscale.config.section import Section
 
 
 class RemoteSettings(Section):
-    """How shards behind a URL are read."""
+    """How shards at a URL are read."""
 
     cache_path: str | None = None
-    """Folder on a local disk that keeps whole shards, for all ranks, workers and jobs; null: none,
-    every sample is read by range."""
+    """Folder on a local disk that caches whole shards for all ranks, workers and jobs; null: no
+    cache, every sample is one range request."""
     cache_gib: float = Field(default=100.0, gt=0)
-    """The cache never holds more; what was used longest ago leaves first."""
+    """Maximum size of the cache; the least recently used shard is evicted first."""
     patience_s: float = Field(default=20.0, gt=0)
-    """How long one read may take, all repetitions together, before the run ends."""
+    """Time limit of one read, retries included, after which the run ends."""

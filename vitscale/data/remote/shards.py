@@ -1,11 +1,11 @@
-"""Samples of shards that lie behind a URL, by range or from the cache; fetched ahead of use.
+"""Read and prefetch samples of remote shards, by range or from the cache.
 
-Owns: that a sample's bytes are those of the index, and the threads that read ahead in a process.
-Leaves out: requests (`remote_store`), the cache's folder (`shard_cache`), the order (`order`).
+Owns: checking the hash of each sample, and the prefetching threads of a process.
+Leaves out: requests (`store`), the cache folder (`cache`), the order (`vitscale.data.order`).
 
-A sample is read by range as long as its shard is not in the cache; meanwhile one thread per process
-fetches the shards of the order's present block, then those of its next one. So nothing waits for a
-whole shard, and a cache that has no room costs speed alone.
+A sample is read by range until its shard is in the cache; meanwhile one thread per process fetches
+the shards of the current block of the order, then those of the next. So no read waits for a whole
+shard, and a full cache only costs speed.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import numpy as np
 
 from vitscale.config.errors import UserError
 from vitscale.data.remote.index import RemoteShards
-from vitscale.data.remote.store import DAMAGED_READS, Damaged
+from vitscale.data.remote.store import DAMAGED_READS, DamagedError
 
-# Requests of one process under way at once: a distant store answers late, but many at a time.
+# Concurrent requests of one process: a distant store has high latency but serves many at a time.
 READ_THREADS = 8
-# A chunk of a shard is larger than a sample, and nobody waits for it.
+# A chunk of a shard is larger than a sample, and no read waits for it.
 CHUNK_PATIENCE_S = 120.0
-# After a fetch failed, its shard is left alone for so long.
-FETCH_AGAIN_S = 30.0
+# Pause before a failed fetch of a shard is retried.
+RETRY_FETCH_S = 30.0
 
 
 class RemoteSamples:
-    """Stored bytes of one split's samples."""
+    """Reads the samples of one split."""
 
     def __init__(
         self,
@@ -44,57 +44,57 @@ class RemoteSamples:
         shard_of: np.ndarray,
         offset: np.ndarray,
         length: np.ndarray,
-        content: np.ndarray,
+        hash_prefix: np.ndarray,
     ) -> None:
-        """Arrays as in `SplitIndex`, one entry per sample."""
+        """Arrays as in `SplitIndex`: one entry per sample."""
         self.shards, self.shard_of = shards, shard_of
-        self.offset, self.length, self.content = offset, length, content
+        self.offset, self.length, self.hash_prefix = offset, length, hash_prefix
 
     def read(self, sample: int) -> bytes:
-        """An image as stored. Raises Damaged, StorageError."""
+        """The image as stored. Raises DamagedError, StorageError."""
         future = _threads(os.getpid()).ahead.pop((id(self), sample), None)
         return self.read_now(sample) if future is None else future.result()
 
     def read_now(self, sample: int) -> bytes:
-        """Without regard to what is under way."""
+        """Like `read`, ignoring prefetched samples."""
         shards, shard = self.shards, int(self.shard_of[sample])
         offset, num_bytes = int(self.offset[sample]), int(self.length[sample])
-        first_bytes = int(self.content[sample])
+        expected = int(self.hash_prefix[sample])
 
-        def is_right(data: bytes) -> bool:
-            return int.from_bytes(blake3.blake3(data).digest(8), "little") == first_bytes
+        def is_valid(data: bytes) -> bool:
+            return int.from_bytes(blake3.blake3(data).digest(8), "little") == expected
 
         if shards.cache is not None:
-            content = shards.hashes[shard]
+            blake3_hex = shards.hashes[shard]
             try:
-                data = shards.cache.read(content, offset=offset, num_bytes=num_bytes)
-                if data is not None and is_right(data):
+                data = shards.cache.read(blake3_hex, offset=offset, num_bytes=num_bytes)
+                if data is not None and is_valid(data):
                     shards.store.counts.add("cache_hits")
                     return data
                 if data is not None:
                     shards.store.counts.add("cache_failures")
-                    shards.cache.forget(content)  # rotten on the disk; the store has it still
-            except OSError:  # of the cache's disk, and no fault of the sample
+                    shards.cache.forget(blake3_hex)  # damaged on the local disk only
+            except OSError:  # the cache disk fails; read by range
                 shards.store.counts.add("cache_failures")
         return shards.store.read(
-            shards.urls[shard], offset=offset, num_bytes=num_bytes, is_right=is_right
+            shards.urls[shard], offset=offset, num_bytes=num_bytes, is_valid=is_valid
         )
 
     def is_cached(self, shard: int) -> bool:
-        cache, content = self.shards.cache, self.shards.hashes[shard]
-        return cache is not None and cache.holds(content)
+        cache, blake3_hex = self.shards.cache, self.shards.hashes[shard]
+        return cache is not None and cache.holds(blake3_hex)
 
 
-def read_ahead(
+def prefetch(
     samples: Sequence[tuple[RemoteSamples, int]],
     *,
     shards: Sequence[tuple[RemoteSamples, int]],
 ) -> None:
-    """Begin to fetch what will be read soon.
+    """Start fetching what will be read soon; replaces the previous prefetch of this process.
 
-    samples: of the batch at hand; those not in the cache are requested now, several at once.
-    shards: of this and the next block of the order, most urgent first; fetched into the cache.
-    Replaces what was announced before in this process.
+    samples: of the current batch; those not in the cache are requested now, concurrently.
+    shards: of the current and the next block of the order, most urgent first; fetched into the
+    cache.
     """
     threads = _threads(os.getpid())
     cached: dict[tuple[int, int], bool] = {}
@@ -123,13 +123,13 @@ def read_ahead(
 
 @dataclass(frozen=True, slots=True)
 class _Wanted:
-    """A shard that is not in the cache yet."""
+    """A shard to fetch into the cache."""
 
     shards: RemoteShards
     shard: int
 
     @property
-    def content(self) -> str:
+    def blake3_hex(self) -> str:
         return self.shards.hashes[self.shard]
 
     def fetch(self) -> None:
@@ -140,28 +140,28 @@ class _Wanted:
             url, patience_s = shards.urls[shard], CHUNK_PATIENCE_S
             return store.read(url, offset=offset, num_bytes=num_bytes, patience_s=patience_s)
 
-        shards.cache.fetch(self.content, num_bytes=shards.sizes[shard], read=read)
+        shards.cache.fetch(self.blake3_hex, num_bytes=shards.sizes[shard], read=read)
 
 
 @cache
 def _threads(process: int) -> _Threads:
-    """By process: threads do not survive a fork."""
+    """Per process: threads do not survive a fork."""
     return _Threads()
 
 
 class _Threads:
-    """Daemons, so that a process that ends does not wait for the network."""
+    """Daemon threads, so that the end of a process does not wait for the network."""
 
     def __init__(self) -> None:
         self.ahead: dict[tuple[int, int], Future[bytes]] = {}
-        """(reader, sample) -> its bytes, under way."""
+        """(reader, sample) -> its bytes, being fetched."""
         self._tasks: SimpleQueue[tuple[Future[bytes], Callable[[], bytes]]] = SimpleQueue()
         self._num_readers = 0
         self._wanted: list[_Wanted] = []
         self._changed = threading.Condition()
         self._fetcher: threading.Thread | None = None
         self._failed: dict[str, tuple[int, float]] = {}
-        """Content -> how often it came damaged, and when it failed last."""
+        """Hash -> how often the shard was damaged, and when it failed last."""
 
     def start(self, read: Callable[[], bytes]) -> Future[bytes]:
         while self._num_readers < READ_THREADS:
@@ -176,7 +176,7 @@ class _Threads:
             future, read = self._tasks.get()
             try:
                 future.set_result(read())
-            except BaseException as error:  # raised again where the result is asked for
+            except BaseException as error:  # re-raised by result()
                 future.set_exception(error)
 
     def want(self, wanted: list[_Wanted]) -> None:
@@ -194,17 +194,17 @@ class _Threads:
             with self._changed:
                 self._changed.wait_for(lambda: self._wanted)
                 wanted = self._wanted.pop(0)
-            damaged, failed_at = self._failed.get(wanted.content, (0, -FETCH_AGAIN_S))
-            if damaged == DAMAGED_READS or time.monotonic() - failed_at < FETCH_AGAIN_S:
+            damaged, failed_at = self._failed.get(wanted.blake3_hex, (0, -RETRY_FETCH_S))
+            if damaged == DAMAGED_READS or time.monotonic() - failed_at < RETRY_FETCH_S:
                 continue
             try:
                 wanted.fetch()
             except (OSError, UserError) as error:
-                # Not lost: samples are read by range, and that names what does not work.
+                # Not fatal: samples are read by range, which reports persistent errors.
                 wanted.shards.store.counts.add("cache_failures")
-                damaged += isinstance(error, Damaged)
-                pause_s = 0.0 if isinstance(error, Damaged) else FETCH_AGAIN_S
-                self._failed[wanted.content] = (
+                damaged += isinstance(error, DamagedError)
+                pause_s = 0.0 if isinstance(error, DamagedError) else RETRY_FETCH_S
+                self._failed[wanted.blake3_hex] = (
                     damaged,
-                    time.monotonic() - FETCH_AGAIN_S + pause_s,
+                    time.monotonic() - RETRY_FETCH_S + pause_s,
                 )

@@ -1,7 +1,7 @@
-"""URLs of shard folders: which are allowed, and how names are joined to them.
+"""Validate URLs of shard folders and join file names to them.
 
-fsspec knows schemes that run commands and chains of them (`pipe:`, `a::b`). None of these can be
-reached from here: a scheme must be in `SCHEMES`, and fsspec is given plain paths.
+fsspec supports schemes that run commands, and chains of schemes (`pipe:`, `a::b`). Both are
+refused here: a scheme must be in `SCHEMES`, and fsspec gets plain URLs only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.parse import quote
 
 from vitscale.config.errors import UserError
 
-# Scheme -> what to install for it, beyond what vitscale needs anyway.
+# Scheme -> optional package that it needs.
 SCHEMES: dict[str, str | None] = {
     "http": None,
     "https": None,
@@ -28,47 +28,47 @@ _PLAIN = re.compile(r"[A-Za-z0-9._~%+=,@!:/ -]*")
 
 
 def is_url(text: str) -> bool:
-    """Whether this would be read as a URL: whatever begins like a scheme."""
+    """Whether a text starts like a URL, with a scheme and a colon."""
     return _SCHEME.match(text) is not None
 
 
 def url_problem(text: str) -> str | None:
-    """What is wrong with a URL of a folder, without repeating it: it may hold a password."""
+    """Why a URL of a folder is refused. Never quotes the URL: it may contain a password."""
     scheme, _, rest = text.partition(":")
     if scheme not in (*SCHEMES, "file"):
         return (
-            f"nothing is read by way of {scheme + ':'!r}; allowed: {', '.join(SCHEMES)}, file, and "
-            "paths (./ in front, where one has a colon in it)"
+            f"scheme {scheme + ':'!r} is not supported; allowed: {', '.join(SCHEMES)}, file, and "
+            "paths (write ./ before a path with a colon)"
         )
     if not rest.startswith("//"):
-        return f"a URL begins with {scheme}://"
+        return f"a URL starts with {scheme}://"
     if "::" in rest:
         return "is a chain of URLs (::); give one URL"
     authority, _, path = rest[2:].partition("/")
     if "@" in authority or "?" in rest or "#" in rest:
         return (
-            "a URL with a user name, password, '?' or '#' would carry secrets into logs; give "
-            "credentials as fsspec's backends take them (environment, ~/.netrc, ~/.aws)"
+            "a URL with a user name, password, '?' or '#' would put secrets into logs; give "
+            "credentials where fsspec looks for them (environment, ~/.netrc, ~/.aws)"
         )
     if not authority and scheme not in ("file", "memory"):
-        return f"names no host or bucket behind {scheme}://"
+        return f"has no host or bucket after {scheme}://"
     if not _PLAIN.fullmatch(rest) or ".." in path.split("/"):
         return (
-            "holds characters that are no part of a plain URL (line breaks, braces, wildcards, "
-            "quotes, '..'); nothing is expanded in it"
+            "has characters that a plain URL cannot have (line breaks, braces, wildcards, quotes, "
+            "'..'); nothing is expanded"
         )
     return None
 
 
 @dataclass(frozen=True, slots=True)
 class Url:
-    """A folder or file behind a scheme of `SCHEMES`; `/` joins names as with paths."""
+    """A folder or file at a URL with a scheme of `SCHEMES`; `/` joins names as with paths."""
 
     text: str
 
     @classmethod
     def checked(cls, text: str, *, where: str) -> Url:
-        """Raises UserError for whatever `url_problem` finds."""
+        """Raises UserError if `url_problem` finds one."""
         problem = url_problem(text)
         if problem is not None:
             raise UserError(problem, where=where)
@@ -82,13 +82,15 @@ class Url:
         return self.text
 
     def __truediv__(self, name: str) -> Url:
-        """A relative name below (or with `..` beside) this folder, on the same host or in the same
-        bucket. Names come from a manifest: raises UserError for any other."""
+        """Join a relative name, which may contain `..` but must stay on the host or in the bucket.
+
+        Names come from a manifest, so anything else raises UserError.
+        """
         scheme, _, rest = self.text.partition("://")
         authority, _, folder = rest.partition("/")
         joined = normpath(f"{folder}/{name}" if folder else name)
         if name.startswith("/") or joined.split("/")[0] == ".." or re.search(r"[\0-\x1f]", name):
-            raise UserError(f"{name!r} is no name of a file below a URL", where=self.text)
+            raise UserError(f"{name!r} is not a valid file name below a URL", where=self.text)
         if scheme in ("http", "https"):
             own = normpath(folder) if folder else "."
             joined = normpath(f"{own}/{quote(name)}")

@@ -28,7 +28,7 @@ def test_too_little_shared_memory_is_refused_before_a_worker_starts(
     slots = BatchSlots(num_workers=1, batch=2, image_size=512)
     assert slots.images.shape == (3, 2, 3, 512, 512) and slots.images.is_shared()
     room["blocks"] -= 1
-    with pytest.raises(UserError, match=r"/dev/shm: .* need 4 MiB .* 4 MiB are free(?s:.*)--shm"):
+    with pytest.raises(UserError, match=r"/dev/shm: .* needs 4 MiB .* 4 MiB are free(?s:.*)--shm"):
         BatchSlots(num_workers=1, batch=2, image_size=512)
     assert asked == [SHARED_MEMORY] * 2
 

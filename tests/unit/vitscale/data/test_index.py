@@ -153,8 +153,8 @@ def test_missing_and_shortened_tars_are_all_named(folder: Path) -> None:
     "changes, message",
     [
         ({"format_version": 99}, "format version 99 is unknown"),
-        ({"splits": {"train": {}}}, "cannot be read as a manifest"),
-        ({"classes": ["cat"]}, "contradicts manifest.json"),
+        ({"splits": {"train": {}}}, "is not a valid manifest"),
+        ({"classes": ["cat"]}, "disagrees with manifest.json"),
         ({"index_bytes": 3}, "but the manifest says 3"),
     ],
 )

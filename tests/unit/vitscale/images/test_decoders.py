@@ -335,16 +335,11 @@ def _has_vectors() -> bool:
 
 def _both_ways(data: bytes, box: CropBox) -> tuple[bool, bool]:
     """Whether our own decoder took the image, and whether libjpeg gives the same pixels or none."""
-    from vitscale.images.jpeg import _region
-
     side, took, found = max(box.width, box.height), False, []
     for allowed in (True, False):
         pixels = np.zeros((3, side, side), np.uint8)
-        corners = (box.left, box.top, box.width, box.height)
         try:
-            took |= _region.crop(
-                data, corners, pixels, side, False, False, False, crops.MAX_PIXELS, allowed
-            )
+            took |= decoders.decode_region(data, plain(box, size=side), pixels, allow_avx2=allowed)
         except ValueError:
             break
         found.append(pixels)

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,8 @@ from blake3 import blake3
 
 from vitscale.config.errors import UserError
 from vitscale.data.remote import cache as shard_cache
-from vitscale.data.remote.cache import NoRoom, ShardCache
-from vitscale.data.remote.store import Damaged
+from vitscale.data.remote.cache import CacheFullError, ShardCache
+from vitscale.data.remote.store import DamagedError
 from vitscale.distributed.atomic_files import blake3_of_file
 
 SIZE = 1000
@@ -75,12 +76,12 @@ def test_what_is_being_used_stays(tmp_path: Path) -> None:
     cache.prepare()
     fetch(cache, 0)
     fetch(cache, 1)
-    with pytest.raises(NoRoom):
+    with pytest.raises(CacheFullError):
         fetch(cache, 2)
     used(cache, 0, seconds_ago=11)
     assert fetch(cache, 2)
     assert held(cache) == {name(1), name(2)}
-    with pytest.raises(NoRoom):
+    with pytest.raises(CacheFullError):
         cache.fetch(name(3), num_bytes=3 * SIZE, read=reader(3))
     assert held(cache) == {name(1), name(2)}
 
@@ -110,7 +111,7 @@ def test_nothing_leaves_for_what_has_no_room_all_the_same(tmp_path: Path) -> Non
     fetch(cache, 0)
     fetch(cache, 1)
     used(cache, 0, seconds_ago=11)
-    with pytest.raises(NoRoom):
+    with pytest.raises(CacheFullError):
         cache.fetch(name(2), num_bytes=2 * SIZE, read=reader(2))
     assert held(cache) == {name(0), name(1)}
 
@@ -119,7 +120,7 @@ def test_a_file_that_rotted_is_forgotten_when_it_is_verified(cache: ShardCache) 
     fetch(cache, 1)
     cache.verify(name(1))
     cache.path(name(1)).write_bytes(content(1)[:-1] + b"x")
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedError):
         cache.verify(name(1))
     assert held(cache) == set()
 
@@ -141,7 +142,7 @@ def test_a_file_that_takes_long_to_verify_counts_as_used_until_then(
 
 @pytest.mark.parametrize("wrong", [content(7), content(1)[:-1] + b"x"])
 def test_wrong_bytes_never_get_a_name(cache: ShardCache, wrong: bytes) -> None:
-    with pytest.raises(Damaged):
+    with pytest.raises(DamagedError):
         cache.fetch(name(1), num_bytes=SIZE, read=lambda offset, n: wrong[offset : offset + n])
     assert held(cache) == set()
 
@@ -188,17 +189,16 @@ def test_what_a_killed_process_left_is_cleared_away(cache: ShardCache) -> None:
     assert fetch(cache, 1)
 
 
-def _fetch_all(cache: ShardCache, log: Path, first: int, errors: Path) -> None:
+def _fetch_all(cache: ShardCache, log: Path, first: int, sizes: Path) -> None:
     for number in [*range(first, 6), *range(first)]:
-        try:
-            cache.fetch(name(number), num_bytes=SIZE, read=reader(number, log=log), wait=True)
-            with open(errors, "a") as file:
-                total = sum(
-                    os.stat(entry).st_size for entry in os.scandir(cache.folder) if entry.is_file()
-                )
-                file.write(f"{total}\n")
-        except FileNotFoundError:  # another one renamed or evicted what `total` saw
-            continue
+        cache.fetch(name(number), num_bytes=SIZE, read=reader(number, log=log), wait=True)
+        inodes = {}  # by inode: a file that is renamed meanwhile may be listed under both names
+        with cache._lock():
+            for entry in os.scandir(cache.folder):
+                with suppress(FileNotFoundError):
+                    inodes[entry.inode()] = entry.stat().st_size
+        with open(sizes, "a") as file:
+            file.write(f"{sum(inodes.values())}\n")
 
 
 def test_many_processes_fetch_each_shard_once_and_keep_the_size(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from vitscale.data.index import read_split
 from vitscale.data.remote import shards as remote_shards
 from vitscale.data.remote.cache import ShardCache
 from vitscale.data.remote.settings import RemoteSettings
-from vitscale.data.remote.store import DAMAGED_READS, Damaged, remote_metrics
+from vitscale.data.remote.store import DAMAGED_READS, DamagedError, remote_metrics
 from vitscale.data.samples import SplitReader
 
 
@@ -38,7 +38,7 @@ def test_samples_of_the_batch_at_hand_are_requested_before_they_are_asked_for(
     assert reader.remote is not None
     tars = {f"train-{number:06d}.tar": 4 for number in range(3)}
     server.requests.clear()
-    remote_shards.read_ahead([(reader.remote, sample) for sample in range(12)], shards=[])
+    remote_shards.prefetch([(reader.remote, sample) for sample in range(12)], shards=[])
     wait_until(lambda: dict(server.requests) == tars)
     assert len({reader.bytes_of(sample) for sample in range(12)}) == 12
     assert dict(server.requests) == tars
@@ -50,8 +50,8 @@ def test_a_cache_whose_disk_fails_costs_no_sample(
     def fail(*arguments: object, **more: object) -> bytes:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    reading = RemoteSettings(cache_path=str(tmp_path / "cache"))
-    reader = SplitReader(read_split(server.url, split="train", reading=reading))
+    remote_settings = RemoteSettings(cache_path=str(tmp_path / "cache"))
+    reader = SplitReader(read_split(server.url, split="train", remote_settings=remote_settings))
     monkeypatch.setattr(ShardCache, "read", fail)
     before = remote_metrics()["data/remote_cache_failures"]
     plain = SplitReader(read_split(server.url, split="train"))
@@ -77,7 +77,7 @@ class Fetches:
 
         counts = SimpleNamespace(add=self.failures.append)
         shards = SimpleNamespace(store=SimpleNamespace(counts=counts))
-        return SimpleNamespace(content=content, fetch=fetch, shards=shards)
+        return SimpleNamespace(blake3_hex=content, fetch=fetch, shards=shards)
 
     def want(self, *wanted: Any) -> None:
         """Returns when all were seen to."""
@@ -88,7 +88,7 @@ class Fetches:
 
 def test_no_failure_of_a_fetch_ends_those_after_it() -> None:
     fetches = Fetches()
-    for error in (OSError("disk"), Damaged("bytes"), UserError("package"), UserError("again")):
+    for error in (OSError("disk"), DamagedError("bytes"), UserError("package"), UserError("again")):
         fetches.want(fetches.shard(str(error), error))
     assert fetches.calls == ["disk", "last", "bytes", "last", "package", "last", "again", "last"]
     assert fetches.failures == ["cache_failures"] * 4
@@ -100,14 +100,14 @@ def test_a_shard_that_failed_is_left_alone_for_a_while(monkeypatch: pytest.Monke
     for _ in range(3):
         fetches.want(shard)
     assert fetches.calls.count("a") == 1
-    monkeypatch.setattr(remote_shards, "FETCH_AGAIN_S", 0.0)
+    monkeypatch.setattr(remote_shards, "RETRY_FETCH_S", 0.0)
     fetches.want(shard)
     assert fetches.calls.count("a") == 2
 
 
 def test_a_shard_that_comes_damaged_is_fetched_again_but_not_for_ever() -> None:
     fetches = Fetches()
-    shard = fetches.shard("a", *[Damaged("rot")] * 9)
+    shard = fetches.shard("a", *[DamagedError("rot")] * 9)
     for _ in range(DAMAGED_READS + 2):
         fetches.want(shard)
     assert fetches.calls.count("a") == DAMAGED_READS

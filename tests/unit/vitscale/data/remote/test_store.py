@@ -14,7 +14,7 @@ from vitscale.config.redaction import redact
 from vitscale.data.index import read_manifest
 from vitscale.data.remote import store as remote_store
 from vitscale.data.remote.store import (
-    Damaged,
+    DamagedError,
     RemoteStore,
     StorageError,
     remote_counts,
@@ -123,7 +123,7 @@ def test_names_are_joined_below_a_host(folder: str, name: str, joined: str) -> N
 
 @pytest.mark.parametrize("name", ["/etc/passwd", "../../other", "a\nb", "a/../../../b"])
 def test_names_of_a_manifest_do_not_leave_the_bucket(name: str) -> None:
-    with pytest.raises(UserError, match="no name of a file below a URL"):
+    with pytest.raises(UserError, match="is not a valid file name below a URL"):
         Url.checked("s3://bucket/a", where="here") / name
 
 
@@ -134,7 +134,7 @@ def test_a_fault_that_passes_is_not_noticed_but_counted(folder: Path, fault: str
         store = RemoteStore(patience_s=PATIENCE_S)
         before = remote_counts().total()
         data = store.read(
-            Url(server.url) / "a.bin", offset=10, num_bytes=490, is_right=expected.__eq__
+            Url(server.url) / "a.bin", offset=10, num_bytes=490, is_valid=expected.__eq__
         )
         assert data == expected
         retries = remote_counts().total()["retries"] - before["retries"]
@@ -221,16 +221,16 @@ def test_a_server_that_says_nothing_is_given_up(folder: Path) -> None:
 
 def test_bytes_that_are_always_wrong_are_damaged_not_unreachable(folder: Path) -> None:
     with served(folder) as server:
-        with pytest.raises(Damaged, match="9 bytes at 5"):
+        with pytest.raises(DamagedError, match="9 bytes at 5"):
             RemoteStore(patience_s=PATIENCE_S).read(
-                Url(server.url) / "a.bin", offset=5, num_bytes=9, is_right=lambda data: False
+                Url(server.url) / "a.bin", offset=5, num_bytes=9, is_valid=lambda data: False
             )
         assert server.requests["a.bin"] == 3
 
 
 def test_a_server_without_ranges_is_told_from_one_that_fails(folder: Path) -> None:
     with served(folder, fault=lambda path, number: "no_ranges") as server:
-        with pytest.raises(UserError, match="no range reads") as caught:
+        with pytest.raises(UserError, match="no range requests") as caught:
             RemoteStore(patience_s=PATIENCE_S).check_ranges(Url(server.url) / "a.bin")
         assert not isinstance(caught.value, StorageError)
 
