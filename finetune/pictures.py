@@ -1,8 +1,4 @@
-"""Pictures of what a fine-tuned model does.
-
-Owns: a sheet of test images with predicted and true class, saved as PNG in the run folder.
-Leaves out: reports (launch/compare.py shows every picture of a run).
-"""
+"""Draw test images with predicted and true classes, as a PNG in the run folder."""
 
 from __future__ import annotations
 
@@ -23,9 +19,9 @@ MAX_NAME = 14
 def predictions_sheet(
     engine: Engine, index: SplitIndex, *, settings: DataSettings, image_size: int, folder: Path
 ) -> Path:
-    """Predict samples spread over the split and draw them. Collective; rank 0 writes.
+    """Predict samples evenly spaced over the split and draw them. Collective; rank 0 writes.
 
-    Returns the file's path. Wrong predictions stand in red with the true class.
+    Returns the file's path. Wrong predictions are red, with the true class.
     """
     count = min(SHEET_ROWS * SHEET_COLUMNS, index.num_samples)
     chosen = torch.linspace(0, index.num_samples - 1, count).long().tolist()

@@ -1,7 +1,6 @@
-"""What pre-training and fine-tuning runs share, and the plan derived from them.
+"""The sections that pre-training and fine-tuning runs share, and the plan derived from them.
 
-Owns: the sections both have, conflicts between sections, and `TrainingPlan`.
-Leaves out: anything that needs torch; the plan is made on login nodes too.
+Needs no torch: the plan is made on login nodes too.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def positions_of_step(
 
 
 def names_at(data: TrainingSet, positions: Iterable[int]) -> str:
-    """Keys of the samples there; of many only the first."""
+    """Keys of the samples at these positions, at most `NAMES_SHOWN`."""
     draws = [data.order.at(position) for position in positions]
     shown = sample_names(data.parts, [(draw.part, draw.sample) for draw in draws[:NAMES_SHOWN]])
     more = f" and {len(draws) - NAMES_SHOWN} more" if len(draws) > NAMES_SHOWN else ""

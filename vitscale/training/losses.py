@@ -1,8 +1,4 @@
-"""Classification losses.
-
-Owns: the loss of logits against labels, mixed or not, as the recipes define it.
-Leaves out: how a stage makes logits.
-"""
+"""Classification losses of logits against labels, mixed or not, as the recipes define them."""
 
 from __future__ import annotations
 
@@ -15,8 +11,8 @@ import torch.nn.functional as F
 
 
 class Loss(Protocol):
-    """Scalar, fp32. With mixing, a sample counts as its label to its own share and as the other
-    label to the rest: both losses are linear in the target, so that is mixing the targets."""
+    """Scalar, fp32. With mixing the target is lambda * label + (1 - lambda) * mixed label; both
+    losses are linear in the target."""
 
     def __call__(
         self,

@@ -1,8 +1,7 @@
-"""How fast a loop runs, and the mean loss of an interval.
+"""Measure throughput, mean loss and memory, and trace steps.
 
-Owns: interval sums (kept on the device: no synchronisation between log lines), the rates that MFU
-is a share of, peak memory, and traces of steps.
-Leaves out: the FLOPs formula (`models.costs`), writing the figures (`tracking`).
+Interval sums stay on the device: nothing synchronises between log lines.
+Leaves out: the FLOPs formula (`models.costs`) and writing metrics (`interval_log`).
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def peak_flops(device: torch.device) -> float | None:
 def matmul_flops(device: torch.device) -> float | None:
     """FLOP/s of a square bf16 matrix product, measured now, in 0.1 s; None on CPUs.
 
-    What a perfect step could reach on this card at its present clocks: an H200 gives about 80 % of
-    its datasheet.
+    The most a step could reach on this card at its current clocks: an H200 gives about 80 % of its
+    datasheet.
     """
     if device.type != "cuda":
         return None
@@ -63,7 +62,7 @@ def matmul_flops(device: torch.device) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Most memory this process has held: allocated on the GPU, resident on a CPU."""
+    """Peak memory of this process: allocated on the GPU, resident on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
@@ -73,10 +72,10 @@ def peak_memory_gib(device: torch.device) -> float:
 def profiled(
     path: Path | None, *, steps: int, say: Callable[[str], None]
 ) -> Iterator[Callable[[], None]]:
-    """Trace `steps` steps behind the first ones into `path`, for chrome://tracing or Perfetto.
+    """Trace `steps` steps after the first ones into `path`, for chrome://tracing or Perfetto.
 
-    Gives a function to call at the end of every step. With path None or no steps it does nothing.
-    Says so when there were too few steps for a trace.
+    Yields a function to call at the end of every step. With path None or 0 steps it does nothing.
+    Reports when the run had too few steps for a trace.
     """
     if path is None or steps == 0:
         yield lambda: None
@@ -94,8 +93,8 @@ def profiled(
     ) as profile:
         yield profile.step
     if profile.step_num < PROFILE_SKIPPED + steps:
-        needed = f"{steps} steps behind the first {PROFILE_SKIPPED}"
-        say(f"no whole trace of {needed}: this start made {profile.step_num} steps")
+        needed = f"{steps} steps after the first {PROFILE_SKIPPED}"
+        say(f"no complete trace of {needed}: the run made {profile.step_num} steps")
 
 
 class IntervalMeter:
@@ -112,19 +111,19 @@ class IntervalMeter:
     def add_loss(self, loss: torch.Tensor) -> None:
         """Add the mean loss of one micro-batch of this rank, without synchronising.
 
-        A loss that is not finite is left out, as its update is.
+        A loss that is not finite is skipped, as its update is.
         """
         value = loss.detach().to(torch.float64)
         finite = torch.isfinite(value)
         self._losses += torch.stack([torch.where(finite, value, 0.0), finite.to(torch.float64)])
 
     def add_images(self, count: int, *, wait_s: float) -> None:
-        """`count` images of this rank arrived after waiting `wait_s` for them."""
+        """`count` images of this rank arrived after a wait of `wait_s` seconds."""
         self._num_images += count
         self._wait_s += wait_s
 
     def read(self) -> dict[str, float]:
-        """Means over all ranks since the last reading; collective, and starts the next interval.
+        """Means over all ranks since the last call, which starts the next interval. Collective.
 
         `train/loss` is NaN when no loss was finite.
         """
@@ -144,11 +143,11 @@ class IntervalMeter:
         }
 
     def state(self) -> list[list[float]]:
-        """[sum, count] of every rank: an interval may have a checkpoint in its middle."""
+        """[sum, count] of every rank: a checkpoint may fall inside an interval."""
         return gather_objects(self._losses.tolist())
 
     def load_state(self, state: list[list[float]], *, rank: int, world_size: int) -> None:
-        """Restore sums: each rank its own, or rank 0 all of them on another number of ranks."""
+        """Restore sums: each rank its own, or rank 0 all of them on another world size."""
         if len(state) == world_size:
             own = state[rank]
         else:

@@ -289,7 +289,7 @@ def test_step_with_nan_on_one_rank_is_skipped_on_all(
 ) -> None:
     zero = f"engine.zero_stage={stage}"
     printed = poison(fault_runs, tmp_path / "rank 1", 1, "NaN", zero)
-    assert "1 updates left out" in printed and "on rank 1; samples" in printed
+    assert "1 updates skipped" in printed and "on rank 1; samples" in printed
     one = read_state(tmp_path / "rank 1/run")
     skipped = [row["train/skipped_steps"] for row in one.journal if "train/loss" in row]
     assert skipped == [0] + [1] * 5
@@ -324,7 +324,7 @@ def test_endless_nan_stops_with_step_and_samples(fault_runs: FaultRuns, tmp_path
     codes = fault_runs.run(tmp_path, "engine.max_skipped_steps=4", faults=planted)
     assert codes == [2, 2]
     printed = output(tmp_path)
-    assert "4 updates in a row were left out, the last at step 4" in printed
+    assert "4 updates in a row were skipped, the last at step 4" in printed
     assert "samples of that step: '" in printed
 
 
@@ -334,6 +334,6 @@ def test_flipped_bit_on_one_rank_is_found(fault_runs: FaultRuns, tmp_path: Path)
     settings = ["engine.zero_stage=0", "engine.compare_weights_every_steps=3"]
     planted = {1: [fault("forward", micro_step(8), "flip bit")]}
     assert fault_runs.run(tmp_path, *settings, faults=planted) == [2, 2]
-    assert "the weights of the ranks have come apart by step 9" in output(tmp_path)
+    assert "weights diverged across ranks by step 9" in output(tmp_path)
     ours = fault_runs.finish(tmp_path, *settings)
     assert differences(ours, fault_runs.uninterrupted(*settings)) == []

@@ -1,4 +1,4 @@
-"""When a loss counts as a spike, and which positions a micro-batch has."""
+"""Loss spikes, and positions of a micro-batch."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def test_falling_and_noisy_losses_are_no_spikes() -> None:
     assert spikes_in([7 / (1 + number / 10) + 0.05 * (-1) ** number for number in range(60)]) == []
 
 
-def test_a_jump_is_a_spike_every_time_until_it_is_gone() -> None:
+def test_every_interval_of_a_jump_is_a_spike() -> None:
     steady = [2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.0, 2.1, 2.0]
     assert spikes_in([*steady, 4.0, 4.1, 2.0, 4.0]) == [9, 10, 12]
 
 
-def test_nothing_is_said_before_there_is_something_to_compare_with() -> None:
+def test_no_spike_before_enough_intervals() -> None:
     assert spikes_in([1.0] * (MIN_REMEMBERED - 1) + [9.0]) == []
     assert spikes_in([1.0] * MIN_REMEMBERED + [9.0]) == [MIN_REMEMBERED]
 
 
-def test_losses_that_are_not_finite_are_passed_over() -> None:
+def test_losses_that_are_not_finite_are_ignored() -> None:
     assert spikes_in([1.0] * 10 + [math.nan, math.inf, 1.0]) == []
 
 
-def test_restored_detector_goes_on_as_the_saved_one() -> None:
+def test_restored_detector_continues_as_the_saved_one() -> None:
     detector = LossSpikeDetector()
     for number in range(NUM_REMEMBERED + 5):
         detector.update(1.0 + number / 100)

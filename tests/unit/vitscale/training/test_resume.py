@@ -1,4 +1,4 @@
-"""Which changes are refused at a resume, which are said, and that none is forgotten."""
+"""Changes refused or reported when a run resumes; none is forgotten."""
 
 from __future__ import annotations
 
@@ -85,14 +85,12 @@ def resume(checkpoint: Checkpoint | None, change: Mapping[str, Any]) -> None:
     check_resumable(run, checkpoint, description_of(change), plan)
 
 
-def test_every_key_of_the_description_has_its_change() -> None:
+def test_every_compatibility_key_has_a_change_here() -> None:
     assert CHANGES.keys() == description_of({}).keys()
 
 
 @pytest.mark.parametrize("key", CHANGES)
-def test_change_that_a_checkpoint_does_not_survive_is_refused(
-    monkeypatch: pytest.MonkeyPatch, key: str
-) -> None:
+def test_incompatible_change_is_refused(monkeypatch: pytest.MonkeyPatch, key: str) -> None:
     saved = checkpoint_of(description_of({}))
     resume(saved, {})
     monkeypatch.setattr(resuming, "ORDER_VERSION", CHANGES[key].get("version", 1))
@@ -101,7 +99,7 @@ def test_change_that_a_checkpoint_does_not_survive_is_refused(
     assert f"\n    {key}: checkpoint " in caught.value.what
 
 
-def test_checkpoint_from_before_a_key_existed_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_older_than_a_key_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
     old = {key: v for key, v in description_of({}).items() if key not in resuming.LEGACY_DEFAULTS}
     resume(checkpoint_of(old), {})
     for key in resuming.LEGACY_DEFAULTS:
@@ -136,7 +134,7 @@ def facts_of(change: Mapping[str, Any]) -> dict[str, str]:
     return provenance(run_with(change), world, dtype=torch.bfloat16)
 
 
-def test_record_holds_the_whole_configuration_and_what_else_can_change_a_run() -> None:
+def test_provenance_has_the_configuration_and_the_environment() -> None:
     facts = facts_of({})
     config = {f"config {key}" for key in leaves(run_with({}).model_dump())}
     assert len(config) > 100 and config <= facts.keys()
@@ -153,7 +151,7 @@ def test_record_holds_the_whole_configuration_and_what_else_can_change_a_run() -
     ]
 
 
-def test_every_difference_is_one_line_and_equal_records_are_silent() -> None:
+def test_every_difference_is_one_line_and_none_gives_none() -> None:
     saved = {PROVENANCE: {"config optim.lr": "0.001", "torch": "2.11.0", "gone": "1"}}
     now = {"config optim.lr": "0.0005", "torch": "2.11.0", "config new": "2"}
     assert list(changes(saved, now)) == [
@@ -163,11 +161,11 @@ def test_every_difference_is_one_line_and_equal_records_are_silent() -> None:
     assert list(changes({PROVENANCE: now}, now)) == []
 
 
-def test_checkpoint_without_a_record_says_nothing() -> None:
+def test_checkpoint_without_provenance_reports_nothing() -> None:
     assert list(changes({}, {"torch": "2.11.0"})) == []
 
 
-def test_long_lists_end() -> None:
+def test_long_lists_of_changes_are_cut() -> None:
     saved = {PROVENANCE: {f"config {number:03d}": "a" for number in range(CHANGES_SHOWN + 5)}}
     (text,) = changes(saved, {})
     assert text.splitlines()[-1] == "    ... 5 more" and len(text.splitlines()) == CHANGES_SHOWN + 2
