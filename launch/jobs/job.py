@@ -67,7 +67,7 @@ class StageJob:
         task = start_task(independent=self.independent)
         record_path = task_record_path(task.folder, job_id=task.job_id, rank=task.rank)
         running = TaskRecord(rank=task.rank, pid=os.getpid())
-        _write_record(record_path, running)
+        write_record(record_path, running)
         if task.rank == 0 or self.independent:
             self._announce(task)
         code = 1
@@ -75,7 +75,7 @@ class StageJob:
             code = run_in_process(self.script, arguments=["--config", self.config])
         finally:
             ended = TaskRecord(rank=task.rank, pid=os.getpid(), exit_code=code, ended=time.time())
-            _write_record(record_path, ended)
+            write_record(record_path, ended)
         if code == EXIT_STOPPED_RESUMABLE and task.cluster == "slurm":
             if self._requeue(task):
                 skip_teardown(0)
@@ -167,7 +167,7 @@ def read_task_record(path: Path) -> TaskRecord | None:
         return None
 
 
-def _write_record(path: Path, record: TaskRecord) -> None:
+def write_record(path: Path, record: TaskRecord) -> None:
     write_json(
         path,
         {

@@ -54,7 +54,7 @@ def rows(output: str) -> dict[str, str]:
     return dict(re.split(r"  +", line, maxsplit=1) for line in plan.splitlines())
 
 
-def test_a_dry_run_shows_run_plan_and_script_and_writes_nothing(launch, tmp_path) -> None:
+def test_a_dry_run_shows_the_plan_and_writes_nothing(launch, tmp_path) -> None:
     before = sorted(tmp_path.rglob("*"))
     done = launch("--dry-run", "optim.lr=0.002")
     assert done.returncode == 0, done.stderr
@@ -72,15 +72,7 @@ def test_a_dry_run_shows_run_plan_and_script_and_writes_nothing(launch, tmp_path
     assert "srun " in done.stdout
 
 
-def test_unknown_facts_are_asked_for(launch) -> None:
-    done = launch("--dry-run", "data.planned_num_samples=null", "model.num_classes=null")
-    assert done.returncode == 0, done.stderr
-    plan = rows(done.stdout)
-    assert "data.planned_num_samples" in plan["schedule"]
-    assert "model.num_classes" in plan["model"]
-
-
-def test_submitting_without_slurm_says_what_to_do_instead(launch, tmp_path) -> None:
+def test_submitting_without_slurm_names_alternatives(launch, tmp_path) -> None:
     done = launch()
     assert done.returncode == 2
     assert "no SLURM on this machine" in done.stderr
@@ -89,9 +81,9 @@ def test_submitting_without_slurm_says_what_to_do_instead(launch, tmp_path) -> N
     assert not (tmp_path / "runs").exists()
 
 
-def test_errors_come_together(launch) -> None:
+def test_errors_of_the_job_are_reported_together(launch) -> None:
     done = launch("launch.nodes=3", "launch.gpus_per_node=0", "engine.device=cuda")
-    assert done.returncode == 2
+    assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "64 images are not divisible by 12 tasks" in done.stderr
     assert "60 or 72" in done.stderr
     assert "launch.gpus_per_node" in done.stderr
@@ -106,42 +98,6 @@ def test_data_preparation_is_shown_as_an_array(launch, tmp_path) -> None:
     assert plan["tasks"].endswith("at most 16 task(s) at a time")
     assert "#SBATCH --array=0-63%16" in done.stdout
     assert "#SBATCH --cpus-per-task=8" in done.stdout
-    # A task works with the cores it asked for, not with all that the node shows.
+    # A task uses the cores that it requested, not all that the node has.
     assert "\nnum_workers: 8\n" in done.stdout
     assert not (tmp_path / "runs").exists()
-
-
-def test_workers_asked_for_are_kept(launch) -> None:
-    done = launch("--dry-run", "num_workers=3", config="data.yaml")
-    assert "\nnum_workers: 3\n" in done.stdout
-
-
-def test_stages_refuse_the_size_of_the_other_kind(launch) -> None:
-    done = launch("launch.num_tasks=2")
-    assert done.returncode == 2
-    assert "launch.num_tasks: 2 is for data preparation" in done.stderr
-    assert "launch.nodes x launch.tasks_per_node" in done.stderr
-    done = launch("launch.nodes=2", "launch.gpus_per_node=1", config="data.yaml")
-    assert done.returncode == 2
-    assert "launch.nodes: 2 is not possible" in done.stderr
-    assert "launch.gpus_per_node: 1 is not possible" in done.stderr
-    assert "set launch.num_tasks" in done.stderr
-
-
-def test_unsafe_values_are_refused(launch, tmp_path) -> None:
-    done = launch('launch.comment="a\\ntouch canary"')
-    assert done.returncode == 2
-    assert "launch.comment" in done.stderr
-    assert not (tmp_path / "canary").exists()
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [("vit_b16", "103,186,515"), ("vit_l16", "326,740,307"), ("vit_h14", "660,385,363")],
-)
-def test_the_large_runs_have_a_plan(launch, name: str, parameters: str) -> None:
-    done = launch("--dry-run", config=str(ROOT / f"configs/{name}.yaml"))
-    assert done.returncode == 0, done.stderr
-    plan = rows(done.stdout)
-    assert plan["model"].startswith(parameters)
-    assert plan["steps"].startswith("272,460 steps")

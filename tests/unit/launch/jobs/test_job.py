@@ -1,4 +1,4 @@
-"""Scripts run in the task's own process."""
+"""Stage scripts run inside a task's process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_script_sees_its_own_arguments(tmp_path: Path) -> None:
     assert sys.argv == before
 
 
-def test_every_stage_that_can_be_launched_has_a_script() -> None:
+def test_every_launchable_stage_has_a_script() -> None:
     assert set(STAGE_SCRIPTS) == set(RUN_TYPES)
     for stage in STAGE_SCRIPTS:
         assert Path(stage_job(stage, config=Path("c.yaml"), max_requeues=1).script).is_file()
@@ -49,14 +49,14 @@ def test_only_data_preparation_has_independent_tasks() -> None:
     assert [stage for stage, job in jobs.items() if job.independent] == ["data_prep"]
 
 
-def test_a_job_is_small_and_comes_back_equal_from_its_pickle() -> None:
+def test_a_job_is_small_and_survives_pickling() -> None:
     job = StageJob(script="/p/main.py", config="/r/config.yaml", max_requeues=3)
     text = pickle.dumps(job)
     assert pickle.loads(text) == job
     assert len(text) < 500
 
 
-def test_a_signal_before_the_script_only_resubmits_the_same_job() -> None:
+def test_an_early_signal_resubmits_the_same_job() -> None:
     job = StageJob(script="/p/main.py", config="/r/config.yaml", max_requeues=3)
     again = job.checkpoint()
     assert again.function == job and not again.args and not again.kwargs

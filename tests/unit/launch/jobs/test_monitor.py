@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from launch.jobs import monitor
-from launch.jobs.job import TaskRecord
+from launch.jobs.job import TaskRecord, task_record_path, write_record
 from launch.jobs.submission import Submission
 
 
@@ -19,6 +23,48 @@ def ended_pid() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid
+
+
+class EndedController:
+    """A controller process that has ended."""
+
+    def poll(self) -> int:
+        return 0
+
+    def wait(self, timeout: float) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [
+        ((0, 0), 0),
+        ((0, 2), 2),
+        ((75, 75), 75),
+        ((0, 75), 75),
+        ((3, 75), 1),
+        ((0, -9), 1),
+        ((0,), 1),  # one task never started
+    ],
+)
+def test_the_exit_code_of_a_job_follows_its_tasks(
+    tmp_path: Path, codes: tuple[int, ...], expected: int
+) -> None:
+    submission = Submission(
+        job_id="7",
+        num_tasks=2,
+        folder=tmp_path,
+        controller=EndedController(),  # type: ignore[arg-type]  # a stand-in
+    )
+    for rank, code in enumerate(codes):
+        record = TaskRecord(rank=rank, pid=os.getpid(), exit_code=code, ended=float(rank))
+        write_record(task_record_path(tmp_path, job_id="7", rank=rank), record)
+    submission.log(0).write_text("a line\n")
+    output = io.StringIO()
+    stop: Any = SimpleNamespace(is_set=False)  # without the signal handlers of StopFlag
+    result = monitor.follow(submission, output=output, stop=stop)
+    assert result.exit_code == expected
+    assert output.getvalue() == "a line\n"
 
 
 def set_reads(monkeypatch: pytest.MonkeyPatch, *found: TaskRecord) -> None:

@@ -1,7 +1,8 @@
-"""The batch script, as text; the folders of jobs; what a refused one leaves."""
+"""Batch scripts, job folders, and the files of refused submissions."""
 
 from __future__ import annotations
 
+import fcntl
 import stat
 import threading
 import time
@@ -22,12 +23,12 @@ def script(**fields: object) -> str:
     return sbatch_text(launch, name="run", folder=Path("/jobs"))
 
 
-def test_no_accounting_key_is_asked_for() -> None:
+def test_no_accounting_key_is_requested() -> None:
     assert "wckey" not in script()
     assert "#SBATCH --wckey=vit" in script(sbatch={"wckey": "vit"})
 
 
-def test_cpus_are_repeated_for_srun_and_a_failing_task_ends_the_step() -> None:
+def test_srun_repeats_cpus_and_ends_on_a_failed_task() -> None:
     srun = next(line for line in script(cpus_per_task=12).splitlines() if line.startswith("srun"))
     assert "--cpus-per-task=12" in srun
     assert "--kill-on-bad-exit=1" in srun
@@ -42,7 +43,7 @@ def test_cpus_are_repeated_for_srun_and_a_failing_task_ends_the_step() -> None:
         ({"gpu_request": "gres", "gpu_type": "h200"}, "#SBATCH --gres=gpu:h200:8"),
     ],
 )
-def test_gpus_are_asked_for_in_the_sites_way(fields: dict[str, object], expected: str) -> None:
+def test_gpus_are_requested_in_the_sites_way(fields: dict[str, object], expected: str) -> None:
     assert expected in script(gpus_per_node=8, tasks_per_node=8, **fields).splitlines()
 
 
@@ -69,7 +70,7 @@ def test_every_field_reaches_the_script() -> None:
     assert "--cpu-bind=none apptainer exec image.sif python -u -m submitit" in text
 
 
-def test_independent_tasks_are_an_array_with_a_log_each() -> None:
+def test_independent_tasks_are_an_array_with_one_log_each() -> None:
     text = script(num_tasks=64, cpus_per_task=8)
     lines = text.splitlines()
     assert "#SBATCH --array=0-63%64" in lines
@@ -81,13 +82,13 @@ def test_independent_tasks_are_an_array_with_a_log_each() -> None:
     assert str(job.log(3)) == "/jobs/12/12_3_0_log.out"
 
 
-def test_tasks_running_at_a_time_can_be_limited() -> None:
+def test_the_number_of_running_tasks_can_be_limited() -> None:
     assert "#SBATCH --array=0-63%16" in script(num_tasks=64, max_running_tasks=16).splitlines()
-    # submitit's own limit of 256 is nobody's wish.
+    # Without submitit's own limit of 256.
     assert "#SBATCH --array=0-999%1000" in script(num_tasks=1000).splitlines()
 
 
-def test_one_task_is_no_array() -> None:
+def test_one_task_is_not_an_array() -> None:
     text = script(num_tasks=1)
     assert "--array" not in text and "%A" not in text
 
@@ -96,10 +97,10 @@ def test_switched_off_options_are_left_out() -> None:
     assert "exclusive" not in script(sbatch={"exclusive": False})
 
 
-def test_each_local_job_has_a_private_folder_of_its_own(
+def test_each_local_job_has_its_own_private_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Process ids come again: in a container those of two starts are often the same.
+    # Process ids are reused: in a container, two starts often get the same one.
     monkeypatch.setattr(submitit_local, "start_controller", lambda **_: SimpleNamespace(pid=7))
     jobs = [
         start_locally(int, launch=LaunchSettings(), num_procs=1, folder=tmp_path) for _ in range(2)
@@ -113,24 +114,22 @@ def test_each_local_job_has_a_private_folder_of_its_own(
         assert (job.folder / "controller.log").exists()
 
 
-# Refuses partition "full", but first gives another command two seconds to come in between.
+# Refuses partition "full", but not before the other command waits for its turn or runs sbatch. The
+# other command is accepted after the refusal.
 SBATCH = """#!/bin/sh
 if grep -q -e --partition=full "$1"; then
     mkdir {folder}/11
     touch {folder}/config-new.yaml {folder}/asked
-    for try in 1 2 3 4 5 6 7 8 9 10; do
-        test -e {folder}/between && break
-        sleep 0.2
-    done
+    until test -e {folder}/waiting || test -e {folder}/between; do sleep 0.02; done
     exit 1
 fi
 touch {folder}/between
-sleep 1
+until test -e {folder}/refused; do sleep 0.02; done
 echo Submitted batch job 12
 """
 
 
-def test_a_refusal_removes_nothing_of_others(
+def test_a_refusal_removes_no_files_of_other_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     programs, folder = tmp_path / "bin", tmp_path / "slurm"
@@ -140,13 +139,20 @@ def test_a_refusal_removes_nothing_of_others(
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", str(programs), prepend=":")
-    refusals = []
+    lock = fcntl.flock
+
+    def announce_and_lock(fd: int, operation: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            (folder / "waiting").touch()
+        lock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", announce_and_lock)
 
     def be_refused() -> None:
-        with pytest.raises(UserError, match="sbatch refused") as refusal:
+        with pytest.raises(UserError, match="sbatch refused"):
             launch = LaunchSettings(partition="full")
             submit_to_slurm(int, launch=launch, name="first", folder=folder)
-        refusals.append(refusal)
+        (folder / "refused").touch()
 
     first = threading.Thread(target=be_refused)
     first.start()
@@ -155,10 +161,9 @@ def test_a_refusal_removes_nothing_of_others(
         time.sleep(0.02)
     second = submit_to_slurm(int, launch=LaunchSettings(), name="second", folder=folder)
     first.join()
-    assert refusals
     assert second.job_id == "12" and (second.folder / "12_submitted.pkl").exists()
     # submitit leaves a link to the script of the one that was accepted.
     (link,) = folder.glob(".submission_file_*")
     assert link.resolve() == second.folder / "12_submission.sh"
     names = {path.name for path in folder.iterdir()} - {link.name}
-    assert names == {"11", "12", "asked", "between", "config-new.yaml"}
+    assert names == {"11", "12", "asked", "between", "config-new.yaml", "refused", "waiting"}

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from launch.planning.dry_run import plan_rows
 from pretrain.run import PretrainRun
+from tests.contract.tree import ROOT
+from vitscale.config.loader import load_run
 
 
 def plan(**changes: object) -> dict[str, str]:
@@ -36,3 +40,24 @@ def test_objective_and_evaluations_are_named() -> None:
     assert plan(evaluate=[])["evaluation"] == "none"
     data = {"path": "shards", "global_batch": 64, "val_split": None}
     assert plan(data=data)["evaluation"] == "none, because data.val_split is null"
+
+
+def test_unknown_values_name_the_missing_setting() -> None:
+    rows = plan(
+        data={"path": "shards", "global_batch": 64},
+        model={"preset": "Ti/16"},
+        schedule={"epochs": 10, "warmup_steps": 5},
+    )
+    assert "data.planned_num_samples" in rows["schedule"]
+    assert "model.num_classes" in rows["model"]
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [("vit_b16", "103,186,515"), ("vit_l16", "326,740,307"), ("vit_h14", "660,385,363")],
+)
+def test_the_large_runs_have_a_plan(name: str, parameters: str) -> None:
+    run = load_run({"pretrain": PretrainRun}, ROOT / f"configs/{name}.yaml").run
+    rows = dict(plan_rows(run))
+    assert rows["model"].startswith(parameters)
+    assert rows["steps"].startswith("272,460 steps")

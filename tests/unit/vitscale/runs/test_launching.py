@@ -1,4 +1,4 @@
-"""What a launch section may hold."""
+"""Validation of the launch section."""
 
 from __future__ import annotations
 
@@ -48,10 +48,12 @@ def test_refused(fields: dict[str, object], key: str) -> None:
     assert keys_of(**fields) == [key]
 
 
-def test_ranks_and_independent_tasks_are_counted_by_different_keys() -> None:
+def test_ranks_and_independent_tasks_have_different_keys() -> None:
     array = {"num_tasks": 64, "max_running_tasks": 8}
     assert keys_of(**array) == ["launch.num_tasks", "launch.max_running_tasks"]
     assert keys_of(independent_tasks=True, **array) == []
+    (text, _) = (text for _, text in launch_problems(LaunchSettings.model_validate(array)))
+    assert "is for data preparation only" in text and "launch.tasks_per_node" in text
     ranks = {"nodes": 2, "tasks_per_node": 8, "gpus_per_node": 8}
     assert keys_of(**ranks) == []
     assert keys_of(independent_tasks=True, **ranks) == [f"launch.{field}" for field in ranks]
@@ -95,7 +97,7 @@ TEXT = st.text(min_size=1, max_size=40)
 
 @settings(max_examples=200, deadline=None)
 @given(comment=TEXT, partition=TEXT, extra=TEXT)
-def test_accepted_values_never_leave_their_option_line(
+def test_accepted_values_stay_on_their_option_line(
     comment: str, partition: str, extra: str
 ) -> None:
     fields = {"comment": comment, "partition": partition, "sbatch": {"mail-user": extra}}

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vitscale.tracking.journal import Journal, Row, decode, encode, read_rows
@@ -20,6 +20,7 @@ def steps_in(path: Path) -> list[int]:
     return [row.step for row, _ in read_rows(path)]
 
 
+@settings(deadline=None)
 @given(num_steps=st.integers(0, 12), resume_step=st.integers(0, 12), torn_bytes=st.integers(0, 60))
 def test_resumed_journal_has_each_step_once(
     num_steps: int, resume_step: int, torn_bytes: int
@@ -31,7 +32,7 @@ def test_resumed_journal_has_each_step_once(
             journal.append({"train/loss": step / 7}, step=step)
         journal.close()
         data = path.read_bytes()
-        path.write_bytes(data[: max(0, len(data) - torn_bytes)])  # a kill amid a line
+        path.write_bytes(data[: max(0, len(data) - torn_bytes)])  # a kill within a line
         before = steps_in(path)
 
         journal = Journal(path, resume_step=resume_step)
@@ -44,6 +45,7 @@ def test_resumed_journal_has_each_step_once(
         assert path.read_bytes().startswith(b"".join(data.splitlines(True)[: len(kept)]))
 
 
+@settings(deadline=None)
 @given(value=NUMBERS, step=st.integers(0, 2**40))
 def test_any_number_survives_as_strict_json(value: float, step: int) -> None:
     line = encode(Row(step=step, time=1.5, metrics={"train/loss": value}))
@@ -58,6 +60,7 @@ def test_any_number_survives_as_strict_json(value: float, step: int) -> None:
     assert back == value or (math.isnan(back) and math.isnan(value))
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_invalid_lines_are_skipped_and_never_raise(junk: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
