@@ -29,7 +29,7 @@ try:
     from data_prep.pipeline.workspace import (
         content_config,
         preparation_folder,
-        refuse_changed_files,
+        unchanged_config,
     )
     from data_prep.sources.registry import open_source
     from vitscale.config.command_line import load_command
@@ -87,7 +87,7 @@ def main() -> None:
         manifest = write_index_folder(
             folder, run=run, config=config, indexed=indexed, root=source.root, shards_root=root
         )
-        refuse_changed_files(config, run)
+        unchanged_config(config, run)
         commit_folder(folder, output)
         shutil.rmtree(work, ignore_errors=True)
     print_summary(output, manifest, seconds=time.monotonic() - start)

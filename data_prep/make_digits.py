@@ -1,4 +1,4 @@
-"""Write scikit-learn's handwritten digits as a folder of images: a corpus that needs no download.
+"""Write scikit-learn's handwritten digits as a folder of images: a corpus without a download.
 
     python data_prep/make_digits.py runs/demo/images
 
@@ -34,7 +34,7 @@ MAX_GREY = 16
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write handwritten digits as PNG files.")
     parser.add_argument("output", type=Path, help="folder to create: {train,test}/DIGIT/NNNN.png")
-    parser.add_argument("--seed", type=int, default=0, help="decides which images are for testing")
+    parser.add_argument("--seed", type=int, default=0, help="selects the test images (default 0)")
     arguments = parser.parse_args()
     output: Path = arguments.output
     images, labels = load_digits_arrays()
@@ -79,7 +79,7 @@ def load_digits_arrays() -> tuple[np.ndarray, np.ndarray]:
 
 
 def choose_test(labels: list[int], *, num_test: int, seed: int) -> set[int]:
-    """Positions held out for testing: each class's share, largest remainders first."""
+    """Positions held out for testing: in proportion to the classes, largest remainders first."""
     of_class: dict[int, list[int]] = {}
     for i, label in enumerate(labels):
         of_class.setdefault(label, []).append(i)

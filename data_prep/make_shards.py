@@ -3,8 +3,8 @@
     python data_prep/make_shards.py --config configs/data/image_folder.yaml \
         source.path=IMAGES output=SHARDS
 
-The same command again goes on where a killed one was. Several at a time, on machines that share
-the output's folder, divide the work. Formats: docs/data_format.md.
+Run again after an interruption, the command resumes. Several commands at a time, on machines that
+share the output's folder, divide the work. Formats: docs/data_format.md.
 """
 
 from __future__ import annotations
@@ -17,15 +17,13 @@ import sys
 import time
 from contextlib import suppress
 
-# Read when pyarrow is imported. Its own allocators keep what is freed, a quarter of a worker.
-os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")
-
 try:
     from pathlib import Path
     from typing import Any
 
     from data_prep.pipeline.listing import listing_fingerprint
-    from data_prep.pipeline.runner import LISTING_PHASES, prepare, storage_error
+    from data_prep.pipeline.phases import LISTING_PHASES
+    from data_prep.pipeline.runner import prepare, storage_error
     from data_prep.pipeline.work_units import WorkFolder, aborted_error, remove_folder, sibling_path
     from data_prep.pipeline.workspace import (
         SETTINGS_NAME,
@@ -60,30 +58,30 @@ def main() -> None:
     start = time.monotonic()
     output = Path(run.output).expanduser()
     if output.resolve().is_relative_to(Path(run.source.path).expanduser().resolve()):
-        raise UserError(
-            "lies inside source.path", where="output", next_step="choose another folder"
-        )
+        raise UserError("is inside source.path", where="output", next_step="choose another folder")
     existing = find_existing(output, run)
     if existing is not None:
-        # Tasks of one job that come late have nothing to compare: the others have just read it.
+        # Late tasks of a job need no comparison: the others have just read the source.
         if run.launch.num_tasks == 1:
             check_same_source(existing, run)
-        remove_folder(preparation_folder(output))  # of one killed after it had named the output
+        remove_folder(
+            preparation_folder(output)
+        )  # of a process killed after it committed the output
         print(f"{output}: already there, made from the same inputs with the same settings")
         return
-    raise_verdict(run)
-    begin(run)
+    raise_corpus_error(run)
+    open_work_folder(run)
     work_until_done(run)
-    # A task that came when another was just finishing has made the folder anew.
+    # A task that starts while another finishes creates the folder again.
     remove_folder(preparation_folder(output))
-    # Again with its settings: another command may have finished it while this one began.
+    # Compare settings again: another command may have finished it in the meantime.
     made = find_existing(output, run)
     assert made is not None
     print_summary(output, made, seconds=time.monotonic() - start)
 
 
 def find_existing(output: Path, run: DataPrepRun) -> Manifest | None:
-    """The manifest of a folder made with the same settings; None when there is nothing."""
+    """The manifest of an output made with the same settings; None if there is no output."""
     if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
         return None
     advice = "choose another output, or remove this folder first"
@@ -91,7 +89,7 @@ def find_existing(output: Path, run: DataPrepRun) -> Manifest | None:
         manifest = read_manifest(output)
     except UserError as error:
         raise UserError(
-            f"exists already and is no shard folder of ours\n{error.text()}",
+            f"exists already and was not made by make_shards\n{error.text()}",
             where="output",
             next_step=advice,
         ) from None
@@ -105,8 +103,8 @@ def find_existing(output: Path, run: DataPrepRun) -> Manifest | None:
 
 
 def check_same_source(existing: Manifest, run: DataPrepRun) -> None:
-    """Compare names and sizes of the inputs; content is left to verify_shards.py."""
-    # Of this process alone: commands that compare at the same time would remove each other's.
+    """Compare names and sizes of the inputs; verify_shards.py checks their content."""
+    # A folder per process: concurrent commands would remove each other's.
     folder = sibling_path(preparation_folder(Path(run.output).expanduser()))
     listing = run.model_copy(update={"output": str(folder / "listing")})
     work = WorkFolder(preparation_folder(folder / "listing"))
@@ -124,8 +122,8 @@ def check_same_source(existing: Manifest, run: DataPrepRun) -> None:
         )
 
 
-def begin(run: DataPrepRun) -> None:
-    """Make the folder for the work, or refuse to go on with work begun with other settings."""
+def open_work_folder(run: DataPrepRun) -> None:
+    """Create the work folder. Raises UserError if it exists with other settings."""
     folder = preparation_folder(Path(run.output).expanduser())
     settings = content_config(run) | {
         "path": run.source.path,
@@ -133,14 +131,14 @@ def begin(run: DataPrepRun) -> None:
         "work_format": WORK_FORMAT,
     }
     try:
-        if is_left_over(run):
+        if is_stale(run):
             remove_folder(folder)
         if not (folder / SETTINGS_NAME).exists():
             make_work_folder(folder, settings)
         begun = json.loads((folder / SETTINGS_NAME).read_text())
     except FileNotFoundError:
         if is_finished(Path(run.output).expanduser()):
-            return  # another task has just finished, and named the folder
+            return  # another task has just finished the output
         raise aborted_error(folder) from None
     except OSError as error:
         raise storage_error(error, Path(run.output)) from None
@@ -153,7 +151,7 @@ def begin(run: DataPrepRun) -> None:
 
 
 def make_work_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Create it with its settings in it by one rename; of several processes one succeeds."""
+    """Create the folder and its settings by one rename; one of several processes succeeds."""
     new = sibling_path(folder)
     new.mkdir(parents=True)
     write_json(new / SETTINGS_NAME, settings)
@@ -165,21 +163,21 @@ def make_work_folder(folder: Path, settings: dict[str, Any]) -> None:
             raise
         if not (folder / SETTINGS_NAME).exists() and folder.exists():
             raise UserError(
-                f"holds files, but no {SETTINGS_NAME} that says what they are of",
+                f"holds files, but no {SETTINGS_NAME}",
                 where=str(folder),
                 next_step="remove this folder",
             ) from None
 
 
-def is_left_over(run: DataPrepRun) -> bool:
-    """Whether the index is written and gone: with an output that was finished and then removed."""
+def is_stale(run: DataPrepRun) -> bool:
+    """Whether the work folder belongs to an output that was finished and removed since."""
     work = WorkFolder(preparation_folder(Path(run.output).expanduser()))
     p = Preparation(run, work, lambda num: None)
     return p.has_result("index") and not (p.path("final") / INDEX_NAME).exists()
 
 
 def work_until_done(run: DataPrepRun) -> None:
-    """Work; leave nothing behind after a verdict on the corpus, and everything otherwise."""
+    """Run the phases. An unusable corpus discards the work; after an interruption it is kept."""
     folder = preparation_folder(Path(run.output).expanduser())
     task = os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("RANK") or "0"
     try:
@@ -187,36 +185,36 @@ def work_until_done(run: DataPrepRun) -> None:
     except Interrupted:
         raise
     except UserError as error:
-        leave_verdict(run, error)
+        store_corpus_error(run, error)
         remove_folder(folder)
         raise
     except KeyboardInterrupt:
-        print("\nstopped; run the same command again to go on", flush=True)
+        print("\nstopped; run the same command again to resume", flush=True)
         raise SystemExit(EXIT_STOPPED_RESUMABLE) from None
 
 
-def verdict_path(run: DataPrepRun) -> Path:
+def corpus_error_path(run: DataPrepRun) -> Path:
     output = Path(run.output).expanduser()
-    return output.with_name(f".{output.name}.verdict.json")
+    return output.with_name(f".{output.name}.error.json")
 
 
-def leave_verdict(run: DataPrepRun, error: UserError) -> None:
-    """For tasks of the same array that come when all is over: the work would end the same."""
+def store_corpus_error(run: DataPrepRun, error: UserError) -> None:
+    """Store the error for later tasks of the same array: their work would end the same."""
     job = os.environ.get("SLURM_ARRAY_JOB_ID")
     with suppress(FileExistsError, FileNotFoundError):
-        if job is not None and not verdict_path(run).exists():
-            write_json(verdict_path(run), {"job": job, "text": error.text()})
+        if job is not None and not corpus_error_path(run).exists():
+            write_json(corpus_error_path(run), {"job": job, "text": error.text()})
 
 
-def raise_verdict(run: DataPrepRun) -> None:
-    """What another task of this array found; a verdict of another job is forgotten."""
+def raise_corpus_error(run: DataPrepRun) -> None:
+    """Raise the error of another task of this array; remove that of another job."""
     try:
-        verdict = json.loads(verdict_path(run).read_text())
+        stored = json.loads(corpus_error_path(run).read_text())
     except FileNotFoundError:
         return
-    if verdict["job"] == os.environ.get("SLURM_ARRAY_JOB_ID"):
-        raise UserError(verdict["text"])
-    verdict_path(run).unlink(missing_ok=True)
+    if stored["job"] == os.environ.get("SLURM_ARRAY_JOB_ID"):
+        raise UserError(stored["text"])
+    corpus_error_path(run).unlink(missing_ok=True)
 
 
 def print_summary(output: Path, manifest: Manifest, *, seconds: float) -> None:

@@ -1,11 +1,11 @@
-"""Read a shard folder from end to end and say whether it is what its manifest says.
+"""Read a shard folder completely and compare it with its manifest.
 
     python data_prep/verify_shards.py SHARDS [--report FILE.html] [--source SOURCE]
 
-Exit code 0: sound. 2: something is wrong, and all of it was named.
+Exit code 0: valid. 2: errors, all of which are printed.
 
-Owns: the command line and what is printed.
-Leaves out: the checks (`shard_check`) and the page (`shard_report`).
+Owns: the command line and the output.
+Leaves out: the checks (`verification.checks`) and the page (`verification.report`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import time
 try:
     from pathlib import Path
 
-    from data_prep.verification.checks import Finding, check_folder
+    from data_prep.verification.checks import check_folder
     from data_prep.verification.report import write_report
+    from data_prep.verification.tar_checks import Finding
     from vitscale.config.errors import EXIT_BAD_INPUT, UserError, run_script
     from vitscale.data.index import Manifest, read_manifest
     from vitscale.distributed.processes import num_cores
@@ -30,7 +31,7 @@ except ModuleNotFoundError as error:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Read a shard folder from end to end and compare it with its manifest."
+        description="Read a shard folder completely and compare it with its manifest."
     )
     parser.add_argument("shards", metavar="SHARDS", help="folder with a manifest.json")
     parser.add_argument("--report", metavar="FILE.html", help="page to write, with pictures")
@@ -88,9 +89,9 @@ def print_summary(
 ) -> None:
     num_bytes = sum(entry.num_bytes for entry in manifest.splits.values())
     num_tars = sum(len(entry.shards) for entry in manifest.splits.values())
-    verdict = f"{len(findings):,} findings" if findings else "sound"
+    result = f"{len(findings):,} findings" if findings else "valid"
     print(
-        f"{folder}: {verdict}; {num_samples(manifest):,} samples in {num_tars:,} tars, "
+        f"{folder}: {result}; {num_samples(manifest):,} samples in {num_tars:,} tars, "
         f"{num_bytes / 2**20:,.1f} MiB in {seconds:.1f} s "
         f"({num_bytes / 2**20 / max(seconds, 1e-9):,.0f} MiB/s)"
     )

@@ -1,8 +1,8 @@
-"""What becomes of one image: kept as it is, made plain, or rejected with a reason.
+"""Validate images: keep them unchanged, convert them, or reject them with a reason.
 
-Owns: the verdict on an input's bytes, and the list of reasons.
-Leaves out: where the bytes come from (`sources`), how headers are read (`image_header`), how pixels
-are changed (`image_convert`).
+Owns: the validation of an input's bytes, and the list of reasons.
+Leaves out: where the bytes come from (`sources`), reading headers (`header`), converting pixels
+(`convert`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from data_prep.images.convert import (
 from data_prep.images.header import Header, HeaderError, read_header
 from vitscale.runs.data_prep import ImageSettings
 
-# Reason -> meaning. docs/images.md says the same at length.
+# Reason -> meaning. Details: docs/images.md.
 FAULTS = {
     "empty": "zero bytes",
-    "too_large": "more than images.max_file_mib, as it lies there or unpacked from gzip",
-    "bad_gzip": "packed with gzip and broken: does not unpack to the end",
+    "too_large": "more than images.max_file_mib, as stored or unpacked from gzip",
+    "bad_gzip": "packed with gzip and broken: cannot be unpacked to the end",
     "not_an_image": "content is no image of a known format",
-    "other_format": "an image of a format that images.formats leaves out, or GIF, BMP, TIFF, AVIF",
-    "bad_header": "the header is broken, or names a kind that cannot be decoded",
+    "other_format": "an image of a format not in images.formats, or GIF, BMP, TIFF, AVIF",
+    "bad_header": "the header is broken, or of a kind that cannot be decoded",
     "bomb": "more segments, chunks or scans than any camera or editor writes",
     "too_many_pixels": "the header claims more than images.max_pixels; nothing was decoded",
     "too_small": "a side is shorter than images.min_side",
     "deep_grey": "16-bit grey, which decoders clip to white; only with images.convert: false",
     "bad_pixels": "truncated, damaged, or otherwise not decoded to the last pixel",
 }
-# What can be done to an image, in the order in which it is named.
+# Conversions, in the order in which `changes` names them.
 CHANGES = (
     "gzip",
     "cmyk",
@@ -48,31 +48,31 @@ CHANGES = (
 )
 SUFFIXES = {"jpeg": "jpg", "png": "png", "webp": "webp"}
 MIB = 1 << 20
-# Enough of an unpacked file to know its format.
+# Enough of an unpacked file to recognise its format.
 PEEK_BYTES = 64
 PIECE_BYTES = 1 << 20
 
 
 @dataclass(slots=True)
 class ValidationResult:
-    """One input's fate."""
+    """The outcome of validating one input."""
 
     reason: str | None
     """None: usable; otherwise a key of FAULTS."""
     input_hash: bytes
     content: bytes | memoryview
-    """What to store: the very object given where nothing was changed; empty where rejected."""
+    """Bytes to store: the object given, if nothing was changed; empty if rejected."""
     content_hash: bytes
     extension: str = ""
     """jpg, png or webp, by content."""
     width: int = 0
     height: int = 0
-    """Of `content`; of a rejected image: as its header says, 0 where none was read."""
+    """Of `content`; of a rejected image: from its header, 0 if none was read."""
     changes: str | None = None
     """Names from CHANGES, joined by commas."""
 
 
-class Rejected(Exception):  # a verdict and no error
+class Rejected(Exception):  # an outcome, not an error
     def __init__(self, reason: str, header: Header | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
@@ -80,19 +80,19 @@ class Rejected(Exception):  # a verdict and no error
 
 
 def validate_image(data: bytes | memoryview, *, settings: ImageSettings) -> ValidationResult:
-    """Judge and convert. Raises on no bytes whatever; MemoryError says nothing about the bytes."""
+    """Validate and convert. Raises for no input, except MemoryError."""
     input_hash = blake3(data).digest()
     try:
-        content, header, gzipped = _believed_header(data, settings)
-        return _judged_pixels(content, header, gzipped, input_hash, settings)
-    except Rejected as verdict:
-        known = verdict.header
+        content, header, gzipped = _checked_header(data, settings)
+        return _checked_pixels(content, header, gzipped, input_hash, settings)
+    except Rejected as rejected:
+        known = rejected.header
         size = (known.width, known.height) if known else (0, 0)
         extension = SUFFIXES[known.format] if known else ""
-        return ValidationResult(verdict.reason, input_hash, b"", input_hash, extension, *size)
+        return ValidationResult(rejected.reason, input_hash, b"", input_hash, extension, *size)
 
 
-def _believed_header(
+def _checked_header(
     data: bytes | memoryview, settings: ImageSettings
 ) -> tuple[bytes | memoryview, Header, bool]:
     """(bytes of the image, its header, whether gzip was taken off). Raises Rejected."""
@@ -127,12 +127,12 @@ def _unpacked(data: bytes | memoryview, max_bytes: int) -> bytes:
         try:
             read_header(start)
         except HeaderError as error:
-            # Whatever is no image is not unpacked at all.
+            # Content that is no image is not unpacked at all.
             if error.reason in ("not_an_image", "other_format"):
                 is_cut = len(start) < PEEK_BYTES and not peek.eof
                 raise Rejected("bad_gzip" if is_cut else error.reason) from None
         del peek  # it holds a copy of the file
-        # In pieces: what zlib does not take at once, it copies.
+        # In pieces: zlib copies what it does not consume.
         for position in range(0, len(data), PIECE_BYTES):
             piece = memoryview(data)[position : position + PIECE_BYTES]
             unpacked += unpacker.decompress(piece, max_bytes - len(unpacked) + 1)
@@ -145,7 +145,7 @@ def _unpacked(data: bytes | memoryview, max_bytes: int) -> bytes:
     raise Rejected("bad_gzip")
 
 
-def _judged_pixels(
+def _checked_pixels(
     data: bytes | memoryview,
     header: Header,
     gzipped: bool,
@@ -154,7 +154,7 @@ def _judged_pixels(
 ) -> ValidationResult:
     changes = header.changes if settings.convert else ()
     if is_shrunk(header, settings.short_side):
-        # What is encoded anew becomes plain in any case.
+        # Re-encoding removes all deviations in any case.
         changes = (*header.changes, "short_side")
     elif not settings.convert and header.bit_depth == 16 and header.colour_type == 0:
         raise Rejected("deep_grey", header)

@@ -1,4 +1,4 @@
-"""Turning one image into a plain 8-bit RGB or grey one: the written rule of docs/images.md.
+"""Convert one image to plain 8-bit RGB or grey, by the rules of docs/images.md.
 
 Owns: decoding with Pillow, every conversion, re-encoding.
 Leaves out: which images are converted (`image_check`).
@@ -44,12 +44,12 @@ DEEP_COLOUR_BYTES = {"RGB": ("RGB;16B", "RGB;16L"), "RGBA": ("RGBA;16B", "RGBA;1
 
 
 class UnreadableHeaderError(Exception):
-    """Pillow does not take the file, or takes it for another size than the header says."""
+    """Pillow cannot open the file, or finds another size than the header."""
 
 
 def open_image(data: bytes | memoryview, header: Header) -> ImageFile:
-    """Raises UnreadableHeaderError; no pixel is decoded yet."""
-    # The run's own limit was checked on the header and takes the place of Pillow's.
+    """Open without decoding pixels. Raises UnreadableHeaderError."""
+    # The run's own limit, checked on the header, replaces Pillow's.
     Image.MAX_IMAGE_PIXELS = None
     try:
         image = Image.open(io.BytesIO(data), formats=(PILLOW_FORMATS[header.format],))
@@ -67,7 +67,7 @@ def open_image(data: bytes | memoryview, header: Header) -> ImageFile:
 def check_pixels(
     data: bytes | memoryview, header: Header, *, strict: bool = False
 ) -> bytes | memoryview:
-    """Decode everything. Returns `data`, or a PNG without the extra chunks that readers refuse.
+    """Decode everything. Returns `data`, or a PNG without the extra chunks that readers reject.
 
     strict: a JPEG must not even make its decoder warn.
     Raises UnreadableHeaderError, HeaderError, or whatever decoders raise on damaged pixels.
@@ -75,12 +75,12 @@ def check_pixels(
     if header.format == "jpeg" and header.certain:
         image = open_image(data, header)
         if strict:
-            # The same library does it for Pillow, which passes over its warnings.
+            # Pillow uses the same library, but ignores its warnings.
             decode_strictly(data)
             return data
         if image.mode in ("L", "RGB"):
-            # All coded data are decoded, and faults show there. What follows is arithmetic that
-            # cannot fail: an eighth of the size, in grey, is enough and saves 40 % of the time.
+            # This decodes all coded data, where faults appear. The rest is arithmetic that cannot
+            # fail: an eighth of the size, in grey, is enough and saves 40 % of the time.
             image.draft("L", (1, 1))
         image.load()
         return data
@@ -102,13 +102,13 @@ def check_pixels(
 def convert(
     data: bytes | memoryview, header: Header, *, short_side: int | None, jpeg_quality: int
 ) -> tuple[bytes, str, int, int]:
-    """(content, extension, width, height) of the plain image. Raises whatever Pillow raises."""
+    """(content, extension, width, height) of the converted image. Raises what Pillow raises."""
     if header.format == "png":
         data = b"".join(critical_chunks(data))
     file = open_image(data, header)
     size = _target_size(file.size, short_side)
     if size != file.size and header.format == "jpeg":
-        # Decodes at 1/2, 1/4 or 1/8 where that leaves twice the size wanted.
+        # Decodes at 1/2, 1/4 or 1/8 if the result has at least twice the size wanted.
         file.draft(file.mode, (2 * size[0], 2 * size[1]))
     image = _plain(file, data, header)
     if size != image.size:
@@ -149,7 +149,7 @@ def _plain(file: ImageFile, data: bytes | memoryview, header: Header) -> Image.I
 
 
 def _over_white(image: Image.Image, opacity: Image.Image) -> Image.Image:
-    """Every pixel's colour weighted with its opacity, the rest of the weight white."""
+    """Blend over white, each pixel by its opacity."""
     if image.mode in ("1", "L", "LA"):
         grey = image.getchannel("L") if image.mode == "LA" else image.convert("L")
         plain = Image.new("L", image.size, 255)
@@ -161,7 +161,7 @@ def _over_white(image: Image.Image, opacity: Image.Image) -> Image.Image:
 
 
 def _opacity(image: Image.Image, header: Header) -> Image.Image | None:
-    """Opacity that a tRNS chunk gives an image of up to 8 bits."""
+    """Opacity of an image of up to 8 bits by its tRNS chunk."""
     if not header.transparent:
         return None
     if header.colour_type == PNG_PALETTE:
@@ -169,7 +169,7 @@ def _opacity(image: Image.Image, header: Header) -> Image.Image | None:
         indices = Image.frombytes("L", image.size, image.tobytes())
         return indices.point(list(opacities))
     key = _transparent_key(header)
-    # The key counts in the file's own depth; the pixels were stretched to 0..255.
+    # The key is in the file's own depth; the pixels were scaled to 0..255.
     scale = 255 // ((1 << header.bit_depth) - 1)
     opacity = None
     for band, value in zip(_bands(image), key, strict=True):
@@ -217,7 +217,7 @@ def _rounded(
 def _high_and_low(
     file: ImageFile, data: bytes | memoryview, header: Header
 ) -> tuple[Image.Image, Image.Image]:
-    """High and low bytes of 16-bit samples as two images; by itself Pillow drops the low ones."""
+    """High and low bytes of 16-bit samples as two images; Pillow would drop the low ones."""
     if header.colour_type == PNG_GREY:
         # Two bytes a pixel, as in 8-bit grey with alpha.
         both = _decoded_as(file, "LA")
@@ -232,7 +232,7 @@ def _high_and_low(
 
 
 def _decoded_as(file: ImageFile, rawmode: str) -> Image.Image:
-    """Decode the samples' bytes under another name of the same number of bits per pixel."""
+    """Decode the samples' bytes as another mode with the same number of bits per pixel."""
     file._mode = rawmode.partition(";")[0]
     file.tile = [tile._replace(args=rawmode) for tile in file.tile]
     file.load()
@@ -240,7 +240,7 @@ def _decoded_as(file: ImageFile, rawmode: str) -> Image.Image:
 
 
 def _encoded(image: Image.Image, *, as_jpeg: bool, jpeg_quality: int) -> tuple[bytes, str]:
-    # Nothing but pixels goes along: no profile, no text, no resolution, no rotation.
+    # Only pixels: no profile, text, resolution or rotation.
     image.info = {}
     file = io.BytesIO()
     if as_jpeg and max(image.size) <= JPEG_MAX_SIDE:

@@ -1,4 +1,4 @@
-"""What the header of a JPEG, PNG or WebP says, read without decoding and without Pillow.
+"""Read the headers of JPEG, PNG and WebP files without decoding and without Pillow.
 
 Owns: the parsers, their bounds on work, and the signs in a file that it is not whole.
 Leaves out: what is allowed (`image_check`) and what is done to pixels (`image_convert`).
@@ -10,7 +10,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-# No camera or editor comes near these; a file that does was made to keep a reader busy.
+# Far above those of cameras and editors: a larger number is an attack on readers.
 MAX_SEGMENTS = 10_000
 MAX_CHUNKS = 1_000_000
 MAX_SCANS = 100
@@ -40,14 +40,14 @@ _EXIF = b"Exif\0\0"
 
 
 class HeaderError(Exception):
-    """The file is no image that can be read; `reason` is a key of `image_check.FAULTS`."""
+    """The file is not a readable image; `reason` is a key of `images.check.FAULTS`."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
 
 
-# Not frozen, as nothing that is made for every image: it would take 3 microseconds more.
+# Not frozen: that would take 3 microseconds more per image.
 @dataclass(slots=True)
 class Header:
     format: str
@@ -56,11 +56,11 @@ class Header:
     height: int
     """As stored, before any rotation."""
     fault: str | None = None
-    """A key of `image_check.FAULTS` where pixels are known to be missing."""
+    """A key of `images.check.FAULTS` where pixels are known to be missing."""
     certain: bool = True
-    """Nothing unusual was seen; otherwise only decoding tells whether it can be read."""
+    """The header has nothing unusual; otherwise only decoding shows whether it can be read."""
     changes: tuple[str, ...] = ()
-    """What keeps it from being a plain 8-bit image, in the order of `image_check.CHANGES`."""
+    """Deviations from a plain 8-bit image, in the order of `images.check.CHANGES`."""
     orientation: int = 1
     """EXIF orientation, 1 to 8."""
     lossy: bool = True
@@ -134,8 +134,8 @@ def _jpeg_header(data: bytes | memoryview) -> Header:
         raise HeaderError("bomb")
     # The code of a block of 8 x 8 takes a bit at least.
     is_short = frame in _JPEG_ORDINARY_FRAMES and (len(data) - position) * 1024 < width * height
-    # Coded pixels never hold these two bytes, so the picture's end is missing only where there is
-    # none at all; other data may lie behind it.
+    # Coded pixels never contain these two bytes, so the end of the image is missing only if they do
+    # not occur at all; other data may follow it.
     is_open = data[-2:] != b"\xff\xd9" and b"\xff\xd9" not in bytes(data[position:])
     fault = "bad_pixels" if is_short or is_open else None
     certain = (
@@ -152,7 +152,7 @@ def _jpeg_header(data: bytes | memoryview) -> Header:
 
 
 def exif_orientation(tiff: bytes | memoryview) -> int:
-    """Orientation 1 to 8 in the first directory; 1 where there is none or it cannot be read."""
+    """Orientation 1 to 8 in the first directory; 1 if there is none or it cannot be read."""
     order = {b"II*\0": "<", b"MM\0*": ">"}.get(bytes(tiff[:4]))
     if order is None:
         return 1
@@ -164,7 +164,7 @@ def exif_orientation(tiff: bytes | memoryview) -> int:
             if tag == 0x0112:
                 return value if kind == 3 and 1 <= value <= 8 else 1
     except struct.error:
-        pass  # a broken directory says nothing, and viewers then show the image as it is stored
+        pass  # viewers ignore a broken directory and show the image as stored
     return 1
 
 
@@ -209,7 +209,7 @@ def _png_header(data: memoryview) -> Header:
 
 @dataclass(slots=True)
 class _Chunks:
-    """What a walk along a PNG's chunks gathers."""
+    """What is known from the chunks of a PNG."""
 
     fault: str | None = None
     certain: bool = True
@@ -250,8 +250,8 @@ def _png_chunks(data: memoryview, *, keyed: bool) -> _Chunks:
 
 
 def _is_plain_chunk(data: memoryview, position: int, length: int) -> bool:
-    """Whether nothing about this text or profile can make a reader refuse the image: Pillow does
-    not take bad checksums, nor more than 1 MiB unpacked."""
+    """Whether this text or profile is accepted by readers: Pillow rejects bad checksums and more
+    than 1 MiB unpacked."""
     if length * DEFLATE_MAX_RATIO > MAX_UNPACKED_TEXT:
         return False
     end = position + 8 + length
@@ -259,7 +259,7 @@ def _is_plain_chunk(data: memoryview, position: int, length: int) -> bool:
 
 
 def _check_small_chunk(data: memoryview, position: int, length: int) -> None:
-    """Palettes have 256 entries at most: what is checked without decoding stays cheap."""
+    """Palettes have at most 256 entries, so checks without decoding stay cheap."""
     if length > 768 or length + position + 12 > len(data):
         raise HeaderError("bad_header")
     end = position + 8 + length
@@ -280,7 +280,7 @@ def critical_chunks(png: bytes | memoryview) -> list[memoryview]:
     while kind != b"IEND":
         length, kind = struct.unpack_from(">I4s", png, position)
         end = position + 8 + length
-        if kind[0] < 0x60:  # upper case: decoders cannot do without
+        if kind[0] < 0x60:  # upper case: critical, decoders need it
             if zlib.crc32(view[position + 4 : end]) != struct.unpack_from(">I", png, end)[0]:
                 raise HeaderError("bad_pixels")
             parts.append(view[position : end + 4])

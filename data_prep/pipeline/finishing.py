@@ -1,7 +1,7 @@
-"""The last phases: from written shards to a committed folder.
+"""Finish a preparation: from written shards to a committed folder.
 
 Owns: index, info, ledger and manifest over all shards, and the rename that makes them one folder.
-Leaves out: their formats (`vitscale.data.index`, `ledger`).
+Leaves out: their formats (`vitscale.data.index`, `shards.ledger`).
 
 Everything is streamed, bucket by bucket and shard by shard.
 """
@@ -22,7 +22,7 @@ from blake3 import blake3
 
 from data_prep.pipeline.listing import bucket_path, check_unchanged, listing_fingerprint, num_inputs
 from data_prep.pipeline.planning import SplitPlan, read_plan
-from data_prep.pipeline.row_tables import read_table, rows_at
+from data_prep.pipeline.row_tables import read_table
 from data_prep.pipeline.selection import assignments_path
 from data_prep.pipeline.shard_writing import outcome_path, shard_path
 from data_prep.pipeline.work_units import remove_folder
@@ -30,8 +30,8 @@ from data_prep.pipeline.workspace import (
     SETTINGS_NAME,
     Preparation,
     content_config,
-    refuse_changed_files,
     tool_version,
+    unchanged_config,
 )
 from data_prep.shards.fingerprints import (
     folder_fingerprint,
@@ -64,7 +64,7 @@ def side_file_units(p: Preparation) -> list[str]:
 
 
 def write_side_file(p: Preparation, unit: str) -> None:
-    """The ledger, or the index: each needs all rows, neither needs the other."""
+    """Write the ledger or the index: each needs all rows, neither needs the other."""
     plans = read_plan(p)
     if unit == "ledger":
         with _side_files(p) as folder, LedgerWriter(folder) as ledger:
@@ -87,7 +87,7 @@ def write_side_file(p: Preparation, unit: str) -> None:
 
 @contextmanager
 def _side_files(p: Preparation) -> Iterator[Path]:
-    """A folder of this process; what is in it at the end is moved to the finished files."""
+    """A folder of this process; its files are moved to the finished ones at the end."""
     folder, final = p.work.temporary("final"), p.path("final")
     folder.mkdir()
     yield folder
@@ -97,7 +97,7 @@ def _side_files(p: Preparation) -> Iterator[Path]:
 
 
 def finish(p: Preparation, unit: str) -> None:
-    """Write info and manifest, and give the folder its name."""
+    """Write info and manifest, and commit the folder."""
     check_unchanged(p)
     config = _unchanged_config(p)
     final = p.path("final")
@@ -130,15 +130,15 @@ def finish(p: Preparation, unit: str) -> None:
 
 
 def _unchanged_config(p: Preparation) -> dict[str, Any]:
-    """The settings, with the content of their files. Raises UserError when that has changed."""
+    """The settings, with hashes of their files. Raises UserError if those have changed."""
     begun = p.path(SETTINGS_NAME)
     if not begun.exists():
         return content_config(p.run)
-    return refuse_changed_files(json.loads(begun.read_text()), p.run)
+    return unchanged_config(json.loads(begun.read_text()), p.run)
 
 
 def _final_names(p: Preparation, split: str, plan: SplitPlan) -> dict[int, str]:
-    """Planned number -> file name; a shard of which every image was rejected does not count."""
+    """Planned number -> file name; shards without any accepted image are left out."""
     names: dict[int, str] = {}
     for number in range(len(plan.shard_lengths)):
         if p.result(f"shard-{split}-{number:06d}")["samples"]:
@@ -147,7 +147,7 @@ def _final_names(p: Preparation, split: str, plan: SplitPlan) -> dict[int, str]:
 
 
 class _Outcomes:
-    """What became of the images of one split, in stored order, by the slice."""
+    """The outcomes of the images of one split, in stored order, read shard by shard."""
 
     def __init__(self, p: Preparation, split: str, plan: SplitPlan) -> None:
         paths = [outcome_path(p, split, number) for number in range(len(plan.shard_lengths))]
@@ -166,8 +166,14 @@ def _write_ledger_rows(p: Preparation, ledger: LedgerWriter, plans: dict[str, Sp
     outcomes = {split: _Outcomes(p, split, plan) for split, plan in plans.items()}
     digest = blake3()
     for number in range(p.result("buckets")):
-        rows, fates = read_table(bucket_path(p, number)), read_table(assignments_path(p, number))
-        reasons, splits = fates.column("reason").to_pylist(), fates.column("split").to_pylist()
+        rows, assignments = (
+            read_table(bucket_path(p, number)),
+            read_table(assignments_path(p, number)),
+        )
+        reasons, splits = (
+            assignments.column("reason").to_pylist(),
+            assignments.column("split").to_pylist(),
+        )
         changes: list[str | None] = [None] * len(rows)
         keys: list[str | None] = [None] * len(rows)
         hashes: list[bytes | None] = [None] * len(rows)
@@ -182,7 +188,7 @@ def _write_ledger_rows(p: Preparation, ledger: LedgerWriter, plans: dict[str, Sp
             "split": splits,
             "class": rows.column("class").to_pylist(),
             "reason": reasons,
-            "detail": fates.column("detail").to_pylist(),
+            "detail": assignments.column("detail").to_pylist(),
             "key": keys,
             "blake3": hashes,
         }
@@ -195,7 +201,7 @@ def _write_ledger_rows(p: Preparation, ledger: LedgerWriter, plans: dict[str, Sp
 
 
 def _check_corpus(p: Preparation, ledger: LedgerWriter) -> None:
-    """Refuse a corpus with too many faults, or with a class of which nothing is left."""
+    """Raise UserError for too many bad images, or a class without any accepted image."""
     ledger.check_bad_fraction(p.run.images.max_bad_fraction)
     if p.labels.space is not None:
         return
@@ -205,7 +211,7 @@ def _check_corpus(p: Preparation, ledger: LedgerWriter) -> None:
             labels = read_table(outcome_path(p, split, number)).column("label").to_pylist()
             kept.update(label for label in labels if label is not None)
     selection = p.result("selection")
-    # Labels that the source itself skips have never had an image.
+    # Labels that the source itself skips never had an image.
     present = set(selection["present"])
     lost = [n for label, n in enumerate(selection["classes"]) if not kept[label] and n in present]
     if lost:
@@ -213,7 +219,7 @@ def _check_corpus(p: Preparation, ledger: LedgerWriter) -> None:
             f"no usable image is left of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}\n"
             f"{describe_rejected(ledger.reasons, ledger.examples)}",
             where="source.path",
-            next_step="mend these files or remove the classes",
+            next_step="fix these files or remove the classes",
         )
 
 
@@ -222,7 +228,7 @@ def _kept(p: Preparation, split: str, number: int, columns: Sequence[str]) -> pa
     reasons = table.column("reason")
     if reasons.null_count < len(table):
         kept = [i for i, reason in enumerate(reasons.to_pylist()) if reason is None]
-        table = rows_at(table, np.array(kept, np.int64))
+        table = table.take(np.array(kept, np.int64))
     return table.select(columns)
 
 
@@ -264,7 +270,7 @@ def _commit(
     names: dict[str, dict[int, str]],
     entries: dict[str, SplitEntry],
 ) -> None:
-    """Move the tars beside the index and name the folder; each step may find itself done."""
+    """Move the tars beside the index and commit the folder; every step may be repeated."""
     for split, numbers in names.items():
         for number, name in numbers.items():
             with suppress(FileNotFoundError):

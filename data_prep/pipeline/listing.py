@@ -1,4 +1,4 @@
-"""The first phases: every input of the source becomes a row, and rows get their seeded order.
+"""List the inputs of the source as rows, and bring them into the seeded order.
 
 Owns: units that list containers, their summaries, the spool, and the buckets.
 Leaves out: kinds of sources (`sources`), columns and sorting (`row_tables`).
@@ -28,8 +28,8 @@ from data_prep.sources.outages import changed_source_error, printable, source_re
 from data_prep.sources.protocol import Container, Input, SpoolError, Watched, watched
 from vitscale.distributed.atomic_files import fsync_folder
 
-# Containers listed in one unit: class folders and tars of hundreds of images each. Of few
-# containers, so many that each of eight processes finds a unit.
+# Containers per unit: class folders and tars of hundreds of images each. Fewer where there would
+# not be a unit for each of eight processes.
 MAX_CONTAINERS_PER_UNIT = 64
 MIN_UNITS = 8
 LISTING_MODULUS = 1 << 128
@@ -54,7 +54,7 @@ def num_containers(p: Preparation, unit: str) -> int:
 
 
 def num_listed(p: Preparation, unit: str) -> int:
-    """Inputs that a unit has found."""
+    """Inputs that a unit found."""
     num: int = p.result(unit)["num_inputs"]
     return num
 
@@ -65,7 +65,7 @@ def _containers_of(p: Preparation, unit: str) -> list[Container]:
 
 
 class FileSpool:
-    """Bytes that can be read from the source once only, appended to one file per unit."""
+    """Bytes that can be read from the source only once, appended to one file per unit."""
 
     def __init__(self, path: Path, *, name: str) -> None:
         self._path, self._name, self._position = path, name, 0
@@ -92,7 +92,7 @@ class FileSpool:
 
 
 def scan(p: Preparation, unit: str) -> None:
-    """List the containers of one unit into sorted runs, and say what was found."""
+    """List the containers of one unit into sorted runs, with a summary."""
     containers = _containers_of(p, unit)
     spool = FileSpool(p.work.temporary("spool"), name=f"{unit}.bin")
     summary = Summary(containers)
@@ -132,7 +132,7 @@ def _batches(inputs: Iterator[Input], size: int) -> Iterator[list[Input]]:
 
 
 class Summary:
-    """What one unit found: counts by class, and what must not change until the end."""
+    """Summary of one unit: counts by class, and files that must not change until the end."""
 
     def __init__(self, containers: Sequence[Container]) -> None:
         self.num_inputs = 0
@@ -145,14 +145,14 @@ class Summary:
         self.containers = {c.path: 0 for c in containers if c.class_name is not None}
 
     def take(self, items: Iterator[Input | Watched], p: Preparation) -> Iterator[Input]:
-        """Count every input and pass it on with its final class name."""
+        """Count every input and yield it with its final class name."""
         for item in items:
             if isinstance(item, Watched):
                 self.watched.append(item)
                 continue
             self.num_inputs += 1
             self.splits.add(item.split)
-            # A sum, since the order of listing means nothing.
+            # A sum, since the order of listing does not matter.
             entry = f"{item.split}\0{item.path}\0{item.num_bytes}".encode(*FILE_NAMES)
             self.listing += int.from_bytes(hashlib.sha256(entry).digest()[:16], "big")
             final = self._labelled(item, p) if item.reason is None else item
@@ -192,8 +192,8 @@ def listing_fingerprint(p: Preparation) -> str:
 
 
 def check_unchanged(p: Preparation) -> None:
-    """Raise ChangedSource when a folder, tar or table of the source is not as it was listed,
-    Interrupted when that cannot be told."""
+    """Raise ChangedSource if a folder, tar or table of the source has changed since it was listed,
+    Interrupted if it cannot be checked."""
     for unit in scan_units(p):
         for path, num_bytes, modified_ns in p.result(unit)["watched"]:
             try:
@@ -207,7 +207,7 @@ def check_unchanged(p: Preparation) -> None:
 
 
 def count_buckets(p: Preparation, unit: str) -> None:
-    """The number of buckets; and beside it, for all later units, sums over all inputs."""
+    """The number of buckets and, for all later units, sums over all inputs."""
     num, rejected = 0, Rejections()
     for scan_unit in scan_units(p):
         result = p.result(scan_unit)

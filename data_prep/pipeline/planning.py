@@ -1,10 +1,10 @@
-"""Which images go into which shard.
+"""Plan which images go into which shard.
 
-Owns: the division of each split into shards of equal numbers of samples, and the space they need.
+Owns: the division of each split into shards of equal numbers of samples, and the space needed.
 Leaves out: writing them (`shard_writing`).
 
 The stored order of a split is the order of its rows over all buckets. A shard is an interval of it,
-so a worker finds a shard's rows from the sums of each bucket alone.
+so a worker finds a shard's rows from each bucket's counts.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from itertools import accumulate
 import numpy as np
 import pyarrow as pa
 
-from data_prep.pipeline.image_reading import validate_place
+from data_prep.pipeline.image_reading import validate_input
 from data_prep.pipeline.listing import bucket_path
-from data_prep.pipeline.row_tables import read_table, rows_at
+from data_prep.pipeline.row_tables import read_table
 from data_prep.pipeline.selection import assignments_path
-from data_prep.pipeline.workspace import Preparation, row_places
+from data_prep.pipeline.workspace import Preparation, row_locations
 from data_prep.shards.tar_writer import SAMPLE_OVERHEAD
 from data_prep.sources.outages import Interrupted
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import ShardSettings
 
-# Index, ledger and manifest beside the tars, per sample; measured 60-120 bytes.
+# Index, ledger and manifest, per sample; measured 60-120 bytes.
 SIDE_FILE_BYTES = 256
-# Images looked at to learn how much smaller re-encoding makes them.
+# Images converted to estimate how much smaller re-encoding makes them.
 RATIO_IMAGES = 256
 
 
@@ -49,7 +49,7 @@ class SplitPlan:
 
 def make_plan(p: Preparation, unit: str) -> None:
     num_buckets = p.result("buckets")
-    sums = [p.result(f"fate-{number:06d}") for number in range(num_buckets)]
+    sums = [p.result(f"assignment-{number:06d}") for number in range(num_buckets)]
     ratio = _size_ratio(p) if p.run.images.short_side else 1.0
     plan, needed = {}, 0.0
     for split in sorted(set().union(*sums)):
@@ -74,7 +74,7 @@ def make_plan(p: Preparation, unit: str) -> None:
 def shard_lengths(
     num_images: int, *, num_bytes: float, shards: ShardSettings, split: str
 ) -> list[int]:
-    """Samples per shard, as even as can be: readers take turns over shards of equal length."""
+    """Samples per shard, as equal as possible: readers take turns over shards."""
     if num_images < shards.min_shards:
         raise UserError(
             f"{shards.min_shards} shards cannot be filled from {num_images} images "
@@ -90,14 +90,14 @@ def shard_lengths(
 
 def _size_ratio(p: Preparation) -> float:
     """Bytes stored per byte read, from the first images of the first bucket."""
-    rows, fates = read_table(bucket_path(p, 0)), read_table(assignments_path(p, 0))
-    alive = [i for i, r in enumerate(fates.column("reason").to_pylist()) if r is None]
+    rows, assignments = read_table(bucket_path(p, 0)), read_table(assignments_path(p, 0))
+    accepted = [i for i, r in enumerate(assignments.column("reason").to_pylist()) if r is None]
     before = after = 0
-    for place in row_places(rows_at(rows, np.array(alive[:RATIO_IMAGES], np.int64))):
-        judged = validate_place(p, place, settings=p.run.images)
-        if judged.reason is None:
-            before += place.num_bytes
-            after += len(judged.content)
+    for location in row_locations(rows.take(np.array(accepted[:RATIO_IMAGES], np.int64))):
+        result = validate_input(p, location, settings=p.run.images)
+        if result.reason is None:
+            before += location.num_bytes
+            after += len(result.content)
     return after / before if before else 1.0
 
 
@@ -111,7 +111,7 @@ def read_plan(p: Preparation) -> dict[str, SplitPlan]:
 def rows_of_shard(
     p: Preparation, plan: SplitPlan, split: str, number: int
 ) -> Iterator[tuple[pa.Table, Sequence[int]]]:
-    """(rows, labels) of one shard in stored order, one piece per bucket it touches."""
+    """(rows, labels) of one shard in stored order, one pair per bucket."""
     start = sum(plan.shard_lengths[:number])
     stop = start + plan.shard_lengths[number]
     bucket = bisect.bisect_right(plan.bucket_starts, start) - 1
@@ -119,11 +119,14 @@ def rows_of_shard(
         first = start - plan.bucket_starts[bucket]
         last = min(stop, plan.bucket_starts[bucket + 1]) - plan.bucket_starts[bucket]
         if first < last:
-            fates = read_table(assignments_path(p, bucket))
-            reasons, splits = fates.column("reason").to_pylist(), fates.column("split").to_pylist()
-            mine = [i for i, s in enumerate(splits) if s == split and reasons[i] is None]
-            chosen = np.array(mine[first:last], np.int64)
-            labels = fates.column("label").to_numpy()[chosen].astype(np.int64).tolist()
-            yield rows_at(read_table(bucket_path(p, bucket)), chosen), labels
+            assignments = read_table(assignments_path(p, bucket))
+            reasons, splits = (
+                assignments.column("reason").to_pylist(),
+                assignments.column("split").to_pylist(),
+            )
+            members = [i for i, s in enumerate(splits) if s == split and reasons[i] is None]
+            chosen = np.array(members[first:last], np.int64)
+            labels = assignments.column("label").to_numpy()[chosen].astype(np.int64).tolist()
+            yield read_table(bucket_path(p, bucket)).take(chosen), labels
         start += last - first
         bucket += 1

@@ -1,10 +1,10 @@
-"""Rejected inputs counted while the work goes on, so that a rotten corpus stops early.
+"""Count rejected inputs during the work, so that a bad corpus stops it early.
 
-Owns: counts by reason with examples, the sum over all units that are done, and the early verdict.
-Leaves out: the reasons and the limit (`ledger`), which decides in the end about all inputs.
+Owns: counts by reason with examples, their sum over all finished units, and the early check.
+Leaves out: the reasons, the limit, and the final check over all inputs (`shards.ledger`).
 
-A unit leaves one file whose name ends in its number of faults, so the sum over thousands of units
-takes one look at one folder.
+A unit writes one file whose name ends in its number of faults, so the sum over thousands of units
+takes one listing of one folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vitscale.distributed.atomic_files import write_json
 
 
 class Rejections:
-    """Counts by reason, and the first examples by name: the same in whatever order they come."""
+    """Counts by reason and the first examples by name, whatever the order of `add`."""
 
     def __init__(self) -> None:
         self.reasons: Counter[str] = Counter()
@@ -42,7 +42,7 @@ class Rejections:
         self._show(reason, [path])
 
     def merge(self, stored: Mapping[str, Any]) -> None:
-        """Add what `as_json` gave."""
+        """Add a stored result of `as_json`."""
         self.reasons.update(stored["reasons"])
         for reason, paths in stored["examples"].items():
             self._show(reason, paths)
@@ -56,40 +56,40 @@ class Rejections:
 
 
 def check_so_far(p: Preparation, unit: str, found: Rejections) -> None:
-    """Note what a unit that is done has rejected. Raises UserError when all units found too many.
+    """Store what a finished unit rejected. Raises UserError if all units rejected too many.
 
-    Asks no more than the ledger will: of the faults, those found so far; of the inputs, all.
+    Never stricter than the final check: it compares the faults found so far with all inputs.
     """
     if found.reasons:
         write_json(p.path("rejected", f"{unit}.{found.num_faults}"), found.as_json())
     if not found.num_faults:
         return
     listed = rejected_by_listing(p)
-    foreign = sum(listed.reasons[reason] for reason in EXTERNAL_REASONS)
-    num_judged, limit = p.result("inputs")["num_inputs"] - foreign, p.run.images.max_bad_fraction
-    faults = listed.num_faults + sum(int(name.rpartition(".")[2]) for name in _noted(p))
-    if faults > limit * num_judged:
+    external = sum(listed.reasons[reason] for reason in EXTERNAL_REASONS)
+    num_images, limit = p.result("inputs")["num_inputs"] - external, p.run.images.max_bad_fraction
+    faults = listed.num_faults + sum(int(name.rpartition(".")[2]) for name in _stored(p))
+    if faults > limit * num_images:
         so_far = rejected_so_far(p)
         check_bad_fraction(
-            so_far.reasons, so_far.examples, num_judged=num_judged, max_bad_fraction=limit
+            so_far.reasons, so_far.examples, num_images=num_images, max_bad_fraction=limit
         )
 
 
 def rejected_by_listing(p: Preparation) -> Rejections:
-    """What name, type or table alone reject."""
+    """What listing has rejected: by name, type or table."""
     listed = Rejections()
     listed.merge(p.result("inputs"))
     return listed
 
 
 def rejected_so_far(p: Preparation) -> Rejections:
-    """What listing and all units since have rejected."""
+    """What listing and all finished units have rejected."""
     so_far = rejected_by_listing(p)
-    for name in _noted(p):
+    for name in _stored(p):
         so_far.merge(json.loads(p.path("rejected", name).read_text()))
     return so_far
 
 
-def _noted(p: Preparation) -> list[str]:
-    # Those with a dot in front are not whole yet.
+def _stored(p: Preparation) -> list[str]:
+    # Names with a leading dot are unfinished files.
     return [name for name in os.listdir(p.path("rejected")) if not name.startswith(".")]

@@ -1,12 +1,12 @@
-"""Rows about inputs, on disk: Arrow files that are written whole and read by slices.
+"""Store rows about inputs on disk: Arrow files that are written whole and read by slices.
 
-Owns: their columns, the seeded order of rows, and the external sort that brings a corpus of any
-size into it with a fixed amount of memory.
-Leaves out: what the rows mean for a shard (`planning`).
+Owns: their columns, the seeded order of rows, and the external sort of a corpus of any size into
+this order, with a fixed amount of memory.
+Leaves out: the use of rows for shards (`planning`).
 
 A *run* holds up to RUN_ROWS rows of the scan, sorted. A *bucket* holds one of `num_buckets` equal
 ranges of the order hash, gathered from all runs; about BUCKET_ROWS rows, since a hash spreads
-evenly. Buckets are what phases divide among processes, and what decides their memory.
+evenly. Buckets are the units that processes share, and determine their memory.
 """
 
 from __future__ import annotations
@@ -17,13 +17,10 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from importlib.abc import MetaPathFinder
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyarrow._compute import call_function
 
 from data_prep.sources.protocol import Input
 from vitscale.distributed.atomic_files import fsync_folder
@@ -31,7 +28,7 @@ from vitscale.runs.data_prep import MAX_SPLIT_LENGTH
 
 RUN_ROWS = 1 << 15
 BUCKET_ROWS = 1 << 13
-# How Python turns names of files into bytes; as os.fsencode, in a tenth of its time.
+# Encoding of file names, as of os.fsencode, which takes ten times as long.
 FILE_NAMES = (sys.getfilesystemencoding(), sys.getfilesystemencodeerrors())
 # A tar header has 100 bytes for a name: split (up to 24), a dash, class and name, suffix (5).
 MAX_KEY_LENGTH = 100 - MAX_SPLIT_LENGTH - 1 - len(".webp")
@@ -57,35 +54,13 @@ ROW_COLUMNS = [
 ROW_SCHEMA = pa.schema(ROW_COLUMNS)
 
 
-class _NoPandas(MetaPathFinder):
-    def find_spec(self, name: str, path: Any, target: Any = None) -> None:
-        if name == "pandas":
-            raise ModuleNotFoundError(name)
-
-
-def leave_pandas_out() -> None:
-    """For a process of our own: pyarrow looks for pandas once, and finding it takes 0.4 s.
-
-    It then makes arrays as where pandas is not installed. Whatever asks for a data frame later
-    still gets one.
-    """
-    if "pandas" in sys.modules:
-        return
-    finder = _NoPandas()
-    sys.meta_path.insert(0, finder)
-    try:
-        pa.array([0])
-    finally:
-        sys.meta_path.remove(finder)
-
-
 def seeded_hash(text: str, *, seed: int, purpose: str) -> bytes:
     """32 bytes that look random, the same on every machine and in every version."""
     return hashlib.sha256(f"{purpose}\0{seed}\0{text}".encode(*FILE_NAMES)).digest()
 
 
 def make_key(class_name: str | None, name: str, *, path: str) -> str:
-    """CLASS-NAME in A-Z a-z 0-9 _ -, without dots; a hash of the path replaces what that loses."""
+    """CLASS-NAME in A-Z a-z 0-9 _ -; names that this would change get a hash of their path."""
     raw = f"{class_name or ''}-{name}"
     key = _UNSAFE.sub("_", raw)
     if key != raw or len(key) > MAX_KEY_LENGTH or _HASHED.search(key):
@@ -99,17 +74,16 @@ def hashed_key(key: str, path: str | bytes) -> str:
 
 
 def rows_table(inputs: Sequence[Input], *, seed: int, holds_out: bool) -> pa.Table:
-    """One sorted run. `class_name` of the inputs is the final one already.
+    """One sorted run, from inputs with their final class names.
 
-    holds_out: whether anything asks for the second hash of each path.
+    holds_out: whether the second hash of each path is needed.
     """
     order = [
-        # Lower case: names that differ in case alone meet in one bucket, where keys are made unique
+        # Lower case: names that differ only in case share a bucket, where keys are made unique
         seeded_hash(f"{i.split}-{i.class_name}-{i.name}".lower(), seed=seed, purpose="order")
         for i in inputs
     ]
     paths = [i.path.encode(*FILE_NAMES) for i in inputs]
-    # Sorted here and not as a table: taking rows from tables imports pyarrow.compute, 0.1 s.
     sort = sorted(range(len(inputs)), key=lambda i: (order[i][:16], paths[i]))
     inputs, order = [inputs[i] for i in sort], [order[i] for i in sort]
     paths = [paths[i] for i in sort]
@@ -137,15 +111,7 @@ def rows_table(inputs: Sequence[Input], *, seed: int, holds_out: bool) -> pa.Tab
     return pa.Table.from_arrays(arrays, schema=ROW_SCHEMA)
 
 
-def rows_at(table: pa.Table, positions: np.ndarray) -> pa.Table:
-    """Copies of some rows, in the order asked for.
-
-    Table.take first imports pyarrow.compute, which takes 0.1 s to describe every function there is.
-    """
-    return call_function("take", [table, pa.array(positions, pa.int64())])
-
-
-def in_order(table: pa.Table) -> pa.Table:
+def sorted_rows(table: pa.Table) -> pa.Table:
     """Sorted by order hash; rows of equal hash by path."""
     high, low = table.column("order_high").to_numpy(), table.column("order_low").to_numpy()
     order = np.lexsort((low, high))
@@ -153,11 +119,11 @@ def in_order(table: pa.Table) -> pa.Table:
     if tied.any():
         paths = table.column("path").to_pylist()
         order = np.array(sorted(order, key=lambda i: (high[i], low[i], paths[i])))
-    return rows_at(table, order)
+    return table.take(order)
 
 
 def write_table(table: pa.Table, path: Path, *, temporary: Path) -> None:
-    """Write an Arrow file and give it its name when it is on disk."""
+    """Write an Arrow file, and rename it when it is on disk."""
     with open(temporary, "wb") as file:
         with pa.ipc.new_file(file, table.schema) as writer:
             writer.write_table(table)
@@ -168,7 +134,7 @@ def write_table(table: pa.Table, path: Path, *, temporary: Path) -> None:
 
 
 def read_table(path: Path) -> pa.Table:
-    """The table, mapped: memory is taken for what is touched."""
+    """The memory-mapped table: only the parts read take memory."""
     with pa.memory_map(str(path)) as source:
         return pa.ipc.open_file(source).read_all()
 
@@ -187,9 +153,9 @@ def bucket(runs: Iterable[Path], *, number: int, of: int) -> pa.Table:
         first = int(np.searchsorted(column, np.uint64(low)))
         last = len(run) if high == 1 << 64 else int(np.searchsorted(column, np.uint64(high)))
         if first < last:
-            # Copied out of the map, so that the file can be closed.
-            parts.append(rows_at(run, np.arange(first, last)))
-    table = _without_repeats(in_order(pa.concat_tables(parts).combine_chunks()))
+            # A copy, so that the file can be closed.
+            parts.append(run.take(np.arange(first, last)))
+    table = _without_repeats(sorted_rows(pa.concat_tables(parts).combine_chunks()))
     return _with_column(table, "key", unique_keys(table))
 
 
@@ -199,7 +165,7 @@ def _with_column(table: pa.Table, name: str, values: list[str | None] | list[str
 
 
 def _without_repeats(table: pa.Table) -> pa.Table:
-    """Reject what a source lists again: the same path in the same class and split."""
+    """Reject inputs listed twice: the same path in the same class and split."""
     paths, reasons = table.column("path").to_pylist(), table.column("reason").to_pylist()
     high = table.column("order_high").to_pylist()
     again = [i for i in range(1, len(paths)) if paths[i] == paths[i - 1] and high[i] == high[i - 1]]
@@ -211,7 +177,7 @@ def _without_repeats(table: pa.Table) -> pa.Table:
 def unique_keys(table: pa.Table) -> list[str]:
     """Keys of one bucket; those that collide (also in lower case) get a hash of their path.
 
-    Keys that are equal in lower case come from equal order hashes or end in a hash already.
+    Keys equal in lower case come from equal order hashes, or end in a hash already.
     """
     keys = table.column("key").to_pylist()
     names = [

@@ -1,12 +1,11 @@
-"""The middle phases: which sound images stay, in which split, under which label.
+"""Select images: which are kept, in which split, under which label.
 
-Owns: the survey (judging every image before any is written), what leaves as duplicate, as copy of
-an evaluation image or with its class, held-out images, and every row's fate.
-Leaves out: judging one image (`image_check`), likeness (`similarity`, `duplicates`,
-`evaluation_sets`).
+Owns: the survey (validating every image before any is written), the rejection of duplicates, of
+copies of evaluation images and of small classes, held-out images, and every row's assignment.
+Leaves out: validating one image (`images.check`), similarity (`duplicates`).
 
-Without `selection` and `source.val_per_class` there is no survey: a row's fate is then what listing
-said, and images are judged when they are written.
+Without `selection` and `source.val_per_class` there is no survey: rows are assigned as listed, and
+images are validated when they are written.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ import numpy as np
 import pyarrow as pa
 
 from data_prep.duplicates.descriptors import DESCRIPTOR, image_descriptor
-from data_prep.pipeline.image_reading import in_order, validate_place
+from data_prep.pipeline.image_reading import thread_results, validate_input
 from data_prep.pipeline.listing import bucket_path, num_inputs, scan_units
 from data_prep.pipeline.rejections import Rejections, check_so_far, rejected_so_far
-from data_prep.pipeline.row_tables import read_table, rows_at, write_table
-from data_prep.pipeline.workspace import Place, Preparation, row_places
+from data_prep.pipeline.row_tables import read_table, write_table
+from data_prep.pipeline.workspace import InputLocation, Preparation, row_locations
 from data_prep.shards.ledger import describe_rejected
 from data_prep.sources.outages import printable
 from vitscale.config.errors import UserError
 
 TRAIN = "train"
-# Ranks decide which of two equal images stays: those of other splits than `train` come first.
+# Of two equal images the one with the lower rank is kept: splits other than `train` come first.
 TRAIN_RANK = 1 << 63
 CLASSES_SHOWN = 10
 
 
 def row_ranks(rows: pa.Table, *, number: int) -> np.ndarray:
-    """uint64, unique in the corpus; of two equal images the one with the lower rank stays."""
+    """uint64, unique in the corpus; of two equal images the one with the lower rank is kept."""
     in_train = np.array([split == TRAIN for split in rows.column("split").to_pylist()], bool)
     ranks = np.arange(len(rows), dtype=np.uint64) + np.uint64(number << 32)
     return np.where(in_train, ranks + np.uint64(TRAIN_RANK), ranks)
@@ -62,8 +61,8 @@ def index_evaluation_sets(p: Preparation, unit: str) -> None:
     lost = EvaluationIndex.load(evaluation_index_path(p)).unreadable
     if lost:
         print(
-            f"warning: {len(lost):,} evaluation images cannot be decoded and will not be found in "
-            f"the corpus, such as {lost[0]!r}",
+            f"warning: {len(lost):,} evaluation images cannot be decoded, so copies of them "
+            f"are not found, such as {lost[0]!r}",
             flush=True,
         )
     p.put_result(unit, len(sets))
@@ -74,32 +73,35 @@ def survey_path(p: Preparation, number: int) -> Path:
 
 
 def survey(p: Preparation, unit: str) -> None:
-    """Judge and describe every image of one bucket."""
+    """Validate and describe every image of one bucket."""
     number = int(unit.rpartition("-")[2])
     rows = read_table(bucket_path(p, number))
-    needs_looks = p.run.selection.duplicates == "drop_similar" or p.run.selection.evaluation_sets
+    needs_descriptor = (
+        p.run.selection.duplicates == "drop_similar" or p.run.selection.evaluation_sets
+    )
     reasons: list[str | None] = rows.column("reason").to_pylist()
     hashes: list[bytes | None] = [None] * len(rows)
     descriptors: list[bytes | None] = [None] * len(rows)
 
-    def look(place: Place) -> tuple[str | None, bytes | None, bytes | None]:
-        judged = validate_place(p, place, settings=p.run.images)
-        if judged.reason is not None:
-            return judged.reason, None, None
-        looks = image_descriptor(bytes(judged.content)).tobytes() if needs_looks else None
-        return None, judged.content_hash, looks
+    def examine(location: InputLocation) -> tuple[str | None, bytes | None, bytes | None]:
+        result = validate_input(p, location, settings=p.run.images)
+        if result.reason is not None:
+            return result.reason, None, None
+        content = bytes(result.content)
+        descriptor = image_descriptor(content).tobytes() if needs_descriptor else None
+        return None, result.content_hash, descriptor
 
-    believed = [i for i, reason in enumerate(reasons) if reason is None]
-    places = list(row_places(rows_at(rows, np.array(believed, np.int64))))
-    looked = in_order(look, places, num_threads=p.num_threads)
-    for i, found in zip(believed, looked, strict=True):
+    listed = [i for i, reason in enumerate(reasons) if reason is None]
+    locations = list(row_locations(rows.take(np.array(listed, np.int64))))
+    results = thread_results(examine, locations, num_threads=p.num_threads)
+    for i, found in zip(listed, results, strict=True):
         reasons[i], hashes[i], descriptors[i] = found
         p.advance(1)
     details = _overlaps(p, reasons, hashes, descriptors)
     rejected = Rejections()
-    for i, place in zip(believed, places, strict=True):
+    for i, location in zip(listed, locations, strict=True):
         if (reason := reasons[i]) is not None:
-            rejected.add(reason, printable(os.fsdecode(place.path)))
+            rejected.add(reason, printable(os.fsdecode(location.path)))
     table = pa.table(
         {
             "rank": pa.array(row_ranks(rows, number=number)),
@@ -120,7 +122,7 @@ def _overlaps(
     hashes: list[bytes | None],
     descriptors: list[bytes | None],
 ) -> list[str | None]:
-    """Turn away what looks like an evaluation image; returns which one it looks like."""
+    """Reject images similar to an evaluation image; returns the name of that image per row."""
     details: list[str | None] = [None] * len(reasons)
     if not p.run.selection.evaluation_sets:
         return details
@@ -155,18 +157,18 @@ def find_duplicate_images(p: Preparation, unit: str) -> None:
 
 
 def surveyed(p: Preparation, number: int) -> tuple[pa.Table, list[str | None], list[str | None]]:
-    """A bucket's rows with reason and detail, as far as single images decide."""
+    """A bucket's rows with reason and detail, before classes are selected."""
     rows = read_table(bucket_path(p, number))
     if not p.run.needs_survey:
         return rows, rows.column("reason").to_pylist(), [None] * len(rows)
     found = read_table(survey_path(p, number))
     reasons, details = found.column("reason").to_pylist(), found.column("detail").to_pylist()
     if p.run.selection.duplicates != "keep":
-        leaving = read_table(duplicates_path(p))
-        ranks = leaving.column("rank").to_numpy()
+        duplicates = read_table(duplicates_path(p))
+        ranks = duplicates.column("rank").to_numpy()
         for base in (number << 32, (number << 32) + TRAIN_RANK):
             first, last = np.searchsorted(ranks, np.array([base, base + (1 << 32)], np.uint64))
-            part = leaving.slice(first, last - first).to_pylist()
+            part = duplicates.slice(first, last - first).to_pylist()
             for row in part:
                 i = row["rank"] & 0xFFFFFFFF
                 reasons[i] = f"{row['kind']}_duplicate"
@@ -174,25 +176,25 @@ def surveyed(p: Preparation, number: int) -> tuple[pa.Table, list[str | None], l
     return rows, reasons, details
 
 
-def select(p: Preparation, unit: str) -> None:
-    """Decide about classes: which there are, which are too small, what each holds out."""
+def select_classes(p: Preparation, unit: str) -> None:
+    """Determine the classes, those that are too small, and how many images each holds out."""
     found, unknown = class_counts(p)
     p.labels.check(unknown, found=found)
     if p.run.needs_survey:
         found = _surveyed_counts(p)
     if not found:
-        _refuse_nothing(p)
+        _raise_no_images(p)
     small = sorted(c for c, num in found.items() if num < p.run.selection.min_images_per_class)
     kept = {c: num for c, num in found.items() if c not in set(small)}
     if p.labels.space is None:
-        _refuse_empty_classes(p, found)
+        _check_empty_classes(p, found)
     if not kept:
         raise UserError(
             "no class is left",
             where="selection.min_images_per_class",
-            next_step="look at the source, or ask for less",
+            next_step="check the source, or lower selection.min_images_per_class",
         )
-    # The numbers that a source gives are labels already: 2 comes before 10.
+    # Numbers given by the source are labels already: 2 comes before 10.
     numbers = p.run.source.kind in ("webdataset", "parquet", "path_table")
     classes = p.labels.label_map(kept, keep_numbers=numbers)
     label_of = {name: label for label, name in reversed(list(enumerate(classes)))}
@@ -208,21 +210,21 @@ def select(p: Preparation, unit: str) -> None:
     )
 
 
-def _refuse_nothing(p: Preparation) -> None:
+def _raise_no_images(p: Preparation) -> None:
     rejected = rejected_so_far(p)
     if not rejected.reasons:
-        _refuse_empty_classes(p, Counter())
-        raise UserError("holds no inputs", where="source.path", next_step="look at the source")
+        _check_empty_classes(p, Counter())
+        raise UserError("holds no inputs", where="source.path", next_step="check the source")
     shown = describe_rejected(rejected.reasons, rejected.examples)
     raise UserError(
         f"no images were found: all {num_inputs(p):,} inputs are rejected\n{shown}",
         where="source.path",
-        next_step="mend these names, paths, labels or files, or choose another source",
+        next_step="fix these names, paths, labels or files, or choose another source",
     )
 
 
 def class_counts(p: Preparation) -> tuple[Counter[str], Counter[str]]:
-    """Listed images by class, and images without one by what the source says."""
+    """Listed images by class, and images of unknown classes by their name in the source."""
     found, unknown = Counter[str](), Counter[str]()
     for unit in scan_units(p):
         result = p.result(unit)
@@ -242,20 +244,20 @@ def _surveyed_counts(p: Preparation) -> Counter[str]:
     return counts
 
 
-def _refuse_empty_classes(p: Preparation, found: Counter[str]) -> None:
-    """A class folder without images is a mistake of the source: it would shift the labels."""
+def _check_empty_classes(p: Preparation, found: Counter[str]) -> None:
+    """Raise UserError for a class folder without images: it would shift the labels."""
     named = {c.class_name for c in p.containers if c.class_name is not None}
     if p.run.labels.map is None and (empty := sorted(named - set(found))):
         shown = ", ".join(map(repr, empty[:CLASSES_SHOWN]))
         raise UserError(
             f"{len(empty)} of {len(named)} classes hold no images: {shown}",
             where="source.path",
-            next_step="remove these classes, or put their images there",
+            next_step="remove these classes, or add their images",
         )
 
 
 def _held_out_counts(p: Preparation, counts: dict[str, int]) -> dict[str, int]:
-    """Images that each class gives to the held-out split: rounded half up, never all."""
+    """Images of each class for the held-out split: rounded half up, never all."""
     source = p.run.source
     if source.val_per_class:
         return {name: min(source.val_per_class, num - 1) for name, num in counts.items()}
@@ -265,10 +267,10 @@ def _held_out_counts(p: Preparation, counts: dict[str, int]) -> dict[str, int]:
 
 
 def thresholds(p: Preparation, label_of: dict[str, int], taken: dict[str, int]) -> dict[str, int]:
-    """Per class the largest hash that is held out: the `taken` smallest of its images are.
+    """Per class the largest hash held out: the `taken` images with the smallest hashes are.
 
-    A radix selection, one byte of the hash a pass, over two compact columns in a scratch file: its
-    memory is 256 counters a class, whatever the number of images.
+    A radix selection, one byte of the hash per pass, over two compact columns in a scratch file:
+    it needs 256 counters per class, whatever the number of images.
     """
     folder = p.work.temporary("thresholds")
     folder.mkdir()
@@ -304,8 +306,8 @@ def smallest(parts: Sequence[Path], wanted: np.ndarray) -> np.ndarray:
             labels, hashes = part["label"], part["hash"]
             if shift < 56:
                 above = np.uint64(shift + 8)
-                alike = (hashes >> above) == (prefix[labels] >> above)
-                labels, hashes = labels[alike], hashes[alike]
+                equal = (hashes >> above) == (prefix[labels] >> above)
+                labels, hashes = labels[equal], hashes[equal]
             byte = ((hashes >> np.uint64(shift)) & np.uint64(255)).astype(np.int64)
             counts += np.bincount(labels * 256 + byte, minlength=counts.size).reshape(counts.shape)
         reached = np.cumsum(counts, axis=1)
@@ -317,11 +319,11 @@ def smallest(parts: Sequence[Path], wanted: np.ndarray) -> np.ndarray:
 
 
 def assignments_path(p: Preparation, number: int) -> Path:
-    return p.path("fates", f"{number:06d}.arrow")
+    return p.path("assignments", f"{number:06d}.arrow")
 
 
 def assign_splits(p: Preparation, unit: str) -> None:
-    """Reason, split and label of every row of one bucket, and sums for the plan."""
+    """Assign reason, split and label to every row of one bucket, and sum them for the plan."""
     number = int(unit.rpartition("-")[2])
     rows, reasons, details = surveyed(p, number)
     selection: dict[str, Any] = p.result("selection")
@@ -345,7 +347,7 @@ def assign_splits(p: Preparation, unit: str) -> None:
             "label": pa.array(labels, pa.int32()),
         }
     )
-    write_table(table, assignments_path(p, number), temporary=p.work.temporary("fates"))
+    write_table(table, assignments_path(p, number), temporary=p.work.temporary("assignments"))
     sizes = rows.column("num_bytes").to_pylist()
     p.put_result(unit, _sums(splits, reasons, sizes))
 

@@ -1,7 +1,7 @@
-"""One shard, from its rows to a tar on disk and a table of what became of each row.
+"""Write one shard: a tar on disk, and a table with the outcome of each of its rows.
 
-Owns: the unit of work that reads, judges and stores images.
-Leaves out: the layout of the tar (`tar_shards`) and the corpus-wide files (`finishing`).
+Owns: the unit of work that reads, validates and stores images.
+Leaves out: the layout of the tar (`shards.tar_writer`), files over all shards (`finishing`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from pathlib import Path
 import pyarrow as pa
 
 from data_prep.images.check import ValidationResult
-from data_prep.pipeline.image_reading import in_order, validate_place
+from data_prep.pipeline.image_reading import thread_results, validate_input
 from data_prep.pipeline.planning import SplitPlan, read_plan, rows_of_shard
 from data_prep.pipeline.rejections import Rejections, check_so_far
 from data_prep.pipeline.row_tables import write_table
-from data_prep.pipeline.workspace import Place, Preparation, row_places
+from data_prep.pipeline.workspace import InputLocation, Preparation, row_locations
 from data_prep.shards.ledger import EXTERNAL_REASONS
 from data_prep.shards.tar_writer import TarShard
 from data_prep.sources.outages import printable
@@ -59,7 +59,7 @@ def outcome_path(p: Preparation, split: str, number: int) -> Path:
 
 
 def write_shard(p: Preparation, unit: str) -> None:
-    """Read, judge and store every image of one shard."""
+    """Read, validate and store every image of one shard."""
     _, split, digits = unit.split("-")
     number = int(digits)
     plan = read_plan(p)[split]
@@ -81,52 +81,53 @@ def write_shard(p: Preparation, unit: str) -> None:
 def _write_images(
     p: Preparation, tar: TarShard, plan: SplitPlan, *, split: str, number: int
 ) -> tuple[list[tuple[object, ...]], Rejections]:
-    # The survey has looked at every pixel already.
+    # The survey has decoded every image already.
     check = {"check": "header"} if p.run.needs_survey else {}
     settings = p.run.images.model_copy(update=check)
     outcomes: list[tuple[object, ...]] = []
     rejected = Rejections()
     for rows, labels in rows_of_shard(p, plan, split, number):
         keys = rows.column("key").to_pylist()
-        places = list(row_places(rows))
-        verdicts = _verdicts(p, tar, places, settings=settings)
-        for place, judged, suffix, label in zip(places, verdicts, keys, labels, strict=True):
+        locations = list(row_locations(rows))
+        results = _validated(p, tar, locations, settings=settings)
+        for location, result, suffix, label in zip(locations, results, keys, labels, strict=True):
             key, offset = f"{split}-{suffix}", 0
-            if judged.reason is None:
-                offset = tar.add(key, extension=judged.extension, image=judged.content, label=label)
+            if result.reason is None:
+                offset = tar.add(key, extension=result.extension, image=result.content, label=label)
             else:
-                rejected.add(judged.reason, printable(os.fsdecode(place.path)))
-            outcomes.append(_outcome(judged, key=key, label=label, offset=offset))
+                rejected.add(result.reason, printable(os.fsdecode(location.path)))
+            outcomes.append(_outcome(result, key=key, label=label, offset=offset))
             p.advance(1)
     return outcomes, rejected
 
 
-def _verdicts(
-    p: Preparation, tar: TarShard, places: list[Place], *, settings: ImageSettings
+def _validated(
+    p: Preparation, tar: TarShard, locations: list[InputLocation], *, settings: ImageSettings
 ) -> Iterator[ValidationResult]:
     if settings.check == "header":
-        # Read to where the tar wants them: what is not decoded is copied once only.
-        return (validate_place(p, place, settings=settings, room=tar.room) for place in places)
-    judge = partial(validate_place, p, settings=settings)
-    return in_order(judge, places, num_threads=p.num_threads)
+        # Read into the tar's buffer: bytes that are not decoded are copied only once.
+        validate = partial(validate_input, p, settings=settings, reserve=tar.reserve)
+        return map(validate, locations)
+    validate = partial(validate_input, p, settings=settings)
+    return thread_results(validate, locations, num_threads=p.num_threads)
 
 
-def _outcome(judged: ValidationResult, *, key: str, label: int, offset: int) -> tuple[object, ...]:
+def _outcome(result: ValidationResult, *, key: str, label: int, offset: int) -> tuple[object, ...]:
     """A row of OUTCOME_SCHEMA."""
-    input_hash = judged.input_hash or None
-    if judged.reason is not None:
-        assert judged.reason not in EXTERNAL_REASONS
-        return (judged.reason, None, input_hash, *[None] * 8)
+    input_hash = result.input_hash or None
+    if result.reason is not None:
+        assert result.reason not in EXTERNAL_REASONS
+        return (result.reason, None, input_hash, *[None] * 8)
     return (
         None,
-        judged.changes,
+        result.changes,
         input_hash,
         key,
         label,
         offset,
-        len(judged.content),
-        judged.extension,
-        judged.width,
-        judged.height,
-        judged.content_hash,
+        len(result.content),
+        result.extension,
+        result.width,
+        result.height,
+        result.content_hash,
     )

@@ -1,8 +1,8 @@
-"""Units of work that any number of processes, on any number of machines, share through a folder.
+"""Share units of work among processes on several machines, through a folder.
 
-Owns: claims, their heartbeat, taking over from the dead, and waiting for what others still do.
-Leaves out: what a unit does. A unit commits its result by one rename and gives the same bytes
-whoever does it, so a claim only saves work: when two processes take one unit, nothing breaks.
+Owns: claims and their heartbeat, taking over units of dead processes, waiting for other processes.
+Leaves out: what a unit does. A unit commits its result by one rename, with the same bytes in any
+process. So a claim only saves work: two processes may do the same unit.
 """
 
 from __future__ import annotations
@@ -24,27 +24,26 @@ from data_prep.sources.outages import Interrupted
 from vitscale.distributed.processes import is_alive
 
 HEARTBEAT_S = 5.0
-# A claim on another machine counts as dead when its heartbeat is this old on the file system's own
-# clock; caching of attributes on network file systems stays well below.
+# A claim of another machine expires when its heartbeat is this old by the file system's clock.
+# Attribute caches of network file systems stay well below.
 DEAD_AFTER_S = 60.0
-# Waiting for others starts short, since most waits are, and grows: nobody sleeps for more than a
-# quarter of the time that it waited for.
+# Pauses start short, since most waits are, and grow: no pause is longer than a quarter of the wait.
 FIRST_WAIT_S, WAIT_GROWTH, LONGEST_WAIT_S = 0.005, 1.25, 1.0
 
 
 class WorkFolder:
-    """The shared folder of one preparation, as one process sees it."""
+    """The view of one process on the shared folder of a preparation."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.scratch = path / "scratch" / this_process()
-        """Unfinished files of this process; renamed out of here when whole."""
+        """Unfinished files of this process; renamed to their place when whole."""
         self._claims = path / "claims"
 
     def open(self) -> None:
-        """Create the folders and clear what dead processes of this machine left unfinished.
+        """Create the subfolders and remove unfinished files of dead processes of this machine.
 
-        Raises FileNotFoundError when the folder itself is gone: another process ended the work.
+        Raises FileNotFoundError if the folder itself is gone: another process ended the work.
         """
         self._claims.mkdir(exist_ok=True)
         remove_left_by_dead(self.scratch.parent)
@@ -60,8 +59,8 @@ class WorkFolder:
     ) -> None:
         """Return when every unit is done, by this process or another.
 
-        `start` is where to begin, so that processes do not all try the same claims first.
-        Raises Interrupted when the folder vanishes: another process gave the preparation up.
+        start: the unit to begin with, so that processes do not all try the same claims first.
+        Raises Interrupted if the folder vanishes: another process aborted the preparation.
         """
         order = [*units[start % max(1, len(units)) :], *units[: start % max(1, len(units))]]
         waiting = [unit for unit in order if not is_done(unit)]
@@ -71,8 +70,8 @@ class WorkFolder:
             for unit in waiting:
                 if is_done(unit):
                     continue
-                with self._claim(unit) as mine:
-                    if mine and not is_done(unit):
+                with self._claim(unit) as claimed:
+                    if claimed and not is_done(unit):
                         do(unit)
                         progressed = True
             waiting = [unit for unit in waiting if not is_done(unit)]
@@ -121,7 +120,7 @@ class WorkFolder:
         except FileNotFoundError:
             return False
         except ValueError:
-            # Created, not yet written; dead only when it stays so.
+            # Created but not yet written; dead only if it stays so.
             return age > DEAD_AFTER_S
         if owner.get("machine") == machine() and not is_alive(owner["pid"]):
             return True
@@ -139,7 +138,7 @@ class WorkFolder:
 
 @cache
 def machine() -> str:
-    """Where process ids mean what they mean here: containers may share their host's name."""
+    """Name of the machine and its process id namespace: containers may share their host's name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
         return f"{socket.gethostname()}-{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
@@ -148,12 +147,12 @@ def machine() -> str:
 
 
 def this_process() -> str:
-    """A name that no other process has now, on any machine of a shared file system."""
+    """A name unique among the running processes of all machines."""
     return f"{machine()}.{os.getpid()}"
 
 
 def remove_left_by_dead(folder: Path, *, prefix: str = "") -> None:
-    """Remove what is called `prefix` + `this_process()` of processes of this machine that ended."""
+    """Remove folders named `prefix` + `this_process()` of ended processes of this machine."""
     for path in folder.glob(f"{glob.escape(prefix)}*"):
         where, _, pid = path.name.removeprefix(prefix).rpartition(".")
         if where == machine() and pid.isdigit() and not is_alive(int(pid)):
@@ -161,7 +160,7 @@ def remove_left_by_dead(folder: Path, *, prefix: str = "") -> None:
 
 
 def sibling_path(folder: Path) -> Path:
-    """A free name beside `folder` for this process alone; what dead ones left there is removed."""
+    """A free name beside `folder` for this process; those of dead processes are removed."""
     prefix = f"{folder.name}-"
     remove_left_by_dead(folder.parent, prefix=prefix)
     own = folder.with_name(prefix + this_process())
@@ -170,7 +169,7 @@ def sibling_path(folder: Path) -> Path:
 
 
 def remove_folder(folder: Path) -> None:
-    """Take its name away first: what a kill leaves of it must not pass for work to go on with."""
+    """Rename before removing: a partly removed folder must not be resumed."""
     removed = sibling_path(folder)
     with suppress(OSError):
         folder.rename(removed)
@@ -179,7 +178,7 @@ def remove_folder(folder: Path) -> None:
 
 def aborted_error(path: Path) -> Interrupted:
     return Interrupted(
-        "was removed while the work went on: another process ended the preparation",
+        "was removed during the work: another process ended the preparation",
         where=str(path),
         next_step="see its message, then run the command again",
     )

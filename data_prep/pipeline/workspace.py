@@ -1,8 +1,7 @@
-"""The preparation folder: where every phase finds what the phases before it left.
+"""Manage the preparation folder, through which phases pass their results to later phases.
 
 Owns: the names inside `.OUTPUT.preparing`, small JSON results, and reading an input's bytes.
-Leaves out: the phases (`listing`, `selecting`, `shard_writing`, `finishing`) and their order
-(`pipeline`).
+Leaves out: the phases and their order (`phases`).
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from vitscale.distributed.atomic_files import write_json
 from vitscale.runs.data_prep import DataPrepRun
 
 SETTINGS_NAME = "settings.json"
-# Of the files in a preparation folder: raised when a release cannot go on with another's work.
-WORK_FORMAT = 2
-# Settings that do not change a byte of the result.
-PLACE_KEYS = ("output", "launch", "num_workers")
+# Format of the files in a preparation folder: raised when a release cannot resume another's work.
+WORK_FORMAT = 3
+# Settings that do not change the bytes of the result.
+EXECUTION_KEYS = ("output", "launch", "num_workers")
 FOLDERS = (
     "results",
     "runs",
@@ -45,7 +44,7 @@ FOLDERS = (
     "survey",
     "rejected",
     "duplicates",
-    "fates",
+    "assignments",
     "tars",
     "outcomes",
     "final",
@@ -53,12 +52,13 @@ FOLDERS = (
 
 
 def content_config(run: DataPrepRun) -> dict[str, Any]:
-    """The settings that decide the bytes written: not where they come from, go to, or who runs.
+    """The settings that determine the bytes written, and hashes of the files that settings name.
 
-    Of files that settings name, their content too. Raises UserError where it cannot be read.
+    Paths of source and output and settings of the execution are left out. Raises UserError for a
+    file that cannot be read.
     """
     config = run.model_dump(mode="json")
-    for key in PLACE_KEYS:
+    for key in EXECUTION_KEYS:
         del config[key]
     del config["source"]["path"]
     config["labels"] |= label_hashes(run.labels)
@@ -74,8 +74,8 @@ def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str
     return sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
 
 
-def refuse_changed_files(begun: Mapping[str, Any], run: DataPrepRun) -> dict[str, Any]:
-    """`content_config` as it is now; UserError when it is not that of `begun`, from the start."""
+def unchanged_config(begun: Mapping[str, Any], run: DataPrepRun) -> dict[str, Any]:
+    """The present `content_config`. Raises UserError if it differs from that at the start."""
     config = content_config(run)
     if changed := changed_settings({key: begun[key] for key in config if key in begun}, config):
         raise UserError(
@@ -102,17 +102,17 @@ def tool_version() -> str:
 
 
 def at_real_output(run: DataPrepRun) -> DataPrepRun:
-    """The run with the folder that a linked `output` leads to: the work lies beside that one.
+    """The run with `output` resolved if it is a symbolic link: the work folder is its neighbour.
 
-    A rename gives the finished folder its name, which it can neither in place of a link nor onto
-    another file system. Raises UserError for a mount point.
+    The finished folder gets its name by a rename, which cannot replace a link or cross file
+    systems. Raises UserError for a mount point.
     """
     output = Path(run.output).expanduser()
     real = Path(os.path.realpath(output)) if output.is_symlink() else output
     if os.path.ismount(real):
         raise UserError(
-            f"{str(real)!r} is a mount point: the work lies beside the folder, and would be on "
-            "another file system",
+            f"{str(real)!r} is a mount point: the work folder beside it would be on another file "
+            "system",
             where="output",
             next_step=f"choose a folder in it, such as {real / 'shards'}",
         )
@@ -127,8 +127,8 @@ def preparation_folder(output: Path) -> Path:
     return output.with_name(f".{output.name}.preparing")
 
 
-class Place(NamedTuple):
-    """Where the bytes of one input are."""
+class InputLocation(NamedTuple):
+    """Where the bytes of one input are stored."""
 
     path: bytes
     file: bytes
@@ -138,13 +138,13 @@ class Place(NamedTuple):
     spooled: bool
 
 
-def row_places(rows: pa.Table) -> Iterator[Place]:
+def row_locations(rows: pa.Table) -> Iterator[InputLocation]:
     columns = [
         rows.column(name).to_pylist()
         for name in ("path", "file", "offset", "num_bytes", "modified_ns", "spooled")
     ]
     for path, file, offset, num_bytes, modified_ns, spooled in zip(*columns, strict=True):
-        yield Place(
+        yield InputLocation(
             path=path,
             file=file,
             offset=offset,
@@ -156,17 +156,17 @@ def row_places(rows: pa.Table) -> Iterator[Place]:
 
 @dataclass(frozen=True)
 class Preparation:
-    """One preparation as one process sees it."""
+    """The view of one process on a preparation."""
 
     run: DataPrepRun
     work: WorkFolder
     advance: Callable[[int], None]
-    """Told about rows done inside the present unit."""
+    """Called with the number of further rows done in the current unit."""
     num_threads: Callable[[], int] = lambda: 1
-    """How many threads may decode now: more than one where other processes have nothing to do."""
+    """Threads that may decode now: more than one while other processes are idle."""
 
     def open(self) -> None:
-        """Create the folder, and the folders in it."""
+        """Create the subfolders."""
         self.work.open()
         for name in FOLDERS:
             self.path(name).mkdir(exist_ok=True)
@@ -202,50 +202,54 @@ class Preparation:
         return self.result_path(unit).exists()
 
     def result(self, unit: str) -> Any:
-        """The small JSON result of a unit that is done."""
+        """The small JSON result of a finished unit."""
         return json.loads(self.result_path(unit).read_text())
 
     def put_result(self, unit: str, value: Any) -> None:
-        """Written last: from here on the unit is done."""
+        """Commit a unit. Call it last: the unit counts as finished from then on."""
         write_json(self.result_path(unit), value)
 
     @cached_property
     def _folders(self) -> tuple[bytes, bytes]:
         return os.fsencode(self.root), os.fsencode(self.path("spool"))
 
-    def read(self, place: Place, *, into: memoryview | None = None) -> bytes | memoryview:
-        """The bytes of one input, read into memory of their length where it is given.
+    def read(
+        self, location: InputLocation, *, into: memoryview | None = None
+    ) -> bytes | memoryview:
+        """The bytes of one input. into: where to read them, of their length.
 
-        Raises ChangedSource when the source is not as it was listed, OSError when it cannot be
+        Raises ChangedSource if the source has changed since it was listed, OSError if it cannot be
         read, SpoolError for the spool.
         """
-        # Plain calls: pathlib and file objects would take as long as the reading.
+        # System calls: pathlib and file objects would take as long as the reading.
         source, spool = self._folders
-        path = b"%s/%s" % (spool if place.spooled else source, place.file or place.path)
+        path = b"%s/%s" % (spool if location.spooled else source, location.file or location.path)
         try:
             file = os.open(path, os.O_RDONLY)
             try:
                 status = os.fstat(file)
-                whole = not place.file
-                if not place.spooled and (
-                    status.st_mtime_ns != place.modified_ns
-                    or (whole and status.st_size != place.num_bytes)
+                whole = not location.file
+                if not location.spooled and (
+                    status.st_mtime_ns != location.modified_ns
+                    or (whole and status.st_size != location.num_bytes)
                 ):
-                    raise _changed(place)
+                    raise _changed(location)
                 if into is None:
-                    return read_exactly(file, offset=place.offset, num_bytes=place.num_bytes)
-                fill(file, into, offset=place.offset)
+                    return read_exactly(file, offset=location.offset, num_bytes=location.num_bytes)
+                fill(file, into, offset=location.offset)
                 return into
             finally:
                 os.close(file)
         except (OSError, EOFError) as error:
-            if place.spooled:
+            if location.spooled:
                 cut = OSError(errno.EIO, f"too short: {error}")
                 raise SpoolError(error if isinstance(error, OSError) else cut) from None
             if isinstance(error, (FileNotFoundError, EOFError)):
-                raise _changed(place) from None
+                raise _changed(location) from None
             raise
 
 
-def _changed(place: Place) -> ChangedSource:
-    return changed_source_error(os.fsdecode(place.path), file=os.fsdecode(place.file or place.path))
+def _changed(location: InputLocation) -> ChangedSource:
+    return changed_source_error(
+        os.fsdecode(location.path), file=os.fsdecode(location.file or location.path)
+    )

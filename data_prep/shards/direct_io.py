@@ -1,12 +1,12 @@
-"""A file that is written once, from its start to its end, past the page cache where it can be.
+"""Write a file sequentially, bypassing the page cache where possible.
 
 Owns: the buffers, the thread that writes one while the other is filled, flushing to disk.
-Leaves out: what is written (`tar_shards`).
+Leaves out: what is written (`tar_writer`).
 
-Bytes that go through the page cache are copied there and flushed from there: for a photograph of
+Writing through the page cache copies the bytes there and flushes them later: for a photograph of
 110 kB that takes as long as reading it from the cache and hashing it. A shard is not read again
-soon, so the disk fetches it from our buffers (O_DIRECT). Where a file system cannot do that (tmpfs,
-some network ones), or the system has none, everything is written as usual.
+soon, so it is written directly from our buffers (O_DIRECT). Where the file system (tmpfs, some
+network ones) or the operating system does not support that, it is written as usual.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-# What O_DIRECT asks of places, lengths and memory: the largest block size in use.
+# O_DIRECT needs offsets, lengths and memory aligned to blocks: the largest block size in use.
 ALIGNMENT = 4096
 BUFFER_BYTES = 8 << 20
 HUGE_PAGE = 2 << 20
@@ -31,27 +31,27 @@ Observer = Callable[[memoryview], object]
 
 
 class BlockFile:
-    """Bytes are gathered in one of two buffers, while a thread writes the other."""
+    """A file with two buffers: one is filled while a thread writes the other."""
 
     def __init__(self, path: Path, *, observe: Observer) -> None:
-        """observe: told every byte in order, many at a time, before it is written."""
+        """observe: called with all bytes in order, in large pieces, before they are written."""
         self._file = _open(path)
         self._observe = observe
         self._buffers = [_buffer(), _buffer()]
         self._filled = self._observed = 0
         self._written = self._flushed = 0
         self._thread: ThreadPoolExecutor | None = None
-        self._under_way: Future[None] | None = None
+        self._pending: Future[None] | None = None
 
     @property
     def num_bytes(self) -> int:
         return self._written + self._filled
 
-    def room(self, num_bytes: int) -> memoryview:
-        """The next `num_bytes` of the file, to be written to and then taken by `advance`."""
+    def reserve(self, num_bytes: int) -> memoryview:
+        """Memory for the next `num_bytes` of the file; `advance` takes them over."""
         assert num_bytes <= BUFFER_BYTES
         if self._filled + num_bytes > BUFFER_BYTES + ALIGNMENT:
-            self._pass_on()
+            self._swap_buffers()
         return self._buffers[0][self._filled : self._filled + num_bytes]
 
     def advance(self, num_bytes: int) -> None:
@@ -61,7 +61,7 @@ class BlockFile:
         view = memoryview(data)
         for start in range(0, len(view), BUFFER_BYTES):
             part = view[start : start + BUFFER_BYTES]
-            self.room(len(part))[:] = part
+            self.reserve(len(part))[:] = part
             self.advance(len(part))
 
     def finish(self) -> None:
@@ -69,7 +69,7 @@ class BlockFile:
         self._wait()
         end = self._filled + -self._filled % ALIGNMENT
         self._buffers[0][self._filled : end] = bytes(end - self._filled)
-        self._see(self._filled)
+        self._observe_to(self._filled)
         length = self.num_bytes
         self._write(self._buffers[0][:end])
         if end != self._filled:
@@ -82,13 +82,13 @@ class BlockFile:
             self._thread.shutdown()
         os.close(self._file)
 
-    def _see(self, end: int) -> None:
+    def _observe_to(self, end: int) -> None:
         self._observe(self._buffers[0][self._observed : end])
         self._observed = end
 
-    def _pass_on(self) -> None:
-        """Write what fills whole blocks in the thread, and go on in the other buffer."""
-        self._see(self._filled)
+    def _swap_buffers(self) -> None:
+        """Write all whole blocks in the thread, and fill the other buffer from now on."""
+        self._observe_to(self._filled)
         self._wait()
         whole = self._filled - self._filled % ALIGNMENT
         full, other = self._buffers
@@ -96,39 +96,39 @@ class BlockFile:
         other[:rest] = full[whole : self._filled]
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1)
-        self._under_way = self._thread.submit(self._write, full[:whole])
+        self._pending = self._thread.submit(self._write, full[:whole])
         self._buffers = [other, full]
         self._written += whole
         self._filled = self._observed = rest
 
     def _wait(self) -> None:
-        """Until the other buffer is written. Raises what the thread has met."""
-        if self._under_way is not None:
-            under_way, self._under_way = self._under_way, None
-            under_way.result()
+        """Wait until the other buffer is written. Raises the error of the thread."""
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            pending.result()
 
     def _write(self, data: memoryview) -> None:
         while data:
             try:
                 count = os.write(self._file, data)
             except OSError as error:
-                if error.errno != errno.EINVAL or not _leave_direct(self._file):
+                if error.errno != errno.EINVAL or not _disable_direct(self._file):
                     raise
                 continue
             if count == 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if count % ALIGNMENT and count < len(data):
-                # A nearly full disk takes a part; the next write tells why.
-                _leave_direct(self._file)
+                # A nearly full disk writes a part; the next write raises the error.
+                _disable_direct(self._file)
             data = data[count:]
             self._flushed = _begin_flush(self._file, self._flushed)
 
 
 def _buffer() -> memoryview:
-    """Page-aligned, with room for the rest of a block in front of a full load."""
+    """A page-aligned buffer, with space for the rest of a block before a full load."""
     memory = mmap.mmap(-1, BUFFER_BYTES + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):  # a kernel without them
-        # Handing 4 pages to the disk takes a quarter of the time that 2,048 take.
+        # Passing 4 huge pages to the disk takes a quarter of the time of 2,048 small ones.
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
 
@@ -145,8 +145,8 @@ def _open(path: Path) -> int:
     return os.open(path, flags, 0o644)
 
 
-def _leave_direct(file: int) -> bool:
-    """Write through the page cache from here on; False when that was so already."""
+def _disable_direct(file: int) -> bool:
+    """Write through the page cache from now on; False if that was already so."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     if not flags & O_DIRECT:
         return False
@@ -155,7 +155,7 @@ def _leave_direct(file: int) -> bool:
 
 
 def _begin_flush(file: int, flushed: int) -> int:
-    """Let the disk begin with what the page cache holds, so that little is left for the end."""
+    """Start writing cached pages to disk, so that little is left for the final flush."""
     end = os.lseek(file, 0, os.SEEK_CUR)
     if end - flushed < FLUSH_BYTES:
         return flushed

@@ -1,7 +1,7 @@
-"""What names a corpus: hashes over its samples, their order, their division and its label map.
+"""Compute fingerprints: hashes over samples, their order and division into tars, and the label map.
 
-Owns: what goes into them, in which order.
-Leaves out: where they are written (`index_writing`) and compared (`shard_check`).
+Owns: what they contain, in which order.
+Leaves out: where they are stored (`shards.index`) and compared (`verification`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def split_fingerprint(content: Iterable[np.ndarray], *, shard_lengths: Sequence[
 
 
 def sample_bytes(rows: pa.Table) -> np.ndarray:
-    """What `split_fingerprint` takes, from rows of the index."""
+    """The input of `split_fingerprint`, from rows of the index."""
     hashes = np.frombuffer(b"".join(rows.column("blake3").to_pylist()), np.uint8)
     labels = rows.column("label").to_numpy().astype("<u4").view(np.uint8)
     return np.hstack([hashes.reshape(-1, 32), labels.reshape(-1, 4)])

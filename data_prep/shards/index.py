@@ -1,7 +1,7 @@
-"""Writing the files that say which sample lies where: index.parquet, `_info.json`, manifest.json.
+"""Write index.parquet, `_info.json` and manifest.json, and locate the tars they describe.
 
-Owns: their bytes, which depend on what is stored alone.
-Leaves out: their columns and fields (`vitscale.data.index`) and the tars (`shard_writing`).
+Owns: their bytes, which depend only on the stored samples.
+Leaves out: their columns and fields (`vitscale.data.index`) and the tars (`tar_writer`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from vitscale.data.index import (
 )
 from vitscale.distributed.atomic_files import atomic_file, write_json
 
-# Rows per parquet row group: what a writer holds in memory, and what a reader of one split skips.
+# Rows per parquet row group: held in memory by the writer, skipped as one by readers of a split.
 ROW_GROUP_ROWS = 1 << 13
 
 
 def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
     """Write index.parquet from tables in stored order, each of one split; few are held at a time.
 
-    The bytes depend on the rows alone, not on how they were divided into tables.
+    The bytes depend only on the rows, not on their division into tables.
     """
     import pyarrow.parquet as pq
 
@@ -53,7 +53,7 @@ def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
 
 
 def _write_row_groups(writer: Any, waiting: list[pa.Table], *, rest: bool) -> None:
-    """Write what fills row groups (or all of it) and leave the remainder in `waiting`."""
+    """Write full row groups (rest: all rows) and leave the remainder in `waiting`."""
     num_rows = sum(map(len, waiting))
     if not num_rows or (num_rows < ROW_GROUP_ROWS and not rest):
         return
@@ -63,7 +63,7 @@ def _write_row_groups(writer: Any, waiting: list[pa.Table], *, rest: bool) -> No
     for start in range(0, num_written, ROW_GROUP_ROWS):
         part = table.slice(start, min(ROW_GROUP_ROWS, num_written - start))
         for name in names:
-            # A dictionary made anew: the tables' own would tell how the rows were divided.
+            # A new dictionary: those of the tables depend on the division.
             column = part.column(name).cast(pa.string()).combine_chunks().dictionary_encode()
             part = part.set_column(part.schema.get_field_index(name), name, column)
         writer.write_table(part)

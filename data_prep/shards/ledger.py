@@ -1,8 +1,8 @@
-"""The ledger: what became of every input, and when that is too much.
+"""Write the ledger: the outcome of every input, and the limit on bad ones.
 
 Owns: the list of reasons, ledger.parquet, the sum inputs = kept + rejected, the limit on bad
 inputs.
-Leaves out: the verdicts themselves (`sources` by name, `image_check` by content, `selecting`).
+Leaves out: deciding outcomes (`sources` by name, `images.check` by content, `selection`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from vitscale.distributed.atomic_files import atomic_file
 LEDGER_NAME = "ledger.parquet"
 EXAMPLES_PER_REASON = 3
 
-# Never meant as images: listed, no fault of the corpus.
+# Not meant as images: listed, but no faults of the corpus.
 EXTERNAL_REASONS = {
     "hidden": "hidden file, or inside a hidden folder",
     "other_name": "not named like an image",
 }
-# Sound images that the configuration sends away.
+# Sound images that the configuration leaves out.
 SELECTION_REASONS = {
     "unknown_class": "its class is not in labels.space or labels.map",
     "small_class": "its class has fewer than selection.min_images_per_class images",
@@ -39,18 +39,18 @@ SOURCE_FAULTS = {
     "no_class": "image outside every class",
     "not_a_file": "not a regular file (pipe, socket, device, link in a tar)",
     "link_broken": "link to nothing",
-    "link_outside": "link or path to a place outside the source, or outside a table's folder",
+    "link_outside": "link or path that leads outside the source, or outside a table's folder",
     "link_loop": "link to a folder that holds the link",
-    "truncated_tar": "a tar that ends too early or is damaged; what lies before is used",
+    "truncated_tar": "a tar that ends too early or is damaged; members before that are used",
     "damaged_table": "a part of a table that cannot be read; one row for all its rows",
     "duplicate_path": "a path that a table names again",
     "duplicate_name": "a second member of this name in one tar",
     "duplicate_key": "a second sample of this key in one tar",
-    "split_sample": "members of one sample that are no neighbours in their tar",
+    "split_sample": "members of one sample that are not adjacent in their tar",
     "no_image": "sample without an image",
     "no_label": "sample without a usable label",
     "unreadable": "cannot be read (permission, read error, missing)",
-    "packed": "packed with gzip inside its tar, which only rewriting mends (index_shards)",
+    "packed": "packed with gzip inside its tar: only make_shards can repack it (index_shards)",
 }
 REASONS = EXTERNAL_REASONS | SELECTION_REASONS | SOURCE_FAULTS | FAULTS
 
@@ -69,7 +69,7 @@ LEDGER_SCHEMA = pa.schema(
 
 
 class LedgerWriter:
-    """Writes ledger.parquet in pieces, and counts."""
+    """Writes ledger.parquet in pieces and counts outcomes."""
 
     def __init__(self, folder: Path) -> None:
         self._commit = atomic_file(folder / LEDGER_NAME)
@@ -89,7 +89,7 @@ class LedgerWriter:
         self._commit.__exit__(*error)
 
     def add(self, columns: Mapping[str, Sequence[Any]], changes: Sequence[str | None]) -> None:
-        """Rows with `path`, `split`, `class`, `reason`, `detail`, `key` and `blake3`."""
+        """Add rows: `path`, `split`, `class`, `reason`, `detail`, `key` and `blake3`."""
         status = []
         rows = zip(columns["path"], columns["reason"], changes, strict=True)
         for path, reason, change in rows:
@@ -115,12 +115,12 @@ class LedgerWriter:
         self._writer.write_table(table.cast(LEDGER_SCHEMA))
 
     def check_bad_fraction(self, max_bad_fraction: float) -> None:
-        """Refuse a corpus with too many faulty images among those that were meant as images."""
-        foreign = sum(num for reason, num in self.reasons.items() if reason in EXTERNAL_REASONS)
+        """Raise UserError if too many of the inputs that were meant as images are bad."""
+        external = sum(num for reason, num in self.reasons.items() if reason in EXTERNAL_REASONS)
         check_bad_fraction(
             self.reasons,
             self.examples,
-            num_judged=self.num_rows - foreign,
+            num_images=self.num_rows - external,
             max_bad_fraction=max_bad_fraction,
         )
 
@@ -142,18 +142,18 @@ def check_bad_fraction(
     reasons: Mapping[str, int],
     examples: Mapping[str, Sequence[str]],
     *,
-    num_judged: int,
+    num_images: int,
     max_bad_fraction: float,
 ) -> None:
-    """Refuse a corpus with too many faulty images, of those counted by reason."""
+    """Raise UserError if more than `max_bad_fraction` of the images are bad."""
     faults = {r: n for r, n in reasons.items() if r in SOURCE_FAULTS or r in FAULTS}
     bad = sum(faults.values())
-    if bad > max_bad_fraction * num_judged:
+    if bad > max_bad_fraction * num_images:
         raise UserError(
-            f"{bad} of {num_judged} images are bad, more than the share "
+            f"{bad} of {num_images} images are bad, more than the fraction "
             f"{max_bad_fraction} allowed\n{describe_rejected(faults, examples)}",
             where="images.max_bad_fraction",
-            next_step="mend or remove these files, or raise images.max_bad_fraction",
+            next_step="fix or remove these files, or raise images.max_bad_fraction",
         )
 
 

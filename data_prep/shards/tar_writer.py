@@ -1,12 +1,12 @@
-"""Tar files whose every byte is decided here.
+"""Write tars with deterministic bytes.
 
 Owns: the tar layout of one shard.
-Leaves out: which samples, in what order (`planning`), how bytes reach the disk (`block_file`), and
+Leaves out: which samples, in what order (`planning`), how bytes reach the disk (`direct_io`), and
 the index (`vitscale.data.index`).
 
-webdataset's TarWriter could be made deterministic, but it does not tell at which byte a member's
-content begins, and the index needs just that. Headers are made from a template: the standard
-library's take 43 microseconds each, a third of what copying a photograph takes.
+webdataset's TarWriter could be made deterministic, but does not return the offset of a member's
+content, which the index needs. Headers are made from a template: those of the standard library take
+43 microseconds each, a third of the time of copying a photograph.
 """
 
 from __future__ import annotations
@@ -56,37 +56,37 @@ class TarShard:
     def __init__(self, path: Path) -> None:
         self._digest = blake3.blake3()
         self._file = BlockFile(path, observe=self._digest.update)
-        self._offered: memoryview | None = None
+        self._reserved: memoryview | None = None
 
     def __enter__(self) -> TarShard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._offered = None
+        self._reserved = None
         self._file.close()
 
     @property
     def num_bytes(self) -> int:
         return self._file.num_bytes
 
-    def room(self, num_bytes: int) -> memoryview:
-        """Memory to read the next image into; `add` then finds it where it has to be."""
+    def reserve(self, num_bytes: int) -> memoryview:
+        """Memory to read the next image into: `add` need not copy it then."""
         if BLOCK + num_bytes > BUFFER_BYTES:
             return memoryview(bytearray(num_bytes))
-        self._offered = self._file.room(BLOCK + num_bytes)[BLOCK:]
-        return self._offered
+        self._reserved = self._file.reserve(BLOCK + num_bytes)[BLOCK:]
+        return self._reserved
 
     def add(self, key: str, *, extension: str, image: bytes | memoryview, label: int) -> int:
         """Append `key.extension` and `key.cls`; returns the image's byte offset in the tar."""
         offset = self.num_bytes + BLOCK
         header = ustar_header(f"{key}.{extension}", len(image))
-        if image is self._offered:
-            self._file.room(BLOCK)[:] = header
+        if image is self._reserved:
+            self._file.reserve(BLOCK)[:] = header
             self._file.advance(BLOCK + len(image))
         else:
             self._file.append(header)
             self._file.append(image)
-        self._offered = None
+        self._reserved = None
         text = str(label).encode()
         self._file.append(
             bytes(-len(image) % BLOCK)

@@ -1,8 +1,8 @@
-"""What a shard folder looks like, as one HTML page that needs nothing else.
+"""Write a report on a shard folder: one HTML page without other files.
 
 Owns: counts and histograms over the index, rejected inputs by reason, the contact sheet, and
 filling `report.html.j2`.
-Leaves out: whether the folder is sound (`shard_check`), small pictures (`thumbnails`), the page's
+Leaves out: whether the folder is valid (`checks`), small pictures (`thumbnails`), the page's
 design.
 
 Names of classes, files and splits come from others: the template escapes all of them, and the page
@@ -21,7 +21,8 @@ import numpy as np
 
 from data_prep.images.check import CHANGES
 from data_prep.shards.ledger import LEDGER_NAME, REASONS
-from data_prep.verification.checks import BATCH_ROWS, Finding
+from data_prep.verification.checks import BATCH_ROWS
+from data_prep.verification.tar_checks import Finding
 from data_prep.verification.thumbnails import rejected_thumbnail, stored_thumbnail
 from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, Manifest
@@ -30,7 +31,7 @@ from vitscale.distributed.atomic_files import write_text
 MAX_FINDINGS = 200
 EXAMPLES_PER_REASON = 8
 CLASSES_SHOWN = 12
-# Up to here every class has a bar of its own.
+# Up to this number, every class has its own bar.
 CLASSES_AS_BARS = 40
 HISTOGRAM_BINS = 24
 
@@ -81,7 +82,7 @@ def write_report(
     num_samples: int,
     seed: int,
 ) -> None:
-    """Write the page, whole or not at all; what cannot be read is left out of it."""
+    """Write the page atomically; content that cannot be read is left out."""
     import jinja2
 
     statistics = gather_statistics(folder, manifest, num_samples=num_samples, seed=seed)
@@ -122,7 +123,7 @@ def write_report(
 def gather_statistics(
     folder: Path, manifest: Manifest, *, num_samples: int, seed: int
 ) -> Statistics:
-    """One pass over the index; as far as it can be read."""
+    """Gather statistics in one pass over the index, as far as it can be read."""
     found = Statistics(per_class=np.zeros(len(manifest.classes), np.int64))
     total = sum(entry.num_samples for entry in manifest.splits.values())
     rng = np.random.default_rng(seed)
@@ -152,7 +153,7 @@ def _batches(path: Path, columns: list[str] | None = None) -> Iterator[Any]:
             for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
                 yield pa.Table.from_batches([batch]).drop_null() if columns is None else batch
     except (OSError, KeyError, pa.ArrowException):
-        return  # a finding already
+        return  # `checks` reports it
 
 
 def _counted(values: np.ndarray) -> np.ndarray:

@@ -1,8 +1,8 @@
-"""Small pictures of images that may be anything: for looking at, never for training.
+"""Make thumbnails of stored and rejected images.
 
 Owns: finding an image again (in a shard, in a source, in a tar of the source) and shrinking it
 within bounds on bytes and pixels. Nothing is extracted, nothing outside the given folder is read.
-Leaves out: the page they stand on (`shard_report`).
+Leaves out: the page that shows them (`report`).
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ MAX_BYTES = 64 << 20
 MAX_PIXELS = 50_000_000
 STORED_FORMATS = ("JPEG", "PNG", "WEBP")
 REJECTED_FORMATS = (*STORED_FORMATS, "GIF", "BMP")
-# Looking at these is what they were rejected for.
+# Decoding these may take unlimited time or memory: that is why they were rejected.
 NOT_OPENED = frozenset({"bomb", "too_many_pixels", "too_large", "not_a_file", "link_outside"})
 
 
 def stored_thumbnail(path: Path, *, offset: int, num_bytes: int) -> str | None:
-    """A sample of a shard as JPEG in base64; None when it cannot be shown."""
+    """A sample of a shard as JPEG in base64; None if it cannot be shown."""
     if not 0 <= num_bytes <= MAX_BYTES or offset < 0:
         return None
     try:
@@ -39,7 +39,7 @@ def stored_thumbnail(path: Path, *, offset: int, num_bytes: int) -> str | None:
 
 
 def rejected_thumbnail(source: Path, path: str, *, reason: str) -> str | None:
-    """An input by its path in the ledger, as far as its bytes show anything."""
+    """An input, by its path in the ledger, as JPEG in base64; None if it cannot be shown."""
     if reason in NOT_OPENED:
         return None
     data = _input_bytes(source.expanduser(), path)
@@ -77,7 +77,7 @@ def _input_bytes(source: Path, path: str) -> bytes | None:
             top, _, name = path.partition("/")
             if is_tar_name(source.name):
                 return _member_of(source, name) if top == source.name else None
-            source = source.parent  # of a table, which names files beside it
+            source = source.parent  # of a table, which names files next to it
         inside = source.resolve()
         parts = path.split("/")
         for num in range(len(parts), 0, -1):

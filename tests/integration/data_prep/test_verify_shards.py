@@ -22,7 +22,7 @@ def test_shards_of_make_shards_are_sound(digits_shards: Path, tmp_path: Path) ->
     source = digits_shards.parent / "images"
     finished = verify(digits_shards, "--report", page, "--source", source, "--samples", 5)
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert f"{digits_shards}: sound; 1,797 samples" in finished.stdout
+    assert f"{digits_shards}: valid; 1,797 samples" in finished.stdout
     assert page.read_text().count("<img ") == 5
 
 
@@ -35,7 +35,7 @@ def test_damage_is_named_and_the_report_written_all_the_same(tmp_path: Path) -> 
     assert finished.returncode == 2
     assert "test-000000.tar: cannot be read (No such file or directory)" in finished.stdout
     assert "train-000000.tar: truncated inside the end mark" in finished.stdout
-    assert "this folder is not what its manifest says" in (tmp_path / "report.html").read_text()
+    assert "this folder does not match its manifest" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(

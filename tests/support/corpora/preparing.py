@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from data_prep.pipeline.runner import PHASES, Phase, work_through_phases
+from data_prep.pipeline.phases import PHASES, Phase
+from data_prep.pipeline.runner import work_through_phases
 from data_prep.pipeline.work_units import WorkFolder
 from data_prep.pipeline.workspace import Preparation, preparation_folder
 from vitscale.runs.data_prep import DataPrepRun

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from data_prep.pipeline.image_reading import in_order
+from data_prep.pipeline.image_reading import thread_results
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
-def test_results_come_in_order_and_few_items_are_under_way(num_threads: int) -> None:
+def test_results_come_in_order_and_few_items_are_pending(num_threads: int) -> None:
     taken, most, given = 0, 0, 0
 
     def items() -> Iterator[int]:
@@ -25,7 +25,7 @@ def test_results_come_in_order_and_few_items_are_under_way(num_threads: int) -> 
         time.sleep(0.001 * (i % 3))
         return i * i
 
-    for result in in_order(work, items(), num_threads=lambda: num_threads):
+    for result in thread_results(work, items(), num_threads=lambda: num_threads):
         assert result == given * given
         given += 1
         most = max(most, taken - given)
@@ -40,7 +40,9 @@ def test_the_number_of_threads_is_asked_for_again_and_again() -> None:
         time.sleep(0.002)
         return i
 
-    assert list(in_order(work, range(50), num_threads=lambda: next(wanted))) == list(range(50))
+    assert list(thread_results(work, range(50), num_threads=lambda: next(wanted))) == list(
+        range(50)
+    )
     main = threading.main_thread().name
     assert names[:5] == [main] * 5 and main not in names[5:25] and names[-1] == main
     assert len(set(names)) > 2
@@ -56,5 +58,5 @@ def test_an_error_in_a_thread_is_raised_and_ends_the_work() -> None:
         return i
 
     with pytest.raises(MemoryError, match="no room"):
-        list(in_order(work, range(1000), num_threads=lambda: 2))
+        list(thread_results(work, range(1000), num_threads=lambda: 2))
     assert len(done) < 20

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.pipeline.runner import PHASES, PhaseProgress, listing
+from data_prep.pipeline import listing
+from data_prep.pipeline.phases import PHASES, PhaseProgress
 from data_prep.pipeline.workspace import Preparation
 from tests.support.corpora.image_corpus import corpus
 from tests.support.corpora.preparing import prepare_here, run_of
@@ -44,7 +45,9 @@ def test_listing_tells_containers_and_inputs_also_inside_a_unit(
 def test_a_step_without_a_known_end_tells_its_time(
     title: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    p = prepare_here(run_of(corpus(tmp_path / "images", num=1), tmp_path / "s"), until="count")
+    p = prepare_here(
+        run_of(corpus(tmp_path / "images", num=1), tmp_path / "s"), until="count inputs"
+    )
     progress = PhaseProgress(p, PHASES, [TITLES.index(title), 0, 1])
     progress.update()
     progress.close()
@@ -65,7 +68,7 @@ def test_storage_that_fails_is_left_to_the_workers_to_tell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(corpus(tmp_path / "images"), tmp_path / "shards")
-    p = prepare_here(run, until="count")
+    p = prepare_here(run, until="count inputs")
     progress = PhaseProgress(p, PHASES, [TITLES.index("list inputs"), 0, 1])
 
     def stale(p: Preparation, unit: str) -> bool:

@@ -40,7 +40,7 @@ def test_a_rotten_corpus_stops_when_all_units_together_show_it(
         selection=selection,
         images={"max_bad_fraction": 0.2},
     )
-    with pytest.raises(UserError, match="of 200 images are bad, more than the share 0.2 allowed"):
+    with pytest.raises(UserError, match="of 200 images are bad, more than the fraction 0.2"):
         prepare_here(run)
     done = len(list(preparation(run).path("results").glob(f"{unit}-*")))
     # No unit alone holds a fifth of the images.

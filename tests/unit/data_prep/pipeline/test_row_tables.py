@@ -6,8 +6,6 @@ import hashlib
 import os
 import random
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -23,19 +21,6 @@ from data_prep.sources.protocol import Input
 NAMES = st.text(
     st.characters(codec="utf-8") | st.sampled_from("\udcff\udc80/.-_aA"), min_size=1, max_size=120
 )
-
-
-def test_arrays_are_made_without_pandas_and_data_frames_still_with_it() -> None:
-    code = """
-import sys
-from data_prep.pipeline.row_tables import leave_pandas_out
-leave_pandas_out()
-import pyarrow as pa
-table = pa.table({"a": pa.array(["x", None]), "b": [1, 2]})
-assert "pandas" not in sys.modules and table.column("a").to_pylist() == ["x", None]
-assert list(table.to_pandas()["b"]) == [1, 2]
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def make_input(path: str, *, class_name: str = "cat", split: str = "train") -> Input:

@@ -82,7 +82,7 @@ def test_other_shards_as_evaluation_set_are_another_setting(tmp_path: Path) -> N
 def test_a_map_that_changes_while_shards_are_made_is_refused(tmp_path: Path) -> None:
     corpus(tmp_path / "images", num=2)
     run = labelled(tmp_path)
-    p = prepare_here(run, until="count")
+    p = prepare_here(run, until="count inputs")
     write_json(p.path(SETTINGS_NAME), content_config(run))
     (tmp_path / "map.csv").write_text("cat,animal\ndog,plant\n")
     with pytest.raises(UserError, match="labels.map_blake3: changed while"):

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from data_prep import make_shards
-from data_prep.pipeline.runner import Phase, finishing
+from data_prep.pipeline import finishing
+from data_prep.pipeline.phases import Phase
 from data_prep.pipeline.workspace import Preparation, at_real_output
 from data_prep.sources.outages import ChangedSource, Interrupted, changed_source_error
 from tests.support.corpora.image_corpus import contents, corpus
@@ -55,7 +56,7 @@ def test_a_folder_that_vanishes_is_an_error_unless_another_process_finished(
     if finished:
         prepare_here(run)
     else:
-        with pytest.raises(UserError, match="was removed while the work went on"):
+        with pytest.raises(UserError, match="was removed during the work"):
             prepare_here(run)
 
 
@@ -69,13 +70,13 @@ def test_of_two_that_begin_at_once_with_other_settings_one_is_refused(
     def later(folder: Path, settings: dict[str, Any]) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(make_shards, "make_work_folder", own)
-            make_shards.begin(first)
+            make_shards.open_work_folder(first)
         own(folder, settings)
 
     monkeypatch.setattr(make_shards, "make_work_folder", later)
     with pytest.raises(UserError, match="begun with other settings: seed"):
-        make_shards.begin(second)
-    make_shards.begin(first)
+        make_shards.open_work_folder(second)
+    make_shards.open_work_folder(first)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".shards.preparing", "images"]
 
 
@@ -85,28 +86,28 @@ def test_work_given_up_in_the_moment_of_beginning_is_not_begun_anew(
     run = run_of(corpus(tmp_path / "images"), tmp_path / "shards")
     monkeypatch.setattr(make_shards, "make_work_folder", lambda *_: None)
     with pytest.raises(Interrupted, match="another process ended the preparation"):
-        make_shards.begin(run)
+        make_shards.open_work_folder(run)
 
 
 def test_files_of_unknown_settings_are_no_work_to_go_on_with(tmp_path: Path) -> None:
     run = run_of(corpus(tmp_path / "images"), tmp_path / "shards")
     (tmp_path / ".shards.preparing" / "results").mkdir(parents=True)
     with pytest.raises(UserError, match=r"no settings.json(.|\n)*next: remove this folder"):
-        make_shards.begin(run)
+        make_shards.open_work_folder(run)
 
 
 def test_work_left_by_one_killed_at_the_end_is_not_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(corpus(tmp_path / "images"), tmp_path / "shards")
-    make_shards.begin(run)
+    make_shards.open_work_folder(run)
     with monkeypatch.context() as patch:
         patch.setattr(finishing, "remove_folder", lambda path: None)
         work = prepare_here(run).work.path
     expected = contents(tmp_path / "shards")
     assert list((work / "results").glob("shard-*.json"))
     shutil.rmtree(tmp_path / "shards")
-    make_shards.begin(run)
+    make_shards.open_work_folder(run)
     assert not list(work.rglob("shard-*.json"))
     prepare_here(run)
     assert contents(tmp_path / "shards") == expected and not work.exists()

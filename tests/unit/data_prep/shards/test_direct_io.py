@@ -25,7 +25,7 @@ def write(path: Path, pieces: list[tuple[int, bool]]) -> tuple[bytes, bytes]:
             piece = bytes([i % 251 + 1]) * size
             assert file.num_bytes == len(given_bytes)
             if in_place:
-                file.room(size)[:] = piece
+                file.reserve(size)[:] = piece
                 file.advance(size)
             else:
                 file.append(piece)

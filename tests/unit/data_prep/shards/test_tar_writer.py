@@ -69,7 +69,7 @@ def test_what_is_read_to_its_place_gives_the_same_tar_as_what_is_handed_over(
     for name in ("read", "given"):
         with TarShard(tmp_path / name) as tar:
             for i, image in enumerate(images):
-                memory = tar.room(len(image))
+                memory = tar.reserve(len(image))
                 memory[:] = image
                 if i % 3 != 2:
                     content = memory if name == "read" else image

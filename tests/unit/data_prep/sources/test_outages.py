@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.pipeline import listing
-from data_prep.pipeline.image_reading import validate_place
-from data_prep.pipeline.workspace import Place
+from data_prep.pipeline.image_reading import validate_input
+from data_prep.pipeline.workspace import InputLocation
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.outages import ChangedSource, Interrupted
 from data_prep.sources.path_table import PathTable
@@ -56,7 +56,7 @@ def test_a_full_spool_is_no_fault_of_the_table_and_loses_no_row(tmp_path: Path) 
     with largest_file(60_000), pytest.raises(Interrupted) as stopped:
         prepare_here(run)
     assert "the spool cannot be used (File too large)" in stopped.value.text()
-    assert "run the same command again" in stopped.value.text()
+    assert "rerun; the run resumes" in stopped.value.text()
     prepare_here(run)
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 30
 
@@ -84,17 +84,21 @@ def test_an_outage_is_no_fault_of_the_file_that_was_read(
 ) -> None:
     run = run_of(corpus(tmp_path / "images", num=1), tmp_path / "shards")
     status = (tmp_path / "images" / "cat" / "000.jpg").stat()
-    place = Place(b"cat/000.jpg", b"", 0, status.st_size, status.st_mtime_ns, spooled=False)
+    location = InputLocation(
+        b"cat/000.jpg", b"", 0, status.st_size, status.st_mtime_ns, spooled=False
+    )
 
     def fail(*arguments: object, **options: object) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr("data_prep.pipeline.workspace.read_exactly", fail)
     if code in FAULTS:
-        assert validate_place(preparation(run), place, settings=run.images).reason == "unreadable"
+        assert (
+            validate_input(preparation(run), location, settings=run.images).reason == "unreadable"
+        )
         return
     with pytest.raises(Interrupted, match=r"the source cannot be read(.|\n)*same command again"):
-        validate_place(preparation(run), place, settings=run.images)
+        validate_input(preparation(run), location, settings=run.images)
 
 
 def test_an_outage_while_a_source_is_listed_is_no_row_and_keeps_the_work(
@@ -199,7 +203,7 @@ def test_label_file_that_is_away_is_no_verdict(tmp_path: Path) -> None:
     label_map.write_text("cat,animal\ndog,animal\n")
     images = corpus(tmp_path / "images", num=3)
     run = run_of(images, tmp_path / "shards", labels={"map": str(label_map)})
-    prepare_here(run, until="count")
+    prepare_here(run, until="count inputs")
     label_map.unlink()
     with pytest.raises(Interrupted, match="map.csv' cannot be read"):
         prepare_here(run)

@@ -195,9 +195,8 @@ def test_rows_of_large_images_take_the_memory_of_a_few(tmp_path: Path) -> None:
     # A page for each row, as other writers than Arrow's make them.
     pq.write_table(table, tmp_path / "a.parquet", write_batch_size=1, **options)
     imports = """
-import os
-os.environ["ARROW_DEFAULT_MEMORY_POOL"] = "system"  # as make_shards does
 import pyarrow.parquet
+pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # as workers of make_shards do
 from data_prep.sources.parquet_images import ParquetImages
 from vitscale.runs.data_prep import SourceSettings
 

@@ -13,7 +13,8 @@ import pytest
 from blake3 import blake3
 
 from data_prep.shards.index import write_manifest
-from data_prep.verification.checks import Finding, TarTask, check_folder, check_tar, tar_tasks
+from data_prep.verification.checks import check_folder, tar_tasks
+from data_prep.verification.tar_checks import Finding, TarTask, check_tar
 from tests.support.corpora.small_shards import make_shard_folder
 from vitscale.config.errors import UserError
 from vitscale.data.index import (
@@ -61,7 +62,7 @@ def test_a_sound_folder_has_no_findings(sound: Path) -> None:
 def test_tars_behind_a_url_are_refused_and_not_called_damaged(shards: Path) -> None:
     manifest = replace(read_manifest(shards), shards_root="https://host/shards")
     write_manifest(shards, manifest=manifest)
-    with pytest.raises(UserError, match="behind a URL.*https://host/shards(.|\n)*download"):
+    with pytest.raises(UserError, match="at a URL.*https://host/shards(.|\n)*download"):
         findings(shards)
 
 
@@ -141,13 +142,13 @@ def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) ->
         (lambda rows: rows[2].update(label=7), "1 labels in tar 'train-000000.tar' are outside"),
         (lambda rows: rows[2].update(label=1), "'train-c0-0.cls' holds b'0', but the index says 1"),
         (lambda rows: rows[2].update(offset=0), "sample 'train-c0-0': no member at 0"),
-        (lambda rows: rows[2].update(offset=1 << 40), "are not there"),
-        (lambda rows: rows[2].update(length=1 << 40), "are not there"),
-        (lambda rows: rows[2].update(offset=-5), "are not there"),
-        (lambda rows: rows[3].update(offset=rows[2]["offset"]), "two samples at one place"),
+        (lambda rows: rows[2].update(offset=1 << 40), "are missing"),
+        (lambda rows: rows[2].update(length=1 << 40), "are missing"),
+        (lambda rows: rows[2].update(offset=-5), "are missing"),
+        (lambda rows: rows[3].update(offset=rows[2]["offset"]), "two samples at one offset"),
         (lambda rows: rows.pop(2), "member 'train-c0-0.png' is not in the index"),
         (lambda rows: rows.pop(2), "has 2 samples, the manifest 3"),
-        (lambda rows: rows.insert(0, rows.pop(3)), "rows are not neighbours"),
+        (lambda rows: rows.insert(0, rows.pop(3)), "rows are not adjacent"),
         (lambda rows: rows[2].update(shard="other.tar"), "'other.tar' of split 'train': not in"),
         (lambda rows: rows.extend(rows[:2]), "tar 'test-000000.tar' of split 'test': rows are not"),
         (lambda rows: rows.clear(), "has no rows of tar 'test-000000.tar'"),

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from data_prep.sources.registry import open_source
-from data_prep.verification.checks import Finding
 from data_prep.verification.report import gather_statistics, histogram, write_report
+from data_prep.verification.tar_checks import Finding
 from data_prep.verification.thumbnails import rejected_thumbnail, stored_thumbnail
 from tests.support.corpora.listing import list_source
 from tests.support.corpora.small_shards import image_bytes, make_shard_folder
@@ -65,7 +65,7 @@ def test_page_shows_counts_classes_and_a_picture_of_every_sample(tmp_path: Path)
     manifest = make_shard_folder(tmp_path / "shards")
     page = page_of(tmp_path / "shards", manifest)
     assert "samples 7 classes 3 inputs 8 kept 7 repaired 0 rejected 1" in page.text
-    assert "Sound: every byte was read" in page.text
+    assert "Valid: every byte was read" in page.text
     assert "bad_pixels · 1 · truncated, damaged" in page.text and "cat/broken.jpg" in page.text
     assert len(page.images()) == 7
     assert len(page_of(tmp_path / "shards", manifest, num_samples=3).images()) == 3
