@@ -1,4 +1,4 @@
-"""Copies look alike, different pictures do not."""
+"""Copies of a picture match, different pictures do not."""
 
 from __future__ import annotations
 
@@ -83,25 +83,25 @@ COPIES = {
 
 
 @pytest.mark.parametrize("kind", COPIES)
-def test_copies_are_caught(kind: str) -> None:
+def test_copies_are_found(kind: str) -> None:
     copies = image_descriptors([COPIES[kind](image) for image in images()])
     caught = are_duplicates(originals(), copies)
     assert caught.mean() >= 0.99
     assert np.array_equal(are_duplicates(copies, originals()), caught)
 
 
-def test_different_pictures_are_not_taken_for_copies() -> None:
+def test_different_pictures_do_not_match() -> None:
     first, second = np.triu_indices(NUM_IMAGES, 1)
     assert not are_duplicates(originals()[first], originals()[second]).any()
 
 
-def test_cropped_pictures_are_other_pictures() -> None:
-    """Out of reach of this comparison; docs/duplicates.md says so."""
+def test_cropped_pictures_do_not_match() -> None:
+    """A documented limit: docs/duplicates.md."""
     copies = [encoded(image.crop((20, 20, image.width, image.height))) for image in images()]
     assert are_duplicates(originals(), image_descriptors(copies)).mean() < 0.5
 
 
-def test_a_mirrored_picture_has_the_hashes_exchanged() -> None:
+def test_mirroring_swaps_the_hashes() -> None:
     pictures = np.random.default_rng(0).integers(0, 256, (50, SIDE_PX, SIDE_PX), dtype=np.uint8)
     direct, mirrored = picture_descriptors(pictures), picture_descriptors(pictures[:, :, ::-1])
     assert np.array_equal(direct["phash"], mirrored["mirrored"])
@@ -109,7 +109,7 @@ def test_a_mirrored_picture_has_the_hashes_exchanged() -> None:
 
 
 def test_blank_pictures_match_nothing() -> None:
-    """Not even themselves, nor other pictures with the faint noise of their encoding."""
+    """Not even themselves, nor other blank pictures with encoding noise."""
     blank = [Image.new("RGB", (60, 50), (value,) * 3) for value in (0, 128, 130, 255)]
     noise = np.random.default_rng(0).integers(-3, 4, (50, 60, 3)) + 128
     contents = [encoded(image, "JPEG", quality=50) for image in blank]
@@ -122,7 +122,7 @@ def test_blank_pictures_match_nothing() -> None:
 
 @pytest.mark.parametrize("angle", [0.0, 0.25, 0.5, 1.0, 1.25])
 def test_a_faint_smooth_picture_matches_its_copy(angle: float) -> None:
-    """Its details are those of the encoding, so their correlation must not decide."""
+    """Its details are encoding noise, so their correlation must not decide."""
     y, x = np.mgrid[:96, :96] / 96
     values = 128 + 16 * (x * np.cos(angle) + y * np.sin(angle) - 0.5)
     image = Image.fromarray(np.rint(values).astype(np.uint8))
@@ -130,15 +130,15 @@ def test_a_faint_smooth_picture_matches_its_copy(angle: float) -> None:
     assert are_duplicates(picture[None], copy[None]).all()
 
 
-def test_contrast_is_a_deviation_in_grey_values() -> None:
+def test_contrast_is_a_standard_deviation() -> None:
     halves = np.zeros((2, SIDE_PX, SIDE_PX), dtype=np.uint8)
-    # Half the picture brighter by d: deviation d/2, of which the lowest frequencies hold most.
+    # Half the picture brighter by d: deviation d/2, mostly in the lowest frequencies.
     halves[0, :, SIDE_PX // 2 :] = round(2 * MIN_CONTRAST) - 2
     halves[1, :, SIDE_PX // 2 :] = round(2 * MIN_CONTRAST) + 2
     assert has_contrast(picture_descriptors(halves)).tolist() == [False, True]
 
 
-def test_the_strongest_pictures_fit_their_fields() -> None:
+def test_extreme_coefficients_fit_int16() -> None:
     waves = np.cos(np.pi * np.arange(1, 9)[:, None] * (2 * np.arange(SIDE_PX) + 1) / (2 * SIDE_PX))
     stripes = (np.broadcast_to(waves[:, None], (8, SIDE_PX, SIDE_PX)) > 0) * np.uint8(255)
     coefficients = picture_descriptors(stripes)["coefficients"].astype(int)
@@ -170,7 +170,7 @@ def test_orientation_is_undone(orientation: int) -> None:
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16", "CMYK"])
-def test_every_kind_of_pixels_is_described(mode: str) -> None:
+def test_every_pixel_mode_is_described(mode: str) -> None:
     picture = drawn(2)
     if mode == "I;16":
         image = Image.fromarray(np.asarray(picture.convert("L")).astype(np.uint16) * 257)
@@ -181,7 +181,7 @@ def test_every_kind_of_pixels_is_described(mode: str) -> None:
     assert are_duplicates(image_descriptors([content]), plain).all()
 
 
-def test_what_is_transparent_shows_white() -> None:
+def test_transparent_pixels_are_white() -> None:
     over_white, hidden = drawn(0).convert("RGBA"), drawn(0).convert("RGBA")
     box = (0, 0, hidden.width, hidden.height // 2)
     over_white.paste((255, 255, 255, 255), box)
@@ -191,11 +191,11 @@ def test_what_is_transparent_shows_white() -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no image", encoded(drawn(0))[:500]])
-def test_what_cannot_be_decoded_is_blank(content: bytes) -> None:
+def test_undecodable_images_are_blank(content: bytes) -> None:
     assert image_descriptor(content) == np.zeros(1, DESCRIPTOR)[0]
 
 
-def test_near_counts_bits() -> None:
+def test_hashes_near_counts_bits() -> None:
     values = np.random.default_rng(0).integers(0, 2**64, (2, 500), dtype=np.uint64)
     values[1, :250] = values[0, :250] ^ (values[1, :250] & np.uint64(0xF0F0F00000000007))
     expected = [(a ^ b).bit_count() <= 12 for a, b in zip(*values.tolist(), strict=True)]

@@ -1,4 +1,4 @@
-"""Images of evaluation sets are recognised in the corpus, whatever form the sets have."""
+"""Images of evaluation sets are found in the corpus, for every form of set."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_copies_of_folder_and_shard_images_are_found_and_named(tmp_path: Path) -
 
 
 def test_match_equals_comparing_all_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With several matches the first counts; pieces of any size give the same."""
+    """The first of several matches counts; batch sizes do not matter."""
     chance = np.random.default_rng(0)
     pixels = [np.asarray(picture(seed)).astype(int) for seed in range(6)]
     pixels[5] = pixels[5] // 64 + 100
@@ -112,7 +112,7 @@ def test_match_equals_comparing_all_pairs(tmp_path: Path, monkeypatch: pytest.Mo
     assert np.array_equal(index.match(queries), expected)
 
 
-def test_index_is_deterministic_and_holds_no_objects(tmp_path: Path) -> None:
+def test_the_index_is_deterministic_without_objects(tmp_path: Path) -> None:
     images = write_folder(tmp_path / "images", range(20))
     for name in ("a", "b"):
         build_evaluation_index([str(images)], output=tmp_path / name)
@@ -137,7 +137,7 @@ def test_broken_images_are_named(tmp_path: Path) -> None:
     assert (index.match(index.descriptors) >= 0).sum() == 5
 
 
-def test_images_of_formats_that_are_not_decoded_are_named_too(tmp_path: Path) -> None:
+def test_images_of_other_formats_are_named(tmp_path: Path) -> None:
     formats = {"jpg": "JPEG", "JPEG": "JPEG", "png": "PNG", "webp": "WEBP"}
     others = {"bmp": "BMP", "tif": "TIFF", "gif": "GIF", "ppm": "PPM"}
     images = tmp_path / "images"
@@ -149,7 +149,7 @@ def test_images_of_formats_that_are_not_decoded_are_named_too(tmp_path: Path) ->
     assert (index.match(image_descriptors([copy_of(seed) for seed in range(8)])) >= 0).sum() == 4
 
 
-def test_an_index_of_tars_elsewhere_is_read_where_the_tars_lie(tmp_path: Path) -> None:
+def test_external_tars_are_read_in_place(tmp_path: Path) -> None:
     make_shard_folder(tmp_path / "tars/deeper")
     whole = built(tmp_path, tmp_path / "tars/deeper")
     assert len(whole.names) == 7 and not whole.unreadable
@@ -193,7 +193,7 @@ def test_sets_without_readable_images_are_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "index.npz").exists()
 
 
-def test_each_set_has_to_be_readable(tmp_path: Path) -> None:
+def test_each_set_must_be_readable(tmp_path: Path) -> None:
     images = write_folder(tmp_path / "images", range(9))
     (tmp_path / "pictures").mkdir()
     picture(9).save(tmp_path / "pictures/a.bmp")
@@ -208,7 +208,7 @@ def test_a_shard_outside_its_folder_is_refused(shard: str, tmp_path: Path) -> No
         build_evaluation_index([str(shards)], output=tmp_path / "index.npz")
 
 
-def test_files_that_are_no_index_are_refused(tmp_path: Path) -> None:
+def test_files_other_than_an_index_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "index.npz"
     index = built(tmp_path, write_folder(tmp_path / "images", range(3)))
     whole = path.read_bytes()
@@ -223,7 +223,7 @@ def test_files_that_are_no_index_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number, ends", [(errno.ESTALE, True), (errno.EIO, False)])
-def test_outage_loses_no_evaluation_image(
+def test_outages_lose_no_evaluation_image(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, ends: bool
 ) -> None:
     images = write_folder(tmp_path / "images", range(4))
@@ -242,7 +242,7 @@ def test_outage_loses_no_evaluation_image(
         assert built(tmp_path, images).unreadable == (str(lost),)
 
 
-def test_folder_that_cannot_be_listed_is_not_passed_over(
+def test_unlistable_folders_are_not_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     images = write_folder(tmp_path / "images", range(4))
@@ -267,6 +267,6 @@ def test_sets_in_the_home_folder_are_found(tmp_path: Path, monkeypatch: pytest.M
     assert len(built(tmp_path, Path("~/images")).names) == 2
 
 
-def test_set_that_is_empty_now_is_no_other_set(tmp_path: Path) -> None:
+def test_an_empty_set_is_an_outage(tmp_path: Path) -> None:
     with pytest.raises(Interrupted, match="contains no images"):
         evaluation_listing(str(tmp_path))

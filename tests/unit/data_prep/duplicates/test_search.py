@@ -1,4 +1,4 @@
-"""Grouping a corpus on disk gives what comparing all pairs gives."""
+"""Grouping a corpus on disk equals comparing all pairs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from data_prep.duplicates.partitions import Parts, sorted_rows
 from data_prep.duplicates.search import find_duplicates
 
 Row = tuple[int, bytes | None, bytes | None]
-# Nothing fits into one piece: parts of a few rows, batches of three, pairs by the handful.
+# Several pieces of everything: parts of a few rows, batches of three rows, few pairs.
 TINY = {"PART_BYTES": 700, "BATCH_ROWS": 3, "MAX_PAIRS": 5}
 
 
@@ -120,9 +120,7 @@ def corpora(draw: st.DrawFn) -> list[Row]:
 
 @given(rows=corpora(), similar=st.booleans(), num_files=st.integers(1, 4))
 @settings(max_examples=30, deadline=None)
-def test_files_on_disk_give_what_all_pairs_give(
-    rows: list[Row], similar: bool, num_files: int
-) -> None:
+def test_result_equals_comparing_all_pairs(rows: list[Row], similar: bool, num_files: int) -> None:
     with tempfile.TemporaryDirectory() as folder, mock.patch.multiple(search, **TINY):
         result = found(rows, Path(folder), similar=similar, num_files=num_files)
     assert result == all_pairs(rows, similar=similar)
@@ -138,7 +136,7 @@ def copies(num: int, *, seed: int) -> list[Row]:
     return [(7 * i, i.to_bytes(32, "big"), descriptors[i].tobytes()) for i in range(num)]
 
 
-def test_result_does_not_depend_on_order_or_files_or_sizes(tmp_path: Path) -> None:
+def test_result_is_independent_of_order_files_and_sizes(tmp_path: Path) -> None:
     rows = copies(300, seed=0)
     expected = [(7 * i, 7 * (i - 1), "similar") for i in range(2, 300, 3)]
     files = set()
@@ -153,7 +151,7 @@ def test_result_does_not_depend_on_order_or_files_or_sizes(tmp_path: Path) -> No
 
 
 def test_large_families_are_settled_in_few_comparisons(tmp_path: Path) -> None:
-    """A picture saved 600 times, each a little different, beside one saved 600 times alike."""
+    """One picture saved 600 times with small differences, another 600 times identically."""
     both = pictures(2, seed=1).astype(int)
     noise = np.random.default_rng(0).integers(-3, 4, (600, SIDE_PX, SIDE_PX))
     varied = picture_descriptors((both[0] + noise).clip(0, 255).astype(np.uint8))
@@ -176,8 +174,8 @@ def test_large_families_are_settled_in_few_comparisons(tmp_path: Path) -> None:
     assert compared < 600 * 600 / 8
 
 
-def test_candidates_are_tried_until_one_matches(tmp_path: Path) -> None:
-    """All linked, but only pictures of one group of seven the same: 0, 7, 14 ..."""
+def test_candidates_are_compared_until_one_matches(tmp_path: Path) -> None:
+    """All are candidates, but only pictures of one group of seven match: 0, 7, 14 ..."""
     noise = np.random.default_rng(0).integers(-3, 4, (50, SIDE_PX, SIDE_PX))
     varied = picture_descriptors((pictures(1, seed=2) + noise).clip(0, 255).astype(np.uint8))
     groups = {descriptor.tobytes(): i % 7 for i, descriptor in enumerate(varied)}

@@ -7,7 +7,7 @@ from data_prep.indexing.folder import tar_listing
 from data_prep.sources.protocol import Container
 
 
-def test_a_listing_says_nothing_about_the_sizes_of_folders(tmp_path: Path) -> None:
+def test_listings_ignore_the_sizes_of_folders(tmp_path: Path) -> None:
     """They differ between file systems."""
     (tmp_path / "a.tar").write_bytes(b"12345")
     found = tar_listing(tmp_path, [Container(".", "train"), Container("a.tar", "train")])

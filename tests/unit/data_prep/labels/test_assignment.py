@@ -68,7 +68,7 @@ def test_without_a_space_labels_are_the_sorted_classes() -> None:
     assert plain.label_map({"dog": 1, "Eel": 2, "cat": 3}) == ("Eel", "cat", "dog")
 
 
-def test_labels_that_a_source_gives_keep_their_numbers() -> None:
+def test_numeric_labels_keep_their_numbers() -> None:
     found = {"10": 1, "2": 5, "0": 1}
     assert labels().label_map(found, keep_numbers=True) == tuple(map(str, range(11)))
     assert labels().label_map(found) == ("0", "10", "2")
@@ -79,23 +79,23 @@ def test_labels_that_a_source_gives_keep_their_numbers() -> None:
 
 
 @pytest.mark.parametrize("others", [["x"], ["02"], ["9999999", "1.5"]])
-def test_numbers_with_a_few_other_labels_are_refused(others: list[str], tmp_path: Path) -> None:
+def test_numbers_mixed_with_other_labels_are_refused(others: list[str], tmp_path: Path) -> None:
     found = dict.fromkeys(map(str, range(12)), 10) | {name: i for i, name in enumerate(others, 3)}
     message = rf"12 of the source's {len(found)} labels.*for example '{others[-1]}' \("
     with pytest.raises(UserError, match=message):
         labels().label_map(found, keep_numbers=True)
-    # Folders' names are names, and a map or a space says what each label means.
+    # Names of folders are names, and a map or space defines the meaning of each label.
     assert labels().label_map(found) == tuple(sorted(found))
     names = written(tmp_path / "names.txt", "".join(f"{name}\n" for name in found))
     assert labels(space=names).label_map(found, keep_numbers=True) == tuple(found)
 
 
-def test_numbers_filled_up_with_zeros_are_names_that_sort_as_they_count() -> None:
+def test_zero_padded_numbers_are_sorted_names() -> None:
     names = tuple(f"{i:03d}" for i in range(1, 201))
     assert labels().label_map(dict.fromkeys(names, 1), keep_numbers=True) == names
 
 
-def test_negative_numbers_say_none_unless_a_space_or_map_judges_them(tmp_path: Path) -> None:
+def test_negative_numbers_mean_no_label_without_space_or_map(tmp_path: Path) -> None:
     pairs = written(tmp_path / "a.csv", "-1,dog\n0,cat\n")
     for name, none in (("-1", True), ("-007", True), ("1", False), ("-", False), ("-x", False)):
         assert means_no_label(name, LabelSettings()) == none
@@ -103,7 +103,7 @@ def test_negative_numbers_say_none_unless_a_space_or_map_judges_them(tmp_path: P
         assert not means_no_label(name, LabelSettings(map=pairs))
 
 
-def test_a_space_gives_all_its_classes_whatever_the_source_holds() -> None:
+def test_all_classes_of_a_space_are_labels() -> None:
     known = labels(space="imagenet_1k")
     assert known.class_of("n01440764", "x") == "n01440764"
     assert known.class_of("n00004475", "x") is None
@@ -111,7 +111,7 @@ def test_a_space_gives_all_its_classes_whatever_the_source_holds() -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "1000", "", " 1", "1_0", "٣", "1.0", "9" * 5000])
-def test_what_is_no_position_in_the_space_has_no_class(value: str) -> None:
+def test_invalid_positions_have_no_class(value: str) -> None:
     assert labels(space="imagenet_1k", values="index").class_of(value, "x") is None
 
 
@@ -160,7 +160,7 @@ def test_malformed_maps_are_refused_with_their_line(
         labels(map=written(tmp_path / name, text))
 
 
-def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="No such file"):
         labels(map=str(tmp_path / "gone.csv"))
     (tmp_path / "latin.csv").write_bytes(b"caf\xe9,x\n")
@@ -181,7 +181,7 @@ def test_malformed_spaces_are_refused(text: str, message: str, tmp_path: Path) -
         labels(space=written(tmp_path / "space.txt", text))
 
 
-def test_an_unknown_space_names_the_nearest() -> None:
+def test_an_unknown_space_suggests_the_nearest() -> None:
     with pytest.raises(UserError, match="did you mean 'imagenet_21k_goog'"):
         labels(space="imagenet_21k_google")
 
@@ -192,7 +192,7 @@ def test_a_map_into_another_space_is_refused_with_an_example(tmp_path: Path) -> 
         labels(space="imagenet_1k", map=path)
 
 
-def test_classes_that_do_not_fit_are_counted_and_a_better_space_named() -> None:
+def test_unknown_classes_are_counted_and_a_space_suggested() -> None:
     known = labels(space="imagenet_1k")
     unknown = dict.fromkeys(known_space("imagenet_22k")[:40], 7) | {"n02000000": 9}
     unknown = {name: num for name, num in unknown.items() if known.class_of(name, "") is None}
@@ -205,12 +205,12 @@ def test_classes_that_do_not_fit_are_counted_and_a_better_space_named() -> None:
     known.check({})
 
 
-def test_positions_beyond_the_space_name_one_that_is_large_enough() -> None:
+def test_positions_beyond_the_space_suggest_a_larger_one() -> None:
     with pytest.raises(UserError, match=r"position 11,000 exists in labels.space=imagenet_21k_p "):
         labels(space="imagenet_1k", values="index").check({"11000": 2})
 
 
-def test_unknown_classes_may_be_left_out_but_not_all_of_them(tmp_path: Path) -> None:
+def test_unknown_classes_may_be_rejected_but_not_all(tmp_path: Path) -> None:
     known = labels(space="imagenet_1k", unknown="reject")
     known.check({"cat": 3}, found={"n01440764": 5})
     known.check({"cat": 3})
@@ -219,7 +219,7 @@ def test_unknown_classes_may_be_left_out_but_not_all_of_them(tmp_path: Path) -> 
     assert "labels.unknown=reject" not in str(caught.value)
 
 
-def test_what_the_map_lacks_is_told_apart_from_what_the_space_lacks(tmp_path: Path) -> None:
+def test_errors_distinguish_map_and_space(tmp_path: Path) -> None:
     path = written(tmp_path / "a.csv", "tench,n01440764\ncat,pussy\n")
     known = labels(space="imagenet_1k", map=path)
     with pytest.raises(UserError, match=r"labels.map: .* have no class in .*a.csv' \(2 rows\)"):
@@ -228,7 +228,7 @@ def test_what_the_map_lacks_is_told_apart_from_what_the_space_lacks(tmp_path: Pa
         known.check({"cat": 1})
 
 
-def test_parents_are_read_and_rings_refused(tmp_path: Path) -> None:
+def test_parents_are_read_and_cycles_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "p.csv", "a,animal\nb,animal\nanimal,thing\n")
     assert labels(parents=path).parents == {"a": "animal", "b": "animal", "animal": "thing"}
     ring = written(tmp_path / "r.csv", "a,b\nb,c\nc,a\n")
@@ -242,7 +242,7 @@ TEXT = st.text(st.characters(exclude_characters="\r", exclude_categories=["Cs"])
 
 
 @given(st.dictionaries(TEXT, TEXT, min_size=1))
-def test_any_pairs_are_read_as_csv_writes_them(
+def test_any_csv_pairs_round_trip(
     tmp_path_factory: pytest.TempPathFactory, pairs: dict[str, str]
 ) -> None:
     path = tmp_path_factory.mktemp("map") / "m.csv"

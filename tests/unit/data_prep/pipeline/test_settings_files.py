@@ -28,7 +28,7 @@ def labelled(tmp_path: Path) -> DataPrepRun:
 
 
 @pytest.mark.parametrize("key", LABEL_FILES)
-def test_another_content_of_a_label_file_is_another_setting(key: str, tmp_path: Path) -> None:
+def test_changed_label_files_change_the_settings(key: str, tmp_path: Path) -> None:
     run = labelled(tmp_path)
     before = content_config(run)
     assert changed_settings(before, content_config(run)) == []
@@ -39,7 +39,7 @@ def test_another_content_of_a_label_file_is_another_setting(key: str, tmp_path: 
         content_config(run)
 
 
-def test_a_known_space_and_settings_without_files_hash_nothing(tmp_path: Path) -> None:
+def test_known_spaces_are_not_hashed(tmp_path: Path) -> None:
     for labels in ({}, {"space": "imagenet_1k"}):
         run = run_of(tmp_path / "images", tmp_path / "shards", labels=labels)
         assert content_config(run)["labels"] == run.labels.model_dump(mode="json")
@@ -54,7 +54,7 @@ def add_image(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [swap_image, add_image])
-def test_other_images_of_an_evaluation_set_are_another_setting(
+def test_changed_evaluation_images_change_the_settings(
     change: Callable[[Path], None], tmp_path: Path
 ) -> None:
     folder = corpus(tmp_path / "evaluation", num=2)
@@ -68,7 +68,7 @@ def test_other_images_of_an_evaluation_set_are_another_setting(
     assert changed == ["selection.evaluation_sets_listing"]
 
 
-def test_other_shards_as_evaluation_set_are_another_setting(tmp_path: Path) -> None:
+def test_changed_evaluation_shards_change_the_settings(tmp_path: Path) -> None:
     folder = tmp_path / "shards"
     run = run_of(tmp_path, tmp_path / "out", selection={"evaluation_sets": [str(folder)]})
     with pytest.raises(UserError, match="no such folder"):
@@ -79,7 +79,7 @@ def test_other_shards_as_evaluation_set_are_another_setting(tmp_path: Path) -> N
     assert content_config(run) != before
 
 
-def test_a_map_that_changes_while_shards_are_made_is_refused(tmp_path: Path) -> None:
+def test_a_map_that_changes_during_the_run_is_refused(tmp_path: Path) -> None:
     corpus(tmp_path / "images", num=2)
     run = labelled(tmp_path)
     p = prepare_here(run, until="count inputs")

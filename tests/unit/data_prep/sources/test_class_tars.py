@@ -33,7 +33,7 @@ def content(listed: ClassTars, row: Input) -> bytes:
     return (listed.root / row.file).read_bytes()[row.offset :][: row.num_bytes]
 
 
-def test_members_are_inputs_of_the_class_the_tar_is_named_for(tmp_path: Path) -> None:
+def test_the_name_of_a_tar_is_the_class_of_its_members(tmp_path: Path) -> None:
     write_tars(
         tmp_path,
         {
@@ -101,7 +101,7 @@ def test_splits_are_folders_of_tars_or_tars_of_tars(tmp_path: Path) -> None:
     ]
 
 
-def test_every_member_and_file_has_the_reason_its_name_gives(tmp_path: Path) -> None:
+def test_names_and_types_determine_the_reason(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         kinds = {"fol": tarfile.DIRTYPE, "sym.jpg": tarfile.SYMTYPE, "hard.jpg": tarfile.LNKTYPE}
@@ -138,7 +138,7 @@ def test_every_member_and_file_has_the_reason_its_name_gives(tmp_path: Path) -> 
     }
 
 
-def test_the_second_member_of_a_name_is_rejected_and_says_where_both_lie(tmp_path: Path) -> None:
+def test_repeated_names_are_rejected_with_both_offsets(tmp_path: Path) -> None:
     write_tars(tmp_path, {"cat.tar": [("1.jpg", b"a"), ("./1.jpg", b"b"), ("1.jpg", b"c")]})
     assert fates(tmp_path) == {
         "cat.tar/1.jpg": None,
@@ -148,7 +148,7 @@ def test_the_second_member_of_a_name_is_rejected_and_says_where_both_lie(tmp_pat
 
 
 @pytest.mark.parametrize("cut", [0, 100, 512, 1000, 1024, 1200, 1600, 2048, 2600])
-def test_a_damaged_tar_is_a_row_and_its_whole_members_are_kept(cut: int, tmp_path: Path) -> None:
+def test_damaged_tars_have_a_row_and_keep_whole_members(cut: int, tmp_path: Path) -> None:
     whole = tar_bytes({"1.jpg": b"a" * 400, "2.jpg": b"b" * 400})
     (tmp_path / "cat.tar").write_bytes(whole[:cut])
     (row,) = [row for row in list_source(source(tmp_path)) if row.reason == "truncated_tar"]
@@ -156,7 +156,7 @@ def test_a_damaged_tar_is_a_row_and_its_whole_members_are_kept(cut: int, tmp_pat
     assert len(fates(tmp_path)) == 1 + (cut >= 912) + (cut >= 1936)
 
 
-def test_a_damaged_tar_of_tars_is_a_row_and_its_whole_tars_are_read(tmp_path: Path) -> None:
+def test_damaged_outer_tars_have_a_row_and_keep_whole_tars(tmp_path: Path) -> None:
     inner = tar_bytes({"1.jpg": b"1"})
     whole = tar_bytes({"a.tar": inner, "b.tar": inner[:1024], "c.tar": inner})
     (tmp_path / "all.tar").write_bytes(whole[: len(inner) + 512 * 5])
@@ -205,15 +205,13 @@ def test_sources_without_class_tars_are_refused(
         source(tmp_path, **splits).containers()
 
 
-def test_a_tar_that_went_away_is_told(tmp_path: Path) -> None:
+def test_a_missing_tar_is_a_changed_source(tmp_path: Path) -> None:
     gone = Container("cat.tar", "train", "cat")
     with pytest.raises(UserError, match="changed while"):
         list(source(tmp_path).inputs(gone, spool=MemorySpool()))
 
 
-def test_more_names_than_fit_in_memory_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_members_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(class_tars, "MAX_MEMBERS", 3)
     write_tars(tmp_path, {"cat.tar": {f"{i}.jpg": b"" for i in range(4)}})
     with pytest.raises(UserError, match="more than 3 members"):
@@ -229,7 +227,7 @@ NAMES = st.lists(
 
 @settings(max_examples=80, deadline=None)
 @given(names=st.lists(NAMES, max_size=6))
-def test_any_member_names_give_one_row_each_with_a_path_of_its_own(
+def test_any_member_names_give_one_row_each_of_unique_path(
     tmp_path_factory: pytest.TempPathFactory, names: list[str]
 ) -> None:
     root = tmp_path_factory.mktemp("tars")

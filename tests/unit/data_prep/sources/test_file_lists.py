@@ -28,12 +28,12 @@ def files(root: Path, **splits: str) -> list[tuple[str, str]]:
         ("[1].tar", ["[1].tar"], ["1.tar"]),
     ],
 )
-def test_patterns_name_what_a_shell_would(pattern: str, yes: list[str], no: list[str]) -> None:
+def test_patterns_match_like_shell_globs(pattern: str, yes: list[str], no: list[str]) -> None:
     names = name_pattern(pattern)
     assert [name for name in yes + no if names.matches(name)] == yes
 
 
-def test_a_range_is_not_written_out() -> None:
+def test_large_ranges_are_not_expanded() -> None:
     names = name_pattern("{000000000..999999999}-{0..999999999}.tar")
     assert names.num_names == 10**18 and names.matches("123456789-5.tar")
 
@@ -41,7 +41,7 @@ def test_a_range_is_not_written_out() -> None:
 @pytest.mark.parametrize(
     "pattern", ["{3..1}", "{a}", "{1..2", "1}", "{{1..2},3}", "{1..9999999999}"]
 )
-def test_braces_that_make_no_sense_are_refused(pattern: str, tmp_path: Path) -> None:
+def test_malformed_braces_are_refused(pattern: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="source.splits.train"):
         files(tmp_path, train=pattern)
 
@@ -65,7 +65,7 @@ def test_splits_may_share_a_folder_by_patterns(tmp_path: Path) -> None:
             files(tmp_path, **splits)
 
 
-def test_links_out_of_the_source_are_refused_where_a_pattern_asks_for_them(tmp_path: Path) -> None:
+def test_patterns_that_match_outside_links_are_refused(tmp_path: Path) -> None:
     write_tars(tmp_path, {"beside/1.tar": {}, "root/2.tar": {}})
     (tmp_path / "root/1.tar").symlink_to("../beside/1.tar")
     assert files(tmp_path / "root") == [("train", "2.tar")]

@@ -28,7 +28,7 @@ def fates(root: Path) -> dict[str, str | None]:
     return {row.path: row.reason for row in list_source(folder(root))}
 
 
-def test_class_folders_come_in_the_order_of_their_names_bytes(tmp_path: Path) -> None:
+def test_class_folders_are_sorted_by_bytes(tmp_path: Path) -> None:
     touch(tmp_path, *(f"{c}/1.jpg" for c in ("dog", "cat", "Eel", "é", "cat-2")), "cat/sub/2.jpg")
     boxes = folder(tmp_path).containers()
     assert [box.class_name for box in boxes] == [None, "Eel", "cat", "cat-2", "dog", "é"]
@@ -42,7 +42,7 @@ def test_class_folders_come_in_the_order_of_their_names_bytes(tmp_path: Path) ->
     ]
 
 
-def test_every_file_is_one_input_with_the_reason_its_name_gives(tmp_path: Path) -> None:
+def test_names_and_types_determine_the_reason(tmp_path: Path) -> None:
     touch(
         tmp_path,
         *("cat/1.JPG", "cat/a.b.png", "cat/notes.txt", "cat/none", "cat/.2.jpg", "cat/.h/3.jpg"),
@@ -111,14 +111,14 @@ def test_links_between_two_folders_end(tmp_path: Path) -> None:
     assert len(rows) == 2 * (1 + 2 * (1 + 2))
 
 
-def test_a_link_as_class_folder_that_leads_back_ends(tmp_path: Path) -> None:
+def test_a_linked_class_folder_that_leads_back_ends(tmp_path: Path) -> None:
     touch(tmp_path, "deep/cat/1.jpg")
     (tmp_path / "link").symlink_to("deep")
     (tmp_path / "deep/cat/back").symlink_to("../../link/..")
     assert fates(tmp_path)["link/cat/back"] == "link_loop"
 
 
-def test_a_link_as_class_folder_that_leads_beside_itself_ends(tmp_path: Path) -> None:
+def test_a_linked_class_folder_that_leads_aside_ends(tmp_path: Path) -> None:
     touch(tmp_path, "other/b/1.jpg", "train/c/2.jpg")
     (tmp_path / "train/a").symlink_to("../other/b")
     (tmp_path / "other/b/y").symlink_to("../../train")
@@ -126,7 +126,7 @@ def test_a_link_as_class_folder_that_leads_beside_itself_ends(tmp_path: Path) ->
     assert rows == {"train/a/1.jpg": None, "train/a/y": "link_loop", "train/c/2.jpg": None}
 
 
-def test_size_and_time_of_change_are_the_files(tmp_path: Path) -> None:
+def test_size_and_modification_time_are_those_of_the_file(tmp_path: Path) -> None:
     touch(tmp_path, "cat/1.jpg")
     (tmp_path / "cat/1.jpg").write_bytes(b"12345")
     os.utime(tmp_path / "cat/1.jpg", ns=(1, 1234567890123456789))
@@ -141,7 +141,7 @@ def test_every_folder_is_watched(tmp_path: Path) -> None:
     }
 
 
-def test_splits_are_listed_each_with_its_classes(tmp_path: Path) -> None:
+def test_each_split_lists_its_classes(tmp_path: Path) -> None:
     touch(tmp_path, "a/train/cat/1.jpg", "a/val/dog/1.jpg", "a/val/cat/2.jpg", "a/other/x/1.jpg")
     rows = list_source(folder(tmp_path, train="a/train", test="a/val/"))
     assert {(row.path, row.split, row.class_name) for row in rows} == {
@@ -162,7 +162,7 @@ def test_splits_are_listed_each_with_its_classes(tmp_path: Path) -> None:
         ({}, "named like splits"),
     ],
 )
-def test_split_folders_that_cannot_be_used_are_refused(
+def test_unusable_split_folders_are_refused(
     splits: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     touch(tmp_path, "source/train/cat/1.jpg", "source/val/cat/1.jpg", "beside/cat/1.jpg")
@@ -180,14 +180,14 @@ def test_a_missing_source_is_refused(tmp_path: Path) -> None:
         folder(tmp_path / "file").containers()
 
 
-def test_a_class_folder_that_went_away_is_told(tmp_path: Path) -> None:
+def test_a_missing_class_folder_is_a_changed_source(tmp_path: Path) -> None:
     touch(tmp_path, "cat/1.jpg")
     with pytest.raises(UserError, match="'dog': changed while"):
         list(folder(tmp_path).inputs(Container("dog", "train", "dog"), spool=MemorySpool()))
 
 
 @pytest.mark.parametrize("target", ["/usr", ".."])
-def test_a_class_that_is_linked_away_is_refused(target: str, tmp_path: Path) -> None:
+def test_class_links_out_of_the_source_are_refused(target: str, tmp_path: Path) -> None:
     touch(tmp_path / "images", "cat/1.jpg")
     (tmp_path / "images" / "dog").symlink_to(target)
     with pytest.raises(UserError, match="dog' is a link out of the source"):
@@ -201,7 +201,7 @@ NAMES = st.binary(min_size=1, max_size=251).filter(
 
 @settings(max_examples=60, deadline=None)
 @given(classes=st.sets(NAMES, min_size=1, max_size=3), files=st.sets(NAMES, max_size=4))
-def test_any_name_a_file_can_have_is_listed_as_it_is(
+def test_any_file_name_is_listed_unchanged(
     tmp_path_factory: pytest.TempPathFactory, classes: set[bytes], files: set[bytes]
 ) -> None:
     root = tmp_path_factory.mktemp("names")

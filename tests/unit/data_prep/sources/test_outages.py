@@ -1,4 +1,4 @@
-"""Storage that fails: what is a fault of one file, and what costs no image and no work."""
+"""Storage errors: faults of one file reject it; outages lose no image and no work."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def largest_file(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_full_spool_is_no_fault_of_the_table_and_loses_no_row(tmp_path: Path) -> None:
+def test_a_full_spool_loses_no_row(tmp_path: Path) -> None:
     source = parquet(tmp_path / "rows", num=30)
     run = run_of(source, tmp_path / "shards", source={"kind": "parquet"})
     with largest_file(60_000), pytest.raises(Interrupted) as stopped:
@@ -62,9 +62,7 @@ def test_a_full_spool_is_no_fault_of_the_table_and_loses_no_row(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("damage", ["gone", "short"])
-def test_a_spool_that_cannot_be_read_stops_the_work_and_keeps_it(
-    damage: str, tmp_path: Path
-) -> None:
+def test_an_unreadable_spool_stops_and_keeps_the_work(damage: str, tmp_path: Path) -> None:
     source = parquet(tmp_path / "rows", num=4)
     run = run_of(source, tmp_path / "shards", source={"kind": "parquet"})
     p = prepare_here(run, until="write shards")
@@ -79,7 +77,7 @@ def test_a_spool_that_cannot_be_read_stops_the_work_and_keeps_it(
 
 
 @pytest.mark.parametrize("code", [*OUTAGES, *FAULTS], ids=errno.errorcode.get)
-def test_an_outage_is_no_fault_of_the_file_that_was_read(
+def test_outages_while_reading_reject_no_file(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(corpus(tmp_path / "images", num=1), tmp_path / "shards")
@@ -101,7 +99,7 @@ def test_an_outage_is_no_fault_of_the_file_that_was_read(
         validate_input(preparation(run), location, settings=run.images)
 
 
-def test_an_outage_while_a_source_is_listed_is_no_row_and_keeps_the_work(
+def test_outages_while_listing_keep_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
@@ -118,9 +116,7 @@ def test_an_outage_while_a_source_is_listed_is_no_row_and_keeps_the_work(
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
 
 
-def test_a_path_that_a_table_names_is_no_fault_while_its_server_is_away(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outages_reject_no_path_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "table.csv").write_text("image,label\n1.jpg,cat\n")
     settings = SourceSettings(kind="path_table", path=str(tmp_path / "table.csv"))
 
@@ -139,7 +135,7 @@ def test_a_path_that_a_table_names_is_no_fault_while_its_server_is_away(
 
 @pytest.mark.parametrize("mount", ["images", "images/cat"])
 @pytest.mark.parametrize("leaves_a_folder", [False, True])
-def test_a_source_that_is_not_mounted_keeps_the_work_and_goes_on(
+def test_an_unmounted_source_keeps_the_work_and_resumes(
     mount: str, leaves_a_folder: bool, tmp_path: Path
 ) -> None:
     run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
@@ -154,13 +150,13 @@ def test_a_source_that_is_not_mounted_keeps_the_work_and_goes_on(
     if leaves_a_folder:
         (tmp_path / mount).rmdir()
     (tmp_path / "aside").rename(tmp_path / mount)
-    os.utime(tmp_path / "images", ns=(times.st_atime_ns, times.st_mtime_ns))  # no mount changes it
+    os.utime(tmp_path / "images", ns=(times.st_atime_ns, times.st_mtime_ns))  # as after a mount
     assert p.has_result("plan")
     prepare_here(run)
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
 
 
-def test_a_file_that_was_removed_is_a_changed_source_and_a_verdict(tmp_path: Path) -> None:
+def test_a_removed_file_is_a_changed_source(tmp_path: Path) -> None:
     run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
     prepare_here(run, until="write shards")
     (tmp_path / "images" / "cat" / "000.jpg").unlink()
@@ -168,9 +164,7 @@ def test_a_file_that_was_removed_is_a_changed_source_and_a_verdict(tmp_path: Pat
         prepare_here(run)
 
 
-def test_a_disk_without_room_for_the_shards_keeps_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_disk_keeps_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
@@ -180,7 +174,7 @@ def test_a_disk_without_room_for_the_shards_keeps_the_work(
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
 
 
-def test_source_that_cannot_be_asked_at_the_end_keeps_the_work(
+def test_an_outage_in_the_final_check_keeps_the_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
@@ -198,7 +192,7 @@ def test_source_that_cannot_be_asked_at_the_end_keeps_the_work(
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
 
 
-def test_label_file_that_is_away_is_no_verdict(tmp_path: Path) -> None:
+def test_a_missing_label_file_keeps_the_work(tmp_path: Path) -> None:
     label_map = tmp_path / "map.csv"
     label_map.write_text("cat,animal\ndog,animal\n")
     images = corpus(tmp_path / "images", num=3)

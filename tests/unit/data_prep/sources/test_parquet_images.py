@@ -81,7 +81,7 @@ def test_labels_are_numbers_or_text(labels: Any, classes: list[str | None], tmp_
     assert {row.reason for row in rows} == {None}
 
 
-def test_numbers_have_the_names_of_the_metadata_unless_they_are_asked_for(tmp_path: Path) -> None:
+def test_metadata_names_the_classes_unless_values_are_index(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", [{"bytes": b"x"}] * 4, [1, 2, -1, 0], names=["cat", "dog"])
     rows = list_source(source(tmp_path))
     assert [row.class_name for row in rows] == ["dog", None, None, "cat"]
@@ -89,13 +89,13 @@ def test_numbers_have_the_names_of_the_metadata_unless_they_are_asked_for(tmp_pa
     assert [row.class_name for row in rows] == ["1", "2", None, "0"]
 
 
-def test_cells_without_bytes_are_rows(tmp_path: Path) -> None:
+def test_cells_without_bytes_have_rows(tmp_path: Path) -> None:
     write(tmp_path / "a.parquet", [None, {"path": "/etc/passwd"}, {"bytes": b"x"}], [0, 0, 0])
     rows = list_source(source(tmp_path))
     assert [row.reason for row in rows] == ["no_image", "no_image", None]
 
 
-def test_a_column_of_plain_bytes_will_do(tmp_path: Path) -> None:
+def test_a_column_of_plain_bytes_is_accepted(tmp_path: Path) -> None:
     table = pa.table({"jpg": pa.array([b"x", None], pa.large_binary()), "cls": ["a", "b"]})
     pq.write_table(table, tmp_path / "a.parquet")
     rows = list_source(source(tmp_path, image_column="jpg", label="cls"))
@@ -114,7 +114,7 @@ def test_a_column_of_plain_bytes_will_do(tmp_path: Path) -> None:
         ({"label": "image"}, "source.label.*has type struct"),
     ],
 )
-def test_columns_that_cannot_be_used_are_refused(
+def test_unusable_columns_are_refused(
     options: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     write(tmp_path / "a.parquet", [{"bytes": b"x"}], [0])
@@ -122,7 +122,7 @@ def test_columns_that_cannot_be_used_are_refused(
         source(tmp_path, **options).containers()
 
 
-def test_damaged_files_are_rows_and_what_can_be_read_is_kept(tmp_path: Path) -> None:
+def test_damaged_files_have_rows_and_keep_readable_rows(tmp_path: Path) -> None:
     rng = random.Random(0)
     images = [{"bytes": rng.randbytes(5000)} for _ in range(8)]
     file = tmp_path / "a.parquet"
@@ -145,7 +145,7 @@ def test_damaged_files_are_rows_and_what_can_be_read_is_kept(tmp_path: Path) -> 
     ]
 
 
-def test_random_damage_never_does_more_than_tell_so(tmp_path: Path) -> None:
+def test_random_damage_only_gives_rows(tmp_path: Path) -> None:
     rng = random.Random(1)
     file = tmp_path / "a.parquet"
     write(file, [{"bytes": rng.randbytes(50), "path": f"{i}.jpg"} for i in range(9)], [0] * 9)
@@ -161,7 +161,7 @@ def test_random_damage_never_does_more_than_tell_so(tmp_path: Path) -> None:
             pass
 
 
-def test_column_chunks_above_the_cap_are_refused(
+def test_column_chunks_above_the_limit_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(tmp_path / "a.parquet", [{"bytes": bytes([i]) * 1000} for i in range(9)], [0] * 9)
@@ -170,7 +170,7 @@ def test_column_chunks_above_the_cap_are_refused(
         list_source(source(tmp_path))
 
 
-def test_one_large_value_in_every_row_takes_the_memory_of_a_few(
+def test_a_repeated_large_value_takes_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     value = pa.array([bytes(4 << 20)])
@@ -189,10 +189,10 @@ def test_one_large_value_in_every_row_takes_the_memory_of_a_few(
     assert len(taken) == 64 and max(taken) < 40 << 20
 
 
-def test_rows_of_large_images_take_the_memory_of_a_few(tmp_path: Path) -> None:
+def test_large_images_take_bounded_memory(tmp_path: Path) -> None:
     table = pa.table({"image": pa.array([bytes(8 << 20)] * 24), "label": [0] * 24})
     options = {"use_dictionary": False, "compression": "none", "write_statistics": False}
-    # A page for each row, as other writers than Arrow's make them.
+    # One page per row, as some writers other than Arrow produce.
     pq.write_table(table, tmp_path / "a.parquet", write_batch_size=1, **options)
     imports = """
 import pyarrow.parquet
@@ -212,7 +212,7 @@ for container in listed.containers():
     assert peak_mib(imports=imports, work=work) < 150  # of 192 in all
 
 
-def test_text_that_is_not_utf_8_is_no_label(tmp_path: Path) -> None:
+def test_text_other_than_utf_8_is_a_missing_label(tmp_path: Path) -> None:
     bad = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff\xfe"]).buffers())
     image = pa.StructArray.from_arrays([pa.array([b"x"]), bad], ["bytes", "path"])
     pq.write_table(pa.table({"image": image, "label": bad}), tmp_path / "a.parquet")
@@ -237,5 +237,5 @@ def test_any_paths_and_class_names_give_one_row_each(
     assert all(row.name for row in rows)
 
 
-def test_truth_values_are_no_class() -> None:
+def test_booleans_are_not_labels() -> None:
     assert class_from_cell(True, ("a", "b"), LabelSettings()) is None

@@ -45,7 +45,7 @@ def write(path: Path, columns: dict[str, list[Any]]) -> Path:
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv", "parquet", "CSV"])
-def test_rows_are_inputs_with_the_files_they_lead_to(suffix: str, tmp_path: Path) -> None:
+def test_rows_are_inputs_with_their_files(suffix: str, tmp_path: Path) -> None:
     touch(tmp_path, "a/1.jpg", "b,c.png", "3")
     columns = {
         "x": [1, 2, 3],
@@ -70,7 +70,7 @@ def test_rows_are_inputs_with_the_files_they_lead_to(suffix: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_a_path_may_not_leave_the_tables_folder(suffix: str, tmp_path: Path) -> None:
+def test_paths_outside_the_tables_folder_are_rejected(suffix: str, tmp_path: Path) -> None:
     touch(tmp_path, "out.jpg", "out/1.jpg", "in/1.jpg", "in/deep/2.jpg")
     for link, target in {
         "up": "..",
@@ -114,7 +114,7 @@ def test_a_path_may_not_leave_the_tables_folder(suffix: str, tmp_path: Path) -> 
     assert [row.reason for row in list_source(source(table))] == list(fates.values())
 
 
-def test_an_absolute_path_below_the_tables_folder_is_the_file_that_a_relative_one_names(
+def test_absolute_and_relative_paths_are_equivalent(
     tmp_path: Path,
 ) -> None:
     touch(tmp_path, "real/1.jpg")
@@ -128,7 +128,7 @@ def test_an_absolute_path_below_the_tables_folder_is_the_file_that_a_relative_on
     assert rows[2].path == "real/1.jpg"
 
 
-def test_tables_in_folders_name_files_beside_them(tmp_path: Path) -> None:
+def test_paths_are_relative_to_the_table(tmp_path: Path) -> None:
     touch(tmp_path, "l/1.jpg", "1.jpg")
     write(tmp_path / "l/a.csv", {"image": ["1.jpg", "../1.jpg"], "label": ["a", "a"]})
     write(tmp_path / "b.csv", {"image": ["1.jpg"], "label": ["a"], "split": ["ignored"]})
@@ -141,7 +141,7 @@ def test_tables_in_folders_name_files_beside_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_a_column_may_say_the_split(suffix: str, tmp_path: Path) -> None:
+def test_a_column_may_contain_the_split(suffix: str, tmp_path: Path) -> None:
     touch(tmp_path, "1.jpg", "2.jpg")
     columns = {"image": ["1.jpg", "2.jpg"], "label": ["a", "a"], "split": ["train", "val"]}
     table = write(tmp_path / f"t.{suffix}", columns)
@@ -152,7 +152,7 @@ def test_a_column_may_say_the_split(suffix: str, tmp_path: Path) -> None:
             list_source(source(table))
 
 
-def test_rows_without_label_are_told_unless_a_map_of_images_has_it(tmp_path: Path) -> None:
+def test_rows_without_label_are_rejected_without_a_map(tmp_path: Path) -> None:
     touch(tmp_path, "1.jpg", "2.jpg")
     table = write(tmp_path / "t.csv", {"image": ["1.jpg", "2.jpg"], "label": ["a", " "]})
     assert [row.reason for row in list_source(source(table))] == [None, "no_label"]
@@ -163,7 +163,7 @@ def test_rows_without_label_are_told_unless_a_map_of_images_has_it(tmp_path: Pat
     assert [row.reason for row in list_source(source(table, map_key="image"))] == [None]
 
 
-def test_a_large_table_is_listed_in_parts_of_which_each_row_is_in_one(
+def test_each_row_of_a_large_table_is_in_one_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = [f"{'x' * (i % 7)}{i}.jpg" for i in range(60)]
@@ -179,7 +179,7 @@ def test_a_large_table_is_listed_in_parts_of_which_each_row_is_in_one(
     assert [row.path for row in list_source(source(table))] == names
 
 
-def test_row_groups_are_listed_apart(tmp_path: Path) -> None:
+def test_each_row_group_is_a_container(tmp_path: Path) -> None:
     touch(tmp_path, *"12345")
     table = write(tmp_path / "t.parquet", {"image": list("12345"), "label": ["a"] * 5})
     assert len(source(table).containers()) == 3
@@ -199,7 +199,7 @@ def test_row_groups_are_listed_apart(tmp_path: Path) -> None:
         ('image,label\n"' + "x\n" * 200_000, "cannot be read"),
     ],
 )
-def test_tables_that_cannot_be_read_are_refused(
+def test_malformed_tables_are_refused(
     text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(path_table, "MAX_LINE_BYTES", 2000)
@@ -208,7 +208,7 @@ def test_tables_that_cannot_be_read_are_refused(
         list_source(source(tmp_path / "t.csv"))
 
 
-def test_sources_that_are_no_tables_are_refused(tmp_path: Path) -> None:
+def test_sources_other_than_tables_are_refused(tmp_path: Path) -> None:
     touch(tmp_path, "a.txt", "b.parquet")
     for path, message in [("", "is not a table"), ("gone", "no such"), ("a.txt", "not one of")]:
         with pytest.raises(UserError, match=f"source.path.*{message}"):
@@ -217,7 +217,7 @@ def test_sources_that_are_no_tables_are_refused(tmp_path: Path) -> None:
     assert (row.path, row.reason) == ("b.parquet", "damaged_table")
 
 
-def test_a_byte_order_mark_and_windows_line_ends_are_taken(tmp_path: Path) -> None:
+def test_byte_order_marks_and_crlf_are_accepted(tmp_path: Path) -> None:
     touch(tmp_path, "1.jpg")
     (tmp_path / "t.csv").write_bytes(b"\xef\xbb\xbfimage,label\r\n1.jpg,a\r\n\r\n1.jpg,b")
     assert [row.class_name for row in list_source(source(tmp_path / "t.csv"))] == ["a", "b"]
@@ -230,7 +230,7 @@ CELLS = st.text(max_size=30) | st.sampled_from(
 
 @settings(max_examples=60, deadline=None)
 @given(rows=st.lists(st.tuples(CELLS, CELLS), max_size=6))
-def test_any_cells_give_one_row_each_that_stays_inside(
+def test_any_cells_give_one_row_each_inside_the_folder(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]
 ) -> None:
     root = tmp_path_factory.mktemp("table")
@@ -246,7 +246,7 @@ def test_any_cells_give_one_row_each_that_stays_inside(
             assert (root / row.path).resolve().is_relative_to(root)
 
 
-def test_lines_are_read_with_their_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_read_with_their_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(path_table, "MAX_LINE_BYTES", 5)
     (tmp_path / "t").write_bytes(b"ab\n\nabcd\nx")
     fd = os.open(tmp_path / "t", os.O_RDONLY)
@@ -260,7 +260,7 @@ def test_lines_are_read_with_their_places(tmp_path: Path, monkeypatch: pytest.Mo
     os.close(fd)
 
 
-def test_a_line_without_end_takes_no_memory(tmp_path: Path) -> None:
+def test_an_endless_line_takes_no_memory(tmp_path: Path) -> None:
     with (tmp_path / "t.csv").open("wb") as file:
         file.write(b"image,label\n")
         file.truncate(30 << 20)
@@ -271,7 +271,7 @@ def test_a_line_without_end_takes_no_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
 
 
-def test_the_spool_is_not_needed(tmp_path: Path) -> None:
+def test_tables_do_not_use_the_spool(tmp_path: Path) -> None:
     touch(tmp_path, "1")
     table = write(tmp_path / "t.csv", {"image": ["1"], "label": ["a"]})
     spool = MemorySpool()

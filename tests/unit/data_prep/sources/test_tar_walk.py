@@ -57,7 +57,7 @@ def walk_until_defect(
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_members_and_their_places_are_those_the_standard_library_finds(format: int) -> None:
+def test_members_and_offsets_equal_those_of_tarfile(format: int) -> None:
     files = {"a.jpg": b"1" * 700, "sub/" + "n" * 90 + ".png": b"", "ü/2.jpg": bytes(512)}
     if format != tarfile.USTAR_FORMAT:
         files |= {"long/" * 60 + "x.jpg": b"22", "ü" * 300: b"3"}
@@ -74,7 +74,7 @@ def test_members_and_their_places_are_those_the_standard_library_finds(format: i
 
 
 @pytest.mark.parametrize("format", FORMATS[1:])
-def test_every_cut_is_noticed_and_what_lies_before_it_stays_usable(format: int) -> None:
+def test_truncation_is_detected_and_keeps_earlier_members(format: int) -> None:
     files = {"a.jpg": b"1" * 700, "l" * 300 + ".jpg": b"2" * 512, "c.jpg": b"", "d.jpg": b"4"}
     data = tar_bytes(files, format=format)
     whole = walk(data)
@@ -90,7 +90,7 @@ def test_every_cut_is_noticed_and_what_lies_before_it_stays_usable(format: int) 
         assert members == complete, cut
 
 
-def test_a_file_shorter_than_was_said_is_noticed() -> None:
+def test_a_shrunken_file_is_detected() -> None:
     data = tar_bytes({"a.jpg": b"1" * 700, "b.jpg": b"2"})
     for cut in (0, 100, 512, 1600, 2048, 2600, 3000):
         assert walk_until_defect(data[:cut], end=len(data))[1] is not None
@@ -106,7 +106,7 @@ def test_a_tar_inside_a_tar_is_read_in_place() -> None:
         assert walk_until_defect(data, start=box.offset, end=box.offset + cut)[1] is not None
 
 
-def test_a_name_may_not_reach_behind_the_end_of_an_inner_tar() -> None:
+def test_names_may_not_exceed_an_inner_tar() -> None:
     inner = tar_bytes({"n" * 600: b"inner"})
     data = tar_bytes({"n01.tar": inner, "after": b"1"})
     for end in range(2 * BLOCK, BLOCK + len(inner), 100):
@@ -114,13 +114,13 @@ def test_a_name_may_not_reach_behind_the_end_of_an_inner_tar() -> None:
         assert len(members) == (end >= 4 * BLOCK + BLOCK + 5)
 
 
-def test_a_name_without_its_member_is_a_defect() -> None:
+def test_a_long_name_without_a_member_is_a_defect() -> None:
     data = header(b"a", b"L", size=3) + b"abc".ljust(BLOCK, b"\0") + bytes(2 * BLOCK)
     with pytest.raises(TarDefect, match="without its member"):
         walk(data)
 
 
-def test_other_members_than_files_are_told_apart() -> None:
+def test_members_other_than_files_have_their_kind() -> None:
     kinds = {b"1": "link", b"2": "link", b"3": "special", b"4": "special", b"5": "folder"}
     kinds |= {b"6": "special", b"7": "file", b"\0": "file", b"0": "file", b"D": "special"}
     data = b"".join(header(b"n" + kind.strip(b"\0"), kind) for kind in kinds) + bytes(1024)
@@ -129,17 +129,17 @@ def test_other_members_than_files_are_told_apart() -> None:
     assert old_folder.kind == "folder"
 
 
-def test_links_have_no_data_whatever_they_say() -> None:
+def test_links_have_no_data_whatever_their_size() -> None:
     data = header(b"link", b"1", size=5000) + tar_bytes({"a": b"1"})
     assert [m.name for m in walk(data)] == ["link", "a"]
 
 
-def test_names_are_told_as_they_are() -> None:
+def test_names_are_unchanged() -> None:
     names = ["/abs.jpg", "../up.jpg", "a/../../b", "./dot", "new\nline", "a//b", "\udcff.jpg"]
     assert [m.name for m in walk(tar_bytes(dict.fromkeys(names, b"")))] == names
 
 
-def test_sparse_files_are_told_apart_and_passed_over() -> None:
+def test_sparse_files_are_detected_and_skipped() -> None:
     old = bytearray(header(b"old", b"S", size=600))
     old[482] = 1
     more = bytearray(BLOCK)
@@ -156,7 +156,7 @@ def test_sparse_files_are_told_apart_and_passed_over() -> None:
     assert [(m.name, m.kind) for m in walk(data)] == [("real/x.jpg", "sparse")]
 
 
-def test_large_sizes_are_understood_in_binary() -> None:
+def test_binary_sizes_are_read() -> None:
     block = bytearray(header(b"big", b"0"))
     block[124:136] = b"\x80" + (3).to_bytes(11, "big")
     (member,) = walk(signed(block) + b"123".ljust(BLOCK, b"\0") + bytes(1024))
@@ -167,7 +167,7 @@ def test_large_sizes_are_understood_in_binary() -> None:
     "size",
     [b"-0000000001\0", b"1_0\0", b"+1\0", b"9\0", b"\xff" * 12, b"0x1\0", b"\x80" + b"\xff" * 11],
 )
-def test_impossible_sizes_are_defects(size: bytes) -> None:
+def test_invalid_sizes_are_defects(size: bytes) -> None:
     block = bytearray(header(b"a", b"0"))
     block[124:136] = size.ljust(12, b"\0")
     with pytest.raises(TarDefect):
@@ -175,7 +175,7 @@ def test_impossible_sizes_are_defects(size: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", [b"L", b"K", b"x", b"g"])
-def test_a_name_that_claims_gigabytes_takes_no_memory(kind: bytes) -> None:
+def test_a_name_of_gigabytes_takes_no_memory(kind: bytes) -> None:
     fd = os.memfd_create("tar")
     os.ftruncate(fd, 20_000_000_000)  # all holes
     os.pwrite(fd, header(b"a", kind, size=0o77777777777), 0)
@@ -198,20 +198,20 @@ def test_damaged_attributes_are_defects(records: bytes) -> None:
         walk(data + tar_bytes({"a": b""}))
 
 
-def test_one_name_for_all_members_is_a_defect() -> None:
+def test_a_global_name_is_a_defect() -> None:
     records = b"9 path=b\n"
     data = header(b"p", b"g", size=len(records)) + records.ljust(BLOCK, b"\0")
     with pytest.raises(TarDefect, match="for all members"):
         walk(data + tar_bytes({"a": b""}))
 
 
-def test_two_tars_one_behind_the_other_are_a_defect() -> None:
+def test_concatenated_tars_are_a_defect() -> None:
     data = tar_bytes({"a": b"1"})
     members, defect = walk_until_defect(data + data)
     assert len(members) == 1 and "after the end mark" in str(defect)
 
 
-def test_compressed_tars_are_told_by_name() -> None:
+def test_compression_methods_are_named() -> None:
     data = tar_bytes({"a": b"1"})
     for packed, method in [
         (gzip.compress(data), "gzip"),
@@ -232,7 +232,7 @@ def test_compressed_tars_are_told_by_name() -> None:
     ),
     format=st.sampled_from(FORMATS[1:]),
 )
-def test_any_name_comes_back(names: list[bytes], format: int) -> None:
+def test_any_name_round_trips(names: list[bytes], format: int) -> None:
     texts = [os.fsdecode(b"n" + name + b"n") for name in names]
     if format == tarfile.PAX_FORMAT:
         texts = [text.encode("utf-8", "replace").decode() for text in texts]
@@ -243,7 +243,7 @@ def test_any_name_comes_back(names: list[bytes], format: int) -> None:
     assert [m.name for m in walk(buffer.getvalue())] == texts
 
 
-def test_damaged_tars_never_do_more_than_tell_so() -> None:
+def test_random_damage_only_raises_tar_defects() -> None:
     rng = random.Random(0)
     wholes = [
         tar_bytes(
@@ -256,9 +256,9 @@ def test_damaged_tars_never_do_more_than_tell_so() -> None:
     for _ in range(1500):
         data = bytearray(rng.choice(wholes))
         for _ in range(rng.randint(1, 8)):
-            # Mostly in the front, where headers are.
+            # Mostly at the start, where headers are.
             data[rng.randrange(rng.choice([BLOCK, 3000, len(data)]))] = rng.randrange(256)
-        if rng.random() < 0.5:  # let the damage through the checksum
+        if rng.random() < 0.5:  # fix the checksums, so that damaged fields are read
             for place in range(0, len(data) - BLOCK, BLOCK):
                 if data[place + 257 : place + 262] == b"ustar":
                     data[place : place + BLOCK] = signed(data[place : place + BLOCK])
@@ -270,7 +270,7 @@ def test_damaged_tars_never_do_more_than_tell_so() -> None:
     tracemalloc.stop()
 
 
-def test_a_pipe_is_not_walked(tmp_path: Path) -> None:
+def test_pipes_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.tar")
     fd = os.open(tmp_path / "a.tar", os.O_RDONLY | os.O_NONBLOCK)
     with pytest.raises(OSError):

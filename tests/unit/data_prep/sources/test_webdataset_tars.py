@@ -51,7 +51,7 @@ def test_a_sample_is_one_input_with_its_label(tmp_path: Path) -> None:
     assert list_watched(listed) == {"t", "t/1.tar"}
 
 
-def test_a_negative_number_is_no_label_unless_a_space_judges_it(tmp_path: Path) -> None:
+def test_negative_numbers_mean_no_label_without_a_space(tmp_path: Path) -> None:
     members = {"1.jpg": b"one", "1.cls": b"-1\n", "2.jpg": b"two", "2.cls": b"2"}
     assert fates(tmp_path, members) == {"1.jpg": "<no_label>", "2.jpg": "2"}
     labels = LabelSettings(space="imagenet_12k", values="index")
@@ -75,7 +75,7 @@ def test_a_negative_number_is_no_label_unless_a_space_judges_it(tmp_path: Path) 
         ([5], "<no_label>"),
     ],
 )
-def test_labels_are_text_or_whole_numbers_of_a_json_field(
+def test_json_labels_are_strings_or_integers(
     content: object, class_name: str, tmp_path: Path
 ) -> None:
     members = {"1.json": json.dumps(content).encode(), "1.jpg": b""}
@@ -86,12 +86,12 @@ def test_labels_are_text_or_whole_numbers_of_a_json_field(
     "raw", [b"[" * 100_000, b"\xff", b"", b"9" * 5000, b'{"label": 1}' + b" " * (2 << 20)]
 )
 @pytest.mark.parametrize("label", ["cls", "json:label"])
-def test_labels_that_cannot_be_read_are_no_labels(raw: bytes, label: str, tmp_path: Path) -> None:
+def test_unreadable_labels_are_missing_labels(raw: bytes, label: str, tmp_path: Path) -> None:
     members = {"1.jpg": b"", f"1.{label[:4].rstrip(':')}": raw}
     assert fates(tmp_path, members, label=label) == {"1.jpg": "<no_label>"}
 
 
-def test_samples_without_image_or_label_are_rows(tmp_path: Path) -> None:
+def test_incomplete_samples_have_rows(tmp_path: Path) -> None:
     members = {
         "1.cls": b"1",
         "1.txt": b"",
@@ -107,13 +107,13 @@ def test_samples_without_image_or_label_are_rows(tmp_path: Path) -> None:
     }
 
 
-def test_a_label_need_not_be_there_when_a_map_of_images_has_it(tmp_path: Path) -> None:
+def test_labels_are_optional_with_a_map_of_images(tmp_path: Path) -> None:
     write_tars(tmp_path, {"a.tar": {"1.jpg": b"", "2.cls": b"1"}})
     listed = WebdatasetTars(source(tmp_path).settings, LabelSettings(map_key="image"))
     assert [row.reason for row in list_source(listed)] == [None, "no_image"]
 
 
-def test_keys_that_come_back_are_rows_that_name_both_places(tmp_path: Path) -> None:
+def test_repeated_keys_have_rows_with_both_offsets(tmp_path: Path) -> None:
     members = [("1.jpg", b""), ("1.cls", b"1"), ("2.jpg", b"2"), ("1.jpg", b""), ("1.cls", b"2")]
     members += [("3.cls", b"3"), ("2.cls", b"1"), ("4.jpg", b""), ("4.jpg", b""), ("4.cls", b"4")]
     assert fates(tmp_path, members + [("4.png", b"")]) == {
@@ -128,7 +128,7 @@ def test_keys_that_come_back_are_rows_that_name_both_places(tmp_path: Path) -> N
     }
 
 
-def test_members_of_no_sample_are_rows(tmp_path: Path) -> None:
+def test_members_outside_samples_have_rows(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         link = tarfile.TarInfo("1.jpg")
@@ -150,7 +150,7 @@ def test_members_of_no_sample_are_rows(tmp_path: Path) -> None:
     }
 
 
-def test_files_beside_the_tars_are_rows(tmp_path: Path) -> None:
+def test_files_beside_the_tars_have_rows(tmp_path: Path) -> None:
     write_tars(tmp_path, {"0.tar": {}, "sub/1.tar": {}})
     (tmp_path / "0_stats.json").touch()
     rows = list_source(source(tmp_path))
@@ -174,7 +174,7 @@ def test_pickled_members_are_never_opened(tmp_path: Path, monkeypatch: pytest.Mo
     assert not (tmp_path / "bitten").exists()
 
 
-def test_every_cut_of_a_tar_is_a_row_and_whole_samples_are_kept(tmp_path: Path) -> None:
+def test_truncated_tars_have_a_row_and_keep_whole_samples(tmp_path: Path) -> None:
     members = {"1.jpg": b"a", "1.cls": b"1", "2.jpg": b"b", "2.cls": b"2"}
     whole = tar_bytes(members)
     for cut in [*range(0, 4096 + 1024, 37), 1024, 2048, 3072, 4096]:
@@ -186,7 +186,7 @@ def test_every_cut_of_a_tar_is_a_row_and_whole_samples_are_kept(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("label", ["json", "json:", "cls:x", "txt"])
-def test_labels_that_webdatasets_do_not_have_are_refused(label: str, tmp_path: Path) -> None:
+def test_invalid_label_settings_are_refused(label: str, tmp_path: Path) -> None:
     write_tars(tmp_path, {"a.tar": {}})
     with pytest.raises(UserError, match="source.label"):
         source(tmp_path, label=label).containers()
@@ -197,7 +197,7 @@ PARTS = st.sampled_from(["a", "b", ".", "..", "ü", "x.y", "", "__", "\udcff", "
 
 @settings(max_examples=200, deadline=None)
 @given(name=st.lists(PARTS, min_size=1, max_size=4).map("/".join), suffix=PARTS)
-def test_keys_are_those_of_the_webdataset_package(name: str, suffix: str) -> None:
+def test_keys_equal_those_of_webdataset(name: str, suffix: str) -> None:
     from webdataset.tariterators import base_plus_ext
 
     text = f"{name}.{suffix}"
@@ -206,13 +206,13 @@ def test_keys_are_those_of_the_webdataset_package(name: str, suffix: str) -> Non
     if text.startswith("__") and text.endswith("__") and "/" not in text:
         expected = None
     if text.rpartition("/")[2].startswith("."):
-        expected = None  # hidden here, whatever the package makes of it
+        expected = None  # hidden here; the package may differ
     assert split_member_name(text) == expected
 
 
 @settings(max_examples=40, deadline=None)
 @given(keys=st.lists(st.text("abü/. ", min_size=1, max_size=5).map(lambda k: f"n{k}"), unique=True))
-def test_samples_are_those_of_the_webdataset_package(
+def test_samples_equal_those_of_webdataset(
     tmp_path_factory: pytest.TempPathFactory, keys: list[str]
 ) -> None:
     import webdataset as wds
@@ -223,7 +223,7 @@ def test_samples_are_those_of_the_webdataset_package(
     rows = [row for row in list_source(source(root)) if row.reason is None]
     try:
         stock = list(wds.WebDataset(str(root / "a.tar"), shardshuffle=False))
-    except ValueError:  # duplicate names, which end its reading
+    except ValueError:  # the package stops at duplicate names
         return
     expected = {
         sample["__key__"]: sample["cls"].decode()
