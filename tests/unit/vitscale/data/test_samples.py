@@ -31,8 +31,8 @@ def training(shards: Path) -> TrainingSamples:
     return TrainingSamples(open_training_set(data, seed=0), settings=data, image_size=SIZE, seed=0)
 
 
-def evaluation(shards: Path) -> EvaluationSamples:
-    data = DataSettings(path=str(shards), global_batch=4)
+def evaluation(shards: Path, *, antialias: bool = False) -> EvaluationSamples:
+    data = DataSettings(path=str(shards), global_batch=4, antialias=antialias)
     return EvaluationSamples(read_split(shards, split="train"), settings=data, image_size=SIZE)
 
 
@@ -81,3 +81,24 @@ def test_an_error_of_the_machine_ends_the_run_and_replaces_nothing(
         assert "sample '" not in str(caught.value)  # nothing is wrong with it
         assert samples.fill(0, OUT)[1] == []
         shard_files._open_files.cache_clear()
+
+
+def test_an_image_with_too_many_pixels_is_substituted(shards: Path) -> None:
+    samples = training(shards)
+    draw, index = samples.order.at(0), samples.parts[0].index
+    start, length = int(index.offset[draw.sample]), int(index.length[draw.sample])
+    with open(index.shard_paths[index.shard_of[draw.sample]], "r+b") as file:
+        file.seek(start)
+        frame = start + file.read(length).index(b"\xff\xc0")
+        file.seek(frame + 5)
+        file.write((65_000).to_bytes(2, "big") * 2)  # height and width
+    _, (unreadable,) = samples.fill(0, OUT)
+    assert unreadable.sample == draw.sample and "pixels" in unreadable.error
+
+
+def test_evaluation_always_resizes_with_antialias(shards: Path) -> None:
+    """`data.antialias` belongs to the training recipe; metrics must not depend on it."""
+    images = torch.empty(2, 3, SIZE, SIZE, dtype=torch.uint8)
+    for image, antialias in zip(images, (False, True), strict=True):
+        evaluation(shards, antialias=antialias).fill(0, image)
+    assert torch.equal(*images)

@@ -332,6 +332,17 @@ def test_erasing_fills_one_box(mode: str) -> None:
         assert len({tuple(box[:, 0, 0].tolist()) for box in values}) > 400
 
 
+def test_erased_boxes_are_as_often_wide_as_tall() -> None:
+    image = torch.full((3, 64, 64), 255, dtype=torch.uint8)
+    options = AugmentSettings(erasing=ErasingSettings(probability=1))
+    ratios = []
+    for key in range(500):
+        changed = (run(image, options, key << 20) != 255).any(dim=0)
+        if changed.any():
+            ratios.append(float(changed.any(dim=1).sum() / changed.any(dim=0).sum()))
+    assert np.log(np.median(ratios)) == pytest.approx(0, abs=0.15)
+
+
 def test_noise_of_erasing_is_normal() -> None:
     """Uncorrelated neighbours, and the share of pixels beyond two standard deviations."""
     image = torch.zeros(3, 128, 128, dtype=torch.uint8)

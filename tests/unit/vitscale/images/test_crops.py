@@ -45,6 +45,18 @@ def test_random_crop_covers_the_area_range() -> None:
     assert 0.045 < min(shares) < 0.07 and max(shares) > 0.9
 
 
+@pytest.mark.parametrize(
+    "width, height, expected",
+    [(1000, 10, CropBox(493, 0, 13, 10)), (10, 1000, CropBox(0, 493, 10, 13))],
+)
+def test_without_a_fitting_draw_the_crop_is_centred(
+    width: int, height: int, expected: CropBox
+) -> None:
+    random = CounterRandom(0)
+    box = random_crop_box(width, height, area=(0.05, 1), aspect=(3 / 4, 4 / 3), random=random)
+    assert box == expected
+
+
 def plain_crop(pixels_HW3: torch.Tensor, *, size: int, key: int) -> torch.Tensor:
     height, width, _ = pixels_HW3.shape
     box, right, down = plain_crop_box(width, height, size=size, random=CounterRandom(key))

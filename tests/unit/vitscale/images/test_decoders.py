@@ -327,6 +327,19 @@ def test_what_is_wrong_with_an_image_is_left_to_libjpeg(coding: str) -> None:
     assert num_taken > 20 and num_left > 20
 
 
+def test_restart_markers_out_of_order_are_left_to_libjpeg() -> None:
+    """libjpeg resynchronises with a warning, so this image must go to Pillow."""
+    if not _has_vectors():
+        pytest.skip("this processor has no AVX2 and BMI2")
+    data = encode(picture(WIDTH, HEIGHT), "restarts")
+    assert _both_ways(data, BOXES["whole"]) == (True, True)
+    first, second = data.index(b"\xff\xd0"), data.index(b"\xff\xd1")
+    swapped = bytearray(data)
+    swapped[first + 1], swapped[second + 1] = 0xD1, 0xD0
+    took, _ = _both_ways(bytes(swapped), BOXES["whole"])
+    assert not took
+
+
 def _has_vectors() -> bool:
     _require("region")
     with open("/proc/cpuinfo") as lines:

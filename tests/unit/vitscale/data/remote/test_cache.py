@@ -6,6 +6,7 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
+from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import UserError
 from vitscale.data.remote import cache as shard_cache
 from vitscale.data.remote.cache import CacheFullError, ShardCache
@@ -241,6 +243,56 @@ def test_a_lock_is_gone_with_the_block_even_if_a_child_has_the_file(cache: Shard
     finally:
         os.kill(children[0], signal.SIGKILL)
         os.waitpid(children[0], 0)
+
+
+def test_a_waiting_fetcher_does_not_touch_the_finished_shard(
+    cache: ShardCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, reads = threading.Event(), []
+    flock, first = fcntl.flock, threading.get_ident()
+
+    def signalling_flock(file: int, operation: int) -> None:
+        if threading.get_ident() != first:
+            opened.set()  # the waiter has opened the partial file
+        flock(file, operation)
+
+    def waiters_read(offset: int, num_bytes: int) -> bytes:
+        reads.append(offset)
+        return content(1)[offset : offset + num_bytes]
+
+    def first_read(offset: int, num_bytes: int) -> bytes:
+        waiter.start()
+        assert opened.wait(PATIENCE_S)
+        return content(1)[offset : offset + num_bytes]
+
+    monkeypatch.setattr(shard_cache.fcntl, "flock", signalling_flock)
+    arguments = {"num_bytes": SIZE, "read": waiters_read, "wait": True}
+    waiter = threading.Thread(target=cache.fetch, args=(name(1),), kwargs=arguments)
+    assert cache.fetch(name(1), num_bytes=SIZE, read=first_read)
+    waiter.join()
+    assert not reads
+    assert cache.path(name(1)).read_bytes() == content(1)
+
+
+def test_a_shard_is_on_disk_before_it_gets_its_name(
+    cache: ShardCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def recorded_fsync(file: int) -> None:
+        calls.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{file}')).name}")
+        fsync(file)
+
+    def recorded_rename(source: Path, target: Path) -> None:
+        calls.append(f"rename {source.name}")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", recorded_rename)
+    assert fetch(cache, 1)
+    partial = f"{name(1)}.part"
+    assert calls == [f"fsync {partial}", f"rename {partial}", f"fsync {cache.folder.name}"]
 
 
 def test_a_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:

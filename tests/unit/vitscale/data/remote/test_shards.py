@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.corpora.shard_folders import write_shard_folder
@@ -42,6 +43,16 @@ def test_samples_of_the_batch_at_hand_are_requested_before_they_are_asked_for(
     wait_until(lambda: dict(server.requests) == tars)
     assert len({reader.bytes_of(sample) for sample in range(12)}) == 12
     assert dict(server.requests) == tars
+
+
+def test_a_subset_of_remote_samples_reads_the_right_bytes(server: RangeServer) -> None:
+    whole = read_split(server.url, split="train")
+    rows = np.array([1, 4, 10])
+    subset = SplitReader(whole.subset(rows, name="some"))
+    expected = SplitReader(whole)
+    assert [subset.bytes_of(sample) for sample in range(3)] == [
+        expected.bytes_of(row) for row in rows.tolist()
+    ]
 
 
 def test_a_cache_whose_disk_fails_costs_no_sample(
