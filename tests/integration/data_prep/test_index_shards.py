@@ -1,4 +1,4 @@
-"""data_prep/index_shards.py on tars as other projects lay them out."""
+"""data_prep/index_shards.py on the tar layouts of other projects."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ VERIFY = ROOT / "data_prep/verify_shards.py"
 
 
 def run(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run a script as a person does, but in this process: it takes longer to start than to work."""
+    """Run a script in this process, because starting one takes longer than its work."""
     out, err = io.StringIO(), io.StringIO()
     code: object = 0
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
@@ -76,7 +76,7 @@ def verify(folder: Path) -> None:
 
 
 def samples(folder: Path, split: str) -> dict[str, tuple[bytes, str]]:
-    """key -> (image, class), read as training reads them."""
+    """key -> (image, class), read by the training loader."""
     entries = read_split(folder, split=split)
     found = {}
     for i, key in enumerate(sample_keys(entries, range(entries.num_samples))):
@@ -116,7 +116,7 @@ def test_img2dataset_layout(tmp_path: Path) -> None:
     assert other.returncode == 2 and "exists already" in other.stderr
 
 
-def test_imagenet_22k_layout_under_both_of_its_label_spaces(tmp_path: Path) -> None:
+def test_imagenet_22k_layout_with_both_label_spaces(tmp_path: Path) -> None:
     tars = tmp_path / "tars"
     rows = list(imagenet_22k_layout(tars, splits={"train": 3, "validation": 1}, samples=6))
     splits = (
@@ -140,7 +140,7 @@ def test_imagenet_22k_layout_under_both_of_its_label_spaces(tmp_path: Path) -> N
     verify(tmp_path / "12k")
 
 
-def test_hugging_face_layout_with_names_for_labels(tmp_path: Path) -> None:
+def test_hugging_face_layout_with_named_labels(tmp_path: Path) -> None:
     stored = hugging_face_layout(tmp_path / "repo", tars=2, samples=6)
     index(tmp_path / "repo/data", tmp_path / "index", "source.splits={train: train}")
     assert samples(tmp_path / "index", "train") == stored
@@ -148,7 +148,7 @@ def test_hugging_face_layout_with_names_for_labels(tmp_path: Path) -> None:
     assert names == ["train/0000.tar", "train/0001.tar"]
 
 
-def test_an_index_of_our_own_shards_is_the_one_they_came_with(tmp_path: Path) -> None:
+def test_indexing_our_shards_reproduces_their_index(tmp_path: Path) -> None:
     made = make_shard_folder(tmp_path / "shards", lengths={"train": (13, 12)}, rejected=())
     (tmp_path / "classes.txt").write_text("\n".join(made.classes))
     space = [f"labels.space={tmp_path / 'classes.txt'}", "labels.values=index"]
@@ -168,7 +168,7 @@ def test_labels_without_a_space_keep_their_numbers(tmp_path: Path) -> None:
     assert len(read_manifest(tmp_path / "index").classes) == 11
 
 
-def test_what_cannot_be_used_is_in_the_ledger(tmp_path: Path) -> None:
+def test_unusable_inputs_are_in_the_ledger(tmp_path: Path) -> None:
     good = [{"__key__": f"good{i}", "jpg": photo(i), "cls": 0} for i in range(40)]
     bad = [
         {"__key__": "packed", "jpg": gzip.compress(photo(1)), "cls": 0},
@@ -194,7 +194,7 @@ def test_what_cannot_be_used_is_in_the_ledger(tmp_path: Path) -> None:
     assert reasons["imageless.cls"] == "no_image"
     assert reasons["b.tar"] == "truncated_tar"
     assert len(samples(tmp_path / "index", "train")) == 40
-    # The tar was cut before it was indexed, so it is still what was indexed.
+    # The tar was truncated before indexing, so it still equals its index.
     verify(tmp_path / "index")
     with open(tmp_path / "tars/b.tar", "r+b") as file:
         file.truncate(3 * 2048)
@@ -202,7 +202,7 @@ def test_what_cannot_be_used_is_in_the_ledger(tmp_path: Path) -> None:
     assert finished.returncode == 2 and "b.tar: content differs" in finished.stdout
 
 
-def test_images_that_new_shards_would_convert_are_kept_as_they_are(tmp_path: Path) -> None:
+def test_images_are_never_converted(tmp_path: Path) -> None:
     cmyk, turned = io.BytesIO(), io.BytesIO()
     Image.new("CMYK", (30, 20)).save(cmyk, format="JPEG")
     exif = Image.Exif()
@@ -216,7 +216,7 @@ def test_images_that_new_shards_would_convert_are_kept_as_they_are(tmp_path: Pat
     verify(tmp_path / "index")
 
 
-def test_tars_and_index_are_moved_together_or_named_in_full(tmp_path: Path) -> None:
+def test_the_path_of_the_tars_is_relative_if_movable(tmp_path: Path) -> None:
     hugging_face_layout(tmp_path / "here/tars", tars=1, samples=6)
     tars = tmp_path / "here/tars/data/train"
     index(tars, tmp_path / "here/index")
@@ -231,7 +231,7 @@ def test_tars_and_index_are_moved_together_or_named_in_full(tmp_path: Path) -> N
     assert finished.returncode == 2 and "cannot be read" in finished.stdout
 
 
-def test_tars_in_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_tars_in_a_read_only_folder(tmp_path: Path) -> None:
     stored = hugging_face_layout(tmp_path / "repo", tars=1, samples=6)
     folder = tmp_path / "repo/data/train"
     for path in (*folder.iterdir(), folder):
@@ -254,14 +254,14 @@ def test_tars_in_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
             ["images.short_side: requires rewriting the tars", "selection: requires rewriting"],
         ),
         (["source.kind=image_folder"], ["source.kind: must be webdataset"]),
-        (["source.label=txt"], ["names no label"]),
+        (["source.label=txt"], ["is not a label of a WebDataset"]),
         (
             ["labels.space=imagenet_1k"],
-            ["3 classes of the source (6 images) are not among the 1,000", "0 fit"],
+            ["3 classes of the source (6 images) are not among the 1,000", "0 match"],
         ),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(
+def test_settings_that_rewrite_tars_are_refused(
     tmp_path: Path, overrides: list[str], messages: list[str]
 ) -> None:
     hugging_face_layout(tmp_path / "repo", tars=1, samples=6)
@@ -273,7 +273,7 @@ def test_settings_that_do_not_fit_are_refused(
     assert not (tmp_path / "index").exists()
 
 
-def test_a_killed_run_goes_on_with_the_next_tar(tmp_path: Path) -> None:
+def test_a_killed_run_resumes_with_the_next_tar(tmp_path: Path) -> None:
     images = [photo(i) for i in range(20)]
     for number in range(20):
         rows = [
@@ -290,11 +290,11 @@ def test_a_killed_run_goes_on_with_the_next_tar(tmp_path: Path) -> None:
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "index").exists()
-    # Marks in what was done: a run that reads a tar again does not know its mark.
+    # Marks in the results: reading a tar again removes its mark.
     for number in (1, 2):
         path = work / f"{number:06d}.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"blake3": "mark"}))
-    # A tar that changed since it was read is read again.
+    # A tar that changed after it was read is read again.
     os.utime(tmp_path / "tars/00.tar", ns=(1, 1))
     index(tmp_path / "tars", tmp_path / "index", "num_workers=1")
     assert not work.exists()
@@ -308,17 +308,17 @@ def test_a_killed_run_goes_on_with_the_next_tar(tmp_path: Path) -> None:
         assert one == other
 
 
-def test_rows_made_with_other_settings_are_not_used(tmp_path: Path) -> None:
+def test_rows_of_other_settings_are_not_reused(tmp_path: Path) -> None:
     hugging_face_layout(tmp_path / "repo", tars=2, samples=6)
     tars, output = tmp_path / "repo/data/train", tmp_path / "index"
-    # Refused at the very end: all tars are done, and nothing is committed.
+    # Refused at the end: all tars are indexed, and nothing is committed.
     assert run_index(tars, output, "labels.space=imagenet_1k").returncode == 2
     assert len(list((tmp_path / ".index.preparing").glob("*.arrow"))) == 3, "tars and their folder"
     index(tars, output)
     assert len(samples(output, "train")) == 12
 
 
-def test_two_runs_at_a_time_are_kept_apart(tmp_path: Path) -> None:
+def test_concurrent_runs_exclude_each_other(tmp_path: Path) -> None:
     hugging_face_layout(tmp_path / "repo", tars=1, samples=6)
     (tmp_path / ".index.preparing").mkdir()
     with open(tmp_path / ".index.preparing/.lock", "wb") as lock:
@@ -335,7 +335,7 @@ def test_number_of_workers_does_not_matter(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "index1") == os.listdir(tmp_path / "index2")
 
 
-def test_label_map_that_is_gone_or_changes_meanwhile(
+def test_a_missing_or_changed_label_map_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, output = tmp_path / "tars", tmp_path / "index"
@@ -364,7 +364,7 @@ def test_label_map_that_is_gone_or_changes_meanwhile(
     assert "remove this folder" not in finished.stderr
 
 
-def test_one_that_gets_the_lock_late_finds_the_index_already_there(
+def test_a_late_run_finds_the_finished_index(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, output = tmp_path / "tars", tmp_path / "index"

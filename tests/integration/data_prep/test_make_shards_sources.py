@@ -1,4 +1,4 @@
-"""data_prep/make_shards.py on every kind of source, and with everything that selects images."""
+"""data_prep/make_shards.py with every kind of source and every selection setting."""
 
 from __future__ import annotations
 
@@ -126,14 +126,14 @@ def test_every_kind_of_source_gives_the_same_samples(
     assert samples(tmp_path / "shards") == samples(shards)
     rows = ledger(tmp_path / "shards").values()
     rejected = [row["reason"] for row in rows if row["status"] == "rejected"]
-    # The table names its first path twice.
+    # The table contains its first path twice.
     assert rejected == (["duplicate_path"] if kind == "path_table" else [])
     assert "24 kept" in text
     # Nothing was unpacked beside the output.
     assert {path.name for path in tmp_path.iterdir()} == {"source", "shards"}
 
 
-def test_numbers_that_a_source_gives_stay_labels_also_where_some_are_skipped(
+def test_numeric_labels_stay_even_with_gaps(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "source").mkdir()
@@ -151,7 +151,7 @@ def save(image: Image.Image, path: Path, **options: object) -> None:
     image.save(path, **options)  # type: ignore[arg-type]  # Pillow takes any encoder option
 
 
-def test_selection_sends_away_what_it_should_and_says_why(tmp_path: Path) -> None:
+def test_selection_drops_images_with_reasons(tmp_path: Path) -> None:
     root, evaluation = tmp_path / "images", tmp_path / "evaluation"
     for label, name in enumerate(("cat", "dog")):
         for i in range(12):
@@ -204,7 +204,7 @@ def test_selection_sends_away_what_it_should_and_says_why(tmp_path: Path) -> Non
     assert contents(tmp_path / "again") == contents(tmp_path / "shards")
 
 
-def test_labels_follow_a_space_and_what_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_labels_follow_a_space_and_others_are_refused(tmp_path: Path) -> None:
     root = tmp_path / "images"
     for synset in ("n02119789", "n01440764"):
         for i in range(3):
@@ -227,7 +227,7 @@ def hash_of(text: str) -> int:
     return int.from_bytes(text.encode()[:6], "big") % 10_000
 
 
-def test_images_are_stored_smaller_on_request_and_the_ledger_says_so(tmp_path: Path) -> None:
+def test_images_are_resized_on_request_with_ledger_detail(tmp_path: Path) -> None:
     root = tmp_path / "images"
     for i, side in enumerate((300, 280, 60)):
         save(

@@ -1,4 +1,4 @@
-"""Other people's readers on our shards, and our training on other people's shards.
+"""External readers on our shards, and our training on external shards.
 
 The index of external tars is tested in test_index_shards.py.
 """
@@ -25,7 +25,7 @@ from tests.support.corpora.small_shards import make_shard_folder
 from tests.support.ranks.rank_processes import ROOT, run_ranks
 from vitscale.data.index import read_manifest, read_split
 
-# Key, label and BLAKE3 of the image's bytes: the same whoever reads.
+# Key, label and BLAKE3 of the image's bytes, equal for all readers.
 Sample = tuple[str, int, str]
 HUGGING_FACE = """
 import json, sys
@@ -77,7 +77,7 @@ def digits(digits_shards: Path) -> Shards:
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory) -> Shards:
-    """JPEG, PNG and WebP beside each other, as a crawl gives them."""
+    """JPEG, PNG and WebP mixed, as in a web crawl."""
     folder = tmp_path_factory.mktemp("mixed") / "shards"
     make_shard_folder(folder, lengths={"train": (7, 6), "val": (4,)})
     return Shards(folder, "")
@@ -88,7 +88,7 @@ def shards(request: pytest.FixtureRequest) -> Shards:
     return request.getfixturevalue(request.param)
 
 
-def test_webdataset_reads_what_the_index_says(shards: Shards) -> None:
+def test_webdataset_reads_the_indexed_samples(shards: Shards) -> None:
     for split in shards.splits:
         entry = read_manifest(shards.folder).splits[split]
         last = len(entry.shards) - 1
@@ -102,7 +102,7 @@ def test_webdataset_reads_what_the_index_says(shards: Shards) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_hugging_face_datasets_reads_what_the_index_says(
+def test_hugging_face_datasets_reads_the_indexed_samples(
     digits: Shards, streaming: bool, tmp_path: Path
 ) -> None:
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(tmp_path)}
@@ -127,7 +127,7 @@ def timm_pixels(folder: Path, split: str) -> list[tuple[int, bytes]]:
     return [(target, np.asarray(image.convert("RGB")).tobytes()) for image, target in reader]
 
 
-def test_timm_reads_what_the_index_says(shards: Shards) -> None:
+def test_timm_reads_the_indexed_samples(shards: Shards) -> None:
     for split in shards.splits:
         assert timm_pixels(shards.folder, split) == shards.pixels(split)
 
@@ -140,7 +140,7 @@ def index_of(tars: Path, output: Path, *overrides: str) -> Path:
     return output
 
 
-def test_timm_reads_foreign_tars_through_our_index(tmp_path: Path) -> None:
+def test_timm_reads_external_tars_through_our_index(tmp_path: Path) -> None:
     list(imagenet_22k_layout(tmp_path / "tars", splits={"train": 2}, samples=5))
     settings = ["labels.space=imagenet_22k", "labels.values=index"]
     folder = index_of(tmp_path / "tars", tmp_path / "index", *settings)
@@ -196,5 +196,5 @@ def test_training_on_indexed_imagenet_22k_tars(tmp_path: Path) -> None:
     folder = index_of(tmp_path / "tars", tmp_path / "index", *settings)
     losses = train(folder, tmp_path / "run", "data.val_split=val", "model.num_classes=21841")
     assert len(losses) == 4
-    # An untrained head over 21,841 classes says nothing yet: ln 21,841 = 9.99.
+    # The loss of an untrained head over 21,841 classes: ln 21,841 = 9.99.
     assert losses[0] == pytest.approx(np.log(21_841), abs=0.1)
