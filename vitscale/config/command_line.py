@@ -95,9 +95,7 @@ def load_command(
     if "--print-config" in asked:
         print(run_to_yaml(loaded.run, sources=loaded.sources), end="")
         raise SystemExit(0)
-    return Command(
-        run=loaded.run, sources=loaded.sources, switches=asked - {"--help"}, config_path=config
-    )
+    return Command(run=loaded.run, sources=loaded.sources, switches=asked, config_path=config)
 
 
 def _parser(

@@ -136,8 +136,7 @@ def merge(under: Node, over: Node, group: type[BaseModel] | None = None, *, file
         if groups is not None and not groups.is_list:
             former = groups.chosen_by(plain_value(inherited))
             member = groups.chosen_by(plain_value(merge(inherited, child)))
-            if former is not member:
-                inherited = _without_keys_of(former, inherited, member=member, file=file)
+            inherited = _without_keys_of(former, inherited, member=member, file=file)
         merged[key] = merge(inherited, child, member, file=file)
     return Node(merged, over.place, broken=under.broken or over.broken)
 

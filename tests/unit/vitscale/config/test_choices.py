@@ -44,10 +44,15 @@ class Probe(Section):
     lr: float = 0.1
 
 
+class Nested(Section):
+    objective: Annotated[Supervised | Mae, Field(discriminator="name")] = Supervised()
+
+
 class SomeRun(Run):
     stage: Literal["some"] = "some"
     seed: int = 0
     objective: Annotated[Supervised | Mae, Field(discriminator="name")] = Supervised()
+    nested: Nested = Nested()
     teacher: Annotated[Supervised | Mae, Field(discriminator="name")] | None = None
     evaluate: tuple[Annotated[Knn | Probe, Field(discriminator="name")], ...] = Field(
         default=(), strict=False
@@ -56,6 +61,10 @@ class SomeRun(Run):
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.seed == 13:
             yield ("seed", "13 is unlucky")
+
+
+class RequiredRun(SomeRun):
+    objective: Annotated[Supervised | Mae, Field(discriminator="name")]
 
 
 class OneMemberRun(Run):
@@ -255,6 +264,26 @@ def test_child_of_another_name_drops_inherited_keys() -> None:
 def test_child_of_the_same_name_inherits_all_keys() -> None:
     child = "base: b.yaml\nobjective: {name: supervised, loss: softmax}\n"
     assert load(a=child, b=BASE).run.objective == Supervised(label_smoothing=0.1)
+
+
+def test_child_without_a_name_inherits_it() -> None:
+    base = "stage: some\nobjective: {name: mae, mask_ratio: 0.5}\n"
+    child = "base: b.yaml\nobjective: {loss: sigmoid}\n"
+    assert load(a=child, b=base).run.objective == Mae(loss="sigmoid", mask_ratio=0.5)
+
+
+def test_choice_inside_a_group_drops_inherited_keys() -> None:
+    base = "stage: some\nnested: {objective: {label_smoothing: 0.1}}\n"
+    child = "base: b.yaml\nnested: {objective: {name: mae}}\n"
+    assert load(a=child, b=base).run.nested.objective == Mae()
+
+
+def test_conflicts_are_found_beside_a_missing_choice() -> None:
+    assert errors("seed=13", run_type=RequiredRun) == [
+        "a.yaml: objective: objective is missing\n"
+        "  allowed: a group with the key name: supervised, mae",
+        "command line: seed: 13 is unlucky",
+    ]
 
 
 def test_keys_of_another_member_in_the_file_itself_are_reported() -> None:

@@ -64,9 +64,12 @@ def test_resume_is_a_key() -> None:
 
 
 def test_command_line_and_file_errors_share_one_report() -> None:
-    found = errors("--config", "a.yaml", "--dryrun", "seed=x", "--dry-run=1", "lr", "--resume")
+    found = errors(
+        "--config", "a.yaml", "--dryrun", "seed=x", "--dry-run=1", "lr", "--dry", "--resume"
+    )
     assert [text.splitlines()[0] for text in found] == [
         "command line: unknown switch --dryrun",
+        "command line: unknown switch --dry",
         "command line: --dry-run takes no value",
         "command line: --resume needs a value",
         "command line: 'lr' is not key=value",
@@ -78,7 +81,7 @@ def test_command_line_and_file_errors_share_one_report() -> None:
 def test_printed_config_is_the_run_with_sources(
     here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    argv = ["--config", "a.yaml", "seed=7"]
+    argv = ["--config", "a.yaml", "seed=7", 'tracking.tags={note: "two\\nlines"}']
     with pytest.raises(SystemExit) as end:
         command(*argv, "--print-config")
     text = capsys.readouterr().out

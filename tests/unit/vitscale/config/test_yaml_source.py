@@ -106,6 +106,12 @@ def test_several_errors_are_found_in_one_pass() -> None:
     assert len(errors) == 4
 
 
+def test_anchors_of_one_name_are_each_reported() -> None:
+    root, errors = read("a: &x 1\nb: &x 2\nc: 3\n")
+    assert len(errors) == 2
+    assert root is not None and plain_value(root) == {"c": 3}
+
+
 def test_alias_bomb_is_not_expanded() -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 12)]
