@@ -1,16 +1,16 @@
-"""Measure how long training stands still for a checkpoint, beside a blocking torch.save.
+"""Measure how long training stops for a checkpoint, beside a blocking torch.save.
 
     python benchmarks/checkpoint_stall.py --work /disk/to/measure --json results.json
 
 Owns: the measurement. Ours and torch.save take turns in the same processes, on the state of a real
-ViT under the engine (ZeRO-1, AdamW, fp32); all dirty pages are flushed before each. Two figures for
-ours. Stall: the loop's thread asks for a save, and waits before the next update until the state is
-copied. Added: the whole of the first step behind it, less a step without a save; it also holds what
-the copy takes from the cores that train. torch.save writes clones that were made beforehand, and
-flushes nothing. With several ranks each saves its own part, and the slowest counts. What was
-committed is read back and compared at the end.
-Leaves out: the price of two cores that write and train at once, but for one figure: the time of a
-later training step while the save is written, over that of a step without.
+ViT under the engine (ZeRO-1, AdamW, fp32); all dirty pages are flushed before each. Ours gives two
+numbers. Stall: the loop starts a save, and waits before the next update until the state is copied.
+Added: the whole first step after the save, less a step without a save; it includes the processor
+time that the copy takes from training. torch.save writes clones that were made in advance, and
+flushes nothing. With several ranks each saves its own part, and the slowest counts. The committed
+checkpoint is read back and compared at the end.
+Leaves out: the cost of writing and training on the same cores, except for one number: the time of a
+training step while the save is written, over that of a step without.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def build_engine(world: World, size: int) -> Engine:
 
 
 def train_step(engine: Engine, store: CheckpointStore) -> tuple[float, float, float]:
-    """One step on noise: its seconds, those waited for a copy, and these in processor time."""
+    """One step on noise: seconds of all, of waiting for the copy, and its processor seconds."""
     start = time.perf_counter()
     images = torch.randint(0, 256, (BATCH, 3, 32, 32), dtype=torch.uint8)
     engine.backward(engine.logits(images).square().mean())
@@ -191,7 +191,7 @@ def flush_disk() -> None:
 
 
 def timed_torch_save(state: dict[str, torch.Tensor], path: Path) -> dict[str, float]:
-    """Seconds of torch.save alone, and with the fsync that would make it last."""
+    """Seconds of torch.save alone, and with the fsync that makes it durable."""
     flush_disk()
     start, busy = time.perf_counter(), time.thread_time()
     torch.save(state, path)
@@ -208,7 +208,7 @@ def timed_torch_save(state: dict[str, torch.Tensor], path: Path) -> dict[str, fl
 
 
 def timed_our_save(store: CheckpointStore, engine: Engine, *, step: int) -> dict[str, float]:
-    """Seconds: training stands still; until committed, while training goes on; a step meanwhile."""
+    """Seconds: stall; until committed, while training continues; a step meanwhile."""
     flush_disk()
     quiet = median(train_step(engine, store)[0] for _ in range(5))
     flush_disk()
@@ -255,7 +255,7 @@ def measure(work: Path, *, size: int, rounds: int) -> None:
 
 
 def check_last_save(store: CheckpointStore, engine: Engine, world: World, *, step: int) -> None:
-    """What is committed is what the engine had, though training went on meanwhile."""
+    """The committed state is that of the save, although training continued meanwhile."""
     shares = gather_objects({name: each.clone() for name, each in engine.export_state().items()})
     store.save(engine.export_state(), step=step, progress={}, description={})
     train_step(engine, store)

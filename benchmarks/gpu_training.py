@@ -1,24 +1,24 @@
-"""Check and time training on a GPU, everything in one command of at most nine minutes.
+"""Check and time training on one GPU, in one command of at most nine minutes.
 
     python benchmarks/gpu_training.py --out OUT                 # one GPU
     python benchmarks/gpu_training.py --out OUT --sections L16,tax --minutes 4
-    python benchmarks/gpu_training.py --out OUT --toy           # tiny, on a CPU; shows that it runs
+    python benchmarks/gpu_training.py --out OUT --toy           # tiny, on a CPU, as a test
 
 Needs torch >= 2.11, timm, deepspeed, pydantic, PyYAML, pyarrow, safetensors, blake3, psutil and
-Pillow; says what is missing before it starts. On a machine without internet, bring wheels:
+Pillow; missing ones are named before the start. On a machine without internet, bring wheels:
 
     pip wheel --no-deps --no-build-isolation -w wheels deepspeed    # comes as source; any machine
     pip download --no-deps --only-binary=:all: --python-version 3.12 --platform ... -d wheels \\
         pydantic pydantic-core annotated-types typing-inspection hjson blake3 simplejpeg
-    python -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl      # over there
+    python -m pip install --no-index --no-deps --target /tmp/site wheels/*.whl     # on that machine
     PYTHONPATH=$PWD:/tmp/site python benchmarks/gpu_training.py --out OUT
 
 Owns: the sections, their order and time, and the table at the end.
-Leaves out: what a section does (`gpu_speed`, `gpu_checks`), sizes (`gpu_scale`).
+Leaves out: what a section does (`training.speed`, `training.checks`), sizes (`training.scale`).
 
-Sections run in one process, watched by this one: when it dies, or a section takes too long, the
-section is noted as failed and a new process goes on with the next. OUT/results.json is written
-after every figure. Exit code 1: a check failed or a section did. A missed goal is no failure.
+Sections run in one worker process. When it dies, or a section takes too long, the section has
+failed and a new worker continues with the next. OUT/results.json is written after every
+measurement. Exit code 1: a check or a section failed. A missed goal is not a failure.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ NEEDED = {
     **{"torch": "torch", "timm": "timm", "deepspeed": "deepspeed", "pydantic": "pydantic"},
     **{"yaml": "PyYAML", "pyarrow": "pyarrow", "safetensors": "safetensors", "blake3": "blake3"},
     **{"PIL": "pillow", "psutil": "psutil", "numpy": "numpy", "hjson": "hjson", "tqdm": "tqdm"},
-    **{"msgpack": "msgpack", "cpuinfo": "py-cpuinfo", "einops": "einops", "vitscale": "vitscale"},
+    **{"msgpack": "msgpack", "cpuinfo": "py-cpuinfo", "einops": "einops"},
 }
-# Seconds after which a section is ended by force, in the order in which they run: what is most
-# worth knowing comes first, since the command as a whole may be cut.
+# Seconds after which a section is killed, in the order in which they run: the most important come
+# first, since the command as a whole may be cut short.
 SECTIONS = {
     "rates": 40,
     "checks": 90,
@@ -63,7 +63,7 @@ SECTIONS = {
     "start": 120,
     "variants": 120,
 }
-# A section is asked to come to its end after this share of its time.
+# A section is asked to end after this share of its time.
 ASKED_AT = 0.7
 STARTING_S = 75
 
@@ -71,12 +71,8 @@ STARTING_S = 75
 def main() -> None:
     options = parse_arguments()
     missing = [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
-    if "vitscale" in missing:
-        root = Path(__file__).resolve().parents[1]
-        print(f"vitscale is not installed: pip install -e . (or PYTHONPATH={root})")
     if missing:
-        names = " ".join(name for name in missing if name != "vitscale")
-        print(f"missing packages; pip install {names}" if names else "", file=sys.stderr)
+        print(f"missing packages; run: pip install {' '.join(missing)}", file=sys.stderr)
         raise SystemExit(2)
     if options.first_step:
         first_step(options)
@@ -87,7 +83,7 @@ def main() -> None:
 
 
 def watch(options: argparse.Namespace) -> None:
-    """Start workers until no section is left; imports no torch."""
+    """Start workers until no section remains; does not import torch."""
     from benchmarks.training.scale import Results
 
     options.out.mkdir(parents=True, exist_ok=True)
@@ -120,12 +116,12 @@ def watch(options: argparse.Namespace) -> None:
 def run_worker(
     sections: list[str], options: argparse.Namespace, work: Path, end: float
 ) -> list[str]:
-    """One worker over `sections`; those left when it is gone. The one it died in is noted."""
+    """Run one worker over `sections`; returns those that remain. Records the one it died in."""
     from benchmarks.training.scale import Results
 
     command = [sys.executable, __file__, "--worker", "--sections", ",".join(sections)]
     command += ["--out", str(options.out), "--work", str(work), *(["--toy"] * options.toy)]
-    command += ["--spoil", options.spoil] if options.spoil else []
+    command += ["--kill-section", options.kill_section] if options.kill_section else []
     command += ["--minutes", str((end - time.monotonic()) / 60)]
     log_path = options.out / "worker.log"
     shown = log_path.stat().st_size if log_path.exists() else 0
@@ -142,9 +138,9 @@ def run_worker(
             current, began = now.get("section", ""), time.monotonic()
         limit = patience(options) * (SECTIONS[current] if current else STARTING_S)
         if time.monotonic() > began + limit:
-            reason = f"ended by force after {limit} s"
+            reason = f"killed after {limit} s"
         elif time.monotonic() > end:
-            reason = "ended by force: the command's time is over"
+            reason = "killed: the command's time is over"
         shown = show_log(log_path, shown, quiet=options.toy)
     if reason:
         os.killpg(process.pid, signal.SIGKILL)
@@ -156,29 +152,27 @@ def run_worker(
     results.values.pop("now", None)
     results.write()
     if left and (reason or process.returncode):
-        # One that never came to a section would not come to the next either.
+        # A worker that reached no section would not reach the next one either.
         died = [current] if current in left else left
-        figures = {
+        values = {
             "status": "failed",
             "error": reason or f"the process ended with {process.returncode}",
             "log": log_path.read_text(errors="replace")[-3000:],
         }
         for name in died:
-            results.record(name, figures)
-        print(
-            f"{', '.join(died)}: failed: {figures['error']}\n{figures['log'][-1000:]}", flush=True
-        )
+            results.record(name, values)
+        print(f"{', '.join(died)}: failed: {values['error']}\n{values['log'][-1000:]}", flush=True)
         left = [name for name in left if name not in died]
     return left
 
 
 def patience(options: argparse.Namespace) -> int:
-    """Toys run where time is plenty and processors are not."""
+    """Toy runs may be slow: they share few cores."""
     return 10 if options.toy else 1
 
 
 def show_log(path: Path, shown: int, *, quiet: bool) -> int:
-    """Print what the worker has said since; returns how much was shown."""
+    """Print the new lines of the worker's log; returns how much has been shown."""
     text = path.read_text(errors="replace")
     lines = [line for line in text[shown:].splitlines() if line.startswith("> ")]
     if lines and not quiet:
@@ -187,7 +181,7 @@ def show_log(path: Path, shown: int, *, quiet: bool) -> int:
 
 
 def work_through(options: argparse.Namespace) -> None:
-    """The worker: every section in turn, each with its errors caught."""
+    """The worker: run every section, catching its errors."""
     from benchmarks.training.checks import check_engine, measure_checkpoint, measure_data
     from benchmarks.training.scale import GPU, TOY, Context, Results
     from benchmarks.training.speed import (
@@ -227,29 +221,29 @@ def work_through(options: argparse.Namespace) -> None:
                 ),
                 results=results,
             )
-            run_section(ctx, kill_this_process if name == options.spoil else measures[name])
+            run_section(ctx, kill_this_process if name == options.kill_section else measures[name])
     results.values.pop("now", None)
     results.write()
     skip_teardown(0)
 
 
 def kill_this_process(ctx: Any) -> None:
-    """What a section looks like to the watching process when the system ends it."""
+    """As when the system kills the process in a section."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_section(ctx: Any, measure: Callable[[Any], None]) -> None:
     ctx.results.values["now"] = {"section": ctx.section}
     ctx.record(seconds=0.0)
-    start, figures = time.monotonic(), {"status": "done"}
+    start, values = time.monotonic(), {"status": "done"}
     try:
         measure(ctx)
-    except Exception as error:  # one section must not end the others
-        figures = {"status": "failed", "error": f"{type(error).__name__}: {error}"[:3000]}
-        figures["log"] = traceback.format_exc()[-3000:]
-        print(figures["log"], flush=True)
-    ctx.record(**figures, seconds=time.monotonic() - start)
-    print(f"> {ctx.section}: {figures['status']} in {time.monotonic() - start:.0f} s", flush=True)
+    except Exception as error:  # the other sections must run
+        values = {"status": "failed", "error": f"{type(error).__name__}: {error}"[:3000]}
+        values["log"] = traceback.format_exc()[-3000:]
+        print(values["log"], flush=True)
+    ctx.record(**values, seconds=time.monotonic() - start)
+    print(f"> {ctx.section}: {values['status']} in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def skip_teardown(code: int) -> None:
@@ -273,7 +267,7 @@ def first_step(options: argparse.Namespace) -> None:
 
 
 def note_recompiling(results: Any, out: Path) -> None:
-    """torch says so only in its log when a function was compiled too often and runs uncompiled."""
+    """torch reports only in its log that a function was compiled too often and runs uncompiled."""
     text = (out / "worker.log").read_text(errors="replace")
     hit = "recompile_limit" in text or "cache_size_limit" in text
     results.values["hit_recompile_limit"] = hit
@@ -293,40 +287,40 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
         "--format=csv,noheader",
     ]
     try:
-        told = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+        gpu = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.TimeoutExpired):
-        told = ""
+        gpu = ""
     return found | {
-        "gpu": told or "none",
+        "gpu": gpu or "none",
         "cores": len(os.sched_getaffinity(0)),
         "toy": options.toy,
     }
 
 
 def print_summary(results: Any) -> None:
-    """A short table, last: whoever sees only the end of the output sees this."""
+    """A short table at the end of the output."""
     sections = results.values["sections"]
-    print("\nsection      status    figures")
-    for name, figures in sections.items():
-        print(f"{name:12} {figures.get('status', 'cut short'):9} {summary(figures)}")
-        for line in [*figures.get("wrong", []), figures.get("error", "")]:
+    print("\nsection      status    results")
+    for name, values in sections.items():
+        print(f"{name:12} {values.get('status', 'cut short'):9} {summary(values)}")
+        for line in [*values.get("wrong", []), values.get("error", "")]:
             if line:
                 print(f"{'':12} WRONG: {line.splitlines()[0][:200]}")
     if results.values.get("hit_recompile_limit"):
         print("torch's limit of recompiling was hit: something ran uncompiled (OUT/worker.log)")
-    print(f"all figures: {results.path}", flush=True)
+    print(f"all results: {results.path}", flush=True)
 
 
-def summary(figures: dict[str, Any]) -> str:
-    """The figures of a section that fit a line."""
+def summary(values: dict[str, Any]) -> str:
+    """The main results of a section in one line."""
     words = []
     for key in (
-        *("images_per_s", "of_matmul", "of_datasheet", "of_products", "goal", "moonshot"),
+        *("images_per_s", "of_matmul", "of_datasheet", "of_products", "goal", "stretch_goal"),
         *("speed_over_bare", "speed_over_timm", "real_over_synthetic", "data_wait"),
         *("loader_images_per_s", "stall_over_torch_save", "stall_over_copy", "warm_over_whole"),
         *("idle_share", "first_step_s", "losses_apart", "memory", "matmul"),
     ):
-        value = figures.get(key)
+        value = values.get(key)
         if isinstance(value, float):
             words.append(f"{key} {value:.4g}")
         elif isinstance(value, dict):
@@ -342,12 +336,20 @@ def short(value: Any) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu_training"), help="folder")
+    parser.add_argument(
+        "--out", type=Path, default=Path("runs/gpu_training"), help="folder for results"
+    )
     parser.add_argument("--sections", help="some of: " + ",".join(SECTIONS))
-    parser.add_argument("--minutes", type=float, help="for everything; default 9 (60 with --toy)")
-    parser.add_argument("--work", type=Path, help="for shards and checkpoints; default: /tmp")
+    parser.add_argument(
+        "--minutes", type=float, help="limit for everything; default 9 (60 with --toy)"
+    )
+    parser.add_argument(
+        "--work", type=Path, help="folder for shards and checkpoints; default: /tmp"
+    )
     parser.add_argument("--toy", action="store_true", help="tiny, on the CPU")
-    parser.add_argument("--spoil", choices=SECTIONS, help="kill the process in this section")
+    parser.add_argument(
+        "--kill-section", choices=SECTIONS, help="kill the process in this section, as a test"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--first-step", choices=("blocks", "whole"), help=argparse.SUPPRESS)
     options = parser.parse_args()

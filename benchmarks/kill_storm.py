@@ -1,19 +1,19 @@
-"""A kill storm: trainings killed at random moments until N kills are through; nothing may differ.
+"""Kill training runs at random moments and compare their results with undisturbed runs.
 
     python benchmarks/kill_storm.py --kills 200 --seed 1 --ledger storm.jsonl
 
-Every training is tiny and real: pretrain/main.py on two ranks, with loader workers, augmentation,
-mixup, dropout, drop path, an average of the weights and accumulation, under each ZeRO stage in
-turn. It is struck (SIGKILL of a rank, of a loader worker, of all; bursts of SIGTERM and SIGUSR2),
-during start, training and saves, and started again by the same command until it is done.
-Then model, moments, average, progress, journal and every batch that was taken have to equal those
-of an undisturbed training, bit by bit. The first inequality, hang, lost step, or start that needs a
-hand ends the storm with exit code 1 and keeps the folder.
+Every run is tiny and real: pretrain/main.py on two ranks, with loader workers, augmentation, mixup,
+dropout, drop path, an average of the weights and accumulation, under each ZeRO stage in turn. A
+rank, a loader worker or all ranks get SIGKILL, or bursts of SIGTERM and SIGUSR2, during start,
+training and saves. The same command restarts the run until it is done. Then model, moments,
+average, progress, journal and every batch must equal those of an undisturbed run, bit by bit. The
+first difference, hang, lost step, or restart that fails ends the benchmark with exit code 1 and
+keeps the folder.
 
-Owns: the loop, what has to hold after each strike, the ledger, the summary.
-Leaves out: strikes (`storm_strikes`), starting (`warm_ranks`), comparing (`run_states`).
+Owns: the loop, the checks after each fault, the ledger, the summary.
+Leaves out: faults (`faults.injection`), starting ranks (`warm_ranks`), comparing (`run_states`).
 
---seed decides what is planned; the clock decides on which instruction a blow falls.
+--seed decides the plan; which instruction a kill interrupts depends on timing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 
 try:
-    from benchmarks.faults.strikes import Blow, Life, Strike, await_moment, draw_strike, strike_down
+    from benchmarks.faults.injection import (
+        Attempt,
+        InjectedFault,
+        PlannedFault,
+        await_moment,
+        draw_fault,
+        inject,
+    )
     from tests.support.ranks.run_states import RunState, differences, read_state, recorded_batches
     from tests.support.ranks.warm_ranks import ROOT, WarmStarter, end_session, session_of
     from vitscale.checkpoint.folders import newest_checkpoint
@@ -48,7 +55,7 @@ NUM_RANKS, INTERVAL, ACCUMULATION = 2, 7, 2
 SETTINGS = (
     *("schedule.epochs=null", "schedule.warmup_steps=5", "data.global_batch=32"),
     *("engine.max_micro_batch=8", "engine.num_threads=1", "engine.device=cpu"),
-    # How soon a silent rank is noticed follows from it.
+    # Decides how soon a silent rank is detected.
     "engine.timeout_min=0.5",
     *("model.width=48", "model.depth=2", "model.mlp_width=96"),
     *("model.dropout=0.1", "model.drop_path=0.1", "optim.ema.decay=0.98"),
@@ -63,26 +70,26 @@ VARIANTS = {
     "ZeRO 2": ("engine.zero_stage=2", "data.num_workers=1"),
     "ZeRO 3": ("engine.zero_stage=3", "data.num_workers=1"),
 }
-# The other rank learns of a death from a closed connection, a rank of its worker's from a signal.
-ENDING_S = 60.0
-TRAINING_S = 600.0
-# Loader workers look every 5 s whether their rank lives.
-ORPHANS_S = 30.0
-LIVES_WITHOUT_PROGRESS = 40
+# A closed connection tells a rank that the other one died, a signal that its worker died.
+EXIT_TIMEOUT_S = 60.0
+TRAINING_TIMEOUT_S = 600.0
+# Loader workers check every 5 s whether their rank is alive.
+ORPHAN_TIMEOUT_S = 30.0
+ATTEMPTS_WITHOUT_PROGRESS = 40
 
 
-class Broken(Exception):
-    """Something did not hold."""
+class CheckFailed(Exception):
+    """A property that must hold does not."""
 
 
 @dataclass(kw_only=True)
-class Count:
-    """What the summary tells."""
+class Totals:
+    """The content of the summary."""
 
     kills: int = 0
-    strikes: dict[str, int] = field(default_factory=dict)
+    faults: dict[str, int] = field(default_factory=dict)
     trainings: int = 0
-    lives: int = 0
+    attempts: int = 0
     lost_steps: list[int] = field(default_factory=list)
 
 
@@ -94,13 +101,13 @@ def main() -> None:
     storm = Storm(options=options, work=work, shards=shards)
     start = time.monotonic()
     try:
-        while storm.count.kills < options.kills:
+        while storm.totals.kills < options.kills:
             storm.training()
-    except Broken as error:
-        print(summary(storm.count, minutes=(time.monotonic() - start) / 60), flush=True)
-        print(f"BROKEN (--seed {options.seed}): {error}\nkept: {work}", file=sys.stderr)
+    except CheckFailed as error:
+        print(summary(storm.totals, minutes=(time.monotonic() - start) / 60), flush=True)
+        print(f"FAILED (--seed {options.seed}): {error}\nkept: {work}", file=sys.stderr)
         raise SystemExit(1) from None
-    print(summary(storm.count, minutes=(time.monotonic() - start) / 60))
+    print(summary(storm.totals, minutes=(time.monotonic() - start) / 60))
     if not options.work:
         shutil.rmtree(work)
 
@@ -108,14 +115,14 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__.split("\n", 1)[0],
-        epilog="--seed decides what is planned; the clock decides where a blow falls.",
+        epilog="--seed decides the plan; which instruction a kill interrupts depends on timing.",
     )
-    parser.add_argument("--kills", type=int, default=200, help="SIGKILLs to go through (200)")
+    parser.add_argument("--kills", type=int, default=200, help="SIGKILLs to send (200)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ledger", type=Path, help="JSON lines: one per strike and training")
-    parser.add_argument("--steps", type=int, default=60, help="steps of one training (60)")
+    parser.add_argument("--ledger", type=Path, help="JSON lines: one per fault and per run")
+    parser.add_argument("--steps", type=int, default=60, help="steps of one run (60)")
     parser.add_argument("--shards", type=Path, help="default: the digits, made here")
-    parser.add_argument("--work", help="folder for the trainings, kept; default: temporary")
+    parser.add_argument("--work", help="folder for the runs, kept; default: temporary")
     options = parser.parse_args()
     if options.kills < 1 or options.steps <= INTERVAL:
         raise UserError(
@@ -126,7 +133,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def make_shards(work: Path) -> Path:
-    """The embedded digits as shards, by the scripts that people run."""
+    """The embedded digits as shards, made by the scripts."""
     shards = work / "shards"
     if not shards.exists():
         config = ROOT / "configs/data/digits.yaml"
@@ -142,50 +149,52 @@ def make_shards(work: Path) -> Path:
 
 @dataclass(kw_only=True)
 class Storm:
-    """All trainings of one call."""
+    """All runs of one call."""
 
     options: argparse.Namespace
     work: Path
     shards: Path
-    count: Count = field(default_factory=Count)
+    totals: Totals = field(default_factory=Totals)
     undisturbed: dict[str, tuple[RunState, float]] = field(default_factory=dict)
-    """By variant: what it comes to, and the seconds until its first batch."""
+    """By variant: its final state, and the seconds until its first batch."""
 
     def training(self) -> None:
-        """One training from its first start to its end, and the comparison."""
-        number = self.count.trainings
+        """Train one run from its first start to its end, and compare it."""
+        number = self.totals.trainings
         variant = list(VARIANTS)[number % len(VARIANTS)]
-        # A server for each training: another hash seed, other addresses.
+        # A server for each run: another hash seed, other addresses.
         with WarmStarter() as starter:
             if variant not in self.undisturbed:
                 self.undisturbed[variant] = self.reference(starter, variant)
             state, start_s = self.undisturbed[variant]
             place = self.work / f"training-{number}"
-            chance = random.Random(f"{self.options.seed} {number}")
-            self.storm_through(starter, place, variant, chance=chance, start_s=start_s)
+            rng = random.Random(f"{self.options.seed} {number}")
+            self.train_with_faults(starter, place, variant, rng=rng, start_s=start_s)
             ours = read_state(place / "run", records=place)
             unequal = differences(ours, state)
         row = {"training": number, "variant": variant, "equal": not unequal}
         self.note(row | {"different": unequal})
         if unequal:
-            raise Broken("\n  ".join([f"training {number} ({variant}) differs:", *unequal]))
-        self.count.trainings += 1
-        print(f"training {number} ({variant}): equal; {self.count.kills} kills so far", flush=True)
+            raise CheckFailed("\n  ".join([f"training {number} ({variant}) differs:", *unequal]))
+        self.totals.trainings += 1
+        print(f"training {number} ({variant}): equal; {self.totals.kills} kills so far", flush=True)
         shutil.rmtree(place)
 
     def reference(self, starter: WarmStarter, variant: str) -> tuple[RunState, float]:
         place = self.work / f"undisturbed {variant}"
-        life = self.start(starter, place, variant)
+        attempt = self.start(starter, place, variant)
         start = time.monotonic()
-        while not life.num_batches() and not life.ended():
+        while not attempt.num_batches() and not attempt.ended():
             time.sleep(0.01)
         start_s = time.monotonic() - start
-        codes = [rank.wait(timeout_s=TRAINING_S) for rank in life.ranks]
+        codes = [rank.wait(timeout_s=TRAINING_TIMEOUT_S) for rank in attempt.ranks]
         if codes != [0, 0]:
-            raise Broken(f"undisturbed {variant}: exit codes {codes}\n{life.ranks[0].output()}")
+            raise CheckFailed(
+                f"undisturbed {variant}: exit codes {codes}\n{attempt.ranks[0].output()}"
+            )
         return read_state(place / "run", records=place), start_s
 
-    def start(self, starter: WarmStarter, place: Path, variant: str) -> Life:
+    def start(self, starter: WarmStarter, place: Path, variant: str) -> Attempt:
         """The same command every time."""
         place.mkdir(exist_ok=True)
         command = [ROOT / "tests/support/ranks/recorded_rank.py", ROOT / "pretrain/main.py"]
@@ -197,86 +206,98 @@ class Storm:
             folder=place,
             environment={"VITSCALE_RECORD": str(place)},
         )
-        self.count.lives += 1
-        return Life(ranks=ranks, folder=place / "run", records=place)
+        self.totals.attempts += 1
+        return Attempt(ranks=ranks, folder=place / "run", records=place)
 
-    def storm_through(
+    def train_with_faults(
         self,
         starter: WarmStarter,
         place: Path,
         variant: str,
         *,
-        chance: random.Random,
+        rng: random.Random,
         start_s: float,
     ) -> None:
-        """Strike, start again, until the training is done."""
+        """Inject faults and restart until training is done."""
         committed, idle, leaders = 0, 0, []
         while True:
-            life = self.start(starter, place, variant)
-            leaders += [rank.pid for rank in life.ranks]
-            strike = draw_strike(
-                chance,
+            attempt = self.start(starter, place, variant)
+            leaders += [rank.pid for rank in attempt.ranks]
+            fault = draw_fault(
+                rng,
                 num_ranks=NUM_RANKS,
                 start_s=1.5 * start_s,
                 interval=INTERVAL * ACCUMULATION * NUM_RANKS,
             )
-            blow = None
-            if idle < LIVES_WITHOUT_PROGRESS and await_moment(strike, life):
-                blow = strike_down(strike, life)
+            injected = None
+            if idle < ATTEMPTS_WITHOUT_PROGRESS and await_moment(fault, attempt):
+                injected = inject(fault, attempt)
             start = time.monotonic()
-            codes = ending(life, strike if blow is not None and blow.killed else None)
-            now = self.judge(life, strike, blow, codes, committed=committed)
-            if blow is not None:
-                self.record(strike, blow, life, codes, committed=now, start=start, variant=variant)
+            codes = exit_codes(attempt, fault if injected is not None and injected.killed else None)
+            now = self.validate(attempt, fault, injected, codes, committed=committed)
+            if injected is not None:
+                self.record(
+                    fault, injected, attempt, codes, committed=now, start=start, variant=variant
+                )
             idle = idle + 1 if now == committed else 0
             committed = now
             if all(code == 0 for code in codes):
                 break
         await_no_orphans(leaders)
 
-    def judge(
-        self, life: Life, strike: Strike, blow: Blow | None, codes: list[int], *, committed: int
+    def validate(
+        self,
+        attempt: Attempt,
+        fault: PlannedFault,
+        injected: InjectedFault | None,
+        codes: list[int],
+        *,
+        committed: int,
     ) -> int:
-        """The newest committed step. Raises Broken."""
-        told = f"{strike}\n{blow}\nexit codes {codes}\n{life.ranks[0].output()[-3000:]}"
-        checkpoint, complaints = newest_checkpoint(life.folder / "checkpoints")
+        """The newest committed step. Raises CheckFailed."""
+        details = f"{fault}\n{injected}\nexit codes {codes}\n{attempt.ranks[0].output()[-3000:]}"
+        checkpoint, complaints = newest_checkpoint(attempt.folder / "checkpoints")
         now = 0 if checkpoint is None else checkpoint.step
         if complaints or now < committed:
-            raise Broken(f"committed step {committed}, now {now}: {complaints}\n{told}")
-        if blow is None and codes != [0, 0]:
-            raise Broken(f"a start that nobody disturbed did not go through\n{told}")
-        if blow is not None and not blow.killed and set(codes) - {0, EXIT_STOPPED_RESUMABLE}:
-            # Before the handlers are there, SIGTERM ends a process as it ends any.
-            if strike.moment != "start":
-                raise Broken(f"signals alone did not end in a checkpoint\n{told}")
-        if lost_steps(life, committed=now) > 2 * INTERVAL:
-            raise Broken(f"more lost than an interval and a save\n{told}")
+            raise CheckFailed(f"committed step {committed}, now {now}: {complaints}\n{details}")
+        if injected is None and codes != [0, 0]:
+            raise CheckFailed(f"an undisturbed start failed\n{details}")
+        if (
+            injected is not None
+            and not injected.killed
+            and set(codes) - {0, EXIT_STOPPED_RESUMABLE}
+        ):
+            # Before the handlers are installed, SIGTERM ends the process.
+            if fault.moment != "start":
+                raise CheckFailed(f"signals alone did not end in a checkpoint\n{details}")
+        if lost_steps(attempt, committed=now) > 2 * INTERVAL:
+            raise CheckFailed(f"more steps lost than an interval and a save\n{details}")
         return now
 
     def record(
         self,
-        strike: Strike,
-        blow: Blow,
-        life: Life,
+        fault: PlannedFault,
+        injected: InjectedFault,
+        attempt: Attempt,
         codes: list[int],
         *,
         committed: int,
         start: float,
         variant: str,
     ) -> None:
-        self.count.kills += blow.killed
-        name = f"{strike.victim} at {strike.moment}"
-        self.count.strikes[name] = self.count.strikes.get(name, 0) + 1
-        lost = lost_steps(life, committed=committed)
-        self.count.lost_steps.append(lost)
+        self.totals.kills += injected.killed
+        name = f"{fault.victim} at {fault.moment}"
+        self.totals.faults[name] = self.totals.faults.get(name, 0) + 1
+        lost = lost_steps(attempt, committed=committed)
+        self.totals.lost_steps.append(lost)
         row = {
-            "training": self.count.trainings,
+            "training": self.totals.trainings,
             "variant": variant,
-            "moment": strike.moment,
-            "hit": blow.hit,
-            "kills": blow.killed,
+            "moment": fault.moment,
+            "hit": injected.hit,
+            "kills": injected.killed,
             "exit_codes": codes,
-            "launcher_s": strike.launcher_s,
+            "launcher_s": fault.launcher_s,
             "ended_after_s": round(time.monotonic() - start, 2),
             "committed_step": committed,
             "lost_steps": lost,
@@ -292,23 +313,23 @@ class Storm:
             file.write(json.dumps(row) + "\n")
 
 
-def lost_steps(life: Life, *, committed: int) -> int:
-    """Steps that were through and are behind the newest commit."""
+def lost_steps(attempt: Attempt, *, committed: int) -> int:
+    """Steps that were done after the newest commit."""
     begun: dict[int, int] = {}
-    for (rank, step, _), _ in recorded_batches(life.records):
+    for (rank, step, _), _ in recorded_batches(attempt.records):
         begun[rank] = step
     return max(0, min(begun.values(), default=0) - committed)
 
 
-def ending(life: Life, strike: Strike | None) -> list[int]:
-    """Exit codes. Without a launcher, a rank that does not end by itself breaks the storm."""
-    ranks, wait_s = life.ranks, TRAINING_S if strike is None else ENDING_S
+def exit_codes(attempt: Attempt, fault: PlannedFault | None) -> list[int]:
+    """Wait for all ranks. Without a launcher, a rank that does not exit by itself is an error."""
+    ranks, wait_s = attempt.ranks, TRAINING_TIMEOUT_S if fault is None else EXIT_TIMEOUT_S
     try:
-        if strike is not None and strike.launcher_s is not None:
-            # As launch/local.py and srun --kill-on-bad-exit do. Workers are left to themselves.
-            await_first_end(life)
+        if fault is not None and fault.launcher_s is not None:
+            # As launch/local.py and srun --kill-on-bad-exit do. Workers must end by themselves.
+            await_first_exit(attempt)
             with suppress(TimeoutError):
-                return [rank.wait(timeout_s=strike.launcher_s / len(ranks)) for rank in ranks]
+                return [rank.wait(timeout_s=fault.launcher_s / len(ranks)) for rank in ranks]
             for rank in ranks:
                 rank.send_signal(signal.SIGKILL)
         return [rank.wait(timeout_s=wait_s) for rank in ranks]
@@ -316,34 +337,34 @@ def ending(life: Life, strike: Strike | None) -> list[int]:
         output = "\n".join(rank.output()[-3000:] for rank in ranks)
         for rank in ranks:
             end_session(rank.pid)
-        raise Broken(f"hangs: {error}\n{strike}\n{output}") from None
+        raise CheckFailed(f"hangs: {error}\n{fault}\n{output}") from None
 
 
-def await_first_end(life: Life) -> None:
-    deadline = time.monotonic() + ENDING_S
-    while not life.ended():
+def await_first_exit(attempt: Attempt) -> None:
+    deadline = time.monotonic() + EXIT_TIMEOUT_S
+    while not attempt.ended():
         if time.monotonic() > deadline:
             raise TimeoutError("no rank ends")
         time.sleep(0.02)
 
 
 def await_no_orphans(leaders: list[int]) -> None:
-    deadline = time.monotonic() + ORPHANS_S
+    deadline = time.monotonic() + ORPHAN_TIMEOUT_S
     while left := [pid for leader in leaders for pid in session_of(leader)]:
         if time.monotonic() > deadline:
-            raise Broken(f"processes left behind: {left}")
+            raise CheckFailed(f"processes left behind: {left}")
         time.sleep(0.2)
 
 
-def summary(count: Count, *, minutes: float) -> str:
-    lost = count.lost_steps
-    rows = [f"  {name}: {number}" for name, number in sorted(count.strikes.items())]
+def summary(totals: Totals, *, minutes: float) -> str:
+    lost = totals.lost_steps
+    rows = [f"  {name}: {number}" for name, number in sorted(totals.faults.items())]
     return "\n".join(
         [
-            f"{count.kills} SIGKILLs in {count.lives} starts, {minutes:.1f} min; {count.trainings} "
-            "trainings went through and equal undisturbed ones bit by bit",
+            f"{totals.kills} SIGKILLs in {totals.attempts} starts, {minutes:.1f} min; "
+            f"{totals.trainings} runs equal undisturbed ones bit by bit",
             *rows,
-            f"steps lost by a strike: mean {sum(lost) / max(1, len(lost)):.1f}, most "
+            f"steps lost per fault: mean {sum(lost) / max(1, len(lost)):.1f}, most "
             f"{max(lost, default=0)}; {INTERVAL} between saves",
         ]
     )

@@ -3,13 +3,13 @@
     python benchmarks/loader_speed.py --images PHOTOS --workers 2 --rounds 5 --json results.json
 
 Owns: which measurements run, in what order, and the tables. All loaders run in turn (A B C A B C),
-each time in a fresh process (but for --quick), on the same shards made by data_prep/make_shards.py.
+each time in a fresh process (except with --toy), on the same shards of data_prep/make_shards.py.
 Our pixels are compared with Pillow's first, and a wrong one ends the benchmark with exit code 1. A
 goal that is missed does not.
-Leaves out: the loaders (`contenders`) and single properties (`properties`).
+Leaves out: the loaders (`loader.contenders`) and single properties (`loader.properties`).
 
 The shards are in the page cache. Numbers are of this machine as it is: the load by others is
-printed, and figures taken beside other work mean little.
+printed, and results taken beside other work mean little.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ except ModuleNotFoundError as error:
 
 MEASUREMENTS = ("pixels", "rates", "parse", "resume", "memory")
 SHARD_MIB = 24
-# A fast decoder may differ from Pillow by rounding; a box beside the right one gives far less.
+# A fast decoder may differ from Pillow by rounding; a wrong box gives a far lower PSNR.
 LEAST_PSNR = 30.0
 PACKAGES = (
     *("torch", "torchvision", "webdataset", "pillow", "simplejpeg", "opencv-python-headless"),
@@ -73,7 +73,7 @@ def main() -> None:
 
 def measure(work: Path, options: argparse.Namespace, results: dict[str, Any]) -> None:
     photos = given_photos(options.images) if options.images else noise_photos(**options.noise)
-    source = write_photo_folder(work / "photos", photos, total_bytes=int(options.mib * 2**20))
+    source = write_photo_folder(work / "photos", photos, total_bytes=int(options.total_mib * 2**20))
     shards = work / "shards"
     run_command(
         make_shards_command(source.root, shards, "images.check=header", shard_mib=options.shard_mib)
@@ -95,11 +95,11 @@ def measure(work: Path, options: argparse.Namespace, results: dict[str, Any]) ->
 
 
 def child(script: ModuleType, *arguments: object, fresh: bool) -> dict[str, Any]:
-    """What the script finds, in a fresh process, or without the seconds of starting one."""
+    """Run the script in a fresh process, or in this one, which is faster; returns its result."""
     words = [str(argument) for argument in arguments]
     if not fresh:
-        told: dict[str, Any] = script.run(words)
-        return told
+        result: dict[str, Any] = script.run(words)
+        return result
     command = [sys.executable, str(script.__file__), *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -117,16 +117,16 @@ def measure_pixels(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
             print(f"{decoder:12} left out: {missing(decoder)}")
             continue
         arguments = ["--decoder", decoder, "--workers", options.workers]
-        spoil = ["--spoil", options.spoil] if options.spoil else []
+        corrupt = ["--corrupt", options.corrupt] if options.corrupt else []
         seen = child(
             properties,
             "pixels",
             shards,
             *arguments,
             "--images",
-            options.checked,
-            *spoil,
-            fresh=not options.quick,
+            options.check_images,
+            *corrupt,
+            fresh=not options.toy,
         )
         found[decoder] = seen
         print(
@@ -150,7 +150,7 @@ def measure_rates(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
     for turn in range(options.rounds):
         for name in present:
             limits = ["--workers", options.workers, "--seconds", options.seconds]
-            found = child(contenders, name, shards, *limits, fresh=not options.quick)
+            found = child(contenders, name, shards, *limits, fresh=not options.toy)
             expected.check(name, found)
             kept = {key: found[key] for key in ("rate", "start_s", "images")}
             runs[name].append({**kept, "load": os.getloadavg()[0]})
@@ -165,7 +165,7 @@ def left_out(name: str) -> str | None:
 
 
 class Expected:
-    """What labels a loader has to give."""
+    """The labels that a loader must give."""
 
     def __init__(self, shards: Path) -> None:
         self.index = read_split(shards, split="train")
@@ -199,15 +199,17 @@ def print_rates(runs: dict[str, list[dict[str, float]]]) -> None:
     ours = next(name for name in DECODERS if name in runs)
     if "webdataset" in runs:
         found = ratio(runs, ours, "webdataset")
-        print_goal(f"{ours} / webdataset", found, goal=3.0, moonshot=4.0)
+        print_goal(f"{ours} / webdataset", found, goal=3.0, stretch_goal=4.0)
     else:
-        print(f"{ours} / webdataset: not judged, webdataset is left out")
+        print(f"{ours} / webdataset: not compared, webdataset is left out")
     rivals = [name for name in RIVALS if name in runs]
     if not rivals:
-        print(f"{ours} / the best rival: not judged, all are left out")
+        print(f"{ours} / the best rival: not compared, all are left out")
         return
     best = max(rivals, key=lambda name: median(run["rate"] for run in runs[name]))
-    print_goal(f"{ours} / {best}, the best rival", ratio(runs, ours, best), goal=1.7, moonshot=2.2)
+    print_goal(
+        f"{ours} / {best}, the best rival", ratio(runs, ours, best), goal=1.7, stretch_goal=2.2
+    )
 
 
 def ratio(runs: dict[str, list[dict[str, float]]], name: str, other: str) -> list[float]:
@@ -216,9 +218,9 @@ def ratio(runs: dict[str, list[dict[str, float]]], name: str, other: str) -> lis
     return [median(ratios), min(ratios), max(ratios)]
 
 
-def print_goal(what: str, found: list[float], *, goal: float, moonshot: float | None) -> None:
+def print_goal(what: str, found: list[float], *, goal: float, stretch_goal: float | None) -> None:
     verdict = "reached" if found[0] >= goal else "MISSED"
-    more = f", moonshot {moonshot}" if moonshot else ""
+    more = f", stretch goal {stretch_goal}" if stretch_goal else ""
     print(
         f"{what}: {found[0]:.2f} ({found[1]:.2f} to {found[2]:.2f}); goal {goal}{more}: {verdict}"
     )
@@ -229,14 +231,16 @@ def measure_parse(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
     runs: dict[str, list[dict[str, float]]] = {"webdataset": [], "index": []}
     for _ in range(options.rounds):
         for name, found in runs.items():
-            found.append(child(properties, f"parse_{name}", shards, fresh=not options.quick))
+            found.append(child(properties, f"parse_{name}", shards, fresh=not options.toy))
     counts = {(run["samples"], run["bytes"]) for found in runs.values() for run in found}
     if len(counts) != 1:
         raise WrongOutput(f"samples and bytes read differ: {sorted(counts)}")
     print("\nreading bytes alone, one process, samples/s")
     for name, found in runs.items():
         print(f"{name:12} {median(run['rate'] for run in found):9,.0f}")
-    print_goal("index / webdataset", ratio(runs, "index", "webdataset"), goal=5.0, moonshot=None)
+    print_goal(
+        "index / webdataset", ratio(runs, "index", "webdataset"), goal=5.0, stretch_goal=None
+    )
     return runs
 
 
@@ -247,14 +251,14 @@ def measure_resume(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
         shards,
         "--passes",
         2 * options.rounds,
-        fresh=not options.quick,
+        fresh=not options.toy,
     )
     times: dict[str, list[float]] = {"0.01": [], "0.9": []}
     for _ in range(options.rounds):
         for share, found in times.items():
             arguments = ["--share", share, "--workers", options.workers, "--decoder", "auto"]
             found.append(
-                child(properties, "resume_shards", shards, *arguments, fresh=not options.quick)[
+                child(properties, "resume_shards", shards, *arguments, fresh=not options.toy)[
                     "seconds"
                 ]
             )
@@ -307,28 +311,38 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.set_defaults(noise={})
     parser.add_argument("--images", type=Path, help="folder of JPEG photographs; default: noise")
-    parser.add_argument("--mib", type=float, default=300, help="they are repeated to this")
+    parser.add_argument(
+        "--total-mib", type=float, default=300, help="total size; images are repeated"
+    )
     parser.add_argument("--shard-mib", type=int, default=SHARD_MIB)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=8, help="measured per loader and round")
-    parser.add_argument("--passes", type=int, default=3, help="over all images, for memory")
-    parser.add_argument("--checked", type=int, default=512, help="images compared with Pillow's")
-    parser.add_argument("--only", help="some of: " + ",".join(MEASUREMENTS))
-    parser.add_argument("--parse", action="store_true", help="the same as --only parse")
-    parser.add_argument("--work", type=Path, default=Path("runs"))
-    parser.add_argument("--json", type=Path, help="write all figures here")
-    parser.add_argument("--quick", action="store_true", help="tiny; shows only that all works")
     parser.add_argument(
-        "--spoil", choices=("pixels", "labels", "count"), help="the checks must fail"
+        "--seconds", type=float, default=8, help="measured seconds per loader and round"
+    )
+    parser.add_argument("--passes", type=int, default=3, help="passes over all images, for memory")
+    parser.add_argument(
+        "--check-images", type=int, default=512, help="images to compare with Pillow"
+    )
+    parser.add_argument("--only", help="some of: " + ",".join(MEASUREMENTS))
+    parser.add_argument("--work", type=Path, default=Path("runs"))
+    parser.add_argument("--json", type=Path, help="write all results here")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, to show that it works")
+    parser.add_argument(
+        "--corrupt", choices=("pixels", "labels", "count"), help="corrupt batches; must fail"
     )
     options = parser.parse_args()
-    if options.quick:
-        tiny = {"rounds": 1, "mib": 3, "shard_mib": 1, "seconds": 0, "passes": 1, "checked": 64}
+    if options.toy:
+        tiny = {
+            "rounds": 1,
+            "total_mib": 3,
+            "shard_mib": 1,
+            "seconds": 0,
+            "passes": 1,
+            "check_images": 64,
+        }
         parser.set_defaults(**tiny, workers=1, noise={"width": 160, "height": 120, "num": 8})
         options = parser.parse_args()
-    if options.parse:
-        options.only = "parse"
     options.only = options.only.split(",") if options.only else list(MEASUREMENTS)
     unknown = sorted(set(options.only) - set(MEASUREMENTS))
     if unknown:

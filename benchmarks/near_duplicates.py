@@ -1,13 +1,13 @@
-"""What the search for copies catches, what it takes for copies wrongly, and what it costs.
+"""Measure the search for duplicates: catch rates, false positives and cost.
 
     python benchmarks/near_duplicates.py [--images FOLDER]       catch rates, false positives, speed
     python benchmarks/near_duplicates.py --scale 100000 1000000  time and memory of the grouping
 
 Copies are made of each image of FOLDER (JPEG, PNG, WebP, any structure) or of generated pictures,
-and asked for as a pair. Two halves of the images are reported side by side, to show how far the
-rates vary. False positives: every pair of different images of FOLDER, and of scikit-learn's
-handwritten digits, of which many look alike. Catch rates take a pair as given: the search for pairs
-finds all that pass (tests/unit/data_prep/duplicates/test_search.py).
+and compared as a pair. Two halves of the images are reported, to show how much the rates vary.
+False positives: every pair of different images of FOLDER, and of scikit-learn's handwritten digits,
+of which many look alike. Catch rates assume that a pair is compared: the search for pairs finds all
+that match (tests/unit/data_prep/duplicates/test_search.py).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SURVEY_ROWS = 10_000
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure the search for copies of images.")
+    parser = argparse.ArgumentParser(description="Measure the search for duplicates.")
     parser.add_argument("--images", type=Path, help="folder of distinct images; none: generated")
     parser.add_argument("--scale", type=int, nargs="+", metavar="N", help="group N descriptors")
     parser.add_argument("--group", type=int, help=argparse.SUPPRESS)
@@ -70,7 +70,7 @@ def main() -> None:
     else:
         images = read_images(arguments.images)
         originals = report_catch_rates(images)
-        print(f"\n{'wrongly taken for copies':34}{'pairs':>10}{'found':>10}")
+        print(f"\n{'matched by mistake':34}{'pairs':>10}{'found':>10}")
         report_false_positives("images above", originals)
         report_digits()
         report_speed(images)
@@ -81,7 +81,7 @@ def read_images(folder: Path | None) -> list[bytes]:
         return [encoded(generated(seed), "PNG") for seed in range(NUM_GENERATED)]
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not files:
-        raise UserError("holds no images", where=f"--images {folder}")
+        raise UserError("contains no images", where=f"--images {folder}")
     return [path.read_bytes() for path in files]
 
 
@@ -150,7 +150,7 @@ PROMISED: dict[str, Manipulation] = {
         resized(image, chance.uniform(0.4, 2), chance), 95
     ),
     "mirrored": lambda image, chance: jpeg(ImageOps.mirror(image), 95),
-    "all together, by chance": any_copy,
+    "all together, random": any_copy,
     "all together, hardest": lambda image, chance: jpeg(
         resized(ImageOps.mirror(image), 0.4, chance), 30
     ),
@@ -194,7 +194,7 @@ def report_catch_rates(images: list[bytes]) -> np.ndarray:
 
 
 def false_pairs(descriptors: np.ndarray) -> tuple[int, int, int]:
-    """(pairs of different images, those taken for copies, images in these)."""
+    """(pairs of different images, those that match, images in these)."""
     first, second = np.triu_indices(len(descriptors), 1)
     num_found, involved = 0, set()
     for start in range(0, len(first), PAIRS_AT_ONCE):
@@ -213,14 +213,16 @@ def false_pairs(descriptors: np.ndarray) -> tuple[int, int, int]:
 
 def report_false_positives(name: str, descriptors: np.ndarray) -> None:
     pairs, found, leaving = false_pairs(descriptors)
-    print(f"{name:34}{pairs:>10}{found:>10}   {leaving} of {len(descriptors)} images would leave")
+    print(
+        f"{name:34}{pairs:>10}{found:>10}   {leaving} of {len(descriptors)} images would be dropped"
+    )
 
 
 def report_digits() -> None:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
-        print("digits: scikit-learn is not installed")
+        print("digits: left out, scikit-learn is not installed")
         return
     pictures = np.rint(load_digits().images * (255 / 16)).astype(np.uint8)
     contents = [
@@ -271,7 +273,7 @@ def report_scale(sizes: list[int]) -> None:
 
 
 def report_grouping(num: int) -> None:
-    """Group `num` descriptors, of which 2 % are copies, and say what that took."""
+    """Group `num` descriptors, of which 2 % are copies, and print time and memory."""
     with tempfile.TemporaryDirectory() as folder:
         paths = [
             write_survey(Path(folder), start, min(SURVEY_ROWS, num - start))
@@ -285,7 +287,7 @@ def report_grouping(num: int) -> None:
         seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
-        f"find_duplicates: {num} images, {leaving} leave, {seconds:.1f} s ({cpu:.1f} s of "
+        f"find_duplicates: {num} images, {leaving} dropped, {seconds:.1f} s ({cpu:.1f} s of "
         f"processor time), peak memory "
         f"{peak:.0f} MiB ({before:.0f} before)",
         flush=True,

@@ -5,10 +5,10 @@
 Owns: which measurements run, in what order, and the tables. Everything runs in turn (A B C A B C),
 each time into a fresh folder, and every output is read back and compared by hash outside the timed
 part; a wrong byte ends the benchmark with exit code 1. A goal that is missed does not.
-Leaves out: the contenders (`sharding_contenders`), killing and growing (`sharding_scale`).
+Leaves out: the contenders (`sharding.contenders`), growth and kills (`sharding.growth`).
 
 Source files are in the page cache unless --cold is given. Numbers are of this machine as it is:
-the load by others is printed, and figures taken beside other work mean little.
+the load by others is printed, and results taken beside other work mean little.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ try:
         check_one_file,
         check_plain_tars,
         check_shards,
-        spoil,
+        corrupt,
     )
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
@@ -82,12 +82,12 @@ def header(source: PhotoFolder, output: Path) -> float:
 
 
 def decode(source: PhotoFolder, output: Path) -> float:
-    # Small shards, as many for each core as a large corpus has.
+    # Small shards, so each core has as many as with a large corpus.
     return _checked(source, output, "decode", shard_mib=DECODE_SHARD_MIB)
 
 
 def decode_one_shard(source: PhotoFolder, output: Path) -> float:
-    """What idle cores do for the one that has the only shard."""
+    """Idle cores decode for the process that has the only shard."""
     return _checked(source, output, "decode", shard_mib=ONE_SHARD_MIB)
 
 
@@ -106,7 +106,7 @@ def decoder(source: PhotoFolder, output: Path) -> float:
 
 
 def check_nothing(source: PhotoFolder, output: Path) -> None:
-    """The decoder alone writes nothing; a picture that it cannot decode ends its process."""
+    """The decoder writes nothing; an image that it cannot decode ends its process."""
 
 
 def check_prepared(source: PhotoFolder, output: Path) -> None:
@@ -127,7 +127,7 @@ CONTENDERS: dict[str, tuple[Run, Check, str]] = {
 }
 OF_PART = ("decoder", "decode", "decode_one", "strict")
 SCALE = ("scaling", "resume")
-# (contender, beside which, goal, moonshot): rate of the first over rate of the second.
+# (contender, compared with, goal, stretch goal): rate of the first over rate of the second.
 GOALS = (
     ("header", "copy", 0.85, 0.95),
     ("header", "shardwriter", 2.0, 4.0),
@@ -197,11 +197,11 @@ def take_turns(
             print(f"  round {turn + 1}: {name} {seconds[name][-1]:.2f} s", flush=True)
             if name == "cp":
                 seconds.setdefault("cp_flushed", []).append(seconds["cp"][-1] + flush(output))
-            if options.spoil and name != "decoder":
-                spoil(output)
+            if options.corrupt and name != "decoder":
+                corrupt(output)
             check(source, output)
             shutil.rmtree(output)
-            os.sync()  # what this one left unwritten must not slow the next one
+            os.sync()  # unwritten pages must not slow the next contender
         if any(CONTENDERS[name][1] is check_prepared for name in names):
             seconds.setdefault("start", []).append(start_seconds(source.root, work / "none"))
     return {
@@ -213,7 +213,7 @@ def take_turns(
 
 
 def cpu_seconds() -> float:
-    """Of this process and of all that have ended below it."""
+    """Of this process and of its finished children."""
     return sum(os.times()[:4])
 
 
@@ -234,13 +234,13 @@ def print_rates(measured: dict[str, Any]) -> None:
         )
     if "start" in seconds:
         print(f"of make_shards.py, start (interpreter, imports): {median(seconds['start']):.2f} s")
-    for name, other, goal, moonshot in GOALS:
+    for name, other, goal, stretch_goal in GOALS:
         if name in seconds and other in seconds:
-            print_ratio(seconds, name, other, goal, moonshot)
+            print_ratio(seconds, name, other, goal, stretch_goal)
 
 
 def print_ratio(
-    seconds: dict[str, list[float]], name: str, other: str, goal: float, moonshot: float | None
+    seconds: dict[str, list[float]], name: str, other: str, goal: float, stretch_goal: float | None
 ) -> None:
     whole = [b / a for a, b in zip(seconds[name], seconds[other], strict=True)]
     ran = [
@@ -248,7 +248,7 @@ def print_ratio(
         for a, b, start in zip(seconds[name], seconds[other], seconds["start"], strict=True)
     ]
     verdict = "reached" if median(whole) >= goal else "MISSED"
-    more = f", moonshot {moonshot}" if moonshot else ""
+    more = f", stretch goal {stretch_goal}" if stretch_goal else ""
     print(
         f"{name} / {other}: {median(whole):.2f} ({min(whole):.2f} to {max(whole):.2f}); "
         f"without start {median(ran):.2f}; goal {goal}{more}: {verdict}"
@@ -274,22 +274,34 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     everything = (*CONTENDERS, *SCALE)
     parser.add_argument("--images", type=Path, help="folder of JPEG photographs; default: noise")
-    parser.add_argument("--total-mib", type=float, default=1200, help="they are repeated to this")
-    parser.add_argument("--decode-images", type=int, default=3000, help="part used for decoding")
+    parser.add_argument(
+        "--total-mib", type=float, default=1200, help="total size; images are repeated"
+    )
+    parser.add_argument(
+        "--decode-images", type=int, default=3000, help="number of images to decode"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", help="some of: " + ",".join(everything))
-    parser.add_argument("--work", type=Path, default=Path("runs"), help="on the disk to measure")
-    parser.add_argument("--cold", action="store_true", help="drop the page cache first; root")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs"), help="folder on the disk to measure"
+    )
+    parser.add_argument(
+        "--cold", action="store_true", help="drop the page cache first (needs root)"
+    )
+    parser.add_argument("--json", type=Path, help="write all results here")
     parser.add_argument("--drawing", choices=("glyphs", "shapes"), default="glyphs")
-    parser.add_argument("--classes", type=int, default=20_992, help="of the large corpus")
+    parser.add_argument(
+        "--classes", type=int, default=20_992, help="classes of the corpus of drawings"
+    )
     parser.add_argument("--images-per-class", type=int, default=10)
-    parser.add_argument("--kills", type=int, default=10, help="for resume")
-    parser.add_argument("--seed", type=int, default=0, help="decides when it is killed")
-    parser.add_argument("--quick", action="store_true", help="tiny; shows only that all works")
-    parser.add_argument("--spoil", action="store_true", help="turn a bit; the checks must fail")
+    parser.add_argument("--kills", type=int, default=10, help="number of kills in resume")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills")
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, to show that it works")
+    parser.add_argument(
+        "--corrupt", action="store_true", help="flip a bit of each output; must fail"
+    )
     options = parser.parse_args()
-    if options.quick:
+    if options.toy:
         tiny = {"rounds": 1, "total_mib": 4, "decode_images": 16, "kills": 1, "classes": 200}
         parser.set_defaults(**tiny, images_per_class=2, drawing="shapes")
         options = parser.parse_args()

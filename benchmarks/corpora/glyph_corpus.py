@@ -5,14 +5,14 @@
     python benchmarks/corpora/glyph_corpus.py runs/glyphs --images-per-class 10
 
 Owns: the layout on disk and where faults are planted. The same options give the same bytes.
-Leaves out: drawing (`glyph_drawing`), making faults (`planted_faults`).
+Leaves out: drawing (`glyph_drawing`), creating faults (`planted_faults`).
 
 OUTPUT/tars/U4E00.tar ...   --layout tars: one tar per class, as ImageNet-21k is distributed
 OUTPUT/corpus.tar           --layout tar_of_tars: these in one tar
 OUTPUT/images/U4E00/...     --layout folders
 OUTPUT/classes.txt          class names in order, for labels.space
 OUTPUT/parents.csv          class, radical; for labels.parents
-OUTPUT/faults.csv           with --faults: path, fault, what has to become of it, whose copy it is
+OUTPUT/faults.csv           with --faults: path, fault, expected outcome, original of a copy
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LAYOUTS = ("tars", "tar_of_tars", "folders")
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """What is written, for every process that writes."""
+    """What every writing process needs."""
 
     drawing: str
     look: Look
@@ -125,11 +125,16 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("output", type=Path, help="folder to create")
     parser.add_argument("--drawing", choices=DRAWINGS, default="glyphs")
     parser.add_argument("--layout", choices=LAYOUTS, default="tars")
-    parser.add_argument("--classes", type=int, default=NUM_CLASSES, help="spread over all")
+    parser.add_argument(
+        "--classes",
+        type=int,
+        default=NUM_CLASSES,
+        help="number of classes, spread over all characters",
+    )
     parser.add_argument("--images-per-class", type=positive, default=10)
-    parser.add_argument("--side", type=positive, default=64, help="pixels")
+    parser.add_argument("--side", type=positive, default=64, help="height and width in pixels")
     parser.add_argument("--format", choices=FORMATS, default="png")
-    parser.add_argument("--faults", type=int, default=0, help="so many of each fault")
+    parser.add_argument("--faults", type=int, default=0, help="number of files per fault")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=positive, default=len(os.sched_getaffinity(0)))
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""Pictures of Chinese characters, or of drawn shapes, as a function of class, number and seed.
+"""Draw Chinese characters or shapes, as a function of class, number and seed.
 
 Owns: fonts, radicals, and drawing one picture.
 Leaves out: folders, tars and faults (`glyph_corpus`, `planted_faults`).
@@ -49,7 +49,7 @@ def class_name(number: int) -> str:
 
 
 def missing_packages() -> list[str]:
-    """apt packages without which characters and radicals cannot be had."""
+    """Missing apt packages with fonts and character data."""
     missing = [package for path, package in FONTS.items() if not Path(path).is_file()]
     return missing + ([] if Path(UNIHAN).is_file() else ["unicode-data"])
 

@@ -1,8 +1,7 @@
-"""A folder of photographs, large enough to time, one sub-folder per class.
+"""Write a large folder of photographs, one sub-folder per class.
 
-Owns: repeating given photographs under new names and with bytes of their own; noise JPEGs of the
-same size where none are given; the hashes that outputs are compared with.
-Leaves out: reading it (`sharding_contenders`).
+Owns: repeating given photographs under new names with distinct bytes; noise JPEGs of the same size
+if none are given; the hashes that outputs are compared with.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ NOISE_CLASSES = 16
 
 @dataclass(frozen=True)
 class PhotoFolder:
-    """Paths CLASS/NAME.jpg, sorted, and what they hold."""
+    """Paths CLASS/NAME.jpg and the hashes of their content."""
 
     root: Path
     digests: dict[str, bytes]
@@ -39,7 +38,7 @@ class PhotoFolder:
 
     @cached_property
     def whole(self) -> bytes:
-        """Hash of all files put behind one another."""
+        """Hash of the concatenation of all files."""
         digest = blake3()
         for path in self.paths:
             digest.update((self.root / path).read_bytes())
@@ -57,7 +56,7 @@ def given_photos(folder: Path) -> list[bytes]:
     files = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg")]
     photos = [data for data in (path.read_bytes() for path in files) if data[:2] == b"\xff\xd8"]
     if not photos:
-        raise UserError("holds no JPEG files", where=f"--images {folder}")
+        raise UserError("contains no JPEG files", where=f"--images {folder}")
     return photos
 
 

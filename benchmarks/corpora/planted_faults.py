@@ -1,6 +1,6 @@
-"""Files that are broken or odd in a known way, to plant in a corpus.
+"""Create broken and unusual files to plant in a corpus.
 
-Owns: one maker per fault, and what data preparation has to do with the result.
+Owns: one function per fault, and the expected outcome in data preparation.
 Leaves out: where they are planted (`glyph_corpus`).
 """
 
@@ -18,22 +18,22 @@ from typing import Any
 from PIL import Image, ImageOps
 
 REJECTED, KEPT, CONVERTED, REPAIRED = "rejected", "kept", "converted", "repaired"
-EITHER = "either"  # the decoder decides: damage it notices, or a wrong picture
-COPY = "copy"  # equal, or alike, to the picture it was made from
-FOREIGN = "foreign"  # no image by its name: in the ledger, no fault of the corpus
+EITHER = "either"  # depends on whether the decoder detects the damage
+COPY = "copy"  # equal or similar to its original
+NOT_AN_IMAGE = "not_an_image"  # by its name: in the ledger, does not count as bad
 BOMB_SIDE = 60_000
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """`make` gets a picture and a source of chance, and returns a file's bytes."""
+    """`make` takes an image and a random generator, and returns the bytes of a file."""
 
     suffix: str
     expected: str
     make: Callable[[Image.Image, random.Random], bytes] | None
-    """None: the very bytes, and the suffix, of the picture's own file."""
+    """None: the bytes and the suffix of the original file."""
     prefix: str = ""
-    """Put before the file's name."""
+    """Prefix of the file's name."""
 
 
 def _saved(image: Image.Image, format: str, **options: Any) -> bytes:
@@ -152,8 +152,8 @@ FAULTS: dict[str, Fault] = {
     "gzip_jpeg": Fault("jpg", REPAIRED, lambda i, _: gzip.compress(_jpeg(i), mtime=0)),
     "png_named_jpg": Fault("jpg", KEPT, lambda i, _: _saved(i, "PNG")),
     "gif": Fault("gif", REJECTED, lambda i, _: _saved(i.convert("P"), "GIF")),
-    "hidden": Fault("jpg", FOREIGN, lambda i, _: _jpeg(i), prefix="."),
-    "text_file": Fault("txt", FOREIGN, lambda image, chance: b"notes\n"),
+    "hidden": Fault("jpg", NOT_AN_IMAGE, lambda i, _: _jpeg(i), prefix="."),
+    "text_file": Fault("txt", NOT_AN_IMAGE, lambda image, chance: b"notes\n"),
     # Alike
     "same_bytes": Fault("", COPY, None),
     "encoded_again": Fault("jpg", COPY, lambda i, _: _jpeg(i, quality=60)),

@@ -1,7 +1,7 @@
-"""Run a command, with its memory watched or its life cut short.
+"""Run a command, measure its memory, or kill it.
 
 Owns: wall clock, memory of a whole process tree, SIGKILL for a process group.
-Leaves out: which commands, and what their output has to be.
+Leaves out: which commands, and checks of their output.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Memory:
 
 
 def check_results_path(path: Path | None) -> None:
-    """Raises UserError for a file that cannot be written, which would be found out last of all."""
+    """Raises UserError now for a results file that could not be written at the end."""
     if path is None:
         return
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
@@ -53,7 +53,7 @@ def check_results_path(path: Path | None) -> None:
 def run_command(command: Sequence[str]) -> float:
     """Seconds from start to end. Raises CommandFailed."""
     start = time.perf_counter()
-    # As after an ordinary installation: modules are compiled once, not at every start.
+    # As in an ordinary installation: modules are compiled once, not at every start.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         command,
@@ -70,7 +70,7 @@ def run_command(command: Sequence[str]) -> float:
 
 
 def run_watched(command: Sequence[str]) -> tuple[float, Memory]:
-    """As `run_command`, and the memory taken. Watching costs a few per cent of one core."""
+    """As `run_command`, and the memory taken. Measuring takes a few per cent of one core."""
     memory: list[Memory] = []
     stop = threading.Event()
     own = Path("/proc/self/cmdline").read_bytes()
@@ -99,7 +99,7 @@ def _memory_of(process: psutil.Process, *, watcher: bytes) -> tuple[int, int]:
     """(peak, present) resident KiB; zeros for a process that has ended or not begun."""
     found = {"VmHWM": 0, "VmRSS": 0}
     with suppress(OSError):
-        # Until it becomes the command, a new process shows the memory of the one that made it.
+        # Before exec, a new process shows the memory of its parent.
         if Path(f"/proc/{process.pid}/cmdline").read_bytes() == watcher:
             return 0, 0
         for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
@@ -130,6 +130,6 @@ def run_and_kill(command: Sequence[str], *, after_s: float) -> bool:
 
 
 def drop_page_cache() -> None:
-    """Forget what the kernel holds of files; needs root."""
+    """Drop the kernel's page cache; needs root."""
     os.sync()
     Path("/proc/sys/vm/drop_caches").write_text("3\n")

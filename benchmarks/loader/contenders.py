@@ -1,12 +1,12 @@
-"""Loaders beside each other on the same shards: random crop to 224 px, flip, batches of 64.
+"""The loaders of loader_speed, on the same shards: random crop to 224 px, flip, batches of 64.
 
     python benchmarks/loader/contenders.py NAME SHARDS --workers 2 --seconds 8
 
-Owns: each loader as its owner would write it, and timing one of them in a process of its own.
-Leaves out: turns, tables and whether pixels are right (`loader`, `loader_checks`).
+Owns: each loader as its authors would write it, and timing one of them in its own process.
+Leaves out: turns and tables (`loader_speed`), checks of pixels (`properties`).
 
 `torchvision`, `opencv`, `simplejpeg_torch` and `decode_only` read through our index in our order,
-so that only decoding and the way of batches differ from ours.
+so only decoding and batching differ from ours.
 """
 
 from __future__ import annotations
@@ -256,9 +256,9 @@ class Contender:
     make: Callable[[Path, int], Batches]
     what: str
     needs: str = "torch"
-    """Python module without which it is left out."""
+    """Python module that it needs; left out without it."""
     in_our_order: bool = True
-    """Its labels are known beforehand."""
+    """Its labels are known in advance."""
 
 
 def _mapped(make_decode: Callable[[], Decode]) -> Callable[[Path, int], Batches]:
@@ -330,7 +330,7 @@ def measure(name: str, shards: Path, *, workers: int, seconds: float) -> dict[st
     while time.perf_counter() - begin < seconds or images - warm < BATCH * workers:
         take()
     rate = (images - warm) / (time.perf_counter() - begin)
-    batches.close()  # ends the workers, which would disturb whatever runs next
+    batches.close()  # ends the workers, which would disturb the next measurement
     return {"rate": rate, "start_s": first, "images": images, "labels": labels}
 
 
@@ -346,4 +346,4 @@ def run(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 if __name__ == "__main__":
     print(json.dumps(run()), flush=True)
-    os._exit(0)  # some libraries wait for their threads; what is measured is printed
+    os._exit(0)  # some libraries would wait for their threads

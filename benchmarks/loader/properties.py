@@ -1,9 +1,9 @@
-"""Single properties of our loader, each measured in a process of its own.
+"""Measure single properties of our loader, each in a process of its own.
 
     python benchmarks/loader/properties.py pixels SHARDS --decoder region
 
 Owns: pixels beside Pillow's, reading bytes, time to the first batch after a resume, memory.
-Leaves out: turns and tables (`loader`), whole loaders (`loader_contenders`).
+Leaves out: turns and tables (`loader_speed`), whole loaders (`contenders`).
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def pixels(options: argparse.Namespace) -> dict[str, Any]:
     wrong_labels = position = 0
     with open_loader(training_loader(settings, start=0, stop=stop)) as batches:
         for batch in batches:
-            if options.spoil == "pixels":
+            if options.corrupt == "pixels":
                 batch.images[-1] = batch.images[-1].flip(-1)
-            if options.spoil == "labels":
+            if options.corrupt == "labels":
                 batch.labels[-1] = (batch.labels[-1] + 1) % len(index.classes)
             for image, label in zip(batch.images, batch.labels.tolist(), strict=True):
                 epoch, sample = order.at(position)
@@ -67,7 +67,7 @@ def pixels(options: argparse.Namespace) -> dict[str, Any]:
                 psnr.append(10 * math.log10(255**2 / error) if error else IDENTICAL)
                 wrong_labels += label != reader.label(sample)
                 position += 1
-    lost = 1 if options.spoil == "count" else 0
+    lost = 1 if options.corrupt == "count" else 0
     return {
         "images": position - lost,
         "expected": stop,
@@ -79,7 +79,7 @@ def pixels(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _reference(data: bytes, *, epoch: int, sample: int) -> torch.Tensor:
-    """The plain way: decode all with Pillow, cut, resample."""
+    """Decode the whole image with Pillow, crop, resample."""
     random = CounterRandom(augmentation_key(SEED, Draw(0, epoch, sample, 0)))
     decoded = crops.decode(data)
     height, width = decoded.shape[:2]
@@ -188,7 +188,7 @@ def run(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--share", type=float, default=EARLY)
-    parser.add_argument("--spoil", choices=("pixels", "labels", "count"))
+    parser.add_argument("--corrupt", choices=("pixels", "labels", "count"))
     options = parser.parse_args(arguments)
     return PARTS[options.part](options)
 

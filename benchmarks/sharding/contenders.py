@@ -1,7 +1,7 @@
-"""What is measured against what: ways to bring the files of a folder into few large ones.
+"""The contenders of sharding_speed: ways to bring the files of a folder into few large ones.
 
-Owns: the timed part of each, as strong as its owner would write it.
-Leaves out: when each one runs (`sharding`), and whether its output is right (`output_checks`).
+Owns: the timed part of each, written as well as its authors would.
+Leaves out: when each one runs (`sharding_speed`), and checks of its output (`output_checks`).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def cp(source: PhotoFolder, output: Path) -> float:
 
 
 def flush(output: Path) -> float:
-    """Bring what was written to the disk, for contenders that do not do it themselves."""
+    """Flush the output to the disk, for contenders that do not do it themselves."""
     return run_command(["sync", "-f", str(output)])
 
 
@@ -133,7 +133,7 @@ def make_shards_command(
 
 
 def start_seconds(source: Path, output: Path) -> float:
-    """What the command needs before it looks at the source: interpreter, imports, settings."""
+    """Seconds before the command reads the source: interpreter, imports, settings."""
     return run_command([*make_shards_command(source, output), "--print-config"])
 
 
@@ -164,7 +164,7 @@ def _decode(root: Path, paths: Sequence[str], ready: object) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of what is compared."""
+    """Versions of what is compared."""
     done = subprocess.run(["cp", "--version"], capture_output=True, text=True, check=True)
     return {
         "python": sys.version.split()[0],

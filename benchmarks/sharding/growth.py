@@ -1,7 +1,7 @@
-"""Ten times the images, and a process killed half way.
+"""Measure growth with ten times the images, and runs that are killed and resumed.
 
-Owns: growth of time and memory, and whether a run that was killed ends with the same bytes.
-Leaves out: speed beside others (`sharding`).
+Owns: growth of time and memory, and whether a killed run ends with the same bytes.
+Leaves out: speed beside others (`sharding_speed`).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from benchmarks.sharding.contenders import make_shards_command
 from benchmarks.sharding.output_checks import (
     WrongOutput,
     check_shards,
+    corrupt,
     folder_digests,
-    spoil,
     tar_folder_digests,
 )
 
 GROWTH = 10
 TIME_GOAL, MEMORY_GOAL = 10.5, 1.1
-# Small tars, so that also the small corpus is divided among processes and a kill meets many.
+# Small tars: the small corpus is divided among processes too, and a kill hits many of them.
 SHARD_MIB = 4
 
 
@@ -53,7 +53,7 @@ def tars_command(source: Path, output: Path) -> list[str]:
 
 
 def measure_growth(work: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds without anybody watching, and memory in one more run, at n and 10 n images."""
+    """Time and, in a separate round, memory at n and 10 n images."""
     small = max(1, options.classes // GROWTH)
     measured: dict[str, Any] = {"sizes": {}}
     sources, digests = {}, {}
@@ -66,8 +66,8 @@ def measure_growth(work: Path, options: argparse.Namespace) -> dict[str, Any]:
             "seconds": [],
             "cpu_seconds": [],
         }
-    # Watching takes a few per cent of one core, so it has a round of its own, but for --quick.
-    for turn in range(1 if options.quick else options.rounds + 1):
+    # Measuring memory takes a few per cent of one core: a round of its own, except with --toy.
+    for turn in range(1 if options.toy else options.rounds + 1):
         for name, source in sources.items():
             output, entry = work / "grown", measured["sizes"][name]
             if options.cold:
@@ -78,11 +78,11 @@ def measure_growth(work: Path, options: argparse.Namespace) -> dict[str, Any]:
                 entry["process_mib"], entry["tree_mib"] = memory.process, memory.tree
             else:
                 seconds = run_command(tars_command(source, output))
-            if turn or options.quick:
+            if turn or options.toy:
                 entry["seconds"].append(seconds)
                 entry["cpu_seconds"].append(sum(os.times()[:4]) - before)
-            if options.spoil:
-                spoil(output)
+            if options.corrupt:
+                corrupt(output)
             check_shards(output, digests=digests[name])
             shutil.rmtree(output)
     for source in sources.values():
@@ -128,17 +128,17 @@ def measure_resume(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     chance = random.Random(options.seed)
     trials: list[dict[str, Any]] = []
     num_killed = 0
-    # A moment drawn may lie after the end: such trials are reported, and do not count.
+    # A drawn moment may be after the end: such trials are reported and do not count.
     while num_killed < options.kills and len(trials) < 3 * options.kills:
         output = work / "killed"
         after_s = chance.uniform(0, undisturbed_s)
         was_killed = run_and_kill(tars_command(source, output), after_s=after_s)
         num_killed += was_killed
         if was_killed and output.exists() and folder_digests(output) != expected:
-            raise WrongOutput(f"{output} has its final name and is not whole")
+            raise WrongOutput(f"{output} has its final name and is incomplete")
         again_s = run_command(tars_command(source, output))
-        if options.spoil:
-            spoil(output)
+        if options.corrupt:
+            corrupt(output)
         found = folder_digests(output)
         wrong = sorted(k for k in expected.keys() | found.keys() if expected.get(k) != found.get(k))
         if wrong:

@@ -1,6 +1,6 @@
-"""Is what a contender wrote what it was given? Never inside a timed part.
+"""Check that a contender wrote what it was given, outside the timed part.
 
-Owns: reading every output back and comparing hashes of content. Raises WrongOutput.
+Owns: reading every output and comparing hashes of content. Raises WrongOutput.
 Leaves out: `data_prep/verify_shards.py` on purpose: a benchmark does not trust what it measures.
 """
 
@@ -19,12 +19,12 @@ from benchmarks.corpora.photo_folder import PhotoFolder
 
 
 class WrongOutput(Exception):
-    """What is wrong, and where."""
+    """An output is not what it should be; the text says where."""
 
 
 def check_one_file(source: PhotoFolder, output: Path) -> None:
     if file_digest(output / "all") != source.whole:
-        raise WrongOutput(f"{output / 'all'} is not the files put behind one another")
+        raise WrongOutput(f"{output / 'all'} is not the concatenation of the files")
 
 
 def check_copied_folder(source: PhotoFolder, output: Path) -> None:
@@ -49,11 +49,11 @@ def check_plain_tars(source: PhotoFolder, output: Path) -> None:
                     assert content is not None
                     found[member.name.removesuffix(".jpg")] = blake3(content.read()).digest()
     if found != expected:
-        raise WrongOutput(f"{output} does not hold the images of {source.root}")
+        raise WrongOutput(f"{output} does not contain the images of {source.root}")
 
 
 def check_shards(output: Path, *, digests: Mapping[str, bytes]) -> None:
-    """Every image of the source, given as path -> hash, lies where the index says, once, under
+    """Every image of the source, given as path -> hash, is where the index says, once, under
     its class; the hashes in index, manifest and tars agree; stored order is not source order."""
     manifest = json.loads((output / "manifest.json").read_text())
     index = pq.read_table(output / "index.parquet")
@@ -76,7 +76,7 @@ def check_shards(output: Path, *, digests: Mapping[str, bytes]) -> None:
             raise WrongOutput(f"{output}: {key} is of no image of the source, or stored twice")
         digest = blake3(tars[shard][offset : offset + length]).digest()
         if digest != digests[path] or digest != stored:
-            raise WrongOutput(f"{output / shard}: {key} does not hold the bytes of {path}")
+            raise WrongOutput(f"{output / shard}: {key} does not contain the bytes of {path}")
         if manifest["classes"][label] != path.split("/")[0].removesuffix(".tar"):
             raise WrongOutput(f"{output / shard}: {key} has label {label}, but is {path}")
         order.append(path)
@@ -88,7 +88,9 @@ def check_shards(output: Path, *, digests: Mapping[str, bytes]) -> None:
     for split in manifest["splits"].values():
         for entry in split["shards"]:
             if file_digest(output / entry["name"]).hex() != entry["blake3"]:
-                raise WrongOutput(f"{output / entry['name']} has not the manifest's hash")
+                raise WrongOutput(
+                    f"{output / entry['name']} does not have the hash of the manifest"
+                )
 
 
 def tar_folder_digests(folder: Path) -> dict[str, bytes]:
@@ -116,8 +118,8 @@ def file_digest(path: Path) -> bytes:
     return blake3().update_mmap(path).digest()
 
 
-def spoil(output: Path) -> None:
-    """Turn over one bit in the middle of the largest file, to see the checks fail."""
+def corrupt(output: Path) -> None:
+    """Flip one bit in the middle of the largest file, to test the checks."""
     path = max((p for p in output.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
     with open(path, "r+b") as file:
         file.seek(path.stat().st_size // 2)

@@ -1,8 +1,8 @@
-"""The sections of `gpu_training` that check, and those that need data or a disk.
+"""The sections of gpu_training that check results, and those that need data or a disk.
 
 Owns: losses of the engine against the bare loop at every stage and precision, clipping, fp16,
-activation checkpointing; real shards against synthetic batches; what a checkpoint stops.
-Leaves out: speed (`gpu_speed`).
+activation checkpointing; real shards against synthetic batches; the stall of a checkpoint.
+Leaves out: speed (`speed`).
 """
 
 from __future__ import annotations
@@ -147,10 +147,10 @@ def check_fp16(ctx: Context, task: Task) -> None:
 
 
 def measure_data(ctx: Context) -> None:
-    """Training on shards of JPEGs over training on batches that lie on the device.
+    """Training on shards of JPEGs over training on batches that are on the device.
 
-    The real stretch begins when what the loader had prepared is used up, and stands between two
-    synthetic ones.
+    The real batches are measured after the prefetched ones are used up, between two measurements
+    on synthetic batches.
     """
     from vitscale.data.loader import open_loader, training_batches
     from vitscale.data.settings import DataSettings
@@ -205,7 +205,7 @@ def make_shards(ctx: Context) -> None:
 
 
 def loader_rate(batches: Iterator[Any], *, skip: int, count: int) -> float:
-    """Batches per second, nothing done with them, behind those prepared already."""
+    """Batches per second, unused, after the prefetched ones."""
     list(islice(batches, skip))
     start = time.perf_counter()
     list(islice(batches, count))
@@ -252,7 +252,7 @@ def compare_data(
 
 
 def measure_checkpoint(ctx: Context) -> None:
-    """How long training stands still for a save, beside a plain torch.save of the same state."""
+    """How long training stops for a save, beside a plain torch.save of the same state."""
     from vitscale.checkpoint.store import CheckpointStore
 
     device = ctx.world.device

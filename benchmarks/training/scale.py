@@ -1,7 +1,7 @@
-"""How large the measurements of `gpu_training` are, and what every section of it is given.
+"""Sizes and results file of gpu_training.
 
-Owns: sizes on a GPU and toy sizes for a CPU, and the results file, written as figures come.
-Leaves out: the sections (`gpu_speed`, `gpu_checks`). Needs no torch.
+Owns: sizes on a GPU and toy sizes for a CPU, the results file, and the context of a section.
+Leaves out: the sections (`speed`, `checks`). Does not import torch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Trained:
     timm_sizes: dict[str, Any] = field(default_factory=dict)
     goal: float | None = None
     """Model FLOP/s over the rate of the matrix product."""
-    moonshot: float | None = None
+    stretch_goal: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Scale:
     """Small, and compared with the bare loop at every stage and precision."""
     checked_steps: int
     compared_batch: int
-    """Images a step where several loops of the first model stand in memory at once."""
+    """Images per step when several loops of the first model are in memory at once."""
     warmup: int
     timed: int
     blocks: int
@@ -60,21 +60,21 @@ GPU = Scale(
             batch=256,
             timm_name="vit_large_patch16_224",
             goal=0.60,
-            moonshot=0.70,
+            stretch_goal=0.70,
         ),
         "H14": Trained(
             model={"preset": "H/14", "image_size": 224},
             batch=128,
             timm_name="vit_huge_patch14_224",
             goal=0.62,
-            moonshot=0.72,
+            stretch_goal=0.72,
         ),
         "B16": Trained(
             model={"preset": "B/16", "image_size": 224},
             batch=512,
             timm_name="vit_base_patch16_224",
             goal=0.50,
-            moonshot=0.62,
+            stretch_goal=0.62,
         ),
     },
     checked=Trained(
@@ -116,7 +116,7 @@ _TINY = Trained(
     timm_name="vit_tiny_patch16_224",
     timm_sizes={"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2},
     goal=0.5,
-    moonshot=0.6,
+    stretch_goal=0.6,
 )
 TOY = Scale(
     models={"L16": _TINY, "H14": _TINY, "B16": _TINY},
@@ -140,7 +140,7 @@ TOY = Scale(
 
 
 class Results:
-    """OUT/results.json, whole at any moment: a command killed half way leaves what it measured."""
+    """OUT/results.json, always complete: a killed command keeps what it measured."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / RESULTS
@@ -148,8 +148,8 @@ class Results:
         if self.path.exists():
             self.values = json.loads(self.path.read_text())
 
-    def record(self, section: str, figures: dict[str, Any]) -> None:
-        self.values["sections"].setdefault(section, {}).update(figures)
+    def record(self, section: str, values: dict[str, Any]) -> None:
+        self.values["sections"].setdefault(section, {}).update(values)
         self.write()
 
     def write(self) -> None:
@@ -169,14 +169,14 @@ class Context:
     out: Path
     section: str
     deadline: float
-    """time.monotonic() at which the section should have come to its end."""
+    """time.monotonic() at which the section should end."""
     results: Results
 
-    def record(self, **figures: Any) -> None:
-        self.results.record(self.section, figures)
+    def record(self, **values: Any) -> None:
+        self.results.record(self.section, values)
 
     def expect(self, holds: bool, what: str) -> None:
-        """Note what is not as it must be; the section goes on, the command will fail."""
+        """Record a failed check; the section continues, the command will fail."""
         if not holds:
             wrong = self.results.values["sections"].get(self.section, {}).get("wrong", [])
             self.record(wrong=[*wrong, what])

@@ -1,8 +1,8 @@
-"""The sections of `gpu_training` that take the time of training steps.
+"""The sections of gpu_training that time training steps.
 
-Owns: the rates of the card, whole-engine speed and memory of each model, the engine's tax by ZeRO
-stage, timm beside it, the first step of a fresh process, variants, and what a step is spent on.
-Leaves out: correctness, data and checkpoints (`gpu_checks`), the loops themselves (`gpu_steps`).
+Owns: the rates of the GPU, whole-engine speed and memory of each model, the engine's overhead by
+ZeRO stage, timm beside it, the first step of a fresh process, variants, and a profile of a step.
+Leaves out: correctness, data and checkpoints (`checks`), the loops themselves (`steps`).
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ COMPARED = "L16"
 
 
 def start_afresh(device: torch.device) -> None:
-    """Give back what the section before held, and forget what it compiled.
+    """Free the memory of the previous section, and its compiled code.
 
-    Compiled code is kept by function, eight variants of each at most: without this, the models
-    that come last would run uncompiled. Toys are all alike.
+    torch keeps at most eight compiled variants per function: without this, the last models would
+    run uncompiled. Toy models are all alike.
     """
     gc.collect()
     if device.type == "cuda":
@@ -63,7 +63,7 @@ def task_of(trained: Trained, *, batch: int | None = None) -> Task:
 def engine_loop(
     ctx: Context, task: Task, *, stage: int = 1, compiled: bool = True, **settings: Any
 ) -> EngineLoop:
-    """Compiled but for ZeRO 3, whose hooks inside the blocks torch would compile anew each step."""
+    """Compiled, except ZeRO 3: torch would recompile its hooks inside the blocks at each step."""
     compiled = compiled and stage < 3
     return EngineLoop(
         task,
@@ -137,7 +137,7 @@ def measure_model(ctx: Context) -> None:
         **used,
         of_products=(used["model_tflops"] or 0.0) * 1e12 / products,
         goal=trained.goal,
-        moonshot=trained.moonshot,
+        stretch_goal=trained.stretch_goal,
         losses=values,
     )
     ctx.expect(falls(values, first_loss), "the loss does not fall")
@@ -187,7 +187,7 @@ def compare(
             losses[name] = []
             step = stepper(build(), pool, losses[name])
             first_s[name], _ = warm_up(step, steps=warm, device=device)
-        except Exception as error:  # anything that one loop dies of must not end the others
+        except Exception as error:  # one failing loop must not end the others
             failed[name] = f"{type(error).__name__}: {error}"[:2000]
             ctx.expect(False, f"{name}: {failed[name]}")
             continue
@@ -211,7 +211,7 @@ def compare(
 def measure_tax(ctx: Context) -> None:
     """The engine at every stage over the bare loop of the same precision, one rank.
 
-    One rank has nobody to talk to: this is the cost of hooks, copies and checks, without traffic.
+    One rank communicates with nobody: this is the cost of hooks, copies and checks.
     """
     start_afresh(ctx.world.device)
     task = task_of(ctx.scale.models[COMPARED], batch=ctx.scale.compared_batch)
@@ -277,7 +277,7 @@ def measure_timm(ctx: Context) -> None:
 
 def measure_start(ctx: Context) -> None:
     """Seconds of the first step in fresh processes: compiled by block, again with a warm cache."""
-    start_afresh(ctx.world.device)  # the card is needed by others now
+    start_afresh(ctx.world.device)  # the GPU is needed by other processes now
     found: dict[str, Any] = {}
     toy = ctx.scale.precision == "fp32"
     runs = {
@@ -307,8 +307,8 @@ def first_step(what: str, cache: Path, *, timeout_s: float, toy: bool) -> dict[s
     )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr[-2000:]}")
-    told: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return told
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
 
 
 def print_first_step(what: str, trained: Trained, *, batch: int, compiler: str, fp32: bool) -> None:
@@ -327,7 +327,7 @@ def print_first_step(what: str, trained: Trained, *, batch: int, compiler: str, 
 
 
 def measure_variants(ctx: Context) -> None:
-    """Other ways to train the first model, each for a few steps: what might be gained by them."""
+    """Other ways to train the first model, each for a few steps."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     device, trained = ctx.world.device, ctx.scale.models[COMPARED]
@@ -362,13 +362,13 @@ def measure_variants(ctx: Context) -> None:
 
 
 def few_steps(step: Callable[[int], Any], task: Task, device: torch.device) -> float:
-    """Images per second of 12 steps behind 8."""
+    """Images per second of 12 steps after 8."""
     warm_up(step, steps=8, device=device)
     return 12 * task.batch / seconds_of(lambda: [step(8 + n) for n in range(12)], device)
 
 
 def measure_profile(ctx: Context) -> None:
-    """Which kernels the time of a step of the first model goes to; table in OUT/profile.txt."""
+    """The kernels of a step of the first model by time; table in OUT/profile.txt."""
     from torch.profiler import ProfilerActivity, profile
 
     device, steps = ctx.world.device, ctx.scale.profile_steps

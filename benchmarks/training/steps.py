@@ -1,9 +1,9 @@
-"""The same training step done by our engine, by plain PyTorch and as timm's train.py does it.
+"""The same training step by our engine, by plain PyTorch and by timm's train.py.
 
-Owns: what is trained on what, and one class per way of training it.
-Leaves out: timing (`gpu_timing`) and which are compared (`gpu_speed`, `engine_tax`).
+Owns: the model and data of a comparison, and one class per way of training.
+Leaves out: timing (`timing`) and what is compared (`speed`, `engine_tax`).
 
-All take uint8 images that lie on the device, normalise them, clip the gradient norm to 1, follow a
+All take uint8 images that are on the device, normalise them, clip the gradient norm to 1, follow a
 learning-rate schedule, and return the loss without waiting for it.
 """
 
@@ -159,7 +159,7 @@ class EngineLoop:
 
 
 class BareLoop:
-    """What somebody would write without us, with the same model, optimiser and precision.
+    """A plain PyTorch loop with the same model, optimiser and precision.
 
     "fp32"; "autocast": bf16 products of fp32 weights, as our ZeRO 0; "master": bf16 weights whose
     fp32 copies the optimiser updates, as ZeRO 1 to 3. On several ranks DistributedDataParallel.
@@ -236,7 +236,7 @@ class TimmLoop:
     """timm's train.py with --amp --amp-dtype bfloat16 --clip-grad 1 --opt adamw [--torchcompile].
 
     In its favour: fused AdamW, fused attention (timm's default), no synchronisation in the step,
-    images that lie on the device already, normalised as its prefetcher does.
+    images that are on the device already, normalised as its prefetcher does.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Time of training steps on a device, ratios of several loops, and the rate of matrix products.
+"""Time training steps on a device, compare loops, measure the rate of matrix products.
 
-Owns: clocks, running loops in turn, bootstrap intervals, the rate that model FLOP/s are held
-against, and the state of the card.
-Leaves out: the loops (`gpu_steps`).
+Owns: clocks, running loops in turn, bootstrap intervals, the reference rate of model FLOP/s, and
+the state of the GPU.
+Leaves out: the loops (`steps`).
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def product_rate(m: int, k: int, n: int, *, device: torch.device, seconds: float
 
 
 def matmul_rate(device: torch.device, *, side: int = MATMUL_SIDE) -> float:
-    """Rate of a square product, on a card that has worked for a second: a cool one is faster."""
+    """Rate of a square product, on a GPU that has worked for a second: a cool one is faster."""
     if device.type == "cuda":
         product_rate(side, side, side, device=device, seconds=1.0)
     return product_rate(side, side, side, device=device)
@@ -171,7 +171,7 @@ def copy_rates(device: torch.device, *, mib: int) -> dict[str, float]:
 
 
 def card_state() -> dict[str, str] | None:
-    """What the driver says of clocks, power and heat; None where there is none to ask."""
+    """Clocks, power and temperature by the driver; None without a driver."""
     command = ["nvidia-smi", f"--query-gpu={CARD_FIELDS}", "--format=csv,noheader"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
@@ -196,6 +196,6 @@ def utilisation(
 
 
 def falls(losses: Iterable[float], first: float) -> bool:
-    """Whether the last of the losses lie below the first one."""
+    """Whether the last losses are below the first one."""
     tail = list(losses)[-5:]
     return median(tail) < first

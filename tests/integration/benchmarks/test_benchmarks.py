@@ -1,10 +1,11 @@
-"""benchmarks/: they run, their checks can fail, and their corpora are what they say."""
+"""benchmarks/: they run, their checks can fail, and their corpora are as described."""
 
 from __future__ import annotations
 
 import csv
 import io
 import json
+import os
 import random
 import subprocess
 import sys
@@ -20,14 +21,20 @@ from benchmarks.corpora.planted_faults import FAULTS, REJECTED
 from vitscale.config.errors import UserError
 
 ROOT = Path(__file__).parents[3]
-# The real thing where the fonts are; shapes show the same properties elsewhere.
+# Characters where the fonts are installed; shapes have the same properties elsewhere.
 DRAWING = "shapes" if glyph_drawing.missing_packages() else "glyphs"
 
 
-def run(script: str, *options: object, rc: int = 0) -> str:
+COMMANDS = sorted(path.name for path in (ROOT / "benchmarks").glob("*.py"))
+
+
+def run(
+    script: str, *options: object, rc: int = 0, environment: dict[str, str] | None = None
+) -> str:
     done = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / script, *map(str, options)],
         cwd=ROOT,
+        env=os.environ | (environment or {}),
         capture_output=True,
         text=True,
     )
@@ -45,9 +52,33 @@ def glyphs(output: Path, *options: object) -> Path:
     return output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command: str) -> None:
+    lines = run(command, "--help").splitlines()
+    assert lines.index("options:") > 0
+
+
+def test_a_missing_module_is_named(tmp_path: Path) -> None:
+    text = "raise ModuleNotFoundError(\"No module named 'blake3'\", name='blake3')\n"
+    (tmp_path / "blake3.py").write_text(text)
+    text = run("sharding_speed.py", rc=2, environment={"PYTHONPATH": str(tmp_path)})
+    assert "No module named 'blake3'. Run: pip install" in text and "vitscale" not in text
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_checkpoint_stall_is_measured_on_two_ranks(tmp_path: Path) -> None:
+    options = ("--mb", 1, "--ranks", 2, "--rounds", 1)
+    run("checkpoint_stall.py", *options, "--work", tmp_path, "--json", tmp_path / "results.json")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert min(results["measurements"][0]["seconds"]["stall"]) >= 0
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"], "left behind"
+
+
 def test_sharding_benchmark_measures_everything(tmp_path: Path) -> None:
     text = run(
-        "sharding_speed.py", "--quick", "--work", tmp_path, "--json", tmp_path / "results.json"
+        "sharding_speed.py", "--toy", "--work", tmp_path, "--json", tmp_path / "results.json"
     )
     results = json.loads((tmp_path / "results.json").read_text())
     assert set(results["all"]["seconds"]) >= {"copy", "copy_all", "cp", "shardwriter", "header"}
@@ -61,7 +92,7 @@ def test_sharding_benchmark_measures_everything(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["copy", "shardwriter", "header", "resume"])
 def test_benchmark_fails_on_one_wrong_bit(tmp_path: Path, name: str) -> None:
-    text = run("sharding_speed.py", "--quick", "--spoil", "--only", name, "--work", tmp_path, rc=1)
+    text = run("sharding_speed.py", "--toy", "--corrupt", "--only", name, "--work", tmp_path, rc=1)
     assert "FAILED" in text and "Traceback" not in text
     assert not list(tmp_path.iterdir()), "left behind"
 
@@ -71,9 +102,9 @@ def test_unknown_measurement_is_refused(tmp_path: Path) -> None:
     assert "speed" in text and "shardwriter" in text
 
 
-def test_a_file_for_figures_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_results_file_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     text = run(
-        "sharding_speed.py", "--quick", "--json", tmp_path / "no/x.json", "--work", tmp_path, rc=2
+        "sharding_speed.py", "--toy", "--json", tmp_path / "no/x.json", "--work", tmp_path, rc=2
     )
     assert "--json: " in text and "cannot be written" in text and "Traceback" not in text
 
@@ -107,7 +138,7 @@ def test_glyphs_differ_and_have_a_parent(tmp_path: Path) -> None:
     assert len(set(parents.values())) > 1
 
 
-def test_every_fault_is_planted_and_is_what_it_says(tmp_path: Path) -> None:
+def test_every_planted_fault_is_in_the_table(tmp_path: Path) -> None:
     corpus = glyphs(tmp_path / "a", "--classes=4", "--layout=folders", "--faults=2")
     with open(corpus / "faults.csv") as file:
         rows = list(csv.DictReader(file))
@@ -122,7 +153,7 @@ def test_every_fault_is_planted_and_is_what_it_says(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_decoder_agrees_with_the_fault(name: str) -> None:
-    """What is to be rejected cannot be decoded, is huge, or is of a format not asked for."""
+    """Files to reject cannot be decoded, are huge, or have another format."""
     fault = FAULTS[name]
     picture = glyph_drawing.draw_shape(7, 0, glyph_drawing.Look())
     if fault.make is None:
@@ -145,7 +176,7 @@ def test_decoder_agrees_with_the_fault(name: str) -> None:
 
 STATUSES = {
     "rejected": {"rejected"},
-    "foreign": {"rejected"},
+    "not_an_image": {"rejected"},
     "kept": {"kept"},
     "copy": {"kept"},
     "converted": {"repaired"},

@@ -1,4 +1,4 @@
-"""benchmarks/loader_speed.py: it runs, its table holds every loader, and its checks can fail."""
+"""benchmarks/loader_speed.py: it runs, its table has every loader, and its checks can fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOADERS += ("spdl", "region", "region_antialias", "simplejpeg", "pillow")
 
 def run(*options: object, rc: int = 0) -> str:
     done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/loader_speed.py", "--quick", *map(str, options)],
+        [sys.executable, ROOT / "benchmarks/loader_speed.py", "--toy", *map(str, options)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -50,7 +50,7 @@ def test_loader_benchmark_measures_everything(tmp_path: Path) -> None:
         (("--only", "rates", "--workers", "0"), r"--workers: 0\n  allowed: 1 or more"),
     ],
 )
-def test_what_would_fail_in_the_end_is_refused_at_the_start(
+def test_bad_options_are_refused_at_the_start(
     tmp_path: Path, options: tuple[str, ...], message: str
 ) -> None:
     text = run(*options, "--work", tmp_path / "work", rc=2)
@@ -58,22 +58,22 @@ def test_what_would_fail_in_the_end_is_refused_at_the_start(
     assert not (tmp_path / "work").exists()
 
 
-def test_a_goal_beside_a_loader_that_is_not_there_is_not_judged(
+def test_goals_beside_missing_loaders_are_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     runs = {name: [{"rate": 100.0, "start_s": 1.0}] for name in ("torchvision", "pillow")}
     loader_speed.print_rates(runs)
     text = capsys.readouterr().out
-    assert "pillow / webdataset: not judged, webdataset is left out" in text
+    assert "pillow / webdataset: not compared, webdataset is left out" in text
     assert "pillow / torchvision, the best rival: 1.00" in text and "goal 3.0" not in text
     loader_speed.print_rates({"pillow": runs["pillow"]})
-    assert "the best rival: not judged" in capsys.readouterr().out
+    assert "the best rival: not compared" in capsys.readouterr().out
     loader_speed.print_rates({"webdataset": [{"rate": 50.0, "start_s": 1.0}], **runs})
     assert "pillow / webdataset: 2.00 (2.00 to 2.00); goal 3.0" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("what", ["pixels", "labels", "count"])
 def test_loader_benchmark_fails_on_wrong_batches(tmp_path: Path, what: str) -> None:
-    text = run("--only", "pixels", "--spoil", what, "--work", tmp_path, rc=1)
+    text = run("--only", "pixels", "--corrupt", what, "--work", tmp_path, rc=1)
     assert "FAILED" in text and "Traceback" not in text
     assert not list(tmp_path.iterdir()), "left behind"

@@ -1,4 +1,4 @@
-"""The training benchmarks run from end to end at toy sizes, and say it when something is wrong."""
+"""The training benchmarks run from end to end at toy sizes, and report failures."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def numbers(value: Any) -> Iterator[float]:
 
 @pytest.mark.slow
 def test_training_benchmarks_measure_everything(tmp_path: Path) -> None:
-    """Both at once: what takes time is starting Python."""
+    """Both at once: starting Python takes most of the time."""
     tax_file = tmp_path / "tax.json"
     gpu = start("gpu_training.py", "--out", tmp_path / "out", "--work", tmp_path)
     tax = start("engine_tax.py", "--ranks", 1, "--work", tmp_path, "--json", tax_file)
@@ -82,9 +82,9 @@ def test_engine_tax_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_section_that_dies_leaves_the_others(tmp_path: Path) -> None:
+def test_a_killed_section_leaves_the_others(tmp_path: Path) -> None:
     options = ("--sections", "data,rates", "--out", tmp_path / "out", "--work", tmp_path)
-    process = start("gpu_training.py", *options, "--spoil", "data")
+    process = start("gpu_training.py", *options, "--kill-section", "data")
     text = process.communicate()[0]
     assert process.returncode == 1, text
     sections = json.loads((tmp_path / "out" / "results.json").read_text())["sections"]
