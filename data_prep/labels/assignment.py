@@ -104,7 +104,7 @@ class Labels:
             return f"have no class{named} in {self.settings.map!r} ({len(self.map or ()):,} rows)"
         if self.space is None:
             return "have no name"
-        mapped = f" (the map says {self.map[name]!r})" if self.map and name in self.map else ""
+        mapped = f" (mapped to {self.map[name]!r})" if self.map and name in self.map else ""
         if self.settings.values == "index":
             return f"are no positions 0 to {len(self.space) - 1:,} in {self._space_name()}{mapped}"
         return f"are not among the {len(self.space):,} of {self._space_name()}{mapped}"

@@ -224,7 +224,7 @@ def test_errors_distinguish_map_and_space(tmp_path: Path) -> None:
     known = labels(space="imagenet_1k", map=path)
     with pytest.raises(UserError, match=r"labels.map: .* have no class in .*a.csv' \(2 rows\)"):
         known.check({"dog": 1})
-    with pytest.raises(UserError, match=r"labels.space: .*\(the map says 'pussy'\)"):
+    with pytest.raises(UserError, match=r"labels.space: .*\(mapped to 'pussy'\)"):
         known.check({"cat": 1})
 
 
