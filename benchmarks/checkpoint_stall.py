@@ -40,7 +40,8 @@ try:
     from vitscale.config.errors import run_rank_script
     from vitscale.distributed.atomic_files import fsync_folder
     from vitscale.distributed.world import World, agree_no_error, gather_objects, process_group
-    from vitscale.engine.engine import Engine, deepspeed_config
+    from vitscale.engine.configuration import deepspeed_config
+    from vitscale.engine.engine import Engine
     from vitscale.engine.settings import EngineSettings
     from vitscale.models.settings import ModelSettings, architecture
     from vitscale.models.vit import build_model, decayed

@@ -154,6 +154,7 @@ def memory_of(ctx: Context, task: Task, *, stage: int = 1) -> dict[str, float] |
         precision=ctx.scale.precision,
         micro_batch=task.batch,
         activation_checkpointing=False,
+        optimizer_bytes=task.optim.state_bytes_per_parameter,
     )
     peak = torch.cuda.max_memory_allocated(ctx.world.device)
     return {

@@ -117,7 +117,8 @@ class EngineLoop:
         raw: dict[str, Any] | None = None,
     ) -> None:
         # Imported late: the bare loops do without DeepSpeed, which takes seconds to import.
-        from vitscale.engine.engine import Engine, deepspeed_config
+        from vitscale.engine.configuration import deepspeed_config
+        from vitscale.engine.engine import Engine
 
         self.task = task
         self.before_update: Callable[[], None] = lambda: None

@@ -192,8 +192,7 @@ def _cost_rows(
         precision=precision,
         micro_batch=plan.micro_batch,
         activation_checkpointing=run.engine.activation_checkpointing,
-        optimizer=run.optim.name,
-        bf16_momentum=run.optim.momentum_dtype == "bf16",
+        optimizer_bytes=run.optim.state_bytes_per_parameter,
     )
     yield (
         f"memory per {'GPU' if run.launch.gpus_per_node else 'process'}",

@@ -16,9 +16,6 @@ from vitscale.models.registry import MODELS
 # clones the part of them that its rank updates.
 STATE_BYTES = {"bf16": (2, 2, 4), "fp16": (2, 2, 4), "fp32": (4, 4, 0)}
 ZERO_FP32_CLONE_BYTES = 4
-# What an optimiser keeps per parameter: Adam and LAMB two moments in fp32, SGD one momentum.
-OPTIMIZER_BYTES = {"adamw": 8, "sgd": 4, "lamb": 8}
-BF16_MOMENTUM_SAVES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +51,11 @@ def memory_estimate(
     precision: str,
     micro_batch: int,
     activation_checkpointing: bool,
-    optimizer: str = "adamw",
-    bf16_momentum: bool = False,
+    optimizer_bytes: int,
 ) -> MemoryEstimate:
     """Bytes one rank needs at its peak: model states after ZeRO plus activations.
 
+    optimizer_bytes: per parameter (`OptimSettings.state_bytes_per_parameter`).
     With bf16 and Adam 16 bytes per parameter, of which ZeRO stage 1 spreads the 12 of the optimiser
     over the ranks, stage 2 the gradients too, stage 3 everything: Rajbhandari et al. 2020 (ZeRO),
     section 3.1 and figure 1.
@@ -68,7 +65,7 @@ def memory_estimate(
     # One rank does in fp32 without stages 1 and 2, which have nothing to spread.
     if precision == "fp32" and (zero_stage == 3 or (zero_stage >= 1 and world_size > 1)):
         master = ZERO_FP32_CLONE_BYTES
-    states = master + OPTIMIZER_BYTES[optimizer] - bf16_momentum * BF16_MOMENTUM_SAVES
+    states = master + optimizer_bytes
 
     def share(total: int, from_stage: int) -> int:
         return -(-total // world_size) if zero_stage >= from_stage else total

@@ -1,7 +1,7 @@
 """LAMB: Adam's update, scaled in every tensor to the norm of the tensor itself.
 
-Owns: the update. Works on whole tensors: under ZeRO 1 to 3, where an optimiser sees flat slices of
-many tensors together, its norms would be those of slices; `optim.settings` refuses that.
+Needs whole tensors: ZeRO 1 to 3 give an optimiser flat slices of many tensors together, and the
+norms would be those of slices. `optim.settings` refuses that.
 """
 
 from __future__ import annotations
@@ -11,6 +11,11 @@ from typing import Any
 import torch
 
 from vitscale.optim.masked_adam import MaskedAdam
+from vitscale.optim.settings import OptimSettings
+
+
+def build(groups: list[dict[str, Any]], settings: OptimSettings, *, fused: bool) -> Lamb:
+    return Lamb(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
 
 
 class Lamb(MaskedAdam):

@@ -1,7 +1,7 @@
 """What our own optimisers share: a step that changes nothing where the guard says so.
 
 Owns: Adam's moments and direction (Kingma & Ba 2015, algorithm 1), and choosing between old and new
-values. Leaves out: what becomes of the direction (`lamb`, `bf16_momentum`).
+values. Leaves out: what becomes of the direction (`lamb`, `adamw`).
 """
 
 from __future__ import annotations

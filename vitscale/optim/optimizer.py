@@ -1,7 +1,8 @@
 """Optimisers as the recipes use them.
 
-Owns: parameter groups (kernels decayed, the rest not; rates by layer) and the choice of optimiser.
-Leaves out: schedules, sharding (`engine`), which layer a parameter belongs to (`models`).
+Owns: parameter groups: kernels decayed, the rest not; rates by layer.
+Leaves out: the optimisers (`registry`), schedules, sharding (`engine`), which layer a parameter
+belongs to (`models`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from typing import Any
 
 import torch
 
-from vitscale.optim.bf16_momentum import Bf16MomentumAdamW
-from vitscale.optim.lamb import Lamb
+from vitscale.optim.registry import OPTIMIZERS
 from vitscale.optim.settings import OptimSettings
 
 
@@ -62,34 +62,7 @@ def optimizer_groups(
     )
 
 
-def _adamw(groups: list[dict[str, Any]], settings: OptimSettings, fused: bool) -> Any:
-    if settings.momentum_dtype == "bf16":
-        return Bf16MomentumAdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
-    return torch.optim.AdamW(
-        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused
-    )
-
-
-def _sgd(groups: list[dict[str, Any]], settings: OptimSettings, fused: bool) -> Any:
-    return torch.optim.SGD(groups, lr=settings.lr, momentum=settings.momentum, fused=fused)
-
-
-def _lamb(groups: list[dict[str, Any]], settings: OptimSettings, fused: bool) -> Any:
-    return Lamb(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
-
-
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": _adamw,
-    "sgd": _sgd,
-    "lamb": _lamb,
-}
 FUSED_DEVICES = ("cuda", "cpu")
-# Tensors per parameter that an optimiser carries from step to step.
-STATE_NAMES = {
-    "adamw": ("exp_avg", "exp_avg_sq"),
-    "sgd": ("momentum_buffer",),
-    "lamb": ("exp_avg", "exp_avg_sq"),
-}
 
 
 def build_optimizer(
@@ -99,4 +72,5 @@ def build_optimizer(
 
     On a CPU they take 0.28 of the time (AdamW, 5 M values, one core, November 2026).
     """
-    return OPTIMIZERS[settings.name](groups, settings, device.type in FUSED_DEVICES)
+    fused = device.type in FUSED_DEVICES
+    return OPTIMIZERS[settings.name].load().build(groups, settings, fused=fused)

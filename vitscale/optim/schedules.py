@@ -8,35 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from vitscale.config.section import Section
-
-
-class ScheduleSettings(Section):
-    """Length of the run and learning rate over its steps."""
-
-    epochs: float | None = Field(default=None, gt=0)
-    """Passes over the training split; give this or `steps`."""
-    steps: int | None = Field(default=None, gt=0)
-    """Optimiser steps; give this or `epochs`."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Linear rise from 0 to the peak."""
-    warmup_epochs: float = Field(default=0.0, ge=0)
-    """The same in passes over the training split (DeiT, MAE); give at most one of the two."""
-    decay: Literal["cosine", "linear", "constant", "rsqrt"] = "cosine"
-    """Curve behind the warm-up. rsqrt: PEAK / sqrt(1 + steps behind the warm-up / timescale)."""
-    final_lr: float = Field(default=0.0, ge=0)
-    """Learning rate at the last step."""
-    rsqrt_timescale: int | None = Field(default=None, gt=0)
-    """rsqrt only: steps after which 1 / sqrt(2) of the peak is left; null: 10,000 (big_vision)."""
-    cooldown_share: float = Field(default=0.0, ge=0, lt=1)
-    """constant and rsqrt only: the last share of all steps, which brings the rate to `final_lr`."""
-    cooldown_shape: Literal["linear", "one_minus_sqrt"] = "linear"
-    """What a passed share x of the cool-down leaves of the rate: 1 - x or 1 - sqrt(x)."""
-
 
 RSQRT_TIMESCALE = 10_000  # big_vision, utils.py: create_learning_rate_schedule
 
@@ -73,6 +49,36 @@ COOLDOWNS: dict[str, Callable[[float], float]] = {
     "linear": lambda x: 1.0 - x,
     "one_minus_sqrt": lambda x: 1.0 - math.sqrt(x),
 }
+
+if TYPE_CHECKING:
+    ScheduleName = str
+    CooldownName = str
+else:
+    ScheduleName = Literal[tuple(SCHEDULES)]
+    CooldownName = Literal[tuple(COOLDOWNS)]
+
+
+class ScheduleSettings(Section):
+    """Length of the run and learning rate over its steps."""
+
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the training split; give this or `steps`."""
+    steps: int | None = Field(default=None, gt=0)
+    """Optimiser steps; give this or `epochs`."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Linear rise from 0 to the peak."""
+    warmup_epochs: float = Field(default=0.0, ge=0)
+    """The same in passes over the training split (DeiT, MAE); give at most one of the two."""
+    decay: ScheduleName = "cosine"
+    """Curve behind the warm-up. rsqrt: PEAK / sqrt(1 + steps behind the warm-up / timescale)."""
+    final_lr: float = Field(default=0.0, ge=0)
+    """Learning rate at the last step."""
+    rsqrt_timescale: int | None = Field(default=None, gt=0)
+    """rsqrt only: steps after which 1 / sqrt(2) of the peak is left; null: 10,000 (big_vision)."""
+    cooldown_share: float = Field(default=0.0, ge=0, lt=1)
+    """constant and rsqrt only: the last share of all steps, which brings the rate to `final_lr`."""
+    cooldown_shape: CooldownName = "linear"
+    """What a passed share x of the cool-down leaves of the rate: 1 - x or 1 - sqrt(x)."""
 
 
 def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:

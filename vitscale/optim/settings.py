@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
 from vitscale.config.section import Section
+from vitscale.optim.registry import OPTIMIZERS
+
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+
+BF16_MOMENTUM_SAVES = 2
 
 
 class EmaSettings(Section):
@@ -27,8 +35,8 @@ class EmaSettings(Section):
 class OptimSettings(Section):
     """The optimiser."""
 
-    name: Literal["adamw", "sgd", "lamb"] = "adamw"
-    """lamb needs engine.zero_stage=0, where every rank sees whole tensors."""
+    name: OptimizerName = "adamw"
+    """lamb needs full-tensor norms, which ZeRO 1 to 3 shard: set engine.zero_stage=0."""
     lr: float = Field(gt=0)
     """Peak learning rate at the configured global batch; never scaled behind your back."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -53,6 +61,12 @@ class OptimSettings(Section):
     ema: EmaSettings | None = None
     """Keep an average of the weights, evaluate it, and start transfers from it; null: none."""
 
+    @property
+    def state_bytes_per_parameter(self) -> int:
+        """Memory of the optimiser states, without the average of the weights."""
+        saved = BF16_MOMENTUM_SAVES if self.momentum_dtype == "bf16" else 0
+        return OPTIMIZERS[self.name].bytes_per_parameter - saved
+
 
 def optim_problems(optim: OptimSettings, *, zero_stage: int) -> Iterator[tuple[str, str]]:
     """Combinations that would be ignored or wrong."""
@@ -64,7 +78,6 @@ def optim_problems(optim: OptimSettings, *, zero_stage: int) -> Iterator[tuple[s
     if optim.momentum_dtype == "bf16" and optim.name != "adamw":
         what = f"{optim.name} keeps its state in fp32"
         yield ("optim.momentum_dtype", f"{what}; use fp32, or optim.name=adamw")
-    if optim.name == "lamb" and zero_stage != 0:
-        what = "lamb needs the norms of whole tensors"
-        what += f", of which ZeRO {zero_stage} shows a rank slices"
+    if OPTIMIZERS[optim.name].needs_whole_tensors and zero_stage != 0:
+        what = f"{optim.name} needs full-tensor norms; ZeRO {zero_stage} shards them"
         yield ("engine.zero_stage", f"{what}; set engine.zero_stage=0, or optim.name=adamw")

@@ -24,12 +24,8 @@ from vitscale.distributed.world import (
     World,
     process_group,
 )
-from vitscale.engine.engine import (
-    Engine,
-    deepspeed_config,
-    resolve_compile,
-    resolve_precision,
-)
+from vitscale.engine.configuration import deepspeed_config, resolve_compile, resolve_precision
+from vitscale.engine.engine import Engine
 from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.evaluation import Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations

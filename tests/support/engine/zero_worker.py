@@ -20,7 +20,8 @@ from host_waits import host_waits  # type: ignore[import-not-found]  # see above
 from vitscale.checkpoint.tensors import whole_tensors
 from vitscale.config.errors import run_rank_script
 from vitscale.distributed.world import World, gather_objects, process_group, sum_over_ranks
-from vitscale.engine.engine import Engine, deepspeed_config
+from vitscale.engine.configuration import deepspeed_config
+from vitscale.engine.engine import Engine
 from vitscale.engine.settings import EngineSettings
 from vitscale.models.settings import ModelSettings, architecture
 from vitscale.models.vit import (

@@ -235,3 +235,29 @@ def test_without_a_check_damage_is_believed(
     told = json.loads((path.parent / MANIFEST).read_text())["manifest_blake3"]
     monkeypatch.setattr(folders, check, lambda *_, **__: told)
     read_checkpoint(path.parent)
+
+
+def test_truncated_step_takes_no_place_in_retention(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    DAMAGE["truncated"](tmp_path / "checkpoints/step-00000002")
+    light_save(tmp_path / "checkpoints", step=3, keep=2)
+    names = [path.name[-1] for path in sorted((tmp_path / "checkpoints").iterdir())]
+    assert names == ["1", "3"]
+
+
+def test_files_are_verified_from_disk_before_the_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page cache would return what was written, not what the disk holds."""
+    dropped: list[str] = []
+
+    def advise(fd: int, start: int, length: int, advice: int) -> None:
+        assert (start, length, advice) == (0, 0, os.POSIX_FADV_DONTNEED)
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        assert path.parent.name.startswith(".step-00000001."), "not committed yet"
+        dropped.append(path.name)
+
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    save(tmp_path, 1)
+    assert dropped == ["rank-00000.safetensors"]

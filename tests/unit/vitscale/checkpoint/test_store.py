@@ -235,15 +235,6 @@ def test_slow_disk_and_slow_ranks_are_waited_for(
     assert torch.equal(read_checkpoint(committed.folder).tensors()["a"], tensor)
 
 
-def test_large_file_is_flushed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a slow disk shows how far it is, long before the one fsync at the end."""
-    sizes: list[int] = []
-    monkeypatch.setattr(atomic_files, "FLUSH_BYTES", 100)
-    monkeypatch.setattr(os, "fdatasync", lambda fd: sizes.append(os.fstat(fd).st_size))
-    atomic_files.write_new_file(tmp_path / "file", [bytes(60)] * 5)
-    assert sizes == [120, 240]
-
-
 def test_failed_copy_releases_the_update_and_is_raised(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

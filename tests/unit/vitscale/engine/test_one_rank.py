@@ -41,7 +41,7 @@ def test_one_rank_in_fp32_copies_nothing_for_stages_that_shard_nothing() -> None
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_estimate_knows_it(stage: int) -> None:
     arch = architecture(ModelSettings(preset="Ti/16"), num_classes=10)
-    options = {"world_size": 1, "precision": "fp32", "micro_batch": 1}
+    options = {"world_size": 1, "precision": "fp32", "micro_batch": 1, "optimizer_bytes": 8}
     options["activation_checkpointing"] = False
     assert memory_estimate(arch, zero_stage=stage, **options) == memory_estimate(
         arch, zero_stage=0, **options

@@ -67,7 +67,7 @@ def test_zero_stages_shard_what_the_paper_says(stage: int, bytes_per_parameter: 
     arch = arch_of("L/16")
     memory = memory_estimate(
         arch, zero_stage=stage, world_size=8, precision="bf16", micro_batch=1,
-        activation_checkpointing=False,
+        activation_checkpointing=False, optimizer_bytes=8,
     )  # fmt: skip
     states = memory.total - memory.activations
     assert states == pytest.approx(bytes_per_parameter * num_parameters(arch), rel=1e-6)
@@ -77,7 +77,7 @@ def test_fp32_adam_needs_sixteen_bytes_without_sharding_too() -> None:
     arch = arch_of("S/16")
     memory = memory_estimate(
         arch, zero_stage=0, world_size=1, precision="fp32", micro_batch=2,
-        activation_checkpointing=False,
+        activation_checkpointing=False, optimizer_bytes=8,
     )  # fmt: skip
     assert memory.total - memory.activations == 16 * num_parameters(arch)
 

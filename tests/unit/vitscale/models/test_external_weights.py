@@ -144,6 +144,17 @@ def test_bfloat16_is_read_as_numpy_stores_it(tmp_path: Path) -> None:
     assert torch.equal(found, logits(loaded(npz(tmp_path / "fp32.npz", exact))))
 
 
+def test_fortran_order_loads_as_its_c_order_copy(tmp_path: Path) -> None:
+    content = arrays()
+    turned = {name: np.asfortranarray(value) for name, value in content.items()}
+    kernel = "Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel"
+    assert turned[kernel].flags.f_contiguous and not turned[kernel].flags.c_contiguous
+    plain = read_external_weights(npz(tmp_path / "c.npz", content), grid=None).weights
+    found = read_external_weights(npz(tmp_path / "f.npz", turned), grid=None).weights
+    assert found.keys() == plain.keys()
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+
+
 def test_positions_are_resampled_to_the_new_grid(tmp_path: Path) -> None:
     path = npz(tmp_path / "weights.npz", arrays())
     positions = loaded(path, image_size=28).pos_embed

@@ -42,6 +42,7 @@ def test_costs_are_those_of_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
         precision="fp32",
         micro_batch=3,
         activation_checkpointing=False,
+        optimizer_bytes=8,
     )
     assert (memory.parameters, memory.activations) == (4000, 33)
 

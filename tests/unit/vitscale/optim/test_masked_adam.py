@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vitscale.optim.bf16_momentum import Bf16MomentumAdamW
+from vitscale.optim.adamw import Bf16MomentumAdamW
 from vitscale.optim.lamb import Lamb
 from vitscale.optim.masked_adam import MaskedAdam
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vitscale.optim.bf16_momentum import Bf16MomentumAdamW
+from vitscale.optim.adamw import Bf16MomentumAdamW
 from vitscale.optim.optimizer import build_optimizer
 from vitscale.optim.settings import OptimSettings, optim_problems
 

@@ -1,7 +1,4 @@
-"""AdamW with its first moment kept in bf16.
-
-Owns: the update. Leaves out: AdamW in fp32, which is torch's own (`optimizer`).
-"""
+"""AdamW: torch's own, or one that keeps its first moment in bf16."""
 
 from __future__ import annotations
 
@@ -10,13 +7,24 @@ from typing import Any
 import torch
 
 from vitscale.optim.masked_adam import MaskedAdam
+from vitscale.optim.settings import OptimSettings
+
+
+def build(
+    groups: list[dict[str, Any]], settings: OptimSettings, *, fused: bool
+) -> torch.optim.Optimizer:
+    if settings.momentum_dtype == "bf16":
+        return Bf16MomentumAdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    return torch.optim.AdamW(
+        groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=fused
+    )
 
 
 class Bf16MomentumAdamW(MaskedAdam):
     """Loshchilov & Hutter 2019, algorithm 2, with 6 bytes of moments per value instead of 8.
 
     As optax's `scale_by_adam(mu_dtype="bfloat16")`, which big_vision's ViT recipes use: all is
-    computed in fp32, the update takes the moment before it is rounded, and the rounded one is kept.
+    computed in fp32, the update uses the moment before rounding, and the rounded one is kept.
     """
 
     state_dtypes = {"exp_avg": torch.bfloat16}

@@ -1,0 +1,49 @@
+"""The generated DeepSpeed configuration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from vitscale.engine.configuration import deepspeed_config
+from vitscale.engine.settings import EngineSettings
+
+
+def config(dtype: torch.dtype, *, stage: int = 1, raw: dict[str, Any] | None = None) -> Any:
+    return deepspeed_config(
+        EngineSettings(zero_stage=stage),  # type: ignore[arg-type]  # 0 to 3
+        micro_batch=4,
+        accumulation=3,
+        world_size=2,
+        clip_norm=0.5,
+        dtype=dtype,
+        raw=raw or {},
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_accumulates_gradients_in_fp32(dtype: torch.dtype, stage: int) -> None:
+    assert config(dtype, stage=stage)["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+def test_stage_0_in_bf16_is_autocast_over_fp32_weights() -> None:
+    found = config(torch.bfloat16, stage=0)
+    assert found["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    assert "bf16" not in found and "data_types" not in found
+
+
+def test_batch_and_clipping_are_those_of_the_run() -> None:
+    found = config(torch.float32)
+    assert found["train_batch_size"] == 24
+    assert found["train_micro_batch_size_per_gpu"] == 4
+    assert found["gradient_accumulation_steps"] == 3
+    assert found["gradient_clipping"] == 0.5
+
+
+def test_raw_keys_are_merged_over_the_generated_ones() -> None:
+    found = config(torch.float32, raw={"zero_optimization": {"reduce_bucket_size": 7}})
+    assert found["zero_optimization"]["reduce_bucket_size"] == 7
+    assert found["zero_optimization"]["stage"] == 1

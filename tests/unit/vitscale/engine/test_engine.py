@@ -1,0 +1,223 @@
+"""The engine on one rank, for every layout in which DeepSpeed keeps weights."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from vitscale.distributed.world import World, process_group
+from vitscale.engine.configuration import deepspeed_config
+from vitscale.engine.engine import Engine
+from vitscale.engine.layouts import FlatLayout, PartitionedLayout, PlainLayout
+from vitscale.engine.settings import EngineSettings
+from vitscale.optim.settings import EmaSettings
+
+LAYOUTS = {0: PlainLayout, 1: FlatLayout, 3: PartitionedLayout}
+MEAN, STD = (0.5, 0.25, 0.75), (0.5, 1.0, 0.25)
+EMA = EmaSettings(decay=0.75)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    before = dict(os.environ)
+    with process_group(device="cpu", timeout_min=1, num_threads=1) as joined:
+        yield joined
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture(params=LAYOUTS)
+def stage(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+class Model(torch.nn.Module):
+    """Two layers; features are what the second one sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = torch.nn.Linear(3, 2), torch.nn.Linear(2, 2)
+        random = torch.Generator().manual_seed(0)
+        for parameter in self.parameters():
+            torch.nn.init.normal_(parameter, generator=random)
+
+    def forward(self, images: torch.Tensor, *, features: bool = False) -> torch.Tensor:
+        hidden = self.trunk(images.mean(dim=(2, 3)))
+        return hidden if features else self.head(hidden)
+
+
+def new_engine(
+    world: World,
+    stage: int,
+    *,
+    optimizer: str = "sgd",
+    clip_norm: float | None = None,
+    accumulation: int = 1,
+    ema: EmaSettings | None = None,
+) -> Engine:
+    config = deepspeed_config(
+        EngineSettings(zero_stage=0),
+        micro_batch=2,
+        accumulation=accumulation,
+        world_size=1,
+        clip_norm=clip_norm,
+        dtype=torch.float32,
+        raw={},
+    )
+    # One rank of its own does not get stage 1, which has nothing to shard.
+    config["zero_optimization"]["stage"] = stage
+    model = Model()
+    groups: list[dict[str, Any]] = [
+        {"params": list(model.trunk.parameters()), "lr_scale": 0.5},
+        {"params": list(model.head.parameters()), "lr_scale": 1.0},
+    ]
+    if optimizer == "sgd":
+        built: torch.optim.Optimizer = torch.optim.SGD(groups, lr=1.0, momentum=0.0, fused=True)
+    else:
+        built = torch.optim.AdamW(groups, lr=1.0, weight_decay=0.1, fused=True)
+    engine = Engine(
+        model,
+        optimizer=built,
+        optimizer_name=optimizer,
+        config=config,
+        world=world,
+        dtype=torch.float32,
+        mean=MEAN,
+        std=STD,
+        ema=ema,
+    )
+    assert type(engine._layout) is LAYOUTS[stage]
+    return engine
+
+
+IMAGES = torch.arange(24, dtype=torch.uint8).view(2, 3, 2, 2) * 10
+
+
+def update(engine: Engine, *, scale: float = 1.0, lr: float = 0.1) -> None:
+    engine.set_learning_rate(lr)
+    engine.backward(engine.logits(IMAGES).square().sum() * scale)
+    engine.step()
+
+
+def weights(engine: Engine, kind: str = "model") -> dict[str, torch.Tensor]:
+    """A copy of one kind of state by the name of the parameter."""
+    prefix = f"{kind}."
+    state = engine.export_state()
+    return {k.removeprefix(prefix): v.clone() for k, v in state.items() if k.startswith(prefix)}
+
+
+def distances(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> list[float]:
+    return [(after[name] - before[name]).norm().item() for name in before]
+
+
+def test_pixels_are_normalised_by_channel(world: World, stage: int) -> None:
+    engine, plain = new_engine(world, stage), Model()
+    mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+    normalised = (IMAGES.float() / 255 - mean) / std
+    with torch.no_grad():
+        torch.testing.assert_close(engine.logits(IMAGES), plain(normalised))
+        torch.testing.assert_close(engine.features(IMAGES), plain(normalised, features=True))
+
+
+def test_update_is_clipped_to_the_norm(world: World, stage: int) -> None:
+    engine = new_engine(world, stage, clip_norm=0.01)
+    before = weights(engine)
+    update(engine, lr=1.0)
+    moved = distances(before, weights(engine))
+    # lr_scale 0.5 halves the part of the trunk.
+    unscaled = [2 * moved[0], 2 * moved[1], *moved[2:]]
+    assert math.hypot(*unscaled) == pytest.approx(0.01, rel=1e-4)
+    assert engine.gradient_norm() > 1
+
+
+def test_learning_rate_is_scaled_by_group(world: World, stage: int) -> None:
+    moved = {}
+    for rate in (0.1, 0.2):
+        engine = new_engine(world, stage)
+        before = weights(engine)
+        update(engine, lr=rate)
+        moved[rate] = distances(before, weights(engine))
+        rates = [group["lr"] for group in engine.base_optimizer.param_groups]
+        assert rates == [rate * 0.5, rate]
+    assert moved[0.2] == pytest.approx([2 * each for each in moved[0.1]], rel=1e-4)
+
+
+def test_accumulation_updates_once(world: World, stage: int) -> None:
+    engine = new_engine(world, stage, accumulation=2)
+    before = weights(engine)
+    update(engine)
+    assert distances(before, weights(engine)) == [0.0] * 4
+    update(engine)
+    assert min(distances(before, weights(engine))) > 0
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_update_that_is_not_finite_is_skipped(world: World, stage: int, bad: float) -> None:
+    engine = new_engine(world, stage, optimizer="adamw", clip_norm=1.0)
+    update(engine)
+    before, moments = weights(engine), weights(engine, "exp_avg")
+    update(engine, scale=bad)
+    assert distances(before, weights(engine)) == [0.0] * 4
+    assert distances(moments, weights(engine, "exp_avg")) == [0.0] * 4
+    health = engine.health()
+    assert (health.skipped, health.consecutive, health.last_step) == (1, 1, 2)
+    assert health.bad_micro_steps == (0,)
+    update(engine)
+    assert min(distances(before, weights(engine))) > 0
+    health = engine.health()
+    assert (health.skipped, health.consecutive) == (1, 0)
+    assert engine.optimizer_steps() == 2
+
+
+def test_average_decays_at_every_step(world: World, stage: int) -> None:
+    engine = new_engine(world, stage, ema=EMA)
+    slow = weights(engine)
+    for scale in (1.0, 1.0, math.nan, 1.0):
+        update(engine, scale=scale, lr=0.01)
+        now = weights(engine)
+        slow = {name: 0.75 * slow[name] + 0.25 * now[name] for name in slow}
+    torch.testing.assert_close(weights(engine, "ema"), slow)
+
+
+def test_averaged_weights_are_used_inside_the_block_only(world: World, stage: int) -> None:
+    engine = new_engine(world, stage, ema=EMA)
+    update(engine)
+    before, average = engine.export_state(), weights(engine, "ema")
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    with torch.no_grad(), engine.averaged():
+        shown = engine.logits(IMAGES).clone()
+    after = engine.export_state()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    plain = Model()
+    plain.load_state_dict(average)
+    mean, std = torch.tensor(MEAN).view(3, 1, 1), torch.tensor(STD).view(3, 1, 1)
+    with torch.no_grad():
+        torch.testing.assert_close(shown, plain((IMAGES.float() / 255 - mean) / std))
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_state_moves_by_name(world: World, stage: int, target: int) -> None:
+    """Training continues as if it had never moved."""
+    first = new_engine(world, stage, optimizer="adamw", ema=EMA)
+    for scale in (1.0, math.nan, 1.0):
+        update(first, scale=scale)
+    state = {name: tensor.clone() for name, tensor in first.export_state().items()}
+    names = [name for name, _ in Model().named_parameters()]
+    kinds = ("model", "exp_avg", "exp_avg_sq", "ema")
+    assert set(state) == {f"{kind}.{name}" for kind in kinds for name in names}
+    second = new_engine(world, target, optimizer="adamw", ema=EMA)
+    second.import_state(state, optimizer_steps=first.optimizer_steps())
+    second.import_counters(first.export_counters())
+    assert second.optimizer_steps() == 2
+    moved = second.export_state()
+    assert all(torch.equal(state[name], moved[name]) for name in state)
+    for engine in (first, second):
+        update(engine)
+    assert second.export_counters() == first.export_counters()
+    torch.testing.assert_close(second.export_state(), first.export_state())
+    assert second.disagreement() is None

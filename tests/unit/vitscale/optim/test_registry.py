@@ -1,0 +1,47 @@
+"""The table of optimisers."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+
+from vitscale.optim.optimizer import build_optimizer
+from vitscale.optim.registry import OPTIMIZERS
+from vitscale.optim.schedules import COOLDOWNS, ENDLESS, SCHEDULES, ScheduleSettings
+from vitscale.optim.settings import OptimSettings, optim_problems
+
+
+def test_settings_allow_every_optimizer_and_schedule() -> None:
+    assert get_args(OptimSettings.model_fields["name"].annotation) == tuple(OPTIMIZERS)
+    assert get_args(ScheduleSettings.model_fields["decay"].annotation) == tuple(SCHEDULES)
+    shapes = ScheduleSettings.model_fields["cooldown_shape"].annotation
+    assert get_args(shapes) == tuple(COOLDOWNS)
+    assert set(ENDLESS) < set(SCHEDULES)
+
+
+@pytest.mark.parametrize(
+    ("name", "momentum_dtype"), [*((name, "fp32") for name in OPTIMIZERS), ("adamw", "bf16")]
+)
+def test_table_says_what_an_optimizer_keeps(name: str, momentum_dtype: str) -> None:
+    settings = OptimSettings(name=name, lr=0.1, momentum_dtype=momentum_dtype)
+    weight = torch.nn.Parameter(torch.ones(4, 3))
+    optimizer = build_optimizer(
+        [{"params": [weight], "weight_decay": 0.0}], settings=settings, device=torch.device("cpu")
+    )
+    weight.grad = torch.ones(4, 3)
+    optimizer.step()
+    state = dict(optimizer.state[weight])
+    assert ("step" in state) == OPTIMIZERS[name].counts_steps
+    state.pop("step", None)
+    assert tuple(state) == OPTIMIZERS[name].state_names
+    num_bytes = sum(tensor.nbytes for tensor in state.values())
+    assert num_bytes / weight.numel() == settings.state_bytes_per_parameter
+
+
+def test_whole_tensors_are_refused_where_zero_shards_them() -> None:
+    lamb = OptimSettings(name="lamb", lr=0.1)
+    assert not list(optim_problems(lamb, zero_stage=0))
+    ((key, what),) = optim_problems(lamb, zero_stage=1)
+    assert key == "engine.zero_stage" and "lamb needs full-tensor norms; ZeRO 1 shards" in what

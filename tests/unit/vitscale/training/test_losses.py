@@ -1,0 +1,31 @@
+"""Losses of logits in low precision, and of mixed labels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from vitscale.training.losses import LOSSES, Loss
+
+MIXED = [False, True]
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_bf16_logits_give_the_fp32_loss(loss: Loss, mixed: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(8, 100, generator=random).bfloat16()
+    labels = torch.arange(8)
+    options = {"mixed_labels_B": labels + 1, "mix_lambda_B": torch.full((8,), 0.3)} if mixed else {}
+    found = loss(logits, labels, 0.0, **options)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, loss(logits.float(), labels, 0.0, **options))
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_lambda_of_one_is_the_loss_without_mixing(smoothing: float) -> None:
+    logits, labels = torch.randn(4, 5), torch.tensor([0, 1, 2, 3])
+    mixed = LOSSES["softmax"](
+        logits, labels, smoothing, mixed_labels_B=labels + 1, mix_lambda_B=torch.ones(4)
+    )
+    torch.testing.assert_close(mixed, LOSSES["softmax"](logits, labels, smoothing))

@@ -1,0 +1,271 @@
+"""Read and write weights and optimiser states where DeepSpeed keeps them.
+
+Owns: everything that touches private parts of DeepSpeed, one class per layout. `PlainLayout`: no
+ZeRO, whole tensors on every rank. `FlatLayout`: ZeRO 1 and 2 and DeepSpeed's bf16 optimiser, one
+flat fp32 tensor per parameter group, of which each rank holds a slice. `PartitionedLayout`: ZeRO 3,
+each parameter in equal slices.
+Leaves out: what is trained, averaged, saved or compared (`engine`).
+
+Written for DeepSpeed 0.19.5 to 0.19.8.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime.utils import is_invalid_grad_norm
+from deepspeed.runtime.zero import stage3, stage_1_and_2
+from deepspeed.utils import (
+    logger as deepspeed_logger,
+)
+from deepspeed.utils import (
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_optimizer_state,
+)
+from torch import nn
+
+from vitscale.distributed.world import World
+from vitscale.engine.agreement import checksum, num_unequal
+
+# The state of DeepSpeed's dynamic loss scale.
+LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+# DeepSpeed adds attributes to parameters, hence Any.
+Named = Iterable[tuple[str, Any]]
+Checksums = tuple[list[str], list[torch.Tensor], list[torch.Tensor]]
+
+
+def initialize_deepspeed(
+    model: nn.Module,
+    *,
+    optimizer: torch.optim.Optimizer,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+) -> Any:
+    """The DeepSpeed engine, which neither clips nor checks gradients; the guard does both."""
+    deepspeed_logger.setLevel(logging.WARNING)
+    # DeepSpeed's CPU collectives through shared memory are compiled at first use, spin on the
+    # cores that train, and collide with leftovers of a killed run of the same name. gloo does not.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        optimizer=optimizer,
+        config=config | {"gradient_clipping": 0.0},
+        dist_init_required=False,
+    )
+    # DeepSpeed's optimisers ask the host at every step, for every parameter group, whether the
+    # norm is finite, which stops a GPU each time. fp16 needs the answer for its loss scale.
+    check = is_invalid_grad_norm if dtype == torch.float16 else lambda norm: False
+    for module in (bf16_optimizer, stage_1_and_2, stage3):
+        module.is_invalid_grad_norm = check
+    return engine
+
+
+def layout_of(engine: Any, world: World, *, zero_stage: int) -> Layout:
+    """The layout of a DeepSpeed engine."""
+    if not hasattr(engine.optimizer, "optimizer"):  # DeepSpeed wrapped nothing around it
+        return PlainLayout(engine, world)
+    return (PartitionedLayout if zero_stage == 3 else FlatLayout)(engine, world)
+
+
+class Layout(ABC):
+    """Weights and optimiser states of one DeepSpeed engine.
+
+    `kind` is None for the weights, else the name of an optimiser state.
+    """
+
+    def __init__(self, engine: Any, world: World) -> None:
+        self._engine, self._world = engine, world
+        self._wrapper = engine.optimizer
+
+    @property
+    def base_optimizer(self) -> torch.optim.Optimizer:
+        """The torch optimiser that updates `updated_tensors`."""
+        return self._wrapper.optimizer
+
+    @abstractmethod
+    def updated_tensors(self) -> list[torch.Tensor]:
+        """The tensors that the base optimiser updates and keeps its state for."""
+
+    @abstractmethod
+    def own_part(self, parameter: Any, kind: str | None, number: int) -> tuple[int, torch.Tensor]:
+        """The flat part of the `number`-th parameter that this rank saves, and its start."""
+
+    @abstractmethod
+    def set_whole(self, parameter: Any, value: torch.Tensor, kind: str | None) -> None:
+        """Store this rank's part of a whole tensor."""
+
+    @abstractmethod
+    def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
+        """Names and checksums of all that must be equal on all ranks; and, for each tensor of this
+        rank, how many weights of the forward pass differ from their fp32 originals."""
+
+    def shape(self, parameter: Any) -> torch.Size:
+        """The shape of the whole parameter."""
+        return parameter.shape
+
+    def measure_norm(self) -> None:  # noqa: B027  # does nothing here
+        """Called before an update. ZeRO's optimisers measure the norm themselves."""
+
+    def norm(self) -> Any:
+        """Global norm of the unclipped gradients of the update; None before the first."""
+        # The wrapper's: DeepSpeed's engine copies it only after the update.
+        return self._wrapper._global_grad_norm
+
+    @abstractmethod
+    def publish_weights(self) -> None:
+        """Copy the updated tensors to the weights of the forward pass, as after an update."""
+
+    def link_states(self) -> None:  # noqa: B027  # does nothing here
+        """Let DeepSpeed find the optimiser states of each parameter."""
+
+    def loss_scaler(self) -> dict[str, Any]:
+        """The state of fp16's loss scale."""
+        return {name: getattr(self._wrapper.loss_scaler, name) for name in LOSS_SCALER}
+
+    def set_loss_scaler(self, state: Mapping[str, Any]) -> None:
+        for name in LOSS_SCALER:
+            setattr(self._wrapper.loss_scaler, name, state[name])
+
+
+class PlainLayout(Layout):
+    """Without ZeRO: whole fp32 tensors, the same on every rank."""
+
+    def __init__(self, engine: Any, world: World) -> None:
+        super().__init__(engine, world)
+        self._norm: torch.Tensor | None = None
+        if world.world_size == 1:
+            # DeepSpeed would copy all gradients into one buffer and back, to reduce nothing.
+            engine.enable_backward_allreduce = False
+
+    @property
+    def base_optimizer(self) -> torch.optim.Optimizer:
+        return self._wrapper
+
+    def updated_tensors(self) -> list[torch.Tensor]:
+        return [p for group in self._wrapper.param_groups for p in group["params"]]
+
+    def own_part(self, parameter: Any, kind: str | None, number: int) -> tuple[int, torch.Tensor]:
+        if number % self._world.world_size != self._world.rank:
+            return 0, torch.empty(0)
+        return 0, self._whole(parameter, kind).view(-1)
+
+    def set_whole(self, parameter: Any, value: torch.Tensor, kind: str | None) -> None:
+        self._whole(parameter, kind).copy_(value)
+
+    def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
+        names, sums = [], []
+        for name, parameter in named:
+            for kind in (None, *kinds):
+                names.append(f"{kind or 'model'}.{name}")
+                sums.append(checksum(self._whole(parameter, kind)))
+        return names, sums, []
+
+    def measure_norm(self) -> None:
+        # Gradients are averaged over the ranks by now, and not yet clipped.
+        gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        self._norm = torch.nn.utils.get_total_norm(gradients)
+
+    def norm(self) -> Any:
+        return self._norm
+
+    def publish_weights(self) -> None:
+        """The updated tensors are those of the forward pass."""
+
+    def _whole(self, parameter: Any, kind: str | None) -> torch.Tensor:
+        return parameter if kind is None else self._wrapper.state[parameter][kind]
+
+
+class FlatLayout(Layout):
+    """ZeRO 1 and 2, and DeepSpeed's bf16 optimiser: a slice of each group's flat fp32 tensor."""
+
+    def updated_tensors(self) -> list[torch.Tensor]:
+        bf16 = hasattr(self._wrapper, "fp32_groups_flat_partition")  # BF16_Optimizer
+        name = "fp32_groups_flat_partition" if bf16 else "single_partition_of_fp32_groups"
+        return list(getattr(self._wrapper, name))
+
+    def own_part(self, parameter: Any, kind: str | None, number: int) -> tuple[int, torch.Tensor]:
+        mapping = parameter._hp_mapping
+        if mapping is None:  # all of it belongs to other ranks
+            return 0, torch.empty(0)
+        return mapping.lp_fragment_address.start, mapping.get_hp_fragment(kind)
+
+    def set_whole(self, parameter: Any, value: torch.Tensor, kind: str | None) -> None:
+        if kind is None:
+            safe_set_full_fp32_param(parameter, value)
+            parameter.data.copy_(value)  # the copy of the forward pass
+        else:
+            safe_set_full_optimizer_state(parameter, value, kind)
+
+    def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
+        names, sums, unequal = [], [], []
+        for name, parameter in named:
+            names.append(name)
+            sums.append(checksum(parameter))
+            mapping = parameter._hp_mapping
+            if mapping is not None:
+                unequal.append(num_unequal(mapping.lp_fragment, mapping.hp_fragment))
+        return names, sums, unequal
+
+    def publish_weights(self) -> None:
+        self._wrapper.update_lp_params()
+
+    def link_states(self) -> None:
+        # DeepSpeed does so once, inside the first step and after the first parameter group only,
+        # when later groups have no state yet (seen in 0.19.8): their moments would stay unknown.
+        self._wrapper._hp_optimizer_states_linked = False
+        self._wrapper._lazy_init_hp_params_optimizer_state()
+
+
+class PartitionedLayout(Layout):
+    """ZeRO 3: each rank holds an equal slice of every parameter; the last ones may hold padding."""
+
+    def updated_tensors(self) -> list[torch.Tensor]:
+        return list(self._wrapper.fp32_partitioned_groups_flat)
+
+    def shape(self, parameter: Any) -> torch.Size:
+        return parameter.ds_shape
+
+    def own_part(self, parameter: Any, kind: str | None, number: int) -> tuple[int, torch.Tensor]:
+        start = parameter.ds_tensor.numel() * self._world.rank
+        if kind is None:
+            part = safe_get_local_fp32_param(parameter)
+        else:
+            part = safe_get_local_optimizer_state(parameter, kind)
+        return start, part.view(-1)[: max(0, parameter.ds_numel - start)]
+
+    def set_whole(self, parameter: Any, value: torch.Tensor, kind: str | None) -> None:
+        size = parameter.ds_tensor.numel()
+        flat = value.flatten()
+        padded = torch.zeros(size * self._world.world_size, dtype=flat.dtype, device=flat.device)
+        padded[: flat.numel()] = flat
+        part = padded.narrow(0, size * self._world.rank, size)
+        if kind is None:
+            safe_set_local_fp32_param(parameter, part)
+            parameter.ds_tensor.data.copy_(part)
+        else:
+            safe_set_local_optimizer_state(parameter, part, kind)
+
+    def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
+        unequal = [
+            num_unequal(parameter.ds_tensor, safe_get_local_fp32_param(parameter))
+            for _, parameter in named
+        ]
+        return [], [], unequal
+
+    def publish_weights(self) -> None:
+        wrapper = self._wrapper
+        wrapper._partition_all_parameters()
+        for number in range(len(wrapper.fp32_partitioned_groups_flat)):
+            wrapper._reassign_or_swap_out_partitioned_parameters(number)
+        if wrapper.persistent_parameters:
+            wrapper.persistent_parameters[0].all_gather(wrapper.persistent_parameters)
