@@ -1,4 +1,4 @@
-"""A folder over HTTP with range requests, as faulty as a test wants it."""
+"""Serve a folder over HTTP with range requests and injected faults."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
-# What may happen to one request.
+# Possible faults of one request.
 FAULTS = ("error", "drop", "short", "slow", "wrong", "missing", "no_ranges", "forbidden")
 SLOW_S = 0.1
 
 
 @dataclass
 class RangeServer:
-    """What was asked for, and what goes wrong: `fault(path, number of the request to it)`."""
+    """Requests received, and `fault(path, number of the request to it)`."""
 
     folder: Path
     fault: Callable[[str, int], str | None] = lambda path, number: None
@@ -30,7 +30,7 @@ class RangeServer:
     sent: Counter[str] = field(default_factory=Counter)
     """Bytes by path."""
     encodings: set[str | None] = field(default_factory=set)
-    """What the clients would take the bytes compressed as."""
+    """Values of Accept-Encoding."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ class _Http(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, *arguments: object) -> None:
-        """A client that gave up is no error of the server."""
+        """A client that closes its connection is no error."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Augmentation inside the loader: on top of the same crops, from a stream of its own."""
+"""Augmentation inside the loader: after the same crops, from a separate random stream."""
 
 from __future__ import annotations
 
@@ -68,10 +68,8 @@ def test_augmentation_comes_on_top_of_the_same_crops(tmp_path: Path, num_workers
 
 
 @pytest.mark.parametrize("decoder", ["pillow", "simplejpeg", "region"])
-def test_plain_crops_are_windows_of_the_reflected_image_or_its_mirror_image(
-    tmp_path: Path, decoder: str
-) -> None:
-    """At the stored size nothing is resampled, so that every pixel can be told."""
+def test_plain_crops_are_windows_of_the_reflected_image(tmp_path: Path, decoder: str) -> None:
+    """At the stored size nothing is resampled, so every pixel is known."""
     folder = write_shard_folder(tmp_path / "shards", num_per_class=12, num_shards=2)
     options = {"crop": "plain", "interpolation": "bicubic", "antialias": True, "num_workers": 0}
     data = settings(folder, decoder=decoder, **options)

@@ -1,4 +1,4 @@
-"""Samples that cannot be read, and loader processes that die or hang."""
+"""Unreadable samples, and loader workers that die or hang."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def batches(
             yield from found
 
 
-def test_an_unreadable_sample_is_named_and_replaced_by_the_same_one_on_every_layout(
+def test_the_substitute_is_the_same_on_every_layout(
     shards: Path,
 ) -> None:
     undamaged = list(batches(shards, workers=0))
@@ -94,14 +94,14 @@ def test_an_unreadable_sample_is_named_and_replaced_by_the_same_one_on_every_lay
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_storage_that_fails_altogether_ends_with_one_error(shards: Path, workers: int) -> None:
+def test_the_run_ends_if_no_substitute_can_be_read(shards: Path, workers: int) -> None:
     damage(shards, list(range(NUM)))
-    with pytest.raises(UserError, match=r"(?s)sample 'train-.*' cannot be read.*nor can 8 others"):
+    with pytest.raises(UserError, match=r"(?s)sample 'train-.*' cannot be read.*nor can 8 sub"):
         list(batches(shards, workers=workers))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_evaluation_replaces_nothing(shards: Path, workers: int) -> None:
+def test_evaluation_does_not_substitute_samples(shards: Path, workers: int) -> None:
     (key,) = damage(shards, [7])
     data = DataSettings(path=str(shards), global_batch=4, num_workers=workers)
     index = read_split(shards, split="train")
@@ -119,7 +119,7 @@ def test_evaluation_replaces_nothing(shards: Path, workers: int) -> None:
         )
 
 
-def test_a_shard_cut_short_is_found_before_the_first_batch(shards: Path) -> None:
+def test_a_truncated_shard_is_found_before_the_first_batch(shards: Path) -> None:
     os.truncate(shards / "train-000001.tar", 5000)
     (shards / "train-000002.tar").unlink()
     with pytest.raises(UserError, match=r"(?s)5000 bytes, but.*train-000002.tar.*missing"):
@@ -139,9 +139,7 @@ def worker_pids() -> list[int]:
         (signal.SIGSTOP, "pid {pid}, stopped.* gave no batch for 3 s"),
     ],
 )
-def test_a_worker_that_dies_or_hangs_is_named_and_nothing_hangs(
-    shards: Path, number: signal.Signals, message: str
-) -> None:
+def test_a_dead_or_hung_worker_is_named(shards: Path, number: signal.Signals, message: str) -> None:
     before = set(worker_pids())
     running = batches(shards, workers=2, steps=10_000, timeout_s=3.0)
     next(running)
@@ -155,7 +153,7 @@ def test_a_worker_that_dies_or_hangs_is_named_and_nothing_hangs(
 
 
 def test_all_workers_that_are_stopped_are_named(shards: Path) -> None:
-    """The one whose batch is due may only wait for a lock that another one holds."""
+    """The worker whose batch is due may only wait for a lock that another one holds."""
     before = set(worker_pids())
     running = batches(shards, workers=2, steps=10_000, timeout_s=3.0)
     next(running)
@@ -179,8 +177,9 @@ print(sum(1 for _ in found))
 """
 
 
-def test_a_job_suspended_as_a_whole_goes_on(shards: Path, tmp_path: Path) -> None:
-    """The time in which the trainer stood still too is not held against its workers."""
+@pytest.mark.slow
+def test_a_job_that_was_suspended_continues(shards: Path, tmp_path: Path) -> None:
+    """A pause of trainer and workers together is no hang of a worker."""
     process = subprocess.Popen(
         [sys.executable, "-c", SUSPENDED, str(shards)],
         cwd=tmp_path,

@@ -1,4 +1,4 @@
-"""Shards behind a URL give the same run as local ones, whatever the network does."""
+"""Remote shards give the same run as local ones, for any network fault."""
 
 from __future__ import annotations
 
@@ -108,10 +108,10 @@ def test_local_and_remote_shards_mix(folder: Path, server: RangeServer, tmp_path
     assert same_run(mixed, (2, 2), (3, 0), stop=2, steps=STEPS) == batches
 
 
-def test_shards_are_fetched_ahead_each_once_and_the_cache_keeps_its_size(
+def test_each_shard_is_prefetched_once_within_the_cache_size(
     folder: Path, server: RangeServer, undisturbed: list[list[bytes]], tmp_path: Path
 ) -> None:
-    """Two blocks of 16 fit; the second of them is fetched while the first is read."""
+    """Two blocks of 16 fit; the second is fetched while the first is read."""
     run = Run(path=server.url, remote=with_cache(tmp_path))
     assert run.batches(ranks=1, workers=2, start=0, stop=1) == undisturbed[:1]
     # Let the fetching threads of a process of our own finish.
@@ -137,7 +137,7 @@ def test_a_cache_too_small_for_what_is_read_at_once_is_refused(
         Run(path=server.url, remote=remote).batches(ranks=1, workers=0, start=0, stop=1)
 
 
-def test_a_rotten_cache_is_mended(
+def test_a_damaged_cache_file_is_fetched_again(
     server: RangeServer, undisturbed: list[list[bytes]], tmp_path: Path
 ) -> None:
     run = Run(path=server.url, remote=with_cache(tmp_path))
@@ -170,7 +170,7 @@ def test_a_bit_turned_in_the_cached_index_changes_no_label(
 
 
 @pytest.mark.parametrize("smaller", [False, True])
-def test_a_cache_without_room_for_the_index_costs_nothing_but_memory(
+def test_an_index_that_exceeds_the_cache_is_read_into_memory(
     smaller: bool, server: RangeServer, tmp_path: Path
 ) -> None:
     """All of it is in use by another job, or it is smaller than the index."""
@@ -188,7 +188,7 @@ def test_a_cache_without_room_for_the_index_costs_nothing_but_memory(
 
 
 @pytest.mark.parametrize("cached", [False, True])
-def test_rot_at_rest_is_replaced_by_the_same_samples_on_every_layout(
+def test_substitutes_for_damaged_remote_samples_fit_every_layout(
     cached: bool, folder: Path, tmp_path: Path
 ) -> None:
     rotten = tmp_path / "rotten"
@@ -206,7 +206,7 @@ def test_rot_at_rest_is_replaced_by_the_same_samples_on_every_layout(
         assert run.unreadable and set(run.unreadable) <= {3, 50}
 
 
-def test_samples_behind_a_url_are_named_by_key_and_in_an_outage_by_number(
+def test_remote_samples_are_named_by_key_or_else_by_number(
     folder: Path, server: RangeServer
 ) -> None:
     index = read_split(server.url, split="train", remote_settings=RemoteSettings(patience_s=1.0))
@@ -220,19 +220,15 @@ def test_samples_behind_a_url_are_named_by_key_and_in_an_outage_by_number(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_outage_ends_the_run_with_the_name_of_what_cannot_be_read(
-    workers: int, server: RangeServer
-) -> None:
-    """It is not taken for bit rot: what stands in for a sample must not depend on the day."""
+def test_an_outage_ends_the_run_and_names_the_shard(workers: int, server: RangeServer) -> None:
+    """An outage is no bit rot: substituting would make runs non-deterministic."""
     run = Run(path=server.url, remote={"patience_s": 3.0})
     server.fault = lambda path, number: "error" if number > 3 else None
     with pytest.raises(UserError, match=r"(?s)train-0000\d\d\.tar: cannot be read.*requests"):
         run.batches(ranks=1, workers=workers, start=0, stop=STEPS)
 
 
-def test_missing_and_truncated_shards_are_found_before_the_first_step(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_missing_and_truncated_shards_are_found_at_the_start(folder: Path, tmp_path: Path) -> None:
     damaged = tmp_path / "damaged"
     shutil.copytree(folder, damaged)
     (damaged / "train-000002.tar").unlink()
@@ -313,7 +309,7 @@ def test_a_dry_run_reads_the_plan_from_the_url(server: RangeServer) -> None:
     assert facts(f"{server.url}/nowhere", planned_num_samples=7).num_samples == 7
 
 
-def test_a_configuration_says_of_every_url_what_is_wrong_and_no_secret(tmp_path: Path) -> None:
+def test_url_errors_name_the_problem_and_no_secret(tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(
         "name: x\nstage: pretrain\nmodel: {preset: B/16}\noptim: {lr: 1.0e-3}\n"

@@ -1,10 +1,10 @@
-/* Boxes of ordinary JPEGs: one scan of Huffman codes, 8 bits, grey or YCbCr 4:4:4, 4:2:2, 4:2:0.
+/* Decode a box of an ordinary JPEG: one Huffman scan, 8 bits, grey or YCbCr 4:4:4, 4:2:2, 4:2:0.
  *
- * Owns: which images these are, which blocks a box needs, the rows in between.
+ * Owns: which images are supported, which blocks a box needs, rows of MCUs.
  * Leaves out: headers (libjpeg reads them), bits (_huffman.c), arithmetic (_blocks.c).
  *
- * Whatever a file has that a sound one has not, be it a code that does not exist, a missing marker,
- * or a number that is too large, ends the attempt, and libjpeg decodes from the start.
+ * Any fault of a file (an invalid code, a missing marker, a value out of range) ends the attempt;
+ * then libjpeg decodes from the start.
  */
 #include "_baseline.h"
 
@@ -20,7 +20,7 @@
 #define MAX_TABLES 2
 #define CHANNELS 3
 #define LEAST_WIDTH 16 /* libjpeg does not interpolate colours of very narrow images */
-#define ONLY_DC (STEPS_TO_END + 2) /* the step where a block ends that has no other coefficient */
+#define ONLY_DC (STEPS_TO_END + 2) /* the step at which a block with DC only ends */
 
 struct span {
     JDIMENSION first, stop; /* in blocks of one component */
@@ -34,7 +34,7 @@ struct band {
     struct span columns, rows;
     const struct huffman *dc, *ac;
     uint32_t last_dc;
-    uint8_t *waiting; /* where the first block of the pair goes; NULL: the pair is empty */
+    uint8_t *waiting; /* target of the first block of the pair; NULL: empty */
     uint8_t *samples; /* of the latest two rows of MCUs */
     size_t stride;
 };
@@ -54,7 +54,7 @@ struct baseline {
     uint16_t *sums;
 };
 
-/* Steps of the zigzag to places in a pair of blocks; those behind the last lead nowhere. */
+/* Zigzag step -> position in a pair of blocks; steps past 63 map to unused space. */
 static const uint8_t places[256] = {
     0,   1,   16,  32,  17,  2,   3,   18,  33,  48,  64,  49,  34,  19,  4,   5,
     20,  35,  50,  65,  80,  96,  81,  66,  51,  36,  21,  6,   7,   22,  37,  52,
@@ -111,7 +111,7 @@ static void include(struct span *mcus, struct span blocks, JDIMENSION each)
 static void lay_out(struct baseline *b, const struct jpeg_decompress_struct *codec)
 {
     const jpeg_component_info *info = codec->comp_info;
-    int grey = b->num_bands == 1, i; /* then an MCU is one block, whatever the factors say */
+    int grey = b->num_bands == 1, i; /* then an MCU is one block, for any factors */
     JDIMENSION across = grey ? 1 : (JDIMENSION)info->h_samp_factor;
     JDIMENSION down = grey ? 1 : (JDIMENSION)info->v_samp_factor;
 
@@ -203,13 +203,13 @@ static void close_memory(struct baseline *b)
     scan_close(&b->scan);
 }
 
-/* Bits of the scan that are used up. */
+/* Bits of the scan consumed so far. */
 static size_t place_of(const struct baseline *b, const struct bit_reader *in)
 {
     return (size_t)(in->next - b->scan.bytes) * 8 - (size_t)in->count;
 }
 
-/* Goes on behind a restart marker; -1 unless all bits before it, and no others, were used. */
+/* Continues after a restart marker; -1 unless exactly the bits before it were consumed. */
 static int next_segment(struct baseline *b, struct bit_reader *in, size_t segment)
 {
     size_t start = segment ? b->scan.ends[segment - 1] : 0;
@@ -283,7 +283,7 @@ FAST_INLINE int keep_block(struct band *band, struct bit_reader *in, JDIMENSION 
     return first == NULL ? 0 : blocks_transform(band->pair, band->quant, first, to, band->stride);
 }
 
-/* The second of a pair that is not coming. */
+/* Transform a pair that has no second block. */
 static int finish_pair(struct band *band)
 {
     uint8_t *first = band->waiting;
@@ -292,7 +292,7 @@ static int finish_pair(struct band *band)
     return first ? blocks_transform(band->pair, band->quant, first, NULL, band->stride) : 0;
 }
 
-/* MCUs [from, stop) of a row; `any`: some of their blocks are wanted. */
+/* MCUs [from, stop) of a row; `any`: some of their blocks are needed. */
 FAST static int read_mcus(struct baseline *b, JDIMENSION row, JDIMENSION from, JDIMENSION stop,
                           int any)
 {
@@ -375,7 +375,7 @@ static int read_rows(struct baseline *b)
     JDIMENSION from = (JDIMENSION)(skipped % b->mcus_across), stop;
     int i;
 
-    b->segment = skipped / b->interval; /* segments above the box are not even looked at */
+    b->segment = skipped / b->interval; /* segments above the box are skipped entirely */
     if (next_segment(b, &b->in, b->segment))
         return -1;
     for (; row < b->mcu_rows.first; row++, from = 0)
@@ -391,7 +391,7 @@ static int read_rows(struct baseline *b)
         if (row + 1 < b->mcu_rows.stop &&
             read_mcus(b, row, b->mcu_columns.stop, b->mcus_across, 0))
             return -1;
-        /* The last row of an MCU is mixed with the first one of the next. */
+        /* The last row of an MCU is interpolated with the first row of the next. */
         give_rows(b, (row + 1) * each - (b->halves_rows && row + 1 < b->mcus_down));
     }
     return place_of(b, &b->in) <= b->scan.ends[b->segment] * 8 ? 0 : -1;

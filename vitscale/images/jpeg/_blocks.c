@@ -1,8 +1,8 @@
-/* Inverse DCT, interpolated colours, and RGB: bit for bit libjpeg-turbo's, in AVX2.
+/* Inverse DCT, chroma interpolation and RGB in AVX2; bit for bit as libjpeg-turbo.
  *
- * Owns: arithmetic on samples. The DCT is that of Loeffler, Ligtenberg and Moschytz (1989) in 13 bit
- * fixed point, rounded where libjpeg's accurate one rounds; colours after JFIF in 16 bits.
- * Leaves out: where samples come from and go to (_baseline.c).
+ * Owns: arithmetic on samples. The DCT is that of Loeffler, Ligtenberg and Moschytz (1989) in 13
+ * bit fixed point, rounded like libjpeg's accurate DCT; colours follow JFIF in 16 bits.
+ * Leaves out: memory of samples (_baseline.c).
  */
 #include "_blocks.h"
 
@@ -14,7 +14,7 @@
 #define DCT_BITS 13
 #define PASS1_BITS 2
 
-/* Pairs of factors for sums of two products, as 32 bit lanes: the first is the lower half. */
+/* Pairs of factors for sums of two products, in 32 bit lanes; the first is the lower half. */
 #define FACTORS(a, b) _mm256_set1_epi32((int)((uint32_t)(uint16_t)(a) | (uint32_t)(b) << 16))
 
 struct wide {
@@ -87,7 +87,7 @@ FAST_INLINE void dct_of_columns(__m256i *v, int shift)
     v[4] = rounded(minus(t13, t0), shift);
 }
 
-/* Rows become columns, within each block. */
+/* Transpose each block. */
 FAST_INLINE void transpose(__m256i *v)
 {
     __m256i a[8], b[8];
@@ -179,7 +179,7 @@ FAST int blocks_transform(const int16_t *pair, const int16_t *quant, uint8_t *fi
 FAST void blocks_double(const uint8_t *near, const uint8_t *far, int from, int num, int width,
                         uint16_t *sums, uint8_t *out)
 {
-    /* sums[i + 1] belongs to sample from + i; one more on both sides, the edge's own at an edge. */
+    /* sums[i + 1] belongs to sample from + i; one more on both sides, repeated at an edge. */
     int first = from > 0 ? -1 : 0, last = from + num < width ? num : num - 1, i;
 
     if (far == NULL)

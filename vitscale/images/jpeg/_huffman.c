@@ -1,9 +1,9 @@
-/* Tables of Huffman codes, and a scan's bytes without stuffing; see _huffman.h. */
+/* Build Huffman tables and remove byte stuffing from a scan; see _huffman.h. */
 #include "_huffman.h"
 
 #include <stdlib.h>
 
-#define MAX_DC_BITS 11 /* of differences in images of 8 bits; more is not a sane file */
+#define MAX_DC_BITS 11 /* of differences in 8 bit images; more is invalid */
 #define MAX_AC_BITS 10
 
 #if HAS_FAST_BASELINE
@@ -62,8 +62,8 @@ uint32_t huffman_long(const struct huffman *table, uint64_t bits, unsigned look_
 
 #define MASK ((1u << LOOK_BITS) - 1)
 
-/* Bits 0-5 length, 8-15 steps, 16-31 value, which is nonsense where the length is too large for it to
- * be among the known bits; 0 where not even the code is. */
+/* Bits 0-5 length, 8-15 steps, 16-31 value; the value is undefined if the length exceeds the known
+ * bits, and the entry is 0 if even the code does. */
 WIDE static void open_singles(const struct huffman *table, uint32_t *restrict singles)
 {
     uint32_t i;
@@ -85,10 +85,10 @@ WIDE static void open_skip(const uint32_t *restrict from, uint32_t *restrict to)
     for (i = 0; i <= MASK; i++) {
         uint32_t one = from[i] & 0xffff, length = one & 63;
         uint32_t other = from[i << length & MASK] & 0xffff, all = one + other;
-        /* Not behind the end, nor so far that steps look like an end. */
+        /* Not past the end, nor so far that steps equal an end. */
         uint32_t fits = (other != 0) & (one < STEPS_TO_END << 8) &
                         (length + (other & 63) <= LOOK_BITS) &
-                        ((one >> 8) + (other >> 8 & 127) <= 63); /* no branch: vectors have none */
+                        ((one >> 8) + (other >> 8 & 127) <= 63); /* no branch: vectorises */
         to[i] = fits ? all : one;
     }
 }

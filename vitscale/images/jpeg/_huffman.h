@@ -1,11 +1,11 @@
-/* Huffman codes of baseline JPEGs: the inner loop of decoding, where most of its time goes.
+/* Decode Huffman codes of baseline JPEGs: the inner loop, which takes most of the time.
  *
  * Owns: the bits of a scan, the tables, decoding and skipping of one block.
- * Leaves out: which blocks there are, and what their coefficients mean (_baseline.c).
+ * Leaves out: the layout of blocks and the meaning of coefficients (_baseline.c).
  *
- * The tables hold codes together with the values behind them, two or more at a time, so that
- * between one look and the next there are one shift and one load. They are made anew for each image,
- * in loops that compilers turn into vectors.
+ * Table entries contain codes with the values that follow, two or more at a time, so that a lookup
+ * takes one shift and one load. The tables are built for each image, in loops that compilers
+ * vectorise.
  */
 #ifndef VITSCALE_HUFFMAN_H
 #define VITSCALE_HUFFMAN_H
@@ -22,30 +22,30 @@
 #define HAS_FAST_BASELINE 0
 #endif
 
-/* Together the tables of an image fit into 32 KiB, the usual first cache. */
+/* The tables of an image fit together into 32 KiB, the usual L1 cache. */
 #define LOOK_BITS 10
 #define DC_LOOK_BITS 8
-/* More than what an MCU of 10 blocks can take without being noticed: 10 * 64 * 27 bits. */
+/* An MCU of 10 blocks cannot read further before the end is checked: 10 * 64 * 27 bits. */
 #define SCAN_PADDING 4096
 
-/* Steps go from one coefficient to the next, past zeros. */
+/* Steps lead from one coefficient to the next nonzero one. */
 #define STEPS_TO_END 128 /* the end of a block */
 #define STEPS_OF_ERROR 192
 
 /* An entry: bits 0-5 code and value together, 6-10 code, 11-14 value, 16-23 steps before it. */
 struct huffman {
     uint32_t look[1 << LOOK_BITS]; /* entries by the next bits; 0: the code is longer */
-    /* Two symbols, or one, that lie within LOOK_BITS, values and all; 0: not even one does. Bits
+    /* One or two symbols that fit into LOOK_BITS with their values; 0: not even one does. Bits
      * 0-7 length; 8-15, 16-23 steps to the two places; 24-31 steps in all; 32-47, 48-63 values. */
     uint64_t pairs[1 << LOOK_BITS];
     uint16_t skip[1 << LOOK_BITS]; /* up to four: bits 0-5 length, 8-15 steps; 0: none */
-    uint32_t upper[17];            /* the first 16 bits that no code of up to this length has */
-    int32_t delta[17];             /* from a code of this length to its place in `symbols` */
+    uint32_t upper[17];            /* exclusive upper bound of codes up to this length */
+    int32_t delta[17];             /* from a code of this length to its index in `symbols` */
     uint8_t symbols[256];
     int is_dc;
 };
 
-/* The entropy-coded bytes of a scan without stuffing, zeros behind them. */
+/* The entropy-coded bytes of a scan without stuffing, padded with zeros. */
 struct scan {
     uint8_t *bytes;
     size_t *ends; /* of the segments between restart markers */
@@ -54,18 +54,18 @@ struct scan {
 
 struct bit_reader {
     const uint8_t *next;
-    uint64_t bits; /* left-aligned; what lies behind the first `count` agrees with `next` */
+    uint64_t bits; /* left-aligned; the bits after the first `count` agree with `next` */
     int count;
 };
 
-/* `lengths`: number of codes of 1 to 16 bits at [1] to [16]. -1: not a table of a sane file. */
+/* `lengths`: number of codes of 1 to 16 bits at [1] to [16]. -1: invalid table. */
 int huffman_open(struct huffman *table, const uint8_t *lengths, const uint8_t *symbols, int is_dc);
-/* What take_block and skip_block need besides, of a table that is not for DC. */
+/* Further tables that take_block and skip_block need, for AC only. */
 void huffman_open_pairs(struct huffman *table);
-/* The entry of a code that `look`, of so many bits, does not know. */
+/* The entry of a code that is longer than the `look` table covers. */
 uint32_t huffman_long(const struct huffman *table, uint64_t bits, unsigned look_bits);
-/* From the first byte behind a scan's header. -1: out of memory, or not one whole scan with the
- * restart markers it should have, up to the end marker. `scan_close` is due in both cases. */
+/* From the first byte after a scan's header. -1: out of memory, or not one complete scan with the
+ * expected restart markers, up to the end marker. Call `scan_close` in both cases. */
 int scan_open(struct scan *scan, const uint8_t *data, size_t num_bytes, size_t most_segments);
 void scan_close(struct scan *scan);
 
@@ -88,13 +88,13 @@ FAST_INLINE uint32_t next_entry(struct bit_reader *in, const struct huffman *tab
     return entry;
 }
 
-/* The value of an entry, whose code is at the front of the bits; then both are gone. */
+/* The value of an entry whose code is at the front of the bits; consumes both. */
 FAST_INLINE int take_value(struct bit_reader *in, uint32_t entry)
 {
     unsigned size = entry >> 11 & 15;
     uint64_t rest = in->bits << (entry >> 6 & 31);
     uint64_t value = (rest >> 1) >> (63 - size);
-    /* A leading 0 marks a negative number: that of the same bits inverted. */
+    /* A leading 0 marks a negative number: the negative of the inverted bits. */
     uint64_t low = (((uint64_t)1 << size) - 1) & ~(uint64_t)((int64_t)rest >> 63);
 
     in->bits <<= entry & 63;
@@ -102,7 +102,7 @@ FAST_INLINE int take_value(struct bit_reader *in, uint32_t entry)
     return (int)(value - low);
 }
 
-/* Adds to *last; returns 0, or not 0 for a code that does not exist. */
+/* Adds to *last; returns 0, or nonzero for an invalid code. */
 FAST_INLINE uint32_t take_dc(struct bit_reader *in, const struct huffman *dc, uint32_t *last)
 {
     uint32_t entry;
@@ -113,7 +113,7 @@ FAST_INLINE uint32_t take_dc(struct bit_reader *in, const struct huffman *dc, ui
     return entry >> 16;
 }
 
-/* Whether a block that ended at this step ended well: full, or by its end code at step 1 to 63. */
+/* Whether a block may end at this step: full, or with an end code at step 1 to 63. */
 FAST_INLINE int ended_well(unsigned step)
 {
     return step == 64 || (step > STEPS_TO_END + 1 && step <= STEPS_TO_END + 64);
@@ -149,13 +149,13 @@ FAST_INLINE unsigned take_pair(struct bit_reader *in, const struct huffman *ac, 
     in->bits <<= pair & 63;
     in->count -= (int)(pair & 63);
     block[places[step + (pair >> 8 & 255)]] = (int16_t)(pair >> 32);
-    /* Without a second one: a 0 where the next one is going to be. */
+    /* Without a second symbol: writes 0 where the next coefficient will be. */
     block[places[step + (pair >> 16 & 255)]] = (int16_t)(pair >> 48);
     return step + (pair >> 24 & 255);
 }
 
-/* A whole block into the zeros at `block`, by `places` of [256] steps, those behind step 63 outside
- * it. Returns where it ended, 0: badly. */
+/* Decode a block into the zeros at `block`; `places` maps [256] steps, those past 63 to unused
+ * space. Returns the step at which it ended, 0: invalid. */
 FAST_INLINE unsigned take_block(struct bit_reader *in, const struct huffman *dc,
                                 const struct huffman *ac, uint32_t *last, const uint8_t *places,
                                 int16_t *block)
@@ -174,7 +174,7 @@ FAST_INLINE unsigned take_block(struct bit_reader *in, const struct huffman *dc,
         if (step > 63)
             break;
     }
-    /* The second of a pair may lie behind a full block and belong to the next. */
+    /* The second symbol of a pair may follow a full block and belong to the next. */
     if (__builtin_expect(step != 64 && !ended_well(step), 0)) {
         *in = start;
         for (i = 1; i < 64; i++)
@@ -197,7 +197,7 @@ FAST_INLINE unsigned skip_several(struct bit_reader *in, const struct huffman *a
     return step + (several >> 8);
 }
 
-/* The same without the coefficients; returns 0 if the block ended badly. */
+/* The same without coefficients; returns 0 if the block is invalid. */
 FAST_INLINE unsigned skip_block(struct bit_reader *in, const struct huffman *dc,
                                 const struct huffman *ac, uint32_t *last)
 {

@@ -1,12 +1,11 @@
-/* One box of a JPEG, decoded without the rest of the image, and resampled row by row.
+/* Decode one box of a JPEG, without the rest of the image, and resample it row by row.
  *
  * Owns: the calls to libjpeg-turbo, and every check that untrusted bytes need.
- * Leaves out: resampling (_resample.c); which images come here and what happens to the others
- * (decoding.py).
+ * Leaves out: resampling (_resample.c), unsupported images (decoders.py).
  *
  * Rows above the box are entropy-decoded only, rows below are not read at all, and to the left and
- * right only whole blocks that touch the box are transformed. Any complaint of the library, even
- * one that it would survive, is a ValueError: the caller then asks Pillow.
+ * right only whole blocks that touch the box are transformed. Any error or warning of the library
+ * is a ValueError; the caller then uses Pillow.
  */
 #include <Python.h>
 
@@ -45,7 +44,7 @@ struct request {
     unsigned long max_pixels;
     struct box box;
     struct resampler *sink; /* takes the rows of the box; NULL: read the header only */
-    int allow_baseline;     /* our own decoder, where it takes the image */
+    int allow_baseline;     /* our own decoder, for images that it supports */
     JDIMENSION image_width, image_height;
     int was_baseline;
 };
@@ -64,7 +63,7 @@ static void refuse(j_common_ptr codec, const char *why)
     longjmp(guard->escape, 1);
 }
 
-/* Level -1 is a warning: data were lost or are not what they say. Higher levels are traces. */
+/* Level -1 is a warning: data are lost or inconsistent. Higher levels are traces. */
 static void on_message(j_common_ptr codec, int level)
 {
     if (level < 0)
@@ -110,7 +109,7 @@ static void read_box(j_decompress_ptr codec, const struct request *request)
     JSAMPARRAY rows;
 
     codec->out_color_space = JCS_RGB;
-    /* Pillow's settings, so that pixels are its pixels; the fast ones would gain 2 to 8 %. */
+    /* Pillow's settings, for equal pixels; the fast ones would gain 2 to 8 %. */
     codec->dct_method = JDCT_ISLOW;
     codec->do_fancy_upsampling = TRUE;
     jpeg_start_decompress(codec);
@@ -171,7 +170,7 @@ static int run(struct request *request, char *text)
         if (!request->was_baseline)
             read_box(&codec, request);
     }
-    jpeg_destroy_decompress(&codec); /* frees everything, wherever decoding stands */
+    jpeg_destroy_decompress(&codec); /* frees everything, at any stage of decoding */
     return 0;
 }
 

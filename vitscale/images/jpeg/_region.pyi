@@ -1,4 +1,4 @@
-"""Signatures of `_region.c`. Both functions raise ValueError on whatever they do not take."""
+"""Signatures of `_region.c`. Both functions raise ValueError for unsupported or damaged images."""
 
 import numpy as np
 
@@ -15,4 +15,4 @@ def crop(
     allow_avx2: bool,
     /,
 ) -> bool:
-    """Whether our own decoder of ordinary JPEGs took the image, or libjpeg."""
+    """Returns whether our own decoder of ordinary JPEGs was used, instead of libjpeg."""

@@ -1,7 +1,7 @@
 /* Bilinear and bicubic resampling in integers, bit for bit as torch does it for uint8.
  *
  * Owns: the weights, the two passes, and their AVX2 forms.
- * Leaves out: where the rows come from (_region.c).
+ * Leaves out: decoding the rows (_region.c).
  *
  * torch's rules, which Pillow's antialiased resizing shares: weights in double precision, rounded
  * to 16 bits with the largest common exponent; horizontally first, rounded and clipped to uint8,
@@ -74,7 +74,7 @@ static int sharp_taps(int i, int num_in, double scale, int is_cubic, double *w, 
     stop = index + reach + 1 > num_in ? num_in : index + reach + 1;
     for (j = 0; j < stop - start; j++)
         w[j] = 0;
-    for (j = 0; j < 2 * reach; j++) { /* taps beyond an edge fall on the edge */
+    for (j = 0; j < 2 * reach; j++) { /* taps past an edge use the edge */
         double x = j + 1 - reach - rest;
         k = low + j <= 0 ? 0 : low + j >= num_in - 1 ? stop - start - 1 : low + j - start;
         w[k] += is_cubic ? cubic(x, -0.75) : linear(x);
@@ -117,7 +117,7 @@ static int axis_open(struct axis *axis, int num_in, int size, int is_cubic, int 
         goto done;
     for (i = 0; i < size; i++) {
         int place = flip ? size - 1 - i : i, latest = num_in - axis->num_taps, shift = 0;
-        /* Unused taps must not lie behind the row (but for one, where the row is shorter). */
+        /* Unused taps must not exceed the row (except one, if the row is shorter). */
         if (axis->first[place] > latest) {
             shift = axis->first[place] - (latest < 0 ? 0 : latest);
             axis->first[place] -= shift;
@@ -168,7 +168,7 @@ static void column_portable(const struct resampler *r, int i, int c, uint8_t *ou
     const struct axis *y = &r->y;
     const int16_t *w = y->weights + (size_t)i * y->num_taps;
     const uint8_t *strip = strip_of(r, y->first[i]) + (size_t)c * r->stride;
-    int32_t sums[32]; /* blocks of a size that compilers turn into vectors; strips are padded */
+    int32_t sums[32]; /* blocks of a size that compilers vectorise; strips are padded */
     int j, k, m;
 
     for (j = 0; j < r->size; j += 32) {
@@ -187,15 +187,15 @@ static void column_portable(const struct resampler *r, int i, int c, uint8_t *ou
 #define AVX2 __attribute__((target("avx2")))
 #define AVX2_INLINE __attribute__((target("avx2"), always_inline)) static inline
 
-/* Weights as registers hold them, [size / 2, num_taps / 2, 2, 4, 2]: one output position per
- * 128 bit half; in a half, a pair of taps is repeated for R, G, B and one that is thrown away. */
+/* Weights in register order, [size / 2, num_taps / 2, 2, 4, 2]: one output position per
+ * 128 bit half; in a half, a pair of taps is repeated for R, G, B and an unused lane. */
 static int lanes_open(struct resampler *r)
 {
     const struct axis *x = &r->x;
     size_t num = (size_t)(r->size + 3) / 4 * 4, pairs = (size_t)x->num_taps / 2, i, k, c;
 
     r->lanes = calloc(num * pairs * 8, sizeof *r->lanes);
-    r->offsets = calloc(num, sizeof *r->offsets); /* 0 behind the last: their results are unused */
+    r->offsets = calloc(num, sizeof *r->offsets); /* 0 past the last: their results are unused */
     if (r->lanes == NULL || r->offsets == NULL)
         return -1;
     for (i = 0; i < (size_t)r->size; i++) {
@@ -335,7 +335,7 @@ int resampler_open(struct resampler *r, int width, int height, int size, int is_
     if (axis_open(&r->x, width, size, is_cubic, antialias, flip) ||
         axis_open(&r->y, height, size, is_cubic, antialias, 0))
         return -1;
-    /* One row more: where the input has fewer rows than taps, an unused tap lies behind it. */
+    /* One row more: if the input has fewer rows than taps, an unused tap exceeds it. */
     r->strips = malloc((size_t)(height + 1) * CHANNELS * r->stride);
     r->is_used = calloc((size_t)height, 1);
     if (r->strips == NULL || r->is_used == NULL)

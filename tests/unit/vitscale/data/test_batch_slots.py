@@ -1,4 +1,4 @@
-"""The ring of batches in shared memory: refused where there is no room, never overwritten early."""
+"""The ring of batches in shared memory: refused without enough memory, never overwritten early."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vitscale.data.batch_slots import PREFETCH, SHARED_MEMORY, BatchSlots
 MIB = 1 << 20
 
 
-def test_too_little_shared_memory_is_refused_before_a_worker_starts(
+def test_too_little_shared_memory_is_refused_at_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A worker that writes beyond it would die of SIGBUS in the middle of training."""
+    """Otherwise a worker would die of SIGBUS during training."""
     asked = []
     room = {"blocks": 3 * 2 * 3}  # three slots of two images of 3 x 512 x 512 bytes, in quarter MiB
 
@@ -34,7 +34,7 @@ def test_too_little_shared_memory_is_refused_before_a_worker_starts(
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
-def test_no_batch_under_way_shares_a_slot_with_the_one_being_read(num_workers: int) -> None:
+def test_no_prefetched_batch_shares_the_slot_being_read(num_workers: int) -> None:
     slots = BatchSlots(num_workers=num_workers, batch=1, image_size=2)
     for number in range(20):
         under_way = range(number, number + num_workers * PREFETCH + 1)

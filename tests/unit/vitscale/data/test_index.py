@@ -128,7 +128,7 @@ def test_a_few_keys_are_read_without_the_others(
     assert read == [(4, "key")]
 
 
-def test_a_sample_whose_key_cannot_be_read_is_named_by_its_number(folder: Path) -> None:
+def test_a_sample_without_a_readable_key_is_named_by_number(folder: Path) -> None:
     index = read_split(folder, split="train")
     assert sample_names([index], [(0, 6), (0, 1)]) == ["'train-2-0'", "'train-0-1'"]
     with pytest.raises(UserError, match="keys of samples"):

@@ -1,4 +1,4 @@
-"""Mixup and CutMix: the same on every layout, distributed as drawn, weighted as told."""
+"""Mixup and CutMix: the same on every layout, distributed as drawn, weighted accordingly."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_beta_of_tiny_alpha_is_a_coin() -> None:
 
 
 def test_shares_over_steps_are_the_larger_of_beta() -> None:
-    """Keys of neighbouring steps are independent: the draws pass as one sample."""
+    """Keys of neighbouring steps are independent: all draws are one sample."""
     options = MODES["mixup, batch"]
     shares = [
         draw_blend(options, stream_key("mix", 0, step), image_size=224).share
@@ -166,7 +166,7 @@ def test_switching_follows_its_probability() -> None:
 
 
 def test_cutmix_boxes() -> None:
-    """Whole where they fit, of the area drawn; cut off elsewhere, and the share says so."""
+    """Boxes inside the image have the drawn area; others are clipped, and the share is adjusted."""
     for key in range(500):
         random = CounterRandom(stream_key(key))
         wanted = random.uniform()

@@ -51,7 +51,7 @@ def test_order_is_pinned_for_all_time() -> None:
 
 
 def test_each_order_remembers_its_own_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mixture goes through many orders in turn; none may push out the blocks of another."""
+    """A mixture alternates between many orders; none may evict the cached blocks of another."""
     computed = []
 
     def noted(num: int, *, key: int) -> np.ndarray:

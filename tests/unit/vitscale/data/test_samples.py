@@ -1,4 +1,4 @@
-"""Which errors of reading mean that a sample is lost, and which end the run."""
+"""Which read errors are substituted, and which end the run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def evaluation(shards: Path, *, antialias: bool = False) -> EvaluationSamples:
 
 
 def failing_once(monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
-    """The first `os.pread` or `os.open` of a shard ends with this error."""
+    """Make the first `os.pread` or `os.open` of a shard raise this error."""
     real, calls = getattr(os, call), []
 
     def fail(*arguments: object) -> object:
@@ -49,7 +49,7 @@ def failing_once(monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> Non
     monkeypatch.setattr(shard_files.os, call, fail)
 
 
-def test_a_bad_block_is_replaced_in_training_and_named_in_evaluation(
+def test_a_bad_block_is_substituted_in_training_only(
     shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = training(shards)
@@ -67,7 +67,7 @@ def test_a_bad_block_is_replaced_in_training_and_named_in_evaluation(
     "call, number",
     [("pread", errno.ESTALE), ("pread", errno.ENOMEM), ("open", errno.EMFILE)],
 )
-def test_an_error_of_the_machine_ends_the_run_and_replaces_nothing(
+def test_a_machine_error_ends_the_run_without_a_substitute(
     call: str, number: int, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard_files._open_files.cache_clear()

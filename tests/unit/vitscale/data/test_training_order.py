@@ -40,7 +40,7 @@ def test_one_set_in_one_view_is_its_own_order() -> None:
 
 
 def test_order_of_this_version_is_pinned() -> None:
-    """Whoever changes it on purpose raises ORDER_VERSION, so that no run goes on in another."""
+    """An intended change must raise ORDER_VERSION, so that no run resumes in another order."""
     parts = tuple(
         SampleOrder(shard_lengths=tuple(range(3, 3 + num)), fingerprint=f"part {num}", seed=5)
         for num in (40, 20)
@@ -52,7 +52,7 @@ def test_order_of_this_version_is_pinned() -> None:
     assert (ORDER_VERSION, digest[:16]) == (1, "b3d807c974a49307")
 
 
-def test_each_set_is_passed_through_in_its_own_order_at_its_share() -> None:
+def test_each_set_keeps_its_own_order_and_share() -> None:
     order = mixture(700_000, 300_000, nums=(1000, 77))
     draws = [order.at(position) for position in range(3 * MIXTURE_BLOCK)]
     for number, share in enumerate((0.7, 0.3)):
@@ -66,9 +66,7 @@ def test_each_set_is_passed_through_in_its_own_order_at_its_share() -> None:
 
 @settings(deadline=None, max_examples=40)
 @given(shares=st.lists(st.integers(1, 50), min_size=2, max_size=4), blocks=st.integers(1, 5))
-def test_no_place_is_skipped_or_read_twice_whatever_the_shares(
-    shares: list[int], blocks: int
-) -> None:
+def test_no_position_is_skipped_or_repeated_at_any_shares(shares: list[int], blocks: int) -> None:
     total = sum(shares)
     parts = [1_000_000 * share // total for share in shares]
     parts[0] += 1_000_000 - sum(parts)

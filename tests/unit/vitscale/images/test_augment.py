@@ -1,4 +1,4 @@
-"""The recipes' augmentations: strengths against timm and plain arithmetic, chance by counting."""
+"""The recipes' augmentations: strengths against timm, probabilities by counting."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ VARIANTS = {
 
 
 class Scripted(CounterRandom):
-    """Gives prepared shares of the range asked for."""
+    """Returns prepared fractions of the requested range."""
 
     def __init__(self, *shares: float) -> None:
         super().__init__(0)

@@ -161,7 +161,7 @@ def png() -> bytes:
     return file.getvalue()
 
 
-def test_whatever_rot_makes_of_an_image_it_is_an_error_of_its_bytes() -> None:
+def test_damage_raises_only_oserror_or_valueerror() -> None:
     """For a broken chunk Pillow raises SyntaxError, which is neither OSError nor ValueError."""
     data = png()
     kinds = set()
@@ -174,6 +174,6 @@ def test_whatever_rot_makes_of_an_image_it_is_an_error_of_its_bytes() -> None:
     assert "SyntaxError" in kinds
 
 
-def test_too_little_memory_is_no_fault_of_the_image() -> None:
+def test_a_memory_error_is_not_an_unreadable_image() -> None:
     with pytest.raises(MemoryError), open_image(png()):
         raise MemoryError

@@ -134,7 +134,7 @@ def reference(data: bytes, request: CropRequest) -> torch.Tensor:
 def test_every_box_holds_the_pixels_of_the_reference(
     decoder: decoders.Decoder, coding: str, kind: str
 ) -> None:
-    """Not one level off: a box decoded alone is the same box of the whole image."""
+    """A box decoded alone equals the same box of the whole image, exactly."""
     data = encode(picture(WIDTH, HEIGHT, kind=kind), coding)
     assert decoder.size(data) == (WIDTH, HEIGHT)
     for name, box in BOXES.items():
@@ -184,7 +184,7 @@ def test_any_box_of_any_image_equals_the_reference(
     assert torch.equal(decoder.crop(data, request), reference(data, request))
 
 
-def test_a_row_of_a_batch_is_filled_and_nothing_beside_it(decoder: decoders.Decoder) -> None:
+def test_only_the_given_row_of_a_batch_is_filled(decoder: decoders.Decoder) -> None:
     data, box = encode(picture(WIDTH, HEIGHT), "4:4:4"), CropBox(3, 5, 40, 30)
     batch = torch.full((3, 3, 8, 8), 7, dtype=torch.uint8)
     for flip in (False, True):
@@ -194,7 +194,7 @@ def test_a_row_of_a_batch_is_filled_and_nothing_beside_it(decoder: decoders.Deco
         assert (batch[[0, 2]] == 7).all()
 
 
-def test_pixels_can_be_put_into_memory_of_another_layout(decoder: decoders.Decoder) -> None:
+def test_pixels_can_be_written_to_another_memory_layout(decoder: decoders.Decoder) -> None:
     data, box = encode(picture(WIDTH, HEIGHT), "4:4:4"), CropBox(3, 5, 40, 30)
     interleaved = torch.zeros((8, 8, 3), dtype=torch.uint8).permute(2, 0, 1)
     assert decoder.crop(data, plain(box), out=interleaved) is interleaved
@@ -202,7 +202,7 @@ def test_pixels_can_be_put_into_memory_of_another_layout(decoder: decoders.Decod
 
 
 @pytest.mark.parametrize("form", ["PNG", "WEBP", "CMYK", "grey PNG", "transparent PNG"])
-def test_what_a_fast_decoder_does_not_know_is_read_as_the_reference_reads_it(
+def test_unsupported_formats_give_the_pixels_of_the_reference(
     decoder: decoders.Decoder, form: str
 ) -> None:
     image, file = Image.fromarray(picture(WIDTH, HEIGHT)), io.BytesIO()
@@ -219,7 +219,7 @@ def test_what_a_fast_decoder_does_not_know_is_read_as_the_reference_reads_it(
 
 
 @pytest.mark.parametrize("coding", ["4:2:0", "4:2:0 progressive", "grey", "restarts"])
-def test_a_cut_image_is_an_error_even_where_its_box_is_whole(
+def test_a_truncated_image_is_an_error_even_outside_the_box(
     decoder: decoders.Decoder, coding: str
 ) -> None:
     data = encode(picture(WIDTH, HEIGHT, kind="noise"), coding)
@@ -241,7 +241,7 @@ def _outcome(decoder: decoders.Decoder, data: bytes, box: CropBox) -> object:
     "coding", ["4:4:4", "4:2:0", "4:2:0 progressive", "restarts", "restarts inside rows", "grey"]
 )
 def test_damage_gives_pillows_pixels_or_an_error(decoder: decoders.Decoder, coding: str) -> None:
-    """Lost data are never filled in with other pixels than those that Pillow fills in."""
+    """Lost data are filled in with the same pixels as by Pillow."""
     data, box = encode(picture(WIDTH, HEIGHT), coding), CropBox(20, 30, 40, 20)
     random = np.random.default_rng(1)
     for _ in range(150):
@@ -255,7 +255,7 @@ def test_damage_gives_pillows_pixels_or_an_error(decoder: decoders.Decoder, codi
 
 
 @pytest.mark.parametrize("limit", [Image.MAX_IMAGE_PIXELS, None])
-def test_a_huge_image_is_refused_before_its_pixels_are_made(
+def test_a_huge_image_is_refused_before_it_is_decoded(
     decoder: decoders.Decoder, limit: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # None: as data_prep, in the same process, leaves it.
@@ -294,7 +294,7 @@ ORDINARY = {"4:4:4", "4:2:2", "4:2:0", "restarts", "restarts inside rows", "coar
 
 @pytest.mark.parametrize("coding", CODINGS)
 def test_ordinary_images_are_decoded_without_libjpeg(coding: str) -> None:
-    """Both ways give the same pixels, so that nothing else shows which was taken."""
+    """Both decoders give the same pixels, so the pixels do not show which was used."""
     if not _has_vectors():
         pytest.skip("this processor has no AVX2 and BMI2")
     for kind in ("smooth", "noise"):
@@ -303,8 +303,8 @@ def test_ordinary_images_are_decoded_without_libjpeg(coding: str) -> None:
 
 
 @pytest.mark.parametrize("coding", sorted(ORDINARY))
-def test_what_is_wrong_with_an_image_is_left_to_libjpeg(coding: str) -> None:
-    """Whatever bytes there are, our own decoder gives libjpeg's pixels or gives up."""
+def test_damaged_images_give_the_pixels_of_libjpeg_or_none(coding: str) -> None:
+    """For any bytes, our own decoder gives libjpeg's pixels or refuses."""
     if not _has_vectors():
         pytest.skip("this processor has no AVX2 and BMI2")
     data, random = encode(picture(129, 70, kind="noise"), coding), np.random.default_rng(3)
@@ -347,7 +347,7 @@ def _has_vectors() -> bool:
 
 
 def _both_ways(data: bytes, box: CropBox) -> tuple[bool, bool]:
-    """Whether our own decoder took the image, and whether libjpeg gives the same pixels or none."""
+    """Whether our own decoder was used, and whether libjpeg gives the same pixels or none."""
     side, took, found = max(box.width, box.height), False, []
     for allowed in (True, False):
         pixels = np.zeros((3, side, side), np.uint8)
@@ -393,6 +393,6 @@ def test_a_machine_without_the_extension_says_how_to_get_it(
         decoders.missing.cache_clear()
 
 
-def test_an_unknown_decoder_is_told_the_known_ones() -> None:
+def test_an_unknown_decoder_error_lists_the_known_ones() -> None:
     with pytest.raises(UserError, match="auto, region, simplejpeg, pillow"):
         resolve_decoder("libjpeg")

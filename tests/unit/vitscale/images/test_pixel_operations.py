@@ -103,7 +103,7 @@ for sigma in (0.1, 0.7, 2.0):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_equals_pillow(name: str) -> None:
-    """Exactly; a blend may differ by 1 where another machine's float32 product rounds otherwise."""
+    """Exact; a blend may differ by 1 on machines that round float32 products differently."""
     own, reference = PAIRS[name]
     noise = torch.randint(0, 256, (3, 33, 40), generator=torch.Generator().manual_seed(1)).byte()
     for image in (smooth_image(64), smooth_image(224), noise):

@@ -1,4 +1,4 @@
-"""A shard is in the cache whole and verified, or not at all; the cache keeps its size."""
+"""The cache holds whole verified shards only, and keeps its size."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def used(cache: ShardCache, number: int, *, seconds_ago: float) -> None:
     os.utime(cache.path(name(number)), (then, then))
 
 
-def test_what_was_used_longest_ago_leaves_first_and_the_size_is_kept(cache: ShardCache) -> None:
+def test_the_least_recently_used_shard_is_evicted_first(cache: ShardCache) -> None:
     for number in range(3):
         fetch(cache, number)
         used(cache, number, seconds_ago=100 - number)
@@ -73,7 +73,7 @@ def test_what_was_used_longest_ago_leaves_first_and_the_size_is_kept(cache: Shar
     assert cache.read(name(1), offset=0, num_bytes=1) is None
 
 
-def test_what_is_being_used_stays(tmp_path: Path) -> None:
+def test_shards_in_use_are_not_evicted(tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", max_bytes=2 * SIZE, idle_s=10.0)
     cache.prepare()
     fetch(cache, 0)
@@ -98,16 +98,16 @@ def test_files_of_others_are_neither_counted_nor_touched(cache: ShardCache) -> N
     assert held(cache) == foreign | {"folder.part"} | {name(number) for number in (1, 2, 3)}
 
 
-def test_room_is_counted_once_for_what_another_process_left_at_full_length(
+def test_an_abandoned_partial_file_is_counted_once(
     cache: ShardCache,
 ) -> None:
-    """The fetch that takes over an abandoned partial file begins by giving its room back."""
+    """A fetch that takes over an abandoned partial file first frees its space."""
     (cache.folder / f"{name(1)}.part").write_bytes(bytes(3 * SIZE))
     assert fetch(cache, 1)
     assert held(cache) == {name(1)}
 
 
-def test_nothing_leaves_for_what_has_no_room_all_the_same(tmp_path: Path) -> None:
+def test_nothing_is_evicted_for_a_shard_that_cannot_fit(tmp_path: Path) -> None:
     cache = ShardCache(tmp_path / "cache", max_bytes=2 * SIZE, idle_s=10.0)
     cache.prepare()
     fetch(cache, 0)
@@ -118,7 +118,7 @@ def test_nothing_leaves_for_what_has_no_room_all_the_same(tmp_path: Path) -> Non
     assert held(cache) == {name(0), name(1)}
 
 
-def test_a_file_that_rotted_is_forgotten_when_it_is_verified(cache: ShardCache) -> None:
+def test_verification_removes_a_damaged_file(cache: ShardCache) -> None:
     fetch(cache, 1)
     cache.verify(name(1))
     cache.path(name(1)).write_bytes(content(1)[:-1] + b"x")
@@ -127,7 +127,7 @@ def test_a_file_that_rotted_is_forgotten_when_it_is_verified(cache: ShardCache) 
     assert held(cache) == set()
 
 
-def test_a_file_that_takes_long_to_verify_counts_as_used_until_then(
+def test_slow_verification_counts_as_use_until_its_end(
     cache: ShardCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetch(cache, 1)
@@ -143,7 +143,7 @@ def test_a_file_that_takes_long_to_verify_counts_as_used_until_then(
 
 
 @pytest.mark.parametrize("wrong", [content(7), content(1)[:-1] + b"x"])
-def test_wrong_bytes_never_get_a_name(cache: ShardCache, wrong: bytes) -> None:
+def test_bytes_with_a_wrong_hash_are_never_kept(cache: ShardCache, wrong: bytes) -> None:
     with pytest.raises(DamagedError):
         cache.fetch(name(1), num_bytes=SIZE, read=lambda offset, n: wrong[offset : offset + n])
     assert held(cache) == set()
@@ -158,7 +158,7 @@ def test_an_interrupted_fetch_leaves_nothing(cache: ShardCache) -> None:
     assert held(cache) == set()
 
 
-def test_one_process_fetches_and_the_others_go_on_or_wait(cache: ShardCache) -> None:
+def test_one_process_fetches_while_others_read_by_range(cache: ShardCache) -> None:
     def read(offset: int, num_bytes: int) -> bytes:
         # In the middle of the fetch, for whoever else comes:
         assert not fetch(cache, 1)
@@ -178,7 +178,7 @@ def _killed_in_the_middle(cache: ShardCache) -> None:
     cache.fetch(name(1), num_bytes=SIZE, read=read)
 
 
-def test_what_a_killed_process_left_is_cleared_away(cache: ShardCache) -> None:
+def test_partial_files_of_a_killed_process_are_removed(cache: ShardCache) -> None:
     process = multiprocessing.get_context("fork").Process(
         target=_killed_in_the_middle, args=(cache,)
     )
@@ -226,7 +226,7 @@ def test_many_processes_fetch_each_shard_once_and_keep_the_size(tmp_path: Path) 
             assert sorted(map(int, log.read_text().split())) == list(range(6))
 
 
-def test_a_lock_is_gone_with_the_block_even_if_a_child_has_the_file(cache: ShardCache) -> None:
+def test_a_lock_is_released_even_if_a_child_has_the_file_open(cache: ShardCache) -> None:
     def read(offset: int, num_bytes: int) -> bytes:
         child = os.fork()
         if child == 0:

@@ -1,4 +1,4 @@
-"""What a process fetches before it is asked for, and how it bears failures of that."""
+"""Prefetching of samples and shards, and its failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RangeSer
         yield running
 
 
-def test_samples_of_the_batch_at_hand_are_requested_before_they_are_asked_for(
+def test_samples_of_the_current_batch_are_prefetched(
     server: RangeServer,
 ) -> None:
     reader = SplitReader(read_split(server.url, split="train"))
@@ -55,7 +55,7 @@ def test_a_subset_of_remote_samples_reads_the_right_bytes(server: RangeServer) -
     ]
 
 
-def test_a_cache_whose_disk_fails_costs_no_sample(
+def test_samples_are_read_by_range_if_the_cache_disk_fails(
     server: RangeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*arguments: object, **more: object) -> bytes:
@@ -71,7 +71,7 @@ def test_a_cache_whose_disk_fails_costs_no_sample(
 
 
 class Fetches:
-    """Stands for shards to be fetched, by content; each ends as `ends` says, in turn."""
+    """Records fetches of fake shards; each fetch raises the next error of `ends`."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -91,13 +91,13 @@ class Fetches:
         return SimpleNamespace(blake3_hex=content, fetch=fetch, shards=shards)
 
     def want(self, *wanted: Any) -> None:
-        """Returns when all were seen to."""
+        """Returns after all of them were handled."""
         seen = len(self.calls)
         self.threads.want([*wanted, self.shard("last")])
         wait_until(lambda: "last" in self.calls[seen:])
 
 
-def test_no_failure_of_a_fetch_ends_those_after_it() -> None:
+def test_a_failed_fetch_does_not_stop_later_ones() -> None:
     fetches = Fetches()
     for error in (OSError("disk"), DamagedError("bytes"), UserError("package"), UserError("again")):
         fetches.want(fetches.shard(str(error), error))
@@ -105,7 +105,7 @@ def test_no_failure_of_a_fetch_ends_those_after_it() -> None:
     assert fetches.failures == ["cache_failures"] * 4
 
 
-def test_a_shard_that_failed_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_fetch_is_retried_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     fetches = Fetches()
     shard = fetches.shard("a", UserError("down"))
     for _ in range(3):
@@ -116,7 +116,7 @@ def test_a_shard_that_failed_is_left_alone_for_a_while(monkeypatch: pytest.Monke
     assert fetches.calls.count("a") == 2
 
 
-def test_a_shard_that_comes_damaged_is_fetched_again_but_not_for_ever() -> None:
+def test_a_damaged_shard_is_fetched_a_limited_number_of_times() -> None:
     fetches = Fetches()
     shard = fetches.shard("a", *[DamagedError("rot")] * 9)
     for _ in range(DAMAGED_READS + 2):

@@ -1,4 +1,4 @@
-"""URLs that are read and those that are refused; requests repeated until they succeed."""
+"""Allowed and refused URLs; retries of requests."""
 
 from __future__ import annotations
 
@@ -24,17 +24,36 @@ from vitscale.data.remote.urls import Url, is_url, location_of, url_problem
 SECRET = "hunter2"
 
 
+class Clock:
+    """Replaces `time` in the store: pauses between requests take no real time."""
+
+    def __init__(self) -> None:
+        self.skipped_s = 0.0
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.skipped_s
+
+    def sleep(self, seconds: float) -> None:
+        self.skipped_s += seconds
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(remote_store, "time", made)
+    return made
+
+
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(remote_store, "FIRST_PAUSE_S", 0.02)
     (tmp_path / "served").mkdir()
     (tmp_path / "served" / "a.bin").write_bytes(bytes(range(256)) * 40)
     return tmp_path / "served"
 
 
 def hostile(canary: Path) -> list[str]:
-    """Texts that make some tool run a command, or read something else than they seem to name."""
+    """Texts that make some tool run a command or read another resource."""
     command = f"touch {canary}"
     return [
         f"pipe:{command}",
@@ -61,7 +80,7 @@ def hostile(canary: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("number", range(len(hostile(Path()))))
-def test_what_runs_commands_elsewhere_is_refused_with_one_error(
+def test_urls_that_other_tools_execute_are_refused(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     canary = tmp_path / "canary"
@@ -76,7 +95,7 @@ def test_what_runs_commands_elsewhere_is_refused_with_one_error(
     assert not canary.exists()
 
 
-def test_a_path_is_a_path_whatever_is_in_it(tmp_path: Path) -> None:
+def test_a_path_with_odd_characters_stays_a_path(tmp_path: Path) -> None:
     for name in (
         f"a::pipe:touch {tmp_path}/canary",
         "$(touch canary)",
@@ -128,7 +147,7 @@ def test_names_of_a_manifest_do_not_leave_the_bucket(name: str) -> None:
 
 
 @pytest.mark.parametrize("fault", ["error", "drop", "short", "wrong", "missing", "slow"])
-def test_a_fault_that_passes_is_not_noticed_but_counted(folder: Path, fault: str) -> None:
+def test_a_transient_fault_is_retried_and_counted(folder: Path, fault: str) -> None:
     expected = (folder / "a.bin").read_bytes()[10:500]
     with served(folder, fault=lambda path, number: fault if number <= 3 else None) as server:
         store = RemoteStore(patience_s=PATIENCE_S)
@@ -143,7 +162,7 @@ def test_a_fault_that_passes_is_not_noticed_but_counted(folder: Path, fault: str
 
 
 @pytest.mark.parametrize("fault", ["error", "drop", "short", "missing"])
-def test_a_fault_that_stays_ends_in_time_with_one_named_error(folder: Path, fault: str) -> None:
+def test_a_persistent_fault_ends_in_time_with_one_error(folder: Path, fault: str) -> None:
     with served(folder, fault=lambda path, number: fault) as server:
         with pytest.raises(StorageError, match=r"a\.bin: cannot be read .*; \d+ requests"):
             RemoteStore(patience_s=2.0).read(Url(server.url) / "a.bin", offset=0, num_bytes=9)
@@ -159,13 +178,13 @@ def test_a_refusal_is_not_repeated(folder: Path) -> None:
         assert server.requests["a.bin"] == 1
 
 
-def test_bytes_are_asked_for_as_they_are_stored(folder: Path) -> None:
+def test_bytes_are_requested_uncompressed(folder: Path) -> None:
     with served(folder) as server:
         RemoteStore(patience_s=PATIENCE_S).read(Url(server.url) / "a.bin", offset=0, num_bytes=9)
         assert server.encodings == {"identity"}
 
 
-def test_what_a_backend_says_is_repeated_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(url: Url, *, timeout_s: float, **span: int) -> bytes:
         timeouts.append(timeout_s)
         raise OSError(f"GET https://key:{SECRET}@host/a.bin?X-Amz-Signature={SECRET} failed")
@@ -180,14 +199,14 @@ def test_what_a_backend_says_is_repeated_without_secrets(monkeypatch: pytest.Mon
     assert len(timeouts) > 1 and max(timeouts) <= 0.5
 
 
-def test_time_in_which_the_process_stood_still_is_not_the_storage_s(
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_suspended_process_does_not_use_up_the_patience(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail_after_a_pause(url: Url, *, timeout_s: float, **span: int) -> bytes:
         tries.append(timeout_s)
         if len(tries) > 1:
             return b"123456789"
-        time.sleep(2.0)
+        clock.sleep(2.0)
         raise OSError("connection reset")
 
     tries: list[float] = []
@@ -196,8 +215,8 @@ def test_time_in_which_the_process_stood_still_is_not_the_storage_s(
     assert len(tries) == 2
 
 
-def test_the_last_error_that_says_something_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The end of the patience cuts the last request short, whose time-out tells nothing."""
+def test_the_last_error_with_a_text_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last request times out at the end of the patience; a timeout has no text."""
 
     def fail(url: Url, *, timeout_s: float, **span: int) -> bytes:
         tries.append(timeout_s)
@@ -210,7 +229,7 @@ def test_the_last_error_that_says_something_is_repeated(monkeypatch: pytest.Monk
     assert len(tries) > 1
 
 
-def test_a_server_that_says_nothing_is_given_up(folder: Path) -> None:
+def test_a_silent_server_is_an_error_in_time(folder: Path) -> None:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -228,7 +247,7 @@ def test_bytes_that_are_always_wrong_are_damaged_not_unreachable(folder: Path) -
         assert server.requests["a.bin"] == 3
 
 
-def test_a_server_without_ranges_is_told_from_one_that_fails(folder: Path) -> None:
+def test_a_server_without_ranges_differs_from_a_failing_one(folder: Path) -> None:
     with served(folder, fault=lambda path, number: "no_ranges") as server:
         with pytest.raises(UserError, match="no range requests") as caught:
             RemoteStore(patience_s=PATIENCE_S).check_ranges(Url(server.url) / "a.bin")
@@ -241,8 +260,8 @@ def test_a_failed_request_is_no_answer_without_ranges(folder: Path) -> None:
         RemoteStore(patience_s=PATIENCE_S).check_ranges(Url(server.url) / "a.bin")
 
 
-def test_a_server_that_forgets_ranges_at_times_is_asked_again(folder: Path) -> None:
-    """A proxy under load answers 200 with the whole file. That says nothing about a sample."""
+def test_a_server_that_ignores_some_ranges_is_asked_again(folder: Path) -> None:
+    """A proxy under load may answer 200 with the whole file; the sample is not at fault."""
     with served(folder, fault=lambda path, number: "no_ranges" if number % 3 else None) as server:
         store, url = RemoteStore(patience_s=PATIENCE_S), Url(server.url) / "a.bin"
         store.check_ranges(url)
@@ -252,7 +271,7 @@ def test_a_server_that_forgets_ranges_at_times_is_asked_again(folder: Path) -> N
             RemoteStore(patience_s=2.0).read(url, offset=5, num_bytes=2)
 
 
-def test_sizes_tell_missing_files_from_failing_servers(folder: Path) -> None:
+def test_sizes_distinguish_missing_files_from_failing_servers(folder: Path) -> None:
     with served(folder) as server:
         urls = [Url(server.url) / name for name in ("a.bin", "b.bin")]
         assert RemoteStore(patience_s=PATIENCE_S).sizes(urls) == [10240, None]
@@ -264,6 +283,6 @@ def test_sizes_tell_missing_files_from_failing_servers(folder: Path) -> None:
             RemoteStore(patience_s=2.0).sizes(urls)
 
 
-def test_a_range_behind_the_end_of_a_file_is_not_a_short_answer(folder: Path) -> None:
+def test_a_range_beyond_the_end_of_a_file_is_an_error(folder: Path) -> None:
     with served(folder) as server, pytest.raises(StorageError, match="ends after 10240 bytes"):
         RemoteStore(patience_s=2.0).read(Url(server.url) / "a.bin", offset=10230, num_bytes=20)
