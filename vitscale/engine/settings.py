@@ -64,7 +64,7 @@ class EngineSettings(Section):
     compare_weights_every_steps: int | None = Field(default=1000, gt=0)
     """Steps between comparisons of the weights of all ranks; null: never."""
     profile_steps: int = Field(default=0, ge=0)
-    """Steps to trace with torch's profiler, behind the first five: RUN/profile.json on rank 0."""
+    """Steps to trace with torch's profiler, after the first five: RUN/profile.json on rank 0."""
     num_threads: int | None = Field(default=None, gt=0)
     """CPU threads per rank; null: the usable cores divided by the ranks of the node."""
 

@@ -56,7 +56,7 @@ class ModelSettings(Section):
     pool: Literal["cls", "gap"] = "cls"
     """What the head sees: the class token, or the mean of the patch tokens."""
     num_registers: int = Field(default=0, ge=0)
-    """Learned tokens behind the class token that no head sees. Darcet et al. 2024."""
+    """Learned tokens after the class token; no head reads them. Darcet et al. 2024."""
     positions: Literal["learned", "sincos2d"] = "learned"
     """sincos2d: fixed, on patches only. Beyer et al. 2022 (Better plain ViT baselines)."""
     weight_init: Literal["vit", "deit"] = "vit"
@@ -81,7 +81,7 @@ class ModelSettings(Section):
     drop_path_by_depth: Literal["linear", "constant"] = "linear"
     """constant: every block has the rate of the last, as in DeiT-III."""
     patch_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of patch tokens left out of every training image behind the position embedding."""
+    """Share of patch tokens dropped from every training image after the position embedding."""
     head_bias: float = 0.0
     """Initial bias of the head; -10 with the summed sigmoid over 21k classes (AugReg)."""
     head_std: float = Field(default=0.0, ge=0)

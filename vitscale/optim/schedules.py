@@ -33,7 +33,7 @@ def rsqrt(progress: float, elapsed: float) -> float:
     return 1.0 / math.sqrt(1.0 + elapsed)
 
 
-# Share of (peak - final) left after a share `progress` in [0, 1] of the steps behind the warm-up,
+# Share of (peak - final) left after a share `progress` in [0, 1] of the steps after the warm-up,
 # which are `elapsed` times the time-scale.
 SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "cosine": cosine,
@@ -70,7 +70,7 @@ class ScheduleSettings(Section):
     warmup_epochs: float = Field(default=0.0, ge=0)
     """The same in passes over the training split (DeiT, MAE); give at most one of the two."""
     decay: ScheduleName = "cosine"
-    """Curve behind the warm-up. rsqrt: PEAK / sqrt(1 + steps behind the warm-up / timescale)."""
+    """Curve after the warm-up. rsqrt: PEAK / sqrt(1 + steps after the warm-up / timescale)."""
     final_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the last step."""
     rsqrt_timescale: int | None = Field(default=None, gt=0)

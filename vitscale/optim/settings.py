@@ -38,7 +38,7 @@ class OptimSettings(Section):
     name: OptimizerName = "adamw"
     """lamb needs full-tensor norms, which ZeRO 1 to 3 shard: set engine.zero_stage=0."""
     lr: float = Field(gt=0)
-    """Peak learning rate at the configured global batch; never scaled behind your back."""
+    """Peak learning rate at the configured global batch; never rescaled automatically."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW scale (times the learning rate). On kernels only: no bias, norm, token, position."""
     weight_decay_mode: Literal["coupled", "independent"] = "coupled"
