@@ -1,4 +1,4 @@
-"""launch/compare.py as a person runs it."""
+"""launch/compare.py as a command."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_text_shows_differences_and_deltas(root: Path) -> None:
     assert done.stdout.rstrip().endswith("report: runs/compare.html")
 
 
-def test_report_is_self_contained_and_escapes_foreign_names(root: Path) -> None:
+def test_the_report_is_self_contained_and_escapes_names(root: Path) -> None:
     done = run_compare(root, "small-lr", "large-lr", "--output", "out/report.html")
     assert done.returncode == 0, done.stderr
     text = (root / "out/report.html").read_text()
@@ -116,7 +116,7 @@ def test_report_is_self_contained_and_escapes_foreign_names(root: Path) -> None:
 def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path}/other.db"
     make_run(tmp_path, "stored", lr=0.5, gain=0.25, uri=None)
-    # The same name in MLflow with other values: --uri says which is meant.
+    # The same name in MLflow with other values: --uri selects it.
     with Tracker.open(
         folder=tmp_path / "elsewhere",
         settings=TrackingSettings(uri=uri),
@@ -147,7 +147,7 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path) -> None:
         (("small-lr", "--output", "/proc/none/x.html"), "cannot be written"),
     ],
 )
-def test_bad_input_is_told_and_ends_with_code_2(
+def test_bad_input_is_reported_with_exit_code_2(
     root: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     done = run_compare(root, *arguments)

@@ -1,6 +1,6 @@
-"""`make demo` from its first step to its last, on the embedded corpus, in half its trainings' time.
+"""`make demo` from start to end on the embedded corpus, with half the training steps.
 
-The whole of it reaches what the README says; that is measured by hand.
+The accuracy of the full demo in the README is measured by hand.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def final_top1(run: Path) -> float:
 
 
 def halve(config: Path, schedule: str) -> None:
-    """Of a configuration with the line `schedule: NUMBER`."""
+    """Halve the number in the line `SCHEDULE: NUMBER` of a configuration."""
     text = config.read_text()
     (number,) = re.findall(rf"^  {schedule}: (\d+)$", text, flags=re.M)
     config.write_text(
@@ -34,7 +34,7 @@ def halve(config: Path, schedule: str) -> None:
 
 
 def test_the_demo_learns_and_transfers(tmp_path: Path) -> None:
-    # The demo writes beside its scripts; a copy of them keeps the checkout's own runs apart.
+    # The demo writes beside its scripts; a copy keeps it apart from the checkout's runs.
     for name in ("configs", "data_prep", "pretrain", "finetune", "launch"):
         shutil.copytree(ROOT / name, tmp_path / name)
     halve(tmp_path / "configs/demo/pretrain.yaml", "epochs")
@@ -47,7 +47,7 @@ def test_the_demo_learns_and_transfers(tmp_path: Path) -> None:
     pretrained, finetuned, scratch = (
         final_top1(runs / f"demo-{part}") for part in ("pretrain", "finetune", "scratch")
     )
-    # Which of the two is higher is chance: one image is 0.28 points.
+    # Which of the two is higher is random: one image is 0.28 points.
     assert pretrained >= 0.85 and finetuned >= 0.85
     assert finetuned >= scratch + 0.1
     assert f"{finetuned:.2%}" in finished.stdout and "Try next" in finished.stdout

@@ -1,12 +1,11 @@
-"""A real SLURM on this machine: munged, one slurmctld and two slurmd.
+"""Start a real SLURM on this machine: munged, one slurmctld and two slurmd.
 
 Owns: configuration, start, readiness and complete removal of the daemons.
-Leaves out: what is run on it (the tests in this folder).
 
-Everything lies in one temporary folder: own munge key and socket, own ports, own spools. A SLURM or
-munge that the machine runs already is not touched. Both nodes are this host under two names, so
-processes are tracked by their ancestry (`linuxproc`) and CPU counts are invented
-(`config_overrides`); neither cgroups nor accounting are needed.
+Everything is in one temporary folder, with its own munge key and socket, ports and spools. A SLURM
+or munge that already runs on the machine is not touched. Both nodes are this host under two names,
+so processes are tracked by ancestry (`linuxproc`) and CPU counts are invented (`config_overrides`).
+No cgroups and no accounting are needed.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ class SlurmCluster:
     environment: dict[str, str]
 
     def run(self, command: Sequence[str], *, cwd: Path | None = None) -> str:
-        """Standard output of a command; its errors are part of the exception."""
+        """Standard output of a command. Raises with its errors."""
         done = subprocess.run(
             command,
             env=self.environment,
@@ -84,12 +83,12 @@ class SlurmCluster:
         return done.stdout
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What the controller says of a job, for example JobState, ExitCode and Restarts."""
+        """The controller's fields of a job, for example JobState, ExitCode and Restarts."""
         words = self.run(["scontrol", "--oneliner", "show", "job", job_id]).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
     def wait(self, job_id: str, *, states: Sequence[str]) -> dict[str, str]:
-        """Wait until the job is in one of `states`; tell everything known when it does not."""
+        """Wait until the job is in one of `states`. A timeout shows the job and all logs."""
         wait_until(
             lambda: self.job(job_id)["JobState"] in states,
             else_say=lambda: f"job {job_id} is {self.job(job_id)}\n{self.logs()}",
@@ -107,7 +106,7 @@ class SlurmCluster:
 
 
 def missing_daemons() -> list[str]:
-    """Programs that this machine lacks; empty where the cluster can start."""
+    """Programs that this machine lacks; empty if the cluster can start."""
     return [name for name in DAEMONS if _program(name) is None]
 
 
@@ -128,7 +127,7 @@ def _free_ports(num: int) -> list[int]:
 def _daemon(
     name: str, *arguments: str, environment: dict[str, str], log: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a daemon in the foreground as our child, so that ending it needs no search."""
+    """Run a daemon in the foreground as a child process, which makes it easy to end."""
     program = _program(name)
     assert program is not None
     with open(log, "ab") as output:
@@ -192,7 +191,7 @@ def _start_munge(stack: ExitStack, folder: Path, environment: dict[str, str]) ->
 
 @contextmanager
 def slurm_cluster() -> Iterator[SlurmCluster]:
-    """A cluster of two idle nodes; nothing of it is left when the block ends, however it ends."""
+    """A cluster of two idle nodes, removed completely when the block ends."""
     # Short, since the munge socket's path must stay below 108 characters.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)
@@ -218,7 +217,7 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
                     log=folder / f"slurmd-{name}-out.log",
                 )
             )  # fmt: skip
-        # Runs first at the end: jobs are gone before the daemons that could end them.
+        # Runs first at the end: jobs end before the daemons.
         stack.callback(_end_jobs, cluster)
         _wait_for(lambda: _num_idle(cluster) == len(NODES), cluster, "two idle nodes")
         yield cluster
@@ -248,7 +247,7 @@ def _end_jobs(cluster: SlurmCluster) -> None:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[SlurmCluster]:
-    """The cluster, started once. Where it may not be missing, VITSCALE_REQUIRE_SLURM=1 says so."""
+    """The cluster, started once. With VITSCALE_REQUIRE_SLURM=1 a missing SLURM is a failure."""
     if missing := missing_daemons():
         reason = f"no {', '.join(missing)} here (Debian, Ubuntu: apt-get install slurm-wlm munge)"
         if os.environ.get("VITSCALE_REQUIRE_SLURM") == "1":

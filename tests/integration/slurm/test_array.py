@@ -43,7 +43,7 @@ SHARING = """
         time.sleep(0.05)
 """
 
-# Task 0 ends when told; the others wait for a signal, and end at once in a second attempt.
+# Task 0 ends when the file `end` exists; the others wait for a signal, and end in a second attempt.
 STOPPABLE = """
     import os, pathlib, signal, sys, time
     stop = []
@@ -87,7 +87,7 @@ def submit(slurm, tmp_path, monkeypatch):
 
 
 def wait_for_all(slurm, job: Submission) -> list[dict[str, str]]:
-    """What the controller says of every task at its end."""
+    """The controller's fields of every task at its end."""
     return [
         slurm.wait(f"{job.job_id}_{task}", states=FINAL_STATES) for task in range(job.num_tasks)
     ]
@@ -100,9 +100,7 @@ def wait_for_files(folder: Path, *names: str) -> None:
     )
 
 
-def test_tasks_are_jobs_of_their_own_and_the_others_go_on_when_one_fails(
-    slurm, submit, tmp_path
-) -> None:
+def test_tasks_are_jobs_and_continue_when_one_fails(slurm, submit, tmp_path) -> None:
     job = submit(SHARING)
     ended = wait_for_all(slurm, job)
     logs = [job.log(task).read_text() for task in range(4)]
@@ -116,7 +114,7 @@ def test_tasks_are_jobs_of_their_own_and_the_others_go_on_when_one_fails(
     assert sorted(units) == [str(unit) for unit in range(9)]
     seen = [json.loads((tmp_path / f"slurm/seen-{task}.json").read_text()) for task in range(4)]
     assert {task["SLURMD_NODENAME"] for task in seen} == {"n1", "n2"}
-    # The only rank of its job: else a script would leave its error message to rank 0.
+    # The only rank of its job: otherwise a script would leave its error message to rank 0.
     assert {(task["RANK"], task["LOCAL_RANK"], task["WORLD_SIZE"]) for task in seen} == {
         ("0", "0", "1")
     }
@@ -127,7 +125,7 @@ def test_a_stopped_task_is_requeued_alone(slurm, submit, tmp_path) -> None:
     job = submit(STOPPABLE)
     folder = tmp_path / "slurm"
     wait_for_files(folder, *(f"ready-{task}" for task in range(4)))
-    # As at the end of its time; and as SLURM does for a preemption, before the task can ask.
+    # As at the time limit; and as SLURM does for a preemption, before the task can requeue.
     slurm.run(["scancel", "--signal=USR2", f"{job.job_id}_1"])
     slurm.run(["scontrol", "requeue", f"{job.job_id}_2"])
     slurm.run(["scancel", f"{job.job_id}_3"])
@@ -141,7 +139,7 @@ def test_a_stopped_task_is_requeued_alone(slurm, submit, tmp_path) -> None:
     logs = [job.log(task).read_text() for task in range(4)]
     assert f"requeueing job {job.job_id}_1 (1 of 3)" in logs[1]
     assert all("attempt 2" in logs[task] for task in (1, 2))
-    # SLURM requeues the one, and cancels the other.
+    # SLURM requeues one and cancels the other.
     for task in (2, 3):
         assert f"SLURM is ending job {job.job_id}_{task}" in logs[task]
     assert not [log for log in logs if "Traceback" in log]

@@ -67,14 +67,14 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     array, logs = found[1], tmp_path / f"runs/data_prep-shards/slurm/{found[1]}"
     assert f"{logs}/{array}_TASK_0_log.out, TASK from 0 to 3" in output
 
-    # All are at work, each in its main process, which handles signals by then, and in one worker.
+    # All tasks are working: each has a main process, which handles signals by then, and a worker.
     scratch = tmp_path / ".shards.preparing" / "scratch"
     wait_until(lambda: len(list(scratch.glob("*"))) == 2 * NUM_TASKS)
-    # As at the end of its time; and as SLURM does for a preemption.
+    # As at the time limit; and as SLURM does for a preemption.
     slurm.run(["scancel", "--signal=USR2", f"{array}_0"])
     slurm.run(["scontrol", "requeue", f"{array}_1"])
     assert not (tmp_path / "shards").exists()
-    # Meanwhile, since SLURM lets a requeued job wait.
+    # Meanwhile: SLURM delays a requeued job.
     script(
         ROOT / "data_prep/make_shards.py", *SETTINGS, "output=alone", "num_workers=2",
         cwd=tmp_path, environment=slurm.environment,
@@ -89,7 +89,7 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     assert ["stopped by a signal" in text for text in texts] == [True, True, False, False]
     assert f"requeueing job {array}_0 (1 of" in texts[0]
     assert f"SLURM is ending job {array}_1" in texts[1]
-    # Every process of a task gets the signal, and none makes a failure of it.
+    # Every process of a task gets the signal, and none reports it as a failure.
     assert not [text for text in texts if "Traceback" in text or "died" in text]
 
     made, expected = contents(tmp_path / "shards"), contents(tmp_path / "alone")

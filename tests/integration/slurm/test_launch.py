@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slurm
 
 LAUNCH = LaunchSettings(nodes=2, tasks_per_node=1, timeout_min=5, signal_delay_s=30, max_requeues=3)
 
-# Behaves as a stage does: its own handlers, a flag read between steps, 75 after the checkpoint.
+# Behaves as a stage: its own handlers, a flag read between steps, 75 after the checkpoint.
 STOPPABLE = """
     import os, pathlib, signal, sys, time
     stop = []
@@ -68,7 +68,7 @@ def wait_for_files(folder: Path, *names: str) -> None:
     )
 
 
-def test_tasks_on_two_nodes_know_each_other(slurm, submit, tmp_path) -> None:
+def test_tasks_on_two_nodes_form_a_process_group(slurm, submit, tmp_path) -> None:
     job = submit("""
         import json, os, sys, pathlib
         import torch.distributed as dist
@@ -92,25 +92,25 @@ def test_tasks_on_two_nodes_know_each_other(slurm, submit, tmp_path) -> None:
     assert {task["LOCAL_RANK"] for task in seen} == {"0"}
     assert {task["LOCAL_WORLD_SIZE"] for task in seen} == {"1"}
     assert {task["SLURMD_NODENAME"] for task in seen} == {"n1", "n2"}
-    # n1 is no host name here: the address comes from SLURM.
+    # n1 is not a host name: the address comes from SLURM.
     assert {task["MASTER_ADDR"] for task in seen} == {"127.0.0.1"}
     assert len({task["MASTER_PORT"] for task in seen}) == 1
 
 
-def test_a_failing_rank_ends_the_job_visibly_and_takes_the_others_along(slurm, submit) -> None:
+def test_a_failed_rank_ends_the_job_and_the_others(slurm, submit) -> None:
     job = submit("""
         import os, sys, time
         if os.environ["RANK"] == "1":
             sys.exit(2)
         time.sleep(1000)
     """)
-    # The job's own code is the highest of all tasks: 137 of the killed one.
+    # The job's own code is the highest of all tasks: 137, of the killed one.
     slurm.wait(job.job_id, states=["FAILED"])
     record = read_task_record(task_record_path(job.folder, job_id=job.job_id, rank=1))
     assert record is not None and record.exit_code == 2
 
 
-def test_an_exception_fails_the_job_and_is_in_its_log(slurm, submit) -> None:
+def test_an_exception_is_in_the_log_of_the_failed_job(slurm, submit) -> None:
     job = submit("raise RuntimeError('no such tensor')")
     slurm.wait(job.job_id, states=["FAILED"])
     logs = job.log(0).read_text() + job.log(1).read_text()
@@ -140,7 +140,7 @@ def test_requeueing_stops_at_its_limit(slurm, submit, tmp_path) -> None:
     assert "launch.max_requeues=0 is reached" in job.log(0).read_text()
 
 
-def test_awkward_but_allowed_values_reach_slurm_unchanged(slurm, submit, tmp_path) -> None:
+def test_unusual_values_reach_slurm_unchanged(slurm, submit, tmp_path) -> None:
     comment = 'it\'s $(touch canary) `touch canary`; "quoted" # é'
     launch = LAUNCH.model_copy(
         update={"comment": comment, "setup": ("export FROM_SETUP=1",), "gpu_request": "none"}
@@ -165,7 +165,7 @@ def test_the_script_of_a_dry_run_is_accepted(slurm, tmp_path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_refusal_is_passed_on_and_leaves_nothing(submit, tmp_path) -> None:
+def test_a_refusal_is_reported_and_leaves_no_files(submit, tmp_path) -> None:
     with pytest.raises(UserError, match="(?s)sbatch refused.*partition"):
         submit("", LAUNCH.model_copy(update={"partition": "nowhere"}))
     assert sorted(path.name for path in (tmp_path / "slurm").iterdir()) == [
@@ -174,7 +174,7 @@ def test_a_refusal_is_passed_on_and_leaves_nothing(submit, tmp_path) -> None:
     ]
 
 
-def test_submitting_from_inside_a_job_takes_nothing_over(slurm, submit, monkeypatch) -> None:
+def test_submitting_inside_a_job_inherits_nothing(slurm, submit, monkeypatch) -> None:
     for name, value in {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "7", "SBATCH_PARTITION": "x"}.items():
         monkeypatch.setenv(name, value)
     job = submit("pass")
@@ -183,5 +183,5 @@ def test_submitting_from_inside_a_job_takes_nothing_over(slurm, submit, monkeypa
     assert ended["NumTasks"] == "2"
 
 
-def test_interpreter_of_the_tests_runs_the_tasks(tmp_path) -> None:
+def test_tasks_use_the_current_interpreter(tmp_path) -> None:
     assert sys.executable in sbatch_text(LAUNCH, name="dry", folder=tmp_path)
