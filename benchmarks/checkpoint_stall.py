@@ -92,11 +92,15 @@ def main() -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--mb", type=int, nargs="+", choices=SIZES, default=[50, 500])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--work", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure"
+    )
+    parser.add_argument(
+        "--mb", type=int, nargs="+", choices=SIZES, default=[50, 500], help="size of the state"
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--rounds", type=int, default=5, help="saves per measurement")
+    parser.add_argument("--json", type=Path, help="write all results here")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -359,13 +359,13 @@ def print_table(num_ranks: int, found: dict[str, Any]) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--size", choices=sorted(SIZES), default="small")
+    parser.add_argument("--size", choices=sorted(SIZES), default="small", help="size of the model")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, to show that it works")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
     parser.add_argument("--batch", type=int, help="images per rank and step")
-    parser.add_argument("--blocks", type=int, default=15)
+    parser.add_argument("--blocks", type=int, default=15, help="blocks of steps per loop")
     parser.add_argument("--threads", type=int, help="per rank; default: cores / ranks")
-    parser.add_argument("--work", type=Path, default=Path("runs"))
+    parser.add_argument("--work", type=Path, default=Path("runs"), help="folder for shards")
     parser.add_argument("--json", type=Path, help="write all results here")
     parser.add_argument("--rank-of", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -87,24 +87,24 @@ def read_images(folder: Path | None) -> list[bytes]:
 
 def generated(seed: int) -> Image.Image:
     """Shapes, waves, smooth noise or rough noise."""
-    chance = np.random.default_rng(seed)
-    width, height = (int(side) for side in chance.integers(64, 257, 2))
+    rng = np.random.default_rng(seed)
+    width, height = (int(side) for side in rng.integers(64, 257, 2))
     if seed % 4 == 0:
-        image = Image.new("RGB", (width, height), tuple(chance.integers(0, 256, 3).tolist()))
+        image = Image.new("RGB", (width, height), tuple(rng.integers(0, 256, 3).tolist()))
         draw = ImageDraw.Draw(image)
-        for number in range(int(chance.integers(3, 8))):
-            x, y, w, h = (chance.random(4) * (width, height, width / 2, height / 2)).tolist()
+        for number in range(int(rng.integers(3, 8))):
+            x, y, w, h = (rng.random(4) * (width, height, width / 2, height / 2)).tolist()
             shape = draw.ellipse if number % 2 else draw.rectangle
-            shape((x, y, x + w + 4, y + h + 4), fill=tuple(chance.integers(0, 256, 3).tolist()))
+            shape((x, y, x + w + 4, y + h + 4), fill=tuple(rng.integers(0, 256, 3).tolist()))
         return image
     if seed % 4 == 1:
         y, x = np.mgrid[:height, :width] / 64
-        angle, phase, pitch = chance.random(3) * (np.pi, 2 * np.pi, 3)
+        angle, phase, pitch = rng.random(3) * (np.pi, 2 * np.pi, 3)
         wave = np.sin((np.cos(angle) * x + np.sin(angle) * y) * (1 + pitch) + phase) / 2 + 0.5
-        first, second = chance.integers(0, 256, (2, 3))
+        first, second = rng.integers(0, 256, (2, 3))
         return Image.fromarray((first + (second - first) * wave[..., None]).astype(np.uint8))
-    cells = int(chance.integers(3, 10)) if seed % 4 == 2 else 16
-    noise = chance.integers(0, 256, (cells, cells, 3), dtype=np.uint8)
+    cells = int(rng.integers(3, 10)) if seed % 4 == 2 else 16
+    noise = rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8)
     return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
 
 
@@ -118,10 +118,10 @@ def jpeg(image: Image.Image, quality: int) -> bytes:
     return encoded(image, "JPEG", quality=quality)
 
 
-def resized(image: Image.Image, scale: float, chance: random.Random) -> Image.Image:
-    aspect = chance.uniform(1 - MAX_ASPECT_CHANGE, 1 + MAX_ASPECT_CHANGE)
+def resized(image: Image.Image, scale: float, rng: random.Random) -> Image.Image:
+    aspect = rng.uniform(1 - MAX_ASPECT_CHANGE, 1 + MAX_ASPECT_CHANGE)
     size = max(1, round(image.width * scale * aspect)), max(1, round(image.height * scale))
-    return image.resize(size, chance.choice(FILTERS))
+    return image.resize(size, rng.choice(FILTERS))
 
 
 def cropped(image: Image.Image, share: float) -> Image.Image:
@@ -129,38 +129,36 @@ def cropped(image: Image.Image, share: float) -> Image.Image:
     return image.crop((round(x), round(y), round(image.width - x), round(image.height - y)))
 
 
-def any_copy(image: Image.Image, chance: random.Random) -> bytes:
+def any_copy(image: Image.Image, rng: random.Random) -> bytes:
     """Resized, mirrored or not, and encoded by chance."""
-    image = resized(image, chance.uniform(0.4, 2), chance)
-    image = ImageOps.mirror(image) if chance.random() < 0.5 else image
-    quality = chance.randint(30, 95)
-    return encoded(image, chance.choice(("JPEG", "WEBP")), quality=quality)
+    image = resized(image, rng.uniform(0.4, 2), rng)
+    image = ImageOps.mirror(image) if rng.random() < 0.5 else image
+    quality = rng.randint(30, 95)
+    return encoded(image, rng.choice(("JPEG", "WEBP")), quality=quality)
 
 
 Manipulation = Callable[[Image.Image, random.Random], bytes]
 PROMISED: dict[str, Manipulation] = {
-    "JPEG, quality 30": lambda image, chance: jpeg(image, 30),
-    "JPEG, quality 31-95": lambda image, chance: jpeg(image, chance.randint(31, 95)),
-    "WebP, quality 30-95": lambda image, chance: encoded(
-        image, "WEBP", quality=chance.randint(30, 95), method=2
+    "JPEG, quality 30": lambda image, rng: jpeg(image, 30),
+    "JPEG, quality 31-95": lambda image, rng: jpeg(image, rng.randint(31, 95)),
+    "WebP, quality 30-95": lambda image, rng: encoded(
+        image, "WEBP", quality=rng.randint(30, 95), method=2
     ),
-    "PNG": lambda image, chance: encoded(image, "PNG", compress_level=1),
-    "size x 0.4, aspect up to 5 %": lambda image, chance: jpeg(resized(image, 0.4, chance), 95),
-    "size x 0.4-2, aspect up to 5 %": lambda image, chance: jpeg(
-        resized(image, chance.uniform(0.4, 2), chance), 95
+    "PNG": lambda image, rng: encoded(image, "PNG", compress_level=1),
+    "size x 0.4, aspect up to 5 %": lambda image, rng: jpeg(resized(image, 0.4, rng), 95),
+    "size x 0.4-2, aspect up to 5 %": lambda image, rng: jpeg(
+        resized(image, rng.uniform(0.4, 2), rng), 95
     ),
-    "mirrored": lambda image, chance: jpeg(ImageOps.mirror(image), 95),
+    "mirrored": lambda image, rng: jpeg(ImageOps.mirror(image), 95),
     "all together, random": any_copy,
-    "all together, hardest": lambda image, chance: jpeg(
-        resized(ImageOps.mirror(image), 0.4, chance), 30
-    ),
+    "all together, hardest": lambda image, rng: jpeg(resized(ImageOps.mirror(image), 0.4, rng), 30),
 }
 NOT_PROMISED: dict[str, Manipulation] = {
-    "grey": lambda image, chance: jpeg(image.convert("L"), 90),
-    "contrast x 0.7": lambda image, chance: jpeg(ImageEnhance.Contrast(image).enhance(0.7), 90),
-    "brightness x 1.3": lambda image, chance: jpeg(ImageEnhance.Brightness(image).enhance(1.3), 90),
-    "centre crop of 95 %": lambda image, chance: jpeg(cropped(image, 0.95), 90),
-    "centre crop of 80 %": lambda image, chance: jpeg(cropped(image, 0.8), 90),
+    "grey": lambda image, rng: jpeg(image.convert("L"), 90),
+    "contrast x 0.7": lambda image, rng: jpeg(ImageEnhance.Contrast(image).enhance(0.7), 90),
+    "brightness x 1.3": lambda image, rng: jpeg(ImageEnhance.Brightness(image).enhance(1.3), 90),
+    "centre crop of 95 %": lambda image, rng: jpeg(cropped(image, 0.95), 90),
+    "centre crop of 80 %": lambda image, rng: jpeg(cropped(image, 0.8), 90),
 }
 MANIPULATIONS = PROMISED | NOT_PROMISED
 
@@ -168,10 +166,10 @@ MANIPULATIONS = PROMISED | NOT_PROMISED
 def described_copies(job: tuple[int, bytes]) -> np.ndarray:
     """Descriptors of an image and of its copies."""
     number, content = job
-    chance = random.Random(number)
+    rng = random.Random(number)
     with Image.open(io.BytesIO(content)) as opened:
         image = opened.convert("RGB")
-    copies = [manipulate(image, chance) for manipulate in MANIPULATIONS.values()]
+    copies = [manipulate(image, rng) for manipulate in MANIPULATIONS.values()]
     return image_descriptors([content, *copies])
 
 
@@ -256,11 +254,11 @@ def report_speed(images: list[bytes]) -> None:
 
 def random_descriptors(num: int, *, seed: int) -> np.ndarray:
     """Descriptors with the spectrum of photographs: amplitude falls with the frequency."""
-    chance = np.random.default_rng(seed)
+    rng = np.random.default_rng(seed)
     falling = 1 / np.sqrt(1 + np.arange(NUM_FREQUENCIES))
     parts = [
         coefficient_descriptors(
-            (chance.laplace(size=(len(rows), NUM_FREQUENCIES)) * falling * 2000).clip(-30000, 30000)
+            (rng.laplace(size=(len(rows), NUM_FREQUENCIES)) * falling * 2000).clip(-30000, 30000)
         )
         for rows in np.array_split(np.arange(num), -(-num // SURVEY_ROWS))
     ]

@@ -88,8 +88,8 @@ class Corpus:
         for fault, name, original in self.faults_of(number):
             image = draw(number, position_of[original], self.look)
             make = FAULTS[fault].make
-            chance = random.Random(f"{self.look.seed}/{name}")
-            yield name, encode(image, self.look.format) if make is None else make(image, chance)
+            rng = random.Random(f"{self.look.seed}/{name}")
+            yield name, encode(image, self.look.format) if make is None else make(image, rng)
 
 
 def main() -> None:

@@ -115,15 +115,15 @@ def draw_glyph(number: int, position: int, look: Look) -> Image.Image:
     """Picture `position` of class `number`: the fonts that have the character take turns."""
     code = FIRST + number
     fonts = [path for path in FONTS if code in _characters_of(path)]
-    chance = random.Random(f"{look.seed}/{code}/{position}")
-    size = round(look.side * chance.choice(GLYPH_SHARES))
-    ink, paper = chance.randrange(0, 90), chance.randrange(165, 256)
+    rng = random.Random(f"{look.seed}/{code}/{position}")
+    size = round(look.side * rng.choice(GLYPH_SHARES))
+    ink, paper = rng.randrange(0, 90), rng.randrange(165, 256)
     image = Image.new("L", (look.side, look.side), paper)
     middle = look.side / 2
-    shifts = [middle + look.side * chance.uniform(-MAX_SHIFT, MAX_SHIFT) for _ in range(2)]
+    shifts = [middle + look.side * rng.uniform(-MAX_SHIFT, MAX_SHIFT) for _ in range(2)]
     font = _font(fonts[position % len(fonts)], size)
     ImageDraw.Draw(image).text((shifts[0], shifts[1]), chr(code), ink, font, anchor="mm")
-    turn = chance.uniform(-MAX_TURN_DEG, MAX_TURN_DEG)
+    turn = rng.uniform(-MAX_TURN_DEG, MAX_TURN_DEG)
     return image.rotate(turn, Image.Resampling.BILINEAR, fillcolor=paper)
 
 
@@ -131,13 +131,13 @@ def draw_shape(number: int, position: int, look: Look) -> Image.Image:
     """As `draw_glyph`, with a polygon that the class decides instead of a character."""
     corners = random.Random(f"shape/{number}")
     points = [(corners.random(), corners.random()) for _ in range(7)]
-    chance = random.Random(f"{look.seed}/{number}/{position}")
-    ink, paper = chance.randrange(0, 90), chance.randrange(165, 256)
-    scale = look.side * chance.choice(GLYPH_SHARES)
-    x, y = (look.side * (0.1 + chance.uniform(0, MAX_SHIFT)) for _ in range(2))
+    rng = random.Random(f"{look.seed}/{number}/{position}")
+    ink, paper = rng.randrange(0, 90), rng.randrange(165, 256)
+    scale = look.side * rng.choice(GLYPH_SHARES)
+    x, y = (look.side * (0.1 + rng.uniform(0, MAX_SHIFT)) for _ in range(2))
     image = Image.new("L", (look.side, look.side), paper)
     ImageDraw.Draw(image).polygon([(x + scale * a, y + scale * b) for a, b in points], fill=ink)
-    turn = chance.uniform(-MAX_TURN_DEG, MAX_TURN_DEG)
+    turn = rng.uniform(-MAX_TURN_DEG, MAX_TURN_DEG)
     return image.rotate(turn, Image.Resampling.BILINEAR, fillcolor=paper)
 
 

@@ -64,9 +64,9 @@ def noise_photos(*, width: int = 500, height: int = 375, num: int = NOISE_PHOTOS
     """Blurred noise that compresses to about the size of ImageNet's photographs (110 kB)."""
     photos = []
     for seed in range(num):
-        chance = np.random.default_rng(seed)
-        coarse = chance.integers(0, 256, (height // 2, width // 2, 3), dtype=np.uint8)
-        fine = chance.integers(0, 256, (height, width, 3), dtype=np.uint8)
+        rng = np.random.default_rng(seed)
+        coarse = rng.integers(0, 256, (height // 2, width // 2, 3), dtype=np.uint8)
+        fine = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
         smooth = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
         file = io.BytesIO()
         Image.blend(smooth, Image.fromarray(fine), 0.2).save(file, "JPEG", quality=85)

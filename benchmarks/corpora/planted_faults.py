@@ -52,16 +52,16 @@ def _scan_start(jpeg: bytes | bytearray) -> int:
     return marker + 2 + int.from_bytes(jpeg[marker + 2 : marker + 4], "big")
 
 
-def truncated(data: bytes, chance: random.Random) -> bytes:
+def truncated(data: bytes, rng: random.Random) -> bytes:
     """Cut in the second half, at least 16 bytes before the end."""
-    return data[: chance.randrange(len(data) // 2, len(data) - 16)]
+    return data[: rng.randrange(len(data) // 2, len(data) - 16)]
 
 
-def flipped_bytes(image: Image.Image, chance: random.Random) -> bytes:
+def flipped_bytes(image: Image.Image, rng: random.Random) -> bytes:
     """A JPEG with bits turned over in its compressed pixels."""
     jpeg = bytearray(_jpeg(image))
     for _ in range(8):
-        jpeg[chance.randrange(_scan_start(jpeg), len(jpeg) - 2)] ^= 1 << chance.randrange(8)
+        jpeg[rng.randrange(_scan_start(jpeg), len(jpeg) - 2)] ^= 1 << rng.randrange(8)
     return bytes(jpeg)
 
 
@@ -126,13 +126,13 @@ def _smaller(image: Image.Image, _: random.Random) -> bytes:
 
 FAULTS: dict[str, Fault] = {
     # Broken
-    "zero_bytes": Fault("jpg", REJECTED, lambda image, chance: b""),
+    "zero_bytes": Fault("jpg", REJECTED, lambda image, rng: b""),
     "html_page": Fault(
-        "jpg", REJECTED, lambda image, chance: b"<!DOCTYPE html><title>404 Not Found</title>"
+        "jpg", REJECTED, lambda image, rng: b"<!DOCTYPE html><title>404 Not Found</title>"
     ),
-    "random_bytes": Fault("jpg", REJECTED, lambda image, chance: chance.randbytes(4096)),
-    "truncated_jpeg": Fault("jpg", REJECTED, lambda i, chance: truncated(_jpeg(i), chance)),
-    "truncated_png": Fault("png", REJECTED, lambda i, chance: truncated(_saved(i, "PNG"), chance)),
+    "random_bytes": Fault("jpg", REJECTED, lambda image, rng: rng.randbytes(4096)),
+    "truncated_jpeg": Fault("jpg", REJECTED, lambda i, rng: truncated(_jpeg(i), rng)),
+    "truncated_png": Fault("png", REJECTED, lambda i, rng: truncated(_saved(i, "PNG"), rng)),
     "broken_header": Fault("jpg", REJECTED, broken_header),
     "flipped_bytes": Fault("jpg", EITHER, flipped_bytes),
     # Not plain 8-bit RGB or grey; a palette without transparency decodes to plain RGB
@@ -153,7 +153,7 @@ FAULTS: dict[str, Fault] = {
     "png_named_jpg": Fault("jpg", KEPT, lambda i, _: _saved(i, "PNG")),
     "gif": Fault("gif", REJECTED, lambda i, _: _saved(i.convert("P"), "GIF")),
     "hidden": Fault("jpg", NOT_AN_IMAGE, lambda i, _: _jpeg(i), prefix="."),
-    "text_file": Fault("txt", NOT_AN_IMAGE, lambda image, chance: b"notes\n"),
+    "text_file": Fault("txt", NOT_AN_IMAGE, lambda image, rng: b"notes\n"),
     # Alike
     "same_bytes": Fault("", COPY, None),
     "encoded_again": Fault("jpg", COPY, lambda i, _: _jpeg(i, quality=60)),

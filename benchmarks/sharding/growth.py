@@ -125,13 +125,13 @@ def measure_resume(work: Path, options: argparse.Namespace) -> dict[str, Any]:
     source = write_glyphs(work / "glyphs", classes=classes, options=options)
     undisturbed_s = run_command(tars_command(source, work / "undisturbed"))
     expected = folder_digests(work / "undisturbed")
-    chance = random.Random(options.seed)
+    rng = random.Random(options.seed)
     trials: list[dict[str, Any]] = []
     num_killed = 0
     # A drawn moment may be after the end: such trials are reported and do not count.
     while num_killed < options.kills and len(trials) < 3 * options.kills:
         output = work / "killed"
-        after_s = chance.uniform(0, undisturbed_s)
+        after_s = rng.uniform(0, undisturbed_s)
         was_killed = run_and_kill(tars_command(source, output), after_s=after_s)
         num_killed += was_killed
         if was_killed and output.exists() and folder_digests(output) != expected:

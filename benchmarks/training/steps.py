@@ -88,13 +88,13 @@ def _initial(model: str, num_classes: int) -> nn.Module:
 
 def random_batches(task: Task, world: World, *, count: int = POOL) -> list[Images]:
     """Different on every rank."""
-    chance = torch.Generator().manual_seed(world.rank)
+    rng = torch.Generator().manual_seed(world.rank)
     side, batches = task.arch.image_size, []
     for _ in range(count):
         shape = (task.batch, 3, side, side)
-        images = torch.randint(0, 256, shape, generator=chance, dtype=torch.uint8)
+        images = torch.randint(0, 256, shape, generator=rng, dtype=torch.uint8)
         most = min(LABELS_USED, task.num_classes)
-        labels = torch.randint(0, most, (task.batch,), generator=chance)
+        labels = torch.randint(0, most, (task.batch,), generator=rng)
         batches.append((images.to(world.device), labels.to(world.device)))
     return batches
 

@@ -92,8 +92,8 @@ def interleaved(
 def ratio(over: Sequence[float], under: Sequence[float], *, draws: int = 2000) -> dict[str, float]:
     """Median of the blocks' ratios over / under, with a 95 % bootstrap interval over blocks."""
     pairs = [a / b for a, b in zip(over, under, strict=True)]
-    chance = random.Random(0)
-    medians = sorted(median(chance.choices(pairs, k=len(pairs))) for _ in range(draws))
+    rng = random.Random(0)
+    medians = sorted(median(rng.choices(pairs, k=len(pairs))) for _ in range(draws))
     low, high = medians[int(0.025 * draws)], medians[int(0.975 * draws)]
     return {"median": median(pairs), "low": low, "high": high, "blocks": len(pairs)}
 
