@@ -18,6 +18,7 @@ from PIL import Image
 
 from benchmarks.corpora import glyph_drawing
 from benchmarks.corpora.planted_faults import FAULTS, REJECTED
+from tests.support.levels import by_level
 from vitscale.config.errors import UserError
 
 ROOT = Path(__file__).parents[3]
@@ -76,6 +77,7 @@ def test_checkpoint_stall_is_measured_on_two_ranks(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"], "left behind"
 
 
+@pytest.mark.slow
 def test_sharding_benchmark_measures_everything(tmp_path: Path) -> None:
     text = run(
         "sharding_speed.py", "--toy", "--work", tmp_path, "--json", tmp_path / "results.json"
@@ -90,7 +92,9 @@ def test_sharding_benchmark_measures_everything(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"], "left behind"
 
 
-@pytest.mark.parametrize("name", ["copy", "shardwriter", "header", "resume"])
+@pytest.mark.parametrize(
+    "name", by_level(["copy", "shardwriter", "header", "resume"], fast=["copy"], slow=["resume"])
+)
 def test_benchmark_fails_on_one_wrong_bit(tmp_path: Path, name: str) -> None:
     text = run("sharding_speed.py", "--toy", "--corrupt", "--only", name, "--work", tmp_path, rc=1)
     assert "FAILED" in text and "Traceback" not in text

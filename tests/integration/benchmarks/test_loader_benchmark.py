@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import loader_speed
+from tests.support.levels import by_level
 
 ROOT = Path(__file__).parents[3]
 LOADERS = ("webdataset", "torchvision", "opencv", "simplejpeg_torch", "decode_only", "dali")
@@ -28,6 +29,7 @@ def run(*options: object, rc: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_loader_benchmark_measures_everything(tmp_path: Path) -> None:
     text = run("--work", tmp_path, "--json", tmp_path / "results.json")
     table = text[text.index("img/s  ") :]
@@ -72,7 +74,9 @@ def test_goals_beside_missing_loaders_are_left_out(
     assert "pillow / webdataset: 2.00 (2.00 to 2.00); goal 3.0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("what", ["pixels", "labels", "count"])
+@pytest.mark.parametrize(
+    "what", by_level(["pixels", "labels", "count"], fast=["pixels"], slow=["labels", "count"])
+)
 def test_loader_benchmark_fails_on_wrong_batches(tmp_path: Path, what: str) -> None:
     text = run("--only", "pixels", "--corrupt", what, "--work", tmp_path, rc=1)
     assert "FAILED" in text and "Traceback" not in text

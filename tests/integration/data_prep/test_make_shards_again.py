@@ -13,6 +13,7 @@ import pytest
 
 from data_prep.pipeline.work_units import machine
 from tests.support.corpora.image_corpus import REPOSITORY, command, contents, corpus, make_shards
+from tests.support.levels import by_level
 from tests.support.waiting import PATIENCE_S
 
 
@@ -25,6 +26,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
     return source, base / "shards", text
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment_it_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:
     source = corpus(tmp_path / "images", num=100, side=96)
     many_shards = "shards.min_shards=10"
@@ -91,6 +93,7 @@ def test_several_commands_at_once_share_the_work_and_give_the_same_bytes(
     assert contents(tmp_path / "shared") == contents(shards)
 
 
+@pytest.mark.slow
 def test_several_commands_at_once_find_the_same_shards_already_there(
     made: tuple[Path, Path, str],
 ) -> None:
@@ -127,7 +130,9 @@ def test_work_begun_with_other_settings_is_not_gone_on_with(tmp_path: Path) -> N
     assert (folder / "settings.json").read_text() == "{}"
 
 
-@pytest.mark.parametrize("change", ["content", "added", "removed"])
+@pytest.mark.parametrize(
+    "change", by_level(["content", "added", "removed"], fast=["content"], slow=["added", "removed"])
+)
 def test_a_source_that_changes_meanwhile_is_refused(change: str, tmp_path: Path) -> None:
     source = corpus(tmp_path / "images", num=100, side=96)
     process = subprocess.Popen(

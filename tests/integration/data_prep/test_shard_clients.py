@@ -22,6 +22,7 @@ from PIL import Image
 
 from tests.support.corpora.external_tars import imagenet_22k_layout, img2dataset_layout
 from tests.support.corpora.small_shards import make_shard_folder
+from tests.support.levels import by_level
 from tests.support.ranks.rank_processes import ROOT, run_ranks
 from vitscale.data.index import read_manifest, read_split
 
@@ -101,7 +102,7 @@ def test_webdataset_reads_the_indexed_samples(shards: Shards) -> None:
         assert found == shards.indexed(split)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("streaming", by_level([False, True], fast=[True], slow=[False]))
 def test_hugging_face_datasets_reads_the_indexed_samples(
     digits: Shards, streaming: bool, tmp_path: Path
 ) -> None:
@@ -176,6 +177,7 @@ def train(shards: Path, folder: Path, *overrides: str) -> list[float]:
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_training_on_indexed_img2dataset_tars(tmp_path: Path) -> None:
     stored = img2dataset_layout(tmp_path / "tars", tars=2, samples=20)

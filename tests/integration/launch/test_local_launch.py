@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.levels import by_level
 from tests.support.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.distributed
@@ -189,6 +190,7 @@ STUBBORN = """
 """
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
     process = start(tmp_path, STUBBORN)
     tasks = pids(process, tmp_path)
@@ -228,7 +230,9 @@ WITHOUT_HANDLERS = {
 }
 
 
-@pytest.mark.parametrize("case", WITHOUT_HANDLERS)
+@pytest.mark.parametrize(
+    "case", by_level(WITHOUT_HANDLERS, fast={"both"}, slow=WITHOUT_HANDLERS.keys() - {"both"})
+)
 def test_sigterm_before_tasks_handle_it_is_not_a_failure(tmp_path: Path, case: str) -> None:
     rank_0, code = WITHOUT_HANDLERS[case]
     process = start(

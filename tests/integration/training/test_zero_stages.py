@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.ranks.rank_processes import ROOT, run_ranks
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.distributed, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 # bf16 rounds the losses themselves.
 BF16 = (("bf16 1", 1e-2), ("bf16 2", 1e-2))

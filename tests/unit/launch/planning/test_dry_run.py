@@ -7,6 +7,7 @@ import pytest
 from launch.planning.dry_run import plan_rows
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
+from tests.support.levels import by_level
 from vitscale.config.loader import load_run
 
 
@@ -54,7 +55,11 @@ def test_unknown_values_name_the_missing_setting() -> None:
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [("vit_b16", "103,186,515"), ("vit_l16", "326,740,307"), ("vit_h14", "660,385,363")],
+    by_level(
+        [("vit_b16", "103,186,515"), ("vit_l16", "326,740,307"), ("vit_h14", "660,385,363")],
+        fast=[("vit_b16", "103,186,515")],
+        slow=[("vit_l16", "326,740,307"), ("vit_h14", "660,385,363")],
+    ),
 )
 def test_the_large_runs_have_a_plan(name: str, parameters: str) -> None:
     run = load_run({"pretrain": PretrainRun}, ROOT / f"configs/{name}.yaml").run
