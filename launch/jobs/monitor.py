@@ -143,7 +143,7 @@ def records(submission: Submission) -> list[TaskRecord]:
 def _record(submission: Submission, rank: int) -> TaskRecord | None:
     path = task_record_path(submission.folder, job_id=submission.job_id, rank=rank)
     record = read_task_record(path)
-    if record is not None and _is_gone(record):
+    if record is not None and _was_killed(record):
         # It may have written its end after the first read.
         record = read_task_record(path)
     return record
@@ -163,11 +163,11 @@ def first_failure(tasks: Sequence[TaskRecord], *, stopping: bool) -> TaskRecord 
 
 def _has_failed(task: TaskRecord) -> bool:
     if task.exit_code is None:
-        return _is_gone(task)
+        return _was_killed(task)
     return task.exit_code not in NO_FAILURE
 
 
-def _is_gone(task: TaskRecord) -> bool:
+def _was_killed(task: TaskRecord) -> bool:
     """Killed or crashed: the process ended without writing its exit code."""
     return task.exit_code is None and not is_alive(task.pid)
 
