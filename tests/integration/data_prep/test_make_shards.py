@@ -131,7 +131,7 @@ def test_an_existing_output_is_recognised_or_refused(
     assert "other images" in make_shards(other, shards, "shards.min_shards=2", rc=2)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("keep")
-    assert "no shard folder of ours" in make_shards(source, tmp_path / "full", rc=2)
+    assert "was not made by make_shards" in make_shards(source, tmp_path / "full", rc=2)
     assert contents(shards) == before
     assert contents(tmp_path / "full") == {"mine.txt": b"keep"}
 

@@ -204,7 +204,7 @@ def test_a_write_error_half_way_is_one_message_and_loses_nothing(tmp_path: Path)
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert "cannot be written (File too large)" in done.stderr
-    assert "run the same command again" in done.stderr
+    assert "the run resumes" in done.stderr
     assert not (tmp_path / "shards").exists()
     assert not list((tmp_path / ".shards.preparing" / "tars").glob("train-*"))
     make_shards(source, tmp_path / "shards")

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from data_prep.pipeline import work_units
 from data_prep.pipeline.work_units import DEAD_AFTER_S, WorkFolder, machine, remove_folder
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.errors import UserError
 
 
@@ -96,6 +98,36 @@ def test_a_process_in_a_container_of_the_same_host_is_not_looked_for_here(
     assert not done and thread.is_alive()
     (work.path / "a").touch()
     thread.join(PATIENCE_S)
+
+
+def test_a_claim_has_a_heartbeat(work: WorkFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work_units, "HEARTBEAT_S", 0.01)
+
+    def do(unit: str) -> None:
+        path = work.path / "claims" / unit
+        os.utime(path, (1, 1))
+        wait_until(lambda: path.stat().st_mtime > 1)
+        (work.path / unit).touch()
+
+    work.work_through(["a"], is_done=lambda u: (work.path / u).exists(), do=do, start=0)
+
+
+@pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
+def test_a_skewed_clock_ends_no_claim(
+    work: WorkFolder, skew_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim(work, "fresh", where="elsewhere", pid=1)
+    claim(work, "old", where="elsewhere", pid=1, age_s=DEAD_AFTER_S + 5)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + skew_s)
+    looks, done = Counter[str](), []
+
+    def is_done(unit: str) -> bool:
+        looks[unit] += 1
+        return unit in done or looks["fresh"] > 6  # then its owner has finished
+
+    work.work_through(["fresh", "old"], is_done=is_done, do=done.append, start=0)
+    assert done == ["old"]
 
 
 def test_a_failing_unit_gives_its_claim_back(work: WorkFolder) -> None:

@@ -47,6 +47,8 @@ def test_offsets_point_at_the_images_and_the_hash_is_that_of_the_file(tmp_path: 
     data = path.read_bytes()
     assert [data[o : o + len(i)] for o, i in zip(offsets, images, strict=True)] == images
     assert (tar.num_bytes, digest) == (len(data), blake3.blake3(data).hexdigest())
+    # Two zero blocks end a tar; before them is the block of the last label.
+    assert data[-1024:] == bytes(1024) and data[-1536:-1024] == b"4".ljust(512, b"\0")
     with tarfile.open(path) as stored:
         members = stored.getmembers()
         assert [m.name for m in members[:4]] == ["k0.png", "k0.cls", "k1.png", "k1.cls"]

@@ -120,6 +120,19 @@ def test_changed_images_and_labels_are_named(shards: Path) -> None:
     ]
 
 
+def test_a_missing_label_member_is_found(shards: Path) -> None:
+    task = first_task(shards)
+    assert task.rows is not None
+    name = f"{task.rows.to_pylist()[-1]['key']}.cls"
+    whole = task.path.read_bytes()
+    start = whole.index(name.encode())
+    data = whole[:start] + whole[start + 1024 :]
+    task.path.write_bytes(data)
+    entry = replace(task.entry, bytes=len(data), blake3=blake3(data).hexdigest())
+    found = [str(finding) for finding in check_tar(replace(task, entry=entry))]
+    assert found == [f"{TRAIN}: {name!r} is missing"]
+
+
 def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
     """Change the rows of the index, and let the manifest say that this is right."""
     rows = pq.read_table(folder / INDEX_NAME).to_pylist()
