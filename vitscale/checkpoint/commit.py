@@ -1,4 +1,4 @@
-"""The commit protocol: how a step becomes a folder that is either whole or not there.
+"""The commit protocol: a checkpoint folder is either whole or absent.
 
 Owns: one save from the first byte to the last fsync, seen from one rank, and retention.
 Leaves out: threads and process groups (`store`), reading (`folders`). Needs no torch, so that a
@@ -45,7 +45,7 @@ CHUNK_BYTES = 1 << 26
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """One save, as one rank sees it."""
+    """One save on one rank."""
 
     checkpoints: Path
     step: int
@@ -113,7 +113,7 @@ def _answer_of(save: Save, work: Callable[[], Answer]) -> tuple[Answer, Exceptio
         where = error.filename or save.checkpoints
         return {
             "error": f"{where}: checkpoint cannot be written ({error.strerror})\n"
-            "  next: free space or set output, then run the same command again; committed "
+            "  next: free space or set output, then rerun the same command; committed "
             "checkpoints are untouched"
         }, None
     except Exception as error:
@@ -213,12 +213,12 @@ def _prune(save: Save) -> list[str]:
 
 
 def _leftovers(save: Save) -> list[Path]:
-    """Folders of killed saves and half-removed checkpoints."""
+    """Folders of killed saves and partly removed checkpoints."""
     return [path for path in save.checkpoints.glob(".step-*") if path != save.temporary]
 
 
 def _remove(folders: Iterable[Path]) -> list[str]:
-    """Remove folders; a sentence for each one that resists."""
+    """Remove folders; a sentence for each one that cannot be removed."""
     warnings = []
     for folder in folders:
         try:

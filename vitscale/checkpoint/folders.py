@@ -1,4 +1,4 @@
-"""Checkpoint folders as a reader sees them: names, manifest, verification, the newest valid one.
+"""Read checkpoint folders: names, manifest, verification, the newest valid one.
 
 Owns: the format of manifest.json and what counts as valid. Needs no torch until tensors are read.
 Leaves out: writing (`commit`), ranks (`store`), what the tensors mean (`engine`).
@@ -55,7 +55,7 @@ class Checkpoint:
     step: int
     files: tuple[str, ...]
     progress: dict[str, Any]
-    """Where the run stood: JSON values."""
+    """Position of the run: JSON values."""
     description: dict[str, Any]
     """What the tensors are: architecture, grid, label map."""
 
@@ -94,7 +94,7 @@ def _hash_of(body: Mapping[str, Any]) -> str:
 def read_checkpoint(folder: Path, *, on_progress: Callable[[], None] = lambda: None) -> Checkpoint:
     """Verify a checkpoint folder, hashes included. Raises UserError saying what is damaged.
 
-    moved: called whenever another part has been read.
+    on_progress: called whenever another part has been read.
     """
     path = folder / MANIFEST
     try:
@@ -127,9 +127,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises LaterVersion; for damage UserError, OSError, ValueError or such.
     """
     manifest = json.loads(path.read_text())
-    version, told = manifest["format_version"], manifest.pop("manifest_blake3", None)
+    version, own_hash = manifest["format_version"], manifest.pop("manifest_blake3", None)
     # A hash that is there and wrong is damage in any version: the version itself may be.
-    if version > 1 and told != _hash_of(manifest) and not (told is None and version not in HASHES):
+    if (
+        version > 1
+        and own_hash != _hash_of(manifest)
+        and not (own_hash is None and version not in HASHES)
+    ):
         raise UserError("does not match its own hash", where=str(path), next_step=REMEDY)
     if version > FORMAT_VERSION:
         raise LaterVersion(
@@ -188,7 +192,7 @@ def step_folders(folder: Path) -> list[Path]:
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     """The newest valid checkpoint, and a sentence for each newer one that is damaged.
 
-    Raises LaterVersion rather than fall back behind a checkpoint that is not damaged.
+    Raises LaterVersion instead of skipping a checkpoint that is not damaged.
     """
     complaints: list[str] = []
     for path in step_folders(folder):

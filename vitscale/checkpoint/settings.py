@@ -15,6 +15,6 @@ class CheckpointSettings(Section):
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that stay; older ones are removed after a commit."""
     resume: str = "auto"
-    """auto: go on from the newest valid checkpoint of this run folder, start when there is none
+    """auto: resume from the newest valid checkpoint of this run folder; start when there is none
     (not when there are some and none can be read).
     never: refuse to start in a folder that has one."""

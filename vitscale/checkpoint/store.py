@@ -1,4 +1,4 @@
-"""The checkpoints of a run while it trains: saved in the background, one after the other.
+"""Save the checkpoints of a run in the background, one after the other.
 
 Owns: the thread that writes, agreement between the ranks' threads, and the lock of a run folder.
 Leaves out: the commit protocol (`commit`), reading (`folders`), what the tensors mean (`engine`)
@@ -8,8 +8,8 @@ The thread first copies the tensors to host memory, while the next forward and b
 the same weights; an update must wait for that copy (`wait_for_host_copy`), and for nothing else.
 The threads of all ranks agree through a gloo group of their own, which no other thread uses: each
 save exchanges exactly twice on every rank, in the order of the saves, so it cannot cross with
-collectives of the training. The outcome is looked at where all ranks are at the same point: at the
-next save and in `wait`.
+collectives of the training. The outcome is read where all ranks are at the same point: at the next
+save and in `wait`.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from vitscale.distributed.world import World, agree_no_error, broadcast_object
 EXCHANGE_TIMEOUT = timedelta(hours=1)
 # When another error ends the run, its last save gets this long to be committed.
 PATIENCE_S = 120.0
-# How often within the patience with a disk it is looked at, and said that nothing moves.
+# Checks of a stalled write, each reported, before the rank ends.
 CHECKS = 4
 
 
 class CheckpointStore:
     """The checkpoints of one run folder.
 
-    Collective, but for `wait_for_host_copy`, `finished`, `told` and `__exit__`.
+    Collective, but for `wait_for_host_copy`, `finished`, `take_committed` and `__exit__`.
 
-    As a context manager it does not end before the last save has. With a heartbeat, a rank whose
-    disk does not get on for as long as ranks may be silent says so and ends its process.
+    As a context manager it waits for the last save. With a heartbeat, a rank whose checkpoint write
+    stalls for as long as ranks may be silent reports it and ends its process.
     """
 
     def __init__(
         self, run_folder: Path, *, keep: int, world: World, heartbeat: Heartbeat | None = None
     ) -> None:
         self.folder, self.keep, self.world = run_folder / "checkpoints", keep, world
-        self._heartbeat, self._num_moves, self._exchanging = heartbeat, 0, False
+        self._heartbeat, self._num_parts, self._exchanging = heartbeat, 0, False
         self._host_copy = HostCopy(world.device)
         self._copied = threading.Event()
         self._copied.set()
@@ -108,9 +108,9 @@ class CheckpointStore:
             attempt=f"{self._name}-{self._num_saves}",
             rank=self.world.rank,
             keep=self.keep,
-            progress=json.loads(json.dumps(progress)),  # the run goes on and may change it
+            progress=json.loads(json.dumps(progress)),  # the loop may change it meanwhile
             description=description,
-            on_progress=self._move,
+            on_progress=self._count_part,
         )
         # A daemon: a process that must end does not wait for a disk that hangs.
         self._thread = threading.Thread(
@@ -142,12 +142,12 @@ class CheckpointStore:
                 f"not saved: {bad[0]}{more} not finite by step {save.step}",
                 where=str(self.folder),
                 next_step="lower optim.lr, lengthen schedule.warmup_steps or set optim.clip_norm=1 "
-                "and go on from the newest checkpoint, which is finite",
+                "and resume from the newest checkpoint, which is finite",
             )
         yield from pieces
 
-    def _move(self) -> None:
-        self._num_moves += 1
+    def _count_part(self) -> None:
+        self._num_parts += 1
 
     def _exchange(self, value: Any) -> list[Any]:
         if self._group is None:
@@ -161,7 +161,7 @@ class CheckpointStore:
         return values
 
     def wait(self) -> Commit | None:
-        """Wait until the last save is committed. Returns it, unless it was told before.
+        """Wait until the last save is committed. Returns it, unless it was taken before.
 
         Raises UserError, the same on all ranks, when it could not be.
         """
@@ -171,24 +171,24 @@ class CheckpointStore:
         error, self._error = self._error, None
         if error is not None:
             raise error
-        return self.told()
+        return self.take_committed()
 
     def _join(self, thread: threading.Thread) -> None:
         """Wait for the thread, however slow; end the process if its disk hangs.
 
-        A rank whose share is written waits for the others: those speak for themselves.
+        A rank whose share is written waits for the others, which report their own stalls.
         """
         if self._heartbeat is None:
             thread.join()
             return
         period_s = self._heartbeat.silence_s / CHECKS
-        num_still, seen = 0, self._num_moves
+        num_still, seen = 0, self._num_parts
         while True:
             thread.join(period_s)
             if not thread.is_alive():
                 return
-            still = self._num_moves == seen and not self._exchanging
-            num_still, seen = num_still + 1 if still else 0, self._num_moves
+            still = self._num_parts == seen and not self._exchanging
+            num_still, seen = num_still + 1 if still else 0, self._num_parts
             what = f"{thread.name}: no progress in {self.folder} for {num_still * period_s:.3g} s"
             if num_still >= CHECKS:
                 self._heartbeat.give_up(f"{what}: its storage hangs")
@@ -199,7 +199,7 @@ class CheckpointStore:
         """Whether this rank has nothing left to write. Never waits; not collective."""
         return self._thread is None or not self._thread.is_alive()
 
-    def told(self) -> Commit | None:
+    def take_committed(self) -> Commit | None:
         """The last save, once, if it is committed by now. Never waits; not collective."""
         commit, self._commit = self._commit, None
         return commit

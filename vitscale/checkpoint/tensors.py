@@ -1,4 +1,4 @@
-"""Tensors to and from the bytes of safetensors files.
+"""Write and read tensors as safetensors files.
 
 Owns: the host copy that a save is written from, the names of slices, and putting slices together.
 Leaves out: files and their commit (`commit`), verification (`folders`).
@@ -54,7 +54,7 @@ class HostCopy:
         """Get the memory for these tensors; on a GPU, what `take` must wait for on the device."""
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())
         pinned = self._device.type == "cuda"
-        self._places.clear()  # or they would keep a buffer that is replaced
+        self._places.clear()  # they would keep a replaced buffer alive
         if self._buffer.numel() != num_bytes:
             self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
         return torch.cuda.current_stream(self._device).record_event() if pinned else None
@@ -64,7 +64,7 @@ class HostCopy:
     ) -> list[bytes | memoryview]:
         """Copy the prepared tensors. Returns the file's bytes in pieces, valid until next time.
 
-        On a GPU the copy runs beside the kernels of the thread that trains, behind `after`.
+        On a GPU the copy runs concurrently with the kernels of the training thread, after `after`.
         """
         # Widest first, as the library does, so that every tensor is aligned.
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))

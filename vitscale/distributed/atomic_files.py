@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import blake3
 
 HASH_CHUNK_BYTES = 1 << 20
-# Or one fsync at the end would flush all of a large file, and nobody could tell it from a hang.
+# A single fsync at the end of a large file takes so long that it looks like a hang.
 FLUSH_BYTES = 1 << 30
 
 
@@ -49,8 +49,8 @@ def make_folders(folder: Path) -> None:
 def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
     """Write and fsync a file that must not exist yet. Returns its bytes and its BLAKE3 hash.
 
-    Pieces are taken one after the other, as the disk gets on. Hashed while it is written, without a
-    second copy of the content; other threads run meanwhile.
+    Pieces are taken one by one, as the disk accepts them. Hashed while it is written, without a
+    second copy of the content; other threads can run.
     For files in a folder that is not committed yet: the file's name needs the fsync of its folder.
     Raises OSError that names the file.
     """
@@ -79,7 +79,7 @@ def write_new_file(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[in
 
 @contextmanager
 def atomic_file(path: Path | str) -> Iterator[BinaryIO]:
-    """Open a temporary neighbour of `path` for bytes; commit it when the block ends well."""
+    """Open a temporary file beside `path` for bytes; rename it when the block succeeds."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -120,7 +120,7 @@ def commit_folder(temporary: Path, final: Path) -> None:
 
 
 def sha256_of_file(path: Path | str, *, on_progress: Callable[[], None] = lambda: None) -> str:
-    """Hexadecimal SHA-256 of a file's bytes, read in chunks; `moved` is called after each."""
+    """Hexadecimal SHA-256 of a file's bytes, read in chunks; `on_progress` is called after each."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         while chunk := file.read(HASH_CHUNK_BYTES):
@@ -135,7 +135,7 @@ def blake3_of_file(
     """Hexadecimal BLAKE3 of a file's bytes, as `b3sum` prints it.
 
     from_disk: drop what the page cache holds of the (fsynced) file first, where the system can.
-    moved: called after each chunk.
+    on_progress: called after each chunk.
     """
     digest = blake3.blake3()
     with open(path, "rb") as file:

@@ -1,14 +1,14 @@
-"""Who of the ranks is missing when the others wait.
+"""Detect and name hung or dead ranks.
 
-Owns: each rank's sign of life, looking after the others', and the message that names a silent one.
-Leaves out: collectives themselves (`distributed`, `engine`), whose own timeouts name nobody.
+Owns: the heartbeat of each rank, watching those of the others, and the message that names a rank.
+Leaves out: collectives (`distributed`, `engine`), whose own timeouts name no rank.
 
-Threads of every rank write a sign into the store at which the ranks met, and watch the rank
-behind it. A stopped or dead process writes nothing more. A process that lives while its loop hangs
-shows by its count of `mark`s that it is behind the rest.
+Threads of every rank write heartbeats to the store of the rendezvous and watch the next rank. A
+stopped or dead process writes no more heartbeats. A live process whose loop hangs has a lower count
+of `mark`s than the others.
 
-Silence is the time between looks, but each counts for two periods at most: a job that stood still
-as a whole (suspended by its machine or SLURM) does not take all its ranks for silent afterwards.
+Silence is the sum of the times between checks, each counted as two periods at most: after a whole
+job was suspended (by its machine or SLURM), its ranks do not count as silent.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from vitscale.distributed.world import World
 
 LONGEST_PERIOD_S = 5.0
-# Ends before the collectives' own timeout does, which would name nobody.
+# Shorter than the timeout of collectives, which names no rank.
 SHARE_OF_TIMEOUT = 0.7
 CHECKS_PER_TIMEOUT = 10
 # How gloo and NCCL say that a peer is gone.
@@ -40,22 +40,22 @@ def _say(text: str) -> None:
 
 
 class _Silence:
-    """For how long a number that should grow has been the same, looked at about every period."""
+    """How long a number that should grow has been constant, checked about once a period."""
 
     def __init__(self, period_s: float) -> None:
-        self.longest_s, self.number, self.looked, self.silent_s = 2 * period_s, -1, 0.0, 0.0
+        self.longest_s, self.number, self.checked, self.silent_s = 2 * period_s, -1, 0.0, 0.0
 
     def seconds(self, number: int) -> float:
         now = time.monotonic()
-        self.silent_s += min(now - self.looked, self.longest_s)
+        self.silent_s += min(now - self.checked, self.longest_s)
         if number != self.number:
             self.silent_s = 0.0
-        self.number, self.looked = number, now
+        self.number, self.checked = number, now
         return self.silent_s
 
 
 class Heartbeat:
-    """Signs of life of all ranks, for the length of the block."""
+    """Exchange heartbeats of all ranks inside the block."""
 
     def __init__(
         self, world: World, *, timeout_min: float, say: Callable[[str], None] = _say
@@ -65,14 +65,14 @@ class Heartbeat:
         self.period_s = min(LONGEST_PERIOD_S, self.silence_s / CHECKS_PER_TIMEOUT)
         self._marks, self._doing, self._answers = 0, "starting", 0
         self._end = threading.Event()
-        # Two, since the one that talks to the store waits for ever while rank 0 is stopped.
+        # Two, since the one that uses the store blocks for ever while rank 0 is stopped.
         self._threads = [
             threading.Thread(target=target, name=f"heartbeat-{number}", daemon=True)
-            for number, target in enumerate((self._talk, self._watch))
+            for number, target in enumerate((self._beat, self._watch))
         ]
 
     def mark(self, doing: str) -> None:
-        """The loop has come this far; every rank makes the same marks in the same order."""
+        """Record progress of the loop; every rank makes the same marks in the same order."""
         self._marks, self._doing = self._marks + 1, doing
 
     def __enter__(self) -> Heartbeat:
@@ -91,15 +91,15 @@ class Heartbeat:
         lost = isinstance(error, RuntimeError) and LOST.search(str(error))
         if error is not None and lost and self.world.world_size > 1:
             notes: list[str] = []
-            looking = threading.Thread(
+            finder = threading.Thread(
                 target=lambda: notes.append(self._silent_ranks()), daemon=True
             )
-            looking.start()
-            looking.join(timeout=6 * self.period_s)
+            finder.start()
+            finder.join(timeout=6 * self.period_s)
             error.add_note(notes[0] if notes else "rank 0, where the ranks meet, does not answer")
 
     def _silent_ranks(self) -> str:
-        """A collective has failed here; look for the rank that did not."""
+        """Name the ranks whose heartbeat has stopped, after a collective failed on this one."""
         try:
             store = self._connect()
             keys = [f"{self._key(rank)}/beats" for rank in range(self.world.world_size)]
@@ -112,10 +112,10 @@ class Heartbeat:
         silent = [str(rank) for rank, (a, b) in pairs if a == b and rank != self.world.rank]
         return f"without a sign of life: rank {', '.join(silent)}" if silent else "all ranks live"
 
-    # --- the thread ------------------------------------------------------------------------------
+    # --- the threads -----------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Look whether the store still answers this rank."""
+        """Check that the store still answers this rank."""
         silence = _Silence(self.period_s)
         while not self._end.wait(self.period_s):
             if silence.seconds(self._answers) > self.silence_s + self.period_s:
@@ -124,8 +124,8 @@ class Heartbeat:
                     "it was stopped or killed, or its node is gone"
                 )
 
-    def _talk(self) -> None:
-        """Give signs of life, and look for those of the next rank."""
+    def _beat(self) -> None:
+        """Send heartbeats and check those of the next rank."""
         own, watched = self.world.rank, (self.world.rank + 1) % self.world.world_size
         of_rank, of_own_loop, store = _Silence(self.period_s), _Silence(self.period_s), None
         while not self._end.wait(self.period_s):
@@ -135,7 +135,7 @@ class Heartbeat:
                 store.add(f"{self._key(own)}/beats", 1)
                 beats = store.add(f"{self._key(watched)}/beats", 0)
                 waited_s = of_own_loop.seconds(self._marks)
-                behind = self._behind(store) if waited_s >= self.silence_s else None
+                late = self._late_ranks(store) if waited_s >= self.silence_s else None
             except RuntimeError:  # rank 0 may just have ended; `_watch` counts the time
                 store = None
                 continue
@@ -145,8 +145,8 @@ class Heartbeat:
                     f"rank {watched} has given no sign of life for {self.silence_s:.0f} s: it was "
                     "stopped or killed, or its node is gone"
                 )
-            if behind:
-                self.give_up(behind)
+            if late:
+                self.give_up(late)
 
     def _connect(self) -> dist.TCPStore:
         # A connection of its own: collectives may hold the other one while they wait.
@@ -162,8 +162,8 @@ class Heartbeat:
     def _key(rank: int) -> str:
         return f"vitscale/life/{rank}"
 
-    def _behind(self, store: dist.TCPStore) -> str | None:
-        """Ranks that keep the others waiting."""
+    def _late_ranks(self, store: dist.TCPStore) -> str | None:
+        """The ranks that the others wait for, in words; None when all are at the same mark."""
         keys = [self._key(rank) for rank in range(self.world.world_size)]
         if not store.check(keys):
             return None
@@ -174,18 +174,18 @@ class Heartbeat:
             for rank, (marks, doing) in enumerate(rows)
             if int(marks) == fewest
         ]
-        # All of them at the same place: a long evaluation, say. Collectives have timeouts.
+        # All at the same mark, in a long evaluation for example. Collectives have timeouts.
         if len(late) == len(rows):
             return None
         return f"the others have waited {self.silence_s:.0f} s for {', '.join(late)}"
 
     def give_up(self, what: str) -> None:
-        """End the process: its loop hangs in a collective or a disk and can raise nothing."""
+        """End the process, whose loop hangs in a collective or on a disk and cannot raise."""
         if self._end.is_set():
             return
         self.say(
             f"error: rank {self.world.rank}: {what}\n"
-            "  next: look at that rank's node and output; run the same command again to go on from "
+            "  next: check that rank's node and output; run the same command again to resume from "
             "the newest checkpoint (engine.timeout_min is how long ranks wait)"
         )
         faulthandler.dump_traceback(file=sys.stderr, all_threads=True)

@@ -1,7 +1,7 @@
-"""Ranks: who I am, joining the others, and agreeing with them.
+"""Join the ranks of a job and exchange small values.
 
-Owns: the environment of launchers (deepspeed, SLURM job, plain python), the process group, and the
-small collectives every stage needs.
+Owns: the environment of launchers (deepspeed, SLURM job, plain python), the process group, the
+preemption flag, and the small collectives every stage needs.
 Leaves out: gradient traffic (`engine`).
 """
 
@@ -41,7 +41,7 @@ class World:
 
 
 def _complete_environment() -> None:
-    """Fill in what the launcher left open; everything for a plain `python`."""
+    """Set the variables that the launcher did not; all of them for a plain `python`."""
     env = os.environ
     if "RANK" not in env:
         with socket.socket() as probe:
@@ -84,8 +84,8 @@ def process_group(
 ) -> Iterator[World]:
     """Join the other ranks for the length of the block. gloo on CPU, NCCL on GPU.
 
-    timeout_min: for collectives; init_timeout_min: for all ranks to come.
-    Raises UserError naming the ranks that did not come.
+    timeout_min: for collectives; init_timeout_min: for all ranks to start.
+    Raises UserError naming the ranks that did not start.
     """
     _complete_environment()
     env = os.environ
@@ -102,7 +102,7 @@ def process_group(
     cores = num_cores()
     torch.set_num_threads(num_threads or max(1, cores // local_world))
     store = None
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # there the launcher has met them already
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # there the launcher has joined them
         store = _rendezvous(world, timeout_min=init_timeout_min)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
@@ -163,7 +163,7 @@ def _missing(store: dist.TCPStore, keys: list[str]) -> str:
 
 
 def agree_no_error(error: str | None) -> None:
-    """Raise the first rank's error on every rank, so that none waits for one that gave up."""
+    """Raise the first rank's error on every rank, so that none waits for a failed one."""
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     for rank, text in enumerate(errors):
@@ -200,14 +200,14 @@ def gather_rows(values_BX: torch.Tensor) -> torch.Tensor:
 
 
 class PreemptionFlag:
-    """Remembers that a stop signal came; asking is collective, so all ranks stop at the same step.
+    """Records a stop signal on any rank, so that all ranks stop at the same step.
 
-    While the block runs, SIGUSR2 (SLURM's warning) and SIGTERM only set a flag. The ranks' flags
-    are summed in the background, in a gloo group of their own: asking at every step waits for
-    nobody, and answers for the time of the asking before.
+    Inside the block SIGUSR2 (SLURM's warning) and SIGTERM only set a flag. The flags of all ranks
+    are summed in the background, in a gloo group of their own: a query does not wait, and returns
+    the sum that the query before it started.
 
     Once the ranks stop, further signals stay ignored after the block: they would kill a rank whose
-    checkpoint is committed while it closes what is open.
+    checkpoint is committed while it closes its files.
     """
 
     def __init__(self) -> None:
@@ -226,7 +226,7 @@ class PreemptionFlag:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._asked is not None and kind is None:
-            self._asked[0].wait()  # a group must not end with a sum under way
+            self._asked[0].wait()  # a group must not end during a sum
         for number, handler in self._previous.items():
             if self._received or self._set_on_any_rank:
                 handler = signal.SIG_IGN
@@ -236,7 +236,7 @@ class PreemptionFlag:
         self._received = True
 
     def set_on_any_rank(self) -> bool:
-        """Whether any rank had received a stop signal when this was asked before."""
+        """Whether any rank had received a stop signal at the previous call. Collective."""
         self._set_on_any_rank = self._ask()
         return self._set_on_any_rank
 

@@ -1,7 +1,7 @@
-"""Whether the ranks still hold the same weights.
+"""Check that all ranks hold the same weights.
 
-Owns: checksums of tensors, and naming the rank whose checksums are not those of the others.
-Leaves out: which tensors have to be equal (`engine`), and when this is asked (the loops).
+Owns: checksums of tensors, and naming the rank whose checksums differ.
+Leaves out: which tensors must be equal (`layouts`), and when to check (the loops).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What DeepSpeed is told: its configuration, made from ours.
+"""Generate DeepSpeed's configuration from ours.
 
 Owns: the precision of a device and the generated dict. Leaves out: which raw keys may be merged
 over it (`settings`), everything that runs (`engine`).
@@ -49,9 +49,9 @@ def resolve_precision(settings: EngineSettings, device: torch.device) -> torch.d
 
 
 def resolve_compile(settings: EngineSettings, device: torch.device) -> bool:
-    """Whether to compile; then also says where compiled code is kept, unless that is said already.
+    """Whether to compile; if so, also sets the folder of compiled code unless one is set.
 
-    The cache lies in the user's own folder: what is in it will be run.
+    The cache is in the user's own folder: its content will be executed.
     """
     wanted = settings.compile
     if wanted == "auto":

@@ -1,10 +1,10 @@
-"""What happens to gradients between the backward pass and the optimiser: nothing bad gets through.
+"""Clip gradients, and skip updates whose loss or gradient is not finite.
 
-Owns: clipping to the global norm, leaving out an update whose loss or gradient is not finite, and
-counting those. Everything stays on the device: nothing here waits for it but `health`.
-Leaves out: computing the norm (`engine`), and what is done about skipped updates (the loops).
+Owns: clipping to the global norm, skipping, and counting skipped updates. Everything stays on the
+device; only `health` waits for it.
+Leaves out: computing the norm (`layouts`), and the reaction to skipped updates (the loops).
 
-All ranks decide alike without asking each other: a loss that is not finite makes its gradients NaN,
+All ranks decide alike without communication: a loss that is not finite makes its gradients NaN,
 gradients are summed over the ranks before their norm is taken, and the norm is the same everywhere.
 """
 
@@ -21,20 +21,20 @@ NEVER = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Health:
-    """How updates went, as of now."""
+    """Counts of skipped updates."""
 
     skipped: int
-    """Updates left out since the first step of the run."""
+    """Updates skipped since the first step of the run."""
     consecutive: int
-    """Of these the last ones in a row."""
+    """Updates skipped in a row up to now."""
     last_step: int | None
-    """The last step left out (the first step of a run is 1); None before the first."""
+    """The last skipped step (the first step of a run is 1); None if none was skipped."""
     bad_micro_steps: tuple[int, ...]
     """Micro-steps of this rank in that step whose own loss was not finite, at most the last one."""
 
 
 class UpdateGuard:
-    """Stands in for `optimizer.step`."""
+    """Replaces `optimizer.step`."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class UpdateGuard:
         # [skipped, consecutive, last skipped step, micro-step of this rank's last bad loss]
         self._counts = torch.tensor([0, 0, NEVER, NEVER], dtype=torch.int64, device=device)
         self._steps = 0
-        optimizer.step = self._step  # type: ignore[method-assign,assignment]  # what standing in means
+        optimizer.step = self._step  # type: ignore[method-assign,assignment]  # replaced
 
     def checked(self, loss: torch.Tensor, *, micro_step: int) -> torch.Tensor:
         """The same loss; one that is not finite is made to give gradients that are not."""
@@ -94,7 +94,7 @@ class UpdateGuard:
             self._update()
 
     def finish(self) -> None:
-        """Count the update that just was, made or not."""
+        """Count the update, applied or skipped."""
         self._steps += 1
         bad = _is_bad(self._norm_tensor(self._device))
         counts, one = self._counts, bad.to(torch.int64)

@@ -1,4 +1,4 @@
-"""Settings of the `engine` group, and which raw keys of DeepSpeed may stand beside them.
+"""Settings of the `engine` group, and the raw DeepSpeed keys allowed beside them.
 
 Needs no torch.
 """
@@ -21,7 +21,7 @@ RAW_VALUES = (
     "seq_parallel_communication_data_type sparse_gradients steps_per_print wall_clock_breakdown "
     "zero_allow_untested_optimizer zero_force_ds_cpu_optimizer"
 ).split()
-# What a setting of ours decides, and which.
+# Raw keys that settings of ours decide, and those settings.
 OWNED_RAW_KEYS = {
     "train_batch_size": "data.global_batch",
     "train_micro_batch_size_per_gpu": "data.global_batch and engine.max_micro_batch",
@@ -55,12 +55,12 @@ class EngineSettings(Section):
     start, then from the cache in TORCHINDUCTOR_CACHE_DIR (~/.cache/vitscale/compiled). Not with
     ZeRO 3, whose hooks break the blocks apart. auto: on GPU. On CPU it needs a C++ compiler."""
     timeout_min: float = Field(default=10.0, gt=0)
-    """A collective that takes longer ends the run, and so does a rank without a sign of life or
-    whose storage does not get on with a save."""
+    """A collective that takes longer ends the run, and so does a rank without a heartbeat or whose
+    checkpoint write stalls."""
     init_timeout_min: float = Field(default=5.0, gt=0)
     """Longest that ranks wait for the others to start."""
     max_skipped_steps: int = Field(default=10, gt=0)
-    """Updates left out in a row, because a loss or gradient was not finite, that end the run."""
+    """Updates skipped in a row, because a loss or gradient was not finite, that end the run."""
     compare_weights_every_steps: int | None = Field(default=1000, gt=0)
     """Steps between comparisons of the weights of all ranks; null: never."""
     profile_steps: int = Field(default=0, ge=0)

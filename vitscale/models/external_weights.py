@@ -1,6 +1,6 @@
-"""Weights that others published, under our names: Google's .npz and timm's .safetensors.
+"""Read external weights under our names: Google's .npz and timm's .safetensors.
 
-Owns: reading such a file without trusting it, its names, and its grid of positions.
+Owns: reading an untrusted file, its names, and its grid of positions.
 Leaves out: which tensors carry over and how the grid is resampled (`transfer`).
 
 Nothing is unpickled: object arrays are refused by their header. A file says how large its arrays
@@ -56,8 +56,8 @@ def is_weight_file(path: str) -> bool:
 def read_external_weights(path: Path, *, grid: tuple[int, int] | None) -> ExternalWeights:
     """Read and rename.
 
-    grid: of the position embedding; None: inferred where the patches make a square.
-    Raises UserError for files that cannot be read or trusted, and where the grid must be told.
+    grid: of the position embedding; None: inferred where the patches form a square.
+    Raises UserError for files that cannot be read or trusted, and where the grid must be given.
     """
     try:
         found = READERS[path.suffix](path)
@@ -69,7 +69,7 @@ def read_external_weights(path: Path, *, grid: tuple[int, int] | None) -> Extern
 
 
 def _square_grid(weights: Mapping[str, torch.Tensor], path: Path) -> tuple[int, int]:
-    """Nobody stores the grid. A row for the class token is there or not; both are never squares."""
+    """No file stores the grid. With and without the class token, at most one count is a square."""
     if "pos_embed" not in weights:
         return (1, 1)
     num_rows = weights["pos_embed"].shape[-2] if weights["pos_embed"].ndim == 3 else 0
@@ -78,7 +78,7 @@ def _square_grid(weights: Mapping[str, torch.Tensor], path: Path) -> tuple[int, 
         if side and side * side == num_patches:
             return (side, side)
     raise UserError(
-        f"the grid of its {num_rows} positions cannot be told: they make no square",
+        f"the grid of its {num_rows} positions cannot be inferred: they form no square",
         where=str(path),
         next_step="give it: init_grid='[ROWS, COLUMNS]'",
     )

@@ -1,7 +1,7 @@
-"""Weights of one model into another of the same trunk.
+"""Load the trunk of one model into another.
 
 Owns: which tensors carry over, the new grid of position embeddings, and the report of misfits.
-Leaves out: reading files (`checkpoint`; those of others: `foreign_weights`).
+Leaves out: reading files (`checkpoint`, `external_weights`).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def transfer_weights(
 def _match_class_position(
     given: dict[str, torch.Tensor], *, num_prefix_rows: int, num_wanted: int
 ) -> None:
-    """Give or take the class token's position; the sum of both, all that acts, stays the same."""
+    """Add or remove the class token's position; the sum of token and position stays the same."""
     if CLASS_NAME not in given or (num_prefix_rows, num_wanted) not in ((1, 0), (0, 1)):
         return
     pos_1LD = given[POSITION_NAME]

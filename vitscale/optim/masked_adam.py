@@ -1,7 +1,7 @@
-"""What our own optimisers share: a step that changes nothing where the guard says so.
+"""Base of our own optimisers: a step that the guard can skip on the device.
 
 Owns: Adam's moments and direction (Kingma & Ba 2015, algorithm 1), and choosing between old and new
-values. Leaves out: what becomes of the direction (`lamb`, `adamw`).
+values. Leaves out: the use of the direction (`lamb`, `adamw`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class MaskedAdam(torch.optim.Optimizer):
-    """Speaks the interface of torch's fused optimisers.
+    """Has the interface of torch's fused optimisers.
 
     Gradients are divided by `grad_scale`, and where `found_inf` is 1 nothing changes, the step
     count included; neither waits for the device.

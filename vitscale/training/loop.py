@@ -149,7 +149,7 @@ class TrainingSession:
             raise SystemExit(EXIT_STOPPED_RESUMABLE)
 
     def _write_log(self, done: int) -> None:
-        self._report(self.store.told())
+        self._report(self.store.take_committed())
         self.log.write(done, lr=self.lr, engine=self.engine, metrics=self.objective.metrics())
 
     def _evaluate(self, done: int, *, is_last: bool) -> None:

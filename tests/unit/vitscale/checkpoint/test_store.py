@@ -128,11 +128,11 @@ def test_save_returns_before_the_disk_has_it(
     store.wait_for_host_copy()
     weights.fill_(7.0)
     progress["n"] = 7
-    assert store.told() is None and newest_checkpoint(store.folder)[0] is None
+    assert store.take_committed() is None and newest_checkpoint(store.folder)[0] is None
     released.set()
     committed = store.wait()
     assert committed is not None and committed.step == 1 and committed.warnings == ()
-    assert store.wait() is None and store.told() is None, "told twice"
+    assert store.wait() is None and store.take_committed() is None, "taken twice"
     checkpoint = read_checkpoint(committed.folder)
     assert torch.equal(checkpoint.tensors()["model.a"], torch.zeros(1000))
     assert checkpoint.progress == {"n": 1}

@@ -165,7 +165,7 @@ def test_positions_are_resampled_to_the_new_grid(tmp_path: Path) -> None:
 
 def test_a_grid_that_is_no_square_is_asked_for(tmp_path: Path) -> None:
     path = npz(tmp_path / "wide.npz", arrays(rows=19))
-    with pytest.raises(UserError, match="make no square") as caught:
+    with pytest.raises(UserError, match="form no square") as caught:
         read_external_weights(path, grid=None)
     assert "init_grid" in str(caught.value)
     assert loaded(path, grid=(3, 6)).pos_embed.shape == (1, 17, WIDTH)
