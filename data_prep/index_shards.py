@@ -40,7 +40,7 @@ try:
     from vitscale.runs.data_prep import DataPrepRun
     from vitscale.tracking.console import item_progress
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
 

@@ -23,7 +23,7 @@ try:
     from vitscale.config.errors import UserError, run_script
     from vitscale.distributed.atomic_files import commit_folder
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
 NUM_TEST = 360

@@ -44,7 +44,7 @@ try:
     from vitscale.distributed.atomic_files import write_json
     from vitscale.runs.data_prep import DataPrepRun
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
 

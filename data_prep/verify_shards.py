@@ -25,7 +25,7 @@ try:
     from vitscale.distributed.processes import num_cores
     from vitscale.tracking.console import item_progress
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
 

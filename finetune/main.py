@@ -15,7 +15,7 @@ try:
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import run_rank_script
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
 

@@ -18,7 +18,7 @@ try:
     from launch.comparison.text import print_comparison
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
 

@@ -12,7 +12,7 @@ try:
     from launch.jobs.preparation import RUN_TYPES
     from vitscale.config.reference import as_markdown, settings_reference
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
 COMMAND = "python launch/configuration.py > docs/configuration.md"

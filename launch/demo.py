@@ -21,7 +21,7 @@ from pathlib import Path
 try:
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -16,7 +16,7 @@ try:
     from vitscale.models.costs import num_parameters, train_flops_per_image
     from vitscale.models.settings import ModelSettings, architecture, model_problems
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
 PRESETS = ("Ti/16", "S/32", "S/16", "B/32", "B/16", "L/32", "L/16", "L/14", "H/14", "g/14")

@@ -27,7 +27,7 @@ try:
     from vitscale.distributed.processes import num_cores
     from vitscale.runs.launching import LaunchSettings
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
 EXIT_INTERRUPTED = 130

@@ -23,7 +23,7 @@ try:
     from vitscale.config.errors import run_script
     from vitscale.runs.training import TrainingRun
 except ModuleNotFoundError as error:
-    print(f"vitscale is not installed ({error}). Run: pip install -e .", file=sys.stderr)
+    print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
 
