@@ -10,6 +10,13 @@ from tests.contract.tree import PACKAGES, ROOT, parsed, python_files
 
 # What to write instead of each.
 INSTEAD = {
+    r"go(es|ing)? on where": "resumes",
+    r"\bmend(s|ed|ing)?\b": "fix",
+    r"\bforeign\b": "external",
+    r"\bfates?\b": "assignment",
+    r"\bjudg(e|es|ed|ing)\b": "validate",
+    r"who is missing": "hung ranks",
+    r"lies (behind|beside)": "is",
     r"\bhouse rule|rules of the house": "rule",
     r"stands on": "uses",
 }

@@ -200,7 +200,7 @@ def test_disk_of_the_whole_run_folder_is_full(fault_runs: FaultRuns, tmp_path: P
 
 
 @pytest.mark.parametrize("rank", by_level([0, 1], slow=[1]))
-def test_disk_error_of_one_rank_is_told_by_all(
+def test_disk_error_of_one_rank_is_reported_by_all(
     fault_runs: FaultRuns, tmp_path: Path, rank: int
 ) -> None:
     # Two files of rank 0 in every save, one of rank 1.
@@ -212,7 +212,7 @@ def test_disk_error_of_one_rank_is_told_by_all(
 
 
 @pytest.mark.parametrize("case", by_level(["cut", "missing"], slow={"cut"}))
-def test_shard_lost_before_a_restart_is_refused_before_the_first_step(
+def test_shard_lost_before_a_restart_is_refused(
     fault_runs: FaultRuns, tmp_path: Path, case: str
 ) -> None:
     shards = shutil.copytree(fault_runs.shards, tmp_path / "shards")
@@ -279,9 +279,7 @@ def test_fewer_samples_than_ranks(fault_runs: FaultRuns, tmp_path: Path) -> None
 
 
 @exhaustive
-def test_second_job_in_the_folder_is_refused_and_disturbs_nothing(
-    fault_runs: FaultRuns, tmp_path: Path
-) -> None:
+def test_second_job_in_the_folder_is_refused(fault_runs: FaultRuns, tmp_path: Path) -> None:
     ranks = fault_runs.start(tmp_path, faults={0: [fault("backward", micro_step(8), "hold")]})
     wait_for_hold(tmp_path, ranks)
     assert fault_runs.run(tmp_path) == [2, 2]

@@ -41,7 +41,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
     return source, base / "shards", text
 
 
-def test_same_images_give_same_bytes_whatever_the_order_of_creation(
+def test_order_of_creation_does_not_change_the_shards(
     made: tuple[Path, Path, str], tmp_path: Path
 ) -> None:
     _, shards, _ = made
@@ -53,7 +53,7 @@ def test_same_images_give_same_bytes_whatever_the_order_of_creation(
     assert contents(tmp_path / "again") == contents(shards)
 
 
-def test_stock_webdataset_reads_every_sample_where_the_index_says(
+def test_webdataset_reads_every_sample_of_the_index(
     made: tuple[Path, Path, str],
 ) -> None:
     source, shards, _ = made

@@ -27,7 +27,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_it_goes_on_and_gives_the_same_bytes(tmp_path: Path) -> None:
+def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
     source = corpus(tmp_path / "images", num=100, side=96)
     many_shards = "shards.min_shards=10"
     make_shards(source, tmp_path / "whole", many_shards)
@@ -73,9 +73,7 @@ def test_a_stop_signal_ends_it_with_the_code_for_going_on(tmp_path: Path) -> Non
     make_shards(source, tmp_path / "shards")
 
 
-def test_several_commands_at_once_share_the_work_and_give_the_same_bytes(
-    made: tuple[Path, Path, str], tmp_path: Path
-) -> None:
+def test_concurrent_commands_share_the_work(made: tuple[Path, Path, str], tmp_path: Path) -> None:
     source, shards, _ = made
     running = [
         subprocess.Popen(
@@ -94,7 +92,7 @@ def test_several_commands_at_once_share_the_work_and_give_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_several_commands_at_once_find_the_same_shards_already_there(
+def test_concurrent_commands_find_finished_shards(
     made: tuple[Path, Path, str],
 ) -> None:
     source, shards, _ = made
@@ -158,7 +156,7 @@ def test_a_source_that_changes_meanwhile_is_refused(change: str, tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["images"]
 
 
-def test_late_tasks_of_an_array_hear_the_verdict_and_another_job_works_anew(
+def test_late_array_tasks_get_the_result_of_their_job(
     tmp_path: Path,
 ) -> None:
     source = corpus(tmp_path / "images")
@@ -184,9 +182,7 @@ def test_late_tasks_of_an_array_hear_the_verdict_and_another_job_works_anew(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]
 
 
-def test_a_full_disk_is_one_message_and_no_half_file_has_a_final_name(
-    small_disk: Path, tmp_path: Path
-) -> None:
+def test_full_disk_is_one_error_without_partial_files(small_disk: Path, tmp_path: Path) -> None:
     source = corpus(tmp_path / "images", num=60, side=96)
     text = make_shards(source, small_disk / "shards", rc=2)
     assert "MiB are free" in text and "next: free space" in text

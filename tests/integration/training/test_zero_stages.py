@@ -85,7 +85,7 @@ def test_bf16_gradients_are_clipped(results: dict[str, Any], stage: int) -> None
 
 
 @pytest.mark.parametrize("run, rel", [*((str(s), CLOSE) for s in range(4)), *BF16])
-def test_update_that_is_not_finite_on_one_rank_is_left_out_on_all(
+def test_update_not_finite_on_one_rank_is_skipped_on_all(
     results: dict[str, Any], run: str, rel: float
 ) -> None:
     """NaN loss on rank 1, then an infinite loss on rank 0, then a NaN gradient on rank 1."""

@@ -257,7 +257,7 @@ def test_content_can_be_opened_by_a_stock_reader() -> None:
             assert image.convert("RGB").size == (verdict.width, verdict.height), name
 
 
-def test_a_jpeg_is_judged_the_same_where_it_lies_in_other_memory() -> None:
+def test_jpeg_validation_does_not_depend_on_memory_alignment() -> None:
     for data in SAMPLES.values():
         for cut in (data, data[:-2], data[: len(data) // 2], data[:3], b""):
             held = memoryview(bytearray(b"before" + cut + b"behind"))[6 : 6 + len(cut)]
@@ -272,7 +272,7 @@ def test_a_jpeg_is_judged_the_same_where_it_lies_in_other_memory() -> None:
 
 @settings(deadline=None, max_examples=200)
 @given(st.data())
-def test_decoding_for_faults_finds_what_decoding_every_pixel_finds(data: st.DataObject) -> None:
+def test_fault_check_equals_decoding_every_pixel(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["jpeg", "jpeg grey", "jpeg progressive"]))
     jpeg = bytearray(SAMPLES[name])
     start = jpeg.find(b"\xff\xda") + 14
@@ -289,7 +289,7 @@ def test_decoding_for_faults_finds_what_decoding_every_pixel_finds(data: st.Data
     assert judged(bytes(jpeg), check="decode").reason == expected
 
 
-def test_strictly_checked_sound_images_pass_and_noise_in_a_jpeg_does_not() -> None:
+def test_strict_check_passes_valid_images_and_rejects_noise() -> None:
     for name, data in SAMPLES.items():
         assert judged(data, check="strict").reason is None, name
         same = [judged(data, check=c, convert=False) for c in ("decode", "strict")]

@@ -145,7 +145,7 @@ def test_transparent_grey_of_every_depth_is_white(depth: int) -> None:
     assert np.array_equal(decoded(converted(data).content)[0], expected)
 
 
-def test_one_transparent_colour_is_white_and_its_neighbours_are_not() -> None:
+def test_only_the_transparent_colour_becomes_white() -> None:
     samples = pixels(3)
     key = samples[3, 4].copy()
     samples[5, 6] = key ^ [0, 0, 1]
@@ -266,7 +266,7 @@ def test_same_bytes_every_time_and_plain_after_one_pass(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["png palette", "png palette 4 bits", "png 1 bit"])
-def test_opaque_palettes_and_1_bit_images_mean_the_same_rgb_to_every_decoder(name: str) -> None:
+def test_palette_and_1_bit_images_have_the_same_rgb_everywhere(name: str) -> None:
     data = small_samples()[name]
     assert validate_image(data, settings=ImageSettings()).content is data
     image = Image.open(io.BytesIO(data))

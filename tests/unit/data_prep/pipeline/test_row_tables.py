@@ -84,7 +84,7 @@ def test_plain_names_stay_readable_and_others_get_a_hash() -> None:
     assert make_key("cat", forged, path="q") != make_key("cat", "a b", path="p")
 
 
-def test_names_that_differ_in_case_or_suffix_alone_get_different_keys(tmp_path: Path) -> None:
+def test_names_unlike_only_in_case_or_suffix_get_own_keys(tmp_path: Path) -> None:
     inputs = [make_input(name) for name in ("a.jpg", "A.jpg", "a.png", "b.jpg")]
     rows = dict(sort_through_disk(inputs, tmp_path, run_rows=2, num_buckets=5))
     assert rows[b"b.jpg"] == "cat-b"

@@ -80,7 +80,7 @@ def test_another_machine_is_believed_until_its_heartbeat_stops(work: WorkFolder)
     assert not thread.is_alive() and not done
 
 
-def test_a_process_in_a_container_of_the_same_host_is_not_looked_for_here(
+def test_process_in_another_container_is_not_looked_up(
     work: WorkFolder,
 ) -> None:
     prefix, _, space = machine().rpartition("-")
@@ -163,9 +163,7 @@ def test_a_folder_that_is_gone_is_not_made_anew(work: WorkFolder) -> None:
     assert not work.path.exists()
 
 
-def test_a_removed_folder_loses_its_name_first_and_what_the_dead_left_is_removed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_removed_folder_is_renamed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / ".shards.preparing"
     for path in (folder, tmp_path / f"{folder.name}-{machine()}.{dead_pid()}"):
         path.mkdir()

@@ -20,7 +20,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME
 
 
-def test_the_work_lies_beside_the_folder_that_a_linked_output_leads_to(tmp_path: Path) -> None:
+def test_work_folder_is_beside_the_target_of_a_linked_output(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
     plain = run_of(tmp_path, tmp_path / "disk" / "shards")
     assert at_real_output(plain) is plain
@@ -41,7 +41,7 @@ def test_a_mount_point_is_refused_before_any_work(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("finished", [True, False])
-def test_a_folder_that_vanishes_is_an_error_unless_another_process_finished(
+def test_vanished_folder_is_an_error_unless_finished_elsewhere(
     finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(corpus(tmp_path / "images"), tmp_path / "shards")
@@ -60,7 +60,7 @@ def test_a_folder_that_vanishes_is_an_error_unless_another_process_finished(
             prepare_here(run)
 
 
-def test_of_two_that_begin_at_once_with_other_settings_one_is_refused(
+def test_concurrent_start_with_other_settings_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = corpus(tmp_path / "images")
@@ -80,7 +80,7 @@ def test_of_two_that_begin_at_once_with_other_settings_one_is_refused(
     assert sorted(path.name for path in tmp_path.iterdir()) == [".shards.preparing", "images"]
 
 
-def test_work_given_up_in_the_moment_of_beginning_is_not_begun_anew(
+def test_work_abandoned_at_its_start_is_not_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(corpus(tmp_path / "images"), tmp_path / "shards")

@@ -21,7 +21,7 @@ def test_headers_are_those_of_the_standard_library(name: str, num_bytes: int) ->
 
 
 @given(st.text("aB9_", min_size=1, max_size=30), st.text("aB9_-", max_size=90), st.text())
-def test_every_split_that_is_allowed_leaves_room_for_the_longest_key(
+def test_every_allowed_split_name_fits_the_longest_key(
     split: str, class_name: str, name: str
 ) -> None:
     run = {"source": {"path": "x", "holdout_split": split}, "output": "y"}
@@ -35,7 +35,7 @@ def test_every_split_that_is_allowed_leaves_room_for_the_longest_key(
     assert len(longest) == 70
 
 
-def test_offsets_point_at_the_images_and_the_hash_is_that_of_the_file(tmp_path: Path) -> None:
+def test_offsets_and_hash_match_the_file(tmp_path: Path) -> None:
     images = [bytes([i]) * size for i, size in enumerate((1, 511, 512, 513, 5000))]
     path = tmp_path / "train-000000.tar"
     with TarShard(path) as tar:
@@ -60,7 +60,7 @@ def test_offsets_point_at_the_images_and_the_hash_is_that_of_the_file(tmp_path: 
         }
 
 
-def test_what_is_read_to_its_place_gives_the_same_tar_as_what_is_handed_over(
+def test_read_in_place_gives_the_same_tar_as_given_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("direct_io", "tar_writer"):

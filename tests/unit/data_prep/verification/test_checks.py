@@ -232,7 +232,7 @@ def test_sums_over_tars_are_checked(shards: Path) -> None:
     )
 
 
-def test_ledger_rows_without_a_known_fate_are_found(shards: Path) -> None:
+def test_ledger_rows_without_a_known_status_are_found(shards: Path) -> None:
     table = pq.read_table(shards / "ledger.parquet").to_pylist()
     table[0]["status"], table[-1]["reason"] = "lost", None
     pq.write_table(pa.Table.from_pylist(table), shards / "ledger.parquet")

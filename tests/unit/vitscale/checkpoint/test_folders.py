@@ -105,9 +105,7 @@ def test_without_any_readable_checkpoint_nothing_starts(tmp_path: Path, damage: 
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_checkpoint_of_a_later_release_is_neither_skipped_nor_removed(
-    tmp_path: Path, signed: bool
-) -> None:
+def test_checkpoint_of_a_later_release_is_kept_and_refused(tmp_path: Path, signed: bool) -> None:
     save(tmp_path, 1)
     later = save(tmp_path, 2)
     as_later_version(later, signed=signed)

@@ -333,7 +333,7 @@ def test_defect_of_our_own_is_no_disk_error(
         store.wait()
 
 
-def test_resumed_run_keeps_its_commits_though_later_steps_are_damaged(
+def test_resumed_run_keeps_commits_despite_damaged_later_steps(
     tmp_path: Path, world: World
 ) -> None:
     """Bit-rot in all newer steps: going on from 10, retention must count neither of them."""

@@ -176,7 +176,7 @@ def test_wrong_folders_and_splits_say_what_to_do(folder: Path) -> None:
         read_split(folder, split="train")
 
 
-def test_the_fingerprint_depends_on_content_labels_order_and_division() -> None:
+def test_fingerprint_depends_on_content_labels_order_division() -> None:
     def fingerprint(rows: list[tuple[int, int]], *, lengths: list[int], cut: int = 1) -> str:
         """Rows are (content, label)."""
         raw = b"".join(
@@ -205,7 +205,7 @@ def test_the_manifest_is_read_without_torch_and_pyarrow(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("cuts", [[0, 3, 4, 20, 35], [0, 10, 20, 30, 35], range(36)])
-def test_index_bytes_do_not_depend_on_how_rows_were_divided_into_tables(
+def test_index_bytes_do_not_depend_on_the_tables_of_rows(
     cuts: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(index_writing, "ROW_GROUP_ROWS", 10)

@@ -38,7 +38,7 @@ def test_a_stop_signal_that_comes_again_does_no_harm(number: signal.Signals) -> 
         os.kill(os.getpid(), again)
 
 
-def test_a_rank_that_stops_with_the_others_ignores_its_own_signal(
+def test_rank_stopping_with_the_others_ignores_its_signal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with PreemptionFlag() as stop:

@@ -30,7 +30,7 @@ def stage_of(
     return config["zero_optimization"]["stage"]
 
 
-def test_one_rank_in_fp32_copies_nothing_for_stages_that_shard_nothing() -> None:
+def test_one_fp32_rank_copies_nothing_for_unsharded_stages() -> None:
     assert [stage_of(stage, world_size=1) for stage in (0, 1, 2, 3)] == [0, 0, 0, 3]
     assert [stage_of(stage, world_size=2) for stage in (0, 1, 2, 3)] == [0, 1, 2, 3]
     assert stage_of(2, world_size=1, offload_optimizer=True) == 2, "which stage 0 cannot"

@@ -100,7 +100,7 @@ def test_flops_and_memory_count_the_tokens_that_blocks_see() -> None:
     assert kept == {t: 34 * t * d * 12 for t in (197, 99, 201)}
 
 
-def test_fixed_positions_and_layer_scale_change_the_parameters_by_as_much() -> None:
+def test_fixed_positions_and_layer_scale_change_the_count() -> None:
     plain, d = arch_of("S/16", pool="gap"), 384
     fixed = arch_of("S/16", pool="gap", positions="sincos2d")
     assert num_parameters(plain) - num_parameters(fixed) == 196 * d

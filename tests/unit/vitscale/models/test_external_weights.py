@@ -122,7 +122,7 @@ def test_older_prefix_and_both_layers_of_the_head(tmp_path: Path) -> None:
     assert torch.equal(logits(loaded(path)), plain)
 
 
-def test_a_class_position_folded_into_the_class_token_changes_nothing(tmp_path: Path) -> None:
+def test_class_position_can_be_folded_into_the_token(tmp_path: Path) -> None:
     """big_vision adds positions to patches only; its own conversion folds the first row."""
     content = arrays()
     folded = dict(content)

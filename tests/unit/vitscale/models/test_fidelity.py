@@ -249,9 +249,7 @@ def test_head_starts_as_asked() -> None:
 
 @pytest.mark.parametrize("rate, kept", [(0.5, 8), (0.3, 11), (0.99, 1), (0.0, 16)])
 @pytest.mark.parametrize("pool", ["cls", "gap"])
-def test_patch_dropout_keeps_prefix_tokens_and_the_counted_patches(
-    rate: float, kept: int, pool: str
-) -> None:
+def test_patch_dropout_keeps_prefix_tokens_and_counts(rate: float, kept: int, pool: str) -> None:
     options = {"patch_dropout": rate, "num_registers": 2, "pool": pool}
     model = small(**options)
     arch = architecture(SMALL.model_copy(update=options), num_classes=5)

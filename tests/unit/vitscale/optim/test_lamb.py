@@ -41,7 +41,7 @@ def test_lamb_equals_the_published_algorithm_over_20_steps() -> None:
         np.testing.assert_allclose(ours.detach().numpy(), expected, rtol=1e-9, atol=1e-12)
 
 
-def test_step_of_a_kernel_is_a_share_of_its_norm_whatever_the_gradient() -> None:
+def test_kernel_step_is_a_fraction_of_its_norm() -> None:
     for scale in (1e-3, 1e3):
         weight = torch.nn.Parameter(torch.full((8, 8), 2.0))
         before = weight.detach().clone()

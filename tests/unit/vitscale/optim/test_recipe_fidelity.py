@@ -269,7 +269,7 @@ def test_quirk_10_the_centre_is_224_of_256(width: int, height: int) -> None:
     assert box.width == box.height == pytest.approx(224 * scale, abs=0.5)
 
 
-def test_quirk_15_pairs_mix_every_image_once_as_a_roll_by_one_does() -> None:
+def test_quirk_15_pairs_mix_every_image_once() -> None:
     """The share of image j in image i: the same numbers in every row and column as rolling."""
     num = 8
     images = torch.zeros(num, 3, num, num)

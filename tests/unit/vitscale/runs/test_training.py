@@ -42,7 +42,7 @@ def test_cooldown_that_begins_inside_the_warmup_is_refused() -> None:
         training_plan(late, world_size=1, num_samples=8)
 
 
-def test_run_reports_conflicts_of_schedule_and_optimizer_together() -> None:
+def test_schedule_and_optimizer_conflicts_come_together() -> None:
     wrong = run(schedule={"cooldown_share": 0.1}, optim={"name": "lamb"}, engine={"zero_stage": 2})
     keys = [key for key, _ in wrong.problems()]
     assert keys == ["schedule.cooldown_share", "engine.zero_stage"]
