@@ -191,16 +191,16 @@ def test_an_index_that_exceeds_the_cache_is_read_into_memory(
 def test_substitutes_for_damaged_remote_samples_fit_every_layout(
     cached: bool, folder: Path, tmp_path: Path
 ) -> None:
-    rotten = tmp_path / "rotten"
-    shutil.copytree(folder, rotten)
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
     index = read_split(folder, split="train")
     for sample in (3, 50):
-        with open(rotten / index.shard_paths[index.shard_of[sample]].name, "r+b") as file:
+        with open(damaged / index.shard_paths[index.shard_of[sample]].name, "r+b") as file:
             file.seek(int(index.offset[sample]))
             file.write(b"\xff" * 60)
-    local = Run(path=rotten)
+    local = Run(path=damaged)
     expected = local.batches(ranks=1, workers=0, start=0, stop=STEPS)
-    with served(rotten) as server:
+    with served(damaged) as server:
         run = Run(path=server.url, remote=with_cache(tmp_path) if cached else {})
         assert same_run(run, (2, 0), (1, 2), stop=2, steps=STEPS) == expected
         assert run.unreadable and set(run.unreadable) <= {3, 50}
@@ -261,11 +261,11 @@ def test_what_is_no_shard_folder_is_one_error(path: str, message: str, server: R
     [
         ("pipe:touch CANARY", "scheme 'pipe:' is not supported"),
         ("http://127.0.0.1/a::pipe:touch CANARY", "chain of URLs"),
-        ("/somewhere/else", "a place on one machine only"),
-        ("../../..", "no name of a file below a URL"),
+        ("/somewhere/else", "a path on one machine"),
+        ("../../..", "is not a valid file name below a URL"),
     ],
 )
-def test_a_manifest_of_somebody_else_opens_no_other_door(
+def test_an_external_manifest_cannot_name_other_places(
     root: str, message: str, folder: Path, tmp_path: Path
 ) -> None:
     copy = tmp_path / "copy"
@@ -281,14 +281,16 @@ def test_a_manifest_of_somebody_else_opens_no_other_door(
     assert not (tmp_path / "canary").exists()
 
 
-def test_an_index_that_is_not_the_manifests_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_an_index_with_another_hash_is_refused(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     data = (copy / "index.parquet").read_bytes()
     (copy / "index.parquet").write_bytes(data[:100] + bytes([data[100] ^ 1]) + data[101:])
     with served(copy) as server:
         for remote_settings in (RemoteSettings(), RemoteSettings(**with_cache(tmp_path))):
-            with pytest.raises(UserError, match=r"index.parquet: cannot be read .*not those of"):
+            with pytest.raises(
+                UserError, match=r"index.parquet: cannot be read .*not have the hash"
+            ):
                 read_split(server.url, split="train", remote_settings=remote_settings)
 
 
@@ -320,7 +322,7 @@ def test_url_errors_name_the_problem_and_no_secret(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_run(PretrainRun, config)
     text = str(caught.value)
-    for part in ("data.path: a URL with a user name", "by way of 'pipe:'", "below data.timeout_s"):
+    for part in ("data.path: a URL with a user name", "scheme 'pipe:'", "below data.timeout_s"):
         assert part in text, text
     assert "hunter2" not in text
     assert not (tmp_path / "canary").exists()

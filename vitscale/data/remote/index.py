@@ -155,7 +155,7 @@ def _fetched(read: Callable[[int, int], bytes], *, num_bytes: int, blake3_hex: s
     starts = range(0, num_bytes, CHUNK_BYTES)
     data = b"".join(read(start, min(CHUNK_BYTES, num_bytes - start)) for start in starts)
     if blake3.blake3(data).hexdigest() != blake3_hex:
-        raise DamagedError("has not the hash of the manifest")
+        raise DamagedError("it does not have the hash of the manifest")
     return data
 
 

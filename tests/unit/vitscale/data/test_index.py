@@ -133,7 +133,7 @@ def test_a_sample_without_a_readable_key_is_named_by_number(folder: Path) -> Non
     assert sample_names([index], [(0, 6), (0, 1)]) == ["'train-2-0'", "'train-0-1'"]
     with pytest.raises(UserError, match="keys of samples"):
         sample_keys(index, [7])
-    (folder / INDEX_NAME).write_bytes(b"rotten")
+    (folder / INDEX_NAME).write_bytes(b"damaged")
     assert sample_names([index], [(0, 6)]) == ["number 6 of 'train'"]
 
 

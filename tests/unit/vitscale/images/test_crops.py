@@ -166,9 +166,9 @@ def test_damage_raises_only_oserror_or_valueerror() -> None:
     data = png()
     kinds = set()
     for start in range(0, len(data), 512):
-        rotten = data[:start] + bytes(512) + data[start + 512 :]
+        damaged = data[:start] + bytes(512) + data[start + 512 :]
         try:
-            decode(rotten)
+            decode(damaged)
         except (OSError, ValueError) as error:
             kinds.add(str(error).partition(":")[0])
     assert "SyntaxError" in kinds

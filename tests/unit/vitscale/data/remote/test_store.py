@@ -84,7 +84,7 @@ def test_urls_that_other_tools_execute_are_refused(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     canary = tmp_path / "canary"
-    # What webdataset and others rewrite URLs by; nothing here may look at it.
+    # What webdataset and others rewrite URLs by; it must have no effect here.
     monkeypatch.setenv("GOPEN_REWRITE", f"http://=pipe:touch {canary} ;")
     monkeypatch.setenv("GOPEN_VERBOSE", "1")
     text = hostile(canary)[number]
