@@ -189,7 +189,7 @@ def test_full_disk_is_one_error_without_partial_files(small_disk: Path, tmp_path
     assert [path.name for path in small_disk.iterdir()] == [".shards.preparing"]
 
 
-def test_a_write_error_half_way_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
+def test_a_write_error_is_one_message_and_loses_nothing(tmp_path: Path) -> None:
     source = corpus(tmp_path / "images", num=60, side=96)
     limited = (
         "import os, resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000)); "

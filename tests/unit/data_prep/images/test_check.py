@@ -173,7 +173,7 @@ def test_headers_are_believed_without_a_decoder(monkeypatch: pytest.MonkeyPatch)
         assert judged(SAMPLES[name], check="header").reason is None
 
 
-def test_lack_of_memory_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_memory_rejects_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(*args: object, **options: object) -> None:
         raise MemoryError
 

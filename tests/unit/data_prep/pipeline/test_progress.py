@@ -22,7 +22,7 @@ def every_update_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "PLAIN_INTERVAL_S", 0.0)
 
 
-def test_listing_tells_containers_and_inputs_also_inside_a_unit(
+def test_listing_shows_containers_and_inputs_also_inside_a_unit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = run_of(corpus(tmp_path / "images", num=5), tmp_path / "shards")
@@ -42,7 +42,7 @@ def test_listing_tells_containers_and_inputs_also_inside_a_unit(
 
 
 @pytest.mark.parametrize("title", [phase.title for phase in PHASES if phase.weight is None])
-def test_a_step_without_a_known_end_tells_its_time(
+def test_steps_without_a_known_end_show_their_time(
     title: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     p = prepare_here(
@@ -54,7 +54,7 @@ def test_a_step_without_a_known_end_tells_its_time(
     assert capsys.readouterr().out == f"{title}: 0 s\n" * 2
 
 
-def test_short_steps_say_nothing(
+def test_short_steps_print_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(console, "PLAIN_INTERVAL_S", 5.0)
@@ -64,7 +64,7 @@ def test_short_steps_say_nothing(
     assert capsys.readouterr().out == ""
 
 
-def test_storage_that_fails_is_left_to_the_workers_to_tell(
+def test_storage_errors_are_left_to_the_workers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = run_of(corpus(tmp_path / "images"), tmp_path / "shards")

@@ -29,7 +29,7 @@ def rotten(root: Path, *, num: int) -> Path:
 @pytest.mark.parametrize(
     "unit, selection", [("shard", {}), ("survey", {"min_images_per_class": 1})]
 )
-def test_a_rotten_corpus_stops_when_all_units_together_show_it(
+def test_a_bad_corpus_stops_once_all_units_exceed_the_limit(
     unit: str, selection: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(row_tables, "BUCKET_ROWS", 10)
@@ -50,7 +50,7 @@ def test_a_rotten_corpus_stops_when_all_units_together_show_it(
 
 
 @pytest.mark.parametrize("num_bad, is_allowed", [(4, True), (5, False)])
-def test_the_early_end_and_the_ledger_draw_one_line(
+def test_the_early_check_and_the_ledger_agree(
     num_bad: int, is_allowed: bool, tmp_path: Path
 ) -> None:
     root = corpus(tmp_path / "images", num=20)

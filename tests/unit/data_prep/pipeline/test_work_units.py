@@ -53,7 +53,7 @@ def dead_pid() -> int:
     return process.pid
 
 
-def test_every_unit_is_done_once_beginning_where_it_was_told(work: WorkFolder) -> None:
+def test_every_unit_is_done_once_from_the_given_start(work: WorkFolder) -> None:
     assert run(work, ["a", "b", "c"], start=4) == ["b", "c", "a"]
     assert run(work, ["a", "b", "c"]) == []
     assert not list((work.path / "claims").iterdir())
@@ -64,7 +64,7 @@ def test_a_dead_process_of_this_machine_is_replaced_at_once(work: WorkFolder) ->
     assert run(work, ["a"]) == ["a"]
 
 
-def test_another_machine_is_believed_until_its_heartbeat_stops(work: WorkFolder) -> None:
+def test_claims_of_other_machines_hold_until_the_heartbeat_stops(work: WorkFolder) -> None:
     claim(work, "a", where="elsewhere", pid=1, age_s=DEAD_AFTER_S + 5)
     assert run(work, ["a"]) == ["a"]
     path = claim(work, "b", where="elsewhere", pid=1)
@@ -130,7 +130,7 @@ def test_a_skewed_clock_ends_no_claim(
     assert done == ["old"]
 
 
-def test_a_failing_unit_gives_its_claim_back(work: WorkFolder) -> None:
+def test_a_failing_unit_releases_its_claim(work: WorkFolder) -> None:
     def fail(unit: str) -> None:
         raise UserError("no")
 
@@ -149,7 +149,7 @@ def test_unfinished_files_of_dead_processes_are_cleared(work: WorkFolder) -> Non
     assert not old.exists() and other.exists() and work.scratch.exists()
 
 
-def test_a_folder_that_another_process_gave_up_ends_the_wait(work: WorkFolder) -> None:
+def test_a_folder_aborted_by_another_process_ends_the_wait(work: WorkFolder) -> None:
     claim(work, "a", where="elsewhere", pid=1)
     threading.Timer(0.5, lambda: work.path.rename(work.path.with_name("gone"))).start()
     with pytest.raises(UserError, match="another process ended the preparation"):

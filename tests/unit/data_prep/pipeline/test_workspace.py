@@ -127,7 +127,7 @@ def test_no_output_gets_its_name_without_all_its_tars(fault: str, tmp_path: Path
     assert not (tmp_path / "shards").exists() and p.has_result("index")
 
 
-def test_one_believed_dead_gives_no_verdict_on_what_is_finished(tmp_path: Path) -> None:
+def test_a_late_process_does_not_undo_a_finished_output(tmp_path: Path) -> None:
     run = run_of(corpus(tmp_path / "images"), tmp_path / "shards")
 
     def finished_by_others(p: Preparation, unit: str) -> None:
