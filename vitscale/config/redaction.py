@@ -12,6 +12,14 @@ _SECRET_QUERY = re.compile(
 )
 
 
+_QUERY = re.compile(r"\?[^\s'\"]+")
+
+
 def redact(text: str) -> str:
     """Remove user:password from URLs, and values of query keys that sound secret."""
     return _SECRET_QUERY.sub(r"\g<key>***", _USERINFO.sub(r"\g<scheme>", text))
+
+
+def redact_queries(text: str) -> str:
+    """`redact`, and remove whole queries: signed URLs carry secrets under any name."""
+    return _QUERY.sub("?***", redact(text))

@@ -16,7 +16,7 @@ from random import SystemRandom
 from typing import Any, TypeVar
 
 from vitscale.config.errors import UserError
-from vitscale.config.redaction import redact
+from vitscale.config.redaction import redact_queries
 from vitscale.data.remote.urls import SCHEMES, Url
 
 # A request times out after this share of the patience, so that a silent server is asked again.
@@ -200,7 +200,7 @@ class _NotRetryable(Exception):
 
 
 def _unreachable(url: Url, error: Exception, *, tries: int, patience_s: float) -> StorageError:
-    text = redact(str(error)) or "no answer"
+    text = redact_queries(str(error)) or "no answer"
     return StorageError(
         f"cannot be read ({type(error).__name__}: {text}); {tries} requests in at most "
         f"{patience_s:g} s",

@@ -187,13 +187,13 @@ def test_bytes_are_requested_uncompressed(folder: Path) -> None:
 def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(url: Url, *, timeout_s: float, **span: int) -> bytes:
         timeouts.append(timeout_s)
-        raise OSError(f"GET https://key:{SECRET}@host/a.bin?X-Amz-Signature={SECRET} failed")
+        raise OSError(f"GET https://key:{SECRET}@host/a.bin?se=1&blob={SECRET} failed")
 
     timeouts: list[float] = []
     monkeypatch.setattr(remote_store, "_range", fail)
     with pytest.raises(StorageError) as caught:
         RemoteStore(patience_s=2.0).read(Url("http://host/a.bin"), offset=0, num_bytes=9)
-    assert "GET https://host/a.bin?X-Amz-Signature=*** failed" in str(caught.value)
+    assert "GET https://host/a.bin?*** failed" in str(caught.value)
     assert SECRET not in str(caught.value)
     # A silent server is asked again, several times within the patience.
     assert len(timeouts) > 1 and max(timeouts) <= 0.5
