@@ -1,7 +1,7 @@
 """Convert one image to plain 8-bit RGB or grey, by the rules of docs/images.md.
 
 Owns: decoding with Pillow, every conversion, re-encoding.
-Leaves out: which images are converted (`image_check`).
+Leaves out: which images are converted (`check`).
 """
 
 from __future__ import annotations

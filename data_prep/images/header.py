@@ -1,7 +1,7 @@
 """Read the headers of JPEG, PNG and WebP files without decoding and without Pillow.
 
 Owns: the parsers, their bounds on work, and the signs in a file that it is not whole.
-Leaves out: what is allowed (`image_check`) and what is done to pixels (`image_convert`).
+Leaves out: what is allowed (`check`), conversion of pixels (`convert`).
 """
 
 from __future__ import annotations

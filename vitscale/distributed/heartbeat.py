@@ -96,7 +96,7 @@ class Heartbeat:
             )
             finder.start()
             finder.join(timeout=6 * self.period_s)
-            error.add_note(notes[0] if notes else "rank 0, where the ranks meet, does not answer")
+            error.add_note(notes[0] if notes else "the key-value store on rank 0 does not answer")
 
     def _silent_ranks(self) -> str:
         """Name the ranks whose heartbeat has stopped, after a collective failed on this one."""
@@ -107,10 +107,10 @@ class Heartbeat:
             time.sleep(2.5 * self.period_s)
             pairs = enumerate(zip(before, [store.add(key, 0) for key in keys], strict=True))
         except RuntimeError:
-            return "rank 0, where the ranks meet, is gone; see what it said"
+            return "the key-value store on rank 0 is gone; read the output of rank 0"
         # This rank's own thread has ended, and so have those of ranks that failed as this one did.
         silent = [str(rank) for rank, (a, b) in pairs if a == b and rank != self.world.rank]
-        return f"without a sign of life: rank {', '.join(silent)}" if silent else "all ranks live"
+        return f"no heartbeat from rank {', '.join(silent)}" if silent else "no rank is missing"
 
     # --- the threads -----------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class Heartbeat:
         while not self._end.wait(self.period_s):
             if silence.seconds(self._answers) > self.silence_s + self.period_s:
                 self.give_up(
-                    f"rank 0, where the ranks meet, has not answered for {self.silence_s:.0f} s: "
+                    f"the key-value store on rank 0 has not answered for {self.silence_s:.0f} s: "
                     "it was stopped or killed, or its node is gone"
                 )
 
@@ -142,7 +142,7 @@ class Heartbeat:
             self._answers += 1
             if of_rank.seconds(beats) > self.silence_s:
                 self.give_up(
-                    f"rank {watched} has given no sign of life for {self.silence_s:.0f} s: it was "
+                    f"rank {watched} has sent no heartbeat for {self.silence_s:.0f} s: it was "
                     "stopped or killed, or its node is gone"
                 )
             if late:

@@ -127,7 +127,7 @@ def test_surviving_rank_ends_and_names_the_other(
     expected = {"kill": -signal.SIGKILL, "crash": -signal.SIGSEGV, "leave": 0}
     assert codes[rank] == expected[do] and codes[1 - rank] > 0
     printed = world[1 - rank].output()
-    assert "rank 1" in printed if rank == 1 else "rank 0, where the ranks meet, is gone" in printed
+    assert "rank 1" in printed if rank == 1 else "the key-value store on rank 0 is gone" in printed
     fault_runs.assert_resumes_exactly(tmp_path)
 
 
@@ -227,8 +227,8 @@ def test_preempted_repeatedly(fault_runs: FaultRuns, tmp_path: Path) -> None:
 
 # rank, fault, message of the other rank
 HUNG = {
-    "rank 1 stopped": (1, "stop", "rank 1 has given no sign of life"),
-    "rank 0 stopped": (0, "stop", "rank 0, where the ranks meet, has not answered"),
+    "rank 1 stopped": (1, "stop", "rank 1 has sent no heartbeat"),
+    "rank 0 stopped": (0, "stop", "the key-value store on rank 0 has not answered"),
     "rank 1 hangs": (1, "hang", "the others have waited 6 s for rank 1 ("),
 }
 

@@ -23,11 +23,11 @@ WORKER = ROOT / "tests/support/ranks/hang_worker.py"
 PAUSED = "all stopped for a while"
 # case: (rank that lives, its exit code, what it says)
 CASES = {
-    "rank 1 stopped": (0, 1, "rank 1 has given no sign of life for"),
-    "rank 0 stopped": (1, 1, "rank 0, where the ranks meet, has not answered for"),
+    "rank 1 stopped": (0, 1, "rank 1 has sent no heartbeat for"),
+    "rank 0 stopped": (1, 1, "the key-value store on rank 0 has not answered for"),
     "rank 1 slow": (0, 1, "s for rank 1 (waiting for data)"),
-    "rank 1 killed": (0, 1, "without a sign of life: rank 1"),
-    "disk of rank 1 hangs": (0, 1, "without a sign of life: rank 1"),
+    "rank 1 killed": (0, 1, "no heartbeat from rank 1"),
+    "disk of rank 1 hangs": (0, 1, "no heartbeat from rank 1"),
     "rank 1 missing": (0, 2, "not all of 2 ranks came within 0.1 min; missing: 1"),
     "rank 0 missing": (1, 2, "rank 0 does not answer at 127.0.0.1:"),
     "nothing": (1, 0, ""),
