@@ -6,9 +6,12 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from launch.jobs import job as job_module
 from launch.jobs.job import STAGE_SCRIPTS, StageJob, run_in_process, stage_job
 from launch.jobs.preparation import RUN_TYPES
 
@@ -60,6 +63,19 @@ def test_an_early_signal_resubmits_the_same_job() -> None:
     job = StageJob(script="/p/main.py", config="/r/config.yaml", max_requeues=3)
     again = job.checkpoint()
     assert again.function == job and not again.args and not again.kwargs
+
+
+def test_requeues_end_at_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(job_module, "is_ended_by_slurm", lambda job_id: False)
+    monkeypatch.setattr(job_module, "requeue", calls.append)
+    job = StageJob(script="/p/main.py", config="/r/config.yaml", max_requeues=2)
+    answers = []
+    for rank, restarts in ((0, 1), (1, 1), (0, 2), (1, 2)):
+        monkeypatch.setattr(job_module, "restart_count", lambda restarts=restarts: restarts)
+        task: Any = SimpleNamespace(rank=rank, job_id="17")
+        answers.append(job._requeue(task))
+    assert answers == [True, True, False, False] and calls == ["17"]
 
 
 def test_launching_needs_no_torch() -> None:

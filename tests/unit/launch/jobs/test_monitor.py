@@ -91,3 +91,12 @@ def test_tasks_killed_by_a_stop_are_not_failures(ended_pid: int) -> None:
     assert monitor.first_failure([gone], stopping=False) == gone
     assert monitor.first_failure([gone], stopping=True) is None
     assert monitor.first_failure([gone, failed], stopping=True) == failed
+
+
+def test_the_task_that_failed_first_is_named() -> None:
+    failed = [
+        TaskRecord(rank=rank, pid=os.getpid(), exit_code=1, ended=ended)
+        for rank, ended in enumerate((9.0, 7.0, 8.0))
+    ]
+    first = monitor.first_failure(failed, stopping=False)
+    assert first is not None and first.rank == 1

@@ -85,3 +85,10 @@ def test_prefix_selects_and_is_dropped(tmp_path: Path) -> None:
         write_new_file(files[-1], taken(tensors))
     assert read_tensors(files, prefix="ema.")["w"].tolist() == [0, 1, 2, 3]
     assert read_tensors(files, prefix="model.").keys() == {"0", "2"}
+
+
+def test_fewer_tensors_leave_nothing_of_those_before() -> None:
+    few, many = {"a": torch.ones(3)}, {"a": torch.zeros(5), "b": torch.zeros(5)}
+    copy = HostCopy(CPU)
+    taken(many, copy)
+    assert b"".join(taken(few, copy)) == b"".join(taken(few))

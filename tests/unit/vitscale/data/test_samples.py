@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,8 @@ def shards(tmp_path: Path) -> Path:
     return write_shard_folder(tmp_path / "shards", num_per_class=6, num_shards=3)
 
 
-def training(shards: Path) -> TrainingSamples:
-    data = DataSettings(path=str(shards), global_batch=4)
+def training(shards: Path, **changes: Any) -> TrainingSamples:
+    data = DataSettings(path=str(shards), global_batch=4, **changes)
     return TrainingSamples(open_training_set(data, seed=0), settings=data, image_size=SIZE, seed=0)
 
 
@@ -102,3 +103,33 @@ def test_evaluation_always_resizes_with_antialias(shards: Path) -> None:
     for image, antialias in zip(images, (False, True), strict=True):
         evaluation(shards, antialias=antialias).fill(0, image)
     assert torch.equal(*images)
+
+
+def test_plain_crop_is_mirrored_as_a_whole(shards: Path) -> None:
+    free = training(shards, crop="plain")
+    fixed = training(shards, crop="plain", horizontal_flip=False)
+    num_mirrored = 0
+    for position in range(24):
+        free.fill(position, OUT)
+        found = OUT.clone()
+        fixed.fill(position, OUT)
+        num_mirrored += not torch.equal(found, OUT)
+        assert torch.equal(found, OUT) or torch.equal(found, OUT.flip(-1))
+    assert 5 < num_mirrored < 19
+
+
+def test_substitutes_differ_and_come_again(shards: Path) -> None:
+    def tried(position: int) -> list[int]:
+        samples, found = training(shards), []
+
+        def fail(sample: int) -> bytes:
+            found.append(sample)
+            raise OSError("lost")
+
+        samples.parts[0].bytes_of = fail  # type: ignore[method-assign]  # a stand-in
+        with pytest.raises(UserError, match="nor can 8 substitutes"):
+            samples.fill(position, OUT)
+        return found
+
+    assert tried(0) == tried(0) != tried(1)
+    assert len(tried(0)) == 9 and len(set(tried(0))) > 4

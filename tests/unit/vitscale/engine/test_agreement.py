@@ -43,3 +43,8 @@ def test_majority_names_the_odd_rank_and_its_tensors() -> None:
 def test_two_ranks_have_no_majority() -> None:
     text = disagreement(["a", "b"], [[1, 2], [1, 3]])
     assert text == "rank 0 and rank 1 differ; no majority says who is wrong, in b"
+
+
+def test_two_equal_halves_have_no_majority() -> None:
+    found = disagreement(["a"], [[1], [1], [2], [2]])
+    assert found == "rank 0 and rank 2, 3 differ; no majority says who is wrong, in a"

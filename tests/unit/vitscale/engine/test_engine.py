@@ -20,6 +20,7 @@ from vitscale.optim.settings import EmaSettings
 LAYOUTS = {0: PlainLayout, 1: FlatLayout, 3: PartitionedLayout}
 MEAN, STD = (0.5, 0.25, 0.75), (0.5, 1.0, 0.25)
 EMA = EmaSettings(decay=0.75)
+WARM_EMA = EmaSettings(decay=0.3, warmup=True)
 
 
 @pytest.fixture(scope="module")
@@ -221,3 +222,30 @@ def test_state_moves_by_name(world: World, stage: int, target: int) -> None:
     assert second.export_counters() == first.export_counters()
     torch.testing.assert_close(second.export_state(), first.export_state())
     assert second.disagreement() is None
+
+
+def test_warmup_of_the_average_starts_at_the_first_step(world: World) -> None:
+    engine = new_engine(world, 0, ema=WARM_EMA)
+    slow = weights(engine)
+    for decay in (2 / 11, 3 / 12, 0.3):
+        update(engine, lr=0.01)
+        now = weights(engine)
+        slow = {name: decay * slow[name] + (1 - decay) * now[name] for name in slow}
+    torch.testing.assert_close(weights(engine, "ema"), slow)
+
+
+def test_average_and_micro_steps_continue_after_a_resume(world: World) -> None:
+    first = new_engine(world, 0, accumulation=2, ema=WARM_EMA)
+    for _ in range(2):
+        update(first)
+    second = new_engine(world, 0, accumulation=2, ema=WARM_EMA)
+    second.import_state(first.export_state(), optimizer_steps=first.optimizer_steps())
+    second.import_counters(first.export_counters())
+    for engine in (first, second):
+        update(engine)
+        update(engine)
+    torch.testing.assert_close(second.export_state(), first.export_state())
+    update(second)
+    update(second, scale=math.nan)
+    health = second.health()
+    assert (health.last_step, health.bad_micro_steps) == (3, (1,))

@@ -92,11 +92,14 @@ def test_micro_step_of_a_bad_loss_is_reported() -> None:
     # A bad loss of another rank: this rank has no micro-step to report.
     update.step(1.0, 0.0, norm=math.nan)
     assert update.guard.health(accumulation=2).bad_micro_steps == ()
+    # Nor is a bad loss of the step after it one of that step.
+    update.guard.checked(torch.tensor(math.nan), micro_step=6)
+    assert update.guard.health(accumulation=2).bad_micro_steps == ()
 
 
 def test_counts_survive_export_and_import() -> None:
     first, second = Update(fused=False), Update(fused=False)
-    for norm in (1.0, math.nan, math.nan):
+    for norm in (math.nan, 1.0, math.nan):
         first.step(1.0, 0.0, norm=norm)
     second.guard.load_state(first.guard.state())
     for update in (first, second):
@@ -104,6 +107,6 @@ def test_counts_survive_export_and_import() -> None:
         assert update.guard.state() == {
             "steps": 4,
             "skipped": 3,
-            "consecutive": 3,
+            "consecutive": 2,
             "last_skipped_step": 4,
         }

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from vitscale.evaluation.knn import nearest, vote
+from vitscale.evaluation.evaluation import Outputs
+from vitscale.evaluation.knn import Knn, KnnSettings, nearest, vote
 
 K, TEMPERATURE, CLASSES = 5, 0.07, 4
 
@@ -59,3 +63,20 @@ def test_a_tiny_temperature_means_the_nearest_neighbour_alone() -> None:
     similarity, found = nearest(queries, bank, labels, k=K)
     predicted = vote(similarity, found, k=K, temperature=1e-6, num_classes=CLASSES)
     assert predicted.tolist() == labels[(queries @ bank.T).argmax(dim=1)].tolist()
+
+
+def test_the_bank_is_evenly_spaced_over_all_parts() -> None:
+    taken: list[list[int]] = []
+
+    def outputs(part: Any, output: str, *, samples: Any) -> Iterator[Outputs]:
+        taken.append(samples.tolist())
+        labels = torch.tensor([*samples.tolist(), 99])  # the last one is padding
+        weights = (labels != 99).float()
+        yield Outputs(3 * torch.eye(8)[: len(labels)], labels, weights)
+
+    parts = (SimpleNamespace(num_samples=6), SimpleNamespace(num_samples=4))
+    subject: Any = SimpleNamespace(train=parts, outputs=outputs)
+    features, labels = Knn(KnnSettings(max_bank_images=4))._bank(subject)
+    assert taken == [[0, 2, 5], [1]]
+    assert labels.tolist() == [0, 2, 5, 1]
+    assert torch.equal(features.norm(dim=1), torch.ones(4))

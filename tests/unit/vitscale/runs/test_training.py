@@ -47,3 +47,24 @@ def test_schedule_and_optimizer_conflicts_come_together() -> None:
     keys = [key for key, _ in wrong.problems()]
     assert keys == ["schedule.cooldown_share", "engine.zero_stage"]
     assert not list(run().problems())
+
+
+def test_warmup_as_long_as_the_run_is_refused() -> None:
+    with pytest.raises(UserError, match="100 warm-up steps leave nothing of 100 steps"):
+        training_plan(run(schedule={"warmup_steps": 100}), world_size=1, num_samples=8)
+
+
+def test_micro_batch_is_the_largest_that_fits() -> None:
+    wide = run(data={"global_batch": 24}, engine={"max_micro_batch": 8})
+    plan = training_plan(wide, world_size=2, num_samples=8)
+    assert (plan.micro_batch, plan.accumulation) == (6, 2)
+    mixed = run(data={"global_batch": 18, "mixing": {}}, engine={"max_micro_batch": 9})
+    with pytest.raises(UserError, match="no even micro-batch divides the 9 images"):
+        training_plan(mixed, world_size=2, num_samples=8)
+
+
+def test_batch_that_does_not_divide_names_its_neighbours() -> None:
+    with pytest.raises(UserError, match="multiples of 3: 6 or 9"):
+        training_plan(run(), world_size=3, num_samples=8)
+    with pytest.raises(UserError, match="multiples of 16: 16\\n"):
+        training_plan(run(), world_size=16, num_samples=8)

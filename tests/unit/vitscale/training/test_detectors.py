@@ -44,6 +44,12 @@ def test_no_spike_before_enough_intervals() -> None:
     assert spikes_in([1.0] * MIN_REMEMBERED + [9.0]) == [MIN_REMEMBERED]
 
 
+def test_only_the_last_intervals_count() -> None:
+    assert spikes_in([9.0] * NUM_REMEMBERED + [1.0] * NUM_REMEMBERED + [5.0]) == [
+        2 * NUM_REMEMBERED
+    ]
+
+
 def test_losses_that_are_not_finite_are_ignored() -> None:
     assert spikes_in([1.0] * 10 + [math.nan, math.inf, 1.0]) == []
 

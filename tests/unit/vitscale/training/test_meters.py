@@ -1,14 +1,19 @@
-"""Tracing of steps."""
+"""Means of a log interval, and tracing of steps."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from vitscale.training.meters import PROFILE_SKIPPED, profiled
+from vitscale.training import meters
+from vitscale.training.meters import PROFILE_SKIPPED, IntervalMeter, profiled
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -30,3 +35,35 @@ def test_no_trace_without_steps_or_path(tmp_path: Path) -> None:
     with profiled(tmp_path / "profile.json", steps=0, say=said.append) as step:
         step()
     assert said == [] and list(tmp_path.iterdir()) == []
+
+
+def test_interval_means_are_over_ranks_and_finite_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 4.0, 4.0, 5.0, 5.0])
+    monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    monkeypatch.setattr(meters, "sum_over_ranks", lambda own: 2 * own)  # two equal ranks
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    meter = IntervalMeter(CPU)
+    for loss in (1.0, math.nan, 3.0):
+        meter.add_loss(torch.tensor(loss))
+    meter.add_images(6, wait_s=1.0)
+    assert meter.read() == {
+        "train/loss": 2.0,
+        "perf/images_per_s": 3.0,
+        "perf/data_wait": 0.25,
+    }
+    again = meter.read()
+    assert math.isnan(again.pop("train/loss")) and set(again.values()) == {0.0}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_saved_sums_are_kept_on_any_world_size(
+    monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    monkeypatch.setattr(meters, "gather_objects", lambda own: [own])
+    saved, restored = [[3.0, 2.0], [5.0, 4.0]], []
+    for rank in range(world_size):
+        meter = IntervalMeter(CPU)
+        meter.load_state(saved, rank=rank, world_size=world_size)
+        restored += meter.state()
+    assert [sum(column) for column in zip(*restored, strict=True)] == [8.0, 6.0]
+    assert world_size != 2 or restored == saved

@@ -19,6 +19,7 @@ from vitscale.distributed.world import World
 from vitscale.models.settings import architecture
 from vitscale.runs.training import training_plan
 from vitscale.training import resume as resuming
+from vitscale.training.detectors import LossSpikeDetector
 from vitscale.training.resume import (
     CHANGES_SHOWN,
     PROVENANCE,
@@ -26,6 +27,8 @@ from vitscale.training.resume import (
     check_resumable,
     compatibility_key,
     provenance,
+    restore,
+    starting_weights,
 )
 
 GLOBAL_BATCH = 8
@@ -169,3 +172,48 @@ def test_long_lists_of_changes_are_cut() -> None:
     saved = {PROVENANCE: {f"config {number:03d}": "a" for number in range(CHANGES_SHOWN + 5)}}
     (text,) = changes(saved, {})
     assert text.splitlines()[-1] == "    ... 5 more" and len(text.splitlines()) == CHANGES_SHOWN + 2
+
+
+def test_everything_the_next_step_needs_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resuming, "agree_no_error", lambda error: None)
+    monkeypatch.setattr(Checkpoint, "tensors", lambda self: {"model.a": 1})
+    spikes = {"recent": [1.0, 2.0], "num_spikes": 3}
+    progress: Any = {"optimizer_steps": 7, "interval": [[3.0, 2]], "engine": {"a": 1}}
+    calls: dict[str, Any] = {}
+    engine: Any = SimpleNamespace(
+        import_state=lambda tensors, **steps: calls.update(state=(tensors, steps)),
+        import_counters=lambda counters: calls.update(counters=counters),
+    )
+    meter: Any = SimpleNamespace(load_state=lambda sums, **place: calls.update(meter=(sums, place)))
+    world: Any = SimpleNamespace(rank=1, world_size=2)
+    detector = LossSpikeDetector()
+    checkpoint = checkpoint_of({}, **progress, spikes=spikes)
+    restore(engine, meter, detector, checkpoint=checkpoint, world=world)
+    assert detector.state() == spikes
+    assert calls == {
+        "state": ({"model.a": 1}, {"optimizer_steps": 7}),
+        "counters": {"a": 1},
+        "meter": ([[3.0, 2]], {"rank": 1, "world_size": 2}),
+    }
+
+
+@pytest.mark.parametrize(
+    ("ema", "choice", "prefix"),
+    [
+        (None, "auto", "model."),
+        (None, "model", "model."),
+        ({"decay": 0.9}, "auto", "ema."),
+        ({"decay": 0.9}, "model", "model."),
+        ({"decay": 0.9}, "ema", "ema."),
+    ],
+)
+def test_transfer_starts_from_the_average_if_saved(
+    monkeypatch: pytest.MonkeyPatch, ema: dict[str, float] | None, choice: str, prefix: str
+) -> None:
+    monkeypatch.setattr(Checkpoint, "tensors", lambda self, *, prefix: {prefix: 1})
+    assert starting_weights(checkpoint_of({"ema": ema}), choice) == {prefix: 1}
+
+
+def test_average_that_was_not_saved_is_refused() -> None:
+    with pytest.raises(UserError, match="holds no average of the weights"):
+        starting_weights(checkpoint_of({}), "ema")
