@@ -61,8 +61,8 @@ class LabelSettings(Section):
 
     space: str | None = None
     """Name of a label space (imagenet_1k, imagenet_12k, imagenet_21k_goog, imagenet_22k,
-    imagenet_21k_p) or a file with one class name per line; a label is the position in it. null:
-    the sorted class names of the source."""
+    imagenet_21k_p, imagenet_21k_p_winter21) or a file with one class name per line; a label is
+    the position in it. null: the sorted class names of the source."""
     values: Literal["name", "index"] = "name"
     """What a class in the source (or the map) is: a name, such as a folder or a WordNet id, or the
     position in `space`."""
@@ -101,7 +101,7 @@ class ImageSettings(Section):
     """Images with a shorter side are rejected."""
     convert: bool = True
     """Convert CMYK, 16-bit, transparent, animated and EXIF-rotated images to 8-bit RGB or grey
-    (docs/data_format.md). All others keep their bytes."""
+    (docs/images.md). All others keep their bytes."""
     short_side: int | None = Field(default=None, gt=0)
     """Re-encode images with a longer short side, to this length in pixels."""
     jpeg_quality: int = Field(default=95, ge=1, le=100)
