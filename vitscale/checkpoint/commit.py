@@ -7,11 +7,11 @@ process that is killed at every system call starts in a tenth of a second.
     all ranks   .step-N.ATTEMPT.tmp/rank-R.safetensors: write, hash on the way, fsync
     exchange    size and hash of every rank's file
     rank 0      manifest.json, fsync; fsync of the folder; read everything back from the disk;
-                rename to step-N; fsync of the parent; remove what retention no longer wants
-    exchange    how it ended
+                rename to step-N; fsync of the parent; remove checkpoints beyond `keep`
+    exchange    the result
 
 Nothing is removed before the new step is durable and was read back. ATTEMPT is drawn anew for every
-save, so the files of a killed one are never taken for those of another.
+save, so files of a killed save are never mistaken for those of another.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from vitscale.checkpoint.folders import (
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import commit_folder, make_folders, write_new_file
 
-# Own value in, all ranks' values out, in rank order. Raises when a rank is gone.
+# Takes this rank's value, returns all ranks' values in rank order. Raises when a rank is gone.
 Exchange = Callable[[Any], list[Any]]
 Answer = dict[str, Any]
 CHUNK_BYTES = 1 << 26
@@ -56,7 +56,7 @@ class Save:
     progress: Mapping[str, Any]
     description: Mapping[str, Any]
     on_progress: Callable[[], None] = lambda: None
-    """Called whenever the disk has taken or given another part."""
+    """Called after each part written or read."""
 
     @property
     def temporary(self) -> Path:
@@ -73,19 +73,19 @@ class Save:
 
 @dataclass(frozen=True, kw_only=True)
 class Commit:
-    """A step that survives power loss from now on."""
+    """A durable step: it survives power loss."""
 
     folder: Path
     step: int
     warnings: tuple[str, ...]
-    """What did not go well after the commit: old folders that could not be removed."""
+    """Problems after the commit: old folders that could not be removed."""
 
 
 def commit_save(save: Save, pieces: Iterable[bytes | memoryview], *, exchange: Exchange) -> Commit:
     """Write this rank's tensor file and commit the step once all ranks have.
 
-    Every rank exchanges exactly twice, whatever goes wrong on it, so no rank waits for one that
-    gave up. Raises UserError, the same on all ranks, when a disk refuses.
+    Every rank exchanges exactly twice, also after an error, so no rank waits for one that
+    failed. Raises UserError, the same on all ranks, when a disk fails.
     """
     share, defect = _answer_of(save, lambda: _write_share(save, pieces))
     shares = exchange(share)
@@ -104,7 +104,7 @@ def commit_save(save: Save, pieces: Iterable[bytes | memoryview], *, exchange: E
 
 
 def _answer_of(save: Save, work: Callable[[], Answer]) -> tuple[Answer, Exception | None]:
-    """What to tell the others, and the error of our own logic to raise once they know."""
+    """What to report to the other ranks, and a defect of this code to raise after that."""
     try:
         return work(), None
     except UserError as error:
@@ -123,7 +123,7 @@ def _answer_of(save: Save, work: Callable[[], Answer]) -> tuple[Answer, Exceptio
 def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Answer:
     warnings = []
     if save.rank == 0:
-        # First, because what a killed save left behind may be what fills the disk.
+        # First: the remains of a killed save may fill the disk.
         warnings = _remove(_leftovers(save))
     make_folders(save.checkpoints)
     save.temporary.mkdir(exist_ok=True)
@@ -166,8 +166,8 @@ def _finish(save: Save, shares: list[Answer]) -> Answer:
 
 
 def _is_committed(save: Save) -> bool:
-    """Whether this very step is there and valid: then it stays, since replacing takes a moment
-    in which neither is. Raises LaterVersion."""
+    """Whether this step exists and is valid; then it stays, since during a replacement neither
+    would exist. Raises LaterVersion."""
     try:
         read_checkpoint(save.final, on_progress=save.on_progress)
     except LaterVersion:
@@ -188,10 +188,10 @@ def _set_aside(folder: Path) -> Path | None:
 
 
 def _prune(save: Save) -> list[str]:
-    """Keep the committed step and the newest whole ones before it; remove the rest before it.
+    """Keep the committed step and the newest valid ones before it; remove older ones.
 
-    What a later release wrote is neither counted nor removed. Steps after it are left: they are the
-    damaged ones that a resumed run fell back from, and training will write them anew. Counting them
+    Checkpoints of a later release are neither counted nor removed. Later steps stay: they are
+    damaged, the run resumed from before them, and training will write them again. Counting them
     would drop the step just committed.
     """
     kept = 1

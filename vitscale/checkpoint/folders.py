@@ -36,7 +36,7 @@ REMEDY = "use another checkpoint of the run"
 
 
 class LaterVersion(UserError):
-    """A checkpoint of a later format: whole for all this release knows, and never to be removed."""
+    """A checkpoint of a later format: possibly valid, so never removed."""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -60,8 +60,8 @@ class Checkpoint:
     """What the tensors are: architecture, grid, label map."""
 
     def tensors(self, *, prefix: str = "") -> dict[str, torch.Tensor]:
-        """All tensors whose name starts with `prefix`, without it, whole, on the CPU."""
-        # Imported late: torch takes seconds, and verification does without.
+        """Whole tensors on the CPU, of names that start with `prefix`, which is removed."""
+        # Imported late: torch takes seconds, and verification needs none.
         from vitscale.checkpoint.tensors import read_tensors
 
         return read_tensors([self.folder / name for name in self.files], prefix=prefix)
@@ -94,7 +94,7 @@ def _hash_of(body: Mapping[str, Any]) -> str:
 def read_checkpoint(folder: Path, *, on_progress: Callable[[], None] = lambda: None) -> Checkpoint:
     """Verify a checkpoint folder, hashes included. Raises UserError saying what is damaged.
 
-    on_progress: called whenever another part has been read.
+    on_progress: called after each part read.
     """
     path = folder / MANIFEST
     try:
@@ -128,7 +128,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     manifest = json.loads(path.read_text())
     version, own_hash = manifest["format_version"], manifest.pop("manifest_blake3", None)
-    # A hash that is there and wrong is damage in any version: the version itself may be.
+    # A wrong hash is damage in any version: the version itself may be damaged.
     if (
         version > 1
         and own_hash != _hash_of(manifest)
@@ -160,7 +160,7 @@ def verify_files(
     for name, expected in files.items():
         file = folder / name
         if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"lists {name!r}, which is no file of its own", where=str(folder))
+            raise UserError(f"lists {name!r}, which is not a plain file name", where=str(folder))
         fresh = {"from_disk": True} if from_disk else {}
         found = hash_of(file, on_progress=on_progress, **fresh)
         if file.stat().st_size != expected["bytes"] or found != expected[key]:
@@ -215,7 +215,7 @@ def checkpoint_to_resume(folder: Path) -> tuple[Checkpoint | None, list[str]]:
         raise UserError(
             "\n".join(["holds checkpoints, but none that can be read", *complaints]),
             where=str(folder),
-            next_step="bring their files back, or move this folder away to start over",
+            next_step="restore their files, or move this folder away to start over",
         )
     return checkpoint, complaints
 

@@ -36,7 +36,7 @@ from vitscale.config.errors import UserError
 from vitscale.distributed.heartbeat import Heartbeat
 from vitscale.distributed.world import World, agree_no_error, broadcast_object
 
-# Longest that one rank's disk may lag behind another's.
+# Longest that one rank's disk may take beyond another's.
 EXCHANGE_TIMEOUT = timedelta(hours=1)
 # When another error ends the run, its last save gets this long to be committed.
 PATIENCE_S = 120.0
@@ -50,7 +50,7 @@ class CheckpointStore:
     Collective, but for `wait_for_host_copy`, `finished`, `take_committed` and `__exit__`.
 
     As a context manager it waits for the last save. With a heartbeat, a rank whose checkpoint write
-    stalls for as long as ranks may be silent reports it and ends its process.
+    stalls for the limit of a missing heartbeat reports it and ends its process.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class CheckpointStore:
         self._error: BaseException | None = None
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
-        """Rank 0 verifies, all ranks get the same answer: (checkpoint, complaints).
+        """Rank 0 verifies; all ranks get the same (checkpoint, complaints).
 
         Raises UserError, on all ranks, when there are checkpoints and none can be read.
         """
@@ -108,7 +108,7 @@ class CheckpointStore:
             attempt=f"{self._name}-{self._num_saves}",
             rank=self.world.rank,
             keep=self.keep,
-            progress=json.loads(json.dumps(progress)),  # the loop may change it meanwhile
+            progress=json.loads(json.dumps(progress)),  # the loop may change it later
             description=description,
             on_progress=self._count_part,
         )
@@ -223,7 +223,7 @@ class CheckpointStore:
 def run_folder_lock(folder: Path, *, world: World) -> Iterator[None]:
     """Refuse a second job in the same run folder. The lock ends with the process that holds it.
 
-    A run that fails before it has written anything leaves no new folder behind.
+    A run that fails before it has written anything leaves no new folder.
     """
     with ExitStack() as stack:
         error = None

@@ -65,7 +65,7 @@ class Heartbeat:
         self.period_s = min(LONGEST_PERIOD_S, self.silence_s / CHECKS_PER_TIMEOUT)
         self._marks, self._doing, self._answers = 0, "starting", 0
         self._end = threading.Event()
-        # Two, since the one that uses the store blocks for ever while rank 0 is stopped.
+        # Two: the one that uses the store blocks while rank 0 is stopped.
         self._threads = [
             threading.Thread(target=target, name=f"heartbeat-{number}", daemon=True)
             for number, target in enumerate((self._beat, self._watch))

@@ -82,7 +82,7 @@ def process_group(
     num_threads: int | None,
     init_timeout_min: float = 5.0,
 ) -> Iterator[World]:
-    """Join the other ranks for the length of the block. gloo on CPU, NCCL on GPU.
+    """Join the other ranks inside the block. gloo on CPU, NCCL on GPU.
 
     timeout_min: for collectives; init_timeout_min: for all ranks to start.
     Raises UserError naming the ranks that did not start.
@@ -102,7 +102,7 @@ def process_group(
     cores = num_cores()
     torch.set_num_threads(num_threads or max(1, cores // local_world))
     store = None
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # there the launcher has joined them
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the launcher has joined the ranks
         store = _rendezvous(world, timeout_min=init_timeout_min)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
@@ -119,37 +119,35 @@ def process_group(
 
 def _rendezvous(world: World, *, timeout_min: float) -> dist.TCPStore:
     """Wait for every rank at the address that the launcher named; rank 0 listens there."""
-    env, patience = os.environ, timedelta(minutes=timeout_min)
+    env, timeout = os.environ, timedelta(minutes=timeout_min)
     address = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
     try:
         store = dist.TCPStore(
             env["MASTER_ADDR"],
             int(env["MASTER_PORT"]),
             is_master=world.is_first,
-            timeout=patience,
+            timeout=timeout,
             wait_for_workers=False,
         )
         store.set(f"vitscale/here/{world.rank}", "")
     except RuntimeError as error:
         if world.is_first:
             what = f"cannot listen at {address}: {str(error).splitlines()[0]}"
-            raise RankError(
-                what, where="MASTER_PORT", next_step="choose a port that nothing uses"
-            ) from None
+            raise RankError(what, where="MASTER_PORT", next_step="choose a free port") from None
         raise RankError(
             f"rank 0 does not answer at {address} ({timeout_min:g} min)",
             where="engine.init_timeout_min",
-            next_step="read what rank 0 said; check that MASTER_ADDR is its node",
+            next_step="read the output of rank 0; check that MASTER_ADDR is its node",
         ) from None
     keys = [f"vitscale/here/{rank}" for rank in range(world.world_size)]
     try:
-        store.wait(keys, patience)
+        store.wait(keys, timeout)
     except RuntimeError as error:
         raise RankError(
-            f"not all of {world.world_size} ranks came within {timeout_min:g} min; "
+            f"not all of {world.world_size} ranks started within {timeout_min:g} min; "
             f"{_missing(store, keys)}",
             where="engine.init_timeout_min",
-            next_step="read what the missing ranks said; raise it if they are only slow to start",
+            next_step="read the output of the missing ranks; raise the limit if they start slowly",
         ) from error
     return store
 
@@ -158,7 +156,7 @@ def _missing(store: dist.TCPStore, keys: list[str]) -> str:
     try:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
     except RuntimeError:
-        return "rank 0 went away"
+        return "rank 0 exited"
     return f"missing: {', '.join(missing)}"
 
 

@@ -18,20 +18,20 @@ NAMES_SHOWN = 3
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Sum of the elements' bits as integers, int64 scalar on the tensor's device.
 
-    Any one changed bit changes it, and so does nearly any set of them. Exact whatever the order of
-    addition, other than a sum of floats.
+    Changes with any one bit, and with nearly any set of bits. Unlike a sum of floats, independent
+    of the order of addition.
     """
     return tensor.detach().view(BITS[tensor.element_size()]).sum(dtype=torch.int64)
 
 
 def num_unequal(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Elements of which one is not the other in its own type, int64 scalar."""
+    """Count elements that differ after rounding to the copy's dtype, int64 scalar."""
     ours, theirs = ours.detach().flatten(), theirs.detach().flatten()
     return (ours != theirs.to(ours.device, ours.dtype)).sum(dtype=torch.int64)
 
 
 def disagreement(names: Sequence[str], rows: Sequence[Sequence[int]]) -> str | None:
-    """Which ranks hold other tensors than most, in words; None when all hold the same.
+    """Describe the ranks whose tensors differ from the majority; None when all are equal.
 
     names: of the tensors; rows: per rank one checksum for each of them.
     """
@@ -44,7 +44,7 @@ def disagreement(names: Sequence[str], rows: Sequence[Sequence[int]]) -> str | N
         who = f"rank {', '.join(map(str, odd))} differs from the other {support}"
     else:
         odd = [rank for rank, row in enumerate(rows) if tuple(row) != tuple(rows[0])]
-        who = f"rank 0 and rank {', '.join(map(str, odd))} differ; no majority says who is wrong"
+        who = f"rank 0 and rank {', '.join(map(str, odd))} differ; no majority shows which is wrong"
     other = rows[odd[0]]
     # Without a majority the first row counts as the usual one.
     differing = [name for name, a, b in zip(names, other, usual, strict=True) if a != b]

@@ -76,7 +76,7 @@ class Engine:
             norm=self._layout.norm,
             device=world.device,
         )
-        # Before the first step: it may be skipped, and a checkpoint needs the states all the same.
+        # Before the first step: it may be skipped, but a checkpoint needs the states.
         self._create_optimizer_state(0)
         # At stage 0 autocast takes fp32 and rounds where it multiplies.
         self._input_dtype = torch.float32 if stage == 0 else dtype
@@ -177,7 +177,7 @@ class Engine:
 
     @torch.no_grad()
     def disagreement(self) -> str | None:
-        """Which ranks hold other weights than the rest, in words; None when all agree.
+        """Describe the ranks whose weights differ from the rest; None when all agree.
 
         Compares the weights of the forward pass, without ZeRO also the optimiser states. Under
         ZeRO each rank also compares its own weights with their fp32 originals. A wrong original is

@@ -4,8 +4,9 @@ Owns: clipping to the global norm, skipping, and counting skipped updates. Every
 device; only `health` waits for it.
 Leaves out: computing the norm (`layouts`), and the reaction to skipped updates (the loops).
 
-All ranks decide alike without communication: a loss that is not finite makes its gradients NaN,
-gradients are summed over the ranks before their norm is taken, and the norm is the same everywhere.
+All ranks make the same decision without communication: a loss that is not finite makes its
+gradients NaN, gradients are summed over the ranks before their norm is taken, and the norm is the
+same everywhere.
 """
 
 from __future__ import annotations

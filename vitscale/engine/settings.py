@@ -85,5 +85,5 @@ def raw_problems(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     if isinstance(zero, Mapping) and "stage" in zero:
         yield ("deepspeed.zero_optimization.stage", "cannot be set here; set engine.zero_stage")
     if isinstance(zero, Mapping) and zero.get("compute_grad_norm") is False:
-        what = "the norm decides on every update, and leaves out one that is not finite"
+        what = "updates whose norm is not finite must be skipped"
         yield ("deepspeed.zero_optimization.compute_grad_norm", f"{what}; remove the key")

@@ -62,7 +62,7 @@ def memory_estimate(
     """
     count = num_parameters(arch)
     weight, gradient, master = STATE_BYTES[precision]
-    # One rank does in fp32 without stages 1 and 2, which have nothing to spread.
+    # One fp32 rank runs without stages 1 and 2: there is nothing to shard.
     if precision == "fp32" and (zero_stage == 3 or (zero_stage >= 1 and world_size > 1)):
         master = ZERO_FP32_CLONE_BYTES
     states = master + optimizer_bytes

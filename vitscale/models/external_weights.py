@@ -3,8 +3,8 @@
 Owns: reading an untrusted file, its names, and its grid of positions.
 Leaves out: which tensors carry over and how the grid is resampled (`transfer`).
 
-Nothing is unpickled: object arrays are refused by their header. A file says how large its arrays
-are before it holds them, so sizes are checked before memory is asked for.
+Nothing is unpickled: object arrays are refused by their header. A file declares the
+sizes of its arrays, so they are checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from vitscale.config.errors import UserError
 
 # G/14, the largest published, has 7.4 GB in fp32.
 MAX_BYTES = 16 * 2**30
-# Trained weights hardly compress; zero heads do. Small files may, as nothing can come of them.
+# Trained weights hardly compress; zero heads do. Small files may: they cannot exhaust memory.
 MAX_COMPRESSION, FREE_BYTES = 20, 64 * 2**20
 MAX_MEMBERS = 20_000
 FLOATS = ("f2", "f4", "f8")
-# bfloat16 as numpy stores what it does not know: big_vision, utils.py, `recover_dtype`.
+# bfloat16 as numpy stores unknown types: big_vision, utils.py, `recover_dtype`.
 BFLOAT16 = "V2"
 NPY_HEADERS: dict[tuple[int, int], Callable[..., Any]] = {
     (1, 0): np.lib.format.read_array_header_1_0,
@@ -113,7 +113,7 @@ def _read_npz(path: Path) -> dict[str, torch.Tensor]:
         with zipfile.ZipFile(path) as archive:
             members = _trusted_members(archive, path)
             prefix = _prefix(members, path)
-            # Of optimiser states and counters beside the weights nothing is read.
+            # Optimiser states and counters beside the weights are not read.
             tensors = {
                 name.removeprefix(prefix): _tensor(archive, info, path)
                 for name, info in members.items()
@@ -156,7 +156,7 @@ def _tensor(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -> torc
         shape, fortran, dtype = _header(file, info, path)
         num_bytes = math.prod(shape) * dtype.itemsize
         if num_bytes != info.file_size - file.tell():
-            what = f"{info.filename!r} says {num_bytes:,} bytes, and holds another number"
+            what = f"{info.filename!r} declares {num_bytes:,} bytes, but holds another number"
             raise UserError(what, where=str(path))
         flat = np.frombuffer(bytearray(file.read(num_bytes)), dtype=dtype)
     array = flat.reshape(shape, order="F" if fortran else "C")

@@ -61,7 +61,7 @@ def build_model(settings: ModelSettings, arch: Architecture, *, seed: int) -> Vi
         no_embed_class=not arch.class_position,
         patch_drop_rate=arch.patch_dropout,
         init_values=settings.layer_scale,
-        # timm would add a second norm behind the mean; the papers' GAP models have one, before it.
+        # timm would add a second norm after the mean; the papers' GAP models have one, before it.
         fc_norm=False,
         final_norm=True,
         embed_dim=arch.width,
@@ -236,7 +236,7 @@ def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> None:
 
     Equal blocks share what is compiled. Those with drop path of their own rates do not, and
     training, evaluation and recomputation each are compiled once: hence the higher limit, beyond
-    which torch would quietly go on uncompiled.
+    which torch silently stops compiling.
     """
     assert isinstance(model, VisionTransformer)
     dynamo = torch._dynamo.config

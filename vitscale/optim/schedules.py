@@ -130,9 +130,9 @@ def learning_rate(
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    behind = step - warmup_steps
-    progress = behind / max(1, total_steps - warmup_steps)
-    share = SCHEDULES[decay](min(1.0, progress), behind / (rsqrt_timescale or RSQRT_TIMESCALE))
+    elapsed = step - warmup_steps
+    progress = elapsed / max(1, total_steps - warmup_steps)
+    share = SCHEDULES[decay](min(1.0, progress), elapsed / (rsqrt_timescale or RSQRT_TIMESCALE))
     if cooldown_steps:
         passed = (step - (total_steps - cooldown_steps)) / cooldown_steps
         share *= COOLDOWNS[cooldown_shape](min(1.0, max(0.0, passed)))

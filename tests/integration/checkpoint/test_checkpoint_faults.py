@@ -1,9 +1,8 @@
-"""A save under real faults: killed at every system call, disks that refuse, power loss.
+"""Saves under real faults: kills at every system call, failing disks, power loss.
 
-Each case commits step 1, disturbs the save of step 2, and reads what is left: step 1 or 2, step 2
-if that was promised, with its own tensors, and the next save goes through with nothing done by
-hand. The writer needs no torch (tests/support/light_checkpoints.py): a case takes a tenth of a
-second.
+Each case commits step 1, disturbs the save of step 2, and reads the result: step 1 or 2, step 2
+if that was committed, with its own tensors. The next save succeeds without manual action.
+The writer needs no torch (tests/support/light_checkpoints.py): a case takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from vitscale.config.errors import UserError
 
 WRITER = ROOT / "tests/support/light_checkpoints.py"
 KILL = "signal=KILL"
-# What a disk can refuse, and the folder and file operations of a save.
+# Calls that a disk can fail, and the folder and file operations of a save.
 REFUSALS = ("error=ENOSPC", "error=EIO")
 DISK_CALLS = (
     *("openat", "write", "fsync", "close", "rename", "mkdir", "fadvise64"),
@@ -71,7 +70,7 @@ def wait_until_stopped(writer: subprocess.Popen[bytes]) -> None:
 def continue_traced(
     strace: str, writer: subprocess.Popen[bytes], *, log: Path, inject: str | None
 ) -> subprocess.Popen[bytes]:
-    """Let a stopped writer go on under strace, with a fault or (None) only watched."""
+    """Continue a stopped writer under strace, with a fault or (None) only watched."""
     options = [] if inject is None else ["-e", f"inject={inject}"]
     tracer = subprocess.Popen(
         [strace, "-q", "-o", log, *options, "-p", str(writer.pid)], stderr=subprocess.DEVNULL
@@ -85,7 +84,7 @@ def continue_traced(
 
 
 def calls_of(log: Path) -> list[str]:
-    """Every system call of a watched writer as strace names the occasion: NAME:when=N."""
+    """Every system call of a watched writer in strace's notation: NAME:when=N."""
     counts: Counter[str] = Counter()
     occasions = []
     for name in re.findall(r"^(\w+)\(", log.read_text(), flags=re.MULTILINE):
@@ -106,7 +105,7 @@ def save_under(strace: str, folder: Path, inject: str | None) -> int:
 
 
 def check_recovery(folder: Path, *, promised: bool, num_ranks: int = 1) -> int:
-    """The step that is found, after all that every case must keep to."""
+    """Check the guarantees and return the step found."""
     checkpoint, complaints = newest_checkpoint(folder)
     assert checkpoint is not None and complaints == []
     assert checkpoint.step in ((2,) if promised else (1, 2))
@@ -139,13 +138,13 @@ def fault_at_each(
     return found
 
 
-def test_killed_at_some_system_calls(strace: str, tmp_path: Path) -> None:
+def test_save_survives_a_kill_at_some_system_calls(strace: str, tmp_path: Path) -> None:
     found = fault_at_each(strace, tmp_path, KILL, stride=9)
     assert {step for _, step in found} == {1, 2} and {code for code, _ in found} == {-9}
 
 
 @pytest.mark.exhaustive
-def test_killed_at_every_system_call(strace: str, tmp_path: Path) -> None:
+def test_save_survives_a_kill_at_every_system_call(strace: str, tmp_path: Path) -> None:
     found = fault_at_each(strace, tmp_path, KILL)
     assert len(found) > 50 and {code for code, _ in found} == {-9}
     steps = [step for _, step in found]
@@ -153,7 +152,7 @@ def test_killed_at_every_system_call(strace: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", REFUSALS)
-def test_disk_refuses_once(strace: str, tmp_path: Path, fault: str) -> None:
+def test_save_survives_one_disk_error(strace: str, tmp_path: Path, fault: str) -> None:
     found = fault_at_each(
         strace, tmp_path, fault, calls=("write", "fsync", "rename", "mkdir"), stride=2
     )
@@ -162,7 +161,7 @@ def test_disk_refuses_once(strace: str, tmp_path: Path, fault: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("fault", REFUSALS)
-def test_disk_refuses_each_call(strace: str, tmp_path: Path, fault: str) -> None:
+def test_save_survives_a_disk_error_at_each_call(strace: str, tmp_path: Path, fault: str) -> None:
     found = fault_at_each(strace, tmp_path, fault, calls=DISK_CALLS)
     assert len(found) > 30 and {code for code, _ in found} <= {0, 2}
 
@@ -186,7 +185,7 @@ def two_ranks(strace: str, folder: Path, *, victim: int, inject: str | None) -> 
 
 
 def kill_one_of_two(strace: str, tmp_path: Path, *, victim: int, stride: int) -> None:
-    """Killing one rank: the other ends by itself; the step is there whole, or not at all."""
+    """Kill one rank: the other ends by itself; the step is valid or absent."""
     watched = tmp_path / "watched"
     assert two_ranks(strace, watched, victim=victim, inject=None) == [0, 0]
     steps = set()
@@ -204,20 +203,22 @@ def kill_one_of_two(strace: str, tmp_path: Path, *, victim: int, stride: int) ->
 
 
 @pytest.mark.distributed
-def test_one_of_two_ranks_killed_at_some_calls(strace: str, tmp_path: Path) -> None:
+def test_save_survives_one_rank_killed_at_some_calls(strace: str, tmp_path: Path) -> None:
     kill_one_of_two(strace, tmp_path, victim=0, stride=16)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.distributed
 @pytest.mark.parametrize("victim", [0, 1])
-def test_one_of_two_ranks_killed_at_every_call(strace: str, tmp_path: Path, victim: int) -> None:
+def test_save_survives_one_rank_killed_at_every_call(
+    strace: str, tmp_path: Path, victim: int
+) -> None:
     kill_one_of_two(strace, tmp_path, victim=victim, stride=1)
 
 
 @pytest.mark.parametrize("option", ["size", "nr_inodes"])
-def test_disk_fills_at_any_point(tmp_path: Path, option: str) -> None:
-    """Room for no page or file more, for one, and so on, until the save fits."""
+def test_save_survives_a_disk_full_at_any_point(tmp_path: Path, option: str) -> None:
+    """Room for zero more pages or files, for one, and so on, until the save fits."""
     refused = 0
     for room in range(20):
         with mounted(tmp_path / str(room), "tmpfs", "-t", "tmpfs", "-o", "size=1m") as disk:
@@ -272,7 +273,7 @@ def formatted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def power_lost_at(disk: Path, number: int, mode: int) -> Iterator[list[str]]:
-    """After call `number` of the block the disk is gone. Yields the calls so far."""
+    """Make the disk fail after call `number` of the block. Yields the calls so far."""
     calls: list[str] = []
     fd = os.open(disk, os.O_RDONLY)
 
@@ -300,7 +301,7 @@ def power_lost_at(disk: Path, number: int, mode: int) -> Iterator[list[str]]:
 def save_and_lose_power(
     formatted: Path, tmp_path: Path, number: int, mode: int
 ) -> tuple[int, bool]:
-    """(step found after the disk is back, whether step 2 was promised)."""
+    """(step found after the power loss, whether step 2 was committed)."""
     image = tmp_path / "image"
     shutil.copy(formatted, image)
     promised = False
@@ -336,13 +337,13 @@ def assert_nothing_lost(found: list[tuple[int, bool]]) -> None:
 
 
 @pytest.mark.parametrize("mode", POWER_LOSS)
-def test_power_lost_at_some_calls(formatted: Path, tmp_path: Path, mode: str) -> None:
+def test_save_survives_power_loss_at_some_calls(formatted: Path, tmp_path: Path, mode: str) -> None:
     assert_nothing_lost(lose_power_at_each(formatted, tmp_path, mode=mode, stride=5))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", POWER_LOSS)
-def test_power_lost_at_each_call(formatted: Path, tmp_path: Path, mode: str) -> None:
+def test_save_survives_power_loss_at_each_call(formatted: Path, tmp_path: Path, mode: str) -> None:
     found = lose_power_at_each(formatted, tmp_path, mode=mode, stride=1)
     assert_nothing_lost(found)
     assert len(found) > 10
@@ -355,10 +356,10 @@ SEEN_ON_EXT4 = ("no fsync of the tensors", "no fsync of the manifest", "no fsync
 def test_missing_fsync_loses_a_step_on_a_real_disk(
     formatted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:
-    """Power lost after the promise."""
+    """Power is lost after the commit."""
     name, function = MUTANTS[mutant]
     monkeypatch.setattr(commit, name, function)
-    # Reading back starts to write what is dropped from the page cache: luck, and no promise.
+    # Reading back starts to write what is dropped from the page cache, which is not guaranteed.
     monkeypatch.setattr(commit, "verify_files", lambda *_, **__: None)
     found = [save_and_lose_power(formatted, tmp_path, 1000, mode) for mode in POWER_LOSS.values()]
     assert any(promised and step < 2 for step, promised in found)

@@ -1,7 +1,7 @@
-"""The resume tests can fail: with any row of the state table left out, the comparison notices.
+"""The comparison of resumed runs notices any part of the state that is dropped.
 
-A training killed in step 17 goes on from step 15 in a process in which one row is gone, or one key
-forgets the position. docs/faults.md says which rows have nothing to drop.
+A run killed in step 17 resumes from step 15 in a process in which one part of the state is dropped
+or one key ignores the position. docs/faults.md lists state that is not kept.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.ranks.run_states import differences, read_state
 
 pytestmark = pytest.mark.distributed
 
-# What has to be found unequal, at least.
+# What must differ, at least.
 FOUND = {
     "weights": "tensors: ema, exp_avg, exp_avg_sq, model",
     "one bit of one weight": "tensors: ",
@@ -46,7 +46,7 @@ def test_every_mutant_has_an_expectation() -> None:
 
 
 @pytest.mark.exhaustive
-def test_without_a_mutation_nothing_is_found(fault_runs: FaultRuns, killed_copy: Path) -> None:
+def test_without_a_mutation_nothing_differs(fault_runs: FaultRuns, killed_copy: Path) -> None:
     fault_runs.assert_resumes_exactly(killed_copy)
 
 

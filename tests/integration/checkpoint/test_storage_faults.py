@@ -1,7 +1,7 @@
-"""Damaged, missing, full and read-only storage around a real training, and what stands beside it.
+"""Damaged, missing, full and read-only storage during a real training run.
 
-As in test_faults: one fault, then the same command again, and the outcome has to be that of the
-uninterrupted training bit by bit.
+As in test_faults: one fault, then the same command again; the outcome must equal that of the
+uninterrupted run bit by bit.
 Left out: every system call of a save, and power loss (test_checkpoint_faults).
 """
 
@@ -65,7 +65,7 @@ def _empty(checkpoints: Path) -> None:
         path.unlink()
 
 
-# What is done to the newest checkpoint, that of step 15; the one before is of step 10.
+# Damage to the newest checkpoint (step 15); the previous one is of step 10.
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "tensor file cut in half": _cut_tensors,
     "one bit of a tensor file": _flip_bit,
@@ -84,7 +84,7 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "case",
     by_level(DAMAGES, fast={"one bit of a tensor file"}, slow={"tensors of another step"}),
 )
-def test_damaged_checkpoint_is_skipped_with_a_word(
+def test_damaged_checkpoint_is_skipped_with_a_message(
     fault_runs: FaultRuns, killed_copy: Path, case: str
 ) -> None:
     DAMAGES[case](killed_copy / "run/checkpoints")
@@ -94,10 +94,10 @@ def test_damaged_checkpoint_is_skipped_with_a_word(
 
 
 @slow
-def test_storage_that_is_away_at_a_restart_costs_nothing(
+def test_unavailable_storage_at_a_restart_loses_nothing(
     fault_runs: FaultRuns, killed_copy: Path
 ) -> None:
-    """The tensors of both checkpoints: refused, everything left as it is, until they are back."""
+    """The tensors of both checkpoints: the run is refused and changes nothing until they return."""
     names = [f"{step}/rank-00000.safetensors" for step in (NEWEST, OLDER)]
     checkpoints, away = killed_copy / "run/checkpoints", killed_copy / "away"
     for name in names:
@@ -115,7 +115,7 @@ def test_storage_that_is_away_at_a_restart_costs_nothing(
 
 
 @slow
-def test_clocks_and_leftovers_decide_nothing(fault_runs: FaultRuns, killed_copy: Path) -> None:
+def test_clocks_and_leftovers_have_no_effect(fault_runs: FaultRuns, killed_copy: Path) -> None:
     checkpoints = killed_copy / "run/checkpoints"
     os.utime(checkpoints / OLDER, (2**31, 2**31))
     os.utime(checkpoints / NEWEST, (1, 1))
@@ -161,7 +161,7 @@ def fill(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("fault_name", by_level(["full", "read-only"], slow={"full"}))
-def test_storage_of_checkpoints_fails_while_training(
+def test_failed_checkpoint_storage_ends_the_run(
     fault_runs: FaultRuns, tmp_path: Path, fault_name: str
 ) -> None:
     checkpoints = tmp_path / "run/checkpoints"
@@ -184,8 +184,8 @@ def test_storage_of_checkpoints_fails_while_training(
 
 
 @exhaustive
-def test_disk_of_the_whole_run_folder_is_full(fault_runs: FaultRuns, tmp_path: Path) -> None:
-    """Journal and log have no room either."""
+def test_full_disk_of_the_run_folder_ends_the_run(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    """Journal and log cannot be written either."""
     with small_file_system(tmp_path / "run", mib=8):
         ranks = fault_runs.start(tmp_path, faults={1: [fault("backward", micro_step(8), "hold")]})
         wait_for_hold(tmp_path, ranks)
@@ -236,10 +236,8 @@ def test_shard_lost_before_a_restart_is_refused(
 
 
 @pytest.mark.parametrize("num_shards", by_level([1, 4], slow=[1]))
-def test_shards_overwritten_while_training(
-    fault_runs: FaultRuns, tmp_path: Path, num_shards: int
-) -> None:
-    """Of one, samples are replaced for a while and then too many; of all, there is nothing left."""
+def test_overwritten_shard_is_named(fault_runs: FaultRuns, tmp_path: Path, num_shards: int) -> None:
+    """One: unreadable samples are replaced until there are too many. All: none is readable."""
     shards = shutil.copytree(fault_runs.shards, tmp_path / "shards")
     planted = {0: [fault("batch", micro_step(7), "hold")]}
     settings = ["data.max_unreadable_fraction=0"]
@@ -260,8 +258,8 @@ def test_shards_overwritten_while_training(
 
 
 @slow
-def test_fewer_samples_than_ranks(fault_runs: FaultRuns, tmp_path: Path) -> None:
-    """One sample, over and over: less than one shard, or one sample, for each rank and worker."""
+def test_fewer_samples_than_ranks_resume_exactly(fault_runs: FaultRuns, tmp_path: Path) -> None:
+    """One sample is repeated: fewer shards and samples than ranks and workers."""
     shards = write_shard_folder(
         tmp_path / "shards", num_per_class=1, num_shards=1, classes=("cat",)
     )
@@ -292,7 +290,7 @@ def test_second_job_in_the_folder_is_refused(fault_runs: FaultRuns, tmp_path: Pa
 @pytest.mark.parametrize(
     "num_ranks, stage", by_level([(1, 0), (1, 1), (4, 2), (2, 3)], slow=[(1, 1), (4, 2)])
 )
-def test_killed_and_continued_on_another_layout(
+def test_killed_run_resumes_on_another_layout(
     fault_runs: FaultRuns, tmp_path: Path, num_ranks: int, stage: int
 ) -> None:
     """Without dropout, which is drawn per rank: losses within 1e-5, the same samples."""
@@ -312,9 +310,7 @@ def test_killed_and_continued_on_another_layout(
 
 
 @slow
-def test_tracking_server_that_is_not_there_changes_nothing(
-    fault_runs: FaultRuns, tmp_path: Path
-) -> None:
+def test_unavailable_tracking_server_changes_nothing(fault_runs: FaultRuns, tmp_path: Path) -> None:
     gone = "tracking.uri=http://127.0.0.1:9"
     planted = {1: [fault("backward", micro_step(13), "kill")]}
     wait_and_end_others(fault_runs.start(tmp_path, gone, faults=planted))

@@ -1,6 +1,6 @@
-"""Ranks and workers that die, hang, get signals or compute NaN in a real training.
+"""Killed, hung and signalled ranks and workers, and NaN, in real training runs.
 
-Each case plants one fault at one known place, then runs the same command again. The final state
+Each case injects one fault at one known place, then runs the same command again. The final state
 (weights, moments, average, counters, journal) must equal an uninterrupted training's bit by bit.
 Left out: faults of files and folders (test_storage_faults), of every system call of a save
 (test_checkpoint_faults), at random moments (benchmarks/kill_storm.py).
@@ -98,7 +98,9 @@ def test_killed_again_while_resuming(fault_runs: FaultRuns, killed_copy: Path, r
 
 
 @slow
-def test_training_killed_at_every_start_still_ends(fault_runs: FaultRuns, tmp_path: Path) -> None:
+def test_training_killed_at_every_start_still_finishes(
+    fault_runs: FaultRuns, tmp_path: Path
+) -> None:
     """Killed in the eleventh step of each start, one step after the second save."""
     for attempt in range(8):
         victim, call = attempt % 2, micro_step(11, number=1)
@@ -248,7 +250,7 @@ def test_hung_rank_is_named(fault_runs: FaultRuns, tmp_path: Path, case: str) ->
 
 @pytest.mark.parametrize("rank", by_level([0, 1], slow=[1]))
 def test_hung_disk_ends_the_training(fault_runs: FaultRuns, tmp_path: Path, rank: int) -> None:
-    """In the save of step 10. All ranks wait at the same place, so only that rank can name it."""
+    """In the save of step 10. All ranks wait at the same place, so only that rank can report it."""
     planted = {rank: [fault("write", {0: 3, 1: 2}[rank], "hang")]}
     world = fault_runs.start(tmp_path, "engine.timeout_min=0.15", faults=planted)
     assert wait_all(world) == [1, 1]
@@ -319,7 +321,7 @@ def test_counters_of_skipped_steps_survive_a_kill(fault_runs: FaultRuns, tmp_pat
 
 
 @slow
-def test_endless_nan_stops_with_step_and_samples(fault_runs: FaultRuns, tmp_path: Path) -> None:
+def test_repeated_nan_stops_with_step_and_samples(fault_runs: FaultRuns, tmp_path: Path) -> None:
     planted = {1: [fault("forward", "every", "NaN")]}
     codes = fault_runs.run(tmp_path, "engine.max_skipped_steps=4", faults=planted)
     assert codes == [2, 2]

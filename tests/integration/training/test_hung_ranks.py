@@ -1,6 +1,6 @@
-"""A rank that is stopped, killed, too slow or missing is named by the others, in bounded time.
+"""The other ranks name a stopped, killed, slow or missing rank in bounded time.
 
-All cases run side by side: most of the time is start and waiting.
+All cases run concurrently, since starting and waiting take most of the time.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.distributed
 
 WORKER = ROOT / "tests/support/ranks/hang_worker.py"
 PAUSED = "all stopped for a while"
-# case: (rank that lives, its exit code, what it says)
+# case: (surviving rank, its exit code, a part of its output)
 CASES = {
     "rank 1 stopped": (0, 1, "rank 1 has sent no heartbeat for"),
     "rank 0 stopped": (1, 1, "the key-value store on rank 0 has not answered for"),
     "rank 1 slow": (0, 1, "s for rank 1 (waiting for data)"),
     "rank 1 killed": (0, 1, "no heartbeat from rank 1"),
     "disk of rank 1 hangs": (0, 1, "no heartbeat from rank 1"),
-    "rank 1 missing": (0, 2, "not all of 2 ranks came within 0.1 min; missing: 1"),
+    "rank 1 missing": (0, 2, "not all of 2 ranks started within 0.1 min; missing: 1"),
     "rank 0 missing": (1, 2, "rank 0 does not answer at 127.0.0.1:"),
     "nothing": (1, 0, ""),
     PAUSED: (0, 0, ""),
@@ -40,7 +40,7 @@ Ends = dict[str, tuple[int | None, str]]
 
 
 def stop_for_a_while(processes: list[subprocess.Popen[str]], folder: Path) -> None:
-    """As a suspended job is, or a machine; for longer than a rank may be silent."""
+    """Like a suspended job or machine; for longer than the limit of a missing heartbeat."""
 
     def are_paused() -> bool:
         assert all(process.poll() is None for process in processes), "ended too early"
@@ -48,7 +48,7 @@ def stop_for_a_while(processes: list[subprocess.Popen[str]], folder: Path) -> No
 
     wait_until(are_paused)
     first, second = processes
-    # In this order the first one looks and finds no new sign of the second, before and after.
+    # In this order the first rank sees no new heartbeat of the second, before and after.
     second.send_signal(signal.SIGSTOP)
     time.sleep(2)
     first.send_signal(signal.SIGSTOP)

@@ -1,7 +1,7 @@
 """pretrain/main.py and finetune/main.py on two real processes.
 
-A cold start takes about ten seconds, so one run serves several tests and the others start warm,
-which is equal (test_warm_ranks).
+A cold start takes about ten seconds, so several tests share one run and the others start warm,
+which is equivalent (test_warm_ranks).
 """
 
 from __future__ import annotations
@@ -282,7 +282,7 @@ def test_bad_input_ends_with_one_clear_message(
     assert not (tmp_path / "runs").exists()
 
 
-def test_without_a_launcher_it_is_one_rank(uninterrupted: Finished, tmp_path: Path) -> None:
+def test_without_a_launcher_there_is_one_rank(uninterrupted: Finished, tmp_path: Path) -> None:
     overrides, message = BAD_INPUT["shards missing"]
     run = command(uninterrupted.shards, uninterrupted.folder, *overrides)
     finished = subprocess.run(

@@ -1,6 +1,6 @@
-"""Every ZeRO stage against a plain torch loop; state moved between stages; bf16; bad updates.
+"""Every ZeRO stage equals a plain torch loop; state moves between stages; bf16; bad updates.
 
-One start of two processes (zero_worker.py) makes all figures.
+One start of two processes (zero_worker.py) computes all results.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(line.removeprefix("RESULTS "))
 
 
-# R3: what is asked between layouts is 1e-5 relative over 50 steps in fp32.
+# R3 requires 1e-5 relative between layouts over 50 steps in fp32.
 CLOSE = 1e-5
 COMPARED = [f"zero {stage} adamw" for stage in range(4)]
 COMPARED += ["zero 1 sgd", "zero 0 lamb", "zero 1 layered", "zero 3 layered"]
@@ -41,7 +41,7 @@ def test_stage_equals_plain_torch_over_50_steps(results: dict[str, Any], run: st
 
 
 @pytest.mark.parametrize("run", COMPARED)
-def test_gradient_norm_is_the_one_before_clipping(results: dict[str, Any], run: str) -> None:
+def test_gradient_norm_is_reported_before_clipping(results: dict[str, Any], run: str) -> None:
     norms = results[f"plain norms {run.split()[2]}"]
     assert results[run.replace("zero", "norm")] == pytest.approx(norms[-1], rel=1e-4)
     # Otherwise the comparison would not show that clipping acts.
@@ -63,7 +63,7 @@ def test_sgd_momentum_moves_between_stages(results: dict[str, Any]) -> None:
 
 
 def test_bf16_momentum_moves_between_stages(results: dict[str, Any]) -> None:
-    """Losses are less close: one bit in fp32 may round the kept moment the other way."""
+    """Losses are less close: one bit in fp32 may change how the kept moment rounds."""
     assert results["moved half"]["state_equal"] and results["moved half"]["tensors"] == 4 * 32
     assert results["moved half"]["losses"] == pytest.approx(results["plain half"], rel=1e-3)
     assert results["plain half"] != results["plain adamw"]
@@ -78,7 +78,7 @@ def test_bf16_keeps_fp32_master_state(results: dict[str, Any], stage: int) -> No
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_bf16_gradients_are_clipped(results: dict[str, Any], stage: int) -> None:
-    """DeepSpeed once left them as they were, without a word (its pull request 3790)."""
+    """DeepSpeed once did not clip them and reported nothing (its pull request 3790)."""
     found = results[f"clipped {stage}"]
     assert found["norm"] > 10
     assert found["change"] == pytest.approx(0.5, rel=1e-3)
@@ -91,21 +91,21 @@ def test_update_not_finite_on_one_rank_is_skipped_on_all(
     """NaN loss on rank 1, then an infinite loss on rank 0, then a NaN gradient on rank 1."""
     found = results[f"left out {run}"]
     assert found["nothing_changed"]
-    # A loop that leaves out the same updates by hand, and goes on with the same rates and samples.
+    # A plain loop that skips the same updates and continues with the same rates and samples.
     assert found["losses"] == pytest.approx(results["plain left out"], rel=rel)
     after_two, after_three = found["health"]
-    # (left out, in a row, the last of them, micro-steps with a loss of this rank that was bad)
+    # (skipped, in a row, last skipped step, micro-steps of this rank with a bad loss)
     assert after_two == [[2, 2, 5, [1]], [2, 2, 5, []]]
     assert after_three == [[3, 0, 9, []], [3, 0, 9, []]]
 
 
 @pytest.mark.parametrize("run", [*(f"{stage} adamw" for stage in range(4)), "1 half", "0 lamb"])
-def test_step_never_asks_for_a_value_of_the_device(results: dict[str, Any], run: str) -> None:
+def test_step_never_synchronises_with_the_device(results: dict[str, Any], run: str) -> None:
     assert results[f"waits {run}"] == []
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_average_of_weights_equals_one_kept_by_hand(results: dict[str, Any], stage: int) -> None:
+def test_average_of_weights_equals_a_manual_one(results: dict[str, Any], stage: int) -> None:
     found = results[f"averaged {stage}"]
     assert found["far"] < 1e-3 and found["shown_far"] < 1e-4
     assert found["differ"] > 0.1  # from the weights themselves
@@ -136,7 +136,7 @@ def test_one_changed_bit_of_a_weight_names_the_rank(results: dict[str, Any], sta
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_compiled_blocks_train_alike_without_graph_breaks(
+def test_compiled_blocks_train_equally_without_graph_breaks(
     results: dict[str, Any], stage: int
 ) -> None:
     """All blocks share their graphs: forward and backward passes in training, and one without."""
@@ -146,12 +146,12 @@ def test_compiled_blocks_train_alike_without_graph_breaks(
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_offloaded_optimizer_trains_alike(results: dict[str, Any], stage: int) -> None:
+def test_offloaded_optimizer_trains_equally(results: dict[str, Any], stage: int) -> None:
     assert results[f"offloaded {stage}"] == pytest.approx(results["plain adamw"][:10], rel=CLOSE)
 
 
-def test_fp16_goes_on_with_its_loss_scale_bit_for_bit(results: dict[str, Any]) -> None:
+def test_fp16_resumes_its_loss_scale_bit_for_bit(results: dict[str, Any]) -> None:
     found = results["fp16"]
     assert found["alike"]
-    # It did overflow, is told of, and came down by a factor of two for all but the first.
+    # It did overflow, the skips are counted, and the scale halved for all but the first.
     assert found["skipped"] >= 2 and found["scale"] == 2.0 ** (17 - found["skipped"])

@@ -1,4 +1,4 @@
-"""Verification: whatever happens to a committed folder, it is read as it was or not at all."""
+"""Verification: a committed folder is read unchanged or refused."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 def as_later_version(folder: Path, *, signed: bool = True) -> None:
-    """As a later release may write it: sound, with a hash of itself as now or in another way."""
+    """A valid checkpoint of a later release, with the same or another kind of manifest hash."""
     path = folder / MANIFEST
     manifest = json.loads(path.read_text()) | {"format_version": 3}
     del manifest["manifest_blake3"]
@@ -86,8 +86,8 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
-def test_without_any_readable_checkpoint_nothing_starts(tmp_path: Path, damage: str) -> None:
-    """Starting over would cut the journal and, step by step, overwrite what may come back."""
+def test_run_without_a_readable_checkpoint_is_refused(tmp_path: Path, damage: str) -> None:
+    """Starting over would cut the journal and overwrite checkpoints that may become readable."""
     checkpoints = tmp_path / "checkpoints"
     assert checkpoint_to_resume(checkpoints) == (None, [])
     (checkpoints / ".step-00000001.killed.tmp").mkdir(parents=True)
@@ -129,14 +129,14 @@ def test_damaged_newest_falls_back_to_the_one_before(tmp_path: Path, damage: str
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 1
     assert len(complaints) == 1 and "skipping damaged checkpoint" in complaints[0]
-    # The run goes on from step 1 and commits step 2 again, over the damaged folder.
+    # The run resumes from step 1 and commits step 2 again, over the damaged folder.
     save(tmp_path, 2)
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 2 and complaints == []
 
 
-def test_every_bit_of_every_file_counts(tmp_path: Path) -> None:
-    """Each byte in turn with one bit flipped: refused, or (white space) read as it was."""
+def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
+    """Each byte in turn with one bit flipped: refused, or (white space) read unchanged."""
     folder = save(tmp_path, 1)
     undamaged = read_checkpoint(folder)
     for name in (RANK_FILE, MANIFEST):
@@ -156,7 +156,7 @@ def test_every_bit_of_every_file_counts(tmp_path: Path) -> None:
 def test_nothing_is_parsed_before_it_is_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pickle in the place of the tensors would create a file; the parser is not even called."""
+    """A pickle instead of the tensors would create a file; the parser is not called."""
     folder = save(tmp_path, 1)
 
     class Canary:
@@ -213,7 +213,7 @@ def test_manifest_cannot_point_outside_its_folder(tmp_path: Path, name: str) -> 
         read_checkpoint(folder)
 
 
-def test_progress_survives_as_json_does(tmp_path: Path) -> None:
+def test_progress_round_trips_through_json(tmp_path: Path) -> None:
     """Keys that are numbers, floats that are not, and tuples keep the manifest's own hash valid."""
     path = tmp_path / MANIFEST
     values = {10: 0.1, 9: (1, float("inf")), "text": "\u00e9\ud800"}
@@ -222,20 +222,20 @@ def test_progress_survives_as_json_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("check", ["verify_files", "_hash_of"])
-def test_without_a_check_damage_is_believed(
+def test_damage_is_read_when_a_check_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: str
 ) -> None:
-    """Verification taken away: the damage above is then read, so those tests depend on it."""
+    """Without verification the damage above is read, so those tests depend on it."""
     path = save(tmp_path, 1) / (RANK_FILE if check == "verify_files" else MANIFEST)
     path.write_bytes(path.read_bytes().replace(b'"n": 1', b'"n": 7').replace(b"\1" * 9, b"\2" * 9))
     with pytest.raises(UserError):
         read_checkpoint(path.parent)
-    told = json.loads((path.parent / MANIFEST).read_text())["manifest_blake3"]
-    monkeypatch.setattr(folders, check, lambda *_, **__: told)
+    recorded = json.loads((path.parent / MANIFEST).read_text())["manifest_blake3"]
+    monkeypatch.setattr(folders, check, lambda *_, **__: recorded)
     read_checkpoint(path.parent)
 
 
-def test_truncated_step_takes_no_place_in_retention(tmp_path: Path) -> None:
+def test_retention_does_not_count_truncated_steps(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
     DAMAGE["truncated"](tmp_path / "checkpoints/step-00000002")

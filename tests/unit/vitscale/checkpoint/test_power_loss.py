@@ -2,9 +2,9 @@
 
 The calls of a real save are recorded and replayed on a model: what a file holds is durable from
 its fsync, a name from the fsync of its folder. Every durable state is written out and read by the
-real reader. Then each fsync, rename and check of the protocol is removed, and a state must be
-found that breaks the promise. tests/integration/checkpoint/test_checkpoint_faults.py does it on a
-real disk, which forgives more.
+real reader. Then each fsync, rename and check of the protocol is removed, and some state must lose
+a committed step. tests/integration/checkpoint/test_checkpoint_faults.py uses a real disk, which
+tolerates more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ RECORDED = ("open", "write", "fsync", "rename", "replace", "mkdir", "unlink", "r
 
 @dataclass
 class Node:
-    """A file (content) or folder (names) with what of it would survive power loss."""
+    """A file (content) or folder (names), and the part of it that would survive power loss."""
 
     is_folder: bool
     content: bytes = b""
@@ -99,7 +99,7 @@ def write_out(node: Node, path: Path) -> None:
 
 
 def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
-    """Three saves; after each of their calls the power fails. What the reader then finds wrong."""
+    """Lose power after each call of three saves; return what the reader finds wrong."""
     root, promised, broken = tmp_path / "disk", 0, []
     root.mkdir()
     model = DiskModel(root)
@@ -116,7 +116,7 @@ def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
     def recorded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
             result = function(*arguments, **options)
-            if name == "write":  # the caller goes on with its buffer
+            if name == "write":  # the caller reuses its buffer
                 arguments = (arguments[0], bytes(arguments[1])[:result])
             moments.append((name, result, arguments))
             return result
@@ -140,12 +140,12 @@ def broken_promises(tmp_path: Path, *, keep: int = 1) -> list[str]:
 
 
 @pytest.mark.parametrize("keep", [1, 2])
-def test_no_moment_loses_a_promised_step(tmp_path: Path, keep: int) -> None:
+def test_power_loss_never_loses_a_committed_step(tmp_path: Path, keep: int) -> None:
     assert broken_promises(tmp_path, keep=keep) == []
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_every_step_of_the_protocol_is_needed(
+def test_every_step_of_the_protocol_is_required(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mutant: str
 ) -> None:
     name, function = MUTANTS[mutant]

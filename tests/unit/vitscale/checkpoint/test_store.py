@@ -1,4 +1,4 @@
-"""The store on one rank: saved in the background, and only what is whole is ever read."""
+"""The store on one rank: saves in the background, reads only valid checkpoints."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def save(folder: Path, world: World, *, step: int, keep: int = 3) -> Path:
     return committed.folder
 
 
-def test_what_is_saved_is_read_back(tmp_path: Path, world: World) -> None:
+def test_saved_state_is_read_back(tmp_path: Path, world: World) -> None:
     checkpoint = read_checkpoint(save(tmp_path, world, step=7))
     assert (checkpoint.step, checkpoint.progress) == (7, {"n": 7})
     assert checkpoint.description == {"grid": [1, 2]}
@@ -59,7 +59,7 @@ def test_what_is_saved_is_read_back(tmp_path: Path, world: World) -> None:
     assert set(checkpoint.tensors()) == {"model.a", "exp_avg.a"}
 
 
-def test_newest_is_by_step_and_old_ones_go(tmp_path: Path, world: World) -> None:
+def test_newest_is_by_step_and_old_ones_are_removed(tmp_path: Path, world: World) -> None:
     for step in (9, 10, 11, 100_000_000):
         save(tmp_path, world, step=step, keep=2)
     names = [path.name for path in step_folders(tmp_path / "checkpoints")]
@@ -91,7 +91,7 @@ def test_store_refuses_a_folder_without_a_readable_checkpoint(
         store.newest()
 
 
-def test_unfinished_save_is_invisible_and_collected(tmp_path: Path, world: World) -> None:
+def test_unfinished_save_is_ignored_and_removed(tmp_path: Path, world: World) -> None:
     save(tmp_path, world, step=1)
     unfinished = tmp_path / "checkpoints/.step-00000002.0a1b2c3d-1.tmp"
     unfinished.mkdir()
@@ -113,10 +113,10 @@ def test_full_disk_is_one_clear_error_and_loses_nothing(small_disk: Path, world:
     assert checkpoint is not None and checkpoint.step == 1 and complaints == []
 
 
-def test_save_returns_before_the_disk_has_it(
+def test_save_returns_before_data_is_on_disk(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk hangs: the save has returned, nothing is told, and what trains on is not saved."""
+    """The disk hangs: the save has returned, nothing is committed, later updates are not saved."""
     released = threading.Event()
     write = commit.write_new_file
     monkeypatch.setattr(commit, "write_new_file", lambda *a: released.wait(60) and write(*a))
@@ -136,10 +136,10 @@ def test_save_returns_before_the_disk_has_it(
     assert checkpoint.progress == {"n": 1}
 
 
-def test_update_waits_for_the_copy_only(
+def test_update_waits_only_for_the_host_copy(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the copy is held up the save has returned; the wait ends with the copy."""
+    """While the copy is blocked the save has returned; the wait ends with the copy."""
     released = threading.Event()
     store = CheckpointStore(tmp_path, keep=2, world=world)
     take = store._host_copy.take
@@ -157,14 +157,14 @@ def test_update_waits_for_the_copy_only(
 
 
 class GivenUp(Exception):
-    """In place of the end of the process."""
+    """Raised instead of ending the process."""
 
 
 @pytest.fixture
 def watched(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[CheckpointStore, list[str]]:
-    """A store whose patience is 0.6 s, and what is said."""
+    """A store with a stall limit of 0.6 s, and its messages."""
     said: list[str] = []
     heartbeat = Heartbeat(world, timeout_min=0.6 / 60 / SHARE_OF_TIMEOUT, say=said.append)
 
@@ -176,7 +176,7 @@ def watched(
 
 
 class FakeThread:
-    """A save whose every check period is one given step; nothing waits."""
+    """A save in which each check period is one given step; nothing waits."""
 
     name = "save step 7"
 
@@ -255,7 +255,7 @@ def test_failed_copy_releases_the_update_and_is_raised(
     assert newest_checkpoint(store.folder)[0] is None
 
 
-def test_next_save_waits_and_raises_for_the_one_before(
+def test_next_save_waits_and_raises_the_previous_error(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = CheckpointStore(tmp_path, keep=2, world=world)
@@ -280,7 +280,7 @@ def refuse(*_: object) -> None:
 
 
 @pytest.mark.parametrize("ending", ["good", "stopped", "error"])
-def test_store_does_not_end_before_its_last_save(
+def test_store_waits_for_its_last_save(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch, ending: str
 ) -> None:
     write = commit.write_new_file
@@ -294,10 +294,10 @@ def test_store_does_not_end_before_its_last_save(
     assert read_checkpoint(tmp_path / "checkpoints/step-00000001").step == 1
 
 
-def test_failed_last_save_is_not_hidden_by_the_stop(
+def test_failed_last_save_is_reported_on_exit(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Exit code 75 would promise a checkpoint; another error stays first and says both."""
+    """Exit code 75 would claim a checkpoint; another error stays and notes the failed save."""
     monkeypatch.setattr(commit, "commit_folder", refuse)
     for stop, shown in ((SystemExit(75), UserError), (KeyError("other"), KeyError)):
         with pytest.raises(shown) as caught:
@@ -312,7 +312,7 @@ def test_failed_last_save_is_not_hidden_by_the_stop(
 def test_state_that_is_not_finite_is_not_committed(
     tmp_path: Path, world: World, dtype: torch.dtype, value: float
 ) -> None:
-    """One value of many; no run recovers from it, and retention would drop the last good step."""
+    """One value of many; no run recovers from it, and retention would remove the last good step."""
     before = save(tmp_path, world, step=1)
     store = CheckpointStore(tmp_path, keep=1, world=world)
     momentum = torch.arange(1000.0).to(dtype)
@@ -327,7 +327,7 @@ def test_state_that_is_not_finite_is_not_committed(
     assert store.wait() is not None
 
 
-def test_defect_of_our_own_is_no_disk_error(
+def test_defect_in_the_code_is_not_a_disk_error(
     tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commit, "manifest_text", lambda **_: 1 / 0)
@@ -340,7 +340,7 @@ def test_defect_of_our_own_is_no_disk_error(
 def test_resumed_run_keeps_commits_despite_damaged_later_steps(
     tmp_path: Path, world: World
 ) -> None:
-    """Bit-rot in all newer steps: going on from 10, retention must count neither of them."""
+    """All newer steps are damaged: resuming from 10, retention must count none of them."""
     for step in (10, 20, 30):
         save(tmp_path, world, step=step)
     folders = step_folders(tmp_path / "checkpoints")
@@ -354,7 +354,7 @@ def test_resumed_run_keeps_commits_despite_damaged_later_steps(
     assert names == ["step-00000030", "step-00000020", "step-00000013"]
 
 
-def test_retention_counts_only_whole_steps(tmp_path: Path, world: World) -> None:
+def test_retention_counts_only_valid_steps(tmp_path: Path, world: World) -> None:
     for step in (1, 2, 3):
         save(tmp_path, world, step=step)
     (tmp_path / "checkpoints/step-00000003/rank-00000.safetensors").unlink()
@@ -363,7 +363,7 @@ def test_retention_counts_only_whole_steps(tmp_path: Path, world: World) -> None
     assert names == ["step-00000004", "step-00000002"]
 
 
-def test_clocks_do_not_matter(tmp_path: Path, world: World) -> None:
+def test_clocks_have_no_effect(tmp_path: Path, world: World) -> None:
     """The newest step has the oldest times."""
     for step in (1, 2):
         folder = save(tmp_path, world, step=step)

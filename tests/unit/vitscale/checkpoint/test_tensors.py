@@ -1,4 +1,4 @@
-"""Tensor files: what the library reads is what was given; slices of any layout give the whole."""
+"""Tensor files: the library reads what was written; slices of any layout restore the tensor."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_library_reads_what_was_copied(tmp_path: Path) -> None:
             assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor)
 
 
-def test_host_memory_is_taken_once_and_does_not_alias() -> None:
+def test_host_memory_is_reused_and_does_not_alias() -> None:
     copy, weights = HostCopy(CPU), torch.ones(100)
     header, data = taken({"a": weights}, copy)
     weights.zero_()
@@ -56,7 +56,7 @@ def test_host_memory_is_taken_once_and_does_not_alias() -> None:
     cuts=st.lists(st.integers(0, 64), max_size=4),
     order=st.randoms(use_true_random=False),
 )
-def test_slices_of_any_layout_give_the_whole(
+def test_slices_of_any_layout_restore_the_tensor(
     shape: list[int], cuts: list[int], order: object
 ) -> None:
     whole = torch.randn(shape)
@@ -74,7 +74,7 @@ def test_slices_of_any_layout_give_the_whole(
         whole_tensors([(slice_name("x", start=0, shape=(flat.numel() + 1,)), flat)])
 
 
-def test_prefix_selects_and_is_dropped(tmp_path: Path) -> None:
+def test_prefix_selects_tensors_and_is_removed(tmp_path: Path) -> None:
     halves = [
         {f"ema.w@{start}/4": torch.arange(4.0)[start : start + 2], f"model.{start}": torch.ones(1)}
         for start in (0, 2)

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: the order of flushes and renames."""
+"""Files are whole or absent: the order of flushes and renames."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vitscale.distributed import atomic_files
 from vitscale.distributed.atomic_files import atomic_file, write_bytes
 
 
-def test_content_is_flushed_before_the_rename_and_the_name_after(
+def test_content_is_flushed_before_the_rename_the_name_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In any other order power loss can leave an empty file, or the old one after a commit."""
@@ -44,8 +44,8 @@ def test_failed_write_leaves_the_old_file_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_large_file_is_flushed_on_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a slow disk shows how far it is, long before the one fsync at the end."""
+def test_large_file_is_flushed_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a slow disk shows progress before the fsync at the end."""
     sizes: list[int] = []
     monkeypatch.setattr(atomic_files, "FLUSH_BYTES", 100)
     monkeypatch.setattr(os, "fdatasync", lambda fd: sizes.append(os.fstat(fd).st_size))

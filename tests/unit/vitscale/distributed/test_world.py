@@ -21,7 +21,7 @@ def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_without_a_stop_the_handlers_come_back() -> None:
+def test_handlers_are_restored_without_a_stop() -> None:
     previous = [signal.getsignal(number) for number in STOP_SIGNALS]
     with PreemptionFlag() as stop:
         assert not stop.set_on_any_rank()
@@ -29,7 +29,7 @@ def test_without_a_stop_the_handlers_come_back() -> None:
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_a_stop_signal_that_comes_again_does_no_harm(number: signal.Signals) -> None:
+def test_repeated_stop_signal_is_ignored(number: signal.Signals) -> None:
     with PreemptionFlag() as stop:
         os.kill(os.getpid(), number)
         assert stop.set_on_any_rank()

@@ -1,4 +1,4 @@
-"""Checksums and the sentence about ranks that differ."""
+"""Checksums, and the description of ranks that differ."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_zero_and_minus_zero_differ() -> None:
     assert checksum(torch.tensor([0.0])) != checksum(torch.tensor([-0.0]))
 
 
-def test_unequal_counts_after_rounding_to_the_type_of_the_copy() -> None:
+def test_unequal_elements_are_counted_in_the_dtype_of_the_copy() -> None:
     original = torch.tensor([1.0, 1.001, 3.0])
     copy = original.to(torch.bfloat16)
     assert num_unequal(copy, original) == 0
@@ -42,9 +42,9 @@ def test_majority_names_the_odd_rank_and_its_tensors() -> None:
 
 def test_two_ranks_have_no_majority() -> None:
     text = disagreement(["a", "b"], [[1, 2], [1, 3]])
-    assert text == "rank 0 and rank 1 differ; no majority says who is wrong, in b"
+    assert text == "rank 0 and rank 1 differ; no majority shows which is wrong, in b"
 
 
 def test_two_equal_halves_have_no_majority() -> None:
     found = disagreement(["a"], [[1], [1], [2], [2]])
-    assert found == "rank 0 and rank 2, 3 differ; no majority says who is wrong, in a"
+    assert found == "rank 0 and rank 2, 3 differ; no majority shows which is wrong, in a"

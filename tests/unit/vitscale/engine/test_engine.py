@@ -38,7 +38,7 @@ def stage(request: pytest.FixtureRequest) -> int:
 
 
 class Model(torch.nn.Module):
-    """Two layers; features are what the second one sees."""
+    """Two layers; features are the input of the second one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def test_averaged_weights_are_used_inside_the_block_only(world: World, stage: in
 
 @pytest.mark.parametrize("target", LAYOUTS)
 def test_state_moves_by_name(world: World, stage: int, target: int) -> None:
-    """Training continues as if it had never moved."""
+    """Training continues as without the move."""
     first = new_engine(world, stage, optimizer="adamw", ema=EMA)
     for scale in (1.0, math.nan, 1.0):
         update(first, scale=scale)

@@ -68,7 +68,7 @@ def test_skipped_updates_are_counted() -> None:
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
-def test_loss_that_is_not_finite_has_nan_gradients(loss: float) -> None:
+def test_nonfinite_loss_has_nan_gradients(loss: float) -> None:
     guard = Update(fused=False).guard
     weight = torch.ones(1, requires_grad=True)
     guard.checked((weight + loss).sum(), micro_step=0).backward()

@@ -1,4 +1,4 @@
-"""One rank has nothing to shard: stages 1 and 2 are then done without, where that is the same."""
+"""One fp32 rank runs without ZeRO 1 and 2: it has nothing to shard."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_one_fp32_rank_copies_nothing_for_unsharded_stages() -> None:
     assert [stage_of(stage, world_size=1) for stage in (0, 1, 2, 3)] == [0, 0, 0, 3]
     assert [stage_of(stage, world_size=2) for stage in (0, 1, 2, 3)] == [0, 1, 2, 3]
     assert stage_of(2, world_size=1, offload_optimizer=True) == 2, "which stage 0 cannot"
-    # bf16 weights with fp32 originals are another arithmetic than autocast at stage 0.
+    # bf16 weights with fp32 originals compute differently from autocast at stage 0.
     assert stage_of(1, world_size=1, dtype=torch.bfloat16) == 1
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_the_estimate_knows_it(stage: int) -> None:
+def test_estimate_counts_no_copies_for_one_fp32_rank(stage: int) -> None:
     arch = architecture(ModelSettings(preset="Ti/16"), num_classes=10)
     options = {"world_size": 1, "precision": "fp32", "micro_batch": 1, "optimizer_bytes": 8}
     options["activation_checkpointing"] = False

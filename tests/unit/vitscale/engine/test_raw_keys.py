@@ -23,11 +23,11 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize("raw, key, why", REFUSED)
-def test_refused(raw: dict[str, Any], key: str, why: str) -> None:
+def test_raw_key_is_refused(raw: dict[str, Any], key: str, why: str) -> None:
     ((where, what),) = raw_problems(raw)
     assert where == f"deepspeed.{key}" and why in what
 
 
-def test_allowed() -> None:
+def test_raw_key_is_allowed() -> None:
     raw = {"zero_optimization": {"contiguous_gradients": False}, "wall_clock_breakdown": True}
     assert list(raw_problems(raw)) == []

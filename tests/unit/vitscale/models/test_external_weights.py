@@ -1,4 +1,4 @@
-"""Google's .npz and timm's .safetensors: the same logits as timm's own loader, and no trust."""
+"""Google's .npz and timm's .safetensors give the logits of timm's loader; bad files are refused."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ def built(**changes: Any) -> VisionTransformer:
 
 
 def loaded(path: Path, *, grid: tuple[int, int] | None = None, **changes: Any) -> VisionTransformer:
-    """A model of ours with the trunk of the file, and the file's head for the comparison."""
+    """Our model with the file's trunk and, for the comparison, its head."""
     model = built(**changes)
-    foreign = read_external_weights(path, grid=grid)
+    external = read_external_weights(path, grid=grid)
     transfer_weights(
         model,
-        weights=foreign.weights,
-        source_grid=foreign.grid,
+        weights=external.weights,
+        source_grid=external.grid,
         target_grid=(model.patch_embed.grid_size[0], model.patch_embed.grid_size[1]),
         num_prefix_tokens=model.num_prefix_tokens,
         convention="google",
@@ -90,7 +90,7 @@ def loaded(path: Path, *, grid: tuple[int, int] | None = None, **changes: Any) -
     )
     assert model.head.weight.abs().max() == 0
     model.head.load_state_dict(
-        {name: foreign.weights[f"head.{name}"] for name in ("weight", "bias")}
+        {name: external.weights[f"head.{name}"] for name in ("weight", "bias")}
     )
     return model
 
@@ -112,7 +112,7 @@ def test_logits_of_an_npz_equal_those_of_timms_loader(
     assert torch.allclose(logits(loaded(path)), logits(theirs), atol=1e-6)
 
 
-def test_older_prefix_and_both_layers_of_the_head(tmp_path: Path) -> None:
+def test_older_prefix_and_both_head_layers_are_read(tmp_path: Path) -> None:
     content = arrays()
     extra = {"pre_logits/kernel": np.ones((WIDTH, WIDTH)), "pre_logits/bias": np.ones(WIDTH)}
     plain = logits(loaded(npz(tmp_path / "plain.npz", content)))
@@ -163,7 +163,7 @@ def test_positions_are_resampled_to_the_new_grid(tmp_path: Path) -> None:
     assert torch.allclose(positions[0, [0, 1, 7, 43, 49]], source[0, [0, 1, 4, 13, 16]])
 
 
-def test_a_grid_that_is_no_square_is_asked_for(tmp_path: Path) -> None:
+def test_nonsquare_grid_must_be_given(tmp_path: Path) -> None:
     path = npz(tmp_path / "wide.npz", arrays(rows=19))
     with pytest.raises(UserError, match="form no square") as caught:
         read_external_weights(path, grid=None)
@@ -180,7 +180,7 @@ def test_a_given_grid_wins_over_an_equal_token_count(tmp_path: Path) -> None:
     assert square.shape == wide.shape and not torch.allclose(square, wide)
 
 
-def test_mean_pooled_weights_without_class_token(tmp_path: Path) -> None:
+def test_mean_pooled_weights_load_without_class_token(tmp_path: Path) -> None:
     path = npz(tmp_path / "gap.npz", arrays(layout=BIG_VISION, rows=16, cls=False))
     model = loaded(path, pool="gap")
     assert model.cls_token is None and logits(model).std() > 0.1
@@ -208,8 +208,8 @@ def test_logits_of_timms_safetensors_equal_timms(tmp_path: Path) -> None:
     assert torch.allclose(logits(ours), logits(theirs), atol=1e-6)
 
 
-def test_a_norm_behind_the_mean_is_another_model(tmp_path: Path) -> None:
-    """Beside it timm has the papers' form too: `fc_norm=False`."""
+def test_a_norm_after_the_mean_is_another_model(tmp_path: Path) -> None:
+    """timm also has the papers' form: `fc_norm=False`."""
     path = tmp_path / "model.safetensors"
     options: dict[str, Any] = {"global_pool": "avg", "class_token": False}
     same = timms(path, **options, fc_norm=False, final_norm=True)
@@ -230,7 +230,7 @@ def test_deits_own_names_of_layer_scale(tmp_path: Path) -> None:
     assert model.blocks[1].ls2.gamma.tolist() == pytest.approx([0.7] * WIDTH)
 
 
-def test_other_architectures_get_a_table(tmp_path: Path) -> None:
+def test_other_architectures_are_refused_with_a_table(tmp_path: Path) -> None:
     content = arrays()
     content["conv_root/kernel"] = np.zeros((7, 7, 3, 8), np.float32)
     content["Transformer/encoderblock_2/LayerNorm_0/scale"] = np.zeros(WIDTH, np.float32)
@@ -244,7 +244,7 @@ def test_other_architectures_get_a_table(tmp_path: Path) -> None:
 
 
 class Trap:
-    """Unpickled, it would leave a file behind."""
+    """Unpickled, it would create a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -280,7 +280,9 @@ def member(shape: tuple[int, ...], num_bytes: int, dtype: str = "<f4") -> bytes:
     ],
     ids=["enormous", "short", "overflow", "integers", "garbage", "bomb"],
 )
-def test_lying_members_are_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_members_with_false_headers_are_refused(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     path = tmp_path / "weights.npz"
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("embedding/kernel.npy", content)
@@ -290,7 +292,7 @@ def test_lying_members_are_refused(tmp_path: Path, content: bytes, message: str)
 
 def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     whole = npz(tmp_path / "whole.npz", arrays()).read_bytes()
-    # A byte of an array changed: zip's own checksum tells.
+    # A byte of an array changed: zip's own checksum detects it.
     middle = len(whole) // 2
     for name, content in {
         "cut.npz": whole[:middle],
@@ -309,6 +311,6 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         read_external_weights(tmp_path / "other.npz", grid=None)
 
 
-def test_weight_files_are_told_by_their_suffix() -> None:
+def test_weight_files_are_recognised_by_suffix() -> None:
     assert is_weight_file("a/b.npz") and is_weight_file("c.safetensors")
     assert not is_weight_file("runs/demo-pretrain") and not is_weight_file("model.pth")

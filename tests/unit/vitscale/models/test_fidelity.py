@@ -1,4 +1,4 @@
-"""Every option of the model against an independent forward pass in numpy, quirk by quirk."""
+"""Every option of the model equals an independent forward pass in numpy."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_forward_equals_independent_reference(options: dict[str, Any]) -> None:
     with torch.no_grad():
         logits = model(image)[0].numpy()
     assert np.allclose(logits, reference(weights, image[0].numpy(), **facts), atol=1e-10)
-    # The comparison is sharp: another GELU or another eps does not pass it.
+    # The comparison is sensitive: another GELU or another eps fails.
     for wrong in ({"form": "erf" if settings.gelu == "tanh" else "tanh"}, {"eps": 3e-6}):
         other = reference(weights, image[0].numpy(), **(facts | wrong))
         assert not np.allclose(logits, other, atol=1e-7)
@@ -180,7 +180,7 @@ def test_default_description_is_that_of_earlier_checkpoints() -> None:
      {"patch_dropout": 0.5}, {"head_std": 0.1}],
     ids=str,
 )  # fmt: skip
-def test_options_leave_the_other_weights_of_a_seed_alone(options: dict[str, Any]) -> None:
+def test_options_do_not_change_the_other_weights_of_a_seed(options: dict[str, Any]) -> None:
     alike = {"class_position": options["class_position"]} if "class_position" in options else {}
     plain, changed = small(**alike).state_dict(), small(**options).state_dict()
     different = [name for name in plain if not torch.equal(plain[name], changed[name])]
@@ -241,7 +241,7 @@ def test_registers_start_apart_from_each_other() -> None:
     assert not torch.equal(registers[0], registers[1])
 
 
-def test_head_starts_as_asked() -> None:
+def test_head_starts_at_the_configured_std() -> None:
     model = small(head_bias=-10.0, head_std=2e-2, representation_layer=True)
     assert model.head[-1].bias.tolist() == [-10.0] * 5
     assert model.head[-1].weight.std().item() == pytest.approx(2e-2, rel=0.2)

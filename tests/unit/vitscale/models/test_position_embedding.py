@@ -38,7 +38,7 @@ def test_timm_convention_equals_timm() -> None:
     assert torch.allclose(resized, expected, atol=1e-6)
 
 
-def test_conventions_differ() -> None:
+def test_resampling_conventions_differ() -> None:
     pos_LD = embedding(4, 4, prefix=0)
     google, timm, deit = (
         resize_position_embedding(

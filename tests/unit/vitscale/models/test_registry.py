@@ -48,6 +48,6 @@ def test_costs_are_those_of_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_description_leaves_out_the_default_family() -> None:
-    """Checkpoints written before there were families describe the same architecture."""
+    """Checkpoints written before families existed describe the same architecture."""
     assert "name" not in ARCH.description()
     assert replace(ARCH, name="other").description()["name"] == "other"

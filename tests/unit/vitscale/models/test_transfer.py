@@ -59,7 +59,7 @@ def test_fixed_positions_are_computed_for_the_new_grid() -> None:
 
 
 @pytest.mark.parametrize("with_position", [True, False])
-def test_giving_or_taking_the_class_position_changes_no_feature(with_position: bool) -> None:
+def test_adding_or_removing_the_class_position_keeps_features(with_position: bool) -> None:
     source = shaken(class_position=with_position)
     target = shaken(class_position=not with_position)
     images = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(5))

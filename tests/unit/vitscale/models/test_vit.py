@@ -29,7 +29,7 @@ def test_parameter_counts_are_the_papers(preset: str, expected: int) -> None:
     settings = ModelSettings(preset=preset)
     arch = architecture(settings, num_classes=1000)
     with torch.device("meta"):
-        # Only shapes are wanted; initialising 632 M numbers is not.
+        # Only shapes are needed; initialising 632 M numbers is slow.
         from timm.models.vision_transformer import VisionTransformer
 
         model = VisionTransformer(

@@ -1,4 +1,4 @@
-"""AdamW with a bf16 first moment, against the algorithm written out, and torch's AdamW."""
+"""AdamW with a bf16 first moment equals the algorithm written out and is close to torch's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def optimizer_of(weight: torch.Tensor) -> Bf16MomentumAdamW:
 
 
 def test_equals_the_algorithm_written_out_over_20_steps() -> None:
-    """In fp64, but for the moment that is kept; the update takes it before it is rounded."""
+    """In fp64 except for the kept moment; the update uses it before rounding."""
     weight = torch.nn.Parameter(torch.ones(5, 3))
     optimizer = optimizer_of(weight)
     slow, mean, square = torch.ones(5, 3).double(), torch.zeros(5, 3), torch.zeros(5, 3).double()
@@ -32,7 +32,7 @@ def test_equals_the_algorithm_written_out_over_20_steps() -> None:
         square = BETAS[1] * square + (1 - BETAS[1]) * gradient.double() ** 2
         update = exact / (1 - BETAS[0] ** step) / ((square / (1 - BETAS[1] ** step)).sqrt() + EPS)
         slow = slow - 1e-2 * (update + DECAY * slow)
-        # From ours: which way a value in the middle is rounded is not the point.
+        # From ours: rounding of ties is not tested here.
         mean = optimizer.state[weight]["exp_avg"].clone()
         assert mean.dtype == torch.bfloat16
         torch.testing.assert_close(mean.double(), exact, rtol=2**-8, atol=1e-6)
@@ -51,7 +51,7 @@ def test_stays_near_adamw_in_fp32() -> None:
     torch.testing.assert_close(ours, theirs, rtol=0.0, atol=5e-3)
 
 
-def test_setting_chooses_it_and_is_refused_elsewhere() -> None:
+def test_bf16_momentum_is_for_adamw_only() -> None:
     half = OptimSettings(lr=1e-3, momentum_dtype="bf16")
     groups = [{"params": [torch.nn.Parameter(torch.ones(2))]}]
     built = build_optimizer(groups, settings=half, device=torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""What the guard asks of our own optimisers: `found_inf` and `grad_scale`, without a host."""
+"""Our optimisers obey the guard's `found_inf` and `grad_scale` without waiting for the device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_found_inf_changes_nothing_and_grad_scale_divides(kind: type[MaskedAdam]
 
 
 @pytest.mark.parametrize("kind", [Bf16MomentumAdamW, Lamb])
-def test_first_update_left_out_leaves_the_start(kind: type[MaskedAdam]) -> None:
+def test_skipped_first_update_keeps_the_initial_state(kind: type[MaskedAdam]) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = kind([weight], lr=1.0)
     optimizer.found_inf, weight.grad = torch.tensor(1.0), torch.full((3,), torch.nan)

@@ -1,4 +1,4 @@
-"""Recipes against the published numbers, and the quirks that break a reproduction.
+"""Recipes equal the published numbers, including quirks that break a reproduction.
 
 Numbers in the table are the papers' and their authors', with the source in each row; none is read
 from this project. docs/recipes.md maps every quirk to its test; those here have no other.
@@ -39,7 +39,7 @@ def recipe(name: str) -> TrainingRun:
 
 
 def resolved(run: TrainingRun) -> dict[str, Any]:
-    """What a recipe amounts to, in the terms of the papers' tables."""
+    """A recipe's values in the terms of the papers' tables."""
     data, model, optim, schedule = run.data, run.model, run.optim, run.schedule
     plan = training_plan(run, world_size=1, num_samples=data.planned_num_samples or 0)
     # AdamW scale: an independent decay is the coupled one times the peak.

@@ -24,7 +24,7 @@ def test_settings_allow_every_optimizer_and_schedule() -> None:
 @pytest.mark.parametrize(
     ("name", "momentum_dtype"), [*((name, "fp32") for name in OPTIMIZERS), ("adamw", "bf16")]
 )
-def test_table_says_what_an_optimizer_keeps(name: str, momentum_dtype: str) -> None:
+def test_table_lists_the_state_of_each_optimizer(name: str, momentum_dtype: str) -> None:
     settings = OptimSettings(name=name, lr=0.1, momentum_dtype=momentum_dtype)
     weight = torch.nn.Parameter(torch.ones(4, 3))
     optimizer = build_optimizer(

@@ -1,4 +1,4 @@
-"""Learning-rate curves at their corners."""
+"""Learning-rate curves at their end points."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_warmup_is_linear_and_reaches_the_peak(decay: str) -> None:
     assert rate(9, decay) == rate(10, decay) == pytest.approx(1.0)
 
 
-def test_decays_pass_their_middle_and_end() -> None:
+def test_decays_reach_their_middle_and_end() -> None:
     assert rate(60, "linear") == rate(60, "cosine") == pytest.approx(0.55)
     assert rate(110, "linear") == rate(110, "cosine") == pytest.approx(0.1)
     assert rate(109, "constant") == pytest.approx(1.0)
@@ -44,7 +44,7 @@ def test_no_warmup_starts_at_the_peak() -> None:
 
 
 def big_vision_rsqrt(step: int, *, warmup: int, total: int, cooldown: int, scale: float) -> float:
-    """A big_vision rate behind its warm-up, with base 1, written out."""
+    """A big_vision rate after its warm-up, with base 1, written out."""
     rate = 1 / math.sqrt(1 + (step - warmup) / scale)
     return rate * min(1.0, (total - step) / cooldown)
 
@@ -86,7 +86,7 @@ def test_constant_stays_at_the_peak_and_cools_down_at_the_end(
 
 @pytest.mark.parametrize("shape", sorted(COOLDOWNS))
 @pytest.mark.parametrize("decay", sorted(SCHEDULES))
-def test_curves_have_no_jump_and_only_fall_behind_the_warmup(decay: str, shape: str) -> None:
+def test_curves_have_no_jump_and_only_fall_after_the_warmup(decay: str, shape: str) -> None:
     cooldown = 2_000 if decay in ENDLESS else 0
     rates = [
         learning_rate(
@@ -103,7 +103,7 @@ def test_curves_have_no_jump_and_only_fall_behind_the_warmup(decay: str, shape: 
 
 
 def test_rate_depends_on_the_step_alone() -> None:
-    """What a resumed run computes first is what an undisturbed one computes there."""
+    """A resumed run computes the same rate as an uninterrupted one."""
 
     def rates(steps: range) -> list[float]:
         return [
