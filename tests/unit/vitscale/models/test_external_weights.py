@@ -271,9 +271,9 @@ def member(shape: tuple[int, ...], num_bytes: int, dtype: str = "<f4") -> bytes:
 @pytest.mark.parametrize(
     "content, message",
     [
-        (member((10**9, 10**6), 64), "says 4,000,000,000,000,000 bytes"),
+        (member((10**9, 10**6), 64), "declares 4,000,000,000,000,000 bytes"),
         (member((4,), 12), "holds another number"),
-        (member((2**62, 4), 0), "bytes, and holds another number"),
+        (member((2**62, 4), 0), "bytes, but holds another number"),
         (member((4,), 32, "<i8"), "holds int64"),
         (b"not an array", "is not a numpy array"),
         (bytes(80 * 2**20), "would unpack to 1 arrays"),
