@@ -1,7 +1,7 @@
 """Print parameters, FLOPs per training image and images per second of Vision Transformers.
 
     python launch/flops.py                         all sizes at 224 px
-    python launch/flops.py L/16 H/14 --image-size 224 384 --peak-tflops 989 --mfu 0.5
+    python launch/flops.py B/16 L/16 --image-size 224 384 --peak-tflops 989 --mfu 0.5
 
 Computed by formula (`vitscale.models.costs`). Needs no torch.
 """
