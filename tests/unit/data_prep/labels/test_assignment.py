@@ -88,6 +88,8 @@ def test_numbers_mixed_with_other_labels_are_refused(others: list[str], tmp_path
     assert labels().label_map(found) == tuple(sorted(found))
     names = written(tmp_path / "names.txt", "".join(f"{name}\n" for name in found))
     assert labels(space=names).label_map(found, keep_numbers=True) == tuple(found)
+    pairs = written(tmp_path / "map.csv", "a,3\nb,0\n")
+    assert labels(map=pairs).label_map({"3": 1, "0": 1}, keep_numbers=True) == ("0", "3")
 
 
 def test_zero_padded_numbers_are_sorted_names() -> None:

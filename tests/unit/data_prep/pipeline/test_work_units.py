@@ -59,6 +59,13 @@ def test_every_unit_is_done_once_from_the_given_start(work: WorkFolder) -> None:
     assert not list((work.path / "claims").iterdir())
 
 
+def test_a_unit_done_before_its_claim_is_not_repeated(work: WorkFolder) -> None:
+    answers = iter([False, False, True, True])  # another process is done in between
+    done: list[str] = []
+    work.work_through(["a"], is_done=lambda unit: next(answers), do=done.append, start=0)
+    assert done == []
+
+
 def test_a_dead_process_of_this_machine_is_replaced_at_once(work: WorkFolder) -> None:
     claim(work, "a", where=machine(), pid=dead_pid())
     assert run(work, ["a"]) == ["a"]
@@ -141,7 +148,7 @@ def test_a_failing_unit_releases_its_claim(work: WorkFolder) -> None:
 
 def test_unfinished_files_of_dead_processes_are_cleared(work: WorkFolder) -> None:
     old = work.scratch.with_name(f"{machine()}.{dead_pid()}")
-    other = work.scratch.with_name("elsewhere.1")
+    other = work.scratch.with_name(f"elsewhere.{dead_pid()}")
     for folder in (old, other):
         folder.mkdir()
         (folder / "tar").write_bytes(b"half")

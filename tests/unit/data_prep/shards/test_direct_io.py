@@ -73,3 +73,12 @@ def test_what_the_disk_refuses_is_raised_by_the_end(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         file.finish()
     file.close()
+
+
+def test_finished_file_is_flushed_at_its_full_length(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(direct_io.os, "fsync", lambda fd: flushed.append(os.fstat(fd).st_size))
+    write(tmp_path / "file", [(700, True)])
+    assert flushed == [700]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import ImageFile
 
 from data_prep.sources.registry import open_source
 from data_prep.verification.report import gather_statistics, histogram, write_report
@@ -106,6 +107,7 @@ def test_rejected_inputs_are_shown_from_a_readable_source(tmp_path: Path) -> Non
     page = page_of(tmp_path / "shards", manifest, source=source, num_samples=0)
     assert len(page.images()) == 1
     assert page.text.count("no picture") == 4
+    assert not ImageFile.LOAD_TRUNCATED_IMAGES, "set for these pictures only"
 
 
 def test_thumbnails_come_out_of_tars_in_tars(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -100,3 +102,37 @@ def test_the_task_that_failed_first_is_named() -> None:
     ]
     first = monitor.first_failure(failed, stopping=False)
     assert first is not None and first.rank == 1
+
+
+class RunningController(EndedController):
+    """A controller process that ends after some polls, whatever it is sent."""
+
+    def __init__(self) -> None:
+        self.states = iter([None] * 5)
+        self.signals: list[int] = []
+
+    def poll(self) -> int | None:  # type: ignore[override]  # None: it still runs
+        return next(self.states, 0)
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_only_independent_tasks_outlive_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, independent: bool
+) -> None:
+    clock = itertools.count(0.0, 3.0)
+    fake = SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None)
+    monkeypatch.setattr(monitor, "time", fake)
+    controller: Any = RunningController()
+    submission = Submission(
+        job_id="7", num_tasks=2, folder=tmp_path, controller=controller, independent=independent
+    )
+    for rank in range(2):
+        record = TaskRecord(rank=rank, pid=os.getpid(), exit_code=rank, ended=1.0)
+        write_record(task_record_path(tmp_path, job_id="7", rank=rank), record)
+    stop: Any = SimpleNamespace(is_set=False)
+    result = monitor.follow(submission, output=io.StringIO(), stop=stop)
+    assert result.exit_code == 1 and result.failure is not None and result.failure.rank == 1
+    assert set(controller.signals) == (set() if independent else {signal.SIGINT})

@@ -66,3 +66,12 @@ def test_wrong_source_grid_is_refused() -> None:
             num_prefix_tokens=1,
             convention="google",
         )
+
+
+@pytest.mark.parametrize("target", [(4, 4), (6, 6)])
+def test_half_precision_positions_are_resized_in_fp32(target: tuple[int, int]) -> None:
+    pos_LD = embedding(4, 4, prefix=1).bfloat16()
+    options = {"source_grid": (4, 4), "target_grid": target, "num_prefix_tokens": 1}
+    found = resize_position_embedding(pos_LD, convention="timm", **options)
+    expected = resize_position_embedding(pos_LD.float(), convention="timm", **options)
+    assert found.dtype == torch.float32 and torch.equal(found, expected)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import tempfile
 from pathlib import Path
 
@@ -90,3 +91,13 @@ def test_steps_never_decrease(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="step 4"):
         journal.append({"a": 1.0}, step=4)
     journal.close()
+
+
+def test_closed_journal_is_flushed_to_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: flushed.append(os.fstat(fd).st_size))
+    journal = Journal(tmp_path / "journal.jsonl", resume_step=0)
+    journal.append({"a": 1.0}, step=5)
+    journal.close()
+    journal.close()
+    assert flushed == [(tmp_path / "journal.jsonl").stat().st_size]

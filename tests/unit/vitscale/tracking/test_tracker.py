@@ -6,6 +6,7 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,13 +92,14 @@ def test_tags_and_params_are_stored_without_secrets(
     open_tracker: Callable[..., Tracker], database: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
-    with open_tracker(tags={"model": "B/16"}) as tracker:
+    own = TrackingSettings(uri=f"sqlite:///{database}", tags={"team": "a", "model": "mine"})
+    with open_tracker(tags={"model": "B/16"}, settings=own) as tracker:
         log_steps(tracker, range(1, 3))
         run_id = str(tracker.run_id)
     tags = dict(query(database, "select key, value from tags where run_uuid = ?", run_id))
     params = dict(query(database, "select key, value from params where run_uuid = ?", run_id))
     assert tags["mlflow.runName"] == "digits" and tags["vitscale.stage"] == "pretrain"
-    assert tags["vitscale.job_id"] == "4711" and tags["model"] == "B/16"
+    assert tags["vitscale.job_id"] == "4711" and tags["model"] == "B/16" and tags["team"] == "a"
     assert params == {"optim.lr": "0.001", "data.path": "http://host/x"}
     config = database.parent / "mlflow-artifacts" / run_id / "artifacts" / "config.yaml"
     assert config.read_text() == "path: http://host/x\n"
@@ -185,6 +187,8 @@ def test_a_missing_artifact_does_not_block_metrics(
         log_steps(tracker, range(1, 3))
         run_id = tracker.run_id
     assert len(points(database, run_id)) == 4
+    times = query(database, "select timestamp from metrics where run_uuid = ?", str(run_id))
+    assert all(abs(time.time() - moment / 1000) < 3600 for (moment,) in times), "milliseconds"
     assert any("missing.html was not uploaded" in text for text in said)
 
 
