@@ -1,4 +1,4 @@
-"""Measure how long training stops for a checkpoint, beside a blocking torch.save.
+"""Measure how long training stops for a checkpoint, compared with a blocking torch.save.
 
     python benchmarks/checkpoint_stall.py --work /disk/to/measure --json results.json
 
@@ -213,7 +213,7 @@ def timed_torch_save(state: dict[str, torch.Tensor], path: Path) -> dict[str, fl
 
 
 def timed_our_save(store: CheckpointStore, engine: Engine, *, step: int) -> dict[str, float]:
-    """Seconds: stall; until committed, while training continues; a step meanwhile."""
+    """Seconds: stall; until committed, while training continues; a step during the save."""
     flush_disk()
     quiet = median(train_step(engine, store)[0] for _ in range(5))
     flush_disk()
@@ -260,7 +260,7 @@ def measure(work: Path, *, size: int, rounds: int) -> None:
 
 
 def check_last_save(store: CheckpointStore, engine: Engine, world: World, *, step: int) -> None:
-    """The committed state is that of the save, although training continued meanwhile."""
+    """The committed state is that of the save, although training continued."""
     shares = gather_objects({name: each.clone() for name, each in engine.export_state().items()})
     store.save(engine.export_state(), step=step, progress={}, description={})
     train_step(engine, store)

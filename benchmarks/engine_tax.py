@@ -1,4 +1,4 @@
-"""Measure a training step through our engine beside a bare loop of the same model, on CPUs.
+"""Measure a training step through our engine against a bare loop of the same model, on CPUs.
 
     python benchmarks/engine_tax.py --json results.json
 

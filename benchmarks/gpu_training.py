@@ -63,7 +63,7 @@ SECTIONS = {
     "start": 120,
     "variants": 120,
 }
-# A section is asked to end after this share of its time.
+# A section should end after this share of its time.
 ASKED_AT = 0.7
 STARTING_S = 75
 

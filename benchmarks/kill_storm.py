@@ -70,7 +70,7 @@ VARIANTS = {
     "ZeRO 2": ("engine.zero_stage=2", "data.num_workers=1"),
     "ZeRO 3": ("engine.zero_stage=3", "data.num_workers=1"),
 }
-# A closed connection tells a rank that the other one died, a signal that its worker died.
+# A closed connection means that the other rank died, a signal that a worker died.
 EXIT_TIMEOUT_S = 60.0
 TRAINING_TIMEOUT_S = 600.0
 # Loader workers check every 5 s whether their rank is alive.

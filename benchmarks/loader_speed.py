@@ -1,4 +1,4 @@
-"""Measure training_batches beside webdataset, torchvision, OpenCV, DALI and SPDL.
+"""Compare training_batches with webdataset, torchvision, OpenCV, DALI and SPDL.
 
     python benchmarks/loader_speed.py --images PHOTOS --workers 2 --rounds 5 --json results.json
 

@@ -1,4 +1,4 @@
-"""Measure data_prep/make_shards.py beside plain copying, webdataset's ShardWriter and Pillow.
+"""Compare data_prep/make_shards.py with plain copying, webdataset's ShardWriter and Pillow.
 
     python benchmarks/sharding_speed.py --images PHOTOS --work /big/disk --json results.json
 

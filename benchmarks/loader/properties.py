@@ -2,7 +2,7 @@
 
     python benchmarks/loader/properties.py pixels SHARDS --decoder region
 
-Owns: pixels beside Pillow's, reading bytes, time to the first batch after a resume, memory.
+Owns: pixels compared with Pillow's, reading bytes, time to the first batch after a resume, memory.
 Leaves out: turns and tables (`loader_speed`), whole loaders (`contenders`).
 """
 

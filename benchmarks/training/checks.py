@@ -130,7 +130,7 @@ def check_activation_checkpointing(ctx: Context, task: Task) -> None:
 
 
 def check_fp16(ctx: Context, task: Task) -> None:
-    """fp16 scales its loss and may leave out the first updates, so only the fall is compared."""
+    """fp16 scales its loss and may skip the first updates, so only the fall is compared."""
     if ctx.world.device.type != "cuda":
         ctx.record(fp16="for GPUs only")
         return
@@ -252,7 +252,7 @@ def compare_data(
 
 
 def measure_checkpoint(ctx: Context) -> None:
-    """How long training stops for a save, beside a plain torch.save of the same state."""
+    """How long training stops for a save, compared with a plain torch.save of the same state."""
     from vitscale.checkpoint.store import CheckpointStore
 
     device = ctx.world.device

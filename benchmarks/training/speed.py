@@ -1,7 +1,7 @@
 """The sections of gpu_training that time training steps.
 
 Owns: the rates of the GPU, whole-engine speed and memory of each model, the engine's overhead by
-ZeRO stage, timm beside it, the first step of a fresh process, variants, and a profile of a step.
+ZeRO stage, timm for comparison, the first step of a fresh process, variants, and a step profile.
 Leaves out: correctness, data and checkpoints (`checks`), the loops themselves (`steps`).
 """
 
@@ -171,7 +171,7 @@ def compare(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Build the loops and run them in turn. Seconds per step by block, and all losses.
 
-    One that fails is recorded and left out.
+    One that fails is recorded and skipped.
     """
     device, scale = ctx.world.device, ctx.scale
     pool = random_batches(task, ctx.world)
@@ -212,7 +212,7 @@ def compare(
 def measure_tax(ctx: Context) -> None:
     """The engine at every stage over the bare loop of the same precision, one rank.
 
-    One rank communicates with nobody: this is the cost of hooks, copies and checks.
+    One rank does not communicate: this is the cost of hooks, copies and checks.
     """
     start_afresh(ctx.world.device)
     task = task_of(ctx.scale.models[COMPARED], batch=ctx.scale.compared_batch)

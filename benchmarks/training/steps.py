@@ -34,7 +34,7 @@ from vitscale.optim.settings import OptimSettings
 from vitscale.training.losses import LOSSES
 
 NUM_CLASSES = 1000
-# Labels are of ten classes only, so that the loss falls within a few steps whatever the images.
+# Labels are of ten classes only, so that the loss falls within a few steps for any images.
 LABELS_USED = 10
 MEAN = STD = (0.5, 0.5, 0.5)
 POOL = 4

@@ -74,7 +74,7 @@ class Header:
 def read_header(data: bytes | memoryview) -> Header:
     """Raises HeaderError; never reads more than a few bytes per segment.
 
-    A file is read where it lies. The coded data of a JPEG are copied once if it is progressive, or
+    A file is read in place. The coded data of a JPEG are copied once if it is progressive, or
     if anything follows its end.
     """
     start = bytes(data[:12])

@@ -27,7 +27,7 @@ from vitscale.distributed.atomic_files import write_json
 
 
 class Rejections:
-    """Counts by reason and the first examples by name, whatever the order of `add`."""
+    """Counts by reason and the first examples by name, for any order of `add`."""
 
     def __init__(self) -> None:
         self.reasons: Counter[str] = Counter()

@@ -198,7 +198,7 @@ def submit_to_slurm(
 
 @contextmanager
 def _submission_lock(folder: Path) -> Iterator[None]:
-    """Serialize submissions in one folder: their temporary files cannot be told apart."""
+    """Serialize submissions in one folder: their temporary files have the same names."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # some file systems have no locks

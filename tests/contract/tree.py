@@ -1,6 +1,6 @@
 """The tree as the contract tests see it: files, modules, imports.
 
-Owns: reading imports with `ast`, wherever in a file they stand. Nothing of the project is imported.
+Owns: reading imports with `ast`, anywhere in a file. Nothing of the project is imported.
 """
 
 from __future__ import annotations

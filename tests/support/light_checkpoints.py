@@ -4,7 +4,7 @@ Run as a program it is one rank that saves one step and can be stopped before it
 
     python tests/support/light_checkpoints.py FOLDER STEP KEEP [RANK SOCKET]
 
-Exit code 0 promises the step, 2 is a disk that refuses, 3 another rank that is gone. With RANK and
+Exit code 0 means committed, 2 a disk error, 3 that another rank is gone. With RANK and
 SOCKET there are two ranks.
 """
 

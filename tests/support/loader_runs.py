@@ -28,7 +28,7 @@ class Run:
     mixture: list[dict[str, Any]] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)
     unreadable: list[int] = field(default_factory=list)
-    """Numbers of samples that others stood in for, so far."""
+    """Numbers of samples substituted so far."""
 
     def settings(self, workers: int) -> DataSettings:
         values = {
@@ -99,10 +99,10 @@ def same_run(
     steps: int,
     abandoned: bool = False,
 ) -> list[list[bytes]]:
-    """What a run gives that is stopped after `stop` steps on one layout (ranks, workers) and goes
-    on, from there, on another.
+    """Batches of a run that stops after `stop` steps on one layout (ranks, workers) and resumes
+    on another.
 
-    abandoned: the first half was to go on, and is left with batches under way.
+    abandoned: the first half planned more steps and ends with batches in flight.
     """
     planned = steps if abandoned else stop
     head = run.batches(ranks=first[0], workers=first[1], start=0, stop=stop, planned=planned)

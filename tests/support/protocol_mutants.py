@@ -1,4 +1,4 @@
-"""The commit protocol with one step left out: what a power-loss test must find.
+"""The commit protocol with one step removed; a power-loss test must detect each.
 
 Each row of MUTANTS replaces one name in vitscale.checkpoint.commit.
 """

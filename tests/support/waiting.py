@@ -1,6 +1,6 @@
 """Wait in tests for other processes and threads.
 
-A shared machine may stand still for half a minute, so these limits say nothing about speed: they
+A shared machine may stall for half a minute, so these limits say nothing about speed: they
 bound how long a failing test hangs. A test that something happens in time compares it with an event
 that would happen later.
 """

@@ -37,7 +37,7 @@ class Groups:
         return {str(member.model_fields[NAME].default): member for member in self.members}
 
     def chosen_by(self, value: Any) -> type[BaseModel] | None:
-        """The member that a value stands for; None when its name is unknown or missing."""
+        """The member that a value names; None when its name is unknown or missing."""
         if not self.is_choice:
             return self.members[0]
         name = value.get(NAME, self.default_name) if isinstance(value, dict) else self.default_name
@@ -79,7 +79,7 @@ class Location:
     """What a run type has at a path."""
 
     group: type[BaseModel] | None
-    """The group whose keys stand there; None inside a plain value and in an unknown member."""
+    """The group whose keys are allowed here; None inside a plain value and in an unknown member."""
     info: FieldInfo | None
     """The field at the path, or the innermost one around it."""
     replaceable: Path

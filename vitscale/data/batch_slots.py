@@ -3,7 +3,7 @@
 Leaves out: the worker processes (`loader`).
 
 DataLoader would send the memory of each batch through a socket of the worker; the trainer would
-block for ever on that socket if the worker is stopped or dies meanwhile. With slots a worker only
+block for ever on that socket if the worker stops or dies during the read. With slots a worker only
 sends a number.
 """
 

@@ -100,7 +100,7 @@ class DataSettings(TrainingShards):
 
 
 def remote_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
-    """URLs that are not allowed, and patience that exceeds the timeout of a worker."""
+    """URLs that are not allowed, and a `patience_s` that exceeds the timeout of a worker."""
     paths = [("data.path", data.path), *(("data.mixture", part.path) for part in data.mixture)]
     for key, path in paths:
         problem = url_problem(path) if is_url(path) else None

@@ -1,4 +1,4 @@
-"""k-nearest-neighbour classification of features: what a model knows without a trained head.
+"""k-nearest-neighbour classification of features: evaluate a model without training a head.
 
 Weighted vote over cosine similarities, as in Wu et al. 2018, sec. 3.4. Shapes: B queries of this
 rank, Q queries of all ranks, N images in this rank's share of the bank, D width, K neighbours.

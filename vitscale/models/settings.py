@@ -1,4 +1,4 @@
-"""Settings of the `model` group and the architecture they stand for.
+"""Settings of the `model` group and the architecture they resolve to.
 
 Owns: the size table of the papers and its resolution into numbers. Needs no torch.
 Leaves out: building (`vit`), costs (`costs`).
@@ -89,7 +89,7 @@ class ModelSettings(Section):
 
 
 def _preset_numbers(preset: str | None) -> dict[str, int]:
-    """The five numbers a preset stands for; empty for null and for unreadable names."""
+    """The five numbers of a preset; empty for null and for unreadable names."""
     if preset is None:
         return {}
     size, _, patch = preset.partition("/")

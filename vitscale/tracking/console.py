@@ -179,7 +179,7 @@ class ItemProgress:
         self._live = LiveLine(title, total=total)
 
     def update(self, done: int) -> None:
-        """done: items in total. Those of the first call are left out of the rate."""
+        """done: items in total. Those of the first call do not count for the rate."""
         self._first = self._first or done
         self._done = max(self._done, min(done, self._total))
         now = time.monotonic()

@@ -160,7 +160,7 @@ def restore(
 def starting_weights(checkpoint: Checkpoint, choice: str) -> dict[str, torch.Tensor]:
     """The weights that a transfer starts from. choice: `model`, `ema`, or `auto`: `ema` if saved.
 
-    Raises UserError when the average is asked for and not there.
+    Raises UserError when the average is requested but missing.
     """
     has_average = checkpoint.description.get("ema") is not None
     if choice == "ema" and not has_average:

@@ -176,7 +176,7 @@ def test_late_array_tasks_get_the_result_of_their_job(
         )
         texts.append(done.stdout + done.stderr)
         assert done.returncode == rc, texts
-        # The verdict is all that is left to tell the next task, and it keeps no work.
+        # Only the verdict is kept for the next task, and no finished work.
         assert not (tmp_path / ".shards.preparing").exists()
     assert "1 of 24 images are bad" in texts[0] and texts[1] == texts[0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["images", "shards"]

@@ -1,7 +1,7 @@
-"""One rank of one layout of the R3 matrix: trains half-way, saves, and goes on from all the others.
+"""One rank of one layout of the R3 matrix: train half-way, save, resume from all other layouts.
 
 Started by test_elastic_resume.py as `elastic_worker.py FOLDER NUM_LAYOUTS`, once for each number of
-ranks, all at the same time; the layouts meet through files in FOLDER.
+ranks, all at the same time; the layouts exchange files in FOLDER.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Count where values of the device are asked for on the host: a GPU stops there each time."""
+"""Count reads of device values by the host: each one stops a GPU."""
 
 from __future__ import annotations
 

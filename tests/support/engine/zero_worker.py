@@ -1,4 +1,4 @@
-"""One rank of the engine's tests: trains small ViTs at every ZeRO stage, prints figures as JSON.
+"""One rank of the engine's tests: trains small ViTs at every ZeRO stage, prints results as JSON.
 
 Started by test_zero_stages.py. Compares with plain torch loops, moves the state between stages in
 the middle, runs bf16, leaves out updates that are not finite, and averages weights.
@@ -280,7 +280,7 @@ def waits(world: World, *, stage: int, recipe: Recipe) -> list[str]:
 
 
 def averaged(world: World, *, stage: int, plain: Plain) -> dict[str, object]:
-    """The average of the weights, shown to the forward pass and taken away again."""
+    """The average of the weights, used by the forward pass for a while."""
     engine = new_engine(world, stage=stage)
     engine_losses(engine, world, start=0, stop=15)
     state, images = whole_state(engine), data(0)[0]
@@ -356,9 +356,9 @@ def compiled(world: World, *, stage: int, compiler: str) -> dict[str, object]:
 
 
 def loss_scaled(world: World) -> dict[str, object]:
-    """fp16 overflows at first, until its loss scale has come down; the state is moved meanwhile.
+    """fp16 overflows until its loss scale is low enough; the state is moved before that.
 
-    DeepSpeed refuses fp16 on CPUs without fast kernels for it; slow ones are there.
+    DeepSpeed refuses fp16 on CPUs without fast kernels for it; slow ones exist.
     """
     accelerator = get_accelerator()
     accelerator.is_fp16_supported = lambda: True

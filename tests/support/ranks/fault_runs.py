@@ -1,4 +1,4 @@
-"""Run tiny trainings with planted faults and compare them with an uninterrupted one.
+"""Run tiny trainings with injected faults and compare them with an uninterrupted one.
 
 Owns: settings, starts with faults, resumes and comparisons. All ranks start warm.
 Leaves out: the faults (`patched_rank`) and the cases (test_faults, test_resume_mutations).

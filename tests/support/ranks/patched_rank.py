@@ -1,8 +1,8 @@
-"""Run one rank of a real training with planted faults, or with one part of resuming left out.
+"""Run one rank of a real training with injected faults, or without one part of the resumed state.
 
     python patched_rank.py pretrain/main.py --config ...
 
-Owns: the places where a fault can be planted, and the faults. VITSCALE_FAULTS is a JSON list of
+Owns: the places where a fault can be injected, and the faults. VITSCALE_FAULTS is a JSON list of
 {"place", "nth", "do"}: the nth call of that place in this process does that fault.
 VITSCALE_MUTANT names a row of `resume_mutants`.
 Leaves out: the cases and their expectations (test_faults, test_resume_mutations).

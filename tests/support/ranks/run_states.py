@@ -76,7 +76,7 @@ def recorded_batches(records: Path) -> Iterator[tuple[tuple[int, int, int], tupl
 
 
 def journal_rows(folder: Path) -> list[dict[str, Any]]:
-    """Rows without times. The torn last line of a killed run is left out."""
+    """Rows without times. The torn last line of a killed run is skipped."""
     path = folder / "journal.jsonl"
     rows = []
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:

@@ -191,7 +191,7 @@ def children(pid: int) -> list[int]:
         for task in Path(f"/proc/{pid}/task").iterdir():
             found += [int(child) for child in (task / "children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
-        # The process ended meanwhile.
+        # The process has just ended.
         return found
     return sorted(child for child in found if process_state(child) not in (None, "ended"))
 

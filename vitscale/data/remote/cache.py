@@ -91,7 +91,7 @@ class ShardCache:
             os.utime(path)
             is_valid = blake3_of_file(path) == blake3_hex
             os.utime(path)  # again: hashing a large index can take longer than idle_s
-        except OSError:  # a bad block, or evicted meanwhile
+        except OSError:  # a bad block, or just evicted
             is_valid = False
         if not is_valid:
             self.forget(blake3_hex)
@@ -142,7 +142,7 @@ class ShardCache:
                 ours = _OURS.fullmatch(entry.name)
                 if not ours:
                     continue
-                with suppress(FileNotFoundError):  # renamed or evicted meanwhile
+                with suppress(FileNotFoundError):  # just renamed or evicted
                     stat = entry.stat()
                     if ours["part"] and _removed_as_abandoned(entry.path):
                         continue
@@ -195,7 +195,7 @@ def _locked(path: Path, *, wait: bool) -> Iterator[int | None]:
         try:
             yield file
         finally:
-            # Closing is not enough: a process forked meanwhile may have it open, too.
+            # Closing is not enough: a process forked since then may have it open, too.
             fcntl.flock(file, fcntl.LOCK_UN)
     finally:
         os.close(file)

@@ -3,7 +3,7 @@
 Owns: checking the hash of each sample, and the prefetching threads of a process.
 Leaves out: requests (`store`), the cache folder (`cache`), the order (`vitscale.data.order`).
 
-A sample is read by range until its shard is in the cache; meanwhile one thread per process fetches
+A sample is read by range until its shard is in the cache; one thread per process fetches
 the shards of the current block of the order, then those of the next. So no read waits for a whole
 shard, and a full cache only costs speed.
 """

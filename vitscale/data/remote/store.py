@@ -19,7 +19,7 @@ from vitscale.config.errors import UserError
 from vitscale.config.redaction import redact_queries
 from vitscale.data.remote.urls import SCHEMES, Url
 
-# A request times out after this share of the patience, so that a silent server is asked again.
+# A request times out after this share of `patience_s`, so requests to a silent server repeat.
 REQUEST_SHARE = 0.25
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 # The same wrong bytes in this many reads are damaged where they are stored.

@@ -194,7 +194,7 @@ BOMBS = """
     from vitscale.runs.data_prep import ImageSettings
 
     def zeros(start, wbits):
-        # A block behind a full flush can be repeated: 4 GiB of zeros in 4 MiB.
+        # A block after a full flush can be repeated: 4 GiB of zeros in 4 MiB.
         deflate = zlib.compressobj(9, wbits=wbits)
         first = deflate.compress(start) + deflate.flush(zlib.Z_FULL_FLUSH)
         block = deflate.compress(bytes(1 << 26)) + deflate.flush(zlib.Z_FULL_FLUSH)
@@ -222,7 +222,7 @@ BOMBS = """
         "zeros in gzip": (zeros(b"", 31), "not_an_image"),
     }
     def peak_kib():
-        # Not ru_maxrss: it goes on from the parent's.
+        # Not ru_maxrss: it starts at the parent's.
         return int(open("/proc/self/status").read().split("VmHWM:")[1].split()[0])
 
     used = peak_kib()

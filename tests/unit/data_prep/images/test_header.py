@@ -58,7 +58,7 @@ def test_truncation_is_found_at_every_offset(name: str, mode: ImageSettings) -> 
     for end in range(len(data)):
         verdict = validate_image(data[:end], settings=mode)
         if verdict.reason is None:
-            # Only what lies behind the picture may be missing: the second one of a phone.
+            # Only data after the picture may be missing: a phone's second picture.
             assert name == "jpeg two pictures", end
             assert np.array_equal(decoded(data[:end], "RGB"), whole)
 
@@ -73,7 +73,7 @@ def test_bytes_behind_the_end_do_no_harm(tail: bytes, mode: ImageSettings) -> No
 @pytest.mark.parametrize("mode", [HEADER, DECODE], ids=lambda mode: mode.check)
 def test_a_tail_of_zeros_in_place_of_pixels_is_found(mode: ImageSettings) -> None:
     for name, data in SAMPLES.items():
-        # WebP's coder makes pixels of any bytes whatever.
+        # WebP decodes pixels from any bytes.
         if name != "jpeg two pictures" and not name.startswith("webp"):
             cut = len(data) * 2 // 3
             damaged = data[:cut] + bytes(len(data) - cut)
@@ -195,7 +195,7 @@ def check_any(data: bytes) -> None:
     for mode in (HEADER, DECODE, ImageSettings(short_side=8, max_pixels=10_000)):
         verdict = validate_image(data, settings=mode)
         assert verdict.reason is None or verdict.reason in FAULTS
-        # A header alone promises nothing about what comes behind it.
+        # A header alone guarantees nothing about the data after it.
         if verdict.reason is None and mode is not HEADER:
             image = Image.open(io.BytesIO(verdict.content))
             assert image.size == (verdict.width, verdict.height)

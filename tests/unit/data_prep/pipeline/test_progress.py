@@ -1,4 +1,4 @@
-"""What is said while a preparation goes on."""
+"""Messages during a preparation."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_listing_shows_containers_and_inputs_also_inside_a_unit(
     counters = [TITLES.index("list inputs"), 0, 1, TITLES.index("list inputs"), 0, 1]
     progress = PhaseProgress(p, PHASES, counters)
     units = listing.scan_units(p)
-    for unit in units[:2]:  # what lies beside the classes, and one class
+    for unit in units[:2]:  # the files beside the classes, and one class
         listing.scan(p, unit)
     counters[1] = 65_536
     progress.update()

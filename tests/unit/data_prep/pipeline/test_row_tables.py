@@ -79,7 +79,7 @@ def test_plain_names_stay_readable_and_others_get_a_hash() -> None:
     assert make_key("n01440764", "n01440764_10026", path="p") == "n01440764-n01440764_10026"
     assert re.fullmatch(r"cat-a_b-[0-9a-f]{16}", make_key("cat", "a b", path="p"))
     assert make_key("cat", "a b", path="p") != make_key("cat", "a b", path="q")
-    # A name that looks hashed gets a hash of its own, so that nobody can forge a collision.
+    # A name that looks hashed gets a hash of its own, so collisions cannot be forged.
     forged = make_key("cat", "a b", path="p").removeprefix("cat-")
     assert make_key("cat", forged, path="q") != make_key("cat", "a b", path="p")
 

@@ -1,4 +1,4 @@
-"""Where a preparation lies, who began it, and that it may be gone or left over."""
+"""The folder of a preparation: its place, its owner, and missing or leftover ones."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def test_thumbnails_are_found_when_the_source_is_one_file(kind: str, tmp_path: P
     images = [row.path for row in list_source(listed) if row.path.endswith("a.jpg")]
     direct = rejected_thumbnail(tmp_path, "a.jpg", reason="bad_pixels")
     assert [rejected_thumbnail(tmp_path / name, path, reason="x") for path in images] == [direct]
-    # A ledger of somebody else shows nothing that lies beside a tar.
+    # A ledger from elsewhere shows no files beside a tar.
     beside = rejected_thumbnail(tmp_path / "all.tar", "a.jpg", reason="x")
     assert direct is not None and beside is None
 

@@ -89,13 +89,13 @@ def test_shards_in_use_are_not_evicted(tmp_path: Path) -> None:
 
 
 def test_files_of_others_are_neither_counted_nor_touched(cache: ShardCache) -> None:
-    foreign = {"film.mkv.part", "notes.txt", f"{name(1)}.part.old", "f" * 63}
-    for each in foreign:
+    others = {"film.mkv.part", "notes.txt", f"{name(1)}.part.old", "f" * 63}
+    for each in others:
         (cache.folder / each).write_bytes(bytes(3 * SIZE))
     (cache.folder / "folder.part").mkdir()
     for number in range(4):
         assert fetch(cache, number)
-    assert held(cache) == foreign | {"folder.part"} | {name(number) for number in (1, 2, 3)}
+    assert held(cache) == others | {"folder.part"} | {name(number) for number in (1, 2, 3)}
 
 
 def test_an_abandoned_partial_file_is_counted_once(
@@ -194,7 +194,7 @@ def test_partial_files_of_a_killed_process_are_removed(cache: ShardCache) -> Non
 def _fetch_all(cache: ShardCache, log: Path, first: int, sizes: Path) -> None:
     for number in [*range(first, 6), *range(first)]:
         cache.fetch(name(number), num_bytes=SIZE, read=reader(number, log=log), wait=True)
-        inodes = {}  # by inode: a file that is renamed meanwhile may be listed under both names
+        inodes = {}  # by inode: a file renamed during the listing may appear twice
         with cache._lock():
             for entry in os.scandir(cache.folder):
                 with suppress(FileNotFoundError):

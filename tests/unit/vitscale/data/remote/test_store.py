@@ -195,7 +195,7 @@ def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> 
         RemoteStore(patience_s=2.0).read(Url("http://host/a.bin"), offset=0, num_bytes=9)
     assert "GET https://host/a.bin?*** failed" in str(caught.value)
     assert SECRET not in str(caught.value)
-    # A silent server is asked again, several times within the patience.
+    # Requests to a silent server are repeated several times within `patience_s`.
     assert len(timeouts) > 1 and max(timeouts) <= 0.5
 
 
@@ -216,7 +216,7 @@ def test_a_suspended_process_does_not_use_up_the_patience(
 
 
 def test_the_last_error_with_a_text_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last request times out at the end of the patience; a timeout has no text."""
+    """The last request times out at the end of `patience_s`; a timeout has no text."""
 
     def fail(url: Url, *, timeout_s: float, **span: int) -> bytes:
         tries.append(timeout_s)
