@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -11,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.pipeline import row_tables
-from data_prep.pipeline.rejections import Rejections
+from data_prep.pipeline.rejections import Rejections, check_so_far
 from tests.support.corpora.image_corpus import corpus
 from tests.support.corpora.preparing import preparation, prepare_here, run_of
 from vitscale.config.errors import UserError
@@ -72,6 +73,22 @@ def test_the_early_check_and_the_ledger_agree(
     assert "5 of 42 images are bad" in refused.value.text()
     assert "2 link_broken (link to nothing): 'dog/broken0.jpg'" in refused.value.text()
     assert not preparation(run).has_result("ledger")
+
+
+def test_files_that_are_no_images_do_not_delay_the_end(tmp_path: Path) -> None:
+    inputs = {"num_inputs": 110, "reasons": {"other_name": 100}, "examples": {}}
+    (tmp_path / "rejected").mkdir()
+    stub: Any = SimpleNamespace(
+        path=tmp_path.joinpath,
+        result=lambda name: inputs,
+        run=SimpleNamespace(images=SimpleNamespace(max_bad_fraction=0.2)),
+    )
+    found = Rejections()
+    for i in range(2):
+        found.add("empty", f"{i}.jpg")
+    check_so_far(stub, "shard-0", found)
+    with pytest.raises(UserError, match="4 of 10 images are bad"):
+        check_so_far(stub, "shard-1", found)
 
 
 def test_examples_do_not_depend_on_the_order_of_units() -> None:
