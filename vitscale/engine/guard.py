@@ -132,5 +132,5 @@ class UpdateGuard:
 
 
 def _is_bad(norm: torch.Tensor) -> torch.Tensor:
-    """DeepSpeed also says -1 for a norm that is not finite."""
+    """DeepSpeed also returns -1 for a norm that is not finite."""
     return ~torch.isfinite(norm) | (norm < 0)

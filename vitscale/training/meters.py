@@ -127,7 +127,7 @@ class IntervalMeter:
 
         `train/loss` is NaN when no loss was finite.
         """
-        own = self._losses.tolist()  # waits for the device, so that the clock is honest
+        own = self._losses.tolist()  # waits for the device, so the time is measured correctly
         elapsed = time.perf_counter() - self._start
         own += [self._num_images, self._wait_s]
         loss_sum, num_losses, num_images, wait_s = sum_over_ranks(
