@@ -34,7 +34,7 @@ def read_layers(
         shown = " -> ".join(shown_path(step) for step in (*chain, path))
         errors.append(UserError(f"circular base: {shown}", where=where or name))
         return None
-    if len(chain) >= MAX_BASES:
+    if len(chain) > MAX_BASES:
         errors.append(UserError(f"more than {MAX_BASES} base files in a chain", where=where))
         return None
     text = _read_text(path, where=where, errors=errors)

@@ -286,6 +286,14 @@ def test_circle_of_bases_is_shown(here: Path) -> None:
     assert "circular base: b.yaml -> c.yaml -> b.yaml" in found
 
 
+def test_a_file_has_at_most_16_bases_in_a_row(here: Path) -> None:
+    (here / "0.yaml").write_text(VALID)
+    for number in range(1, 18):
+        (here / f"{number}.yaml").write_text(f"base: {number - 1}.yaml\n")
+    assert load_run_file(PretrainRun, "16.yaml").seed == 0
+    assert "more than 16 base files in a chain" in errors_of("17.yaml")[0]
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
