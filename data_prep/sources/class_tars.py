@@ -1,7 +1,7 @@
 """List tars of one class each, in a folder or inside one large tar, such as ImageNet-21k.
 
 Owns: which tars are classes, their members as inputs, members with equal names, damaged tars.
-Leaves out: the tar format (`tar_walk`), the walk through files beside the tars (`paths`).
+Leaves out: the tar format (`shards.tar_walk`), the walk through files beside the tars (`paths`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+from data_prep.shards.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
 from data_prep.sources.outages import printable, raise_if_outage
 from data_prep.sources.paths import (
     SplitRoot,
@@ -28,7 +29,6 @@ from data_prep.sources.paths import (
     walk_folder,
 )
 from data_prep.sources.protocol import Container, Input, Spool, Watched
-from data_prep.sources.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 

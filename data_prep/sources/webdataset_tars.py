@@ -1,7 +1,7 @@
 """List WebDataset tars: members that share a key form a sample with an image and a label.
 
 Owns: grouping members into samples like the webdataset package, finding image and label.
-Leaves out: the tar format (`tar_walk`), listing the tars (`file_lists`).
+Leaves out: the tar format (`shards.tar_walk`), listing the tars (`file_lists`).
 
 Only the image and its label are read; other members, such as pickles, never are.
 """
@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from data_prep.shards.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
 from data_prep.sources.class_tars import MAX_MEMBERS, compressed_tar_error, tar_row
 from data_prep.sources.file_lists import FileList
 from data_prep.sources.outages import raise_if_outage
 from data_prep.sources.paths import is_hidden, is_tar_name, opened, stat_watched
 from data_prep.sources.protocol import Container, Input, Spool, Watched, means_no_label
-from data_prep.sources.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 

@@ -1,6 +1,6 @@
 """Compare one tar of a shard folder with the manifest and the index.
 
-Leaves out: which tars there are (`checks`), walking a tar (`sources.tar_walk`).
+Leaves out: which tars there are (`checks`), walking a tar (`shards.tar_walk`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from data_prep.images.check import SUFFIXES
 from data_prep.images.header import HeaderError, read_header
-from data_prep.sources.tar_walk import TarDefect, TarMember, walk_tar
+from data_prep.shards.tar_walk import TarDefect, TarMember, walk_tar
 from vitscale.data.index import ShardEntry
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from PIL import Image, ImageFile
 
+from data_prep.shards.tar_walk import TarDefect, walk_tar
 from data_prep.sources.paths import is_tar_name
-from data_prep.sources.tar_walk import TarDefect, walk_tar
 
 SIDE = 128
 MAX_BYTES = 64 << 20

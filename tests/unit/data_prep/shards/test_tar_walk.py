@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.sources.tar_walk import BLOCK, CompressedTar, TarDefect, TarMember, walk_tar
+from data_prep.shards.tar_walk import BLOCK, CompressedTar, TarDefect, TarMember, walk_tar
 from tests.support.corpora.tars import tar_bytes
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
