@@ -123,6 +123,9 @@ class ShardCache:
                     return False
                 if not _is_file_at(file, partial):
                     continue  # the other process has just finished or failed
+                if final.exists():  # finished since it was checked; this file is a new one
+                    partial.unlink()
+                    continue
                 try:
                     self._reserve(file, num_bytes=num_bytes)
                     _copy(read, file, num_bytes=num_bytes, blake3_hex=blake3_hex)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blake3 import blake3
@@ -272,6 +273,23 @@ def test_a_waiting_fetcher_does_not_touch_the_finished_shard(
     waiter.join()
     assert not reads
     assert cache.path(name(1)).read_bytes() == content(1)
+
+
+def test_a_shard_finished_before_the_lock_is_not_fetched_again(
+    cache: ShardCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = shard_cache._locked
+
+    def locked(path: Path, *, wait: bool) -> Any:
+        cache.path(name(1)).write_bytes(content(1))  # by another process, just now
+        return own(path, wait=wait)
+
+    def read(offset: int, num_bytes: int) -> bytes:
+        raise AssertionError("fetched again")
+
+    monkeypatch.setattr(shard_cache, "_locked", locked)
+    assert cache.fetch(name(1), num_bytes=SIZE, read=read)
+    assert held(cache) == {name(1)}
 
 
 def test_a_shard_is_on_disk_before_it_gets_its_name(
