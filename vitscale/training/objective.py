@@ -41,7 +41,8 @@ class Objective:
     def extend_model(self, model: nn.Module, arch: Architecture) -> None:
         """Add what only this objective trains: parameters and modules of `model`.
 
-        Called once, before the engine is built, on every rank with the same random state.
+        Called once, before the engine is built, with a random state that depends on the run's
+        seed alone.
         """
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
@@ -19,6 +20,7 @@ from vitscale.data.loader import Batch, open_loader, training_batches
 from vitscale.data.training_set import TrainingSet, open_training_set
 from vitscale.distributed.atomic_files import write_text
 from vitscale.distributed.heartbeat import Heartbeat
+from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import (
     PreemptionFlag,
     World,
@@ -86,8 +88,7 @@ def open_session(
         )
         checkpoint, messages = store.newest()
         check_resumable(run, checkpoint, key, plan)
-        model = MODELS[arch.name].load().build_model(run.model, arch, seed=run.seed)
-        objective.extend_model(model, arch)
+        model = _build_model(run, objective, arch)
         if checkpoint is None and initial_weights is not None:
             messages += initial_weights(model, arch)
         engine = _build_engine(run, plan, world, arch, model)
@@ -256,6 +257,15 @@ def _architecture_for(run: TrainingRun, data: TrainingSet) -> Architecture:
             next_step=f"set model.num_classes={found} (or null), or data.path to other shards",
         )
     return architecture(run.model, num_classes=found)
+
+
+def _build_model(run: TrainingRun, objective: Objective, arch: Architecture) -> nn.Module:
+    """The same weights on every rank, from the run's seed."""
+    model: nn.Module = MODELS[arch.name].load().build_model(run.model, arch, seed=run.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream_key("objective", run.seed) >> 1)
+        objective.extend_model(model, arch)
+    return model
 
 
 def _build_engine(
