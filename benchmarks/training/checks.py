@@ -101,12 +101,12 @@ def check_clipping(ctx: Context, task: Task) -> None:
         images, labels = random_batches(task, ctx.world, count=1)[0]
         loop.step(0, images, labels)
         after, norm = loop.engine.export_state(), loop.engine.gradient_norm()
-        on_progress = sum(
+        moved = sum(
             float((after[key].double() - before[key].double()).square().sum())
             for key in after
             if key.startswith("model.")
         )
-        share = on_progress**0.5 / (task.rate(0) * clip)
+        share = moved**0.5 / (task.rate(0) * clip)
         found[f"zero {stage}"] = {"gradient_norm": norm, "update_over_allowed": share}
         ctx.record(clipping=found)
         ctx.expect(norm > clip, f"zero {stage}: a norm of {norm} leaves nothing to clip")

@@ -12,6 +12,7 @@ Written for DeepSpeed 0.19.5 to 0.19.8.
 from __future__ import annotations
 
 import logging
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -56,6 +57,11 @@ def initialize_deepspeed(
     # DeepSpeed's CPU collectives through shared memory are compiled at first use, spin on the
     # cores that train, and collide with leftovers of a killed run of the same name. gloo does not.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # DeepSpeed calls these at every ZeRO 3 step; newer versions of torch warn each time.
+    deprecated = (
+        r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
+    )
+    warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,

@@ -23,6 +23,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     worker = ROOT / "tests/support/engine/zero_worker.py"
     finished = run_ranks([worker], num_ranks=2, cwd=tmp_path_factory.mktemp("zero"), timeout_s=1500)
     assert [code for code, _ in finished] == [0, 0], finished[0][1] + finished[1][1]
+    assert not [row for _, output in finished for row in output.splitlines() if "deprecated" in row]
     line = next(row for row in finished[0][1].splitlines() if row.startswith("RESULTS "))
     return json.loads(line.removeprefix("RESULTS "))
 
@@ -52,9 +53,9 @@ def test_gradient_norm_is_reported_before_clipping(results: dict[str, Any], run:
 def test_state_moves_between_stages_bit_for_bit(
     results: dict[str, Any], source: int, target: int
 ) -> None:
-    on_progress = results[f"moved {source} to {target}"]
-    assert on_progress["state_equal"] and on_progress["tensors"] == 4 * 32
-    assert on_progress["losses"] == pytest.approx(results["plain adamw"], rel=CLOSE)
+    moved = results[f"moved {source} to {target}"]
+    assert moved["state_equal"] and moved["tensors"] == 4 * 32
+    assert moved["losses"] == pytest.approx(results["plain adamw"], rel=CLOSE)
 
 
 def test_sgd_momentum_moves_between_stages(results: dict[str, Any]) -> None:

@@ -229,7 +229,7 @@ def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> boo
     return ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in theirs)
 
 
-def on_progress(
+def moved(
     world: World,
     *,
     source: int,
@@ -398,16 +398,16 @@ def main() -> None:
                 )
                 results[f"norm {stage} {name}"] = engine.gradient_norm()
         for source, target in ((0, 3), (3, 1), (1, 2), (2, 0), (1, 1)):
-            results[f"moved {source} to {target}"] = on_progress(
+            results[f"moved {source} to {target}"] = moved(
                 world, source=source, target=target, recipe=ADAMW
             )
         results["plain half"] = train_plain(HALF).losses
-        results["moved half"] = on_progress(world, source=1, target=3, recipe=HALF)
-        results["moved sgd"] = on_progress(world, source=1, target=3, recipe=SGD)
+        results["moved half"] = moved(world, source=1, target=3, recipe=HALF)
+        results["moved sgd"] = moved(world, source=1, target=3, recipe=SGD)
         results["plain left out"] = train_plain(ADAMW, steps=15, left_out=(3, 4, 8)).losses
         short = train_plain(ADAMW, steps=15)
         for stage in (0, 1, 2, 3):
-            results[f"bf16 {stage}"] = on_progress(
+            results[f"bf16 {stage}"] = moved(
                 world, source=stage, target=stage, recipe=ADAMW, dtype=torch.bfloat16, steps=20
             )
             results[f"left out {stage}"] = left_out(world, stage=stage)

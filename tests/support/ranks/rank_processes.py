@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.support.waiting import PATIENCE_S
@@ -59,7 +60,9 @@ def run_ranks(
     """Run to the end; (exit code, output) of every rank."""
     processes = start_ranks(command, num_ranks=num_ranks, cwd=cwd, env=env)
     try:
-        outputs = [process.communicate(timeout=timeout_s)[0] for process in processes]
+        # At once: a rank whose pipe is full would stop, and the others would wait for it.
+        with ThreadPoolExecutor(num_ranks) as pool:
+            outputs = list(pool.map(lambda each: each.communicate(timeout=timeout_s)[0], processes))
     finally:
         for process in processes:
             if process.poll() is None:

@@ -145,12 +145,12 @@ def test_posterize_to_nothing_is_black() -> None:
 @given(x=st.integers(-12, 12), y=st.integers(-12, 12))
 def test_translate_moves_pixels(x: int, y: int) -> None:
     image = smooth_image(9)
-    on_progress = ops.translate(image, x=x, y=y)
+    moved = ops.translate(image, x=x, y=y)
     for row in range(9):
         for column in range(9):
             inside = 0 <= row + y < 9 and 0 <= column + x < 9
             expected = image[:, row + y, column + x].tolist() if inside else [128] * 3
-            assert on_progress[:, row, column].tolist() == expected
+            assert moved[:, row, column].tolist() == expected
 
 
 def test_fill_box_is_cut_off_at_the_border() -> None:

@@ -47,5 +47,5 @@ def test_kernel_step_is_a_fraction_of_its_norm() -> None:
         before = weight.detach().clone()
         weight.grad = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)) * scale
         Lamb([weight], lr=0.01, weight_decay=0.02).step()
-        on_progress = (weight.detach() - before).norm() / before.norm()
-        torch.testing.assert_close(on_progress, torch.tensor(0.01))
+        moved = (weight.detach() - before).norm() / before.norm()
+        torch.testing.assert_close(moved, torch.tensor(0.01))
