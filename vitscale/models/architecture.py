@@ -15,6 +15,7 @@ LATER_FIELDS = (
     "class_position",
     "layer_scale",
     "patch_dropout",
+    "head_width",
     "name",
 )
 
@@ -37,14 +38,21 @@ class Architecture:
     class_position: bool = True
     layer_scale: bool = False
     patch_dropout: float = 0.0
+    head_width: int | None = None
+    """Channels of an attention head; None: width / num_heads."""
     name: str = "vit"
     """Key of `MODELS`."""
 
     @property
     def grid(self) -> tuple[int, int]:
-        """(rows, columns) of patches."""
+        """(rows, columns) of whole patches; pixels beyond the last one are not seen."""
         side = self.image_size // self.patch_size
         return (side, side)
+
+    @property
+    def attention_width(self) -> int:
+        """Channels of all heads together, in each of Q, K and V."""
+        return self.num_heads * (self.head_width or self.width // self.num_heads)
 
     @property
     def has_class_token(self) -> bool:

@@ -43,12 +43,17 @@ class ModelSettings(Section):
     """Pixels a side; images are square."""
     patch_size: int | None = Field(default=None, gt=0)
     """Pixels a side of a patch."""
+    allow_unused_pixels: bool = False
+    """Allow an image size that is no multiple of the patch size: the model does not see the last
+    rows and columns, which fill no patch (B/3 at 32 px: 2 px; DeiT-III's H/14 at 128 px: 2 px)."""
     width: int | None = Field(default=None, gt=0)
     """Channels of a token."""
     depth: int | None = Field(default=None, gt=0)
     """Number of blocks."""
     num_heads: int | None = Field(default=None, gt=0)
-    """Attention heads of a block; they divide `width`."""
+    """Attention heads of a block; they divide `width` unless `head_width` is given."""
+    head_width: int | None = Field(default=None, gt=0)
+    """Channels of an attention head; null: `width` / `num_heads`."""
     mlp_width: int | None = Field(default=None, gt=0)
     """Hidden channels of a block's MLP."""
     num_classes: int | None = Field(default=None, gt=0)
@@ -75,7 +80,9 @@ class ModelSettings(Section):
     layer_scale: float | None = Field(default=None, gt=0)
     """Start of a learned factor per channel on every branch. Touvron et al. 2022 (DeiT-III)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """After position embeddings and every dense layer except QKV; never on attention weights."""
+    """After position embeddings and every dense layer except QKV."""
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """On attention weights; 0 in the papers."""
     drop_path: float = Field(default=0.0, ge=0, lt=1)
     """Stochastic depth of the last block; grows linearly from 0 at the first."""
     drop_path_by_depth: Literal["linear", "constant"] = "linear"
@@ -127,6 +134,7 @@ def architecture(model: ModelSettings, *, num_classes: int) -> Architecture:
         class_position=_class_position(model),
         layer_scale=model.layer_scale is not None,
         patch_dropout=model.patch_dropout,
+        head_width=model.head_width,
         **_numbers(model),
     )
 
@@ -146,10 +154,11 @@ def model_problems(model: ModelSettings) -> Iterator[tuple[str, str]]:
         yield ("model", f"without a preset these are needed too: {', '.join(sorted(missing))}")
         return
     width, heads, patch = numbers["width"], numbers["num_heads"], numbers["patch_size"]
-    if width % heads:
+    if width % heads and model.head_width is None:
         yield (
             "model.num_heads",
-            f"{heads} heads do not divide width {width} (remainder {width % heads})",
+            f"{heads} heads do not divide width {width} (remainder {width % heads}); change one of "
+            "them, or set model.head_width",
         )
     if model.positions == "sincos2d" and (width % 4 or width < 8):
         yield (
@@ -158,13 +167,24 @@ def model_problems(model: ModelSettings) -> Iterator[tuple[str, str]]:
             "set positions=learned or another width",
         )
     yield from _class_position_problems(model)
-    if model.image_size % patch:
-        below = model.image_size // patch * patch
-        sizes = [size for size in (below, below + patch) if size]
+    yield from _image_size_problems(
+        model.image_size, patch=patch, allow_unused=model.allow_unused_pixels
+    )
+
+
+def _image_size_problems(
+    image_size: int, *, patch: int, allow_unused: bool
+) -> Iterator[tuple[str, str]]:
+    if image_size < patch:
+        what = f"{image_size} px hold no patch of {patch} px"
+        yield ("model.image_size", f"{what}; give at least {patch}")
+    elif image_size % patch and not allow_unused:
+        below = image_size // patch * patch
         yield (
             "model.image_size",
-            f"{model.image_size} px is not a multiple of the {patch} px patch "
-            f"(remainder {model.image_size % patch}); nearest: {' or '.join(map(str, sizes))}",
+            f"{image_size} px is not a multiple of the {patch} px patch (remainder "
+            f"{image_size % patch}); nearest: {below} or {below + patch}; or set "
+            "model.allow_unused_pixels=true, and the model does not see the remainder",
         )
 
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from timm.layers import DropPath
+from timm.layers import Attention, DropPath
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
@@ -43,6 +43,18 @@ class ViT(VisionTransformer):
         return self.forward_head(tokens_BLD, pre_logits=features)
 
 
+def _attention(head_width: int | None) -> type[nn.Module]:
+    """timm's attention. Its blocks pass the number of heads on, but not the width of a head."""
+    if head_width is None:
+        return Attention
+
+    class HeadsOfOwnWidth(Attention):
+        def __init__(self, dim: int, **options: Any) -> None:
+            super().__init__(dim, attn_head_dim=head_width, **options)
+
+    return HeadsOfOwnWidth
+
+
 def build_model(settings: ModelSettings, arch: Architecture, *, seed: int) -> ViT:
     """Build and initialise a model on the CPU in fp32. The same seed gives the same weights.
 
@@ -72,6 +84,8 @@ def build_model(settings: ModelSettings, arch: Architecture, *, seed: int) -> Vi
         act_layer=partial(nn.GELU, approximate="tanh" if settings.gelu == "tanh" else "none"),
         pos_drop_rate=settings.dropout,
         proj_drop_rate=settings.dropout,
+        attn_drop_rate=settings.attention_dropout,
+        attn_layer=_attention(arch.head_width),
         drop_path_rate=settings.drop_path,
         weight_init="skip",
     )

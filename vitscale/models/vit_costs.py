@@ -1,6 +1,7 @@
 """Parameters, FLOPs and activations of a Vision Transformer, by formula. Needs no torch.
 
-Legend: d width, m MLP width, T tokens, N patches, p patch size, C classes.
+Legend: d width, a width of all heads together (d unless heads have a width of their own), m MLP
+width, T tokens, N patches, p patch size, C classes.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ def num_parameters(arch: Architecture) -> int:
 
     Source: Dosovitskiy et al. 2021, section 3.1; ViT-B/16 with 1,000 classes has 86,567,656.
     """
-    d, m = arch.width, arch.mlp_width
+    d, a, m = arch.width, arch.attention_width, arch.mlp_width
     patch = 3 * arch.patch_size**2 * d + d
     tokens = arch.num_prefix_tokens * d + arch.num_position_rows * d
-    block = 2 * (2 * d) + (3 * d * d + 3 * d) + (d * d + d) + (d * m + m) + (m * d + d)
+    block = 2 * (2 * d) + (3 * d * a + 3 * a) + (a * d + d) + (d * m + m) + (m * d + d)
     block += 2 * d if arch.layer_scale else 0
     representation = d * d + d if arch.representation_layer else 0
     head = d * arch.num_classes + arch.num_classes
@@ -28,13 +29,14 @@ def num_parameters(arch: Architecture) -> int:
 def train_flops_per_image(arch: Architecture) -> int:
     """Model FLOPs of one training step per image: three forward passes, no recomputation.
 
-    Forward multiply-adds: depth * (T * (4d^2 + 2dm) + 2T^2 d) + 3Np^2 d + dC, two FLOPs each; the
+    Forward multiply-adds: depth * (T * (4da + 2dm) + 2T^2 a) + 3Np^2 d + dC, two FLOPs each; the
     backward pass counts twice the forward (PaLM, Chowdhery et al. 2022, appendix B). Norms,
-    softmax and GELU are left out. For m = 4d the first term is the familiar 12 T d^2. T counts
-    registers and the patches that patch dropout keeps; all N patches are embedded first.
+    softmax and GELU are left out. For a = d, m = 4d the first term is the familiar 12 T d^2. T
+    counts registers and the patches that patch dropout keeps; all N patches are embedded first.
     """
-    d, m, num_tokens = arch.width, arch.mlp_width, arch.num_train_tokens
-    block = num_tokens * (4 * d * d + 2 * d * m) + 2 * num_tokens**2 * d
+    d, a, m = arch.width, arch.attention_width, arch.mlp_width
+    num_tokens = arch.num_train_tokens
+    block = num_tokens * (4 * d * a + 2 * d * m) + 2 * num_tokens**2 * a
     patch = 3 * arch.num_patches * arch.patch_size**2 * d
     head = d * arch.num_classes + (d * d if arch.representation_layer else 0)
     return 3 * 2 * (arch.depth * block + patch + head)
@@ -45,12 +47,14 @@ def activation_bytes_per_image(
 ) -> int:
     """Activations kept for the backward pass of one image, without the T x T attention matrix.
 
-    34 bytes per token and channel of a block in bf16 for m = 4d, here split into 18d + 4m:
+    34 bytes per token and channel of a block in bf16 for m = 4d, here split into 10d + 8a + 4m:
     Korthikanti et al. 2022 (Reducing Activation Recomputation), table 2, without the 5aT^2 term
     that a fused attention kernel never stores. Checkpointing keeps each block's input and one
     block in full.
     """
-    block = arch.num_train_tokens * (18 * arch.width + 4 * arch.mlp_width)
+    block = arch.num_train_tokens * (
+        10 * arch.width + 8 * arch.attention_width + 4 * arch.mlp_width
+    )
     block_input = arch.num_train_tokens * 2 * arch.width
     if activation_checkpointing:
         total = arch.depth * block_input + block

@@ -14,6 +14,7 @@ from vitscale.models.costs import num_parameters
 from vitscale.models.position_embedding import sincos_position_embedding
 from vitscale.models.settings import ModelSettings, architecture, model_problems
 from vitscale.models.vit import build_model, decayed
+from vitscale.training.loop import seed_step
 
 SMALL = ModelSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)
 
@@ -41,10 +42,10 @@ def gelu(x: np.ndarray, form: str) -> np.ndarray:
 
 def attention(x: np.ndarray, w: dict[str, np.ndarray], name: str) -> np.ndarray:
     q, k, v = np.split(dense(x, w, f"{name}.qkv"), 3, axis=-1)
-    outputs = []
+    outputs, width = [], q.shape[-1] // 2
     for head in range(2):
-        part = slice(12 * head, 12 * head + 12)
-        scores = q[:, part] @ k[:, part].T / math.sqrt(12)
+        part = slice(width * head, width * head + width)
+        scores = q[:, part] @ k[:, part].T / math.sqrt(width)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
         outputs.append(scores / scores.sum(-1, keepdims=True) @ v[:, part])
     return dense(np.concatenate(outputs, -1), w, f"{name}.proj")
@@ -119,6 +120,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"class_position": False},
     {"num_registers": 3},
     {"num_registers": 2, "pool": "gap", "layer_scale": 0.1},
+    {"head_width": 7},
     {"positions": "sincos2d"},
     {"positions": "sincos2d", "pool": "gap", "num_registers": 1, "representation_layer": True},
 ]
@@ -177,7 +179,7 @@ def test_default_description_is_that_of_earlier_checkpoints() -> None:
 @pytest.mark.parametrize(
     "options",
     [{"num_registers": 2, "class_position": False}, {"layer_scale": 0.1}, {"drop_path": 0.1},
-     {"patch_dropout": 0.5}, {"head_std": 0.1}],
+     {"patch_dropout": 0.5}, {"attention_dropout": 0.1}, {"head_std": 0.1}],
     ids=str,
 )  # fmt: skip
 def test_options_do_not_change_the_other_weights_of_a_seed(options: dict[str, Any]) -> None:
@@ -283,3 +285,35 @@ def test_impossible_positions_are_refused() -> None:
         assert keys(class_position=True, **changes) == ["model.class_position"]
         assert keys(class_position=False, **changes) == []
         assert keys(**changes) == []
+
+
+def test_unused_pixels_do_not_change_the_features() -> None:
+    smaller, images = small(), torch.randn(2, 3, 18, 18)
+    larger = small(image_size=18, allow_unused_pixels=True)
+    assert larger.patch_embed.grid_size == (4, 4)
+    assert torch.equal(larger(images, features=True), smaller(images[..., :16, :16], features=True))
+
+
+def test_attention_dropout_is_a_function_of_the_position() -> None:
+    model, images = small(attention_dropout=0.5), torch.randn(2, 3, 16, 16)
+
+    def features(step: int) -> torch.Tensor:
+        seed_step(0, step=step, micro_step=0, rank=0)
+        return model(images, features=True)
+
+    assert torch.equal(features(1), features(1)) and not torch.equal(features(1), features(2))
+    model.eval()
+    assert torch.equal(features(1), features(2))
+
+
+def test_misfits_of_heads_and_patches_name_the_option() -> None:
+    def problems(**changes: object) -> list[str]:
+        return [text for _, text in model_problems(SMALL.model_copy(update=changes))]
+
+    assert problems(num_heads=5, head_width=3) == problems(num_heads=2) == []
+    assert "or set model.head_width" in problems(num_heads=5)[0]
+    assert problems(image_size=18, allow_unused_pixels=True) == []
+    assert "nearest: 16 or 20; or set model.allow_unused_pixels" in problems(image_size=18)[0]
+    assert problems(image_size=3, allow_unused_pixels=True) == [
+        "3 px hold no patch of 4 px; give at least 4"
+    ]

@@ -23,6 +23,7 @@ from vitscale.data.loader import Batch
 from vitscale.data.mixing import mix_batch
 from vitscale.data.settings import DataSettings, MixingSettings
 from vitscale.images.crops import center_crop_box
+from vitscale.models.costs import num_parameters
 from vitscale.models.settings import ModelSettings, architecture
 from vitscale.models.vit import build_model
 from vitscale.optim.schedules import learning_rate
@@ -194,7 +195,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "finetune/vtab_384": SMALL | {"length": 2500, "warmup": 500, "classes": None,
                                   "thousand_steps": 2},
 }  # fmt: skip
-NO_RECIPE = {"cifar10/vit_tiny", "demo/pretrain", "finetune/demo"}
+# Ours: no paper trains them.
+CIFAR10 = {
+    "cifar10/vit_tiny": 8_459_762,
+    "cifar10/b4": 85_152_010,
+    "cifar10/b3": 85_163_530,
+    "cifar10/b2": 85_271_818,
+}
+NO_RECIPE = {*CIFAR10, "demo/pretrain", "finetune/demo"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -205,6 +213,17 @@ def test_recipe_resolves_to_the_published_numbers(name: str) -> None:
 def test_every_training_config_is_in_the_table() -> None:
     found = {str(p.relative_to(CONFIGS).with_suffix("")) for p in CONFIGS.rglob("*.yaml")}
     assert {name for name in found if not name.startswith("data/")} == {*PUBLISHED, *NO_RECIPE}
+
+
+@pytest.mark.parametrize("name", CIFAR10)
+def test_cifar10_models_have_the_known_counts(name: str) -> None:
+    model = recipe(name).model
+    assert num_parameters(architecture(model, num_classes=10)) == CIFAR10[name]
+    shallow = model.model_copy(update={"depth": 1})
+    arch = architecture(shallow, num_classes=10)
+    built = build_model(shallow, arch, seed=0)
+    assert sum(p.numel() for p in built.parameters()) == num_parameters(arch)
+    assert arch.grid == {4: (8, 8), 3: (10, 10), 2: (16, 16)}[arch.patch_size]
 
 
 # ---- quirks -------------------------------------------------------------------------------------
