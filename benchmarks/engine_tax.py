@@ -147,11 +147,10 @@ def measure_on_rank(options: argparse.Namespace) -> None:
     from vitscale.engine.settings import EngineSettings
     from vitscale.models.settings import ModelSettings
     from vitscale.training.session import open_session
-    from vitscale.training.supervised import Supervised
 
     size = chosen_size(options)
     run = endless_run(size, options)
-    with open_session(run, Supervised(run.objective)) as t:
+    with open_session(run, run.make_objective()) as t:
         import torch
 
         world = t.world

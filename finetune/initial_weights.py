@@ -35,7 +35,7 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
         return [f"starting from {run.init}"]
     source, warnings = resolve_weights(run.init)
     rows, columns = source.description["grid"]
-    transfer_weights(
+    left_out = transfer_weights(
         model,
         weights=starting_weights(source, run.init_weights),
         source_grid=(rows, columns),
@@ -44,4 +44,11 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
         convention=run.position_embedding,
         where=str(source.folder),
     )
-    return [*warnings, f"starting from {source.folder}, step {source.step}"]
+    messages = [*warnings, f"starting from {source.folder}, step {source.step}"]
+    if left_out:
+        objective = source.description.get("objective")
+        messages.append(
+            f"left out {len(left_out)} tensors that only the objective {objective} trained: "
+            f"{', '.join(left_out[:3])}{', ...' if left_out[3:] else ''}"
+        )
+    return messages

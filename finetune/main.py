@@ -22,10 +22,9 @@ except ModuleNotFoundError as error:
 def train(run: FinetuneRun) -> None:
     # Imported late: torch and deepspeed take seconds, and a wrong configuration fails before them.
     from finetune.initial_weights import load_initial_weights
-    from finetune.transfer import Transfer
     from vitscale.training.session import open_session
 
-    objective = Transfer(run.objective)
+    objective = run.make_objective()
     with open_session(
         run, objective, initial_weights=lambda model, arch: load_initial_weights(model, arch, run)
     ) as session:

@@ -7,6 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from finetune.transfer import Transfer
 from vitscale.runs.training import TrainingRun
 from vitscale.training.supervised import SupervisedSettings
 
@@ -29,9 +30,12 @@ class FinetuneRun(TrainingRun):
     position_embedding: Literal["google", "timm", "deit"] = "google"
     """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
 
+    def make_objective(self) -> Transfer:
+        return Transfer(self.objective, seed=self.seed)
+
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
-        yield from self.objective.problems()
+        yield from self.make_objective().problems(self)
         if self.init_grid is None:
             return
         if min(self.init_grid) < 1:

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.pictures import predictions_sheet
 from vitscale.training.supervised import Supervised
 
 if TYPE_CHECKING:
@@ -15,6 +14,8 @@ if TYPE_CHECKING:
 
 class Transfer(Supervised):
     def pictures(self, session: TrainingSession) -> Iterable[Path]:
+        from finetune.pictures import predictions_sheet
+
         if session.val_index is None:
             return []
         sheet = predictions_sheet(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 
 try:
-    from pretrain.objectives.registry import OBJECTIVES
     from pretrain.run import PretrainRun
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import run_rank_script
@@ -24,7 +23,7 @@ def train(run: PretrainRun) -> None:
     # Imported late: torch and deepspeed take seconds, and a wrong configuration fails before them.
     from vitscale.training.session import open_session
 
-    objective = OBJECTIVES[run.objective.name](run.objective)
+    objective = run.make_objective()
     with open_session(run, objective) as session:
         for step in session.steps():  # from the checkpoint's step
             for batch in session.micro_batches(step):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pretrain.objectives.registry import ObjectiveSettings
+from pretrain.objectives.registry import OBJECTIVES, ObjectiveSettings
 from vitscale.runs.training import TrainingRun
+from vitscale.training.objective import Objective
 from vitscale.training.supervised import SupervisedSettings
 
 
@@ -18,6 +19,9 @@ class PretrainRun(TrainingRun):
     objective: ObjectiveSettings = SupervisedSettings()
     """What the model is trained to predict, and its loss."""
 
+    def make_objective(self) -> Objective:
+        return OBJECTIVES[self.objective.name](self.objective, seed=self.seed)
+
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
-        yield from self.objective.problems()
+        yield from self.make_objective().problems(self)

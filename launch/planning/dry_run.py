@@ -18,7 +18,7 @@ from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
 from vitscale.data.remote.urls import Location, location_of
-from vitscale.models.costs import memory_estimate, num_parameters, train_flops_per_image
+from vitscale.models.costs import memory_estimate
 from vitscale.models.settings import architecture
 from vitscale.optim.schedules import ENDLESS
 from vitscale.runs.data_prep import DataPrepRun
@@ -125,15 +125,17 @@ def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
         yield "schedule", "unknown: epochs need a number of images (data.planned_num_samples)"
     else:
         yield from _plan_rows(run, facts, plan)
-    num_classes = run.model.num_classes or facts.num_classes
+    trains_classifier = run.make_objective().trains_classifier
+    num_classes = (run.model.num_classes or facts.num_classes) if trains_classifier else 0
     if num_classes is None:
         yield "model", "unknown: make the shards, or set model.num_classes"
         return
     yield from _cost_rows(run, plan, num_classes=num_classes, world_size=world_size)
 
 
-def _evaluation_text(run: TrainingRun) -> str:
-    if not run.evaluate:
+def _evaluation_text(run: PretrainRun | FinetuneRun) -> str:
+    evaluations = run.make_objective().evaluations(run)
+    if not evaluations:
         return "none"
     if run.data.val_split is None:
         return "none, because data.val_split is null"
@@ -141,7 +143,7 @@ def _evaluation_text(run: TrainingRun) -> str:
         f"{evaluation.name} every {evaluation.every_steps:,} steps"
         if evaluation.every_steps
         else evaluation.name
-        for evaluation in run.evaluate
+        for evaluation in evaluations
     ]
     return f"{', '.join(each)}; all after the last step, on {run.data.val_split!r}"
 
@@ -167,14 +169,17 @@ def _plan_rows(run: TrainingRun, facts: DataFacts, plan: TrainingPlan) -> Rows:
 
 
 def _cost_rows(
-    run: TrainingRun, plan: TrainingPlan | None, *, num_classes: int, world_size: int
+    run: PretrainRun | FinetuneRun,
+    plan: TrainingPlan | None,
+    *,
+    num_classes: int,
+    world_size: int,
 ) -> Rows:
+    objective = run.make_objective()
     arch = architecture(run.model, num_classes=num_classes)
-    yield (
-        "model",
-        f"{num_parameters(arch):,} parameters, {arch.num_tokens} tokens, {num_classes:,} classes",
-    )
-    flops = train_flops_per_image(arch)
+    count = objective.num_parameters(arch)
+    yield "model", f"{count:,} parameters, {arch.num_tokens} tokens, {num_classes:,} classes"
+    flops = objective.train_flops_per_image(arch)
     total = ""
     if plan is not None:
         total = f", {flops * plan.global_batch * plan.total_steps:.3g} FLOPs for the whole run"
@@ -193,6 +198,7 @@ def _cost_rows(
         micro_batch=plan.micro_batch,
         activation_checkpointing=run.engine.activation_checkpointing,
         optimizer_bytes=run.optim.state_bytes_per_parameter,
+        costs=objective,
     )
     yield (
         f"memory per {'GPU' if run.launch.gpus_per_node else 'process'}",

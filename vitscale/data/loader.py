@@ -49,6 +49,9 @@ class Batch:
     """int64 [B], with mixing: labels of the partner images."""
     mix_lambda: torch.Tensor | None = None
     """float32 [B], with mixing: the share that each image keeps of itself."""
+    positions: np.ndarray | None = None
+    """int64 [B], in training: positions of the images in training, counted from 0. Random draws
+    that are functions of them do not depend on the number of ranks."""
 
     def to(self, device: torch.device) -> Batch:
         return Batch(

@@ -12,6 +12,7 @@ import numpy as np
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
+_STEP, _ONE = np.uint64(_GOLDEN), np.uint64(1)
 
 
 def stream_key(*parts: object) -> int:
@@ -38,14 +39,29 @@ class CounterRandom:
         return low + (high - low) * (mix(self._state) >> 11) * 2.0**-53
 
 
+def uniform_rows(positions: np.ndarray, *, num: int, key: int) -> np.ndarray:
+    """Uniform numbers in [0, 1), float64 [B, num]; row i is a function of key and positions[i].
+
+    positions: int64 [B].
+    """
+    with np.errstate(over="ignore"):
+        starts_B = _mixed(np.uint64(key) + (positions.astype(np.uint64) + _ONE) * _STEP)
+        draws_BN = _mixed(starts_B[:, None] + np.arange(1, num + 1, dtype=np.uint64) * _STEP)
+    return (draws_BN >> np.uint64(11)) * 2.0**-53
+
+
 def permutation(num: int, *, key: int) -> np.ndarray:
     """A permutation of range(num), int64 [num], from `key` alone.
 
     Sorted SplitMix64 hashes rather than numpy's shuffle, whose stream may change between versions.
     """
     with np.errstate(over="ignore"):
-        x = np.uint64(key) + np.arange(1, num + 1, dtype=np.uint64) * np.uint64(_GOLDEN)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        x = x ^ (x >> np.uint64(31))
+        x = _mixed(np.uint64(key) + np.arange(1, num + 1, dtype=np.uint64) * _STEP)
     return np.argsort(x, kind="stable")
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """`mix` of each element, uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -93,13 +93,22 @@ class Engine:
 
     def logits(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """Images [B, 3, S, S] on the device, uint8 or mixed float 0..255 -> logits [B, classes]."""
-        return self._engine(self._normalized(images_B3SS))
+        return self._engine(self._model_input(images_B3SS))
 
     def features(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """The same images -> what the model's head sees [B, width]."""
-        return self._engine(self._normalized(images_B3SS), features=True)
+        features_BD: torch.Tensor = self.forward(images_B3SS, "features")
+        return features_BD
 
-    def _normalized(self, images_B3SS: torch.Tensor) -> torch.Tensor:
+    def forward(self, images_B3SS: torch.Tensor, output: str, **inputs: Any) -> Any:
+        """The same images -> another output of the model, with further inputs if it takes them."""
+        return self._engine(self._model_input(images_B3SS), output=output, **inputs)
+
+    def normalized(self, images_B3SS: torch.Tensor) -> torch.Tensor:
+        """Normalised pixels in fp32, whatever the model's precision: for targets made of pixels."""
+        return _normalize(images_B3SS, self._shift_3HW, self._scale_3HW, torch.float32)
+
+    def _model_input(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         return self._normalize(images_B3SS, self._shift_3HW, self._scale_3HW, self._input_dtype)
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ Leaves out: the formulas of each model family (`MODELS`), and measuring.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from vitscale.models.architecture import Architecture
 from vitscale.models.registry import MODELS
@@ -16,6 +17,18 @@ from vitscale.models.registry import MODELS
 # clones the part of them that its rank updates.
 STATE_BYTES = {"bf16": (2, 2, 4), "fp16": (2, 2, 4), "fp32": (4, 4, 0)}
 ZERO_FP32_CLONE_BYTES = 4
+
+
+class Costs(Protocol):
+    """What a model costs: a family's formulas, or those of an objective that adds to the model."""
+
+    def num_parameters(self, arch: Architecture, /) -> int: ...
+
+    def train_flops_per_image(self, arch: Architecture, /) -> int: ...
+
+    def activation_bytes_per_image(
+        self, arch: Architecture, /, *, precision: str, activation_checkpointing: bool
+    ) -> int: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +47,7 @@ class MemoryEstimate:
 
 
 def num_parameters(arch: Architecture) -> int:
-    """Exact count of trained values."""
+    """Exact count of trained values, without what an objective adds."""
     return MODELS[arch.name].num_parameters(arch)
 
 
@@ -52,15 +65,18 @@ def memory_estimate(
     micro_batch: int,
     activation_checkpointing: bool,
     optimizer_bytes: int,
+    costs: Costs | None = None,
 ) -> MemoryEstimate:
     """Bytes one rank needs at its peak: model states after ZeRO plus activations.
 
     optimizer_bytes: per parameter (`OptimSettings.state_bytes_per_parameter`).
+    costs: an objective that adds to the model; None: the model alone.
     With bf16 and Adam 16 bytes per parameter, of which ZeRO stage 1 spreads the 12 of the optimiser
     over the ranks, stage 2 the gradients too, stage 3 everything: Rajbhandari et al. 2020 (ZeRO),
     section 3.1 and figure 1.
     """
-    count = num_parameters(arch)
+    costs = costs or MODELS[arch.name]
+    count = costs.num_parameters(arch)
     weight, gradient, master = STATE_BYTES[precision]
     # One fp32 rank runs without stages 1 and 2: there is nothing to shard.
     if precision == "fp32" and (zero_stage == 3 or (zero_stage >= 1 and world_size > 1)):
@@ -75,7 +91,7 @@ def memory_estimate(
         gradients=share(count * gradient, 2),
         optimizer=share(count * states, 1),
         activations=micro_batch
-        * MODELS[arch.name].activation_bytes_per_image(
+        * costs.activation_bytes_per_image(
             arch, precision=precision, activation_checkpointing=activation_checkpointing
         ),
     )

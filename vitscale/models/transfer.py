@@ -14,7 +14,8 @@ from torch import nn
 from vitscale.config.errors import UserError
 from vitscale.models.position_embedding import resize_position_embedding
 
-HEAD_PREFIX = "head."
+# What no transfer takes over: classifiers, and modules that only an objective trains.
+LEFT_OUT = ("head.", "head_dist.", "objective.")
 POSITION_NAME = "pos_embed"
 CLASS_NAME = "cls_token"
 MAX_ROWS = 12
@@ -29,14 +30,17 @@ def transfer_weights(
     num_prefix_tokens: int,
     convention: str,
     where: str,
-) -> None:
+) -> list[str]:
     """Load a trunk; the head (with a representation layer, if any) keeps its fresh values.
 
+    Returns the names of tensors that only an objective trained, which are left out.
     Raises UserError with a table of every missing, unknown or misshapen tensor; then nothing was
     loaded.
     """
-    own = {name: value for name, value in model.state_dict().items() if not _is_head(name)}
-    given = {name: value for name, value in weights.items() if not _is_head(name)}
+    own, given = (
+        {name: value for name, value in tensors.items() if not name.startswith(LEFT_OUT)}
+        for tensors in (model.state_dict(), weights)
+    )
     if POSITION_NAME in given:
         num_rows = given[POSITION_NAME].shape[1]
         num_prefix_rows = num_rows - source_grid[0] * source_grid[1]
@@ -73,6 +77,7 @@ def transfer_weights(
             "layer_scale to those of the checkpoint's run",
         )
     model.load_state_dict(given, strict=False)
+    return sorted(name for name in weights if name.startswith("objective."))
 
 
 def _match_class_position(
@@ -87,7 +92,3 @@ def _match_class_position(
         given[POSITION_NAME] = pos_1LD[:, 1:]
     else:
         given[POSITION_NAME] = torch.cat([torch.zeros_like(pos_1LD[:, :1]), pos_1LD], dim=1)
-
-
-def _is_head(name: str) -> bool:
-    return name.startswith(HEAD_PREFIX)

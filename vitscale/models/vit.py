@@ -11,7 +11,8 @@ from typing import Any, Literal
 
 import torch
 from timm.layers import Attention, DropPath
-from timm.models.vision_transformer import VisionTransformer
+from timm.models import checkpoint_seq
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from vitscale.models.architecture import Architecture
@@ -21,6 +22,7 @@ from vitscale.models.settings import ModelSettings
 MLP_BIAS_STD = 1e-6  # vision_transformer, MlpBlock
 POSITION_STD = 0.02  # vision_transformer, AddPositionEmbs
 DEIT_STD = 0.02
+TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token")
 REGISTER_STD = 1e-6  # DINOv2, init_weights; never zero, or all registers would stay equal
 
 
@@ -32,15 +34,40 @@ class RepresentationHead(nn.Sequential):
 
 
 class ViT(VisionTransformer):
-    """timm's Vision Transformer, whose forward pass may end before the head."""
+    """timm's Vision Transformer with other outputs than logits.
 
-    def forward(self, images_B3SS: torch.Tensor, *, features: bool = False) -> torch.Tensor:  # type: ignore[override]  # no masks
-        """Logits [B, num_classes], or with `features` the pooled features [B, width].
+    An objective may add a module `objective`, whose forward pass takes this model, the images and
+    inputs of its own. It runs inside this one's, as ZeRO 3 needs.
+    """
 
-        Features come before the whole head, so also before a representation layer.
+    objective: nn.Module
+
+    def forward(  # type: ignore[override]  # no masks
+        self, images_B3SS: torch.Tensor, *, output: str = "logits", **inputs: Any
+    ) -> Any:
+        """output: `logits` [B, num_classes]; `features` [B, width], pooled, before the whole head,
+        so also before a representation layer; `objective`: what the objective's module predicts
+        from the images and `inputs`.
         """
+        if output == "objective":
+            return self.objective(self, images_B3SS, **inputs)
         tokens_BLD: torch.Tensor = self.forward_features(images_B3SS)
-        return self.forward_head(tokens_BLD, pre_logits=features)
+        return self.forward_head(tokens_BLD, pre_logits=output == "features")
+
+    def run_blocks(self, tokens_BLD: torch.Tensor) -> torch.Tensor:
+        """All blocks and the last norm, on any tokens with their positions."""
+        return self.norm(run_blocks(self.blocks, tokens_BLD, recompute=self.grad_checkpointing))
+
+
+def run_blocks(
+    blocks: nn.Sequential, tokens_BLD: torch.Tensor, *, recompute: bool = False
+) -> torch.Tensor:
+    """recompute: keep no activations inside the blocks; recompute them in the backward pass."""
+    if recompute and torch.is_grad_enabled():
+        recomputed: torch.Tensor = checkpoint_seq(blocks, tokens_BLD)
+        return recomputed
+    through: torch.Tensor = blocks(tokens_BLD)
+    return through
 
 
 def _attention(head_width: int | None) -> type[nn.Module]:
@@ -141,7 +168,7 @@ def initialize(
     if model.reg_token is not None:
         nn.init.normal_(model.reg_token, std=REGISTER_STD, generator=random)
     reset_head(model, bias=head_bias)
-    if head_std > 0:
+    if head_std > 0 and model.num_classes:
         nn.init.normal_(_last_layer(model).weight, std=head_std, generator=random)
 
 
@@ -211,6 +238,8 @@ SCHEMES: dict[str, Callable[[VisionTransformer, torch.Generator, float], None]] 
 @torch.no_grad()
 def reset_head(model: VisionTransformer, *, bias: float) -> None:
     """Zero the last layer; with zero weights every class starts at the same probability."""
+    if model.num_classes == 0:
+        return
     last = _last_layer(model)
     nn.init.zeros_(last.weight)
     nn.init.constant_(last.bias, bias)
@@ -224,7 +253,7 @@ def _last_layer(model: VisionTransformer) -> nn.Linear:
 
 def decayed(name: str, parameter: torch.Tensor) -> bool:
     """Whether weight decay acts on it: kernels only; no bias, norm, scale, token or position."""
-    return parameter.ndim >= 2 and name not in ("pos_embed", "cls_token", "reg_token")
+    return parameter.ndim >= 2 and name.rpartition(".")[2] not in TOKENS
 
 
 def layers_above(name: str, *, depth: int) -> int:
@@ -235,7 +264,7 @@ def layers_above(name: str, *, depth: int) -> int:
     """
     if name.startswith("blocks."):
         return depth - int(name.split(".")[1])
-    embedding = ("patch_embed.", "pos_embed", "cls_token", "reg_token")
+    embedding = ("patch_embed.", *TOKENS)
     return depth + 1 if name.startswith(embedding) else 0
 
 
@@ -248,12 +277,13 @@ def checkpoint_activations(model: nn.Module) -> None:
 def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> None:
     """Compile each block in place, when it is first used; names and weights stay as they are.
 
-    Equal blocks share what is compiled. Those with drop path of their own rates do not, and
-    training, evaluation and recomputation each are compiled once: hence the higher limit, beyond
-    which torch silently stops compiling.
+    Blocks of an objective's module too. Equal blocks share what is compiled. Those with drop path
+    of their own rates do not, and training, evaluation and recomputation each are compiled once:
+    hence the higher limit, beyond which torch silently stops compiling.
     """
     assert isinstance(model, VisionTransformer)
     dynamo = torch._dynamo.config
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(model.blocks))
-    for block in model.blocks:
+    blocks = [module for module in model.modules() if isinstance(module, Block)]
+    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(blocks))
+    for block in blocks:
         block.compile(dynamic=False, backend=backend)

@@ -18,7 +18,6 @@ from vitscale.config.errors import UserError
 from vitscale.config.section import Run
 from vitscale.data.settings import DataSettings, augment_problems, remote_problems
 from vitscale.engine.settings import EngineSettings, raw_problems
-from vitscale.evaluation.classification import ClassificationSettings
 from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.models.settings import ModelSettings, model_problems
 from vitscale.optim.schedules import (
@@ -50,10 +49,9 @@ class TrainingRun(Run):
     schedule: ScheduleSettings
     engine: EngineSettings = EngineSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
-    evaluate: tuple[EvaluationSettings, ...] = Field(
-        default=(ClassificationSettings(),), strict=False
-    )
-    """Evaluations of `data.val_split`; all of them run after the last step too. Empty: none."""
+    evaluate: tuple[EvaluationSettings, ...] | None = Field(default=None, strict=False)
+    """Evaluations of `data.val_split`; all of them run after the last step too. Empty: none.
+    null: classification after the last step, if the objective trains a classifier."""
     tracking: TrackingSettings = TrackingSettings()
     launch: LaunchSettings = LaunchSettings()
     deepspeed: dict[str, Any] = {}
@@ -112,7 +110,7 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
         yield ("engine.offload_optimizer", f"{what}; set engine.zero_stage to 1, 2 or 3")
     if engine.offload_optimizer and run.optim.name == "lamb":
         yield ("engine.offload_optimizer", "lamb runs under ZeRO 0 only, which cannot offload")
-    names = [evaluation.name for evaluation in run.evaluate]
+    names = [evaluation.name for evaluation in run.evaluate or ()]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
     if run.tracking.uri is not None:

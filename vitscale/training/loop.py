@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from vitscale.checkpoint.commit import Commit
@@ -104,13 +105,14 @@ class TrainingSession:
         self.heartbeat.mark("training")
         self.log.unreadable.add(batch.unreadable)
         self.log.meter.add_images(len(batch.labels), wait_s=time.perf_counter() - start)
-        batch = batch.to(self.world.device)
         mixing, plan = self.run.data.mixing, self.plan
-        if mixing is None:
-            return batch
         first = step * plan.global_batch + plan.micro_batch * (
             micro_step * self.world.world_size + self.world.rank
         )
+        positions = np.arange(first, first + len(batch.labels))
+        batch = replace(batch.to(self.world.device), positions=positions)
+        if mixing is None:
+            return batch
         return mix_batch(batch, mixing, seed=self.run.seed, step=step, first_position=first)
 
     def update(self, loss: torch.Tensor) -> None:

@@ -9,12 +9,16 @@ machines without torch. Import torch inside the methods; modules belong into `vi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from vitscale.config.errors import UserError
 from vitscale.config.section import NamedSection
+from vitscale.evaluation.classification import ClassificationSettings
+from vitscale.evaluation.evaluation import EvaluationSettingsBase
+from vitscale.evaluation.registry import EVALUATIONS
+from vitscale.models.registry import MODELS
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from vitscale.data.loader import Batch
     from vitscale.engine.engine import Engine
     from vitscale.models.architecture import Architecture
+    from vitscale.runs.training import TrainingRun
 
 
 class Objective:
@@ -31,19 +36,62 @@ class Objective:
     Settings: ClassVar[type[NamedSection]]
     needs_labels: ClassVar[bool] = True
     """Whether `loss` reads `batch.labels`."""
+    trains_classifier: ClassVar[bool] = True
+    """Whether `loss` trains the model's head; without, the model is built without one."""
     num_views: ClassVar[int] = 1
     """Augmented views of each sample that `loss` needs in a global batch (`data.views`)."""
 
-    def __init__(self, settings: Any) -> None:
-        """settings: an instance of `Settings`."""
-        self.settings = settings
+    def __init__(self, settings: Any, *, seed: int) -> None:
+        """settings: an instance of `Settings`. seed: the run's, for draws by position."""
+        self.settings, self.seed = settings, seed
+
+    def problems(self, run: TrainingRun) -> Iterator[tuple[str, str]]:
+        """Conflicts with other settings of the run, as (dotted key, what is wrong, what to do)."""
+        yield from self.settings.problems()
+        if self.trains_classifier:
+            return
+        name = self.settings.name
+        if run.model.num_classes is not None:
+            yield ("model.num_classes", f"{name} trains no classifier; set it to null")
+        for evaluation in self.evaluations(run):
+            if EVALUATIONS[evaluation.name].needs == "logits":
+                what = f"{evaluation.name} needs a classifier, which {name} does not train"
+                yield ("evaluate", f"{what}; remove it, or take knn where there are labels")
+
+    def evaluations(self, run: TrainingRun) -> tuple[EvaluationSettingsBase, ...]:
+        """The evaluations of `run`: those it names, else classification if there is a head."""
+        if run.evaluate is not None:
+            return run.evaluate
+        return (ClassificationSettings(),) if self.trains_classifier else ()
+
+    def prepare(self, *, arch: Architecture, device: torch.device) -> None:
+        """Load what `loss` needs besides the model. Called once, before the model is built.
+
+        Raises UserError when it does not fit the run.
+        """
 
     def extend_model(self, model: nn.Module, arch: Architecture) -> None:
-        """Add what only this objective trains: parameters and modules of `model`.
+        """Add what only this objective trains, as the module `model.objective`.
 
         Called once, before the engine is built, with a random state that depends on the run's
-        seed alone.
+        seed alone. Transfer leaves out this module's tensors.
         """
+
+    def num_parameters(self, arch: Architecture) -> int:
+        """Exact count of trained values, with those that this objective adds."""
+        return MODELS[arch.name].num_parameters(arch)
+
+    def train_flops_per_image(self, arch: Architecture) -> int:
+        """Model FLOPs of one training step per image, counted as `vit_costs` does."""
+        return MODELS[arch.name].train_flops_per_image(arch)
+
+    def activation_bytes_per_image(
+        self, arch: Architecture, *, precision: str, activation_checkpointing: bool
+    ) -> int:
+        """Activations kept for the backward pass of one image."""
+        return MODELS[arch.name].activation_bytes_per_image(
+            arch, precision=precision, activation_checkpointing=activation_checkpointing
+        )
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
         """Mean loss over one micro-batch of this rank; scalar."""

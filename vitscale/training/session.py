@@ -33,7 +33,6 @@ from vitscale.evaluation.evaluation import Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.images.decoders import resolve_decoder
 from vitscale.models.architecture import Architecture
-from vitscale.models.costs import num_parameters, train_flops_per_image
 from vitscale.models.registry import MODELS
 from vitscale.models.settings import architecture
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
@@ -75,10 +74,11 @@ def open_session(
         world = stack.enter_context(_join(run.engine))
         heartbeat = stack.enter_context(Heartbeat(world, timeout_min=run.engine.timeout_min))
         data, val_index = _read_data(run)
-        arch = _architecture_for(run, data)
+        arch = _architecture_for(run, objective, data)
         check_objective(
             objective, num_classes=len(data.classes), views=run.data.views, path=run.data.path
         )
+        objective.prepare(arch=arch, device=world.device)
         plan = training_plan(run, world_size=world.world_size, num_samples=data.num_samples)
         key = compatibility_key(run, arch, data, objective=objective.settings.name)
         folder = Path(run.folder)
@@ -98,10 +98,8 @@ def open_session(
             restore(engine, meter, spikes, checkpoint=checkpoint, world=world)
             messages += changes(checkpoint.description, facts)
         start_step = checkpoint.step if checkpoint else 0
-        log = _open_log(
-            stack, run, plan, engine, start_step, data=data, arch=arch, meter=meter, spikes=spikes
-        )
-        for line in [*messages, *_opening_lines(run, plan, arch, engine, start_step)]:
+        log = _open_log(stack, run, plan, engine, objective, arch, data, start_step, meter, spikes)
+        for line in [*messages, *_opening_lines(run, plan, objective, arch, engine, start_step)]:
             log.progress.message(line)
         yield TrainingSession(
             run=run,
@@ -116,7 +114,7 @@ def open_session(
             store=store,
             description=key | {PROVENANCE: facts},
             log=log,
-            evaluations=_evaluations(run, engine, arch, data, val_index),
+            evaluations=_evaluations(run, objective, engine, arch, data, val_index),
             preemption=stack.enter_context(PreemptionFlag()),
             batches=stack.enter_context(_open_batches(run, plan, world, arch, data, start_step)),
             heartbeat=heartbeat,
@@ -138,10 +136,10 @@ def _open_log(
     run: TrainingRun,
     plan: TrainingPlan,
     engine: Engine,
-    start_step: int,
-    *,
-    data: TrainingSet,
+    objective: Objective,
     arch: Architecture,
+    data: TrainingSet,
+    start_step: int,
     meter: IntervalMeter,
     spikes: LossSpikeDetector,
 ) -> IntervalLog:
@@ -174,7 +172,7 @@ def _open_log(
         unreadable=UnreadableSampleMonitor(
             data=data, max_fraction=run.data.max_unreadable_fraction
         ),
-        flops_per_image=train_flops_per_image(arch),
+        flops_per_image=objective.train_flops_per_image(arch),
         rates=_rates(world),
         profile=stack.enter_context(
             profiled(
@@ -212,6 +210,7 @@ def _open_batches(
 
 def _evaluations(
     run: TrainingRun,
+    objective: Objective,
     engine: Engine,
     arch: Architecture,
     data: TrainingSet,
@@ -227,7 +226,9 @@ def _evaluations(
             image_size=arch.image_size,
             micro_batch=run.engine.max_micro_batch,
         )
-    return ScheduledEvaluations(run.evaluate, subject, has_average=run.optim.ema is not None)
+    return ScheduledEvaluations(
+        objective.evaluations(run), subject, has_average=run.optim.ema is not None
+    )
 
 
 def _rates(world: World) -> dict[str, float]:
@@ -247,7 +248,9 @@ def _read_data(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
     return training_set, read_split(run.data.path, split=val_split, remote_settings=run.data.remote)
 
 
-def _architecture_for(run: TrainingRun, data: TrainingSet) -> Architecture:
+def _architecture_for(run: TrainingRun, objective: Objective, data: TrainingSet) -> Architecture:
+    if not objective.trains_classifier:
+        return architecture(run.model, num_classes=0)
     wanted, found = run.model.num_classes, len(data.classes)
     if wanted is not None and wanted != found:
         raise UserError(
@@ -318,13 +321,19 @@ def _build_engine(
 
 
 def _opening_lines(
-    run: TrainingRun, plan: TrainingPlan, arch: Architecture, engine: Engine, start_step: int
+    run: TrainingRun,
+    plan: TrainingPlan,
+    objective: Objective,
+    arch: Architecture,
+    engine: Engine,
+    start_step: int,
 ) -> Iterator[str]:
     if start_step:
         yield f"resuming {run.folder} at step {start_step}"
     dtype = str(engine.dtype).removeprefix("torch.")
     yield (
-        f"{run.name}: {num_parameters(arch) / 1e6:.1f} M parameters at {arch.image_size} px, "
+        f"{run.name}: {objective.num_parameters(arch) / 1e6:.1f} M parameters "
+        f"at {arch.image_size} px, "
         f"{plan.num_samples} images, {arch.num_classes} classes; {plan.equation}; "
         f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
         f"ZeRO {run.engine.zero_stage}; decoder {resolve_decoder(run.data.decoder)}"

@@ -47,9 +47,9 @@ class Model(torch.nn.Module):
         for parameter in self.parameters():
             torch.nn.init.normal_(parameter, generator=random)
 
-    def forward(self, images: torch.Tensor, *, features: bool = False) -> torch.Tensor:
+    def forward(self, images: torch.Tensor, *, output: str = "logits") -> torch.Tensor:
         hidden = self.trunk(images.mean(dim=(2, 3)))
-        return hidden if features else self.head(hidden)
+        return hidden if output == "features" else self.head(hidden)
 
 
 def new_engine(
@@ -122,7 +122,7 @@ def test_pixels_are_normalised_by_channel(world: World, stage: int) -> None:
     normalised = (IMAGES.float() / 255 - mean) / std
     with torch.no_grad():
         torch.testing.assert_close(engine.logits(IMAGES), plain(normalised))
-        torch.testing.assert_close(engine.features(IMAGES), plain(normalised, features=True))
+        torch.testing.assert_close(engine.features(IMAGES), plain(normalised, output="features"))
 
 
 def test_update_is_clipped_to_the_norm(world: World, stage: int) -> None:

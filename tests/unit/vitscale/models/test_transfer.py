@@ -27,8 +27,8 @@ def shaken(**changes: object) -> torch.nn.Module:
 
 def transfer(
     target: torch.nn.Module, source: torch.nn.Module, grid: tuple[int, int] = (4, 4)
-) -> None:
-    transfer_weights(
+) -> list[str]:
+    return transfer_weights(
         target,
         weights=source.state_dict(),
         source_grid=(4, 4),
@@ -49,6 +49,14 @@ def test_registers_carry_over_to_another_grid(pool: str) -> None:
     # Align-corners resampling keeps the corners: no register was taken for a patch.
     corners = [0, 5, 30, 35], [0, 3, 12, 15]
     assert torch.allclose(target.pos_embed[0, corners[0]], source.pos_embed[0, corners[1]])
+
+
+def test_modules_of_an_objective_are_left_out_and_named() -> None:
+    source, target = shaken(), shaken(num_classes=3)
+    assert transfer(target, source) == []
+    source.objective = torch.nn.Linear(2, 2)
+    assert transfer(target, source) == ["objective.bias", "objective.weight"]
+    assert torch.equal(target.cls_token, source.cls_token)
 
 
 def test_a_grid_of_whole_patches_survives_a_resize() -> None:

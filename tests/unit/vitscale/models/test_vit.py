@@ -66,7 +66,7 @@ def test_features_are_what_the_head_sees(pool: str, representation_layer: bool) 
     model = small(pool=pool, representation_layer=representation_layer, head_std=0.1)
     images = torch.randn(3, 3, 16, 16)
     tokens = model.forward_features(images)
-    features = model(images, features=True)
+    features = model(images, output="features")
     assert torch.equal(features, tokens[:, 0] if pool == "cls" else tokens.mean(dim=1))
     assert torch.equal(model.head(features), model(images))
 
