@@ -138,7 +138,7 @@ def make_shards(work: Path) -> Path:
     if not shards.exists():
         config = ROOT / "configs/data/digits.yaml"
         for script, *arguments in (
-            ["data_prep/make_digits.py", work / "images"],
+            ["data_prep/make_corpus.py", "digits", work / "images"],
             ["data_prep/make_shards.py", "--config", config]
             + [f"source.path={work / 'images'}", f"output={shards}"],
         ):

@@ -74,7 +74,7 @@ def data_commands(corpus: Corpus) -> list[list[str]]:
     make_shards = [sys.executable, "data_prep/make_shards.py", "--config"]
     if corpus.data is None:
         return [
-            [sys.executable, "data_prep/make_digits.py", "runs/demo/images"],
+            [sys.executable, "data_prep/make_corpus.py", "digits", "runs/demo/images"],
             [*make_shards, "configs/data/digits.yaml"],
         ]
     return [

@@ -12,7 +12,7 @@ OWNERS: dict[str, set[str]] = {
     # Tests and benchmarks read our shards with it.
     "webdataset": set(),
     "timm": {"vitscale.models"},
-    "sklearn": {"data_prep.make_digits"},
+    "sklearn": {"data_prep.sources.made.digits"},
     "simplejpeg": {"vitscale.images.decoders", "vitscale.images.strict_jpeg"},
 }
 # Entries of registries: their settings are imported without torch, their methods need it. Of these

@@ -26,7 +26,7 @@ def digits_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded corpus as shards, made by the scripts."""
     folder = tmp_path_factory.mktemp("digits")
     for command in (
-        ["data_prep/make_digits.py", folder / "images"],
+        ["data_prep/make_corpus.py", "digits", folder / "images"],
         [
             "data_prep/make_shards.py",
             "--config",

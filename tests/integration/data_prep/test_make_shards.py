@@ -1,9 +1,7 @@
-"""data_prep/make_shards.py and make_digits.py, run as people run them."""
+"""data_prep/make_shards.py, run as people run them."""
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import shutil
 import struct
@@ -17,7 +15,6 @@ import blake3
 import pyarrow.parquet as pq
 import pytest
 import webdataset
-from PIL import Image
 
 from tests.support.corpora.image_corpus import (
     REPOSITORY,
@@ -274,27 +271,3 @@ def test_sources_that_cannot_be_used_are_refused_in_one_message(
     text = make_shards(source, tmp_path / "shards", "images.max_bad_fraction=0.1", rc=2)
     assert message in text
     assert not (tmp_path / "shards").exists()
-
-
-def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        script = [sys.executable, "data_prep/make_digits.py", str(tmp_path / name)]
-        subprocess.run(script, cwd=REPOSITORY, check=True, capture_output=True)
-    files = {
-        name: {str(p.relative_to(tmp_path / name)): p.read_bytes() for p in paths}
-        for name in ("a", "b")
-        for paths in [(tmp_path / name).rglob("*.png")]
-    }
-    assert files["a"] == files["b"]
-    counts = [sum(path.startswith(split) for path in files["a"]) for split in ("train", "test")]
-    assert counts == [1437, 360]
-    per_class = [sum(path.startswith(f"test/{d}/") for path in files["a"]) for d in range(10)]
-    assert min(per_class) >= 34 and max(per_class) <= 37
-    with Image.open(io.BytesIO(files["a"]["train/0/0000.png"])) as image:
-        assert (image.size, image.mode) == ((32, 32), "RGB")
-    output = tmp_path / "shards"
-    options = [f"source.path={tmp_path / 'a'}", f"output={output}"]
-    script = [sys.executable, "data_prep/make_shards.py", "--config", "configs/data/digits.yaml"]
-    subprocess.run([*script, *options], cwd=REPOSITORY, check=True, capture_output=True)
-    info = json.loads((output / "_info.json").read_text())["splits"]
-    assert (info["train"]["num_samples"], info["test"]["num_samples"]) == (1437, 360)

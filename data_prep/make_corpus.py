@@ -1,0 +1,148 @@
+"""Write a corpus that needs no download as a folder of images, {train,test}/CLASS/NAME.png.
+
+    python data_prep/make_corpus.py digits runs/demo/images
+    python data_prep/make_corpus.py characters runs/characters/images --sets latin greek
+
+digits: scikit-learn's 1,797 handwritten digits. characters: letters rendered from the fonts in
+matplotlib's wheel, with other fonts for the test images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from pathlib import Path
+
+try:
+    from data_prep.sources.made.characters import Characters, character_files
+    from data_prep.sources.made.digits import digit_files
+    from data_prep.sources.made.letters import FONTS, SETS
+    from vitscale.config.errors import UserError, run_script
+    from vitscale.distributed.atomic_files import commit_folder
+except ModuleNotFoundError as error:
+    print(f"{error}. Run: pip install -e .", file=sys.stderr)
+    raise SystemExit(2) from None
+
+MIN_SIDE_PX = 16
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    output: Path = arguments.output
+    if arguments.corpus == "digits":
+        contents = digit_files(seed=arguments.seed)
+    else:
+        contents = dict(character_files(characters_of(arguments)))
+    split_of = [tuple(name.split("/")[:2]) for name in contents]
+    num_train = sum(split == "train" for split, _ in split_of)
+    num_classes = len({label for _, label in split_of})
+    if output.exists():
+        check_same_files(output, contents)
+        print(f"{output}: already there, the same {len(contents):,} images")
+        return
+    write_files(output, contents)
+    print(
+        f"{output}: {num_train:,} training and {len(contents) - num_train:,} test images, "
+        f"{num_classes:,} classes"
+    )
+    print(
+        f"next: python data_prep/make_shards.py --config configs/data/{arguments.corpus}.yaml "
+        f"source.path={output}"
+    )
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    corpora = parser.add_subparsers(dest="corpus", required=True, metavar="digits|characters")
+    digits = corpora.add_parser("digits", help="scikit-learn's handwritten digits")
+    letters = corpora.add_parser("characters", help="letters of the fonts in matplotlib's wheel")
+    for corpus in (digits, letters):
+        corpus.add_argument("output", type=Path, help="folder to create")
+        corpus.add_argument("--seed", type=int, default=0, help="default 0")
+    default = Characters()
+    letters.add_argument(
+        "--sets",
+        nargs="+",
+        default=default.sets,
+        metavar="SET",
+        help=f"of {', '.join(SETS)}; default {' '.join(default.sets)}",
+    )
+    letters.add_argument(
+        "--test-fonts",
+        nargs="+",
+        default=default.test_fonts,
+        metavar="FONT",
+        help=f"fonts of the test images alone; default {' '.join(default.test_fonts)}",
+    )
+    for option, value, text in (
+        ("--min-fonts", default.min_fonts, f"fonts of {len(FONTS)} that must have a letter"),
+        ("--num-train", default.num_train, "training images per letter"),
+        ("--num-test", default.num_test, "test images per letter"),
+        ("--side-px", default.side_px, "side of the images in pixels"),
+    ):
+        letters.add_argument(
+            option, type=int, default=value, metavar="N", help=f"{text}; default {value}"
+        )
+    return parser.parse_args()
+
+
+def characters_of(arguments: argparse.Namespace) -> Characters:
+    """The options as a corpus. Raises UserError where one is out of range."""
+    for option, given, known in (
+        ("--sets", arguments.sets, tuple(SETS)),
+        ("--test-fonts", arguments.test_fonts, FONTS),
+    ):
+        if unknown := [name for name in given if name not in known]:
+            raise UserError(
+                f"{' '.join(unknown)} is not known", where=option, allowed=", ".join(known)
+            )
+    if set(arguments.test_fonts) == set(FONTS):
+        raise UserError("no font is left for training", where="--test-fonts")
+    for option, value, smallest, largest in (
+        ("--min-fonts", arguments.min_fonts, 2, len(FONTS)),
+        ("--num-train", arguments.num_train, 1, 999),
+        ("--num-test", arguments.num_test, 1, 999),
+        ("--side-px", arguments.side_px, MIN_SIDE_PX, 512),
+    ):
+        if not smallest <= value <= largest:
+            raise UserError(f"{value}", where=option, allowed=f"{smallest} to {largest}")
+    return Characters(
+        sets=arguments.sets,
+        min_fonts=arguments.min_fonts,
+        test_fonts=arguments.test_fonts,
+        num_train=arguments.num_train,
+        num_test=arguments.num_test,
+        side_px=arguments.side_px,
+        seed=arguments.seed,
+    )
+
+
+def write_files(output: Path, contents: dict[str, bytes]) -> None:
+    """Write all files or none."""
+    temporary = output.with_name(f".{output.name}.preparing")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        for name, png in contents.items():
+            (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+            (temporary / name).write_bytes(png)
+        os.sync()  # one flush instead of one for each file
+        commit_folder(temporary, output)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(f"cannot be written ({error.strerror})", where=str(output)) from None
+
+
+def check_same_files(output: Path, contents: dict[str, bytes]) -> None:
+    found = {str(path.relative_to(output)) for path in output.rglob("*") if not path.is_dir()}
+    if found != set(contents) or any((output / n).read_bytes() != c for n, c in contents.items()):
+        raise UserError(
+            "exists already and holds other files",
+            where=str(output),
+            next_step="choose another folder, or remove this one",
+        )
+
+
+if __name__ == "__main__":
+    run_script(main)

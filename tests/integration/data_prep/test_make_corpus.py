@@ -1,0 +1,75 @@
+"""data_prep/make_corpus.py, run as people run it."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests.support.corpora.image_corpus import REPOSITORY
+
+
+def run(script: str, *arguments: str | Path, rc: int = 0) -> str:
+    command = [sys.executable, f"data_prep/{script}.py", *map(str, arguments)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == rc, done.stderr
+    return done.stdout + done.stderr
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*.png")}
+
+
+def split_sizes(corpus: str, images: Path, shards: Path) -> list[int]:
+    """Numbers of training and test images in shards made with the corpus's configuration."""
+    options = (f"source.path={images}", f"output={shards}")
+    run("make_shards", "--config", f"configs/data/{corpus}.yaml", *options)
+    splits = json.loads((shards / "_info.json").read_text())["splits"]
+    return [splits[split]["num_samples"] for split in ("train", "test")]
+
+
+def test_digits_are_1437_and_360_images_and_the_same_each_time(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        run("make_corpus", "digits", tmp_path / name)
+    files = files_of(tmp_path / "a")
+    assert files == files_of(tmp_path / "b")
+    counts = [sum(path.startswith(split) for path in files) for split in ("train", "test")]
+    assert counts == [1437, 360]
+    per_class = [sum(path.startswith(f"test/{d}/") for path in files) for d in range(10)]
+    assert min(per_class) >= 34 and max(per_class) <= 37
+    with Image.open(io.BytesIO(files["train/0/0000.png"])) as image:
+        assert (image.size, image.mode) == ((32, 32), "RGB")
+    assert split_sizes("digits", tmp_path / "a", tmp_path / "shards") == [1437, 360]
+
+
+def test_characters_become_shards_and_stay_the_same(tmp_path: Path) -> None:
+    images = tmp_path / "images"
+    options = ("--sets", "cyrillic", "--num-train", "3", "--num-test", "1", "--side-px", "16")
+    text = run("make_corpus", "characters", images, *options)
+    num_letters = len(list((images / "train").iterdir()))
+    assert f"{3 * num_letters} training and {num_letters} test images" in text
+    assert "already there" in run("make_corpus", "characters", images, *options)
+    text = run("make_corpus", "characters", images, *options, "--seed", "1", rc=2)
+    assert "exists already and holds other files" in text
+    sizes = split_sizes("characters", images, tmp_path / "shards")
+    assert sizes == [3 * num_letters, num_letters]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--sets runes", "--sets: runes is not known\n  allowed: latin, accented"),
+        ("--test-fonts cmr10", "--test-fonts: cmr10 is not known\n  allowed: DejaVuSans, "),
+        ("--min-fonts 17", "--min-fonts: 17\n  allowed: 2 to 16"),
+        ("--side-px 8", "--side-px: 8\n  allowed: 16 to 512"),
+    ],
+)
+def test_bad_options_are_refused(options: str, message: str, tmp_path: Path) -> None:
+    text = run("make_corpus", "characters", tmp_path / "images", *options.split(), rc=2)
+    assert message in text
+    assert not list(tmp_path.iterdir())
