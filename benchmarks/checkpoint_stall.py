@@ -43,8 +43,8 @@ try:
     from vitscale.engine.configuration import deepspeed_config
     from vitscale.engine.engine import Engine
     from vitscale.engine.settings import EngineSettings
-    from vitscale.models.settings import ModelSettings, architecture
-    from vitscale.models.vit import build_model, decayed
+    from vitscale.models.vit.model import build_model, decayed
+    from vitscale.models.vit.settings import ViTSettings
     from vitscale.optim.optimizer import build_optimizer, parameter_groups
     from vitscale.optim.settings import OptimSettings
 except ModuleNotFoundError as error:
@@ -141,7 +141,7 @@ def run_workers(work: Path, *, size: int, num_ranks: int, rounds: int) -> dict[s
 
 def build_engine(world: World, size: int) -> Engine:
     width, depth, mlp_width = SIZES[size]
-    settings = ModelSettings(
+    settings = ViTSettings(
         image_size=32,
         patch_size=16,
         width=width,
@@ -150,7 +150,7 @@ def build_engine(world: World, size: int) -> Engine:
         mlp_width=mlp_width,
         num_classes=10,
     )
-    vit = build_model(settings, architecture(settings, num_classes=10), seed=0)
+    vit = build_model(settings, settings.architecture(num_classes=10), seed=0)
     optim = OptimSettings(name="adamw", lr=1e-3)
     groups = parameter_groups(vit.named_parameters(), weight_decay=0.1, decayed=decayed)
     config = deepspeed_config(

@@ -145,7 +145,7 @@ def measure_on_rank(options: argparse.Namespace) -> None:
     """One rank. Torch is imported here, so that the parent starts at once."""
     from benchmarks.training.steps import BareLoop, EngineLoop, Task, random_batches
     from vitscale.engine.settings import EngineSettings
-    from vitscale.models.settings import ModelSettings
+    from vitscale.models.vit.settings import ViTSettings
     from vitscale.training.session import open_session
 
     size = chosen_size(options)
@@ -155,7 +155,7 @@ def measure_on_rank(options: argparse.Namespace) -> None:
 
         world = t.world
         task = Task(
-            model=ModelSettings(**size["model"]),
+            model=ViTSettings(**size["model"]),
             batch=size["batch"],
             num_classes=t.arch.num_classes,
             optim=run.optim,
@@ -193,7 +193,7 @@ def endless_run(size: dict[str, Any], options: argparse.Namespace) -> Any:
     from vitscale.checkpoint.settings import CheckpointSettings
     from vitscale.data.settings import DataSettings
     from vitscale.engine.settings import EngineSettings
-    from vitscale.models.settings import ModelSettings
+    from vitscale.models.vit.settings import ViTSettings
     from vitscale.optim.schedules import ScheduleSettings
     from vitscale.optim.settings import OptimSettings
     from vitscale.tracking.settings import TrackingSettings
@@ -209,7 +209,7 @@ def endless_run(size: dict[str, Any], options: argparse.Namespace) -> Any:
             global_batch=size["batch"] * int(os.environ["WORLD_SIZE"]),
             num_workers=1,
         ),
-        model=ModelSettings(**size["model"]),
+        model=ViTSettings(**size["model"]),
         optim=OptimSettings(lr=3e-4, weight_decay=0.1, clip_norm=1.0),
         schedule=ScheduleSettings(steps=100_000, warmup_steps=10),
         engine=EngineSettings(

@@ -8,8 +8,8 @@ from torch import nn
 
 from finetune.run import FinetuneRun
 from vitscale.checkpoint.folders import resolve_weights
-from vitscale.models.architecture import Architecture
 from vitscale.models.external_weights import is_weight_file, read_external_weights
+from vitscale.models.interface.architecture import Architecture
 from vitscale.models.transfer import transfer_weights
 from vitscale.training.resume import starting_weights
 

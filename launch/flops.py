@@ -14,7 +14,7 @@ import sys
 try:
     from vitscale.config.errors import UserError, UserErrors, run_script
     from vitscale.models.costs import num_parameters, train_flops_per_image
-    from vitscale.models.settings import ModelSettings, architecture, model_problems
+    from vitscale.models.vit.settings import ViTSettings
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -44,10 +44,10 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def models(arguments: argparse.Namespace) -> list[ModelSettings]:
+def models(arguments: argparse.Namespace) -> list[ViTSettings]:
     """The requested models. Raises UserErrors that name all invalid ones."""
     requested = [
-        ModelSettings(preset=preset, image_size=size, pool=arguments.pool)
+        ViTSettings(preset=preset, image_size=size, pool=arguments.pool)
         for preset in arguments.presets or PRESETS
         for size in arguments.image_size
         # Presets of the default list are left out if the size does not fit.
@@ -56,15 +56,15 @@ def models(arguments: argparse.Namespace) -> list[ModelSettings]:
     errors = [
         UserError(text, where=f"{model.preset} at {model.image_size} px ({key})")
         for model in requested
-        for key, text in model_problems(model)
+        for key, text in model.problems()
     ]
     if errors:
         raise UserErrors(errors)
     return requested
 
 
-def row(model: ModelSettings, arguments: argparse.Namespace) -> tuple[str, ...]:
-    arch = architecture(model, num_classes=arguments.num_classes)
+def row(model: ViTSettings, arguments: argparse.Namespace) -> tuple[str, ...]:
+    arch = model.architecture(num_classes=arguments.num_classes)
     flops = train_flops_per_image(arch)
     speed = arguments.peak_tflops * 1e12 * arguments.mfu / flops
     numbers = (f"{num_parameters(arch) / 1e6:,.1f}", f"{flops / 1e9:,.1f}", f"{speed:,.0f}")

@@ -37,7 +37,7 @@ from benchmarks.training.timing import (
 )
 from vitscale.engine.settings import EngineSettings
 from vitscale.models.costs import memory_estimate, train_flops_per_image
-from vitscale.models.settings import ModelSettings
+from vitscale.models.vit.settings import ViTSettings
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 COMPARED = "L16"
@@ -57,7 +57,7 @@ def start_afresh(device: torch.device) -> None:
 
 
 def task_of(trained: Trained, *, batch: int | None = None) -> Task:
-    return Task(model=ModelSettings(**trained.model), batch=batch or trained.batch)
+    return Task(model=ViTSettings(**trained.model), batch=batch or trained.batch)
 
 
 def engine_loop(

@@ -25,9 +25,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from vitscale.distributed.world import World
 from vitscale.engine.settings import EngineSettings
-from vitscale.models.architecture import Architecture
-from vitscale.models.settings import ModelSettings, architecture
-from vitscale.models.vit import build_model, checkpoint_activations, compile_blocks, decayed
+from vitscale.models.vit.architecture import ViTArchitecture
+from vitscale.models.vit.model import build_model, checkpoint_activations, compile_blocks, decayed
+from vitscale.models.vit.settings import ViTSettings
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.optim.schedules import learning_rate
 from vitscale.optim.settings import OptimSettings
@@ -45,7 +45,7 @@ Images = tuple[torch.Tensor, torch.Tensor]
 class Task:
     """What one loop trains."""
 
-    model: ModelSettings
+    model: ViTSettings
     batch: int
     """Images per rank and micro-batch."""
     num_classes: int = NUM_CLASSES
@@ -56,8 +56,8 @@ class Task:
     accumulation: int = 1
 
     @property
-    def arch(self) -> Architecture:
-        return architecture(self.model, num_classes=self.num_classes)
+    def arch(self) -> ViTArchitecture:
+        return self.model.architecture(num_classes=self.num_classes)
 
     def initial(self) -> nn.Module:
         """The same weights for every loop."""
@@ -82,8 +82,8 @@ class Task:
 @lru_cache(maxsize=1)
 def _initial(model: str, num_classes: int) -> nn.Module:
     """Kept, since drawing the weights of a large model takes seconds."""
-    settings = ModelSettings.model_validate_json(model)
-    return build_model(settings, architecture(settings, num_classes=num_classes), seed=0)
+    settings = ViTSettings.model_validate_json(model)
+    return build_model(settings, settings.architecture(num_classes=num_classes), seed=0)
 
 
 def random_batches(task: Task, world: World, *, count: int = POOL) -> list[Images]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vitscale.models.architecture import Architecture
+from vitscale.models.vit.architecture import ViTArchitecture
 from vitscale.training.meters import peak_flops
 
 MATMUL_SIDE = 8192
@@ -137,7 +137,7 @@ def drift(before: float, after: float) -> dict[str, Any]:
     }
 
 
-def shape_rate(arch: Architecture, *, batch: int, device: torch.device, seconds: float) -> float:
+def shape_rate(arch: ViTArchitecture, *, batch: int, device: torch.device, seconds: float) -> float:
     """FLOP/s of a block's own products (QKV, projection, MLP; forward and both gradients).
 
     What the products alone would allow: the sum of their FLOPs over the sum of their times.

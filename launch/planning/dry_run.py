@@ -19,7 +19,6 @@ from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
 from vitscale.data.remote.urls import Location, location_of
 from vitscale.models.costs import memory_estimate
-from vitscale.models.settings import architecture
 from vitscale.optim.schedules import ENDLESS
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
@@ -176,9 +175,9 @@ def _cost_rows(
     world_size: int,
 ) -> Rows:
     objective = run.make_objective()
-    arch = architecture(run.model, num_classes=num_classes)
+    arch = run.model.architecture(num_classes=num_classes)
     count = objective.num_parameters(arch)
-    yield "model", f"{count:,} parameters, {arch.num_tokens} tokens, {num_classes:,} classes"
+    yield "model", f"{count:,} parameters, {arch.summary}, {num_classes:,} classes"
     flops = objective.train_flops_per_image(arch)
     total = ""
     if plan is not None:

@@ -20,6 +20,13 @@ NAME = "name"
 
 
 @dataclass(frozen=True, slots=True)
+class DefaultName:
+    """Marks a choice that is required, but whose name may be left out."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Groups:
     """The groups of settings that a field, or each item of its list, can hold."""
 
@@ -52,6 +59,9 @@ def groups_in(info: FieldInfo) -> Groups | None:
     is_choice = is_choice or info.discriminator == NAME
     default = None if info.is_required() else info.get_default(call_default_factory=True)
     default_name = getattr(default, NAME, None) if is_choice else None
+    for mark in info.metadata:
+        if isinstance(mark, DefaultName):
+            default_name = mark.name
     return Groups(members, is_choice=is_choice, is_list=is_list, default_name=default_name)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from vitscale.config.schema import NAME, groups_in
+from vitscale.config.schema import NAME, DefaultName, groups_in
 
 
 class Section(BaseModel):
@@ -19,7 +19,8 @@ class Section(BaseModel):
 
     A field can be a choice of sections by their key `name`:
     `Annotated[A | B, Field(discriminator="name")]`, each with `name: Literal["a"] = "a"`; so can
-    the items of a list. A choice without a name takes that of the field's default.
+    the items of a list. A choice without a name takes that of the field's default, or `default` of
+    `choice_of`.
     """
 
     model_config = ConfigDict(
@@ -65,12 +66,14 @@ class NamedSection(Section):
         yield from ()
 
 
-def choice_of(registry: Mapping[str, Any]) -> Any:
+def choice_of(registry: Mapping[str, Any], *, default: str | None = None) -> Any:
     """The field type "settings of one entry of `registry`", chosen by `name`.
 
-    Each entry has its settings type in `Settings`, whose `name` is the entry's key.
+    Each entry has its settings type in `Settings`, whose `name` is the entry's key. `default`: the
+    entry of a group without a name; None: that of the field's default.
     """
     types = tuple(entry.Settings for entry in registry.values())
     if len(types) == 1:
         return types[0]
-    return Annotated[Union[types], Field(discriminator="name")]  # noqa: UP007  # made at run time
+    choice: Any = Annotated[Union[types], Field(discriminator="name")]  # noqa: UP007  # made at run time
+    return choice if default is None else Annotated[choice, DefaultName(default)]

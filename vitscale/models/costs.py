@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from vitscale.models.architecture import Architecture
+from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import MODELS
 
 # Bytes per parameter: (weights, gradients, fp32 master weights) as the engine holds them.

@@ -1,7 +1,7 @@
 """The model families. Needs no torch.
 
 A new family is one entry of `MODELS`. The code that builds it needs torch and is imported only
-when a model is built; its costs need none, since a login node may have none.
+when a model is built; its settings and costs need none, since a login node may have none.
 """
 
 from __future__ import annotations
@@ -9,21 +9,27 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from vitscale.models import vit_costs
-from vitscale.models.architecture import Architecture
+from vitscale.config.section import choice_of
+from vitscale.models.interface.settings import ModelSettingsBase
+from vitscale.models.vit import costs as vit_costs
+from vitscale.models.vit.settings import ViTSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFamily:
-    """Where a family's code is, and what its models cost."""
+    """A family's settings, where its code is, and what its models cost.
 
+    The costs take the architecture that the settings resolve to.
+    """
+
+    Settings: type[ModelSettingsBase]
     code: str
     """Module with the functions `build_model`, `decayed`, `layers_above`,
-    `checkpoint_activations` and `compile_blocks`; those of `vit` say what each does."""
-    num_parameters: Callable[[Architecture], int]
-    train_flops_per_image: Callable[[Architecture], int]
+    `checkpoint_activations` and `compile_blocks`; those of `vit.model` say what each does."""
+    num_parameters: Callable[[Any], int]
+    train_flops_per_image: Callable[[Any], int]
     activation_bytes_per_image: Callable[..., int]
 
     def load(self) -> Any:
@@ -33,9 +39,15 @@ class ModelFamily:
 
 MODELS = {
     "vit": ModelFamily(
-        code="vitscale.models.vit",
+        Settings=ViTSettings,
+        code="vitscale.models.vit.model",
         num_parameters=vit_costs.num_parameters,
         train_flops_per_image=vit_costs.train_flops_per_image,
         activation_bytes_per_image=vit_costs.activation_bytes_per_image,
     ),
 }
+
+if TYPE_CHECKING:
+    ModelSettings = ModelSettingsBase
+else:
+    ModelSettings = choice_of(MODELS, default="vit")

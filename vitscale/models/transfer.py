@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from vitscale.config.errors import UserError
-from vitscale.models.position_embedding import resize_position_embedding
+from vitscale.models.vit.position_embedding import resize_position_embedding
 
 # What no transfer takes over: classifiers, and modules that only an objective trains.
 LEFT_OUT = ("head.", "head_dist.", "objective.")

@@ -19,7 +19,7 @@ from vitscale.config.section import Run
 from vitscale.data.settings import DataSettings, augment_problems, remote_problems
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.evaluation.registry import EvaluationSettings
-from vitscale.models.settings import ModelSettings, model_problems
+from vitscale.models.registry import ModelSettings
 from vitscale.optim.schedules import (
     ScheduleSettings,
     cooldown_steps,
@@ -45,6 +45,7 @@ class TrainingRun(Run):
     """Seed of initial weights, sample order, augmentation and dropout."""
     data: DataSettings
     model: ModelSettings
+    """The model family and its size."""
     optim: OptimSettings
     schedule: ScheduleSettings
     engine: EngineSettings = EngineSettings()
@@ -62,7 +63,7 @@ class TrainingRun(Run):
         return self.output or f"runs/{self.name}"
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        yield from model_problems(self.model)
+        yield from self.model.problems()
         yield from remote_problems(self.data)
         yield from augment_problems(self.data)
         yield from _section_problems(self)

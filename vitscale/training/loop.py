@@ -27,7 +27,7 @@ from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import PreemptionFlag, World
 from vitscale.engine.engine import Engine
 from vitscale.evaluation.schedule import ScheduledEvaluations
-from vitscale.models.architecture import Architecture
+from vitscale.models.interface.architecture import Architecture
 from vitscale.optim.schedules import learning_rate
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.training.interval_log import IntervalLog

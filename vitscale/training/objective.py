@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from vitscale.data.loader import Batch
     from vitscale.engine.engine import Engine
-    from vitscale.models.architecture import Architecture
+    from vitscale.models.interface.architecture import Architecture
     from vitscale.runs.training import TrainingRun
 
 
@@ -82,7 +82,7 @@ class Objective:
         return MODELS[arch.name].num_parameters(arch)
 
     def train_flops_per_image(self, arch: Architecture) -> int:
-        """Model FLOPs of one training step per image, counted as `vit_costs` does."""
+        """Model FLOPs of one training step per image, counted as `vit.costs` does."""
         return MODELS[arch.name].train_flops_per_image(arch)
 
     def activation_bytes_per_image(

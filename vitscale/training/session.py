@@ -32,9 +32,8 @@ from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.evaluation import Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.images.decoders import resolve_decoder
-from vitscale.models.architecture import Architecture
+from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import MODELS
-from vitscale.models.settings import architecture
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.tracking.console import ProgressLine
@@ -250,7 +249,7 @@ def _read_data(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
 
 def _architecture_for(run: TrainingRun, objective: Objective, data: TrainingSet) -> Architecture:
     if not objective.trains_classifier:
-        return architecture(run.model, num_classes=0)
+        return run.model.architecture(num_classes=0)
     wanted, found = run.model.num_classes, len(data.classes)
     if wanted is not None and wanted != found:
         raise UserError(
@@ -259,7 +258,7 @@ def _architecture_for(run: TrainingRun, objective: Objective, data: TrainingSet)
             where="model.num_classes",
             next_step=f"set model.num_classes={found} (or null), or data.path to other shards",
         )
-    return architecture(run.model, num_classes=found)
+    return run.model.architecture(num_classes=found)
 
 
 def _build_model(run: TrainingRun, objective: Objective, arch: Architecture) -> nn.Module:
@@ -286,7 +285,7 @@ def _build_engine(
         model.named_parameters(),
         settings=run.optim,
         decayed=family.decayed,
-        layers_above=lambda name: family.layers_above(name, depth=arch.depth),
+        layers_above=lambda name: family.layers_above(name, arch),
     )
     config = deepspeed_config(
         run.engine,

@@ -16,7 +16,6 @@ from vitscale.config.loader import load_run_file
 from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.samples import EvaluationSamples
 from vitscale.models.registry import MODELS
-from vitscale.models.settings import architecture
 
 pytestmark = pytest.mark.distributed
 
@@ -41,7 +40,7 @@ def brute_force(folder: Path, shards: Path) -> float:
     train, val = (read_split(str(shards), split=name) for name in ("train", "test"))
     checkpoint, _ = newest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None and checkpoint.step == STEPS
-    arch = architecture(run.model, num_classes=len(val.classes))
+    arch = run.model.architecture(num_classes=len(val.classes))
     model = MODELS["vit"].load().build_model(run.model, arch, seed=0).eval()
     weights = checkpoint.tensors(prefix="model.")
     model.load_state_dict({name.removeprefix("model."): each for name, each in weights.items()})

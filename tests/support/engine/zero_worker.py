@@ -23,23 +23,23 @@ from vitscale.distributed.world import World, gather_objects, process_group, sum
 from vitscale.engine.configuration import deepspeed_config
 from vitscale.engine.engine import Engine
 from vitscale.engine.settings import EngineSettings
-from vitscale.models.settings import ModelSettings, architecture
-from vitscale.models.vit import (
+from vitscale.models.vit.model import (
     build_model,
     checkpoint_activations,
     compile_blocks,
     decayed,
     layers_above,
 )
+from vitscale.models.vit.settings import ViTSettings
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.optim.schedules import learning_rate
 from vitscale.optim.settings import EmaSettings, OptimSettings
 
 STEPS, BATCH, ACCUMULATION, CLIP = 50, 16, 2, 0.5
 SIZES = {"image_size": 8, "patch_size": 4, "width": 30, "depth": 2, "num_heads": 2}
-MODEL = ModelSettings(**SIZES, mlp_width=44, num_classes=7)  # type: ignore[arg-type]  # all ints
+MODEL = ViTSettings(**SIZES, mlp_width=44, num_classes=7)  # type: ignore[arg-type]  # all ints
 # Every option of the model that has no randomness of its own.
-OPTIONS = ModelSettings(
+OPTIONS = ViTSettings(
     **{**SIZES, "width": 32},  # type: ignore[arg-type]  # all ints
     mlp_width=44,
     num_classes=7,
@@ -57,7 +57,7 @@ EMA = EmaSettings(decay=0.9)
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     optim: OptimSettings
-    model: ModelSettings = MODEL
+    model: ViTSettings = MODEL
     decay: str = "cosine"
 
     def rate(self, step: int) -> float:
@@ -86,18 +86,19 @@ def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def new_model(recipe: Recipe) -> torch.nn.Module:
-    vit = build_model(recipe.model, architecture(recipe.model, num_classes=7), seed=0)
+    vit = build_model(recipe.model, recipe.model.architecture(num_classes=7), seed=0)
     head = vit.head[-1] if recipe.model.representation_layer else vit.head
     torch.nn.init.normal_(head.weight, std=0.1, generator=torch.Generator().manual_seed(1))
     return vit
 
 
 def new_optimizer(vit: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
+    arch = recipe.model.architecture(num_classes=7)
     groups = optimizer_groups(
         vit.named_parameters(),
         settings=recipe.optim,
         decayed=decayed,
-        layers_above=lambda name: layers_above(name, depth=2),
+        layers_above=lambda name: layers_above(name, arch),
     )
     return build_optimizer(groups, settings=recipe.optim, device=torch.device("cpu"))
 

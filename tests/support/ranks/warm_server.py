@@ -34,7 +34,7 @@ WARMED = (
     "torch",
     "vitscale.training.session",
     "vitscale.evaluation.classification",
-    "vitscale.models.vit",
+    "vitscale.models.vit.model",
     "vitscale.training.supervised",
 )
 # DeepSpeed imports it in `initialize`, and torch.compile with it: 5 s. Not in every release.

@@ -10,7 +10,6 @@ import torch
 from pretrain.objectives.registry import OBJECTIVES
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
-from vitscale.models.settings import architecture
 from vitscale.training.objective import Objective, check_objective
 from vitscale.training.session import _build_model
 from vitscale.training.supervised import Supervised, SupervisedSettings
@@ -65,7 +64,7 @@ def test_what_an_objective_adds_depends_on_the_seed_alone() -> None:
         values = RUN | {"seed": seed}
         run = PretrainRun.model_validate(values)
         torch.rand(draws)
-        arch = architecture(run.model, num_classes=2)
+        arch = run.model.architecture(num_classes=2)
         model: Any = _build_model(run, Decoder(SupervisedSettings(), seed=0), arch)
         weights.append(model.objective.weight.tolist())
     assert weights[0] == weights[1] != weights[2]

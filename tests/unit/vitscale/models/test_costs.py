@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from vitscale.models.architecture import Architecture
 from vitscale.models.costs import memory_estimate, num_parameters, train_flops_per_image
-from vitscale.models.settings import ModelSettings, architecture
-from vitscale.models.vit_costs import activation_bytes_per_image
+from vitscale.models.vit.architecture import ViTArchitecture
+from vitscale.models.vit.costs import activation_bytes_per_image
+from vitscale.models.vit.settings import ViTSettings
 
 
-def arch_of(preset: str, num_classes: int = 1000, **settings: object) -> Architecture:
-    model = ModelSettings.model_validate({"preset": preset, **settings})
-    return architecture(model, num_classes=num_classes)
+def arch_of(preset: str, num_classes: int = 1000, **settings: object) -> ViTArchitecture:
+    model = ViTSettings.model_validate({"preset": preset, **settings})
+    return model.architecture(num_classes=num_classes)
 
 
 def test_b16_has_the_published_number_of_parameters() -> None:

@@ -16,12 +16,12 @@ from timm.models.vision_transformer import _load_weights as load_as_timm_does
 
 from vitscale.config.errors import UserError
 from vitscale.models.external_weights import is_weight_file, read_external_weights
-from vitscale.models.settings import ModelSettings, architecture
 from vitscale.models.transfer import transfer_weights
-from vitscale.models.vit import build_model
+from vitscale.models.vit.model import build_model
+from vitscale.models.vit.settings import ViTSettings
 
 WIDTH, HEADS, DEPTH, MLP, CLASSES = 24, 2, 2, 40, 5
-SMALL = ModelSettings(
+SMALL = ViTSettings(
     image_size=16, patch_size=4, width=WIDTH, depth=DEPTH, num_heads=HEADS, mlp_width=MLP
 )
 # Names of the modules of a block: attention, MLP, second norm.
@@ -72,7 +72,7 @@ def npz(path: Path, content: dict[str, np.ndarray], *, prefix: str = "") -> Path
 
 def built(**changes: Any) -> VisionTransformer:
     settings = SMALL.model_copy(update=changes)
-    return build_model(settings, architecture(settings, num_classes=CLASSES), seed=3).eval()
+    return build_model(settings, settings.architecture(num_classes=CLASSES), seed=3).eval()
 
 
 def loaded(path: Path, *, grid: tuple[int, int] | None = None, **changes: Any) -> VisionTransformer:

@@ -11,17 +11,17 @@ import torch
 
 from vitscale.config.section import Section
 from vitscale.models.costs import num_parameters
-from vitscale.models.position_embedding import sincos_position_embedding
-from vitscale.models.settings import ModelSettings, architecture, model_problems
-from vitscale.models.vit import build_model, decayed
+from vitscale.models.vit.model import build_model, decayed
+from vitscale.models.vit.position_embedding import sincos_position_embedding
+from vitscale.models.vit.settings import ViTSettings
 from vitscale.training.loop import seed_step
 
-SMALL = ModelSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)
+SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)
 
 
 def small(**changes: object) -> torch.nn.Module:
     settings = SMALL.model_copy(update=changes)
-    return build_model(settings, architecture(settings, num_classes=5), seed=3)
+    return build_model(settings, settings.architecture(num_classes=5), seed=3)
 
 
 # The reference: state names and arithmetic only, no module of torch or timm.
@@ -143,7 +143,7 @@ def test_forward_equals_independent_reference(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_formula_counts_every_option(options: dict[str, Any]) -> None:
     model = small(**options)
-    arch = architecture(SMALL.model_copy(update=options), num_classes=5)
+    arch = SMALL.model_copy(update=options).architecture(num_classes=5)
     assert sum(p.numel() for p in model.parameters()) == num_parameters(arch)
     assert model.patch_embed.num_patches + model.num_prefix_tokens == arch.num_tokens
     assert not any(decayed(name, p) for name, p in model.named_parameters() if "token" in name)
@@ -170,9 +170,9 @@ def test_default_description_is_that_of_earlier_checkpoints() -> None:
     """A resumed run compares it; a new key would refuse every older checkpoint."""
     names = ["image_size", "patch_size", "width", "depth", "num_heads", "mlp_width"]
     names += ["num_classes", "representation_layer", "pool"]
-    assert list(architecture(SMALL, num_classes=5).description()) == names
+    assert sorted(SMALL.architecture(num_classes=5).description()) == sorted(names)
     changed = SMALL.model_copy(update={"num_registers": 2})
-    description = architecture(changed, num_classes=5).description()
+    description = changed.architecture(num_classes=5).description()
     assert description["num_registers"] == 2 and description["class_position"] is False
 
 
@@ -210,7 +210,7 @@ def test_position_init_has_the_published_spread() -> None:
     settings = SMALL.model_copy(update={"image_size": 128, "width": 96, "num_heads": 4})
     for name, std in (("vit", 0.02), ("big_vision", 1 / math.sqrt(96))):
         chosen = settings.model_copy(update={"position_init": name})
-        model = build_model(chosen, architecture(chosen, num_classes=5), seed=0)
+        model = build_model(chosen, chosen.architecture(num_classes=5), seed=0)
         assert model.pos_embed.std().item() == pytest.approx(std, rel=0.02)
 
 
@@ -254,7 +254,7 @@ def test_head_starts_at_the_configured_std() -> None:
 def test_patch_dropout_keeps_prefix_tokens_and_counts(rate: float, kept: int, pool: str) -> None:
     options = {"patch_dropout": rate, "num_registers": 2, "pool": pool}
     model = small(**options)
-    arch = architecture(SMALL.model_copy(update=options), num_classes=5)
+    arch = SMALL.model_copy(update=options).architecture(num_classes=5)
     prefix = 3 if pool == "cls" else 2
     tokens = torch.arange(1.0, prefix + 17)[None, :, None].expand(2, -1, 24)
     seen = model.train().patch_drop(tokens)[:, :, 0]
@@ -277,7 +277,7 @@ def test_drop_path_grows_linearly_or_is_constant() -> None:
 
 def test_impossible_positions_are_refused() -> None:
     def keys(**changes: object) -> list[str]:
-        return [key for key, _ in model_problems(SMALL.model_copy(update=changes))]
+        return [key for key, _ in SMALL.model_copy(update=changes).problems()]
 
     assert isinstance(SMALL, Section) and keys() == []
     assert keys(positions="sincos2d", width=6) == ["model.positions"]
@@ -291,7 +291,9 @@ def test_unused_pixels_do_not_change_the_features() -> None:
     smaller, images = small(), torch.randn(2, 3, 18, 18)
     larger = small(image_size=18, allow_unused_pixels=True)
     assert larger.patch_embed.grid_size == (4, 4)
-    assert torch.equal(larger(images, features=True), smaller(images[..., :16, :16], features=True))
+    assert torch.equal(
+        larger(images, output="features"), smaller(images[..., :16, :16], features=True)
+    )
 
 
 def test_attention_dropout_is_a_function_of_the_position() -> None:
@@ -299,7 +301,7 @@ def test_attention_dropout_is_a_function_of_the_position() -> None:
 
     def features(step: int) -> torch.Tensor:
         seed_step(0, step=step, micro_step=0, rank=0)
-        return model(images, features=True)
+        return model(images, output="features")
 
     assert torch.equal(features(1), features(1)) and not torch.equal(features(1), features(2))
     model.eval()
@@ -308,7 +310,7 @@ def test_attention_dropout_is_a_function_of_the_position() -> None:
 
 def test_misfits_of_heads_and_patches_name_the_option() -> None:
     def problems(**changes: object) -> list[str]:
-        return [text for _, text in model_problems(SMALL.model_copy(update=changes))]
+        return [text for _, text in SMALL.model_copy(update=changes).problems()]
 
     assert problems(num_heads=5, head_width=3) == problems(num_heads=2) == []
     assert "or set model.head_width" in problems(num_heads=5)[0]

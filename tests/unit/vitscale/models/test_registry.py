@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import get_args
 
 import pytest
 
 from vitscale.models.costs import memory_estimate, num_parameters, train_flops_per_image
 from vitscale.models.registry import MODELS, ModelFamily
-from vitscale.models.settings import ModelSettings, architecture
+from vitscale.models.vit.settings import ViTSettings
 
-ARCH = architecture(ModelSettings(preset="Ti/16"), num_classes=5)
+ARCH = ViTSettings(preset="Ti/16").architecture(num_classes=5)
 
 
-def test_settings_allow_every_family() -> None:
-    assert get_args(ModelSettings.model_fields["name"].annotation) == tuple(MODELS)
+def test_family_is_chosen_by_its_key() -> None:
+    for name, family in MODELS.items():
+        assert family.Settings.model_fields["name"].default == name
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -27,6 +27,7 @@ def test_family_has_all_functions(name: str) -> None:
 
 def test_costs_are_those_of_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
     family = ModelFamily(
+        Settings=ViTSettings,
         code="none",
         num_parameters=lambda arch: 1000,
         train_flops_per_image=lambda arch: 7,

@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.position_embedding import sincos_position_embedding
-from vitscale.models.settings import ModelSettings, architecture
 from vitscale.models.transfer import transfer_weights
-from vitscale.models.vit import build_model
+from vitscale.models.vit.model import build_model
+from vitscale.models.vit.position_embedding import sincos_position_embedding
+from vitscale.models.vit.settings import ViTSettings
 
-SMALL = ModelSettings(image_size=16, patch_size=4, width=24, depth=1, num_heads=2, mlp_width=40)
+SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=1, num_heads=2, mlp_width=40)
 
 
 def shaken(**changes: object) -> torch.nn.Module:
     """A model in evaluation mode whose weights, the head's too, are all random."""
     settings = SMALL.model_copy(update=changes)
-    model = build_model(settings, architecture(settings, num_classes=5), seed=0).eval()
+    model = build_model(settings, settings.architecture(num_classes=5), seed=0).eval()
     random = torch.Generator().manual_seed(len(changes))
     with torch.no_grad():
         for parameter in model.parameters():

@@ -9,25 +9,25 @@ import torch
 
 from vitscale.config.errors import UserError
 from vitscale.models.costs import num_parameters
-from vitscale.models.settings import ModelSettings, architecture
 from vitscale.models.transfer import transfer_weights
-from vitscale.models.vit import build_model, decayed
+from vitscale.models.vit.model import build_model, decayed
+from vitscale.models.vit.settings import ViTSettings
 from vitscale.training.losses import sigmoid_loss, softmax_loss
 
-SMALL = ModelSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)
+SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)
 
 
 def small(**changes: object) -> torch.nn.Module:
     settings = SMALL.model_copy(update=changes)
-    return build_model(settings, architecture(settings, num_classes=5), seed=0)
+    return build_model(settings, settings.architecture(num_classes=5), seed=0)
 
 
 @pytest.mark.parametrize(
     "preset, expected", [("B/16", 86_567_656), ("L/16", 304_326_632), ("H/14", 632_045_800)]
 )
 def test_parameter_counts_are_the_papers(preset: str, expected: int) -> None:
-    settings = ModelSettings(preset=preset)
-    arch = architecture(settings, num_classes=1000)
+    settings = ViTSettings(preset=preset)
+    arch = settings.architecture(num_classes=1000)
     with torch.device("meta"):
         # Only shapes are needed; initialising 632 M numbers is slow.
         from timm.models.vision_transformer import VisionTransformer
@@ -45,8 +45,8 @@ def test_parameter_counts_are_the_papers(preset: str, expected: int) -> None:
 
 
 def test_built_b16_has_the_papers_parameter_count() -> None:
-    settings = ModelSettings(preset="B/16")
-    model = build_model(settings, architecture(settings, num_classes=1000), seed=0)
+    settings = ViTSettings(preset="B/16")
+    model = build_model(settings, settings.architecture(num_classes=1000), seed=0)
     assert sum(p.numel() for p in model.parameters()) == 86_567_656
 
 
@@ -54,7 +54,7 @@ def test_built_b16_has_the_papers_parameter_count() -> None:
 @pytest.mark.parametrize("representation_layer", [False, True])
 def test_formula_counts_what_is_built(pool: str, representation_layer: bool) -> None:
     settings = SMALL.model_copy(update={"pool": pool, "representation_layer": representation_layer})
-    arch = architecture(settings, num_classes=5)
+    arch = settings.architecture(num_classes=5)
     model = build_model(settings, arch, seed=0)
     assert sum(p.numel() for p in model.parameters()) == num_parameters(arch)
     assert model(torch.zeros(2, 3, 16, 16)).shape == (2, 5)
@@ -73,7 +73,7 @@ def test_features_are_what_the_head_sees(pool: str, representation_layer: bool) 
 
 def test_initial_summed_sigmoid_loss_with_21k_classes() -> None:
     settings = SMALL.model_copy(update={"head_bias": -10.0, "num_classes": 21_843})
-    model = build_model(settings, architecture(settings, num_classes=21_843), seed=0)
+    model = build_model(settings, settings.architecture(num_classes=21_843), seed=0)
     with torch.no_grad():
         loss = sigmoid_loss(model(torch.randn(4, 3, 16, 16)), torch.tensor([0, 5, 9, 21_842]), 0.0)
     # ln(1 + e^10) for the true class, and 21,842 times ln(1 + e^-10).

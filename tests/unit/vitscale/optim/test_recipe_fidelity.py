@@ -24,8 +24,8 @@ from vitscale.data.mixing import mix_batch
 from vitscale.data.settings import DataSettings, MixingSettings
 from vitscale.images.crops import center_crop_box
 from vitscale.models.costs import num_parameters
-from vitscale.models.settings import ModelSettings, architecture
-from vitscale.models.vit import build_model
+from vitscale.models.vit.model import build_model
+from vitscale.models.vit.settings import ViTSettings
 from vitscale.optim.schedules import learning_rate
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.training.losses import sigmoid_loss, softmax_loss
@@ -218,9 +218,9 @@ def test_every_training_config_is_in_the_table() -> None:
 @pytest.mark.parametrize("name", CIFAR10)
 def test_cifar10_models_have_the_known_counts(name: str) -> None:
     model = recipe(name).model
-    assert num_parameters(architecture(model, num_classes=10)) == CIFAR10[name]
+    assert num_parameters(model.architecture(num_classes=10)) == CIFAR10[name]
     shallow = model.model_copy(update={"depth": 1})
-    arch = architecture(shallow, num_classes=10)
+    arch = shallow.architecture(num_classes=10)
     built = build_model(shallow, arch, seed=0)
     assert sum(p.numel() for p in built.parameters()) == num_parameters(arch)
     assert arch.grid == {4: (8, 8), 3: (10, 10), 2: (16, 16)}[arch.patch_size]
@@ -230,10 +230,10 @@ def test_cifar10_models_have_the_known_counts(name: str) -> None:
 
 
 def small(**changes: Any) -> torch.nn.Module:
-    settings = ModelSettings(
+    settings = ViTSettings(
         image_size=8, patch_size=4, width=96, depth=2, num_heads=4, mlp_width=160
     ).model_copy(update=changes)
-    return build_model(settings, architecture(settings, num_classes=7), seed=0)
+    return build_model(settings, settings.architecture(num_classes=7), seed=0)
 
 
 def test_quirk_03_a_fused_initialisation_would_be_too_narrow() -> None:
@@ -314,7 +314,7 @@ def test_quirk_16_mean_pooling_is_never_a_default() -> None:
     """It needs a rate of its own: only the recipe that was tuned with it has it."""
     pooled = {name for name in PUBLISHED if recipe(name).model.pool == "gap"}
     assert pooled == {"plain_vit/s16_90ep", "plain_vit/s16_300ep"}
-    assert ModelSettings().pool == "cls"
+    assert ViTSettings().pool == "cls"
 
 
 def test_quirk_17_label_lists_differ() -> None:

@@ -16,7 +16,6 @@ from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.config.errors import UserError
 from vitscale.distributed.world import World
-from vitscale.models.settings import architecture
 from vitscale.runs.training import training_plan
 from vitscale.training import resume as resuming
 from vitscale.training.detectors import LossSpikeDetector
@@ -68,7 +67,7 @@ def run_with(change: Mapping[str, Any]) -> Any:
 def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
     run = run_with(change)
     shards: Any = {"fingerprint": "f", "label_map_sha256": "l"} | change.get("shards", {})
-    arch, data = architecture(run.model, num_classes=10), SimpleNamespace(**shards)
+    arch, data = run.model.architecture(num_classes=10), SimpleNamespace(**shards)
     return compatibility_key(run, arch, data, objective=change.get("objective", "supervised"))
 
 

@@ -6,12 +6,12 @@ width, T tokens, N patches, p patch size, C classes.
 
 from __future__ import annotations
 
-from vitscale.models.architecture import Architecture
+from vitscale.models.vit.architecture import ViTArchitecture
 
 ACTIVATION_SCALE = {"bf16": 1, "fp16": 1, "fp32": 2}
 
 
-def num_parameters(arch: Architecture) -> int:
+def num_parameters(arch: ViTArchitecture) -> int:
     """Exact count: biases everywhere, two norms per block; fixed positions are no parameters.
 
     Source: Dosovitskiy et al. 2021, section 3.1; ViT-B/16 with 1,000 classes has 86,567,656.
@@ -26,7 +26,7 @@ def num_parameters(arch: Architecture) -> int:
     return patch + tokens + arch.depth * block + 2 * d + representation + head
 
 
-def train_flops_per_image(arch: Architecture) -> int:
+def train_flops_per_image(arch: ViTArchitecture) -> int:
     """Model FLOPs of one training step per image: three forward passes, no recomputation.
 
     Forward multiply-adds: depth * (T * (4da + 2dm) + 2T^2 a) + 3Np^2 d + dC, two FLOPs each; the
@@ -43,7 +43,7 @@ def train_flops_per_image(arch: Architecture) -> int:
 
 
 def activation_bytes_per_image(
-    arch: Architecture, *, precision: str, activation_checkpointing: bool
+    arch: ViTArchitecture, *, precision: str, activation_checkpointing: bool
 ) -> int:
     """Activations kept for the backward pass of one image, without the T x T attention matrix.
 

@@ -1,36 +1,35 @@
-"""An architecture in numbers. Needs no torch.
+"""A Vision Transformer in numbers. Needs no torch.
 
 Leaves out: the settings it is resolved from (`settings`).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
-# Left out of a description at their defaults: older checkpoints were written without them.
-LATER_FIELDS = (
-    "num_registers",
-    "positions",
-    "class_position",
-    "layer_scale",
-    "patch_dropout",
-    "head_width",
-    "name",
-)
+from vitscale.models.interface.architecture import Architecture
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Architecture:
+class ViTArchitecture(Architecture):
     """A ViT in numbers. Sizes in pixels, widths in channels."""
 
-    image_size: int
+    later_fields: ClassVar[tuple[str, ...]] = (
+        "num_registers",
+        "positions",
+        "class_position",
+        "layer_scale",
+        "patch_dropout",
+        "head_width",
+        "name",
+    )
+
     patch_size: int
     width: int
     depth: int
     num_heads: int
     mlp_width: int
-    num_classes: int
     representation_layer: bool = False
     pool: str = "cls"
     num_registers: int = 0
@@ -41,7 +40,6 @@ class Architecture:
     head_width: int | None = None
     """Channels of an attention head; None: width / num_heads."""
     name: str = "vit"
-    """Key of `MODELS`."""
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -84,15 +82,10 @@ class Architecture:
             return 0
         return self.num_patches + int(self.has_class_token and self.class_position)
 
-    def description(self) -> dict[str, Any]:
-        """All fields as plain values, for checkpoints.
+    @property
+    def feature_width(self) -> int:
+        return self.width
 
-        Fields of `LATER_FIELDS` are left out at their defaults, so that checkpoints written
-        before these options existed still describe the same architecture.
-        """
-        defaults = {field.name: field.default for field in fields(self)}
-        return {
-            name: value
-            for name, value in asdict(self).items()
-            if name not in LATER_FIELDS or value != defaults[name]
-        }
+    @property
+    def summary(self) -> str:
+        return f"{self.num_tokens} tokens"

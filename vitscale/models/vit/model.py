@@ -1,6 +1,6 @@
 """The Vision Transformer: timm's modules, the papers' initialisation. The only owner of timm.
 
-Leaves out: sizes (`settings`), costs (`vit_costs`), loading weights (`transfer`).
+Leaves out: sizes (`settings`), costs (`costs`), loading weights (`transfer`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from timm.models import checkpoint_seq
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
-from vitscale.models.architecture import Architecture
-from vitscale.models.position_embedding import sincos_position_embedding
-from vitscale.models.settings import ModelSettings
+from vitscale.models.vit.architecture import ViTArchitecture
+from vitscale.models.vit.position_embedding import sincos_position_embedding
+from vitscale.models.vit.settings import ViTSettings
 
 MLP_BIAS_STD = 1e-6  # vision_transformer, MlpBlock
 POSITION_STD = 0.02  # vision_transformer, AddPositionEmbs
@@ -82,7 +82,7 @@ def _attention(head_width: int | None) -> type[nn.Module]:
     return HeadsOfOwnWidth
 
 
-def build_model(settings: ModelSettings, arch: Architecture, *, seed: int) -> ViT:
+def build_model(settings: ViTSettings, arch: ViTArchitecture, *, seed: int) -> ViT:
     """Build and initialise a model on the CPU in fp32. The same seed gives the same weights.
 
     Input: normalised images [B, 3, image_size, image_size]; output: logits [B, num_classes].
@@ -256,16 +256,16 @@ def decayed(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim >= 2 and name.rpartition(".")[2] not in TOKENS
 
 
-def layers_above(name: str, *, depth: int) -> int:
+def layers_above(name: str, arch: ViTArchitecture) -> int:
     """Layers from the one that holds this parameter up to the head, for layer decay.
 
     0: head and final norm; 1 to depth: the blocks from the last to the first; depth + 1: patches,
     positions and tokens. Source: BEiT and MAE, `get_layer_id_for_vit`.
     """
     if name.startswith("blocks."):
-        return depth - int(name.split(".")[1])
+        return arch.depth - int(name.split(".")[1])
     embedding = ("patch_embed.", *TOKENS)
-    return depth + 1 if name.startswith(embedding) else 0
+    return arch.depth + 1 if name.startswith(embedding) else 0
 
 
 def checkpoint_activations(model: nn.Module) -> None:

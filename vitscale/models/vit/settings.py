@@ -1,24 +1,18 @@
-"""Settings of the `model` group and the architecture they resolve to.
+"""Settings of a Vision Transformer and the architecture they resolve to.
 
 Owns: the size table of the papers and its resolution into numbers. Needs no torch.
-Leaves out: building (`vit`), costs (`costs`).
+Leaves out: building (`model`), costs (`costs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from vitscale.config.section import Section
-from vitscale.models.architecture import Architecture
-from vitscale.models.registry import MODELS
-
-if TYPE_CHECKING:
-    ModelName = str
-else:
-    ModelName = Literal[tuple(MODELS)]
+from vitscale.models.interface.settings import ModelSettingsBase
+from vitscale.models.vit.architecture import ViTArchitecture
 
 # name: (width, depth, heads, MLP width). Ti, S: Touvron et al. 2021 (DeiT), table 1; B, L, H:
 # Dosovitskiy et al. 2021, table 1; g: Zhai et al. 2022, table 2.
@@ -32,15 +26,13 @@ SIZES = {
 }
 
 
-class ModelSettings(Section):
-    """The architecture and how its weights start."""
+class ViTSettings(ModelSettingsBase):
+    """A Vision Transformer, and how its weights start."""
 
-    name: ModelName = "vit"
-    """Model family."""
+    name: Literal["vit"] = "vit"
+    """The Vision Transformer of Dosovitskiy et al. 2021 and its later forms."""
     preset: str | None = None
     """SIZE/PATCH as in the papers, for example L/16. The four numbers below override it."""
-    image_size: int = Field(default=224, gt=0)
-    """Pixels a side; images are square."""
     patch_size: int | None = Field(default=None, gt=0)
     """Pixels a side of a patch."""
     allow_unused_pixels: bool = False
@@ -56,8 +48,6 @@ class ModelSettings(Section):
     """Channels of an attention head; null: `width` / `num_heads`."""
     mlp_width: int | None = Field(default=None, gt=0)
     """Hidden channels of a block's MLP."""
-    num_classes: int | None = Field(default=None, gt=0)
-    """null: as many as the shards' label map holds."""
     pool: Literal["cls", "gap"] = "cls"
     """What the head sees: the class token, or the mean of the patch tokens."""
     num_registers: int = Field(default=0, ge=0)
@@ -89,10 +79,25 @@ class ModelSettings(Section):
     """constant: every block has the rate of the last, as in DeiT-III."""
     patch_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of patch tokens dropped from every training image after the position embedding."""
-    head_bias: float = 0.0
-    """Initial bias of the head; -10 with the summed sigmoid over 21k classes (AugReg)."""
-    head_std: float = Field(default=0.0, ge=0)
-    """Spread of the head's initial weights; 0 in the ViT papers, 2e-5 in MAE's fine-tuning."""
+
+    def architecture(self, *, num_classes: int) -> ViTArchitecture:
+        return ViTArchitecture(
+            name=self.name,
+            image_size=self.image_size,
+            num_classes=self.num_classes or num_classes,
+            representation_layer=self.representation_layer,
+            pool=self.pool,
+            num_registers=self.num_registers,
+            positions=self.positions,
+            class_position=_class_position(self),
+            layer_scale=self.layer_scale is not None,
+            patch_dropout=self.patch_dropout,
+            head_width=self.head_width,
+            **_numbers(self),
+        )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        return _problems(self)
 
 
 def _preset_numbers(preset: str | None) -> dict[str, int]:
@@ -106,7 +111,7 @@ def _preset_numbers(preset: str | None) -> dict[str, int]:
     return dict(zip(names, SIZES[size], strict=True)) | {"patch_size": int(patch)}
 
 
-def _numbers(model: ModelSettings) -> dict[str, int]:
+def _numbers(model: ViTSettings) -> dict[str, int]:
     chosen = {
         name: getattr(model, name)
         for name in ("width", "depth", "num_heads", "mlp_width", "patch_size")
@@ -115,31 +120,13 @@ def _numbers(model: ModelSettings) -> dict[str, int]:
     return _preset_numbers(model.preset) | chosen
 
 
-def _class_position(model: ModelSettings) -> bool:
+def _class_position(model: ViTSettings) -> bool:
     if model.class_position is not None:
         return model.class_position
     return model.positions == "learned" and model.num_registers == 0
 
 
-def architecture(model: ModelSettings, *, num_classes: int) -> Architecture:
-    """Resolve validated settings; `num_classes` counts only when the settings leave it open."""
-    return Architecture(
-        name=model.name,
-        image_size=model.image_size,
-        num_classes=model.num_classes or num_classes,
-        representation_layer=model.representation_layer,
-        pool=model.pool,
-        num_registers=model.num_registers,
-        positions=model.positions,
-        class_position=_class_position(model),
-        layer_scale=model.layer_scale is not None,
-        patch_dropout=model.patch_dropout,
-        head_width=model.head_width,
-        **_numbers(model),
-    )
-
-
-def model_problems(model: ModelSettings) -> Iterator[tuple[str, str]]:
+def _problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
     """Conflicts between model settings, as (dotted key, what is wrong and what to do)."""
     if model.preset is not None and not _preset_numbers(model.preset):
         yield (
@@ -188,7 +175,7 @@ def _image_size_problems(
         )
 
 
-def _class_position_problems(model: ModelSettings) -> Iterator[tuple[str, str]]:
+def _class_position_problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
     if not model.class_position:
         return
     if model.pool == "gap":
