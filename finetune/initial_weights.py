@@ -15,7 +15,7 @@ from vitscale.training.resume import starting_weights
 
 
 def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun) -> list[str]:
-    """Put the weights of `init` under the model's new head; returns messages about them.
+    """Put the weights of `init` into the model; returns messages about them.
 
     Raises UserError when they do not fit or cannot be read.
     """
@@ -31,6 +31,7 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
             num_prefix_tokens=arch.num_prefix_tokens,
             convention=run.position_embedding,
             where=run.init,
+            keep_head=run.keep_head,
         )
         return [f"starting from {run.init}"]
     source, warnings = resolve_weights(run.init)
@@ -43,6 +44,7 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
         num_prefix_tokens=source.description["num_prefix_tokens"],
         convention=run.position_embedding,
         where=str(source.folder),
+        keep_head=run.keep_head,
     )
     messages = [*warnings, f"starting from {source.folder}, step {source.step}"]
     if left_out:

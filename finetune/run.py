@@ -27,6 +27,8 @@ class FinetuneRun(TrainingRun):
     init_weights: Literal["auto", "model", "ema"] = "auto"
     """Start from the weights themselves (model) or their average (ema). auto: the average where
     the checkpoint has one."""
+    keep_head: bool = False
+    """Keep the head of `init` too, for the same classes in the same order (DeiT at 384 px)."""
     position_embedding: Literal["google", "timm", "deit"] = "google"
     """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
 

@@ -14,8 +14,9 @@ from torch import nn
 from vitscale.config.errors import UserError
 from vitscale.models.vit.position_embedding import resize_position_embedding
 
-# What no transfer takes over: classifiers, and modules that only an objective trains.
-LEFT_OUT = ("head.", "head_dist.", "objective.")
+# What transfer leaves out: modules that only an objective trains and, unless kept, classifiers.
+OBJECTIVE = "objective."
+HEADS = ("head.", "head_dist.")
 POSITION_NAME = "pos_embed"
 CLASS_NAME = "cls_token"
 MAX_ROWS = 12
@@ -30,15 +31,18 @@ def transfer_weights(
     num_prefix_tokens: int,
     convention: str,
     where: str,
+    keep_head: bool = False,
 ) -> list[str]:
     """Load a trunk; the head (with a representation layer, if any) keeps its fresh values.
 
+    keep_head: load the head too.
     Returns the names of tensors that only an objective trained, which are left out.
     Raises UserError with a table of every missing, unknown or misshapen tensor; then nothing was
     loaded.
     """
+    left_out = (OBJECTIVE,) if keep_head else (OBJECTIVE, *HEADS)
     own, given = (
-        {name: value for name, value in tensors.items() if not name.startswith(LEFT_OUT)}
+        {name: value for name, value in tensors.items() if not name.startswith(left_out)}
         for tensors in (model.state_dict(), weights)
     )
     if POSITION_NAME in given:
@@ -61,6 +65,21 @@ def transfer_weights(
         if POSITION_NAME in own:
             num_wanted = own[POSITION_NAME].shape[1] - target_grid[0] * target_grid[1]
             _match_class_position(given, num_prefix_rows=num_prefix_rows, num_wanted=num_wanted)
+    next_step = "set model.preset, patch_size, pool, num_registers, positions and layer_scale to "
+    next_step += "those of the checkpoint's run" + (", or keep_head=false" if keep_head else "")
+    refuse_misfits(own, given, where=where, next_step=next_step)
+    model.load_state_dict(given, strict=False)
+    return sorted(name for name in weights if name.startswith(OBJECTIVE))
+
+
+def refuse_misfits(
+    own: Mapping[str, torch.Tensor],
+    given: Mapping[str, torch.Tensor],
+    *,
+    where: str,
+    next_step: str,
+) -> None:
+    """Raise UserError with a table of every missing, unknown or misshapen tensor."""
     rows = []
     for name in sorted(own.keys() | given.keys()):
         ours = tuple(own[name].shape) if name in own else "not in this model"
@@ -73,11 +92,8 @@ def transfer_weights(
         raise UserError(
             f"{len(rows)} tensors do not fit: this is a checkpoint of another model\n{table}",
             where=where,
-            next_step="set model.preset, patch_size, pool, num_registers, positions and "
-            "layer_scale to those of the checkpoint's run",
+            next_step=next_step,
         )
-    model.load_state_dict(given, strict=False)
-    return sorted(name for name in weights if name.startswith("objective."))
 
 
 def _match_class_position(

@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 class SupervisedSettings(NamedSection):
     name: Literal["supervised"] = "supervised"
     """The class of each image is predicted from the class token or the pooled tokens."""
-    loss: Literal["softmax", "sigmoid"] = "softmax"
-    """sigmoid: binary cross-entropy SUMMED over classes, averaged over the batch (ViT on 21k)."""
+    loss: Literal["softmax", "sigmoid", "bce"] = "softmax"
+    """sigmoid: binary cross-entropy SUMMED over classes, averaged over the batch (ViT on 21k). bce:
+    averaged over classes too, mixed labels both count in full (DeiT-III on ImageNet-1k)."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of the target spread over all classes; softmax only."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.label_smoothing and self.loss != "softmax":
-            yield ("objective.label_smoothing", "has no effect on the sigmoid loss; set it to 0")
+            what = f"has no effect on the {self.loss} loss"
+            yield ("objective.label_smoothing", f"{what}; set it to 0")
 
 
 class Supervised(Objective):

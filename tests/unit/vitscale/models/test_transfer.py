@@ -26,7 +26,10 @@ def shaken(**changes: object) -> torch.nn.Module:
 
 
 def transfer(
-    target: torch.nn.Module, source: torch.nn.Module, grid: tuple[int, int] = (4, 4)
+    target: torch.nn.Module,
+    source: torch.nn.Module,
+    grid: tuple[int, int] = (4, 4),
+    **options: bool,
 ) -> list[str]:
     return transfer_weights(
         target,
@@ -36,6 +39,7 @@ def transfer(
         num_prefix_tokens=source.num_prefix_tokens,
         convention="google",
         where="there",
+        **options,
     )
 
 
@@ -119,3 +123,14 @@ def test_a_wrong_grid_is_refused_with_registers_too() -> None:
             convention="google",
             where="there",
         )
+
+
+def test_a_kept_head_gives_the_same_logits() -> None:
+    source, target, fresh = shaken(), shaken(pool="cls", depth=1), shaken(num_classes=3)
+    images = torch.randn(2, 3, 16, 16)
+    transfer(target, source)
+    assert not torch.equal(target(images), source(images))
+    transfer(target, source, keep_head=True)
+    assert torch.equal(target(images), source(images))
+    with pytest.raises(UserError, match=r"head.weight: model \(3, 24\), checkpoint \(5, 24\)"):
+        transfer(fresh, source, keep_head=True)

@@ -69,6 +69,8 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         "augment": (randaugment.policy, randaugment.num_ops, randaugment.magnitude)
         if randaugment
         else "three" * augment.three_augment,
+        "erasing": augment.erasing and (augment.erasing.probability, augment.erasing.mode),
+        "views": data.views,
         "mixing": mixing and (mixing.mixup_alpha, mixing.cutmix_alpha, mixing.mode),
         "pixels": data.mean,
         "clip": optim.clip_norm,
@@ -104,7 +106,8 @@ VIT_21K: dict[str, Any] = {
     "layer_decay": 1.0, "decay_mode": "coupled", "batch": 4096, "lr": 1e-3, "decay": "linear",
     "final_lr": 1e-5, "length": 90, "warmup": 10_000, "weight_decay": 0.03, "dropout": 0.1,
     "drop_path": 0.0, "crop": (0.05, 1.0), "resampling": ("bilinear", False), "flip": True,
-    "augment": "", "mixing": None, "pixels": HALF, "clip": None, "loss": "sigmoid",
+    "augment": "", "erasing": None, "views": 1, "mixing": None, "pixels": HALF,
+    "clip": None, "loss": "sigmoid",
     "smoothing": 0.0, "head_bias": -10.0, "head_std": 0.0, "classes": 21_843, "px": 224,
     "tanh_layer": True, "pool": "cls", "positions": ("learned", "vit", None), "resized_by": None,
     "gelu": "tanh", "eps": 1e-6, "layer_scale": None,
@@ -152,6 +155,31 @@ DEIT3_1K = DEIT3 | {
     "classes": 1000,
     "thousand_steps": 31,
 }
+# Touvron et al. 2021 (DeiT), table 9; main.py and README_deit.md of facebookresearch/deit.
+DEIT: dict[str, Any] = VIT_21K | {
+    "batch": 1024, "decay": "cosine", "length": 300, "warmup": 5.0, "weight_decay": 0.05,
+    "dropout": 0.0, "drop_path": (0.1, "linear"), "crop": (0.08, 1.0),
+    "resampling": ("bicubic", True), "augment": ("timm", 2, 9.0), "erasing": (0.25, "pixel"),
+    "views": 3, "mixing": (0.8, 1.0, "batch"), "pixels": IMAGENET, "loss": "softmax",
+    "smoothing": 0.1, "head_bias": 0.0, "head_std": 0.02, "classes": 1000, "tanh_layer": False,
+    "gelu": "erf", "init": "deit", "evaluation": ("center_crop", 0.875), "ema": 0.99996,
+    "thousand_steps": 375,
+}  # fmt: skip
+DEIT_384 = DEIT | {
+    "batch": 512, "lr": 5e-6, "final_lr": 5e-6, "length": 30, "weight_decay": 1e-8, "px": 384,
+    "resized_by": "deit", "thousand_steps": 75,
+}  # fmt: skip
+# The same README_revenge.md, "Training on ImageNet-1k", and "finetuning ... at resolution 224x224".
+DEIT3_I1K = DEIT3 | {
+    "lr": 3e-3, "length": 800, "weight_decay": 0.05, "crop": (0.08, 1.0), "views": 3,
+    "mixing": (0.8, 1.0, "batch"), "loss": "bce", "smoothing": 0.0, "classes": 1000, "px": 192,
+    "thousand_steps": 500,
+}  # fmt: skip
+DEIT3_I1K_224 = DEIT3_I1K | {
+    "optimizer": "adamw", "batch": 512, "lr": 1e-5, "length": 20, "weight_decay": 0.1,
+    "augment": ("timm", 2, 9.0), "views": 1, "clip": None, "loss": "softmax", "smoothing": 0.1,
+    "px": 224, "resized_by": "deit", "thousand_steps": 50,
+}  # fmt: skip
 # Dosovitskiy et al. 2021, table 4: SGD .9, batch 512, cosine, clip 1, no decay, 384 px. Warm-up and
 # dropout of L/16: vision_transformer configs/common.py, configs/models.py. Rates: of those listed.
 FINETUNE = VIT_21K | {
@@ -185,6 +213,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "finetune/deit3_b16": DEIT3_1K | {"preset": "B/16", "drop_path": (0.15, "constant")},
     "finetune/deit3_l16": DEIT3_1K | {"preset": "L/16", "drop_path": (0.4, "constant")},
     "finetune/deit3_h14": DEIT3_1K | {"preset": "H/14", "drop_path": (0.45, "constant")},
+    "deit/ti16": DEIT | {"preset": "Ti/16"},
+    "deit/s16": DEIT | {"preset": "S/16"},
+    "deit/b16": DEIT | {"preset": "B/16"},
+    "finetune/deit_b16_384": DEIT_384 | {"preset": "B/16"},
+    "deit3_i1k/s16": DEIT3_I1K | {"preset": "S/16", "drop_path": (0.05, "constant"), "px": 224,
+                                  "lr": 4e-3},
+    "deit3_i1k/b16": DEIT3_I1K | {"preset": "B/16", "drop_path": (0.2, "constant")},
+    "deit3_i1k/l16": DEIT3_I1K | {"preset": "L/16", "drop_path": (0.45, "constant")},
+    "deit3_i1k/h14": DEIT3_I1K | {"preset": "H/14", "drop_path": (0.6, "constant"), "px": 160},
+    "finetune/deit3_i1k_b16": DEIT3_I1K_224 | {"preset": "B/16", "drop_path": (0.2, "constant")},
     "finetune/imagenet1k_384": FINETUNE,
     # Table 2: 512 px and Polyak averaging with .9999.
     "finetune/imagenet1k_512": FINETUNE | {"px": 512, "ema": 0.9999},
@@ -273,7 +311,7 @@ def test_quirk_09_pixels_reach_from_minus_one_to_one() -> None:
     for name in PUBLISHED:
         data = recipe(name).data
         ends = [(x / 255 - data.mean[0]) / data.std[0] for x in (0, 255)]
-        google = not name.startswith(("deit3", "finetune/deit3"))
+        google = not name.startswith(("deit", "finetune/deit"))
         assert (ends == [-1.0, 1.0]) is google, name
 
 

@@ -29,3 +29,17 @@ def test_lambda_of_one_is_the_loss_without_mixing(smoothing: float) -> None:
         logits, labels, smoothing, mixed_labels_B=labels + 1, mix_lambda_B=torch.ones(4)
     )
     torch.testing.assert_close(mixed, LOSSES["softmax"](logits, labels, smoothing))
+
+
+def test_bce_counts_every_mixed_label_as_one() -> None:
+    """DeiT-III: targets above 0 become 1; a mean over batch and classes."""
+    logits = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
+    labels, others = torch.tensor([0, 1, 2, 3, 1]), torch.tensor([1, 1, 0, 2, 2])
+    shares = torch.tensor([0.7, 0.6, 1.0, 0.0, 0.5])
+    one_hot = torch.nn.functional.one_hot
+    soft = shares[:, None] * one_hot(labels, 4) + (1 - shares[:, None]) * one_hot(others, 4)
+    slow = torch.nn.functional.binary_cross_entropy_with_logits(logits, soft.gt(0).float())
+    found = LOSSES["bce"](logits, labels, 0.0, mixed_labels_B=others, mix_lambda_B=shares)
+    torch.testing.assert_close(found, slow)
+    plain = torch.nn.functional.binary_cross_entropy_with_logits(logits, one_hot(labels, 4).float())
+    torch.testing.assert_close(LOSSES["bce"](logits, labels, 0.0), plain)
