@@ -10,6 +10,7 @@ import sys
 
 try:
     from launch.jobs.preparation import RUN_TYPES
+    from launch.studies.settings import StudyRun
     from vitscale.config.reference import as_markdown, settings_reference
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -44,7 +45,7 @@ def main() -> None:
     argparse.ArgumentParser(
         usage=COMMAND, description="Print the reference of all settings as Markdown."
     ).parse_args()
-    print(INTRODUCTION + as_markdown(settings_reference(RUN_TYPES)), end="")
+    print(INTRODUCTION + as_markdown(settings_reference(RUN_TYPES | {"study": StudyRun})), end="")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
 """Run any stage on this machine as the job that SLURM would run.
 
-python launch/local.py --config configs/demo/pretrain.yaml [key=value ...] --num-procs 2
+    python launch/local.py --config configs/demo/pretrain.yaml [key=value ...] --num-procs 2
+    python launch/local.py --study configs/studies/vit_subsets.yaml --parallel 2
+
+--study trains a grid of runs and draws the results.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ try:
         with_num_workers,
     )
     from launch.jobs.submission import Submission, start_locally
+    from launch.studies.command import names_a_study, run_study_locally
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
     from vitscale.distributed.processes import num_cores
@@ -34,6 +38,8 @@ EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
+    if names_a_study(sys.argv[1:]):
+        raise SystemExit(run_study_locally(sys.argv[1:]))
     num_procs, argv = parse_num_procs()
     command = load_command(
         RUN_TYPES,

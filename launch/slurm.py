@@ -1,6 +1,9 @@
 """Submit any stage to SLURM after checking its configuration and data.
 
-python launch/slurm.py --config configs/vit_h14.yaml [key=value ...] [--dry-run]
+    python launch/slurm.py --config configs/vit_h14.yaml [key=value ...] [--dry-run]
+    python launch/slurm.py --study configs/studies/vit_subsets.yaml [--dry-run | --results]
+
+--study submits a grid of runs as arrays.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ try:
     )
     from launch.jobs.submission import Submission, require_slurm, submit_to_slurm
     from launch.planning.dry_run import check_data, describe
+    from launch.studies.command import names_a_study, run_study_on_slurm
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import run_script
     from vitscale.runs.training import TrainingRun
@@ -28,6 +32,8 @@ except ModuleNotFoundError as error:
 
 
 def main() -> None:
+    if names_a_study(sys.argv[1:]):
+        raise SystemExit(run_study_on_slurm(sys.argv[1:]))
     command = load_command(
         RUN_TYPES,
         script="launch/slurm.py",

@@ -187,8 +187,8 @@ def _exit_code(
     return EXIT_STOPPED_RESUMABLE if stopped else int(any(task.exit_code for task in tasks))
 
 
-def failure_report(submission: Submission, result: JobResult) -> str:
-    """The failed task and its last log lines, which are left out for rank 0: they were streamed."""
+def failure_report(submission: Submission, result: JobResult, *, streamed: bool = True) -> str:
+    """The failed task and its last log lines, which are left out for rank 0 if `streamed`."""
     if result.failure is None:
         started = {task.rank for task in records(submission)}
         rank = min(set(range(submission.num_tasks)) - started, default=0)
@@ -198,7 +198,7 @@ def failure_report(submission: Submission, result: JobResult) -> str:
         how = "was killed" if code is None else f"ended with code {code}"
     log = submission.log(rank)
     heading = f"rank {rank} {how}; log: {log}"
-    if rank == 0 or not log.exists():
+    if (rank == 0 and streamed) or not log.exists():
         return heading
     lines = log.read_text(errors="replace").splitlines()[-LAST_LINES:]
     return "\n".join([heading, *(f"  {line}" for line in lines)])

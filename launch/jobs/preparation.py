@@ -119,7 +119,7 @@ def _folder_problems(folder: Path) -> Iterator[UserError]:
 def prepare_job(run: LaunchableRun, *, cluster: str) -> tuple[StageJob, Path]:
     """Create the job folder with the resolved configuration. Return (job, folder)."""
     folder = job_folder(run, cluster=cluster)
-    _make_private(folder)
+    make_private(folder)
     text = run_to_yaml(run)
     # Named by content, so that earlier jobs keep their own configuration.
     config = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
@@ -127,7 +127,8 @@ def prepare_job(run: LaunchableRun, *, cluster: str) -> tuple[StageJob, Path]:
     return stage_job(run.stage, config=config, max_requeues=run.launch.max_requeues), folder
 
 
-def _make_private(folder: Path) -> None:
+def make_private(folder: Path) -> None:
+    """Create the folder for this user alone. Raises UserError if another user owns it."""
     try:
         folder.mkdir(parents=True, mode=0o700, exist_ok=True)
         status = folder.stat()

@@ -18,7 +18,7 @@ import socket
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +166,25 @@ def submit_to_slurm(
 
     Raises UserError if sbatch refuses, and removes submitit's files.
     """
+    # An array of one is submitted as a plain job.
+    jobs = [job] * launch.num_tasks
+    return submit_array(jobs, launch=launch, name=name, folder=folder, independent=len(jobs) > 1)
+
+
+def submit_array(
+    jobs: Sequence[Callable[[], int]],
+    *,
+    launch: LaunchSettings,
+    name: str,
+    folder: Path,
+    independent: bool = False,
+) -> Submission:
+    """Submit `launch.num_tasks` jobs as one array; a single one as a plain job.
+
+    independent: see `Submission`.
+    Raises UserError if sbatch refuses, and removes submitit's files.
+    """
+    assert len(jobs) == launch.num_tasks
     executor = SlurmExecutor(
         _submission_folder(launch, folder),
         max_num_timeout=launch.max_requeues,
@@ -176,8 +195,7 @@ def submit_to_slurm(
         before = set(_unaccepted_files(folder))
         try:
             with _outside_any_job():
-                # An array of one is submitted as a plain job.
-                jobs = executor.submit_array([job] * launch.num_tasks)
+                submitted = executor.submit_array(list(jobs))
         except (FailedJobError, FailedSubmissionError) as error:
             for path in set(_unaccepted_files(folder)) - before:
                 path.unlink()
@@ -185,14 +203,14 @@ def submit_to_slurm(
                 f"sbatch refused the job: {str(error).strip()}",
                 next_step="compare the launch section with what sinfo and sacctmgr show",
             ) from error
-    is_array = len(jobs) > 1
-    job_id = jobs[0].job_id
+    is_array = len(submitted) > 1
+    job_id = submitted[0].job_id
     return Submission(
         job_id=job_id.partition("_")[0] if is_array else job_id,
-        num_tasks=len(jobs) if is_array else jobs[0].num_tasks,
-        folder=jobs[0].paths.folder,
+        num_tasks=len(submitted) if is_array else submitted[0].num_tasks,
+        folder=submitted[0].paths.folder,
         is_array=is_array,
-        independent=is_array,
+        independent=independent,
     )
 
 

@@ -6,6 +6,7 @@ Leaves out: their arithmetic (`vitscale.models.costs`, `training_plan`) and subm
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ Rows = Iterator[tuple[str, str]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFacts:
-    """Size of the training split, and where it was read."""
+    """Size of the training set (the whole split, or its `data.first_percent`), and its source."""
 
     num_samples: int | None
     num_classes: int | None
@@ -48,15 +49,27 @@ def data_facts(run: TrainingRun) -> DataFacts:
                 allowed=", ".join(manifest.splits),
             )
         return DataFacts(
-            num_samples=split.num_samples,
+            num_samples=_subset(run, split.num_samples),
             num_classes=len(manifest.classes),
-            source=str(folder / MANIFEST_NAME),
+            source=_share(run) + str(folder / MANIFEST_NAME),
         )
     if run.data.planned_num_samples is not None:
-        source = f"data.planned_num_samples (no {MANIFEST_NAME} in {folder} yet)"
+        source = f"{_share(run)}data.planned_num_samples (no {MANIFEST_NAME} in {folder} yet)"
     else:
         source = f"no {MANIFEST_NAME} in {folder}, and data.planned_num_samples is not set"
-    return DataFacts(num_samples=run.data.planned_num_samples, num_classes=None, source=source)
+    planned = run.data.planned_num_samples
+    num_samples = None if planned is None else _subset(run, planned)
+    return DataFacts(num_samples=num_samples, num_classes=None, source=source)
+
+
+def _subset(run: TrainingRun, num_samples: int) -> int:
+    """As many as `vitscale.data.training_set` takes. Classes left out are not known here."""
+    return math.ceil(num_samples * run.data.first_percent / 100)
+
+
+def _share(run: TrainingRun) -> str:
+    percent = run.data.first_percent
+    return "" if percent == 100 else f"data.first_percent={percent:g} of "
 
 
 def _manifest(run: TrainingRun, folder: Location) -> Manifest | None:
@@ -124,12 +137,18 @@ def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
         yield "schedule", "unknown: epochs need a number of images (data.planned_num_samples)"
     else:
         yield from _plan_rows(run, facts, plan)
-    trains_classifier = run.make_objective().trains_classifier
-    num_classes = (run.model.num_classes or facts.num_classes) if trains_classifier else 0
+    num_classes = planned_classes(run, facts)
     if num_classes is None:
         yield "model", "unknown: make the shards, or set model.num_classes"
         return
     yield from _cost_rows(run, plan, num_classes=num_classes, world_size=world_size)
+
+
+def planned_classes(run: PretrainRun | FinetuneRun, facts: DataFacts) -> int | None:
+    """Classes of the head, 0 without one; None while neither the run nor the data says."""
+    if not run.make_objective().trains_classifier:
+        return 0
+    return run.model.num_classes or facts.num_classes
 
 
 def _evaluation_text(run: PretrainRun | FinetuneRun) -> str:

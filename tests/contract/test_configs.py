@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from finetune.run import FinetuneRun
+from launch.studies.settings import StudyRun
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
 from vitscale.config.errors import UserErrors
@@ -19,6 +20,7 @@ RUN_TYPES: dict[str, type[Run]] = {
     "data_prep": DataPrepRun,
     "pretrain": PretrainRun,
     "finetune": FinetuneRun,
+    "study": StudyRun,
 }
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*") if p.suffix in (".yaml", ".yml"))
 CARD = ("What", "Command", "Hardware", "Expect", "Source")

@@ -15,9 +15,10 @@ OWNERS: dict[str, set[str]] = {
     "sklearn": {"data_prep.sources.made.digits"},
     "simplejpeg": {"vitscale.images.decoders", "vitscale.images.strict_jpeg"},
 }
-# Entries of registries: their settings are imported without torch, their methods need it. Of these
-# only imports at module level count.
+# Entries of registries, whose settings need no torch, and checkpoint folders, which are listed
+# without it; their methods need it. Of these only imports at module level count.
 LAZY = ("finetune.transfer", "pretrain.objectives.", "vitscale.evaluation.", "vitscale.training.")
+LAZY += ("vitscale.checkpoint.folders",)
 TORCHLESS_FOLDERS = ("launch.", "data_prep.", "vitscale.config.", "vitscale.runs.")
 
 

@@ -43,7 +43,9 @@ def settings_reference(run_types: Mapping[str, type[Run]]) -> list[SettingsGroup
     found: dict[SettingsGroup, list[str]] = {}
     for stage, run_type in run_types.items():
         for group in _groups(run_type, f"stage: {stage}", _docstring(run_type), prefix=""):
-            found.setdefault(group, []).append(stage)
+            # A group may occur several times in one stage.
+            if stage not in found.setdefault(group, []):
+                found[group].append(stage)
     return [
         group
         if len(run_types) == len(stages) or group.title.startswith("stage: ")

@@ -1,0 +1,126 @@
+"""Submit what a study lacks to SLURM: one array for each stage and set of resources.
+
+Owns: the arrays, their dependencies, and refusing to submit a study twice.
+Leaves out: submitting one array (`launch.jobs.submission`), and what is missing (`states`).
+"""
+
+from __future__ import annotations
+
+import getpass
+import json
+import subprocess
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.jobs.preparation import make_private, prepare_job
+from launch.jobs.submission import Submission, sbatch_text, submit_array
+from launch.studies.grid import Grid, StudyTraining
+from launch.studies.states import Progress, TrainingState
+from vitscale.config.errors import UserError
+from vitscale.distributed.atomic_files import write_json
+from vitscale.runs.launching import LaunchSettings
+
+SUBMITTED_NAME = "submitted.json"
+SQUEUE_SECONDS = 60
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingArray:
+    """Trainings of one stage that ask for the same resources."""
+
+    stage: str
+    launch: LaunchSettings
+    trainings: tuple[StudyTraining, ...]
+
+
+def arrays(grid: Grid, states: Mapping[str, TrainingState]) -> list[TrainingArray]:
+    """The arrays to submit, pre-training first."""
+    groups: dict[tuple[str, str], list[StudyTraining]] = {}
+    for name, training in grid.trainings.items():
+        if states[name].progress is not Progress.DONE:
+            resources = training.run.launch.model_dump_json()
+            groups.setdefault((training.run.stage, resources), []).append(training)
+    found = [_array(grid, trainings) for trainings in groups.values()]
+    return sorted(found, key=lambda array: array.stage == "finetune")
+
+
+def _array(grid: Grid, trainings: list[StudyTraining]) -> TrainingArray:
+    run = trainings[0].run
+    size = {"num_tasks": len(trainings), "max_running_tasks": grid.study.max_running_tasks}
+    launch = run.launch.model_copy(update=size)
+    return TrainingArray(stage=run.stage, launch=launch, trainings=tuple(trainings))
+
+
+def job_name(grid: Grid, array: TrainingArray) -> str:
+    return f"{grid.study.name}-{array.stage}"
+
+
+def batch_scripts(grid: Grid, states: Mapping[str, TrainingState]) -> Iterator[str]:
+    """The batch script of every array, as `submit` would submit it. Needs no SLURM."""
+    for array in arrays(grid, states):
+        folder = _folder(grid).absolute()
+        text = sbatch_text(array.launch, name=job_name(grid, array), folder=folder)
+        after = ", after the pre-trainings" if any(t.needs for t in array.trainings) else ""
+        yield f"# Array of {len(array.trainings)} x {array.stage}{after}\n{text.rstrip()}\n"
+
+
+def submit(grid: Grid, states: Mapping[str, TrainingState]) -> list[tuple[str, Submission]]:
+    """Submit all arrays: (name of the array, submission).
+
+    A transfer waits until all arrays with a pre-training that it needs have ended, however they
+    ended; it fails at its start if its own pre-training is not done.
+    Raises UserError if arrays of this study are still queued, or sbatch refuses one.
+    """
+    folder = _folder(grid).absolute()
+    make_private(folder)
+    _check_not_queued(folder)
+    submitted: list[tuple[str, Submission]] = []
+    array_of: dict[str, str] = {}
+    for array in arrays(grid, states):
+        needed = {array_of[t.needs] for t in array.trainings if t.needs in array_of}
+        jobs = [prepare_job(training.run, cluster="slurm")[0] for training in array.trainings]
+        submission = submit_array(
+            jobs, launch=_after(array.launch, needed), name=job_name(grid, array), folder=folder
+        )
+        array_of |= {training.name: submission.job_id for training in array.trainings}
+        submitted.append((job_name(grid, array), submission))
+        # After each: an array that sbatch has accepted is known even if the next one is refused.
+        write_json(folder / SUBMITTED_NAME, sorted(set(array_of.values())))
+    return submitted
+
+
+def _after(launch: LaunchSettings, job_ids: set[str]) -> LaunchSettings:
+    """The same resources, with a dependency added to what `launch.sbatch` may have."""
+    if not job_ids:
+        return launch
+    own = launch.sbatch.get("dependency")
+    dependency = ":".join(["afterany", *sorted(job_ids)])
+    dependency = f"{own},{dependency}" if own else dependency
+    return launch.model_copy(update={"sbatch": {**launch.sbatch, "dependency": dependency}})
+
+
+def _folder(grid: Grid) -> Path:
+    return Path(grid.study.folder) / "slurm"
+
+
+def _check_not_queued(folder: Path) -> None:
+    """Two jobs of one run would wait for each other's lock and fail."""
+    try:
+        before = set(json.loads((folder / SUBMITTED_NAME).read_text()))
+    except FileNotFoundError:
+        return
+    command = ["squeue", "--noheader", f"--user={getpass.getuser()}", "--format=%F"]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=SQUEUE_SECONDS, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"squeue does not answer: {error}", next_step="try again later") from None
+    if queued := sorted(before & set(done.stdout.split())):
+        raise UserError(
+            f"jobs {', '.join(queued)} of this study are still queued or running",
+            where=str(folder / SUBMITTED_NAME),
+            next_step=f"wait for them, or end them: scancel {' '.join(queued)}; --results shows "
+            "what is finished",
+        )

@@ -1,0 +1,180 @@
+"""Run a study: read it, show it, train or submit what is missing, tabulate and draw.
+
+Owns: the options after --study, and the order of the steps, which both launchers share.
+Leaves out: the steps themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch.comparison.text import plain_text
+from launch.jobs.monitor import StopFlag
+from launch.jobs.submission import require_slurm
+from launch.planning.dry_run import check_data
+from launch.studies.arrays import batch_scripts, submit
+from launch.studies.figure import draw
+from launch.studies.grid import Grid, expand
+from launch.studies.overview import overview
+from launch.studies.results import collect, table, write_csv
+from launch.studies.running import LocalTrainings, report
+from launch.studies.settings import StudyRun
+from launch.studies.states import Progress, TrainingState, check_unchanged, states_of
+from vitscale.config.command_line import load_command
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
+
+STUDY = "--study"
+EXIT_INTERRUPTED = 130
+SWITCHES = {
+    "--dry-run": "list the trainings with their costs and states; train nothing",
+    "--results": "tabulate and draw what is finished; train nothing",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyCommand:
+    """The command line of a study."""
+
+    study: StudyRun
+    file: str
+    switches: frozenset[str]
+    num_procs: int = 1
+    parallel: int = 1
+
+
+def names_a_study(argv: Sequence[str]) -> bool:
+    return any(word.partition("=")[0] == STUDY for word in argv)
+
+
+def parse(argv: Sequence[str], *, script: str, counts: Sequence[str]) -> StudyCommand:
+    """counts: the options that take a number of processes, with their meaning in `StudyCommand`."""
+    own = " ".join(f"[{name} N]" for name in counts)
+    parser = argparse.ArgumentParser(
+        usage=f"python {script} {STUDY} FILE [key=value ...] {own}", add_help=False,
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument(STUDY, nargs="?", const="", dest="file")
+    for name in counts:
+        parser.add_argument(name, default="1")
+    found, others = parser.parse_known_args(argv)
+    numbers = {
+        name.removeprefix("--").replace("-", "_"): _number(
+            getattr(found, name.removeprefix("--").replace("-", "_")), where=name
+        )
+        for name in counts
+    }
+    if any(word.partition("=")[0] == "--config" for word in others):
+        raise UserError(
+            "a study has no --config", where="command line", next_step=f"give {STUDY} alone"
+        )
+    command = load_command(
+        StudyRun,
+        script=f"{script} {STUDY}",
+        description="Train, tabulate and draw a study: a grid of runs.",
+        argv=["--config", found.file, *others] if found.file else list(others),
+        switches=SWITCHES,
+    )
+    return StudyCommand(study=command.run, file=found.file, switches=command.switches, **numbers)
+
+
+def _number(text: str, *, where: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise UserError(f"{text!r} is not a number above 0", where=where, allowed="1, 2, …")
+    return int(text)
+
+
+def run_study_locally(argv: Sequence[str]) -> int:
+    """Train what is missing on this machine, then show the results. Returns the exit code."""
+    command = parse(argv, script="launch/local.py", counts=("--num-procs", "--parallel"))
+    # First of all: a signal that comes while the grid is read must not be missed.
+    stop = StopFlag()
+    grid = expand(command.study, cluster="local", num_tasks=command.num_procs)
+    states = show_states(grid, command)
+    if states is None:
+        return 0
+    trainings = LocalTrainings(
+        grid=grid,
+        num_procs=command.num_procs,
+        parallel=command.parallel,
+        say=lambda text: print(text, flush=True),
+        stop=stop,
+    )
+    try:
+        trainings.train(states)
+    except KeyboardInterrupt:
+        print("\ninterrupted: all processes were ended", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
+    show_results(grid, states_of(grid))
+    if trainings.failures:
+        print(report(trainings.failures, study_file=command.file), file=sys.stderr, flush=True)
+        return 1
+    if trainings.was_stopped:
+        print("stopped; the same command resumes the study", flush=True)
+        return EXIT_STOPPED_RESUMABLE
+    return 0
+
+
+def run_study_on_slurm(argv: Sequence[str]) -> int:
+    """Submit what is missing, or show the results if nothing is. Returns the exit code."""
+    command = parse(argv, script="launch/slurm.py", counts=())
+    grid = expand(command.study, cluster="slurm")
+    states = show_states(grid, command)
+    if "--dry-run" in command.switches:
+        for text in batch_scripts(grid, states_of(grid)):
+            print(text)
+    if states is None:
+        return 0
+    if all(state.progress is Progress.DONE for state in states.values()):
+        show_results(grid, states)
+        return 0
+    require_slurm()
+    submitted = submit(grid, states)
+    for name, submission in submitted:
+        log = submission.log("TASK" if submission.is_array else 0)
+        print(f"submitted {name}: job {submission.job_id}, log {log}")
+    job_ids = ",".join(submission.job_id for _, submission in submitted)
+    print(
+        f"  state    squeue -j {job_ids}\n"
+        f"  cancel   scancel {job_ids.replace(',', ' ')}\n"
+        f"  results  python launch/slurm.py {STUDY} {command.file} --results\n"
+        "When the jobs have ended, the same command submits what is still missing."
+    )
+    return 0
+
+
+def show_states(grid: Grid, command: StudyCommand) -> dict[str, TrainingState] | None:
+    """Print the overview. The states, checked, if something is to be trained; else None."""
+    states = states_of(grid)
+    print(overview(grid, states), flush=True)
+    if "--dry-run" in command.switches:
+        return None
+    check_unchanged(grid, states)
+    if "--results" in command.switches:
+        show_results(grid, states)
+        return None
+    errors = []
+    for name, training in grid.trainings.items():
+        if states[name].progress is not Progress.DONE:
+            try:
+                check_data(training.run)
+            except UserError as error:
+                errors.append(error)
+    if errors:
+        raise UserErrors(list({error.text(): error for error in errors}.values()))
+    return states
+
+
+def show_results(grid: Grid, states: Mapping[str, TrainingState]) -> None:
+    """Print the table, write results.csv and the figures."""
+    results = collect(grid, states)
+    print(plain_text(table(grid, results)))
+    if not any(result.by_seed for result in results):
+        return
+    folder = Path(grid.study.folder)
+    print(f"results: {write_csv(grid, results, folder=folder)}")
+    for path in draw(grid.study, results, folder=folder):
+        print(f"figure:  {path}, and as PNG")

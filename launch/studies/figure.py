@@ -1,0 +1,233 @@
+"""Draw the figures of a study: a metric over images, compute or an axis, as SVG and PNG.
+
+Owns: series, error bars over seeds, panels, axes.
+Leaves out: the numbers (`results`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.comparison.report import COLOURS, DASHES
+from launch.studies.results import Result, is_share
+from launch.studies.settings import COMPUTE, IMAGES, FigureSettings, StudyRun, slug
+
+MARKERS = ("o", "s", "^", "D", "v", "P")
+X_LABELS = {IMAGES: "pre-training images", COMPUTE: "pre-training compute [FLOPs]"}
+INK, MUTED = "#22272e", "#6b7480"
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "path",
+    "svg.hashsalt": "study",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+    "axes.facecolor": "white",
+}
+PANEL_INCHES, HEIGHT_INCHES, LEGEND_INCHES = 4.6, 3.7, 1.6
+PNG_DPI = 160
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    x: float
+    y: float
+    spread: float | None
+    """Sample standard deviation over seeds."""
+    label: str
+    """The other axes' values that distinguish points of a series; empty where there are none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Series:
+    """One line; from scratch, where x has no place on a logarithmic axis, a level."""
+
+    name: str
+    points: tuple[Point, ...]
+    is_level: bool = False
+
+
+def draw(study: StudyRun, results: Sequence[Result], *, folder: Path) -> list[Path]:
+    """Write every figure of the study that has a point. Returns the paths of the SVG files."""
+    paths = []
+    for figure in study.figures:
+        if any(panel_series(study, figure, results, panel=p) for p in _panels(study, figure)):
+            paths.append(_draw(study, figure, results, folder=folder))
+    return paths
+
+
+def _panels(study: StudyRun, figure: FigureSettings) -> list[str | None]:
+    if figure.panels is None:
+        return [None]
+    return [value.label for value in study.axis(figure.panels).values]
+
+
+def panel_series(
+    study: StudyRun, figure: FigureSettings, results: Sequence[Result], *, panel: str | None
+) -> list[Series]:
+    """The lines of one panel, in the order of the axis; results without a value are left out."""
+    lines: dict[str, list[Point]] = {}
+    levels: dict[str, list[Point]] = {}
+    for result in results:
+        if result.mean is None or (
+            figure.panels is not None and result.values[figure.panels].label != panel
+        ):
+            continue
+        value = result.values[figure.series]
+        x = _x(study, figure, result)
+        if x is None:
+            continue
+        scale = 100.0 if is_share(study.metric) else 1.0
+        point = Point(
+            x=x,
+            y=result.mean * scale,
+            spread=None if result.spread is None else result.spread * scale,
+            label=value.label if value.series is not None else "",
+        )
+        is_level = x == 0 and figure.x in X_LABELS
+        into = (levels if is_level else lines).setdefault(value.series or value.label, [])
+        if point not in into:
+            into.append(point)
+    found = [Series(name=n, points=tuple(sorted(p, key=lambda q: q.x))) for n, p in lines.items()]
+    found += [Series(name=n, points=tuple(p), is_level=True) for n, p in levels.items()]
+    return found
+
+
+def _x(study: StudyRun, figure: FigureSettings, result: Result) -> float | None:
+    if figure.x not in X_LABELS:
+        labels = [value.label for value in study.axis(figure.x).values]
+        return float(labels.index(result.values[figure.x].label))
+    if result.pretrain is None:
+        return 0.0
+    number = result.pretrain.images if figure.x == IMAGES else result.pretrain.flops
+    return None if number is None else float(number)
+
+
+def _draw(
+    study: StudyRun, figure: FigureSettings, results: Sequence[Result], *, folder: Path
+) -> Path:
+    import matplotlib
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = _panels(study, figure)
+    with matplotlib.rc_context(STYLE):
+        drawing = Figure(
+            figsize=(PANEL_INCHES * len(panels) + LEGEND_INCHES, HEIGHT_INCHES),
+            layout="constrained",
+        )
+        FigureCanvasAgg(drawing)
+        all_axes = drawing.subplots(1, len(panels), squeeze=False)[0]
+        styles = _styles(study, figure)
+        for panel, axes in zip(panels, all_axes, strict=True):
+            _draw_panel(axes, panel_series(study, figure, results, panel=panel), styles=styles)
+            _label_axes(axes, study, figure)
+            if panel is not None:
+                axes.set_title(panel, loc="left")
+        all_axes[0].set_ylabel(_y_label(study))
+        handles: dict[str, Any] = {}
+        for axes in all_axes:
+            for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+                handles.setdefault(name, handle)
+        drawing.legend(list(handles.values()), list(handles), loc="outside right center")
+        if figure.title is not None:
+            drawing.suptitle(figure.title, x=0.01, ha="left", fontweight="bold", fontsize=11)
+        path = folder / f"{slug(figure.name)}.svg"
+        folder.mkdir(parents=True, exist_ok=True)
+        drawing.savefig(path, metadata={"Date": None})
+        drawing.savefig(path.with_suffix(".png"), dpi=PNG_DPI)
+    return path
+
+
+def _styles(study: StudyRun, figure: FigureSettings) -> dict[str, dict[str, Any]]:
+    """Colour, marker and dash of each series, the same in all panels."""
+    names = dict.fromkeys(value.series or value.label for value in study.axis(figure.series).values)
+    return {
+        name: {
+            "color": COLOURS[i % len(COLOURS)],
+            "marker": MARKERS[i % len(MARKERS)],
+            "linestyle": DASHES[i // len(COLOURS) % len(DASHES)],
+        }
+        for i, name in enumerate(names)
+    }
+
+
+def _draw_panel(axes: Any, lines: Sequence[Series], *, styles: Mapping[str, Any]) -> None:
+    for line in lines:
+        style = styles[line.name]
+        if line.is_level:
+            for point in line.points:
+                axes.axhline(
+                    point.y, color=style["color"], linestyle=(0, (4, 2)), linewidth=1.3,
+                    label=line.name,
+                )  # fmt: skip
+                if point.spread is not None:
+                    low, high = point.y - point.spread, point.y + point.spread
+                    axes.axhspan(low, high, color=style["color"], alpha=0.13, linewidth=0)
+            continue
+        axes.errorbar(
+            [point.x for point in line.points],
+            [point.y for point in line.points],
+            # 0 where there is one seed: no bar is seen.
+            yerr=[point.spread or 0.0 for point in line.points],
+            linewidth=1.6, markersize=5.5, capsize=3, elinewidth=1.1, label=line.name, **style,
+        )  # fmt: skip
+        for point in line.points:
+            if point.label and point.label != line.name:
+                axes.annotate(
+                    point.label, (point.x, point.y), xytext=(5, -11), textcoords="offset points",
+                    fontsize=8, color=MUTED,
+                )  # fmt: skip
+
+
+def _label_axes(axes: Any, study: StudyRun, figure: FigureSettings) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+
+    axes.grid(visible=True, axis="y", color=MUTED, alpha=0.22, linewidth=0.7)
+    axes.set_axisbelow(True)
+    axes.set_xlabel(X_LABELS.get(figure.x, figure.x))
+    if figure.x not in X_LABELS:
+        labels = [value.label for value in study.axis(figure.x).values]
+        axes.set_xticks(range(len(labels)), labels)
+        axes.set_xlim(-0.4, len(labels) - 0.6)
+        return
+    axes.set_xscale("log")
+    if figure.x == IMAGES:
+        # The sizes themselves are clearer than powers of ten.
+        sizes = sorted({float(x) for line in axes.containers for x in line.lines[0].get_xdata()})
+        axes.xaxis.set_major_locator(FixedLocator(sizes))
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_number(x)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.margins(x=0.08)
+
+
+def short_number(number: float) -> str:
+    """12_400 -> 12.4k, 303_000_000 -> 303M: three digits."""
+    if number < 1000:
+        return f"{number:g}"
+    power = min(3, int(math.log10(number * 1.0005) // 3))
+    return f"{number / 1000**power:.3g}{' kMB'[power]}".strip()
+
+
+def _y_label(study: StudyRun) -> str:
+    name = study.metric.rsplit("/", 1)[-1]
+    words = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}.get(name, name)
+    stage = "transfer" if study.finetune is not None else "pre-training"
+    unit = " [%]" if is_share(study.metric) else ""
+    return f"{words} of the {stage}{unit}"

@@ -1,0 +1,120 @@
+"""Find out which trainings of a study are done, resumable, missing, or made with other settings.
+
+Leaves out: verifying the tensors of a checkpoint, which resuming does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from launch.studies.grid import RUN_TYPES, Grid, StudyTraining
+from vitscale.checkpoint.folders import looks_whole, step_folders, step_of
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.loader import load_run_file, run_leaves, yaml_flow
+from vitscale.config.section import Run
+
+# Changing these changes where and how fast a run trains, not its result.
+WITHOUT_EFFECT = (
+    *("name", "output", "launch", "tracking", "checkpoint"),
+    *("data.num_workers", "data.timeout_s", "data.remote", "data.planned_num_samples"),
+    *("engine.num_threads", "engine.timeout_min", "engine.init_timeout_min"),
+    *("engine.max_micro_batch", "engine.profile_steps", "engine.compare_weights_every_steps"),
+)
+MAX_CHANGES = 5
+
+
+class Progress(Enum):
+    MISSING = "missing"
+    RESUMABLE = "resumable"
+    DONE = "done"
+    CHANGED = "changed"
+    """Trained, wholly or in part, with other settings than the study has now."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingState:
+    progress: Progress
+    step: int = 0
+    """Of the newest checkpoint."""
+    changes: tuple[str, ...] = ()
+    """Settings that differ from those of the run folder."""
+
+    @property
+    def text(self) -> str:
+        is_partial = self.progress is Progress.RESUMABLE
+        return f"{self.progress.value} (step {self.step:,})" if is_partial else self.progress.value
+
+
+def states_of(grid: Grid) -> dict[str, TrainingState]:
+    """The state of every training, by name."""
+    states: dict[str, TrainingState] = {}
+    for name, training in grid.trainings.items():
+        state = _own_state(training)
+        source = states.get(training.needs) if training.needs is not None else None
+        if source is not None and state.step and source.progress is not Progress.DONE:
+            what = f"its pre-training {training.needs} is {source.progress.value}"
+            state = TrainingState(progress=Progress.CHANGED, step=state.step, changes=(what,))
+        states[name] = state
+    return states
+
+
+def _own_state(training: StudyTraining) -> TrainingState:
+    whole = (path for path in step_folders(training.folder / "checkpoints") if looks_whole(path))
+    step = next(map(step_of, whole), 0)
+    if not step:
+        return TrainingState(progress=Progress.MISSING)
+    changes = tuple(_changes(training))
+    if changes:
+        return TrainingState(progress=Progress.CHANGED, step=step, changes=changes)
+    is_done = training.steps is not None and step >= training.steps
+    return TrainingState(progress=Progress.DONE if is_done else Progress.RESUMABLE, step=step)
+
+
+def _changes(training: StudyTraining) -> Iterator[str]:
+    """Settings with an effect that differ from the configuration in the run folder."""
+    path = training.folder / "config.yaml"
+    try:
+        saved = _effective(load_run_file(RUN_TYPES, path))
+    except UserError:
+        yield f"{path} cannot be read by this version"
+        return
+    now = _effective(training.run)
+    for key in sorted(saved.keys() | now.keys()):
+        if saved.get(key) != now.get(key):
+            yield f"{key}: trained with {_shown(saved, key)}, now {_shown(now, key)}"
+
+
+def _effective(run: Run) -> dict[str, Any]:
+    keys = {".".join(path): value for path, value in run_leaves(run)}
+    return {key: value for key, value in keys.items() if not _is_without_effect(key)}
+
+
+def _is_without_effect(key: str) -> bool:
+    return any(key == each or key.startswith(f"{each}.") for each in WITHOUT_EFFECT)
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return yaml_flow(values[key]) if key in values else "nothing"
+
+
+def check_unchanged(grid: Grid, states: Mapping[str, TrainingState]) -> None:
+    """Raise UserErrors for trainings made with other settings; none is used or overwritten."""
+    errors = []
+    for name, state in states.items():
+        if state.progress is Progress.CHANGED:
+            more = len(state.changes) - MAX_CHANGES
+            lines = [f"    {change}" for change in state.changes[:MAX_CHANGES]]
+            lines += [f"    ... {more} more"] if more > 0 else []
+            errors.append(
+                UserError(
+                    "\n".join([f"trained to step {state.step:,} with other settings", *lines]),
+                    where=str(grid.trainings[name].folder),
+                    next_step="undo the change, remove this folder to train again, or choose "
+                    "another name for the study",
+                )
+            )
+    if errors:
+        raise UserErrors(errors)
