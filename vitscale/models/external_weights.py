@@ -69,11 +69,15 @@ def read_external_weights(path: Path, *, grid: tuple[int, int] | None) -> Extern
 
 
 def _square_grid(weights: Mapping[str, torch.Tensor], path: Path) -> tuple[int, int]:
-    """No file stores the grid. With and without the class token, at most one count is a square."""
+    """No file stores the grid. With and without the class token, at most one count is a square.
+
+    A distillation token always comes with positions of both tokens.
+    """
     if "pos_embed" not in weights:
         return (1, 1)
     num_rows = weights["pos_embed"].shape[-2] if weights["pos_embed"].ndim == 3 else 0
-    for num_patches in (num_rows - 1, num_rows) if "cls_token" in weights else (num_rows,):
+    counts = (num_rows - 1, num_rows) if "cls_token" in weights else (num_rows,)
+    for num_patches in (num_rows - 2,) if "dist_token" in weights else counts:
         side = math.isqrt(max(0, num_patches))
         if side and side * side == num_patches:
             return (side, side)

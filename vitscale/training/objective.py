@@ -53,6 +53,9 @@ class Objective:
         name = self.settings.name
         if run.model.num_classes is not None:
             yield ("model.num_classes", f"{name} trains no classifier; set it to null")
+        if getattr(run.model, "distillation_token", False):
+            what = f"{name} trains no classifier, so no distillation head either"
+            yield ("model.distillation_token", f"{what}; set it to false")
         for evaluation in self.evaluations(run):
             if EVALUATIONS[evaluation.name].needs == "logits":
                 what = f"{evaluation.name} needs a classifier, which {name} does not train"

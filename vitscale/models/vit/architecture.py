@@ -22,6 +22,7 @@ class ViTArchitecture(Architecture):
         "layer_scale",
         "patch_dropout",
         "head_width",
+        "distillation_token",
         "name",
     )
 
@@ -39,6 +40,7 @@ class ViTArchitecture(Architecture):
     patch_dropout: float = 0.0
     head_width: int | None = None
     """Channels of an attention head; None: width / num_heads."""
+    distillation_token: bool = False
     name: str = "vit"
 
     @property
@@ -62,8 +64,8 @@ class ViTArchitecture(Architecture):
 
     @property
     def num_prefix_tokens(self) -> int:
-        """Class token and registers, in this order before the patches."""
-        return int(self.has_class_token) + self.num_registers
+        """Class token, distillation token and registers, in this order before the patches."""
+        return int(self.has_class_token) + int(self.distillation_token) + self.num_registers
 
     @property
     def num_tokens(self) -> int:
@@ -80,7 +82,13 @@ class ViTArchitecture(Architecture):
         """Rows of the learned position embedding; 0 when positions are fixed."""
         if self.positions != "learned":
             return 0
-        return self.num_patches + int(self.has_class_token and self.class_position)
+        own = int(self.has_class_token and self.class_position) + int(self.distillation_token)
+        return self.num_patches + own
+
+    @property
+    def num_classifiers(self) -> int:
+        """Classifiers: one, and one of the distillation token."""
+        return 1 + int(self.distillation_token)
 
     @property
     def feature_width(self) -> int:

@@ -22,7 +22,7 @@ def num_parameters(arch: ViTArchitecture) -> int:
     block = 2 * (2 * d) + (3 * d * a + 3 * a) + (a * d + d) + (d * m + m) + (m * d + d)
     block += 2 * d if arch.layer_scale else 0
     representation = d * d + d if arch.representation_layer else 0
-    head = d * arch.num_classes + arch.num_classes
+    head = arch.num_classifiers * (d * arch.num_classes + arch.num_classes)
     return patch + tokens + arch.depth * block + 2 * d + representation + head
 
 
@@ -38,7 +38,8 @@ def train_flops_per_image(arch: ViTArchitecture) -> int:
     num_tokens = arch.num_train_tokens
     block = num_tokens * (4 * d * a + 2 * d * m) + 2 * num_tokens**2 * a
     patch = 3 * arch.num_patches * arch.patch_size**2 * d
-    head = d * arch.num_classes + (d * d if arch.representation_layer else 0)
+    head = arch.num_classifiers * d * arch.num_classes
+    head += d * d if arch.representation_layer else 0
     return 3 * 2 * (arch.depth * block + patch + head)
 
 

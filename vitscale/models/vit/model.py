@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from timm.layers import Attention, DropPath
 from timm.models import checkpoint_seq
+from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
@@ -59,6 +60,22 @@ class ViT(VisionTransformer):
         return self.norm(run_blocks(self.blocks, tokens_BLD, recompute=self.grad_checkpointing))
 
 
+class DistilledViT(ViT, VisionTransformerDistilled):
+    """A ViT with a distillation token after the class token, and a head for each (DeiT, sec. 3).
+
+    Its logits are the mean of both heads', as in the authors' code; the paper adds softmaxes.
+    """
+
+    def forward(  # type: ignore[override]  # no masks
+        self, images_B3SS: torch.Tensor, *, output: str = "logits", **inputs: Any
+    ) -> Any:
+        """output: also `heads`, the logits of the class and of the distillation head."""
+        if output != "heads":
+            return super().forward(images_B3SS, output=output, **inputs)
+        tokens_BLD = self.forward_features(images_B3SS)
+        return self.head(tokens_BLD[:, 0]), self.head_dist(tokens_BLD[:, 1])
+
+
 def run_blocks(
     blocks: nn.Sequential, tokens_BLD: torch.Tensor, *, recompute: bool = False
 ) -> torch.Tensor:
@@ -88,7 +105,8 @@ def build_model(settings: ViTSettings, arch: ViTArchitecture, *, seed: int) -> V
     Input: normalised images [B, 3, image_size, image_size]; output: logits [B, num_classes].
     """
     token_pool: Literal["token", "avg"] = "token" if settings.pool == "cls" else "avg"
-    model = ViT(
+    family = DistilledViT if settings.distillation_token else ViT
+    model = family(
         img_size=arch.image_size,
         patch_size=arch.patch_size,
         num_classes=arch.num_classes,
@@ -116,6 +134,8 @@ def build_model(settings: ViTSettings, arch: ViTArchitecture, *, seed: int) -> V
         drop_path_rate=settings.drop_path,
         weight_init="skip",
     )
+    if settings.distillation_token and arch.patch_dropout:
+        model.patch_drop.num_prefix_tokens = arch.num_prefix_tokens  # timm counts one
     if settings.representation_layer:
         model.add_module("head", RepresentationHead(arch.width, arch.num_classes))
     if arch.positions == "sincos2d":
@@ -167,9 +187,13 @@ def initialize(
     SCHEMES[scheme](model, random, position_std)
     if model.reg_token is not None:
         nn.init.normal_(model.reg_token, std=REGISTER_STD, generator=random)
+    if isinstance(model, DistilledViT):
+        std = DEIT_STD if scheme == "deit" else 0.0  # as the class token
+        nn.init.normal_(model.dist_token, std=std, generator=random)
     reset_head(model, bias=head_bias)
-    if head_std > 0 and model.num_classes:
-        nn.init.normal_(_last_layer(model).weight, std=head_std, generator=random)
+    for last in _last_layers(model):
+        if head_std > 0:
+            nn.init.normal_(last.weight, std=head_std, generator=random)
 
 
 def _initialize_as_flax(
@@ -237,18 +261,17 @@ SCHEMES: dict[str, Callable[[VisionTransformer, torch.Generator, float], None]] 
 
 @torch.no_grad()
 def reset_head(model: VisionTransformer, *, bias: float) -> None:
-    """Zero the last layer; with zero weights every class starts at the same probability."""
-    if model.num_classes == 0:
-        return
-    last = _last_layer(model)
-    nn.init.zeros_(last.weight)
-    nn.init.constant_(last.bias, bias)
+    """Zero the last layers; with zero weights every class starts at the same probability."""
+    for last in _last_layers(model):
+        nn.init.zeros_(last.weight)
+        nn.init.constant_(last.bias, bias)
 
 
-def _last_layer(model: VisionTransformer) -> nn.Linear:
-    last = model.head[-1] if isinstance(model.head, nn.Sequential) else model.head
-    assert isinstance(last, nn.Linear)
-    return last
+def _last_layers(model: VisionTransformer) -> list[nn.Linear]:
+    """Of the head and, if there is one, the distillation head; empty without classes."""
+    heads = [model.head, model.head_dist] if isinstance(model, DistilledViT) else [model.head]
+    lasts = [head[-1] if isinstance(head, nn.Sequential) else head for head in heads]
+    return [last for last in lasts if isinstance(last, nn.Linear)]
 
 
 def decayed(name: str, parameter: torch.Tensor) -> bool:

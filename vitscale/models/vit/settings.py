@@ -52,6 +52,9 @@ class ViTSettings(ModelSettingsBase):
     """What the head sees: the class token, or the mean of the patch tokens."""
     num_registers: int = Field(default=0, ge=0)
     """Learned tokens after the class token; no head reads them. Darcet et al. 2024."""
+    distillation_token: bool = False
+    """A second token, with a position and a classifier of its own, for objective.name=distillation.
+    At test the logits of both classifiers are averaged. Touvron et al. 2021 (DeiT), sec. 3."""
     positions: Literal["learned", "sincos2d"] = "learned"
     """sincos2d: fixed, on patches only. Beyer et al. 2022 (Better plain ViT baselines)."""
     weight_init: Literal["vit", "deit"] = "vit"
@@ -93,6 +96,7 @@ class ViTSettings(ModelSettingsBase):
             layer_scale=self.layer_scale is not None,
             patch_dropout=self.patch_dropout,
             head_width=self.head_width,
+            distillation_token=self.distillation_token,
             **_numbers(self),
         )
 
@@ -154,6 +158,7 @@ def _problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
             "set positions=learned or another width",
         )
     yield from _class_position_problems(model)
+    yield from _distillation_problems(model)
     yield from _image_size_problems(
         model.image_size, patch=patch, allow_unused=model.allow_unused_pixels
     )
@@ -187,3 +192,17 @@ def _class_position_problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
     else:
         return
     yield ("model.class_position", f"true, but {reason}; set it to null or false")
+
+
+def _distillation_problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
+    """DeiT has class token, distillation token and patches, all with positions, and two heads."""
+    if not model.distillation_token:
+        return
+    needed = {"pool": "cls", "positions": "learned", "num_registers": 0}
+    needed |= {"representation_layer": False}
+    for key, value in needed.items():
+        if getattr(model, key) != value:
+            shown = str(value).lower()
+            yield (f"model.{key}", f"a distillation token needs {shown}; set it to {shown}")
+    if model.class_position is False:
+        yield ("model.class_position", "a distillation token needs true; set it to null")

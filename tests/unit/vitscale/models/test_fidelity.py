@@ -292,7 +292,7 @@ def test_unused_pixels_do_not_change_the_features() -> None:
     larger = small(image_size=18, allow_unused_pixels=True)
     assert larger.patch_embed.grid_size == (4, 4)
     assert torch.equal(
-        larger(images, output="features"), smaller(images[..., :16, :16], features=True)
+        larger(images, output="features"), smaller(images[..., :16, :16], output="features")
     )
 
 
