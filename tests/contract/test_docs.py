@@ -21,7 +21,8 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 EXTERNAL = {
     *("jpeglib.h", "models_vit.py", "models_v2.py", "utils.py", "train_vit_g.py", "optax.py"),
     *("bit_hyperrule.py", "configs/vit_i21k.py", "configs/vit_s16_i1k.py", "configs/vit_i1k.py"),
-    *("configs/models.py", "configs/common.py", "models/vit.py"),
+    *("configs/models.py", "configs/common.py", "configs/augreg.py", "models/vit.py"),
+    *("input_pipeline.py", "pp/ops_image.py", "transforms_factory.py", "datasets.py"),
 }
 TEST_NAME = re.compile(r"\btest_(?!NAME)\w+")
 # A cell of the tables of messages: the first column, in backticks.

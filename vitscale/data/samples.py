@@ -30,6 +30,8 @@ from vitscale.images.settings import AugmentSettings
 
 # Tried in place of an unreadable sample before the run ends.
 MAX_SUBSTITUTES = 8
+# Values of `data.crop` that draw a box of random area and aspect.
+CROPS = {"inception": crops.random_crop_box, "inception_tf": crops.tf_crop_box}
 
 
 class Unreadable(NamedTuple):
@@ -163,7 +165,8 @@ class TrainingSamples:
                 width, height, size=self.image_size, random=random
             )
         else:
-            box = crops.random_crop_box(
+            draw_box = CROPS[settings.crop]
+            box = draw_box(
                 width, height, area=settings.crop_area, aspect=settings.crop_aspect, random=random
             )
         flip = settings.horizontal_flip and random.uniform() < 0.5
@@ -226,6 +229,9 @@ class EvaluationSamples:
 
     def _resized(self, data: bytes, out: torch.Tensor) -> None:
         settings = self.settings
+        if settings.eval_interpolation == "area":
+            out.copy_(self._averaged(self.decoder.whole(data)))
+            return
         width, height = self.decoder.size(data)
         box = crops.CropBox(0, 0, width, height)
         if settings.eval_resize == "center_crop":
@@ -233,8 +239,16 @@ class EvaluationSamples:
         request = crops.CropRequest(
             box=box,
             size=self.image_size,
-            interpolation=settings.interpolation,
-            antialias=True,
+            interpolation=settings.eval_interpolation or settings.interpolation,
+            antialias=settings.eval_antialias,
             flip=False,
         )
         self.decoder.crop(data, request, out=out)
+
+    def _averaged(self, pixels_HW3: torch.Tensor) -> torch.Tensor:
+        size, resized = self.image_size, (self.image_size, self.image_size)
+        if self.settings.eval_resize == "center_crop":
+            height, width, _ = pixels_HW3.shape
+            factor = round(size / self.settings.eval_crop_fraction) / min(height, width)
+            resized = round(height * factor), round(width * factor)
+        return crops.area_resized(pixels_HW3, resized=resized, size=size)

@@ -11,7 +11,7 @@ from pydantic import Field
 from vitscale.config.section import Section
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.urls import is_url, url_problem
-from vitscale.images.settings import AugmentSettings
+from vitscale.images.settings import AugmentSettings, RandAugmentSettings
 
 
 class MixingSettings(Section):
@@ -73,9 +73,11 @@ class DataSettings(TrainingShards):
     max_unreadable_fraction: float = Field(default=0.001, ge=0, le=1)
     """Unreadable training samples are replaced by others; the run ends if more than this share of
     the samples seen (or of one epoch) is unreadable."""
-    crop: Literal["inception", "plain"] = "inception"
-    """inception: a box of random area and aspect. plain: resize the short side to the image size,
-    pad by 4 px of reflection, crop; DeiT-III on 21k."""
+    crop: Literal["inception", "inception_tf", "plain"] = "inception"
+    """inception: a box of random area and aspect, as torchvision draws them. inception_tf: of
+    random height and aspect, as TensorFlow draws them for ViT and AugReg; smaller on average.
+    plain: resize the short side to the image size, pad by 4 px of reflection, crop; DeiT-III on
+    21k."""
     crop_area: tuple[float, float] = Field(default=(0.05, 1.0), strict=False)
     """Range of the area share of the crop; 0.05 to 1 in the ViT paper's code."""
     crop_aspect: tuple[float, float] = Field(default=(3 / 4, 4 / 3), strict=False)
@@ -83,14 +85,19 @@ class DataSettings(TrainingShards):
     horizontal_flip: bool = True
     """Mirror every second training image, at random."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
-    """Filter of every resize."""
+    """Filter of every resize; `eval_interpolation` may set another one for evaluation."""
     antialias: bool = False
-    """False as in tf.image.resize, which the ViT and AugReg recipes use."""
+    """Of training images; false as in tf.image.resize, which the ViT and AugReg recipes use."""
     augment: AugmentSettings = AugmentSettings()
     mixing: MixingSettings | None = None
     eval_resize: Literal["squash", "center_crop"] = "squash"
     """squash: resize the whole image to a square (ViT paper's code). center_crop: resize the short
     side, then crop the centre."""
+    eval_interpolation: Literal["bilinear", "bicubic", "area"] | None = None
+    """Filter of the evaluation's resize; null: `interpolation`. area: the mean of each pixel's
+    area, as big_vision's `resize_small`; decodes whole images."""
+    eval_antialias: bool = True
+    """False as in tf.image.resize, for the ViT paper's code. Has no effect on area."""
     eval_crop_fraction: float = Field(default=0.875, gt=0, le=1)
     """center_crop only: image size / resized short side; 224 / 256 = 0.875."""
     mean: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
@@ -121,6 +128,8 @@ def augment_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
         for name in ("crop_area", "crop_aspect"):
             if getattr(data, name) != DataSettings.model_fields[name].default:
                 yield (f"data.{name}", "has no effect on data.crop=plain; remove it")
+    if data.eval_interpolation == "area" and not data.eval_antialias:
+        yield ("data.eval_antialias", "has no effect on data.eval_interpolation=area; remove it")
     if mixing is not None and mixing.mixup_alpha is None and mixing.cutmix_alpha is None:
         yield ("data.mixing", "mixes nothing; set mixup_alpha or cutmix_alpha, or set it to null")
     key, policy = "data.augment", augment.randaugment
@@ -131,8 +140,12 @@ def augment_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
             f"{key}.color_jitter",
             "three_augment includes a jitter of 0.3; remove one of the two",
         )
-    if policy is not None and policy.policy == "augreg" and policy.magnitude_std:
-        yield (f"{key}.randaugment.magnitude_std", "has no effect with policy augreg; set it to 0")
+    for name in ("magnitude_std", "fill", "interpolation"):
+        default = RandAugmentSettings.model_fields[name].default
+        if policy is None or policy.policy != "augreg" or getattr(policy, name) == default:
+            continue
+        text = f"has no effect with policy augreg; set it to {default}"
+        yield (f"{key}.randaugment.{name}", text)
     if policy is not None and policy.policy == "timm" and policy.magnitude > 10:
         yield (f"{key}.randaugment.magnitude", f"{policy.magnitude}: policy timm allows at most 10")
     if augment.erasing is not None:

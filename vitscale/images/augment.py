@@ -10,7 +10,8 @@ There are two RandAugments. `augreg` is that of Steiner et al. 2021 (big_vision'
 `pp/autoaugment.py`, from the TPU EfficientNet code): 16 operations, always applied, nearest
 neighbour, translation in pixels, magnitudes 0..20, with the quirks that the published models were
 trained with. `timm` is `rand-mM-mstdS-inc1` of timm's `auto_augment.py`, used by DeiT: 15
-operations, each applied with probability 0.5, all stronger with magnitude, magnitudes 0..10.
+operations, each applied with probability 0.5, all stronger with magnitude, magnitudes 0..10; what
+it fills with and how it resamples are settings.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import math
 from collections.abc import Callable
 from functools import lru_cache, partial
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,10 +53,10 @@ def augment(
 ) -> torch.Tensor:
     """The augmented image, uint8 [3, H, W].
 
-    mean, std: of the run's normalisation, for pixels 0..1; erasing fills with them.
+    mean, std: of the run's normalisation, for pixels 0..1; erasing and RandAugment fill with them.
     """
     if settings.randaugment is not None:
-        image = rand_augment(image, settings.randaugment, random)
+        image = rand_augment(image, settings.randaugment, random, mean=mean)
     if settings.three_augment:
         image = three_augment(image, random)
     if settings.color_jitter is not None:
@@ -65,10 +67,14 @@ def augment(
 
 
 def rand_augment(
-    image: torch.Tensor, settings: RandAugmentSettings, random: CounterRandom
+    image: torch.Tensor,
+    settings: RandAugmentSettings,
+    random: CounterRandom,
+    *,
+    mean: tuple[float, float, float],
 ) -> torch.Tensor:
     """Apply `num_ops` operations, drawn with replacement. Source: Cubuk et al. 2019, and above."""
-    operations = list(POLICIES[settings.policy].values())
+    operations = _operations(settings, mean)
     for _ in range(settings.num_ops):
         operation = operations[_below(len(operations), random)]
         if settings.policy == "augreg":
@@ -77,6 +83,18 @@ def rand_augment(
             magnitude = settings.magnitude + settings.magnitude_std * _normal(random)
             image = operation(image, min(max(magnitude, 0.0), 10.0), random)
     return image
+
+
+def _operations(settings: RandAugmentSettings, mean: tuple[float, float, float]) -> list[Operation]:
+    operations = dict(POLICIES[settings.policy])
+    changes: dict[str, object] = {}
+    if settings.fill == "mean":
+        changes["fill"] = _mean_colour(mean)
+    if settings.interpolation != "random":
+        changes["interpolation"] = settings.interpolation
+    for name in TIMM_GEOMETRIC if changes else ():
+        operations[name] = partial(operations[name], **changes)
+    return list(operations.values())
 
 
 def three_augment(image: torch.Tensor, random: CounterRandom) -> torch.Tensor:
@@ -158,8 +176,7 @@ def _filling(
 ) -> torch.Tensor:
     """uint8, broadcastable to [3, h, w]."""
     if mode == "const":
-        colour = [min(max(round(255 * m), 0), 255) for m in mean]
-        return torch.tensor(colour, dtype=torch.uint8).view(3, 1, 1)
+        return torch.tensor(_mean_colour(mean), dtype=torch.uint8).view(3, 1, 1)
     height, width = (1, 1) if mode == "rand" else size
     codes = _codes(3 * height * width, random).reshape(3, height, width)
     planes = [
@@ -167,6 +184,11 @@ def _filling(
         for *statistics, plane in zip(mean, std, codes, strict=True)
     ]
     return torch.from_numpy(np.stack(planes))
+
+
+def _mean_colour(mean: tuple[float, float, float]) -> ops.Colour:
+    red, green, blue = (min(max(round(255 * m), 0), 255) for m in mean)
+    return red, green, blue
 
 
 @lru_cache(maxsize=8)
@@ -233,7 +255,7 @@ def _augreg_shear(
     """Shear about the centre of the first pixel."""
     s = _either_sign(m / 10 * 0.3, random)
     matrix = (1.0, s, -s / 2, 0.0, 1.0, 0.0) if along_x else (1.0, 0.0, 0.0, s, 1.0, -s / 2)
-    return ops.affine(image, matrix, interpolation="nearest", fill=GRAY)
+    return ops.affine(image, matrix, interpolation="nearest")
 
 
 def _augreg_translate(
@@ -247,7 +269,7 @@ def _augreg_translate(
 
 def _augreg_rotate(image: torch.Tensor, m: float, random: CounterRandom) -> torch.Tensor:
     matrix = _rotation(image, _either_sign(m / 10 * 30, random))
-    return ops.affine(image, matrix, interpolation="nearest", fill=GRAY)
+    return ops.affine(image, matrix, interpolation="nearest")
 
 
 def _rotation(image: torch.Tensor, degrees: float) -> ops.Matrix:
@@ -264,31 +286,43 @@ def _enhance_away(m: float, random: CounterRandom) -> float:
     return max(0.1, 1.0 + _either_sign(m / 10 * 0.9, random))
 
 
-def _timm_affine(image: torch.Tensor, matrix: ops.Matrix, random: CounterRandom) -> torch.Tensor:
-    interpolation: ops.Interpolation = "bilinear" if random.uniform() < 0.5 else "bicubic"
-    return ops.affine(image, matrix, interpolation=interpolation, fill=GRAY)
+def _timm_affine(
+    image: torch.Tensor,
+    matrix: ops.Matrix,
+    random: CounterRandom,
+    *,
+    fill: ops.Colour = (GRAY, GRAY, GRAY),
+    interpolation: ops.Interpolation | None = None,
+) -> torch.Tensor:
+    """interpolation: None draws bilinear or bicubic."""
+    if interpolation is None:
+        interpolation = "bilinear" if random.uniform() < 0.5 else "bicubic"
+    return ops.affine(image, matrix, interpolation=interpolation, fill=fill)
 
 
-def _timm_rotate(image: torch.Tensor, m: float, random: CounterRandom) -> torch.Tensor:
-    return _timm_affine(image, _rotation(image, _either_sign(m / 10 * 30, random)), random)
+def _timm_rotate(
+    image: torch.Tensor, m: float, random: CounterRandom, **sampling: Any
+) -> torch.Tensor:
+    matrix = _rotation(image, _either_sign(m / 10 * 30, random))
+    return _timm_affine(image, matrix, random, **sampling)
 
 
 def _timm_shear(
-    image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool
+    image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool, **sampling: Any
 ) -> torch.Tensor:
     """Shear about the corner of the image."""
     s = _either_sign(m / 10 * 0.3, random)
     matrix = (1.0, s, 0.0, 0.0, 1.0, 0.0) if along_x else (1.0, 0.0, 0.0, s, 1.0, 0.0)
-    return _timm_affine(image, matrix, random)
+    return _timm_affine(image, matrix, random, **sampling)
 
 
 def _timm_translate(
-    image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool
+    image: torch.Tensor, m: float, random: CounterRandom, *, along_x: bool, **sampling: Any
 ) -> torch.Tensor:
     """Translate by up to 45 % of the side."""
     share = _either_sign(m / 10 * 0.45, random)
     x, y = (share * image.shape[2], 0.0) if along_x else (0.0, share * image.shape[1])
-    return _timm_affine(image, (1.0, 0.0, x, 0.0, 1.0, y), random)
+    return _timm_affine(image, (1.0, 0.0, x, 0.0, 1.0, y), random, **sampling)
 
 
 AUGREG: dict[str, Operation] = {
@@ -330,5 +364,6 @@ TIMM: dict[str, Operation] = {
     "translate_y": partial(_timm_translate, along_x=False),
 }
 """Ranges: `_RAND_INCREASING_TRANSFORMS` and `LEVEL_TO_ARG` of timm 1.0."""
+TIMM_GEOMETRIC = ("rotate", "shear_x", "shear_y", "translate_x", "translate_y")
 
 POLICIES = {"augreg": AUGREG, "timm": TIMM}

@@ -22,6 +22,7 @@ from vitscale.distributed.random_numbers import CounterRandom
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 CROP_ATTEMPTS = 10
+TF_CROP_ATTEMPTS = 100
 PLAIN_CROP_PADDING = 4  # px of the output; DeiT's augment.py
 # Pillow takes a larger image for a decompression bomb.
 MAX_PIXELS = 178_956_970
@@ -52,7 +53,7 @@ class CropRequest:
     box: CropBox
     size: int
     interpolation: str
-    """bilinear or bicubic"""
+    """bilinear or bicubic; `area_resized` averages areas."""
     antialias: bool
     flip: bool
     """Mirror left and right."""
@@ -106,6 +107,40 @@ def random_crop_box(
     return CropBox((width - w) // 2, (height - h) // 2, w, h)
 
 
+def tf_crop_box(
+    width: int,
+    height: int,
+    *,
+    area: tuple[float, float],
+    aspect: tuple[float, float],
+    random: CounterRandom,
+) -> CropBox:
+    """A box of random height and aspect ratio; the whole image if no draw fits.
+
+    The height is uniform between those that the area and the image allow at the drawn ratio, so
+    small areas are more frequent than in `random_crop_box`. The last row and column of places are
+    never drawn. Source: TensorFlow, `GenerateRandomCrop` of `sample_distorted_bounding_box_op.cc`.
+    """
+    least, most = (share * width * height for share in area)
+    for _ in range(TF_CROP_ATTEMPTS):
+        ratio = random.uniform(*aspect)
+        low, high = round(math.sqrt(least / ratio)), round(math.sqrt(most / ratio))
+        if round(high * ratio) > width:
+            high = int((width + 0.5 - 1e-7) / ratio)
+            high -= round(high * ratio) > width
+        high = min(high, height)
+        low = min(low, high)
+        h = low + int(random.uniform() * (high - low + 1))
+        # Rounding may have left the range of areas.
+        h += h * round(h * ratio) < least
+        h -= h * round(h * ratio) > most
+        w = round(h * ratio)
+        if least <= w * h <= most and 0 < w <= width and 0 < h <= height:
+            x, y = random.uniform(), random.uniform()
+            return CropBox(int(x * (width - w)), int(y * (height - h)), w, h)
+    return CropBox(0, 0, width, height)
+
+
 def plain_crop_box(
     width: int, height: int, *, size: int, random: CounterRandom
 ) -> tuple[CropBox, int, int]:
@@ -145,6 +180,28 @@ def center_crop_box(width: int, height: int, *, fraction: float) -> CropBox:
     """The centre square whose side is `fraction` of the short side."""
     side = max(1, round(min(width, height) * fraction))
     return CropBox((width - side) // 2, (height - side) // 2, side, side)
+
+
+def area_resized(pixels_HW3: torch.Tensor, *, resized: tuple[int, int], size: int) -> torch.Tensor:
+    """Average each output pixel's area in the image, and keep the centre. Returns uint8 [3, S, S].
+
+    resized: rows and columns that the whole image would have. Pixels partly inside an area count by
+    the part inside. Source: TensorFlow's `resize_area_op.cc`, which big_vision's `resize_small`
+    uses; big_vision truncates to whole levels, and here they are rounded.
+    """
+
+    def weights(num_in: int, num_out: int) -> torch.Tensor:
+        """[S, num_in]: the share of each input pixel in an output pixel."""
+        scale = num_in / num_out
+        begin_S1 = (torch.arange(size)[:, None] + (num_out - size) // 2) * scale
+        pixel = torch.arange(num_in)
+        end_SN = torch.minimum(begin_S1 + scale, pixel + 1)
+        return (end_SN - torch.maximum(begin_S1, pixel)).clamp(min=0) / scale
+
+    height, width, _ = pixels_HW3.shape
+    rows_SWC = weights(height, resized[0]) @ pixels_HW3.flatten(1).float()
+    planes_CSW = rows_SWC.view(size, width, 3).permute(2, 0, 1)
+    return (planes_CSW @ weights(width, resized[1]).T).round().clamp(0, 255).byte()
 
 
 def crop_and_resize(pixels_HW3: torch.Tensor, request: CropRequest) -> torch.Tensor:

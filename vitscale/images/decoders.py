@@ -49,6 +49,10 @@ class Decoder(Protocol):
         """
         ...
 
+    def whole(self, data: bytes) -> torch.Tensor:
+        """All pixels, uint8 [H, W, 3]. Raises OSError or ValueError if unreadable."""
+        ...
+
 
 def _is_whole_jpeg(data: bytes) -> bool:
     return data.startswith(JPEG_START) and data.endswith(JPEG_END)
@@ -64,8 +68,11 @@ class PillowDecoder:
     def crop(
         self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        pixels = crops.crop_and_resize(crops.decode(data), request)
+        pixels = crops.crop_and_resize(self.whole(data), request)
         return pixels if out is None else out.copy_(pixels)
+
+    def whole(self, data: bytes) -> torch.Tensor:
+        return crops.decode(data)
 
 
 class SimpleJpegDecoder(PillowDecoder):
@@ -75,14 +82,9 @@ class SimpleJpegDecoder(PillowDecoder):
         header = self._header(data)
         return super().size(data) if header is None else header
 
-    def crop(
-        self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        whole = self._decode(data)
-        if whole is None:
-            return super().crop(data, request, out=out)
-        pixels = crops.crop_and_resize(torch.from_numpy(whole), request)
-        return pixels if out is None else out.copy_(pixels)
+    def whole(self, data: bytes) -> torch.Tensor:
+        pixels = self._decode(data)
+        return super().whole(data) if pixels is None else torch.from_numpy(pixels)
 
     def _header(self, data: bytes) -> tuple[int, int] | None:
         import simplejpeg

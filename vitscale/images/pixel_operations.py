@@ -18,6 +18,7 @@ import torch
 from PIL import Image, ImageFilter
 
 Interpolation = Literal["nearest", "bilinear", "bicubic"]
+Colour = tuple[int, int, int]
 Matrix = tuple[float, float, float, float, float, float]
 
 _LEVELS = np.arange(256)
@@ -163,13 +164,16 @@ def rotation(degrees: float, *, width: int, height: int) -> Matrix:
 
 
 def affine(
-    image_3HW: torch.Tensor, matrix: Matrix, *, interpolation: Interpolation, fill: int = 128
+    image_3HW: torch.Tensor,
+    matrix: Matrix,
+    *,
+    interpolation: Interpolation,
+    fill: Colour = (128, 128, 128),
 ) -> torch.Tensor:
     """Resample at (a x + b y + c, d x + e y + f), pixel centres at halves; `fill` outside."""
     image = _to_rgb(image_3HW)
-    resample, fills = _RESAMPLING[interpolation], (fill, fill, fill)
-    method = Image.Transform.AFFINE
-    return _from_rgb(image.transform(image.size, method, matrix, resample, fillcolor=fills))
+    resample, method = _RESAMPLING[interpolation], Image.Transform.AFFINE
+    return _from_rgb(image.transform(image.size, method, matrix, resample, fillcolor=fill))
 
 
 def translate(image_3HW: torch.Tensor, *, x: int, y: int, fill: int = 128) -> torch.Tensor:

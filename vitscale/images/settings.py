@@ -20,6 +20,12 @@ class RandAugmentSettings(Section):
     """augreg: big_vision's; magnitude 0 is not the identity. timm: rand-mM-mstdS-inc1, DeiT's."""
     magnitude_std: float = Field(default=0.0, ge=0)
     """Policy timm only; 0.5 in DeiT."""
+    fill: Literal["gray", "mean"] = "gray"
+    """Policy timm only: what rotation, shear and translation uncover. gray: 128. mean: the colour
+    of `data.mean`, as timm's training does (DeiT)."""
+    interpolation: Literal["random", "bilinear", "bicubic"] = "random"
+    """Policy timm only: of rotation, shear and translation. random: bilinear or bicubic, drawn for
+    each. timm takes that of the resize; DeiT bicubic."""
 
 
 class ColorJitterSettings(Section):

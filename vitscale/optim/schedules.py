@@ -33,8 +33,8 @@ def rsqrt(progress: float, elapsed: float) -> float:
     return 1.0 / math.sqrt(1.0 + elapsed)
 
 
-# Share of (peak - final) left after a share `progress` in [0, 1] of the steps after the warm-up,
-# which are `elapsed` times the time-scale.
+# Share of (peak - final) left after a share `progress` in [0, 1] of the curve's steps, which begin
+# at `decay_from` and of which `elapsed` time-scales have passed.
 SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "cosine": cosine,
     "linear": linear,
@@ -71,6 +71,9 @@ class ScheduleSettings(Section):
     """The same in passes over the training split (DeiT, MAE); give at most one of the two."""
     decay: ScheduleName = "cosine"
     """Curve after the warm-up. rsqrt: PEAK / sqrt(1 + steps after the warm-up / timescale)."""
+    decay_from: Literal["start", "warmup_end"] = "warmup_end"
+    """cosine and linear only. start: the curve begins at step 0 and the warm-up replaces its first
+    part, as in timm and DeiT. warmup_end: it begins after the warm-up, as in ViT, AugReg, MAE."""
     final_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the last step."""
     rsqrt_timescale: int | None = Field(default=None, gt=0)
@@ -93,6 +96,9 @@ def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
         yield ("schedule.cooldown_share", f"{what}; set it to 0, or decay to {', '.join(ENDLESS)}")
     if schedule.cooldown_shape != "linear" and not schedule.cooldown_share:
         yield ("schedule.cooldown_shape", "there is no cool-down; set schedule.cooldown_share")
+    if schedule.decay in ENDLESS and schedule.decay_from != "warmup_end":
+        what = f"has no effect on schedule.decay={schedule.decay}"
+        yield ("schedule.decay_from", f"{what}; set it to warmup_end")
     if schedule.decay in ENDLESS and schedule.final_lr and not schedule.cooldown_share:
         what = f"{schedule.decay} never reaches {schedule.final_lr}"
         yield ("schedule.final_lr", f"{what}; set schedule.cooldown_share, or final_lr=0")
@@ -116,6 +122,7 @@ def learning_rate(
     warmup_steps: int,
     total_steps: int,
     decay: str,
+    decay_from: str = "warmup_end",
     rsqrt_timescale: int | None = None,
     cooldown_steps: int = 0,
     cooldown_shape: str = "linear",
@@ -124,14 +131,17 @@ def learning_rate(
 
     Linear warm-up to `peak` over `warmup_steps`, then `decay`, which the last `cooldown_steps`
     multiply by their own curve; cosine, linear and any cool-down reach `final` at `total_steps`.
+    With `decay_from` "start" the rate falls at the end of the warm-up, by the curve's first part.
     Source: Dosovitskiy et al. 2021, appendix B.1; rsqrt and its cool-down: big_vision, utils.py,
     `create_learning_rate_schedule`, for Zhai et al. 2022 (Scaling Vision Transformers). There the
-    first step of a warm-up has rate 0; here it has the rate of the second.
+    first step of a warm-up has rate 0; here it has the rate of the second. Cosine from the start:
+    timm's `CosineLRScheduler` (warmup_prefix=False), per step instead of per epoch.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    elapsed = step - warmup_steps
-    progress = elapsed / max(1, total_steps - warmup_steps)
+    start = 0 if decay_from == "start" else warmup_steps
+    elapsed = step - start
+    progress = elapsed / max(1, total_steps - start)
     share = SCHEDULES[decay](min(1.0, progress), elapsed / (rsqrt_timescale or RSQRT_TIMESCALE))
     if cooldown_steps:
         passed = (step - (total_steps - cooldown_steps)) / cooldown_steps

@@ -48,6 +48,7 @@ def learning_rate_at(step: int, *, run: TrainingRun, plan: TrainingPlan) -> floa
         warmup_steps=plan.warmup_steps,
         total_steps=plan.total_steps,
         decay=run.schedule.decay,
+        decay_from=run.schedule.decay_from,
         rsqrt_timescale=run.schedule.rsqrt_timescale,
         cooldown_steps=plan.cooldown_steps,
         cooldown_shape=run.schedule.cooldown_shape,

@@ -14,9 +14,12 @@ from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.config.errors import UserError
 from vitscale.data import shard_files
 from vitscale.data.index import read_split
-from vitscale.data.samples import EvaluationSamples, TrainingSamples
+from vitscale.data.samples import EvaluationSamples, TrainingSamples, augmentation_key
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
+from vitscale.distributed.random_numbers import CounterRandom
+from vitscale.images import crops
+from vitscale.images.decoders import DECODERS, missing
 
 SIZE = 16
 OUT = torch.empty(3, SIZE, SIZE, dtype=torch.uint8)
@@ -32,8 +35,8 @@ def training(shards: Path, **changes: Any) -> TrainingSamples:
     return TrainingSamples(open_training_set(data, seed=0), settings=data, image_size=SIZE, seed=0)
 
 
-def evaluation(shards: Path, *, antialias: bool = False) -> EvaluationSamples:
-    data = DataSettings(path=str(shards), global_batch=4, antialias=antialias)
+def evaluation(shards: Path, **changes: Any) -> EvaluationSamples:
+    data = DataSettings(path=str(shards), global_batch=4, **changes)
     return EvaluationSamples(read_split(shards, split="train"), settings=data, image_size=SIZE)
 
 
@@ -97,12 +100,70 @@ def test_an_image_with_too_many_pixels_is_substituted(shards: Path) -> None:
     assert unreadable.sample == draw.sample and "pixels" in unreadable.error
 
 
-def test_evaluation_always_resizes_with_antialias(shards: Path) -> None:
-    """`data.antialias` belongs to the training recipe; metrics must not depend on it."""
+def test_evaluation_ignores_the_antialias_of_training(shards: Path) -> None:
     images = torch.empty(2, 3, SIZE, SIZE, dtype=torch.uint8)
     for image, antialias in zip(images, (False, True), strict=True):
         evaluation(shards, antialias=antialias).fill(0, image)
     assert torch.equal(*images)
+
+
+@pytest.mark.parametrize("decoder", [name for name in DECODERS if missing(name) is None])
+@pytest.mark.parametrize("fraction", [None, 0.8])
+def test_evaluation_resamples_as_its_settings_say(
+    shards: Path, decoder: str, fraction: float | None
+) -> None:
+    """Against the whole picture, resized with torch or averaged."""
+    center = {} if fraction is None else {"eval_crop_fraction": fraction}
+    center = {"eval_resize": "center_crop" if center else "squash", "decoder": decoder, **center}
+    pixels = crops.decode(evaluation(shards).reader.bytes_of(2))
+    height, width, _ = pixels.shape
+    box = crops.CropBox(0, 0, width, height)
+    if fraction is not None:
+        box = crops.center_crop_box(width, height, fraction=fraction)
+    found = set()
+    for filter_name in (None, "bilinear", "bicubic"):
+        for antialias in (False, True):
+            samples = evaluation(
+                shards, eval_interpolation=filter_name, eval_antialias=antialias, **center
+            )
+            samples.fill(2, OUT)
+            request = crops.CropRequest(
+                box=box,
+                size=SIZE,
+                interpolation=filter_name or "bilinear",
+                antialias=antialias,
+                flip=False,
+            )
+            assert torch.equal(OUT, crops.crop_and_resize(pixels, request))
+            found.add(OUT.numpy().tobytes())
+    assert len(found) == 4
+    evaluation(shards, eval_interpolation="area", **center).fill(2, OUT)
+    rows, columns = SIZE, SIZE
+    if fraction is not None:  # the short side becomes 16 / 0.8 = 20 pixels
+        rows, columns = (round(side * 20 / min(height, width)) for side in (height, width))
+    assert torch.equal(OUT, crops.area_resized(pixels, resized=(rows, columns), size=SIZE))
+
+
+def test_inception_tf_takes_boxes_of_its_own(shards: Path) -> None:
+    """All else equal, the pixels are those of the box that the sample's key draws."""
+    samples = training(shards, crop="inception_tf", crop_aspect=(0.75, 1.33))
+    differs = 0
+    for position in range(8):
+        samples.fill(position, OUT)
+        draw = samples.order.at(position)
+        pixels = crops.decode(samples.parts[0].bytes_of(draw.sample))
+        random = CounterRandom(augmentation_key(0, draw))
+        height, width, _ = pixels.shape
+        box = crops.tf_crop_box(width, height, area=(0.05, 1.0), aspect=(0.75, 1.33), random=random)
+        flip = random.uniform() < 0.5
+        request = crops.CropRequest(
+            box=box, size=SIZE, interpolation="bilinear", antialias=False, flip=flip
+        )
+        assert torch.equal(OUT, crops.crop_and_resize(pixels, request))
+        other = torch.empty_like(OUT)
+        training(shards).fill(position, other)
+        differs += not torch.equal(OUT, other)
+    assert differs >= 6
 
 
 def test_plain_crop_is_mirrored_as_a_whole(shards: Path) -> None:

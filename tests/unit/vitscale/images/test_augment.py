@@ -143,6 +143,29 @@ def test_timm_policy_equals_timm(
             break
 
 
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("name", GEOMETRIC)
+def test_fill_and_resampling_are_those_of_timms_training(
+    name: str, sign: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeiT: `create_transform` passes its bicubic resize and the mean's colour to RandAugment."""
+    monkeypatch.setattr(timm_augment, "_randomly_negate", lambda value: sign * value)
+    image = photo(61, seed=3)
+    hparams = {"img_mean": (124, 116, 104), "interpolation": Image.Resampling.BICUBIC}
+    reference = timm_augment.AugmentOp(timm_name(name), prob=1.0, magnitude=9, hparams=hparams)
+    expected = reference(Image.fromarray(image.permute(1, 2, 0).contiguous().numpy()))
+    wanted = RandAugmentSettings(
+        num_ops=1, magnitude=9, policy="timm", fill="mean", interpolation="bicubic"
+    )
+    # Which operation, whether it is applied, its magnitude, its sign; no draw for the resampling.
+    drawn = Scripted((list(TIMM).index(name) + 0.5) / len(TIMM), 0.1, 0.5, 0.5 - sign * 0.3)
+    own = rand_augment(image, wanted, drawn, mean=MEAN)
+    difference = own.permute(1, 2, 0).int() - torch.from_numpy(np.array(expected)).int()
+    assert difference.abs().max() <= 1
+    uncovered = (own == torch.tensor([124, 116, 104]).view(3, 1, 1)).all(dim=0)
+    assert uncovered.float().mean() > 0.05 and not drawn.shares
+
+
 # ---- RandAugment as big_vision defines it: plain arithmetic --------------------------------------
 
 
@@ -250,7 +273,7 @@ def test_every_operation_is_equally_likely(policy: str, monkeypatch: pytest.Monk
     wanted = RandAugmentSettings(num_ops=3, magnitude=6, policy=policy, magnitude_std=spread)
     num = 4000
     for key in range(num):
-        rand_augment(photo(2), wanted, CounterRandom(key << 20))
+        rand_augment(photo(2), wanted, CounterRandom(key << 20), mean=MEAN)
     applied = 3 * num * (1.0 if policy == "augreg" else 0.5)
     assert sum(counts.values()) == pytest.approx(applied, rel=0.0 if policy == "augreg" else 0.04)
     for name in names:
@@ -383,11 +406,16 @@ def test_conflicts_are_named() -> None:
         "data.augment.randaugment.magnitude",
         "data.augment.erasing.area",
     }
-    spread = AugmentSettings(randaugment=RandAugmentSettings(magnitude_std=0.5))
-    assert [key for key, _ in augment_problems(data_with(spread))] == [
-        "data.augment.randaugment.magnitude_std"
-    ]
+    for name, value in (("magnitude_std", 0.5), ("fill", "mean"), ("interpolation", "bicubic")):
+        ignored = RandAugmentSettings.model_validate({name: value})
+        assert [
+            key for key, _ in augment_problems(data_with(AugmentSettings(randaugment=ignored)))
+        ] == [f"data.augment.randaugment.{name}"]
     plain = DataSettings(path="shards", global_batch=8, crop="plain", crop_area=(0.5, 1.0))
     assert [key for key, _ in augment_problems(plain)] == ["data.crop_area"]
+    area = DataSettings(
+        path="shards", global_batch=8, eval_interpolation="area", eval_antialias=False
+    )
+    assert [key for key, _ in augment_problems(area)] == ["data.eval_antialias"]
     for fine in (EVERYTHING, AugmentSettings()):
         assert not list(augment_problems(data_with(fine)))

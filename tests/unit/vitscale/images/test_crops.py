@@ -15,6 +15,7 @@ from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images.crops import (
     CropBox,
     CropRequest,
+    area_resized,
     center_crop_box,
     crop_and_resize,
     decode,
@@ -22,6 +23,7 @@ from vitscale.images.crops import (
     plain_crop_box,
     random_crop_box,
     reflected,
+    tf_crop_box,
 )
 
 
@@ -55,6 +57,131 @@ def test_without_a_fitting_draw_the_crop_is_centred(
     random = CounterRandom(0)
     box = random_crop_box(width, height, area=(0.05, 1), aspect=(3 / 4, 4 / 3), random=random)
     assert box == expected
+
+
+# Sizes as ImageNet's: mostly 500 px wide, 3:2 and 4:3, some upright, square or large.
+SIZES = [(500, 375)] * 5 + [(500, 333)] * 3 + [(375, 500)] * 2 + [(500, 500), (2048, 1536)]
+
+
+def slow_tf_crop(
+    width: int, height: int, draw: np.random.Generator
+) -> tuple[int, int, int, int] | None:
+    """(left, top, width, height) of one attempt, in single precision as TensorFlow computes it."""
+    f32 = np.float32
+    aspect = f32(0.75) + f32(draw.random()) * f32(1.33 - 0.75)
+    least, most = f32(0.05) * f32(width) * f32(height), f32(width) * f32(height)
+    smallest, tallest = (int(np.rint(np.sqrt(a / aspect))) for a in (least, most))
+    fits = np.rint(np.arange(height + 1, dtype=f32) * aspect) <= width
+    tallest = min(tallest, int(np.flatnonzero(fits)[-1]))
+    crop_height = int(draw.integers(min(smallest, tallest), tallest + 1))
+    for correction in (0, 1, -1):
+        crop_width = int(np.rint(f32(crop_height + correction) * aspect))
+        if least <= crop_width * (crop_height + correction) <= most:
+            crop_height += correction
+            break
+    else:
+        return None
+    if crop_width > width or crop_height > height:
+        return None
+    # The last place of each axis is never drawn, unless it is the only one.
+    left, top = (
+        int(draw.integers(max(1, room))) for room in (width - crop_width, height - crop_height)
+    )
+    return left, top, crop_width, crop_height
+
+
+def test_tf_crops_are_distributed_as_tensorflows() -> None:
+    """Area, aspect and place, by their quantiles; 0.332 of the area on average."""
+    draw, ours, theirs = np.random.default_rng(0), [], []
+    for key in range(12_000):
+        width, height = SIZES[key % len(SIZES)]
+        box = tf_crop_box(
+            width, height, area=(0.05, 1.0), aspect=(0.75, 1.33), random=CounterRandom(key << 20)
+        )
+        attempts = (slow_tf_crop(width, height, draw) for _ in range(100))
+        slow = next((found for found in attempts if found), (0, 0, width, height))
+        for boxes, (x, y, w, h) in (
+            (ours, (box.left, box.top, box.width, box.height)),
+            (theirs, slow),
+        ):
+            boxes.append((w * h / width / height, w / h, x / width, y / height))
+    own, other = np.array(ours), np.array(theirs)
+    for column in range(4):
+        places = np.sort(np.concatenate([own[:, column], other[:, column]]))
+        shares = [
+            np.searchsorted(np.sort(a[:, column]), places, side="right") for a in (own, other)
+        ]
+        # Kolmogorov-Smirnov at 1e-6: sqrt(ln(2e6) / n).
+        assert np.abs(shares[0] - shares[1]).max() / len(own) < np.sqrt(np.log(2e6) / len(own))
+    area = own[:, 0]
+    assert area.mean() == pytest.approx(other[:, 0].mean(), abs=0.012)
+    assert area.mean() == pytest.approx(0.332, abs=0.01)
+    for limit, share in ((0.10, 0.13), (0.25, 0.44), (0.50, 0.77)):
+        assert (area < limit).mean() == pytest.approx((other[:, 0] < limit).mean(), abs=0.02)
+        assert (area < limit).mean() == pytest.approx(share, abs=0.02)
+
+
+def test_inception_crop_draws_the_area_uniformly() -> None:
+    """torchvision's: 29 % of the crops are below a quarter of the image, TensorFlow's 44 %."""
+    areas = []
+    for key in range(6000):
+        width, height = SIZES[key % len(SIZES)]
+        box = random_crop_box(
+            width, height, area=(0.05, 1), aspect=(3 / 4, 4 / 3), random=CounterRandom(key << 20)
+        )
+        areas.append(box.width * box.height / width / height)
+    assert np.mean(areas) == pytest.approx(0.412, abs=0.02)
+    assert np.mean(np.array(areas) < 0.25) == pytest.approx(0.29, abs=0.025)
+
+
+@given(
+    width=st.integers(1, 300),
+    height=st.integers(1, 300),
+    low=st.floats(0.01, 1),
+    key=st.integers(0, 2**63),
+)
+def test_tf_crop_is_inside_and_large_enough(width: int, height: int, low: float, key: int) -> None:
+    random = CounterRandom(key)
+    box = tf_crop_box(width, height, area=(low, 1.0), aspect=(0.75, 1.33), random=random)
+    assert box.width > 0 and box.height > 0
+    assert 0 <= box.left <= box.left + box.width <= width
+    assert 0 <= box.top <= box.top + box.height <= height
+    assert box.width * box.height >= low * width * height
+
+
+def test_tf_crop_of_a_strip_is_the_whole_image() -> None:
+    for width, height, area in ((1000, 10, (0.05, 1.0)), (20, 30, (1.0, 1.0))):
+        random = CounterRandom(0)
+        box = tf_crop_box(width, height, area=area, aspect=(0.75, 1.33), random=random)
+        assert box == CropBox(0, 0, width, height)
+
+
+def slow_area_mean(pixels_HW3: np.ndarray, y: tuple[float, float], x: tuple[float, float]) -> float:
+    """The mean red of a rectangle with fractional edges, pixel by pixel."""
+    total = 0.0
+    for row in range(int(y[0]), min(len(pixels_HW3), int(np.ceil(y[1])))):
+        for column in range(int(x[0]), min(len(pixels_HW3[0]), int(np.ceil(x[1])))):
+            covered_y = min(row + 1, y[1]) - max(row, y[0])
+            covered_x = min(column + 1, x[1]) - max(column, x[0])
+            total += covered_y * covered_x * float(pixels_HW3[row, column, 0])
+    return total / (y[1] - y[0]) / (x[1] - x[0])
+
+
+@pytest.mark.parametrize("resized, size", [((7, 7), 7), ((9, 12), 7), ((40, 54), 40)])
+def test_area_resize_equals_the_slow_formula(resized: tuple[int, int], size: int) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (23, 31, 3), dtype=np.uint8)
+    own = area_resized(torch.from_numpy(pixels), resized=resized, size=size)
+    assert own.shape == (3, size, size) and own.dtype == torch.uint8
+    (rows, columns), scale = resized, (23 / resized[0], 31 / resized[1])
+    for row in range(size):
+        for column in range(size):
+            top, left = row + (rows - size) // 2, column + (columns - size) // 2
+            expected = slow_area_mean(
+                pixels,
+                (top * scale[0], (top + 1) * scale[0]),
+                (left * scale[1], (left + 1) * scale[1]),
+            )
+            assert abs(int(own[0, row, column]) - expected) <= 0.5 + 1e-3
 
 
 def plain_crop(pixels_HW3: torch.Tensor, *, size: int, key: int) -> torch.Tensor:

@@ -32,6 +32,8 @@ from vitscale.training.losses import sigmoid_loss, softmax_loss
 
 CONFIGS = Path(__file__).resolve().parents[4] / "configs"
 RUN_TYPES = {"pretrain": PretrainRun, "finetune": FinetuneRun}
+# Crop laws and their ratios: tf.image.sample_distorted_bounding_box, and torchvision's defaults.
+TENSORFLOW, TORCHVISION = ("inception_tf", 0.75, 1.33), ("inception", 0.75, 1.333)
 HALF, IMAGENET = (0.5, 0.5, 0.5), (0.485, 0.456, 0.406)
 
 
@@ -56,6 +58,7 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         "batch": data.global_batch,
         "lr": optim.lr,
         "decay": schedule.decay,
+        "decay_from": schedule.decay_from,
         "final_lr": schedule.final_lr,
         "length": schedule.epochs or schedule.steps,
         "warmup": schedule.warmup_epochs or schedule.warmup_steps,
@@ -64,11 +67,15 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         "dropout": model.dropout,
         "drop_path": model.drop_path and (model.drop_path, model.drop_path_by_depth),
         "crop": "plain" if data.crop == "plain" else data.crop_area,
+        "crop_law": (data.crop, *(round(ratio, 3) for ratio in data.crop_aspect)),
         "resampling": (data.interpolation, data.antialias),
         "flip": data.horizontal_flip,
         "augment": (randaugment.policy, randaugment.num_ops, randaugment.magnitude)
         if randaugment
         else "three" * augment.three_augment,
+        "augment_filling": (randaugment.fill, randaugment.interpolation)
+        if randaugment and randaugment.policy == "timm"
+        else None,
         "erasing": augment.erasing and (augment.erasing.probability, augment.erasing.mode),
         "views": data.views,
         "mixing": mixing and (mixing.mixup_alpha, mixing.cutmix_alpha, mixing.mode),
@@ -92,6 +99,7 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         "evaluation": data.eval_resize
         if data.eval_resize == "squash"
         else (data.eval_resize, data.eval_crop_fraction),
+        "eval_filter": (data.eval_interpolation or data.interpolation, data.eval_antialias),
         "ema": optim.ema and optim.ema.decay,
         "thousand_steps": round(plan.total_steps / 1000),
     }
@@ -100,7 +108,7 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
 # Dosovitskiy et al. 2021, table 3, "ViT-*, ImageNet-21k": Adam .9/.999, batch 4096 (sec. 4.1),
 # 1e-3, linear, dropout .1, 90 epochs, 10k warm-up; end 1e-5, decay .03, tanh layer, bias -10:
 # authors, vision_transformer issue 2; 12.4 M images: issue 28; sigmoid: issue 34. No clipping:
-# appendix B.1.
+# appendix B.1. Crop and evaluation: vision_transformer input_pipeline.py.
 VIT_21K: dict[str, Any] = {
     "optimizer": "adamw", "betas": (0.9, 0.999), "adam_eps": 1e-8, "moment": "fp32",
     "layer_decay": 1.0, "decay_mode": "coupled", "batch": 4096, "lr": 1e-3, "decay": "linear",
@@ -112,6 +120,8 @@ VIT_21K: dict[str, Any] = {
     "tanh_layer": True, "pool": "cls", "positions": ("learned", "vit", None), "resized_by": None,
     "gelu": "tanh", "eps": 1e-6, "layer_scale": None,
     "init": "vit", "evaluation": "squash", "ema": None, "thousand_steps": 272,
+    "crop_law": TENSORFLOW, "eval_filter": ("bilinear", False), "decay_from": "warmup_end",
+    "augment_filling": None,
 }  # fmt: skip
 # Table 3, "ViT-*, ImageNet": 3e-3, cosine, decay .3, 300 epochs; clipping at 1: appendix B.1; bias:
 # AugReg's, big_vision configs/vit_i1k.py.
@@ -121,11 +131,12 @@ VIT_1K = VIT_21K | {
 }  # fmt: skip
 # big_vision configs/vit_i21k.py: lr 1e-3, wd 1e-4 of its own scale, clip 1, 300 epochs; RandAugment
 # and mixup by size. Momentum in bf16, learned positions of big_vision's own spread, no tanh layer:
-# same file and its models/vit.py. Class token: released weights.
+# same file and its models/vit.py. Class token: released weights. Evaluation: pp/ops_image.py.
 AUGREG = VIT_21K | {
     "decay": "cosine", "final_lr": 0.0, "length": 300, "weight_decay": 0.1, "dropout": 0.0,
     "clip": 1.0, "tanh_layer": False, "evaluation": ("center_crop", 0.875), "thousand_steps": 908,
     "moment": "bf16", "decay_mode": "independent", "positions": ("learned", "big_vision", None),
+    "eval_filter": ("area", True),
 }  # fmt: skip
 LIGHT1 = {"augment": ("augreg", 2, 0.0)}
 LIGHT2 = {"augment": ("augreg", 2, 10.0), "mixing": (0.2, None, "batch")}
@@ -137,7 +148,8 @@ PLAIN = AUGREG | LIGHT2 | {
     "thousand_steps": 111,
 }  # fmt: skip
 # README_revenge.md of facebookresearch/deit, "Training on ImageNet-21k"; main.py: end 1e-5; apex
-# FusedLAMB: clipping at 1; models_v2.py: erf, eps, layer scale, init. 14.2 M images.
+# FusedLAMB: clipping at 1; models_v2.py: erf, eps, layer scale, init. 14.2 M images. The cosine
+# starts at step 0: timm's CosineLRScheduler.
 DEIT3: dict[str, Any] = VIT_21K | {
     "optimizer": "lamb", "batch": 2048, "decay": "cosine", "length": 240, "warmup": 5.0,
     "weight_decay": 0.02, "dropout": 0.0, "crop": "plain", "resampling": ("bicubic", True),
@@ -145,7 +157,8 @@ DEIT3: dict[str, Any] = VIT_21K | {
     "loss": "softmax", "smoothing": 0.1, "head_bias": 0.0, "classes": None, "tanh_layer": False,
     "positions": ("learned", "vit", False), "head_std": 0.02,
     "gelu": "erf", "layer_scale": 1e-4, "init": "deit", "evaluation": ("center_crop", 1.0),
-    "thousand_steps": 1664,
+    "thousand_steps": 1664, "eval_filter": ("bicubic", True), "decay_from": "start",
+    "crop_law": ("plain", *TORCHVISION[1:]),
 }  # fmt: skip
 # The same README, "finetuning on ImageNet-1k".
 DEIT3_1K = DEIT3 | {
@@ -155,7 +168,8 @@ DEIT3_1K = DEIT3 | {
     "classes": 1000,
     "thousand_steps": 31,
 }
-# Touvron et al. 2021 (DeiT), table 9; main.py and README_deit.md of facebookresearch/deit.
+# Touvron et al. 2021 (DeiT), table 9; main.py and README_deit.md of facebookresearch/deit. What
+# RandAugment fills with, and the cosine's start: timm, transforms_factory.py, cosine_lr.py.
 DEIT: dict[str, Any] = VIT_21K | {
     "batch": 1024, "decay": "cosine", "length": 300, "warmup": 5.0, "weight_decay": 0.05,
     "dropout": 0.0, "drop_path": (0.1, "linear"), "crop": (0.08, 1.0),
@@ -163,7 +177,8 @@ DEIT: dict[str, Any] = VIT_21K | {
     "views": 3, "mixing": (0.8, 1.0, "batch"), "pixels": IMAGENET, "loss": "softmax",
     "smoothing": 0.1, "head_bias": 0.0, "head_std": 0.02, "classes": 1000, "tanh_layer": False,
     "gelu": "erf", "init": "deit", "evaluation": ("center_crop", 0.875), "ema": 0.99996,
-    "thousand_steps": 375,
+    "thousand_steps": 375, "crop_law": TORCHVISION, "augment_filling": ("mean", "bicubic"),
+    "eval_filter": ("bicubic", True), "decay_from": "start",
 }  # fmt: skip
 DEIT_384 = DEIT | {
     "batch": 512, "lr": 5e-6, "final_lr": 5e-6, "length": 30, "weight_decay": 1e-8, "px": 384,
@@ -173,12 +188,12 @@ DEIT_384 = DEIT | {
 DEIT3_I1K = DEIT3 | {
     "lr": 3e-3, "length": 800, "weight_decay": 0.05, "crop": (0.08, 1.0), "views": 3,
     "mixing": (0.8, 1.0, "batch"), "loss": "bce", "smoothing": 0.0, "classes": 1000, "px": 192,
-    "thousand_steps": 500,
+    "thousand_steps": 500, "crop_law": TORCHVISION,
 }  # fmt: skip
 DEIT3_I1K_224 = DEIT3_I1K | {
     "optimizer": "adamw", "batch": 512, "lr": 1e-5, "length": 20, "weight_decay": 0.1,
     "augment": ("timm", 2, 9.0), "views": 1, "clip": None, "loss": "softmax", "smoothing": 0.1,
-    "px": 224, "resized_by": "deit", "thousand_steps": 50,
+    "px": 224, "resized_by": "deit", "thousand_steps": 50, "augment_filling": ("mean", "bicubic"),
 }  # fmt: skip
 # Dosovitskiy et al. 2021, table 4: SGD .9, batch 512, cosine, clip 1, no decay, 384 px. Warm-up and
 # dropout of L/16: vision_transformer configs/common.py, configs/models.py. Rates: of those listed.

@@ -6,6 +6,8 @@ import math
 from collections.abc import Callable
 
 import pytest
+import torch
+from timm.scheduler.cosine_lr import CosineLRScheduler
 
 from vitscale.optim.schedules import (
     COOLDOWNS,
@@ -65,6 +67,39 @@ def test_rsqrt_without_cooldown_halves_at_three_timescales() -> None:
         for step in (0, 10_000, 30_000)
     ]
     assert at == pytest.approx([1.0, 1 / math.sqrt(2), 0.5])
+
+
+def timm_cosine(epoch: float, *, peak: float, final: float, epochs: int, warmup: int) -> float:
+    """timm's `CosineLRScheduler` with its defaults, after the warm-up."""
+    assert epoch >= warmup
+    return final + 0.5 * (peak - final) * (1 + math.cos(math.pi * epoch / epochs))
+
+
+def test_decay_from_the_start_is_timms_cosine() -> None:
+    """DeiT-III's fine-tuning: 50 epochs, 5 of warm-up, 3e-4 to 1e-5."""
+    per_epoch, deit = 625, {"peak": 3e-4, "final": 1e-5}
+    steps = {"warmup_steps": 5 * per_epoch, "total_steps": 50 * per_epoch, "decay": "cosine"}
+    for epoch in range(5, 51):
+        own = learning_rate(epoch * per_epoch, decay_from="start", **deit, **steps)
+        assert own == pytest.approx(timm_cosine(epoch, epochs=50, warmup=5, **deit), rel=1e-12)
+    after = learning_rate(29 * per_epoch, **deit, **steps)
+    assert after / timm_cosine(29, epochs=50, warmup=5, **deit) == pytest.approx(1.176, abs=0.001)
+    warming = [
+        learning_rate(100, decay_from=origin, **deit, **steps) for origin in ("start", "warmup_end")
+    ]
+    assert warming[0] == warming[1] == pytest.approx(3e-4 * 101 / 3125)
+
+
+def test_timms_own_scheduler_has_the_rates_of_the_formula() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([weight], lr=3e-4)
+    scheduler = CosineLRScheduler(
+        optimizer, t_initial=50, lr_min=1e-5, warmup_t=5, warmup_lr_init=1e-6
+    )
+    for epoch in range(5, 50):
+        scheduler.step(epoch)
+        expected = timm_cosine(epoch, peak=3e-4, final=1e-5, epochs=50, warmup=5)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -137,6 +172,7 @@ def test_warmup_in_epochs_is_counted_in_whole_steps() -> None:
         ({"decay": "linear", "rsqrt_timescale": 5}, "schedule.rsqrt_timescale"),
         ({"decay": "constant", "cooldown_shape": "one_minus_sqrt"}, "schedule.cooldown_shape"),
         ({"decay": "rsqrt", "final_lr": 1e-5}, "schedule.final_lr"),
+        ({"decay": "rsqrt", "decay_from": "start"}, "schedule.decay_from"),
         ({"warmup_steps": 5, "warmup_epochs": 0.1}, "schedule.warmup_epochs"),
     ],
 )
@@ -150,6 +186,7 @@ def test_settings_without_effect_are_refused(settings: dict[str, object], where:
     [
         {},
         {"decay": "linear", "final_lr": 1e-5},
+        {"decay": "cosine", "decay_from": "start"},
         {"decay": "constant"},
         {"decay": "constant", "cooldown_share": 0.2, "final_lr": 1e-5},
         {"decay": "rsqrt", "rsqrt_timescale": 9, "cooldown_share": 0.1},
