@@ -183,6 +183,7 @@ class TrainingSession:
                 "samples_seen": done * self.plan.global_batch,
                 "optimizer_steps": self.engine.optimizer_steps(),
                 "interval": self.log.meter.state(),
+                "objective": self.objective.interval_state(),
                 "engine": self.engine.export_counters(),
                 "spikes": self.log.spikes.state(),
             },

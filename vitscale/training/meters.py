@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import resource
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -95,6 +95,47 @@ def profiled(
     if profile.step_num < PROFILE_SKIPPED + steps:
         needed = f"{steps} steps after the first {PROFILE_SKIPPED}"
         say(f"no complete trace of {needed}: the run made {profile.step_num} steps")
+
+
+class IntervalMeans:
+    """Means of values of micro-batches since the last reading, by name."""
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self._rows = {name: row for row, name in enumerate(names)}
+        # [sum, count] of the values that are finite
+        self._sums_N2 = torch.zeros(len(names), 2, dtype=torch.float64, device=device)
+
+    def add(self, name: str, value: torch.Tensor) -> None:
+        """Add a scalar of one micro-batch of this rank, without synchronising.
+
+        A value that is not finite is skipped: so is the update of a loss that is not.
+        """
+        value = value.detach().to(torch.float64)
+        finite = torch.isfinite(value)
+        own = torch.stack([torch.where(finite, value, 0.0), finite.to(torch.float64)])
+        self._sums_N2[self._rows[name]] += own
+
+    def read(self) -> dict[str, float]:
+        """Means over all ranks since the last call, NaN where no value was finite. Collective."""
+        sums = sum_over_ranks(self._sums_N2.cpu()).tolist()
+        self._sums_N2.zero_()
+        return {
+            name: sums[row][0] / sums[row][1] if sums[row][1] else math.nan
+            for name, row in self._rows.items()
+        }
+
+    def state(self) -> list[list[list[float]]]:
+        """[sum, count] of every rank and name: a checkpoint may fall inside an interval."""
+        return gather_objects(self._sums_N2.tolist())
+
+    def load_state(self, state: list[list[list[float]]], *, rank: int, world_size: int) -> None:
+        """Restore sums: each rank its own, or rank 0 all of them on another world size."""
+        saved_RN2 = torch.tensor(state, dtype=torch.float64)
+        if len(state) == world_size:
+            own_N2 = saved_RN2[rank]
+        else:
+            own_N2 = saved_RN2.sum(dim=0) * (rank == 0)
+        self._sums_N2.copy_(own_N2)
 
 
 class IntervalMeter:

@@ -25,9 +25,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vitscale.data.loader import Batch
+    from vitscale.distributed.world import World
     from vitscale.engine.engine import Engine
     from vitscale.models.interface.architecture import Architecture
     from vitscale.runs.training import TrainingRun
+    from vitscale.training.meters import IntervalMeans
 
 
 class Objective:
@@ -40,10 +42,13 @@ class Objective:
     """Whether `loss` trains the model's head; without, the model is built without one."""
     num_views: ClassVar[int] = 1
     """Augmented views of each sample that `loss` needs in a global batch (`data.views`)."""
+    metric_names: ClassVar[tuple[str, ...]] = ()
+    """Full names of what `loss` records."""
 
     def __init__(self, settings: Any, *, seed: int) -> None:
         """settings: an instance of `Settings`. seed: the run's, for draws by position."""
         self.settings, self.seed = settings, seed
+        self._means: IntervalMeans | None = None
 
     def problems(self, run: TrainingRun) -> Iterator[tuple[str, str]]:
         """Conflicts with other settings of the run, as (dotted key, what is wrong, what to do)."""
@@ -53,6 +58,8 @@ class Objective:
         name = self.settings.name
         if run.model.num_classes is not None:
             yield ("model.num_classes", f"{name} trains no classifier; set it to null")
+        if getattr(run.model, "representation_layer", False):
+            yield ("model.representation_layer", f"{name} trains no classifier; set it to false")
         if getattr(run.model, "distillation_token", False):
             what = f"{name} trains no classifier, so no distillation head either"
             yield ("model.distillation_token", f"{what}; set it to false")
@@ -100,9 +107,30 @@ class Objective:
         """Mean loss over one micro-batch of this rank; scalar."""
         raise NotImplementedError
 
+    def record(self, name: str, value: torch.Tensor) -> None:
+        """Add a scalar of a micro-batch to the mean of a metric over the log interval."""
+        self._means_on(value.device).add(name, value)
+
     def metrics(self) -> dict[str, float]:
         """Further metrics of the log interval that ends now, by full name. Collective."""
-        return {}
+        return self._means.read() if self._means else {}
+
+    def interval_state(self) -> Any:
+        """What was recorded since the last log line, of every rank; JSON values. Collective."""
+        return self._means.state() if self._means else None
+
+    def load_interval_state(self, state: Any, world: World) -> None:
+        """Restore what `interval_state` gave on any number of ranks."""
+        if state is not None:
+            means = self._means_on(world.device)
+            means.load_state(state, rank=world.rank, world_size=world.world_size)
+
+    def _means_on(self, device: torch.device) -> IntervalMeans:
+        from vitscale.training.meters import IntervalMeans
+
+        if self._means is None:
+            self._means = IntervalMeans(self.metric_names, device)
+        return self._means
 
     def pictures(self, session: Any) -> Iterable[Path]:
         """PNG files drawn after the last step, in `session.folder`. Collective; rank 0 writes."""

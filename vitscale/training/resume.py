@@ -25,6 +25,7 @@ from vitscale.tracking.run_facts import flatten_params
 from vitscale.tracking.source_version import git_commit
 from vitscale.training.detectors import LossSpikeDetector
 from vitscale.training.meters import IntervalMeter
+from vitscale.training.objective import Objective
 
 PROVENANCE = "record"
 # Values for checkpoints written before these keys existed.
@@ -133,6 +134,7 @@ def check_resumable(
 
 def restore(
     engine: Engine,
+    objective: Objective,
     meter: IntervalMeter,
     spikes: LossSpikeDetector,
     *,
@@ -152,6 +154,7 @@ def restore(
     progress = checkpoint.progress
     engine.import_state(tensors, optimizer_steps=progress["optimizer_steps"])
     meter.load_state(progress["interval"], rank=world.rank, world_size=world.world_size)
+    objective.load_interval_state(progress.get("objective"), world)
     if "engine" in progress:  # absent from older checkpoints
         engine.import_counters(progress["engine"])
         spikes.load_state(progress["spikes"])

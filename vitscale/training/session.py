@@ -94,7 +94,7 @@ def open_session(
         facts = provenance(run, world, dtype=engine.dtype)
         meter, spikes = IntervalMeter(world.device), LossSpikeDetector()
         if checkpoint is not None:
-            restore(engine, meter, spikes, checkpoint=checkpoint, world=world)
+            restore(engine, objective, meter, spikes, checkpoint=checkpoint, world=world)
             messages += changes(checkpoint.description, facts)
         start_step = checkpoint.step if checkpoint else 0
         log = _open_log(stack, run, plan, engine, objective, arch, data, start_step, meter, spikes)

@@ -184,15 +184,19 @@ def test_everything_the_next_step_needs_is_restored(monkeypatch: pytest.MonkeyPa
         import_counters=lambda counters: calls.update(counters=counters),
     )
     meter: Any = SimpleNamespace(load_state=lambda sums, **place: calls.update(meter=(sums, place)))
+    objective: Any = SimpleNamespace(
+        load_interval_state=lambda state, world: calls.update(objective=state)
+    )
     world: Any = SimpleNamespace(rank=1, world_size=2)
     detector = LossSpikeDetector()
-    checkpoint = checkpoint_of({}, **progress, spikes=spikes)
-    restore(engine, meter, detector, checkpoint=checkpoint, world=world)
+    checkpoint = checkpoint_of({}, **progress, spikes=spikes, objective=[[[2.0, 3]]])
+    restore(engine, objective, meter, detector, checkpoint=checkpoint, world=world)
     assert detector.state() == spikes
     assert calls == {
         "state": ({"model.a": 1}, {"optimizer_steps": 7}),
         "counters": {"a": 1},
         "meter": ([[3.0, 2]], {"rank": 1, "world_size": 2}),
+        "objective": [[[2.0, 3]]],
     }
 
 

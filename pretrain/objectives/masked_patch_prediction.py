@@ -1,0 +1,190 @@
+"""Masked patch prediction: the self-supervised objective of the ViT paper.
+
+Half of the patch embeddings are corrupted, and every corrupted patch is predicted from its own
+output token. Source: Dosovitskiy et al. 2021, section 4.6 and appendix B.1.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from vitscale.config.section import NamedSection
+from vitscale.distributed.random_numbers import stream_key
+from vitscale.models.vit.costs import ACTIVATION_SCALE
+from vitscale.models.vit.settings import ViTSettings
+from vitscale.training.objective import Objective
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import nn
+
+    from vitscale.data.loader import Batch
+    from vitscale.engine.engine import Engine
+    from vitscale.models.objectives.masked_patches import Corruption
+    from vitscale.models.vit.architecture import ViTArchitecture
+    from vitscale.runs.training import TrainingRun
+    from vitscale.training.loop import TrainingSession
+
+# Colours of a patch: cells a side.
+CELLS = {"mean_color": 1, "color_grid": 4}
+NUM_COLORS = 512
+COLOR_ACCURACY = "train/color_accuracy"
+
+
+class MaskedPatchPredictionSettings(NamedSection):
+    name: Literal["masked_patch_prediction"] = "masked_patch_prediction"
+    """Corrupted patches are predicted from their output tokens; needs no labels."""
+    target: Literal["mean_color", "color_grid", "pixels"] = "mean_color"
+    """mean_color: the patch's mean colour, one of 512. color_grid: the mean colours of its 4 x 4
+    parts. pixels: all its pixels, by squared error."""
+    corrupted_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of the patches of each image that are corrupted and predicted, rounded to a number."""
+    mask_share: float = Field(default=0.8, ge=0, le=1)
+    """Probability that a corrupted patch is replaced by the mask embedding."""
+    swap_share: float = Field(default=0.1, ge=0, le=1)
+    """Probability that it is replaced by another patch of the image; the rest is kept."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.mask_share + self.swap_share > 1 + 1e-9:
+            what = f"{self.mask_share} and swap_share {self.swap_share} exceed 1 together"
+            yield ("objective.mask_share", f"{what}; lower one of them")
+
+    def num_corrupted(self, arch: ViTArchitecture) -> int:
+        """Corrupted patches of each image: a fixed number, so that shapes never change."""
+        return round(self.corrupted_share * arch.num_patches)
+
+    def num_outputs(self, arch: ViTArchitecture) -> int:
+        """Values that the head predicts for a patch."""
+        if self.target == "pixels":
+            return 3 * arch.patch_size**2
+        return CELLS[self.target] ** 2 * NUM_COLORS
+
+
+class MaskedPatchPrediction(Objective):
+    Settings = MaskedPatchPredictionSettings
+    settings: MaskedPatchPredictionSettings
+    _arch: ViTArchitecture
+    needs_labels = False
+    trains_classifier = False
+    metric_names = (COLOR_ACCURACY,)
+
+    def problems(self, run: TrainingRun) -> Iterator[tuple[str, str]]:
+        yield from super().problems(run)
+        if not isinstance(run.model, ViTSettings):
+            what = f"{run.model.name} has no patches of pixels to predict"
+            yield ("model.name", f"{what}; set model.name=vit, or choose another objective")
+            return
+        if run.data.mixing is not None:
+            what = "mixed images have no colours of their own to predict"
+            yield ("data.mixing", f"{what}; set data.mixing=null")
+        if run.model.patch_dropout:
+            what = "a dropped patch has no output token to predict it from"
+            yield ("model.patch_dropout", f"{what}; set model.patch_dropout=0")
+        if not any(run.model.problems()):
+            yield from self._patch_problems(run.model.architecture(num_classes=0))
+
+    def _patch_problems(self, arch: ViTArchitecture) -> Iterator[tuple[str, str]]:
+        settings, patch = self.settings, arch.patch_size
+        cells = CELLS.get(settings.target, 1)
+        if patch % cells:
+            what = f"color_grid divides a patch into {cells} x {cells} parts, not {patch} px"
+            yield ("objective.target", f"{what}; take mean_color, or a patch size that 4 divides")
+        if not settings.num_corrupted(arch):
+            what = f"{settings.corrupted_share} of {arch.num_patches} patches is none"
+            yield ("objective.corrupted_share", f"{what}; raise it")
+        if settings.swap_share and arch.num_patches == 1:
+            what = "an image of one patch has no other patch"
+            yield ("objective.swap_share", f"{what}; set it to 0, or use smaller patches")
+
+    def extend_model(self, model: nn.Module, arch: Any) -> None:
+        from vitscale.models.objectives.masked_patches import MaskedPatches
+
+        model.objective = MaskedPatches(arch.width, self.settings.num_outputs(arch))
+        self._arch = arch
+
+    def num_parameters(self, arch: Any) -> int:
+        """The mask embedding and the head on top."""
+        outputs = self.settings.num_outputs(arch)
+        return super().num_parameters(arch) + arch.width + arch.width * outputs + outputs
+
+    def train_flops_per_image(self, arch: Any) -> int:
+        """The head on top, for the predicted patches alone."""
+        head = self.settings.num_corrupted(arch) * arch.width * self.settings.num_outputs(arch)
+        return super().train_flops_per_image(arch) + 3 * 2 * head
+
+    def activation_bytes_per_image(
+        self, arch: Any, *, precision: str, activation_checkpointing: bool
+    ) -> int:
+        """The head's input, and its output in the model's precision and twice in fp32."""
+        model = super().activation_bytes_per_image(
+            arch, precision=precision, activation_checkpointing=activation_checkpointing
+        )
+        bytes_each = 2 * ACTIVATION_SCALE[precision]
+        outputs = self.settings.num_outputs(arch)
+        per_patch = bytes_each * (arch.width + outputs) + 2 * 4 * outputs
+        return model + self.settings.num_corrupted(arch) * per_patch
+
+    def corruption(self, positions_B: np.ndarray, *, purpose: str = "corruption") -> Corruption:
+        """What happens to the patches of the images at these positions of training."""
+        from vitscale.models.objectives.masked_patches import draw_corruption
+
+        return draw_corruption(
+            positions_B,
+            num_patches=self._arch.num_patches,
+            num_corrupted=self.settings.num_corrupted(self._arch),
+            mask_share=self.settings.mask_share,
+            swap_share=self.settings.swap_share,
+            key=stream_key(purpose, self.seed),
+        )
+
+    def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
+        from vitscale.models.objectives.masked_patches import (
+            color_loss,
+            colors,
+            pixel_loss,
+            predicted_patches,
+        )
+
+        assert batch.positions is not None
+        inputs = self.corruption(batch.positions).to(batch.images.device)
+        predictions_BKO = engine.forward(batch.images, "objective", **inputs)
+        patches_BKPP3 = predicted_patches(
+            batch.images, inputs["predicted_BK"], patch_size=self._arch.patch_size
+        )
+        if self.settings.target == "pixels":
+            return pixel_loss(predictions_BKO, patches_BKPP3)
+        colors_BKG = colors(patches_BKPP3, cells=CELLS[self.settings.target])
+        loss, accuracy = color_loss(predictions_BKO, colors_BKG)
+        self.record(COLOR_ACCURACY, accuracy)
+        return loss
+
+    def pictures(self, session: TrainingSession) -> Iterable[Path]:
+        import numpy as np
+        import torch
+
+        from pretrain.objectives.pictures import draw_sheet, sheet_images
+        from vitscale.models.objectives.masked_patches import picture_rows
+
+        images_B3SS = sheet_images(session)
+        drawn = self.corruption(np.arange(len(images_B3SS)), purpose="pictures")
+        inputs = drawn.to(images_B3SS.device)
+        session.engine.eval()
+        with torch.no_grad():
+            predictions_BKO = session.engine.forward(images_B3SS, "objective", **inputs)
+        session.engine.train()
+        path = session.folder / "pictures" / "masked_patches.png"
+        if session.world.is_first:
+            rows = picture_rows(
+                images_B3SS,
+                predictions_BKO,
+                inputs,
+                patch_size=self._arch.patch_size,
+                cells=CELLS.get(self.settings.target),
+            )
+            draw_sheet(rows, path=path)
+        return [path]

@@ -1,0 +1,202 @@
+"""Masked patches: corruption by a statistical test, targets and losses against slow references."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vitscale.models.objectives.masked_patches import (
+    Corruption,
+    MaskedPatches,
+    color_loss,
+    colors,
+    draw_corruption,
+    picture_rows,
+    pixel_loss,
+    predicted_patches,
+    shades,
+)
+from vitscale.models.vit.model import build_model
+from vitscale.models.vit.settings import ViTSettings
+
+NUM_PATCHES, NUM_CORRUPTED, NUM_IMAGES = 196, 98, 1100
+SIZES: dict[str, Any] = {"image_size": 24, "patch_size": 8, "width": 24, "depth": 2}
+SIZES |= {"num_heads": 2, "mlp_width": 40}
+
+
+def drawn(positions: np.ndarray, *, key: int = 5, **changes: Any) -> Corruption:
+    shares = {"num_patches": NUM_PATCHES, "num_corrupted": NUM_CORRUPTED}
+    shares |= {"mask_share": 0.8, "swap_share": 0.1} | changes
+    return draw_corruption(positions, key=key, **shares)
+
+
+@pytest.fixture(scope="module")
+def many() -> Corruption:
+    return drawn(np.arange(NUM_IMAGES))
+
+
+def test_exactly_half_of_each_image_is_corrupted(many: Corruption) -> None:
+    assert many.predicted_BK.shape == (NUM_IMAGES, NUM_CORRUPTED)
+    assert (np.diff(many.predicted_BK, axis=1) > 0).all()
+    corrupted = np.zeros((NUM_IMAGES, NUM_PATCHES), dtype=bool)
+    np.put_along_axis(corrupted, many.predicted_BK, True, axis=1)
+    own = many.sources_BN == np.arange(NUM_PATCHES)
+    assert not (many.masked_BN & ~corrupted).any() and not (~own & ~corrupted).any()
+    # Each patch is as often corrupted as any other: 5 sigma of a binomial.
+    often = corrupted.mean(axis=0)
+    assert np.abs(often - 0.5).max() < 5 * math.sqrt(0.25 / NUM_IMAGES)
+
+
+def test_corrupted_patches_are_masked_swapped_or_kept(many: Corruption) -> None:
+    """5 sigma at 107,800 patches: 0.61 points for 80 %, 0.46 for 10 %."""
+    total = NUM_IMAGES * NUM_CORRUPTED
+    swapped = many.sources_BN != np.arange(NUM_PATCHES)
+    assert not (swapped & many.masked_BN).any()
+    for share, found in ((0.8, many.masked_BN.sum()), (0.1, swapped.sum())):
+        assert abs(found / total - share) < 5 * math.sqrt(share * (1 - share) / total)
+
+
+def test_every_other_patch_is_equally_likely_to_replace_one(many: Corruption) -> None:
+    images, patches = np.nonzero(many.sources_BN != np.arange(NUM_PATCHES))
+    donors = many.sources_BN[images, patches]
+    distances = (donors - patches) % NUM_PATCHES
+    counts = np.bincount(distances, minlength=NUM_PATCHES)[1:]
+    expected = len(images) / (NUM_PATCHES - 1)
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    # Mean 194 and deviation sqrt(2 * 194) with 195 equally likely distances.
+    assert abs(chi_square - 194) < 5 * math.sqrt(2 * 194)
+    # No patch replaces two.
+    assert len(set(zip(images.tolist(), donors.tolist(), strict=True))) == len(images)
+
+
+def test_corruption_depends_on_key_and_position_alone() -> None:
+    whole = drawn(np.arange(6))
+    for part in (np.arange(6)[::-1], np.array([4])):
+        own = drawn(part)
+        for name in Corruption.__slots__:
+            assert np.array_equal(getattr(own, name), getattr(whole, name)[part])
+    assert not np.array_equal(drawn(np.arange(6), key=6).masked_BN, whole.masked_BN)
+
+
+def test_colors_equal_a_slow_reference() -> None:
+    random = np.random.default_rng(0)
+    patches = random.integers(0, 256, (2, 3, 8, 8, 3), dtype=np.uint8)
+    # A channel's mean is exactly at the border of two levels, or at its ends.
+    patches[0, 0] = [255, 0, 51]
+    patches[0, 1, :, :, 0] = 255 * (np.arange(64).reshape(8, 8) % 8 < 3)
+    for cells in (1, 4, 2):
+        found = colors(torch.from_numpy(patches), cells=cells)
+        side = 8 // cells
+        for b, k, row, column in np.ndindex(2, 3, cells, cells):
+            part = patches[b, k, row * side :, column * side :][:side, :side]
+            means = part.reshape(-1, 3).astype(np.float64).mean(axis=0) / 255
+            r, g, blue = np.minimum(np.floor(8 * means), 7).astype(int)
+            assert found[b, k, row * cells + column] == 64 * r + 8 * g + blue
+
+
+def test_the_middle_of_a_color_has_that_color() -> None:
+    every = torch.arange(512)
+    patches = shades(every)[:, None, None, None, :].expand(-1, 1, 4, 4, -1)
+    assert torch.equal(colors(patches, cells=1).flatten(), every)
+
+
+@pytest.mark.parametrize("cells", [1, 16])
+def test_initial_loss_is_ln_512_per_cell(cells: int) -> None:
+    loss, _ = color_loss(torch.zeros(2, 3, cells * 512), torch.randint(512, (2, 3, cells)))
+    assert loss.item() == pytest.approx(6.2383, abs=5e-5)
+
+
+def test_losses_equal_slow_references() -> None:
+    random = np.random.default_rng(1)
+    logits = random.normal(size=(2, 3, 2 * 512)).astype(np.float32)
+    targets = random.integers(0, 512, (2, 3, 2))
+    targets[0, 0, 0] = logits[0, 0, :512].argmax()
+    losses, right = [], []
+    for b, k, cell in np.ndindex(2, 3, 2):
+        row = logits[b, k, cell * 512 : (cell + 1) * 512].astype(np.float64)
+        losses.append(np.log(np.exp(row).sum()) - row[targets[b, k, cell]])
+        right.append(row.argmax() == targets[b, k, cell])
+    loss, accuracy = color_loss(torch.from_numpy(logits), torch.from_numpy(targets))
+    assert loss.item() == pytest.approx(np.mean(losses), rel=1e-6)
+    assert accuracy.item() == pytest.approx(np.mean(right)) and np.mean(right) > 0
+    patches = random.integers(0, 256, (2, 3, 4, 4, 3), dtype=np.uint8)
+    guesses = random.normal(size=(2, 3, 48)).astype(np.float32)
+    slow = np.mean((guesses.reshape(patches.shape) - patches / 255.0) ** 2)
+    assert pixel_loss(torch.from_numpy(guesses), torch.from_numpy(patches)).item() == (
+        pytest.approx(slow, rel=1e-6)
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"pool": "gap", "positions": "sincos2d"}, {"num_registers": 2, "image_size": 27}],
+)
+def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) -> None:
+    """Corrupted image by image, before positions; read from each patch's own token."""
+    torch.manual_seed(0)
+    options = {"allow_unused_pixels": True} | SIZES | options
+    settings = ViTSettings(**options)
+    arch = settings.architecture(num_classes=0)
+    model = build_model(settings, arch, seed=0).eval()
+    model.objective = MaskedPatches(arch.width, 5)
+    torch.nn.init.normal_(model.objective.head.weight)
+    if model.cls_token is not None:
+        torch.nn.init.normal_(model.cls_token)
+    corruption = drawn(np.arange(3), num_patches=9, num_corrupted=6, mask_share=0.4, swap_share=0.4)
+    images = torch.randn(3, 3, arch.image_size, arch.image_size)
+    inputs = corruption.to(torch.device("cpu"))
+    found = model(images, output="objective", **inputs)
+    assert found.shape == (3, 6, 5)
+    prefix = arch.num_prefix_tokens
+    for b in range(3):
+        clean = model.patch_embed(images[b : b + 1])[0]
+        rows = []
+        for patch in range(9):
+            if corruption.masked_BN[b, patch]:
+                rows.append(model.objective.mask_token[0, 0])
+            else:
+                rows.append(clean[corruption.sources_BN[b, patch]])
+        tokens = model.norm(model.blocks(model._pos_embed(torch.stack(rows)[None])))[0, prefix:]
+        for k, patch in enumerate(corruption.predicted_BK[b]):
+            expected = tokens[patch] @ model.objective.head.weight.T
+            assert torch.allclose(found[b, k], expected, atol=1e-5)
+
+
+def test_the_forward_pass_is_one_graph() -> None:
+    settings = ViTSettings(**SIZES)
+    arch = settings.architecture(num_classes=0)
+    model = build_model(settings, arch, seed=0)
+    model.objective = MaskedPatches(arch.width, 5)
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for first in (0, 4):
+            inputs = drawn(np.arange(first, first + 4), num_patches=9, num_corrupted=4)
+            images = torch.randn(4, 3, 24, 24)
+            own = inputs.to(torch.device("cpu"))
+            found = compiled(images, output="objective", **own)
+            assert torch.equal(found, model(images, output="objective", **own))
+
+
+@pytest.mark.parametrize("cells", [None, 1, 4])
+def test_pictures_show_corruption_targets_and_predictions(cells: int | None) -> None:
+    images = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8)
+    corruption = drawn(np.arange(2), num_patches=9, num_corrupted=4, mask_share=1.0, swap_share=0)
+    inputs = corruption.to(torch.device("cpu"))
+    patches = predicted_patches(images, inputs["predicted_BK"], patch_size=8)
+    if cells is None:
+        predictions = patches.flatten(2) / 255
+    else:
+        one_hot = torch.nn.functional.one_hot(colors(patches, cells=cells), 512)
+        predictions = one_hot.flatten(2).float()
+    rows = picture_rows(images, predictions, inputs, patch_size=8, cells=cells)
+    assert torch.equal(rows["original"], images)
+    assert torch.equal(rows["predicted"], rows["targets"])
+    if cells is None:
+        assert torch.equal(rows["targets"], images)
+    masked = (rows["corrupted"] == 127).all(dim=1).sum(dim=(1, 2))
+    assert (masked >= 4 * 64).all()
