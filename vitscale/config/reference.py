@@ -7,7 +7,7 @@ Leaves out: the descriptions, which are the docstrings of the sections and their
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -55,10 +55,15 @@ def settings_reference(run_types: Mapping[str, type[Run]]) -> list[SettingsGroup
 
 
 def _groups(
-    group: type[BaseModel], title: str, text: str, *, prefix: str, leave_out: str = ""
+    group: type[BaseModel],
+    title: str,
+    text: str,
+    *,
+    prefix: str,
+    leave_out: Collection[str] = (),
 ) -> Iterator[SettingsGroup]:
     """The group, and then the groups inside it."""
-    fields = {key: info for key, info in group.model_fields.items() if key != leave_out}
+    fields = {key: info for key, info in group.model_fields.items() if key not in leave_out}
     inner = {key: groups for key, info in fields.items() if (groups := groups_in(info))}
     settings = tuple(
         _setting(f"{prefix}{key}", info, inner.get(key))
@@ -67,17 +72,38 @@ def _groups(
     )
     yield SettingsGroup(title, text, settings)
     for key, groups in inner.items():
+        listed: dict[str, type[BaseModel]] = {}
         for name, member in (groups.by_name or {"": groups.members[0]}).items():
             where = f"{prefix}{key}" + (", each item" if groups.is_list else "")
             chosen = f" with {NAME}: {name}" if groups.is_choice else ""
             text = _member_text(member, groups) or _one_line(fields[key].description)
+            shared = _shared_with(member, listed)
             yield from _groups(
                 member,
                 f"{where}{chosen}",
-                text,
+                " ".join([text, *(f"As with {NAME}: {n}: {', '.join(k)}." for n, k in shared)]),
                 prefix="" if groups.is_list else f"{prefix}{key}.",
-                leave_out=NAME if groups.is_choice else "",
+                leave_out=[NAME, *(k for _, keys in shared for k in keys)] if chosen else (),
             )
+            listed[name] = member
+
+
+def _shared_with(
+    member: type[BaseModel], listed: Mapping[str, type[BaseModel]]
+) -> list[tuple[str, list[str]]]:
+    """(name, keys) of the members listed before that have keys with the same meaning."""
+    found: dict[str, list[str]] = {}
+    for key, info in member.model_fields.items():
+        for name, other in listed.items():
+            same = other.model_fields.get(key)
+            if same is not None and _same_setting(info, same):
+                found.setdefault(name, []).append(key)
+                break
+    return list(found.items())
+
+
+def _same_setting(one: FieldInfo, other: FieldInfo) -> bool:
+    return groups_in(one) is None and _setting("", one, None) == _setting("", other, None)
 
 
 def _is_setting(info: FieldInfo, groups: Groups) -> bool:

@@ -1,7 +1,8 @@
 """Read external weights under our names: Google's .npz and timm's .safetensors.
 
-Owns: reading an untrusted file, its names, and its grid of positions.
-Leaves out: which tensors carry over and how the grid is resampled (`transfer`).
+Owns: reading an untrusted file, and its grid of positions.
+Leaves out: Google's names (`google_names`), which tensors carry over and how the grid is resampled
+(`transfer`).
 
 Nothing is unpickled: object arrays are refused by their header. A file declares the
 sizes of its arrays, so they are checked before memory is allocated.
@@ -24,6 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vitscale.config.errors import UserError
+from vitscale.models.google_names import FIRST_NAMES, renamed
 
 # G/14, the largest published, has 7.4 GB in fp32.
 MAX_BYTES = 16 * 2**30
@@ -125,7 +127,7 @@ def _read_npz(path: Path) -> dict[str, torch.Tensor]:
             }
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise UserError(f"is not a whole .npz file ({error})", where=str(path)) from None
-    return _renamed(tensors)
+    return renamed(tensors)
 
 
 def _trusted_members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
@@ -145,12 +147,13 @@ def _trusted_members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.
 def _prefix(names: Mapping[str, object], path: Path) -> str:
     """vit_jax stores weights bare, big_vision below `params/`, older files below `opt/target/`."""
     for prefix in ("", "params/", "opt/target/", "optimizer/target/"):
-        if f"{prefix}embedding/kernel" in names:
+        if any(f"{prefix}{name}" in names for name in FIRST_NAMES):
             return prefix
     raise UserError(
-        f"holds no 'embedding/kernel'; its first names: {', '.join(sorted(names)[:3])}",
+        f"holds no {' or '.join(map(repr, FIRST_NAMES))}; its first names: "
+        f"{', '.join(sorted(names)[:3])}",
         where=str(path),
-        allowed="weights of vision_transformer or big_vision",
+        allowed="weights of vision_transformer, big_vision or big_transfer",
     )
 
 
@@ -181,86 +184,6 @@ def _header(
         what = "Python objects, which are never loaded" if dtype.hasobject else str(dtype)
         raise UserError(f"{info.filename!r} holds {what}", where=str(path), allowed="floats")
     return shape, fortran, dtype
-
-
-# Patterns over names of vit_jax and big_vision, which number the modules of a block differently.
-# (pattern, our name, dimensions, how a kernel is turned)
-_BLOCK = r"Transformer/encoderblock_(\d+)/"
-_ATTENTION = _BLOCK + r"MultiHeadDotProductAttention_[01]/"
-
-
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
-def _transposed(x: torch.Tensor) -> torch.Tensor:
-    return x.T
-
-
-NAMES: tuple[tuple[str, str, int, Callable[[torch.Tensor], torch.Tensor]], ...] = (
-    (r"cls", "cls_token", 3, _same),
-    (r"(?:Transformer/)?(?:posembed_input/)?pos_embedding", "pos_embed", 3, _same),
-    (r"embedding/kernel", "patch_embed.proj.weight", 4, lambda x: x.permute(3, 2, 0, 1)),
-    (r"embedding/bias", "patch_embed.proj.bias", 1, _same),
-    (r"Transformer/encoder_norm/scale", "norm.weight", 1, _same),
-    (r"Transformer/encoder_norm/bias", "norm.bias", 1, _same),
-    (_BLOCK + r"LayerNorm_0/scale", r"blocks.\1.norm1.weight", 1, _same),
-    (_BLOCK + r"LayerNorm_0/bias", r"blocks.\1.norm1.bias", 1, _same),
-    (_BLOCK + r"LayerNorm_[12]/scale", r"blocks.\1.norm2.weight", 1, _same),
-    (_BLOCK + r"LayerNorm_[12]/bias", r"blocks.\1.norm2.bias", 1, _same),
-    # [width, heads, width / heads] each; joined to one below.
-    (
-        _ATTENTION + r"(query|key|value)/kernel",
-        r"blocks.\1.attn.\2.weight",
-        3,
-        lambda x: x.flatten(1).T,
-    ),
-    (_ATTENTION + r"(query|key|value)/bias", r"blocks.\1.attn.\2.bias", 2, torch.flatten),
-    (
-        _ATTENTION + r"out/kernel",
-        r"blocks.\1.attn.proj.weight",
-        3,
-        lambda x: x.flatten(0, 1).T,
-    ),
-    (_ATTENTION + r"out/bias", r"blocks.\1.attn.proj.bias", 1, _same),
-    (_BLOCK + r"MlpBlock_[03]/Dense_0/kernel", r"blocks.\1.mlp.fc1.weight", 2, _transposed),
-    (_BLOCK + r"MlpBlock_[03]/Dense_0/bias", r"blocks.\1.mlp.fc1.bias", 1, _same),
-    (_BLOCK + r"MlpBlock_[03]/Dense_1/kernel", r"blocks.\1.mlp.fc2.weight", 2, _transposed),
-    (_BLOCK + r"MlpBlock_[03]/Dense_1/bias", r"blocks.\1.mlp.fc2.bias", 1, _same),
-    # Both layers of a head are left out of every transfer; see `transfer`.
-    (r"pre_logits/kernel", "head.pre_logits.weight", 2, _transposed),
-    (r"pre_logits/bias", "head.pre_logits.bias", 1, _same),
-    (r"head/kernel", "head.weight", 2, _transposed),
-    (r"head/bias", "head.bias", 1, _same),
-)
-
-
-def _renamed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Under our names; what has none keeps its own, for the table of what does not fit."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        for pattern, ours, num_dims, turn in NAMES:
-            match = re.fullmatch(pattern, name)
-            if match is not None and tensor.ndim == num_dims:
-                found[match.expand(ours)] = turn(tensor).contiguous()
-                break
-        else:
-            found[name] = tensor
-    return _with_joined_qkv(found)
-
-
-def _with_joined_qkv(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    joined = {}
-    for name in found:
-        match = re.fullmatch(r"(blocks\.\d+\.attn)\.query\.(weight|bias)", name)
-        if match is None:
-            continue
-        parts = [f"{match[1]}.{part}.{match[2]}" for part in ("query", "key", "value")]
-        if all(part in found and found[part].shape == found[name].shape for part in parts):
-            joined[f"{match[1]}.qkv.{match[2]}"] = parts
-    used = {part for parts in joined.values() for part in parts}
-    rest = {name: tensor for name, tensor in found.items() if name not in used}
-    return rest | {name: torch.cat([found[p] for p in parts]) for name, parts in joined.items()}
 
 
 READERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {

@@ -12,7 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vitscale.config.section import choice_of
+from vitscale.models.hybrid import costs as hybrid_costs
+from vitscale.models.hybrid.settings import HybridSettings
 from vitscale.models.interface.settings import ModelSettingsBase
+from vitscale.models.resnet import costs as resnet_costs
+from vitscale.models.resnet.settings import ResNetSettings
 from vitscale.models.vit import costs as vit_costs
 from vitscale.models.vit.settings import ViTSettings
 
@@ -44,6 +48,20 @@ MODELS = {
         num_parameters=vit_costs.num_parameters,
         train_flops_per_image=vit_costs.train_flops_per_image,
         activation_bytes_per_image=vit_costs.activation_bytes_per_image,
+    ),
+    "hybrid": ModelFamily(
+        Settings=HybridSettings,
+        code="vitscale.models.hybrid.model",
+        num_parameters=hybrid_costs.num_parameters,
+        train_flops_per_image=hybrid_costs.train_flops_per_image,
+        activation_bytes_per_image=hybrid_costs.activation_bytes_per_image,
+    ),
+    "bit_resnet": ModelFamily(
+        Settings=ResNetSettings,
+        code="vitscale.models.resnet.model",
+        num_parameters=resnet_costs.num_parameters,
+        train_flops_per_image=resnet_costs.train_flops_per_image,
+        activation_bytes_per_image=resnet_costs.activation_bytes_per_image,
     ),
 }
 

@@ -65,8 +65,10 @@ def transfer_weights(
         if POSITION_NAME in own:
             num_wanted = own[POSITION_NAME].shape[1] - target_grid[0] * target_grid[1]
             _match_class_position(given, num_prefix_rows=num_prefix_rows, num_wanted=num_wanted)
-    next_step = "set model.preset, patch_size, pool, num_registers, positions and layer_scale to "
-    next_step += "those of the checkpoint's run" + (", or keep_head=false" if keep_head else "")
+    next_step = (
+        "set model.name, preset, patch_size, pool, num_registers, positions and layer_scale "
+    )
+    next_step += "to those of the checkpoint's run" + (", or keep_head=false" if keep_head else "")
     refuse_misfits(own, given, where=where, next_step=next_step)
     model.load_state_dict(given, strict=False)
     return sorted(name for name in weights if name.startswith(OBJECTIVE))

@@ -42,14 +42,14 @@ class Architecture:
         raise NotImplementedError
 
     def description(self) -> dict[str, Any]:
-        """All fields as plain values, for checkpoints.
+        """All fields as JSON values, for checkpoints.
 
         Fields of `later_fields` are left out at their defaults, so that checkpoints written
         before these options existed still describe the same architecture.
         """
         defaults = {field.name: field.default for field in fields(self)}
         return {
-            name: value
+            name: list(value) if isinstance(value, tuple) else value
             for name, value in asdict(self).items()
             if name not in self.later_fields or value != defaults[name]
         }

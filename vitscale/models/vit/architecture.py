@@ -50,6 +50,11 @@ class ViTArchitecture(Architecture):
         return (side, side)
 
     @property
+    def patch_values(self) -> int:
+        """Values of a patch, from which its token is made."""
+        return 3 * self.patch_size**2
+
+    @property
     def attention_width(self) -> int:
         """Channels of all heads together, in each of Q, K and V."""
         return self.num_heads * (self.head_width or self.width // self.num_heads)

@@ -17,7 +17,7 @@ def num_parameters(arch: ViTArchitecture) -> int:
     Source: Dosovitskiy et al. 2021, section 3.1; ViT-B/16 with 1,000 classes has 86,567,656.
     """
     d, a, m = arch.width, arch.attention_width, arch.mlp_width
-    patch = 3 * arch.patch_size**2 * d + d
+    patch = arch.patch_values * d + d
     tokens = arch.num_prefix_tokens * d + arch.num_position_rows * d
     block = 2 * (2 * d) + (3 * d * a + 3 * a) + (a * d + d) + (d * m + m) + (m * d + d)
     block += 2 * d if arch.layer_scale else 0
@@ -37,7 +37,7 @@ def train_flops_per_image(arch: ViTArchitecture) -> int:
     d, a, m = arch.width, arch.attention_width, arch.mlp_width
     num_tokens = arch.num_train_tokens
     block = num_tokens * (4 * d * a + 2 * d * m) + 2 * num_tokens**2 * a
-    patch = 3 * arch.num_patches * arch.patch_size**2 * d
+    patch = arch.num_patches * arch.patch_values * d
     head = arch.num_classifiers * d * arch.num_classes
     head += d * d if arch.representation_layer else 0
     return 3 * 2 * (arch.depth * block + patch + head)

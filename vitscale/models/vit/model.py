@@ -1,4 +1,4 @@
-"""The Vision Transformer: timm's modules, the papers' initialisation. The only owner of timm.
+"""The Vision Transformer: timm's modules, the papers' initialisation.
 
 Leaves out: sizes (`settings`), costs (`costs`), loading weights (`transfer`).
 """
@@ -10,15 +10,17 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from timm.layers import Attention, DropPath
+from timm.layers import Attention, DropPath, PatchEmbed
 from timm.models import checkpoint_seq
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
+from vitscale.models.interface.compilation import compile_each
+from vitscale.models.interface.initialization import lecun_normal
 from vitscale.models.vit.architecture import ViTArchitecture
 from vitscale.models.vit.position_embedding import sincos_position_embedding
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.vit.settings import TransformerSettings, ViTSettings
 
 MLP_BIAS_STD = 1e-6  # vision_transformer, MlpBlock
 POSITION_STD = 0.02  # vision_transformer, AddPositionEmbs
@@ -104,11 +106,23 @@ def build_model(settings: ViTSettings, arch: ViTArchitecture, *, seed: int) -> V
 
     Input: normalised images [B, 3, image_size, image_size]; output: logits [B, num_classes].
     """
+    return build_transformer(settings, arch, embed_layer=PatchEmbed, seed=seed)
+
+
+def build_transformer(
+    settings: TransformerSettings,
+    arch: ViTArchitecture,
+    *,
+    embed_layer: Callable[..., nn.Module],
+    seed: int,
+) -> ViT:
+    """embed_layer: makes the patches; timm's `PatchEmbed` or one with the same arguments."""
     token_pool: Literal["token", "avg"] = "token" if settings.pool == "cls" else "avg"
     family = DistilledViT if settings.distillation_token else ViT
     model = family(
         img_size=arch.image_size,
         patch_size=arch.patch_size,
+        embed_layer=embed_layer,
         num_classes=arch.num_classes,
         global_pool=token_pool,
         class_token=arch.has_class_token,
@@ -211,14 +225,14 @@ def _initialize_as_flax(
         parts = module.weight.chunk(3) if name.endswith("attn.qkv") else (module.weight,)
         for part in parts:
             if name == "head.0":
-                _lecun_normal(part, random)
+                lecun_normal(part, random)
             else:
                 nn.init.xavier_uniform_(part, generator=random)
         if ".mlp." in name:
             nn.init.normal_(module.bias, std=MLP_BIAS_STD, generator=random)
         else:
             nn.init.zeros_(module.bias)
-    _lecun_normal(model.patch_embed.proj.weight, random)
+    lecun_normal(model.patch_embed.proj.weight, random)
     nn.init.zeros_(model.patch_embed.proj.bias)
     if isinstance(model.pos_embed, nn.Parameter):
         nn.init.normal_(model.pos_embed, std=position_std, generator=random)
@@ -245,12 +259,6 @@ def _initialize_as_deit(
         nn.init.normal_(model.pos_embed, std=position_std, generator=random)
     if model.cls_token is not None:
         nn.init.normal_(model.cls_token, std=DEIT_STD, generator=random)
-
-
-def _lecun_normal(weight: torch.Tensor, random: torch.Generator) -> None:
-    """Flax's default: truncated at 2 sigma, variance 1 / fan-in."""
-    std = weight[0].numel() ** -0.5 / 0.87962566103423978  # std of a unit normal cut at 2
-    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std, generator=random)
 
 
 SCHEMES: dict[str, Callable[[VisionTransformer, torch.Generator, float], None]] = {
@@ -298,15 +306,6 @@ def checkpoint_activations(model: nn.Module) -> None:
 
 
 def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> None:
-    """Compile each block in place, when it is first used; names and weights stay as they are.
-
-    Blocks of an objective's module too. Equal blocks share what is compiled. Those with drop path
-    of their own rates do not, and training, evaluation and recomputation each are compiled once:
-    hence the higher limit, beyond which torch silently stops compiling.
-    """
+    """Compile each block in place, when it is first used. Blocks of an objective's module too."""
     assert isinstance(model, VisionTransformer)
-    dynamo = torch._dynamo.config
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
-    dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(blocks))
-    for block in blocks:
-        block.compile(dynamic=False, backend=backend)
+    compile_each((m for m in model.modules() if isinstance(m, Block)), backend=backend)

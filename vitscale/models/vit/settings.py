@@ -7,7 +7,7 @@ Leaves out: building (`model`), costs (`costs`).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -24,20 +24,14 @@ SIZES = {
     "H": (1280, 32, 16, 5120),
     "g": (1408, 40, 16, 6144),
 }
+NUMBERS = ("width", "depth", "num_heads", "mlp_width", "patch_size")
 
 
-class ViTSettings(ModelSettingsBase):
-    """A Vision Transformer, and how its weights start."""
+class TransformerSettings(ModelSettingsBase):
+    """The transformer, whatever its patches are made of."""
 
-    name: Literal["vit"] = "vit"
-    """The Vision Transformer of Dosovitskiy et al. 2021 and its later forms."""
-    preset: str | None = None
-    """SIZE/PATCH as in the papers, for example L/16. The four numbers below override it."""
     patch_size: int | None = Field(default=None, gt=0)
     """Pixels a side of a patch."""
-    allow_unused_pixels: bool = False
-    """Allow an image size that is no multiple of the patch size: the model does not see the last
-    rows and columns, which fill no patch (B/3 at 32 px: 2 px; DeiT-III's H/14 at 128 px: 2 px)."""
     width: int | None = Field(default=None, gt=0)
     """Channels of a token."""
     depth: int | None = Field(default=None, gt=0)
@@ -83,85 +77,103 @@ class ViTSettings(ModelSettingsBase):
     patch_dropout: float = Field(default=0.0, ge=0, lt=1)
     """Share of patch tokens dropped from every training image after the position embedding."""
 
+    def preset_numbers(self) -> dict[str, int]:
+        """The five numbers of the preset; empty for null and for unreadable names."""
+        raise NotImplementedError
+
+    def numbers(self) -> dict[str, int]:
+        """Width, depth, heads, MLP width and patch size, as far as they are known."""
+        chosen = {name: getattr(self, name) for name in NUMBERS if getattr(self, name) is not None}
+        return self.preset_numbers() | chosen
+
+    def transformer_values(self, *, num_classes: int) -> dict[str, Any]:
+        """The fields of `ViTArchitecture`."""
+        return {
+            "name": self.name,
+            "image_size": self.image_size,
+            "num_classes": self.num_classes or num_classes,
+            "representation_layer": self.representation_layer,
+            "pool": self.pool,
+            "num_registers": self.num_registers,
+            "positions": self.positions,
+            "class_position": _class_position(self),
+            "layer_scale": self.layer_scale is not None,
+            "patch_dropout": self.patch_dropout,
+            "head_width": self.head_width,
+            "distillation_token": self.distillation_token,
+            **self.numbers(),
+        }
+
+    def transformer_problems(self) -> Iterator[tuple[str, str]]:
+        """Conflicts that do not depend on what a patch is; the five numbers are known."""
+        numbers = self.numbers()
+        width, heads = numbers["width"], numbers["num_heads"]
+        if width % heads and self.head_width is None:
+            yield (
+                "model.num_heads",
+                f"{heads} heads do not divide width {width} (remainder {width % heads}); change "
+                "one of them, or set model.head_width",
+            )
+        if self.positions == "sincos2d" and (width % 4 or width < 8):
+            yield (
+                "model.positions",
+                f"sincos2d needs a width of 8 or more that 4 divides, not {width}; "
+                "set positions=learned or another width",
+            )
+        yield from _class_position_problems(self)
+        yield from _distillation_problems(self)
+
+
+class ViTSettings(TransformerSettings):
+    """A Vision Transformer, and how its weights start."""
+
+    name: Literal["vit"] = "vit"
+    """The Vision Transformer of Dosovitskiy et al. 2021 and its later forms."""
+    preset: str | None = None
+    """SIZE/PATCH as in the papers, for example L/16. `patch_size`, `width`, `depth`, `num_heads`
+    and `mlp_width` override it."""
+    allow_unused_pixels: bool = False
+    """Allow an image size that is no multiple of the patch size: the model does not see the last
+    rows and columns, which fill no patch (B/3 at 32 px: 2 px; DeiT-III's H/14 at 128 px: 2 px)."""
+
+    def preset_numbers(self) -> dict[str, int]:
+        size, _, patch = (self.preset or "").partition("/")
+        if size not in SIZES or not patch.isdigit() or int(patch) == 0:
+            return {}
+        return size_numbers(size, patch_size=int(patch))
+
     def architecture(self, *, num_classes: int) -> ViTArchitecture:
-        return ViTArchitecture(
-            name=self.name,
-            image_size=self.image_size,
-            num_classes=self.num_classes or num_classes,
-            representation_layer=self.representation_layer,
-            pool=self.pool,
-            num_registers=self.num_registers,
-            positions=self.positions,
-            class_position=_class_position(self),
-            layer_scale=self.layer_scale is not None,
-            patch_dropout=self.patch_dropout,
-            head_width=self.head_width,
-            distillation_token=self.distillation_token,
-            **_numbers(self),
-        )
+        return ViTArchitecture(**self.transformer_values(num_classes=num_classes))
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        return _problems(self)
+        if self.preset is not None and not self.preset_numbers():
+            yield (
+                "model.preset",
+                f"{self.preset!r} is not SIZE/PATCH with SIZE one of {', '.join(SIZES)}, "
+                "for example L/16",
+            )
+            return
+        missing = sorted(set(NUMBERS) - set(self.numbers()))
+        if missing:
+            yield ("model", f"without a preset these are needed too: {', '.join(missing)}")
+            return
+        yield from self.transformer_problems()
+        yield from _image_size_problems(
+            self.image_size,
+            patch=self.numbers()["patch_size"],
+            allow_unused=self.allow_unused_pixels,
+        )
 
 
-def _preset_numbers(preset: str | None) -> dict[str, int]:
-    """The five numbers of a preset; empty for null and for unreadable names."""
-    if preset is None:
-        return {}
-    size, _, patch = preset.partition("/")
-    if size not in SIZES or not patch.isdigit() or int(patch) == 0:
-        return {}
-    names = ("width", "depth", "num_heads", "mlp_width")
-    return dict(zip(names, SIZES[size], strict=True)) | {"patch_size": int(patch)}
+def size_numbers(size: str, *, patch_size: int) -> dict[str, int]:
+    """The numbers of a size of `SIZES`."""
+    return dict(zip(NUMBERS, (*SIZES[size], patch_size), strict=True))
 
 
-def _numbers(model: ViTSettings) -> dict[str, int]:
-    chosen = {
-        name: getattr(model, name)
-        for name in ("width", "depth", "num_heads", "mlp_width", "patch_size")
-        if getattr(model, name) is not None
-    }
-    return _preset_numbers(model.preset) | chosen
-
-
-def _class_position(model: ViTSettings) -> bool:
+def _class_position(model: TransformerSettings) -> bool:
     if model.class_position is not None:
         return model.class_position
     return model.positions == "learned" and model.num_registers == 0
-
-
-def _problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
-    """Conflicts between model settings, as (dotted key, what is wrong and what to do)."""
-    if model.preset is not None and not _preset_numbers(model.preset):
-        yield (
-            "model.preset",
-            f"{model.preset!r} is not SIZE/PATCH with SIZE one of {', '.join(SIZES)}, "
-            "for example L/16",
-        )
-        return
-    numbers = _numbers(model)
-    missing = {"width", "depth", "num_heads", "mlp_width", "patch_size"} - set(numbers)
-    if missing:
-        yield ("model", f"without a preset these are needed too: {', '.join(sorted(missing))}")
-        return
-    width, heads, patch = numbers["width"], numbers["num_heads"], numbers["patch_size"]
-    if width % heads and model.head_width is None:
-        yield (
-            "model.num_heads",
-            f"{heads} heads do not divide width {width} (remainder {width % heads}); change one of "
-            "them, or set model.head_width",
-        )
-    if model.positions == "sincos2d" and (width % 4 or width < 8):
-        yield (
-            "model.positions",
-            f"sincos2d needs a width of 8 or more that 4 divides, not {width}; "
-            "set positions=learned or another width",
-        )
-    yield from _class_position_problems(model)
-    yield from _distillation_problems(model)
-    yield from _image_size_problems(
-        model.image_size, patch=patch, allow_unused=model.allow_unused_pixels
-    )
 
 
 def _image_size_problems(
@@ -180,7 +192,7 @@ def _image_size_problems(
         )
 
 
-def _class_position_problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
+def _class_position_problems(model: TransformerSettings) -> Iterator[tuple[str, str]]:
     if not model.class_position:
         return
     if model.pool == "gap":
@@ -194,7 +206,7 @@ def _class_position_problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
     yield ("model.class_position", f"true, but {reason}; set it to null or false")
 
 
-def _distillation_problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
+def _distillation_problems(model: TransformerSettings) -> Iterator[tuple[str, str]]:
     """DeiT has class token, distillation token and patches, all with positions, and two heads."""
     if not model.distillation_token:
         return

@@ -21,6 +21,8 @@ class Supervised(Section):
 class Mae(Section):
     name: Literal["mae"] = "mae"
     """Hidden patches."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the target."""
     mask_ratio: float = 0.75
     """Share of patches
     that are hidden."""
@@ -77,7 +79,7 @@ TEXT = """
   objective.label_smoothing: a number at least 0 and below 1; default 0.0
       Share of the target.
 
-[objective with name: mae (first)] Hidden patches.
+[objective with name: mae (first)] Hidden patches. As with name: supervised: label_smoothing.
   objective.mask_ratio: a number; default 0.75
       Share of patches that are hidden.
 
@@ -96,7 +98,8 @@ def test_text_lists_every_key_and_member_once() -> None:
 
 def test_markdown_has_what_the_text_has() -> None:
     page = as_markdown(BOTH)
-    assert "## objective with name: mae (first)\nHidden patches.\n\n- **`objective.mask_" in page
+    assert "## objective with name: mae (first)\nHidden patches. As with name: " in page
+    assert "label_smoothing.\n\n- **`objective.mask_ratio`** (a number; default 0.75)" in page
     assert "- **`path`** (text; required). Where to write.\n" in page
     assert page.count("\n- **`") == TEXT.count("; default") + TEXT.count("; required")
 

@@ -238,7 +238,8 @@ def test_other_architectures_are_refused_with_a_table(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         loaded(path, mlp_width=48)
     text = str(caught.value)
-    assert "conv_root/kernel: model not in this model, checkpoint (7, 7, 3, 8)" in text
+    stem = "patch_embed.backbone.conv.weight"
+    assert f"{stem}: model not in this model, checkpoint (8, 3, 7, 7)" in text
     assert "blocks.2.norm1.weight: model not in this model, checkpoint (24,)" in text
     assert "blocks.0.mlp.fc1.weight: model (48, 24), checkpoint (40, 24)" in text
 

@@ -1,0 +1,36 @@
+"""A BiT ResNet in numbers. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vitscale.models.interface.architecture import Architecture
+from vitscale.models.resnet.units import feature_stride, feature_width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ResNetArchitecture(Architecture):
+    """A BiT ResNet in numbers."""
+
+    stage_depths: tuple[int, ...]
+    """Units of each stage."""
+    root_width: int
+    """Channels after the root."""
+
+    @property
+    def num_units(self) -> int:
+        return sum(self.stage_depths)
+
+    @property
+    def feature_side(self) -> int:
+        """Rows and columns of the last feature map."""
+        return -(-self.image_size // feature_stride(self.stage_depths))
+
+    @property
+    def feature_width(self) -> int:
+        return feature_width(self.stage_depths, root_width=self.root_width)
+
+    @property
+    def summary(self) -> str:
+        side = self.feature_side
+        return f"{side} x {side} features of {self.feature_width:,} channels"
