@@ -24,10 +24,10 @@ class SupervisedSettings(NamedSection):
     """sigmoid: binary cross-entropy SUMMED over classes, averaged over the batch (ViT on 21k). bce:
     averaged over classes too, mixed labels both count in full (DeiT-III on ImageNet-1k)."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the target spread over all classes; softmax only."""
+    """Share of the target spread evenly over all classes; softmax and sigmoid only."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        if self.label_smoothing and self.loss != "softmax":
+        if self.label_smoothing and self.loss == "bce":
             what = f"has no effect on the {self.loss} loss"
             yield ("objective.label_smoothing", f"{what}; set it to 0")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -29,6 +31,26 @@ def test_lambda_of_one_is_the_loss_without_mixing(smoothing: float) -> None:
         logits, labels, smoothing, mixed_labels_B=labels + 1, mix_lambda_B=torch.ones(4)
     )
     torch.testing.assert_close(mixed, LOSSES["softmax"](logits, labels, smoothing))
+
+
+@pytest.mark.parametrize("mixed", MIXED)
+def test_sigmoid_smoothing_equals_the_slow_formula(mixed: bool) -> None:
+    """Targets of an image sum to 1; binary cross-entropy in fp64, class by class."""
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)) - 6.9
+    labels, others = torch.tensor([0, 1, 2, 3, 1]), torch.tensor([1, 1, 0, 2, 6])
+    shares = torch.tensor([0.7, 0.6, 1.0, 0.0, 0.5]) if mixed else torch.ones(5)
+    total = 0.0
+    for row in range(5):
+        targets = [1e-4 / 7] * 7
+        targets[labels[row]] += (1 - 1e-4) * shares[row].item()
+        targets[others[row]] += (1 - 1e-4) * (1 - shares[row].item())
+        assert sum(targets) == pytest.approx(1)
+        for logit, target in zip(logits[row].tolist(), targets, strict=True):
+            p = 1 / (1 + math.exp(-logit))
+            total -= target * math.log(p) + (1 - target) * math.log(1 - p)
+    options = {"mixed_labels_B": others, "mix_lambda_B": shares} if mixed else {}
+    found = LOSSES["sigmoid"](logits, labels, 1e-4, **options)
+    assert found.item() == pytest.approx(total / 5, rel=1e-6)
 
 
 def test_bce_counts_every_mixed_label_as_one() -> None:
