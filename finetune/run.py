@@ -7,8 +7,9 @@ from typing import Literal
 
 from pydantic import Field
 
-from finetune.transfer import Transfer
+from finetune.transfer import OBJECTIVES, ObjectiveSettings
 from vitscale.runs.training import TrainingRun
+from vitscale.training.objective import Objective
 from vitscale.training.supervised import SupervisedSettings
 
 
@@ -17,7 +18,7 @@ class FinetuneRun(TrainingRun):
 
     stage: Literal["finetune"] = "finetune"
     """Which script runs this file: finetune/main.py."""
-    objective: SupervisedSettings = SupervisedSettings()
+    objective: ObjectiveSettings = SupervisedSettings()
     """What the model is trained to predict, and its loss."""
     init: str | None = None
     """What to start from: a run folder, a checkpoint folder, Google's .npz, or a .safetensors file
@@ -32,8 +33,8 @@ class FinetuneRun(TrainingRun):
     position_embedding: Literal["google", "timm", "deit"] = "google"
     """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
 
-    def make_objective(self) -> Transfer:
-        return Transfer(self.objective, seed=self.seed)
+    def make_objective(self) -> Objective:
+        return OBJECTIVES[self.objective.name](self.objective, seed=self.seed)
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()

@@ -1,4 +1,4 @@
-"""The objective of fine-tuning: supervised, with a picture of predictions at the end."""
+"""The objectives of fine-tuning, with a picture of predictions at the end."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vitscale.config.section import NamedSection, choice_of
+from vitscale.training.distillation.objective import Distillation
+from vitscale.training.objective import Objective
 from vitscale.training.supervised import Supervised
 
 if TYPE_CHECKING:
     from vitscale.training.loop import TrainingSession
 
 
-class Transfer(Supervised):
+class PredictionsDrawn(Objective):
     def pictures(self, session: TrainingSession) -> Iterable[Path]:
         from finetune.pictures import predictions_sheet
 
@@ -26,3 +29,22 @@ class Transfer(Supervised):
             folder=session.folder,
         )
         return [sheet]
+
+
+class Transfer(PredictionsDrawn, Supervised):
+    """Labels alone."""
+
+
+class DistilledTransfer(PredictionsDrawn, Distillation):
+    """DeiT's fine-tuning at a higher resolution, with the teacher."""
+
+
+OBJECTIVES: dict[str, type[Objective]] = {
+    "supervised": Transfer,
+    "distillation": DistilledTransfer,
+}
+
+if TYPE_CHECKING:
+    ObjectiveSettings = NamedSection
+else:
+    ObjectiveSettings = choice_of(OBJECTIVES)

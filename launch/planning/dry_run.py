@@ -130,7 +130,7 @@ def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     facts = data_facts(run)
     world_size = run.launch.nodes * run.launch.tasks_per_node
     yield "data", f"{_count(facts.num_samples)} training images, from {facts.source}"
-    yield "objective", run.objective.name
+    yield "objective", "; ".join([run.objective.name, *run.make_objective().notes()])
     yield "evaluation", _evaluation_text(run)
     plan = _known_plan(run, facts, world_size=world_size)
     if plan is None:
@@ -217,6 +217,7 @@ def _cost_rows(
         activation_checkpointing=run.engine.activation_checkpointing,
         optimizer_bytes=run.optim.state_bytes_per_parameter,
         costs=objective,
+        frozen_bytes=objective.frozen_bytes(),
     )
     yield (
         f"memory per {'GPU' if run.launch.gpus_per_node else 'process'}",

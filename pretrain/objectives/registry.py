@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 from pretrain.objectives.masked_patch_prediction import MaskedPatchPrediction
 from vitscale.config.section import NamedSection, choice_of
+from vitscale.training.distillation.objective import Distillation
 from vitscale.training.objective import Objective
 from vitscale.training.supervised import Supervised
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "masked_patch_prediction": MaskedPatchPrediction,
     "supervised": Supervised,
+    "distillation": Distillation,
 }
 
 if TYPE_CHECKING:

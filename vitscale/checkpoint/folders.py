@@ -220,9 +220,10 @@ def checkpoint_to_resume(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return checkpoint, complaints
 
 
-def resolve_weights(path: str) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint that `init=` means: one folder, or the newest valid one of a run folder.
+def resolve_weights(path: str, *, key: str = "init") -> tuple[Checkpoint, list[str]]:
+    """The checkpoint that a setting means: one folder, or the newest valid one of a run folder.
 
+    key: the setting, for errors.
     Returns it and a sentence for each newer one that is damaged. Raises UserError if there is none.
     """
     folder = Path(path)
@@ -234,7 +235,7 @@ def resolve_weights(path: str) -> tuple[Checkpoint, list[str]]:
     what = "holds no valid checkpoint" if folder.is_dir() else "no such run or checkpoint folder"
     raise UserError(
         "\n".join([what, *complaints]),
-        where=f"init={path}",
+        where=f"{key}={path}",
         allowed="a run folder (runs/NAME) or a checkpoint folder (runs/NAME/checkpoints/step-N)",
         next_step="run pre-training first, or correct the path",
     )

@@ -100,6 +100,11 @@ class Engine:
         features_BD: torch.Tensor = self.forward(images_B3SS, "features")
         return features_BD
 
+    def heads(self, images_B3SS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same images -> logits of the class and of the distillation head."""
+        class_BC, distillation_BC = self.forward(images_B3SS, "heads")
+        return class_BC, distillation_BC
+
     def forward(self, images_B3SS: torch.Tensor, output: str, **inputs: Any) -> Any:
         """The same images -> another output of the model, with further inputs if it takes them."""
         return self._engine(self._model_input(images_B3SS), output=output, **inputs)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vitscale.data.index import SplitIndex
     from vitscale.engine.engine import Engine
 
-Output = Literal["logits", "features"]
+Output = Literal["logits", "features", "heads"]
 
 
 class EvaluationSettingsBase(NamedSection):
@@ -35,7 +35,8 @@ class Outputs(NamedTuple):
     """What a model makes of one batch of this rank."""
 
     values_BX: torch.Tensor
-    """fp32: logits [B, classes] or features [B, width]."""
+    """fp32: logits [B, classes], features [B, width], or heads [2, B, classes]: the logits of the
+    class and of the distillation head."""
     labels_B: torch.Tensor
     weights_B: torch.Tensor
     """0 for padding, else 1."""
@@ -66,7 +67,11 @@ class Subject:
         from vitscale.data.loader import evaluation_batches
 
         world = self.engine.world
-        forward = self.engine.logits if output == "logits" else self.engine.features
+        forward = {
+            "logits": self.engine.logits,
+            "features": self.engine.features,
+            "heads": lambda images: torch.stack(self.engine.heads(images)),
+        }[output]
         batches = evaluation_batches(
             index,
             settings=self.data,

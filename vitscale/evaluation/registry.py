@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 from vitscale.config.section import choice_of
 from vitscale.evaluation.classification import Classification
 from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase
+from vitscale.evaluation.heads import Heads
 from vitscale.evaluation.knn import Knn
 
 EVALUATIONS: dict[str, type[Evaluation]] = {
     "classification": Classification,
     "knn": Knn,
+    "heads": Heads,
 }
 
 if TYPE_CHECKING:

@@ -36,6 +36,7 @@ class MemoryEstimate:
     """Bytes on one rank. Without allocator slack, communication buffers and the CUDA context."""
 
     parameters: int
+    """With those that are not trained."""
     gradients: int
     optimizer: int
     """fp32 master weights and optimiser states."""
@@ -66,11 +67,13 @@ def memory_estimate(
     activation_checkpointing: bool,
     optimizer_bytes: int,
     costs: Costs | None = None,
+    frozen_bytes: int = 0,
 ) -> MemoryEstimate:
     """Bytes one rank needs at its peak: model states after ZeRO plus activations.
 
     optimizer_bytes: per parameter (`OptimSettings.state_bytes_per_parameter`).
     costs: an objective that adds to the model; None: the model alone.
+    frozen_bytes: weights that are not trained, such as a teacher's; no stage shards them.
     With bf16 and Adam 16 bytes per parameter, of which ZeRO stage 1 spreads the 12 of the optimiser
     over the ranks, stage 2 the gradients too, stage 3 everything: Rajbhandari et al. 2020 (ZeRO),
     section 3.1 and figure 1.
@@ -87,7 +90,7 @@ def memory_estimate(
         return -(-total // world_size) if zero_stage >= from_stage else total
 
     return MemoryEstimate(
-        parameters=share(count * weight, 3),
+        parameters=share(count * weight, 3) + frozen_bytes,
         gradients=share(count * gradient, 2),
         optimizer=share(count * states, 1),
         activations=micro_batch

@@ -18,7 +18,7 @@ from vitscale.config.errors import UserError
 from vitscale.config.section import Run
 from vitscale.data.settings import DataSettings, augment_problems, remote_problems
 from vitscale.engine.settings import EngineSettings, raw_problems
-from vitscale.evaluation.registry import EvaluationSettings
+from vitscale.evaluation.registry import EVALUATIONS, EvaluationSettings
 from vitscale.models.registry import ModelSettings
 from vitscale.optim.schedules import (
     ScheduleSettings,
@@ -114,6 +114,11 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
     names = [evaluation.name for evaluation in run.evaluate or ()]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
+    if not getattr(run.model, "distillation_token", False):
+        for name in names:
+            if EVALUATIONS[name].needs == "heads":
+                what = f"{name} needs model.distillation_token, and the model has none"
+                yield ("evaluate", f"{what}; remove it, or set the token to true")
     if run.tracking.uri is not None:
         try:
             absolute_uri(run.tracking.uri)

@@ -64,7 +64,7 @@ class Objective:
             what = f"{name} trains no classifier, so no distillation head either"
             yield ("model.distillation_token", f"{what}; set it to false")
         for evaluation in self.evaluations(run):
-            if EVALUATIONS[evaluation.name].needs == "logits":
+            if EVALUATIONS[evaluation.name].needs != "features":
                 what = f"{evaluation.name} needs a classifier, which {name} does not train"
                 yield ("evaluate", f"{what}; remove it, or take knn where there are labels")
 
@@ -79,6 +79,10 @@ class Objective:
 
         Raises UserError when it does not fit the run.
         """
+
+    def compatibility(self) -> dict[str, Any]:
+        """What a checkpoint and a resumed run must agree on besides; called after `prepare`."""
+        return {}
 
     def extend_model(self, model: nn.Module, arch: Architecture) -> None:
         """Add what only this objective trains, as the module `model.objective`.
@@ -102,6 +106,14 @@ class Objective:
         return MODELS[arch.name].activation_bytes_per_image(
             arch, precision=precision, activation_checkpointing=activation_checkpointing
         )
+
+    def frozen_bytes(self) -> int:
+        """Memory of each rank for weights that are not trained."""
+        return 0
+
+    def notes(self) -> Iterator[str]:
+        """What a dry run says about the objective besides its name."""
+        yield from ()
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
         """Mean loss over one micro-batch of this rank; scalar."""

@@ -80,6 +80,7 @@ def open_session(
         objective.prepare(arch=arch, device=world.device)
         plan = training_plan(run, world_size=world.world_size, num_samples=data.num_samples)
         key = compatibility_key(run, arch, data, objective=objective.settings.name)
+        key |= objective.compatibility()
         folder = Path(run.folder)
         stack.enter_context(run_folder_lock(folder, world=world))
         store = stack.enter_context(

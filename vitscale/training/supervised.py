@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
@@ -33,12 +33,15 @@ class SupervisedSettings(NamedSection):
 
 
 class Supervised(Objective):
-    Settings = SupervisedSettings
+    Settings: ClassVar[type[NamedSection]] = SupervisedSettings
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
+        return self.label_loss(engine.logits(batch.images), batch)
+
+    def label_loss(self, logits_BC: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """Mean loss of the logits against the batch's labels, mixed or not; scalar."""
         from vitscale.training.losses import LOSSES
 
-        logits_BC = engine.logits(batch.images)
         return LOSSES[self.settings.loss](
             logits_BC,
             batch.labels,

@@ -83,6 +83,9 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         "clip": optim.clip_norm,
         "loss": run.objective.loss,
         "smoothing": run.objective.label_smoothing,
+        "distilled": run.objective.name == "distillation"
+        and (run.objective.kind, run.objective.alpha, run.objective.teacher.model)
+        + (run.objective.teacher.image_size, model.distillation_token),
         "head_bias": model.head_bias,
         "head_std": model.head_std,
         "classes": model.num_classes,
@@ -115,7 +118,7 @@ VIT_21K: dict[str, Any] = {
     "final_lr": 1e-5, "length": 90, "warmup": 10_000, "weight_decay": 0.03, "dropout": 0.1,
     "drop_path": 0.0, "crop": (0.05, 1.0), "resampling": ("bilinear", False), "flip": True,
     "augment": "", "erasing": None, "views": 1, "mixing": None, "pixels": HALF,
-    "clip": None, "loss": "sigmoid",
+    "clip": None, "loss": "sigmoid", "distilled": False,
     "smoothing": 0.0, "head_bias": -10.0, "head_std": 0.0, "classes": 21_843, "px": 224,
     "tanh_layer": True, "pool": "cls", "positions": ("learned", "vit", None), "resized_by": None,
     "gelu": "tanh", "eps": 1e-6, "layer_scale": None,
@@ -184,6 +187,8 @@ DEIT_384 = DEIT | {
     "batch": 512, "lr": 5e-6, "final_lr": 5e-6, "length": 30, "weight_decay": 1e-8, "px": 384,
     "resized_by": "deit", "thousand_steps": 75,
 }  # fmt: skip
+HARD = {"distilled": ("hard", 0.5, "regnety_160", None, True)}
+HARD_384 = {"distilled": ("hard", 0.5, "regnety_160", 384, True)}
 # The same README_revenge.md, "Training on ImageNet-1k", and "finetuning ... at resolution 224x224".
 DEIT3_I1K = DEIT3 | {
     "lr": 3e-3, "length": 800, "weight_decay": 0.05, "crop": (0.08, 1.0), "views": 3,
@@ -231,7 +236,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "deit/ti16": DEIT | {"preset": "Ti/16"},
     "deit/s16": DEIT | {"preset": "S/16"},
     "deit/b16": DEIT | {"preset": "B/16"},
+    "deit/ti16_distilled": DEIT | HARD | {"preset": "Ti/16"},
+    "deit/s16_distilled": DEIT | HARD | {"preset": "S/16"},
+    "deit/b16_distilled": DEIT | HARD | {"preset": "B/16"},
     "finetune/deit_b16_384": DEIT_384 | {"preset": "B/16"},
+    "finetune/deit_b16_distilled_384": DEIT_384 | HARD_384 | {"preset": "B/16"},
     "deit3_i1k/s16": DEIT3_I1K | {"preset": "S/16", "drop_path": (0.05, "constant"), "px": 224,
                                   "lr": 4e-3},
     "deit3_i1k/b16": DEIT3_I1K | {"preset": "B/16", "drop_path": (0.2, "constant")},

@@ -1,0 +1,206 @@
+"""Teachers from timm's files and from our runs; bad ones are refused before the first step."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from safetensors.torch import save_file
+
+from vitscale.config.errors import UserError
+from vitscale.training.distillation.objective import Distillation
+from vitscale.training.distillation.settings import (
+    KNOWN_SIZE,
+    TEACHER_COSTS,
+    DistillationSettings,
+    TeacherSettings,
+)
+from vitscale.training.distillation.teacher import Teacher, open_teacher
+
+NAME, CLASSES = "test_efficientnet", 5
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def network() -> Any:
+    torch.manual_seed(0)
+    model = timm.create_model(NAME, num_classes=CLASSES)
+    model.train()(torch.randn(8, 3, 64, 64))  # statistics that differ from the first ones
+    return model.eval()
+
+
+def opened(path: Path | str, *, num_classes: int = CLASSES, **settings: Any) -> Teacher:
+    values = {"model": NAME, "weights": str(path), **settings}
+    return open_teacher(TeacherSettings.model_validate(values), num_classes=num_classes, device=CPU)
+
+
+@pytest.fixture
+def safetensors(network: Any, tmp_path: Path) -> Path:
+    save_file(network.state_dict(), tmp_path / "teacher.safetensors")
+    return tmp_path / "teacher.safetensors"
+
+
+def torch_file(path: Path, content: Any) -> Path:
+    torch.save(content, path)
+    return path
+
+
+def images(size: int) -> torch.Tensor:
+    return torch.randint(
+        0, 256, (2, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+
+
+def test_logits_are_timms_on_the_teachers_own_pixels(network: Any, safetensors: Path) -> None:
+    pixels = images(160)
+    config = network.pretrained_cfg
+    mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
+    expected = network((pixels / 255 - mean) / std)
+    found = opened(safetensors).logits(pixels, dtype=torch.float32)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    given = opened(safetensors, mean=[0.5, 0.5, 0.5], std=[0.25, 0.25, 0.25])
+    expected = network((pixels / 255 - 0.5) / 0.25)
+    found = given.logits(pixels, dtype=torch.float32)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_images_are_resized_to_the_teachers_size(safetensors: Path) -> None:
+    teacher = opened(safetensors, image_size=64)
+    seen = []
+    teacher.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    flat = torch.full((2, 3, 32, 32), 200.0)
+    teacher.logits(flat, dtype=torch.float32)
+    assert seen[0].shape == (2, 3, 64, 64)
+    assert seen[0].std(dim=(0, 2, 3)).max() < 1e-5
+    assert opened(safetensors).image_size == 160  # timm's of this network
+
+
+def test_the_teacher_learns_nothing(safetensors: Path) -> None:
+    """No gradients, eval mode: BatchNorm's statistics stay; no draws from the run's state."""
+    torch.manual_seed(3)
+    before_state = torch.get_rng_state()
+    teacher = opened(safetensors, image_size=64)
+    before = {name: value.clone() for name, value in teacher.model.state_dict().items()}
+    logits = teacher.logits(images(64).float(), dtype=torch.bfloat16)
+    assert logits.dtype == torch.bfloat16 and not logits.requires_grad
+    assert not any(p.requires_grad for p in teacher.model.parameters())
+    for name, value in teacher.model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert torch.equal(torch.get_rng_state(), before_state)
+
+
+@pytest.mark.parametrize("key", [None, "model", "state_dict"])
+def test_torch_files_of_tensors_are_read(network: Any, tmp_path: Path, key: str | None) -> None:
+    state = network.state_dict()
+    path = torch_file(tmp_path / "teacher.pth", state if key is None else {key: state, "epoch": 3})
+    save_file(state, tmp_path / "same.safetensors")
+    found = opened(path, image_size=64)
+    same = opened(tmp_path / "same.safetensors", image_size=64)
+    pixels = images(64)
+    assert torch.equal(
+        found.logits(pixels, dtype=torch.float32), same.logits(pixels, dtype=torch.float32)
+    )
+    assert found.fingerprint != same.fingerprint
+
+
+def test_files_are_refused_before_they_run_code(network: Any, tmp_path: Path) -> None:
+    state = network.state_dict()
+    marker = tmp_path / "ran"
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return marker.touch, ()
+
+    refused = {
+        "evil": {"model": state, "args": Evil()},
+        "args": {"model": state, "args": argparse.Namespace(lr=1)},
+        "list": [1, 2],
+        "text": {"model": {"head": "text"}},
+    }
+    for name, content in refused.items():
+        path = torch_file(tmp_path / f"{name}.pth", content)
+        with pytest.raises(UserError, match="tensor"):
+            opened(path)
+    assert not marker.exists()
+
+
+def test_missing_damaged_and_other_files(tmp_path: Path, safetensors: Path) -> None:
+    (tmp_path / "damaged.pth").write_bytes(b"PK\x03\x04 nothing")
+    (tmp_path / "damaged.safetensors").write_bytes(b"\xff" * 100)
+    for name, message in (
+        ("none.pth", "cannot be read"),
+        ("none.safetensors", "none.safetensors"),
+        ("damaged.pth", "is damaged or holds more than tensors"),
+        ("damaged.safetensors", "is not a safetensors file"),
+        ("weights.h5", "is no kind of weight file"),
+    ):
+        with pytest.raises(UserError, match=message):
+            opened(tmp_path / name)
+
+
+def test_unfit_weights_are_listed(network: Any, tmp_path: Path) -> None:
+    state = {name: value for name, value in network.state_dict().items() if name != "bn1.bias"}
+    state["conv_stem.weight"] = torch.zeros(1)
+    path = torch_file(tmp_path / "teacher.pth", state)
+    with pytest.raises(UserError, match=r"(?s)2 tensors do not fit.*bn1.bias: model \(\d+,\), ch"):
+        opened(path)
+
+
+def test_another_number_of_classes_is_one_sentence(safetensors: Path) -> None:
+    with pytest.raises(UserError, match="predicts 5 classes, but the label map has 7"):
+        opened(safetensors, num_classes=7)
+
+
+def test_unknown_names_get_the_nearest_one(safetensors: Path) -> None:
+    with pytest.raises(UserError, match="no model 'regnety_161'; allowed: regnety_160|regnety_160"):
+        opened(safetensors, model="regnety_161")
+    with pytest.raises(UserError, match="timm has no model 'hf-hub:someone/something'"):
+        opened(safetensors, model="hf-hub:someone/something")
+
+
+def test_sizes_that_the_teacher_cannot_take(tmp_path: Path) -> None:
+    name = "vit_tiny_patch16_224"
+    vit = timm.create_model(name, num_classes=CLASSES)
+    path = torch_file(tmp_path / "vit.pth", vit.state_dict())
+    with pytest.raises(UserError, match="cannot take images of 64 px.*(?s:.*)224, its own size"):
+        opened(path, model=name, image_size=64)
+
+
+@pytest.mark.parametrize("name", TEACHER_COSTS)
+def test_costs_for_dry_runs_are_those_of_timm(name: str) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model = timm.create_model(name).eval()
+        model(torch.empty(1, 3, KNOWN_SIZE, KNOWN_SIZE))
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    assert TEACHER_COSTS[name] == (parameters, counter.get_total_flops())
+
+
+def test_costs_include_the_teacher(safetensors: Path) -> None:
+    from vitscale.models.registry import MODELS
+    from vitscale.models.vit.settings import ViTSettings
+
+    arch = ViTSettings(preset="B/16", distillation_token=True).architecture(num_classes=1000)
+    student = MODELS["vit"].train_flops_per_image(arch)
+
+    def objective(**teacher: Any) -> Distillation:
+        settings = DistillationSettings.model_validate({"teacher": {"weights": "x", **teacher}})
+        return Distillation(settings, seed=0)
+
+    known = objective(model="regnety_160")
+    assert known.train_flops_per_image(arch) - student == 31_823_020_544
+    assert known.frozen_bytes() == 4 * 83_590_140
+    assert list(known.notes()) == ["hard, from regnety_160"]
+    twice = objective(model="regnety_160", image_size=448)
+    assert twice.train_flops_per_image(arch) - student == 4 * 31_823_020_544
+    unknown = objective(model="resnet50")
+    assert unknown.train_flops_per_image(arch) == student and unknown.frozen_bytes() == 0
+    assert "without the costs of the teacher" in list(unknown.notes())[1]
+    unknown.teacher = opened(safetensors, image_size=64)
+    assert unknown.teacher.flops_per_image > 1e6
+    assert unknown.train_flops_per_image(arch) - student == unknown.teacher.flops_per_image

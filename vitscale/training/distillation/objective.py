@@ -1,0 +1,91 @@
+"""Distillation: learn labels and a teacher's predictions together.
+
+Leaves out: the teacher (`teacher`), the student's token and heads (`vitscale.models.vit`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from vitscale.training.distillation.settings import (
+    KNOWN_SIZE,
+    TEACHER_COSTS,
+    DistillationSettings,
+)
+from vitscale.training.supervised import Supervised
+
+if TYPE_CHECKING:
+    import torch
+
+    from vitscale.data.loader import Batch
+    from vitscale.engine.engine import Engine
+    from vitscale.models.interface.architecture import Architecture
+    from vitscale.training.distillation.teacher import Teacher
+
+FP32_BYTES = 4
+
+
+class Distillation(Supervised):
+    """The teacher is no part of the model: it has no gradients, is in no checkpoint, and every
+    rank holds all of it, whatever the ZeRO stage."""
+
+    Settings = DistillationSettings
+    teacher: Teacher | None = None
+    has_token = False
+    """Whether the student has a distillation token."""
+
+    def prepare(self, *, arch: Architecture, device: torch.device) -> None:
+        from vitscale.training.distillation.teacher import open_teacher
+
+        self.has_token = getattr(arch, "distillation_token", False)
+        self.teacher = open_teacher(
+            self.settings.teacher, num_classes=arch.num_classes, device=device
+        )
+
+    def compatibility(self) -> dict[str, Any]:
+        assert self.teacher is not None
+        return {"teacher": self.teacher.fingerprint}
+
+    def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
+        from vitscale.training.distillation.losses import hard_loss, soft_loss
+
+        assert self.teacher is not None
+        settings = self.settings
+        teacher_BC = self.teacher.logits(batch.images, dtype=engine.dtype)
+        if self.has_token:
+            class_BC, student_BC = engine.heads(batch.images)
+        else:
+            class_BC = student_BC = engine.logits(batch.images)
+        if settings.kind == "hard":
+            distilled = hard_loss(student_BC, teacher_BC)
+        else:
+            distilled = soft_loss(
+                student_BC, teacher_BC, tau=settings.tau, per_class=settings.per_class
+            )
+        labelled = self.label_loss(class_BC, batch)
+        return (1 - settings.alpha) * labelled + settings.alpha * distilled
+
+    # Before `prepare`, so in dry runs, the costs of a teacher are known from a table or not at all.
+
+    def train_flops_per_image(self, arch: Architecture) -> int:
+        """With the teacher's forward pass."""
+        return super().train_flops_per_image(arch) + self._teacher_costs()[1]
+
+    def frozen_bytes(self) -> int:
+        """The teacher's weights in fp32; what its forward pass needs is freed at once."""
+        return FP32_BYTES * self._teacher_costs()[0]
+
+    def notes(self) -> Iterator[str]:
+        settings = self.settings.teacher
+        yield f"{self.settings.kind}, from {settings.model or settings.weights}"
+        if not any(self._teacher_costs()):
+            yield "without the costs of the teacher, which are known when it is loaded"
+
+    def _teacher_costs(self) -> tuple[int, int]:
+        """Parameters, FLOPs of the forward pass of one image; zeros where they are not known."""
+        if self.teacher is not None:
+            return self.teacher.num_parameters, self.teacher.flops_per_image
+        name, size = self.settings.teacher.model, self.settings.teacher.image_size or KNOWN_SIZE
+        parameters, flops = TEACHER_COSTS.get((name or "").partition(".")[0], (0, 0))
+        return parameters, flops * size**2 // KNOWN_SIZE**2

@@ -1,0 +1,65 @@
+"""Settings of distillation and its teacher. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from pydantic import Field
+
+from vitscale.config.section import Section
+from vitscale.training.supervised import SupervisedSettings
+
+# (parameters, FLOPs of the forward pass of one image of 224 px) of convolutional networks, for dry
+# runs, which have no torch. A test compares them with timm.
+TEACHER_COSTS = {
+    "regnety_032": (19_436_338, 6_352_965_504),
+    "regnety_160": (83_590_140, 31_823_020_544),
+}
+KNOWN_SIZE = 224
+
+
+class TeacherSettings(Section):
+    """The model whose predictions are the student's second target. It is never trained."""
+
+    model: str | None = None
+    """timm's name, for example regnety_160 (DeiT's teacher); null: `weights` is a run of ours."""
+    weights: str
+    """Weights of `model`: .safetensors, .npz, or a torch file of tensors alone (.pth, .pt; also
+    below the key `model`, as DeiT's teacher). With model=null a run folder or checkpoint folder."""
+    image_size: int | None = Field(default=None, gt=0)
+    """Pixels a side that the teacher sees; mixed images are resized to it. null: its own."""
+    mean: tuple[float, float, float] | None = Field(default=None, strict=False)
+    """Subtracted from the teacher's pixels in [0, 1]; null: its own. With `std`."""
+    std: tuple[float, float, float] | None = Field(default=None, strict=False)
+    """Divides the teacher's pixels after that; null: its own. With `mean`."""
+
+
+class DistillationSettings(SupervisedSettings):
+    name: Literal["distillation"] = "distillation"  # type: ignore[assignment]  # another entry
+    """Labels and a teacher's predictions are learned together. Touvron et al. 2021 (DeiT), sec. 3.
+    With model.distillation_token each has a head of its own; without, one head learns both."""
+    teacher: TeacherSettings
+    kind: Literal["hard", "soft"] = "hard"
+    """hard: cross-entropy with the teacher's class. soft: divergence from its probabilities."""
+    alpha: float = Field(default=0.5, gt=0, lt=1)
+    """Share of the teacher in the loss. DeiT 0.5 (hard) and 0.1 (soft)."""
+    tau: float = Field(default=1.0, gt=0)
+    """soft only: temperature of both softmaxes. DeiT's paper 3, its code 1."""
+    per_class: bool = False
+    """soft only: also divide the divergence by the number of classes, as DeiT's code does; its
+    paper's formula does not."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        if self.kind == "hard":
+            for key, default in (("tau", 1.0), ("per_class", False)):
+                if getattr(self, key) != default:
+                    shown = str(default).lower()
+                    what = f"has no effect on hard distillation; set it to {shown}"
+                    yield (f"objective.{key}", what)
+        teacher = self.teacher
+        if (teacher.mean is None) != (teacher.std is None):
+            yield ("objective.teacher.mean", "and std go together; give both or neither")
+        if teacher.std is not None and min(teacher.std) <= 0:
+            yield ("objective.teacher.std", f"{teacher.std} must be positive")

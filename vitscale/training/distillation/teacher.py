@@ -1,0 +1,140 @@
+"""Load a teacher and evaluate it: in eval mode, without gradients, on its own pixels.
+
+Leaves out: the losses (`losses`), timm's models and their files (`vitscale.models`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitscale.checkpoint.folders import MANIFEST, resolve_weights
+from vitscale.config.errors import UserError
+from vitscale.distributed.atomic_files import blake3_of_file
+from vitscale.models.timm_models import Pixels, build_timm_model
+from vitscale.models.transfer import OBJECTIVE, refuse_misfits
+from vitscale.training.distillation.run_folder import TrainedModel, read_trained_model
+from vitscale.training.distillation.settings import TeacherSettings
+from vitscale.training.resume import starting_weights
+
+WEIGHTS_KEY = "objective.teacher.weights"
+SIZE_KEY = "objective.teacher.image_size"
+
+
+class Teacher:
+    """A model that is never trained. It keeps no state."""
+
+    def __init__(
+        self, model: nn.Module, *, pixels: Pixels, fingerprint: str, device: torch.device
+    ) -> None:
+        """fingerprint: of the file with its weights."""
+        self.model = model.eval().requires_grad_(False).to(device)
+        self.image_size, self.fingerprint = pixels.image_size, fingerprint
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.flops_per_image = 0
+        scale = torch.tensor([1 / (255 * s) for s in pixels.std], device=device)
+        shift = [-m / s for m, s in zip(pixels.mean, pixels.std, strict=True)]
+        self._scale_3HW = scale.view(3, 1, 1)
+        self._shift_3HW = torch.tensor(shift, device=device).view(3, 1, 1)
+
+    @torch.no_grad()
+    def logits(self, images_B3SS: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
+        """The student's images, uint8 or mixed float 0..255 -> logits [B, classes].
+
+        dtype: of the run; below fp32 the fp32 weights are rounded where they multiply.
+        """
+        images_B3SS = images_B3SS.float()
+        size = (self.image_size, self.image_size)
+        if images_B3SS.shape[-2:] != size:
+            images_B3SS = F.interpolate(
+                images_B3SS, size=size, mode="bicubic", antialias=True, align_corners=False
+            ).clamp_(0, 255)
+        images_B3SS = torch.addcmul(self._shift_3HW, images_B3SS, self._scale_3HW)
+        with torch.autocast(images_B3SS.device.type, dtype, enabled=dtype != torch.float32):
+            logits_BC: torch.Tensor = self.model(images_B3SS)
+        return logits_BC
+
+
+def open_teacher(settings: TeacherSettings, *, num_classes: int, device: torch.device) -> Teacher:
+    """Load the teacher and try it on one image.
+
+    Raises UserError for an unknown name, a missing or unfit file, another number of classes than
+    `num_classes`, and images that the teacher cannot take.
+    """
+    if settings.model is not None:
+        path = Path(settings.weights)
+        # Its random weights, soon replaced, must not move the run's random state.
+        with torch.random.fork_rng(devices=[]):
+            model, pixels = build_timm_model(settings.model, path, num_classes=num_classes)
+        fingerprint = blake3_of_file(path)
+    else:
+        model, pixels, fingerprint = _own_model(settings.weights, num_classes=num_classes)
+    chosen = Pixels(
+        image_size=settings.image_size or pixels.image_size,
+        mean=settings.mean or pixels.mean,
+        std=settings.std or pixels.std,
+    )
+    teacher = Teacher(model, pixels=chosen, fingerprint=fingerprint, device=device)
+    _try(teacher, own_size=pixels.image_size, num_classes=num_classes, device=device)
+    return teacher
+
+
+def _own_model(weights: str, *, num_classes: int) -> tuple[nn.Module, Pixels, str]:
+    """A run's newest checkpoint, or one checkpoint; the average of its weights if it has one."""
+    if Path(weights).is_file():
+        raise UserError(
+            f"{weights} is a file, but objective.teacher.model does not say of which model",
+            where=WEIGHTS_KEY,
+            next_step="set objective.teacher.model, or weights to a run folder",
+        )
+    checkpoint, _ = resolve_weights(weights, key=WEIGHTS_KEY)
+    trained: TrainedModel = read_trained_model(checkpoint)
+    if trained.arch.num_classes != num_classes:
+        raise _other_classes(trained.arch.num_classes, num_classes, where=str(checkpoint.folder))
+    model = trained.build()
+    given = {
+        name: tensor
+        for name, tensor in starting_weights(checkpoint, "auto").items()
+        if not name.startswith(OBJECTIVE)
+    }
+    refuse_misfits(
+        model.state_dict(),
+        given,
+        where=str(checkpoint.folder),
+        next_step="take the run folder that wrote this checkpoint",
+    )
+    model.load_state_dict(given)
+    return model, trained.pixels, blake3_of_file(checkpoint.folder / MANIFEST)
+
+
+def _other_classes(found: int, wanted: int, *, where: str) -> UserError:
+    return UserError(
+        f"the teacher predicts {found} classes, but the label map has {wanted}",
+        where=where,
+        next_step="take a teacher of the same classes, or train one on these shards",
+    )
+
+
+def _try(teacher: Teacher, *, own_size: int, num_classes: int, device: torch.device) -> None:
+    """One forward pass: whether the size suits, and its FLOPs."""
+    size = teacher.image_size
+    image = torch.zeros(1, 3, size, size, device=device)
+    try:
+        with FlopCounterMode(display=False) as counter:
+            logits_BC = teacher.logits(image, dtype=torch.float32)
+    except (AssertionError, RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()
+        raise UserError(
+            f"the teacher cannot take images of {size} px ({reason[0] if reason else error!r})",
+            where=SIZE_KEY,
+            next_step=f"set it to null or {own_size}, its own size"
+            if size != own_size
+            else "set it to a size that the teacher takes",
+        ) from None
+    if logits_BC.shape != (1, num_classes):
+        raise _other_classes(logits_BC.shape[-1], num_classes, where=WEIGHTS_KEY)
+    teacher.flops_per_image = counter.get_total_flops()
