@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pretrain.objectives.mae import Mae
 from pretrain.objectives.masked_patch_prediction import MaskedPatchPrediction
 from vitscale.config.section import NamedSection, choice_of
 from vitscale.training.distillation.objective import Distillation
@@ -13,6 +14,7 @@ from vitscale.training.supervised import Supervised
 OBJECTIVES: dict[str, type[Objective]] = {
     "masked_patch_prediction": MaskedPatchPrediction,
     "supervised": Supervised,
+    "mae": Mae,
     "distillation": Distillation,
 }
 

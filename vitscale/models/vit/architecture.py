@@ -23,6 +23,8 @@ class ViTArchitecture(Architecture):
         "patch_dropout",
         "head_width",
         "distillation_token",
+        "pooled_class_token",
+        "pool_norm",
         "name",
     )
 
@@ -40,6 +42,10 @@ class ViTArchitecture(Architecture):
     patch_dropout: float = 0.0
     head_width: int | None = None
     """Channels of an attention head; None: width / num_heads."""
+    pooled_class_token: bool = False
+    """Whether there is a class token although the patches are pooled."""
+    pool_norm: bool = False
+    """Whether the last norm follows the mean of the patches instead of preceding it."""
     distillation_token: bool = False
     name: str = "vit"
 
@@ -61,7 +67,7 @@ class ViTArchitecture(Architecture):
 
     @property
     def has_class_token(self) -> bool:
-        return self.pool == "cls"
+        return self.pool == "cls" or self.pooled_class_token
 
     @property
     def num_patches(self) -> int:

@@ -16,14 +16,19 @@ def num_parameters(arch: ViTArchitecture) -> int:
 
     Source: Dosovitskiy et al. 2021, section 3.1; ViT-B/16 with 1,000 classes has 86,567,656.
     """
-    d, a, m = arch.width, arch.attention_width, arch.mlp_width
+    d = arch.width
     patch = arch.patch_values * d + d
     tokens = arch.num_prefix_tokens * d + arch.num_position_rows * d
-    block = 2 * (2 * d) + (3 * d * a + 3 * a) + (a * d + d) + (d * m + m) + (m * d + d)
-    block += 2 * d if arch.layer_scale else 0
     representation = d * d + d if arch.representation_layer else 0
     head = arch.num_classifiers * (d * arch.num_classes + arch.num_classes)
-    return patch + tokens + arch.depth * block + 2 * d + representation + head
+    return patch + tokens + arch.depth * block_parameters(arch) + 2 * d + representation + head
+
+
+def block_parameters(arch: ViTArchitecture) -> int:
+    """Of one block."""
+    d, a, m = arch.width, arch.attention_width, arch.mlp_width
+    block = 2 * (2 * d) + (3 * d * a + 3 * a) + (a * d + d) + (d * m + m) + (m * d + d)
+    return block + (2 * d if arch.layer_scale else 0)
 
 
 def train_flops_per_image(arch: ViTArchitecture) -> int:
@@ -34,13 +39,18 @@ def train_flops_per_image(arch: ViTArchitecture) -> int:
     softmax and GELU are left out. For a = d, m = 4d the first term is the familiar 12 T d^2. T
     counts registers and the patches that patch dropout keeps; all N patches are embedded first.
     """
-    d, a, m = arch.width, arch.attention_width, arch.mlp_width
-    num_tokens = arch.num_train_tokens
-    block = num_tokens * (4 * d * a + 2 * d * m) + 2 * num_tokens**2 * a
+    d = arch.width
     patch = arch.num_patches * arch.patch_values * d
     head = arch.num_classifiers * d * arch.num_classes
     head += d * d if arch.representation_layer else 0
-    return 3 * 2 * (arch.depth * block + patch + head)
+    return 3 * 2 * (arch.depth * block_multiply_adds(arch) + patch + head)
+
+
+def block_multiply_adds(arch: ViTArchitecture) -> int:
+    """Of one block's forward pass in training."""
+    d, a, m = arch.width, arch.attention_width, arch.mlp_width
+    num_tokens = arch.num_train_tokens
+    return num_tokens * (4 * d * a + 2 * d * m) + 2 * num_tokens**2 * a
 
 
 def activation_bytes_per_image(

@@ -19,12 +19,13 @@ from torch import nn
 from vitscale.models.interface.compilation import compile_each
 from vitscale.models.interface.initialization import lecun_normal
 from vitscale.models.vit.architecture import ViTArchitecture
-from vitscale.models.vit.position_embedding import sincos_position_embedding
+from vitscale.models.vit.position_embedding import FIXED_POSITIONS
 from vitscale.models.vit.settings import TransformerSettings, ViTSettings
 
 MLP_BIAS_STD = 1e-6  # vision_transformer, MlpBlock
 POSITION_STD = 0.02  # vision_transformer, AddPositionEmbs
 DEIT_STD = 0.02
+MAE_STD = 0.02
 TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token")
 REGISTER_STD = 1e-6  # DINOv2, init_weights; never zero, or all registers would stay equal
 
@@ -132,9 +133,10 @@ def build_transformer(
         no_embed_class=not arch.class_position,
         patch_drop_rate=arch.patch_dropout,
         init_values=settings.layer_scale,
-        # timm would add a second norm after the mean; the papers' GAP models have one, before it.
-        fc_norm=False,
-        final_norm=True,
+        # timm would add a second norm after the mean. The GAP models of ViT and big_vision have
+        # one before it, MAE's and BEiT's one after it.
+        fc_norm=arch.pool_norm,
+        final_norm=not arch.pool_norm,
         embed_dim=arch.width,
         depth=arch.depth,
         num_heads=arch.num_heads,
@@ -152,8 +154,8 @@ def build_transformer(
         model.patch_drop.num_prefix_tokens = arch.num_prefix_tokens  # timm counts one
     if settings.representation_layer:
         model.add_module("head", RepresentationHead(arch.width, arch.num_classes))
-    if arch.positions == "sincos2d":
-        _fix_positions(model, sincos_position_embedding(arch.grid, width=arch.width))
+    if arch.positions in FIXED_POSITIONS:
+        _fix_positions(model, FIXED_POSITIONS[arch.positions](arch.grid, width=arch.width))
     if settings.drop_path_by_depth == "constant" and settings.drop_path > 0:
         for block in model.blocks:
             block.drop_path1 = DropPath(settings.drop_path)
@@ -261,9 +263,32 @@ def _initialize_as_deit(
         nn.init.normal_(model.cls_token, std=DEIT_STD, generator=random)
 
 
+def _initialize_as_mae(
+    model: VisionTransformer, random: torch.Generator, position_std: float
+) -> None:
+    """MAE, `models_mae.py`: Xavier-uniform kernels, Q, K and V as one matrix, biases 0.
+
+    The patch kernel as if it were a dense layer on the flattened patch, its bias as PyTorch makes
+    it.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.xavier_uniform_(module.weight, generator=random)
+            nn.init.zeros_(module.bias)
+    patch = model.patch_embed.proj
+    nn.init.xavier_uniform_(patch.weight.flatten(1), generator=random)
+    bound = patch.weight[0].numel() ** -0.5
+    nn.init.uniform_(patch.bias, -bound, bound, generator=random)
+    if isinstance(model.pos_embed, nn.Parameter):
+        nn.init.normal_(model.pos_embed, std=position_std, generator=random)
+    if model.cls_token is not None:
+        nn.init.normal_(model.cls_token, std=MAE_STD, generator=random)
+
+
 SCHEMES: dict[str, Callable[[VisionTransformer, torch.Generator, float], None]] = {
     "vit": _initialize_as_flax,
     "deit": _initialize_as_deit,
+    "mae": _initialize_as_mae,
 }
 
 

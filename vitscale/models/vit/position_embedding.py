@@ -79,7 +79,28 @@ def sincos_position_embedding(grid: tuple[int, int], *, width: int) -> torch.Ten
     """
     assert width % 4 == 0 and width >= 8
     num_bands = width // 4
-    exponents = torch.arange(num_bands, dtype=torch.float64) / (num_bands - 1)
+    return _sincos_table(grid, torch.arange(num_bands, dtype=torch.float64) / (num_bands - 1))
+
+
+def mae_position_embedding(grid: tuple[int, int], *, width: int) -> torch.Tensor:
+    """Fixed 2-D positions [rows * columns, width] in fp32, as MAE has them.
+
+    In the order of `sincos_position_embedding` (columns first), but the frequencies stop short of
+    1 / 10,000: the two are not interchangeable. The class token's position is zero, so there is no
+    row for it. Source: facebookresearch/mae, util/pos_embed.py.
+    """
+    assert width % 4 == 0
+    return _sincos_table(grid, torch.arange(width // 4, dtype=torch.float64) / (width // 4))
+
+
+# Values of `model.positions` that are computed from the grid.
+FIXED_POSITIONS: dict[str, Callable[..., torch.Tensor]] = {
+    "sincos2d": sincos_position_embedding,
+    "sincos2d_mae": mae_position_embedding,
+}
+
+
+def _sincos_table(grid: tuple[int, int], exponents: torch.Tensor) -> torch.Tensor:
     omega = 10_000.0**-exponents
     y, x = torch.meshgrid(
         torch.arange(grid[0], dtype=torch.float64),

@@ -44,15 +44,22 @@ class TransformerSettings(ModelSettingsBase):
     """Hidden channels of a block's MLP."""
     pool: Literal["cls", "gap"] = "cls"
     """What the head sees: the class token, or the mean of the patch tokens."""
+    class_token: bool | None = None
+    """null: with pool=cls only. true with pool=gap: the class token takes part in attention, but
+    no head reads it (MAE's fine-tuning)."""
+    pool_norm: bool = False
+    """With pool=gap: one norm after the mean instead of before it, named fc_norm (MAE, BEiT)."""
     num_registers: int = Field(default=0, ge=0)
     """Learned tokens after the class token; no head reads them. Darcet et al. 2024."""
     distillation_token: bool = False
     """A second token, with a position and a classifier of its own, for objective.name=distillation.
     At test the logits of both classifiers are averaged. Touvron et al. 2021 (DeiT), sec. 3."""
-    positions: Literal["learned", "sincos2d"] = "learned"
-    """sincos2d: fixed, on patches only. Beyer et al. 2022 (Better plain ViT baselines)."""
-    weight_init: Literal["vit", "deit"] = "vit"
-    """vit: Flax's, Xavier-uniform. deit: N(0, 0.02), the class token too (DeiT, DeiT-III)."""
+    positions: Literal["learned", "sincos2d", "sincos2d_mae"] = "learned"
+    """sincos2d: fixed, on patches only; Beyer et al. 2022 (Better plain ViT baselines).
+    sincos2d_mae: the same with MAE's frequencies; He et al. 2022."""
+    weight_init: Literal["vit", "deit", "mae"] = "vit"
+    """vit: Flax's, Xavier-uniform. deit: N(0, 0.02), the class token too (DeiT, DeiT-III). mae:
+    Xavier-uniform of fused Q, K, V and of the flattened patch kernel, class token N(0, 0.02)."""
     position_init: Literal["vit", "big_vision"] = "vit"
     """Learned positions start at N(0, 0.02) (vit) or N(0, 1 / sqrt(width)) (big_vision)."""
     class_position: bool | None = None
@@ -101,6 +108,8 @@ class TransformerSettings(ModelSettingsBase):
             "patch_dropout": self.patch_dropout,
             "head_width": self.head_width,
             "distillation_token": self.distillation_token,
+            "pooled_class_token": self.pool == "gap" and bool(self.class_token),
+            "pool_norm": self.pool_norm,
             **self.numbers(),
         }
 
@@ -114,12 +123,13 @@ class TransformerSettings(ModelSettingsBase):
                 f"{heads} heads do not divide width {width} (remainder {width % heads}); change "
                 "one of them, or set model.head_width",
             )
-        if self.positions == "sincos2d" and (width % 4 or width < 8):
+        if self.positions != "learned" and (width % 4 or width < 8):
             yield (
                 "model.positions",
-                f"sincos2d needs a width of 8 or more that 4 divides, not {width}; "
+                f"{self.positions} needs a width of 8 or more that 4 divides, not {width}; "
                 "set positions=learned or another width",
             )
+        yield from _pool_problems(self)
         yield from _class_position_problems(self)
         yield from _distillation_problems(self)
 
@@ -192,13 +202,20 @@ def _image_size_problems(
         )
 
 
+def _pool_problems(model: TransformerSettings) -> Iterator[tuple[str, str]]:
+    if model.pool == "cls" and model.class_token is False:
+        yield ("model.class_token", "false, but pool=cls reads it; set it to null, or pool=gap")
+    if model.pool == "cls" and model.pool_norm:
+        yield ("model.pool_norm", "is for pool=gap; set it to false, or pool=gap")
+
+
 def _class_position_problems(model: TransformerSettings) -> Iterator[tuple[str, str]]:
     if not model.class_position:
         return
-    if model.pool == "gap":
+    if model.pool == "gap" and not model.class_token:
         reason = "pool=gap has no class token"
-    elif model.positions == "sincos2d":
-        reason = "sincos2d positions are for patches only"
+    elif model.positions != "learned":
+        reason = f"{model.positions} positions are for patches only"
     elif model.num_registers:
         reason = "the position embedding has no rows for registers"
     else:

@@ -1,0 +1,316 @@
+"""The masked autoencoder against an independent slow version, and its published counts."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from vitscale.models.objectives.mae import (
+    MaskedAutoencoder,
+    encode_kept,
+    mask_orders,
+    patch_statistics,
+    picture_rows,
+    reconstruction_loss,
+    to_images,
+    to_patches,
+)
+from vitscale.models.objectives.mae_costs import (
+    DecoderSize,
+    activation_bytes_per_image,
+    num_kept,
+    num_parameters,
+    train_flops_per_image,
+)
+from vitscale.models.vit import costs as vit_costs
+from vitscale.models.vit.model import build_model, checkpoint_activations, decayed
+from vitscale.models.vit.position_embedding import mae_position_embedding
+from vitscale.models.vit.settings import ViTSettings
+
+PUBLISHED_DECODER = DecoderSize(width=512, depth=8, num_heads=16)
+SMALL_DECODER = DecoderSize(width=8, depth=2, num_heads=2)
+SMALL = ViTSettings(
+    image_size=12, patch_size=4, width=16, depth=2, num_heads=2, mlp_width=24,
+    positions="sincos2d_mae", weight_init="mae", gelu="erf",
+)  # fmt: skip
+
+
+def small_model(settings: ViTSettings = SMALL) -> Any:
+    arch = settings.architecture(num_classes=0)
+    torch.manual_seed(1)
+    model: Any = build_model(settings, arch, seed=0)
+    model.objective = MaskedAutoencoder(arch, SMALL_DECODER)
+    for parameter in model.parameters():  # biases and norms too
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.double()
+
+
+def slow_positions(side: int, width: int) -> torch.Tensor:
+    """Columns first: sin, cos; then rows. omega_k = 10000 ** (-k / (width / 4))."""
+    rows = []
+    for row in range(side):
+        for column in range(side):
+            values = []
+            for place in (column, row):
+                angles = [place * 10_000 ** (-k / (width / 4)) for k in range(width // 4)]
+                values += [math.sin(a) for a in angles] + [math.cos(a) for a in angles]
+            rows.append(values)
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def slow_norm(x: torch.Tensor, state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    scaled = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    return scaled * state[f"{name}.weight"] + state[f"{name}.bias"]
+
+
+def slow_dense(x: torch.Tensor, state: dict[str, torch.Tensor], name: str) -> torch.Tensor:
+    return x @ state[f"{name}.weight"].T + state[f"{name}.bias"]
+
+
+def slow_block(
+    x: torch.Tensor, state: dict[str, torch.Tensor], name: str, *, heads: int
+) -> torch.Tensor:
+    """One image's tokens [T, D]."""
+    width = x.shape[1] // heads
+    qkv = slow_dense(slow_norm(x, state, f"{name}.norm1"), state, f"{name}.attn.qkv")
+    queries, keys, values = qkv.chunk(3, dim=1)
+    seen = []
+    for head in range(heads):
+        part = slice(head * width, (head + 1) * width)
+        weights = torch.softmax(queries[:, part] @ keys[:, part].T / math.sqrt(width), dim=1)
+        seen.append(weights @ values[:, part])
+    x = x + slow_dense(torch.cat(seen, dim=1), state, f"{name}.attn.proj")
+    hidden = slow_dense(slow_norm(x, state, f"{name}.norm2"), state, f"{name}.mlp.fc1")
+    hidden = hidden * 0.5 * (1 + torch.erf(hidden / math.sqrt(2)))
+    return x + slow_dense(hidden, state, f"{name}.mlp.fc2")
+
+
+def slow_loss(
+    state: dict[str, torch.Tensor], images: torch.Tensor, noise: torch.Tensor, *, normalized: bool
+) -> torch.Tensor:
+    """MAE of image after image, patch after patch, for SMALL and SMALL_DECODER at 75 %."""
+    side, p, losses = 3, 4, []
+    for image, draws in zip(images, noise, strict=True):
+        patches = [
+            image[:, row * p : (row + 1) * p, column * p : (column + 1) * p]
+            for row in range(side)
+            for column in range(side)
+        ]
+        kept = sorted(range(9), key=lambda place: draws[place].item())[:2]
+        kernel = state["patch_embed.proj.weight"]
+        encoded = [state["cls_token"][0, 0]]
+        for place in kept:
+            token = (kernel * patches[place]).sum(dim=(1, 2, 3)) + state["patch_embed.proj.bias"]
+            encoded.append(token + slow_positions(3, 16)[place])
+        x = torch.stack(encoded)
+        for number in range(2):
+            x = slow_block(x, state, f"blocks.{number}", heads=2)
+        x = slow_dense(slow_norm(x, state, "norm"), state, "objective.embed")
+        tokens = [x[0]]
+        for place in range(9):
+            token = (
+                x[1 + kept.index(place)] if place in kept else state["objective.mask_token"][0, 0]
+            )
+            tokens.append(token + slow_positions(3, 8)[place])
+        x = torch.stack(tokens)
+        for number in range(2):
+            x = slow_block(x, state, f"objective.blocks.{number}", heads=2)
+        predicted = slow_dense(slow_norm(x, state, "objective.norm"), state, "objective.predict")
+        for place in set(range(9)) - set(kept):
+            target = torch.stack(
+                [patches[place][c, i, j] for i in range(p) for j in range(p) for c in range(3)]
+            )
+            if normalized:
+                variance = (target - target.mean()).square().sum() / (len(target) - 1)
+                target = (target - target.mean()) / (variance + 1e-6).sqrt()
+            losses.append((predicted[1 + place] - target).square().mean())
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("normalized", [True, False])
+def test_loss_and_gradients_equal_the_slow_version(normalized: bool, recompute: bool) -> None:
+    model = small_model()
+    random = torch.Generator().manual_seed(2)
+    images = torch.randn(3, 3, 12, 12, generator=random, dtype=torch.float64)
+    noise = torch.rand(3, 9, generator=random, dtype=torch.float64)
+    if recompute:
+        checkpoint_activations(model)
+    order, places = map(torch.from_numpy, mask_orders(noise.numpy()))
+    predicted = model(images, output="objective", kept_BK=order[:, :2], places_BL=places)
+    loss = reconstruction_loss(
+        predicted,
+        to_patches(images, patch_size=4),
+        removed_BR=order[:, 2:],
+        normalized=normalized,
+    )
+    loss.backward()
+    state = {n: p.detach().clone().requires_grad_() for n, p in model.named_parameters()}
+    expected = slow_loss(state, images, noise, normalized=normalized)
+    # The targets are fp32.
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    expected.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, state[name].grad, rtol=1e-4, atol=1e-6)
+
+
+def test_positions_are_added_before_patches_are_removed() -> None:
+    """All patches kept in another order: the features of a plain forward pass, in that order."""
+    for changes in ({}, {"positions": "learned"}):
+        model = small_model(SMALL.model_copy(update=changes))
+        images = torch.randn(2, 3, 12, 12, dtype=torch.float64)
+        order = torch.stack([torch.randperm(9), torch.randperm(9)])
+        encoded = encode_kept(model, images, kept_BK=order)
+        plain = model.forward_features(images)
+        torch.testing.assert_close(encoded[:, 0], plain[:, 0])
+        expected = torch.stack([plain[i, 1 + order[i]] for i in range(2)])
+        torch.testing.assert_close(encoded[:, 1:], expected)
+
+
+@pytest.mark.parametrize("patch_size", [4, 16])
+def test_predicting_zero_scores_nearly_one(patch_size: int) -> None:
+    """1 - 1 / (3p^2), since the variance is the unbiased one."""
+    images = torch.rand(2, 3, 48, 48, generator=torch.Generator().manual_seed(0))
+    patches = to_patches(images, patch_size=patch_size)
+    removed = torch.tensor([[0, 3, 5], [1, 2, 8]])
+    zero = torch.zeros_like(patches)
+    loss = reconstruction_loss(zero, patches, removed_BR=removed, normalized=True)
+    assert loss.item() == pytest.approx(1 - 1 / (3 * patch_size**2), abs=2e-5)
+
+
+def test_the_channel_is_last_in_a_patch() -> None:
+    images = torch.arange(2 * 3 * 5 * 5).view(2, 3, 5, 5)
+    patches = to_patches(images, patch_size=2)  # the fifth row and column fill no patch
+    assert patches.shape == (2, 4, 12)
+    assert patches[1, 2].tolist() == [
+        images[1, c, 2 + i, j].item() for i in range(2) for j in range(2) for c in range(3)
+    ]
+    assert torch.equal(to_images(patches), images[:, :, :4, :4])
+
+
+def test_pictures_show_true_pixels_where_they_are_seen() -> None:
+    images = torch.randint(0, 256, (2, 3, 8, 8), generator=torch.Generator().manual_seed(0))
+    mean, std = (0.5, 0.25, 0.75), (0.5, 1.0, 0.25)
+    shape = (3, 1, 1)
+    pixels = (images / 255 - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape)
+    patches = to_patches(pixels, patch_size=4)
+    removed = torch.tensor([[0, 3], [1, 2]])
+    options: Any = {"removed_BR": removed, "mean": mean, "std": std}
+    rows = picture_rows(torch.zeros_like(patches), patches, normalized=True, **options)
+    assert torch.equal(rows["image"], images)
+    seen = rows["reconstructed"] == images
+    assert seen[0, :, :4, 4:].all() and seen[0, :, 4:, :4].all() and not seen[0].all()
+    assert torch.equal(rows["visible"][0, :, :4, 4:], images[0, :, :4, 4:])
+    # The removed patches are predicted as their mean, which is one of all channels.
+    flat = to_patches(rows["predicted"].float(), patch_size=4)[0, 0].view(16, 3)
+    assert (flat == flat[0]).all()
+    perfect = picture_rows(patches, patches, normalized=False, **options)
+    assert torch.equal(perfect["predicted"], images)
+
+
+def test_statistics_of_a_patch_are_unbiased() -> None:
+    mean, deviation = patch_statistics(torch.tensor([[[1.0, 3.0]]]))
+    assert mean.item() == 2 and deviation.item() == pytest.approx(math.sqrt(2 + 1e-6))
+
+
+def test_kept_patches_have_the_least_noise() -> None:
+    order, places = mask_orders(np.array([[0.3, 0.1, 0.9, 0.1]]))
+    assert order.tolist() == [[1, 3, 0, 2]]  # the tie keeps its order
+    assert places.tolist() == [[2, 0, 3, 1]]
+
+
+def test_the_number_kept_is_rounded_down() -> None:
+    assert num_kept(100, mask_ratio=0.8) == 19  # 1 - 0.8 is below 0.2
+    assert num_kept(196, mask_ratio=0.75) == 49 and num_kept(256, mask_ratio=0.75) == 64
+
+
+def test_positions_are_those_of_mae() -> None:
+    ours = mae_position_embedding((3, 3), width=16).double()
+    torch.testing.assert_close(ours, slow_positions(3, 16), atol=1e-6, rtol=0)
+
+
+def test_start_is_that_of_mae() -> None:
+    settings = SMALL.model_copy(update={"width": 64, "mlp_width": 256})
+    arch = settings.architecture(num_classes=0)
+    model: Any = build_model(settings, arch, seed=0)
+    torch.manual_seed(0)
+    model.objective = MaskedAutoencoder(arch, DecoderSize(width=64, depth=1, num_heads=2))
+    patch = model.patch_embed.proj.weight
+    fused = math.sqrt(6 / (64 + 3 * 64))
+    for kernel, bound in (
+        (patch, math.sqrt(6 / (64 + 48))),
+        (model.blocks[0].attn.qkv.weight, fused),
+        (model.objective.blocks[0].attn.qkv.weight, fused),
+        (model.objective.predict.weight, math.sqrt(6 / (64 + 48))),
+    ):
+        assert 0.97 * bound < kernel.abs().max().item() <= bound
+    for token in (model.cls_token, model.objective.mask_token):
+        assert token.std().item() == pytest.approx(0.02, rel=0.3)
+        assert not decayed("objective.mask_token", token)
+    assert not any(model.objective.blocks[0].mlp.fc1.bias)
+
+
+@pytest.mark.parametrize(
+    "preset, encoder, decoder, ratio",
+    [
+        ("B/16", 85_647_360, 26_008_320, 0.557),
+        ("L/16", 303_099_904, 26_139_392, 0.337),
+        ("H/14", 630_435_840, 26_178_124, 0.290),
+    ],
+)
+def test_costs_are_those_of_the_published_models(
+    preset: str, encoder: int, decoder: int, ratio: float
+) -> None:
+    arch = ViTSettings(preset=preset, positions="sincos2d_mae").architecture(num_classes=0)
+    assert vit_costs.num_parameters(arch) == encoder
+    assert num_parameters(arch, PUBLISHED_DECODER) == encoder + decoder
+    masked = train_flops_per_image(arch, PUBLISHED_DECODER, mask_ratio=0.75)
+    assert masked / vit_costs.train_flops_per_image(arch) == pytest.approx(ratio, abs=6e-4)
+
+
+def test_parameters_are_counted_exactly() -> None:
+    model = small_model()
+    arch = SMALL.architecture(num_classes=0)
+    assert sum(p.numel() for p in model.parameters()) == num_parameters(arch, SMALL_DECODER)
+
+
+def test_recomputed_blocks_keep_fewer_activations() -> None:
+    arch = SMALL.architecture(num_classes=0)
+    kept, recomputed = (
+        activation_bytes_per_image(
+            arch,
+            SMALL_DECODER,
+            mask_ratio=0.75,
+            precision="fp32",
+            activation_checkpointing=recompute,
+        )
+        for recompute in (False, True)
+    )
+    encoder = 3 * (18 * 16 + 4 * 24) * 2 * 2
+    decoder = 10 * (18 * 8 + 4 * 32) * 2 * 2
+    assert kept == encoder + decoder and recomputed < kept
+
+
+def test_forward_is_one_graph() -> None:
+    """Compiled whole, for other masks too: counts are fixed, and no index is a boolean mask."""
+    model = small_model()
+    graphs: list[Any] = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=count, fullgraph=True)
+    images = torch.randn(2, 3, 12, 12, dtype=torch.float64)
+    for seed in range(3):
+        noise = np.random.default_rng(seed).random((2, 9))
+        order, places = map(torch.from_numpy, mask_orders(noise))
+        inputs = {"kept_BK": order[:, :2], "places_BL": places}
+        found = compiled(images, output="objective", **inputs)
+        torch.testing.assert_close(found, model(images, output="objective", **inputs))
+    assert len(graphs) == 1

@@ -1,0 +1,183 @@
+"""The masked autoencoder: what MAE adds to a Vision Transformer, and its targets.
+
+Source: He et al. 2022 (Masked Autoencoders Are Scalable Vision Learners); models_mae.py of
+facebookresearch/mae. B batch, L patches, K kept and R removed patches, D width of the encoder,
+W width of the decoder, P values of a patch.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from timm.models.vision_transformer import Block
+from torch import nn
+
+from vitscale.models.objectives.mae_costs import MLP_RATIO, DecoderSize
+from vitscale.models.objectives.patches import images_of_patches, patch_pixels, random_orders
+from vitscale.models.vit.architecture import ViTArchitecture
+from vitscale.models.vit.model import ViT, run_blocks
+from vitscale.models.vit.position_embedding import mae_position_embedding
+
+TOKEN_STD = 0.02
+VARIANCE_EPS = 1e-6
+
+
+class MaskedAutoencoder(nn.Module):
+    """Encodes the kept patches only and predicts the pixels of all, from a narrow decoder."""
+
+    pos_embed: torch.Tensor
+
+    def __init__(self, arch: ViTArchitecture, decoder: DecoderSize) -> None:
+        """Starts from torch's random state: Xavier-uniform, biases 0, mask token N(0, 0.02)."""
+        super().__init__()
+        norm: Any = partial(nn.LayerNorm, eps=1e-6)
+        width = decoder.width
+        self.embed = nn.Linear(arch.width, width)
+        self.mask_token = nn.Parameter(torch.empty(1, 1, width))
+        positions_LW = mae_position_embedding(arch.grid, width=width)
+        self.register_buffer("pos_embed", positions_LW[None], persistent=False)
+        self.blocks = nn.Sequential(
+            *(
+                Block(width, decoder.num_heads, MLP_RATIO, qkv_bias=True, norm_layer=norm)
+                for _ in range(decoder.depth)
+            )
+        )
+        self.norm = norm(width)
+        self.predict = nn.Linear(width, arch.patch_values)
+        nn.init.normal_(self.mask_token, std=TOKEN_STD)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                # Q, K and V as one matrix, as MAE does.
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    def forward(
+        self, vit: ViT, images_B3SS: torch.Tensor, *, kept_BK: torch.Tensor, places_BL: torch.Tensor
+    ) -> torch.Tensor:
+        """Predicted patches [B, L, P]. Inputs: see `mask_orders`."""
+        encoded_BKD = encode_kept(vit, images_B3SS, kept_BK=kept_BK)
+        embedded_BKW = self.embed(encoded_BKD)
+        class_B1W, visible_BKW = embedded_BKW[:, :1], embedded_BKW[:, 1:]
+        num_removed = places_BL.shape[1] - kept_BK.shape[1]
+        masks_BRW = self.mask_token.expand(len(images_B3SS), num_removed, -1)
+        shuffled_BLW = torch.cat([visible_BKW, masks_BRW.to(visible_BKW.dtype)], dim=1)
+        patches_BLW = take_patches(shuffled_BLW, places_BL) + self.pos_embed
+        # The class token's position is zero.
+        tokens_BXW = torch.cat([class_B1W.to(patches_BLW.dtype), patches_BLW], dim=1)
+        decoded_BXW = run_blocks(self.blocks, tokens_BXW, recompute=vit.grad_checkpointing)
+        predicted_BLP: torch.Tensor = self.predict(self.norm(decoded_BXW))[:, 1:]
+        return predicted_BLP
+
+
+def encode_kept(vit: ViT, images_B3SS: torch.Tensor, *, kept_BK: torch.Tensor) -> torch.Tensor:
+    """Class token and kept patches through the encoder [B, 1 + K, D].
+
+    Positions are added before the others are removed, and the class token after.
+    """
+    assert vit.pos_embed is not None and vit.cls_token is not None
+    positions_1LD: torch.Tensor = vit.pos_embed
+    class_11D: torch.Tensor = vit.cls_token
+    patches_BLD: torch.Tensor = vit.patch_embed(images_B3SS)
+    num_patches = patches_BLD.shape[1]
+    patches_BLD = patches_BLD + positions_1LD[:, -num_patches:]
+    if positions_1LD.shape[1] > num_patches:
+        class_11D = class_11D + positions_1LD[:, :1]
+    kept_BKD = take_patches(patches_BLD, kept_BK)
+    class_B1D = class_11D.expand(len(kept_BKD), -1, -1).to(kept_BKD.dtype)
+    return vit.run_blocks(vit.pos_drop(torch.cat([class_B1D, kept_BKD], dim=1)))
+
+
+def mask_orders(noise_BL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The patches with the least noise are kept.
+
+    Returns the order of all patches, the kept ones first, and the place of each patch in it; both
+    int64 [B, L].
+    """
+    order_BL = random_orders(noise_BL)
+    return order_BL, np.argsort(order_BL, axis=1)
+
+
+def take_patches(values_BLX: torch.Tensor, index_BK: torch.Tensor) -> torch.Tensor:
+    """The patches `index_BK` of each image [B, K, X]."""
+    return values_BLX.gather(1, index_BK[:, :, None].expand(-1, -1, values_BLX.shape[2]))
+
+
+def to_patches(images_B3SS: torch.Tensor, *, patch_size: int) -> torch.Tensor:
+    """Cut images [B, 3, S, S] into patches [B, L, P] in the order row, column, channel.
+
+    The channel is last, unlike in the kernel of the patch embedding. Pixels beyond the last whole
+    patch are left out.
+    """
+    return patch_pixels(images_B3SS, patch_size=patch_size).flatten(2)
+
+
+def to_images(patches_BLP: torch.Tensor) -> torch.Tensor:
+    """The inverse of `to_patches`: images of the whole patches [B, 3, S, S]."""
+    _, num_patches, num_values = patches_BLP.shape
+    side, patch_size = math.isqrt(num_patches), math.isqrt(num_values // 3)
+    pixels_BLpp3 = patches_BLP.unflatten(2, (patch_size, patch_size, 3))
+    return images_of_patches(pixels_BLpp3, grid=(side, side))
+
+
+def patch_statistics(patches_BLP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean and deviation of each patch [B, L, 1]; the variance is the unbiased one."""
+    variance, mean = torch.var_mean(patches_BLP, dim=2, keepdim=True)
+    return mean, (variance + VARIANCE_EPS).sqrt()
+
+
+def reconstruction_loss(
+    predicted_BLP: torch.Tensor,
+    patches_BLP: torch.Tensor,
+    *,
+    removed_BR: torch.Tensor,
+    normalized: bool,
+) -> torch.Tensor:
+    """Squared error of the removed patches: the mean over pixels, then over patches. Scalar, fp32.
+
+    normalized: predict each patch minus its mean, over its deviation (MAE, section 4.1).
+    """
+    target_BRP = take_patches(patches_BLP.float(), removed_BR)
+    if normalized:
+        mean, deviation = patch_statistics(target_BRP)
+        target_BRP = (target_BRP - mean) / deviation
+    difference_BRP = take_patches(predicted_BLP.float(), removed_BR) - target_BRP
+    return difference_BRP.square().mean()
+
+
+def picture_rows(
+    predicted_BLP: torch.Tensor,
+    patches_BLP: torch.Tensor,
+    *,
+    removed_BR: torch.Tensor,
+    normalized: bool,
+    mean: tuple[float, float, float],
+    std: tuple[float, float, float],
+) -> dict[str, torch.Tensor]:
+    """Title -> uint8 images [B, 3, S, S]: before, what is seen, reconstructed, all predictions.
+
+    patches_BLP: of pixels normalised by `mean` and `std`. normalized: the model predicts neither
+    mean nor contrast of a patch; they are taken from the true one.
+    """
+    predicted_BLP = predicted_BLP.float()
+    if normalized:
+        patch_mean, deviation = patch_statistics(patches_BLP)
+        predicted_BLP = predicted_BLP * deviation + patch_mean
+    is_removed_BL1 = torch.zeros_like(patches_BLP[:, :, :1], dtype=torch.bool)
+    is_removed_BL1.scatter_(1, removed_BR[:, :, None], True)
+    rows = {
+        "image": patches_BLP,
+        "visible": patches_BLP.masked_fill(is_removed_BL1, 0.0),
+        "reconstructed": torch.where(is_removed_BL1, predicted_BLP, patches_BLP),
+        "predicted": predicted_BLP,
+    }
+    mean_311, std_311 = (
+        torch.tensor(each, device=patches_BLP.device).view(3, 1, 1) for each in (mean, std)
+    )
+    return {
+        title: ((to_images(each) * std_311 + mean_311).clamp(0, 1) * 255).round().to(torch.uint8)
+        for title, each in rows.items()
+    }

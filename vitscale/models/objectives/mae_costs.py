@@ -1,0 +1,87 @@
+"""Parameters, FLOPs and activations of a masked autoencoder, by formula. Needs no torch.
+
+Legend: d width of the encoder, w of the decoder, N patches, T kept patches and the class token,
+P values of a patch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from vitscale.models.vit import costs as vit_costs
+from vitscale.models.vit.architecture import ViTArchitecture
+
+MLP_RATIO = 4
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderSize:
+    """Of MAE's decoder; `MLP_RATIO` times its width in the MLPs."""
+
+    width: int
+    depth: int
+    num_heads: int
+
+
+def num_kept(num_patches: int, *, mask_ratio: float) -> int:
+    """Patches that the encoder sees; rounded down: of 100 at 0.8 it keeps 19."""
+    return int(num_patches * (1 - mask_ratio))
+
+
+def num_parameters(arch: ViTArchitecture, decoder: DecoderSize) -> int:
+    """Exact count of trained values of encoder and decoder; both positions are fixed."""
+    d, w, pixels = arch.width, decoder.width, _patch_values(arch)
+    block = vit_costs.block_parameters(_decoder_arch(arch, decoder))
+    added = (d * w + w) + w + decoder.depth * block + 2 * w + (w * pixels + pixels)
+    return vit_costs.num_parameters(arch) + added
+
+
+def train_flops_per_image(arch: ViTArchitecture, decoder: DecoderSize, *, mask_ratio: float) -> int:
+    """Counted as `vit_costs` does: the encoder sees T tokens, the decoder all N + 1.
+
+    All N patches are embedded. The decoder adds T d w, its blocks, and (N + 1) w P multiply-adds.
+    """
+    encoder = vit_costs.train_flops_per_image(_encoder_arch(arch, mask_ratio))
+    visible = num_kept(arch.num_patches, mask_ratio=mask_ratio) + arch.num_prefix_tokens
+    embed = visible * arch.width * decoder.width
+    predict = arch.num_tokens * decoder.width * _patch_values(arch)
+    blocks = decoder.depth * vit_costs.block_multiply_adds(_decoder_arch(arch, decoder))
+    return encoder + 3 * 2 * (embed + blocks + predict)
+
+
+def activation_bytes_per_image(
+    arch: ViTArchitecture,
+    decoder: DecoderSize,
+    *,
+    mask_ratio: float,
+    precision: str,
+    activation_checkpointing: bool,
+) -> int:
+    """Of both parts, as `vit_costs` counts them."""
+    return sum(
+        vit_costs.activation_bytes_per_image(
+            part, precision=precision, activation_checkpointing=activation_checkpointing
+        )
+        for part in (_encoder_arch(arch, mask_ratio), _decoder_arch(arch, decoder))
+    )
+
+
+def _patch_values(arch: ViTArchitecture) -> int:
+    return arch.patch_values
+
+
+def _encoder_arch(arch: ViTArchitecture, mask_ratio: float) -> ViTArchitecture:
+    """The encoder costs as much as one whose training leaves out as many patches."""
+    return replace(arch, patch_dropout=mask_ratio)
+
+
+def _decoder_arch(arch: ViTArchitecture, decoder: DecoderSize) -> ViTArchitecture:
+    return replace(
+        arch,
+        width=decoder.width,
+        depth=decoder.depth,
+        num_heads=decoder.num_heads,
+        head_width=None,
+        mlp_width=MLP_RATIO * decoder.width,
+        layer_scale=False,
+    )
