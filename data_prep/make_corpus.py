@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 try:
-    from data_prep.sources.made.characters import Characters, character_files
+    from data_prep.sources.made.characters import GREY_LEVELS, Characters, character_files
     from data_prep.sources.made.digits import digit_files
     from data_prep.sources.made.letters import FONTS, SETS
     from vitscale.config.errors import UserError, run_script
@@ -76,6 +76,12 @@ def parse_arguments() -> argparse.Namespace:
         metavar="FONT",
         help=f"fonts of the test images alone; default {' '.join(default.test_fonts)}",
     )
+    letters.add_argument(
+        "--grey-levels",
+        choices=GREY_LEVELS,
+        default=default.grey_levels,
+        help=f"fixed: white on black; default {default.grey_levels}",
+    )
     for option, value, text in (
         ("--min-fonts", default.min_fonts, f"fonts of {len(FONTS)} that must have a letter"),
         ("--num-train", default.num_train, "training images per letter"),
@@ -115,6 +121,7 @@ def characters_of(arguments: argparse.Namespace) -> Characters:
         num_train=arguments.num_train,
         num_test=arguments.num_test,
         side_px=arguments.side_px,
+        grey_levels=arguments.grey_levels,
         seed=arguments.seed,
     )
 

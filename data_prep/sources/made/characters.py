@@ -13,6 +13,7 @@ import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from PIL import Image, ImageDraw
 
@@ -31,6 +32,10 @@ SHEAR = 0.12
 MAX_STROKE = 0.02  # added to either side of a line, per side of the image
 MIN_CONTRAST = 80
 
+# fixed: white letters on black.
+GreyLevels = Literal["random", "fixed"]
+GREY_LEVELS: tuple[GreyLevels, ...] = get_args(GreyLevels)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Characters:
@@ -42,6 +47,7 @@ class Characters:
     num_train: int = 60
     num_test: int = 8
     side_px: int = 48
+    grey_levels: GreyLevels = "random"
     seed: int = 0
 
 
@@ -56,20 +62,20 @@ def character_files(corpus: Characters) -> Iterator[tuple[str, bytes]]:
             for i in range(num_images):
                 font = choice[i % len(choice)]
                 key = stream_key("characters", corpus.seed, letter, font, i)
-                png = render(letter, font, side_px=corpus.side_px, random=CounterRandom(key))
+                png = render(letter, font, corpus, random=CounterRandom(key))
                 yield f"{split}/{class_name(letter)}/{font}-{i:03d}.png", png
 
 
-def render(letter: str, font: str, *, side_px: int, random: CounterRandom) -> bytes:
-    """One RGB PNG of `side_px` pixels a side."""
+def render(letter: str, font: str, corpus: Characters, *, random: CounterRandom) -> bytes:
+    """One RGB PNG of `corpus.side_px` pixels a side."""
     em = random.uniform(MIN_EM, MAX_EM)
     angle = math.radians(random.uniform(-ROTATION_DEGREES, ROTATION_DEGREES))
     shear = random.uniform(-SHEAR, SHEAR)
     shift = random.uniform(-JITTER, JITTER), random.uniform(-JITTER, JITTER)
     stroke = random.uniform(-MAX_STROKE, MAX_STROKE)  # half of the letters keep their own
-    paper, ink = _grey_levels(random)
+    paper, ink = _random_levels(random) if corpus.grey_levels == "random" else (0, 255)
 
-    large_px = OVERSAMPLING * side_px
+    large_px = OVERSAMPLING * corpus.side_px
     em_px = round(MAX_EM * large_px)
     stroke_px = round(max(0.0, stroke) * large_px)
     canvas = Image.new("L", (4 * em_px, 3 * em_px))
@@ -98,7 +104,7 @@ def render(letter: str, font: str, *, side_px: int, random: CounterRandom) -> by
     return file.getvalue()
 
 
-def _grey_levels(random: CounterRandom) -> tuple[int, int]:
+def _random_levels(random: CounterRandom) -> tuple[int, int]:
     """(paper, ink), at least MIN_CONTRAST apart; either may be the lighter one."""
     paper, ink = sorted(
         (int(random.uniform(0, 256 - MIN_CONTRAST)), int(random.uniform(0, 256 - MIN_CONTRAST)))

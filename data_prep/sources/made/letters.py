@@ -31,6 +31,8 @@ COMPARED_EM_PX = 40
 SETS: dict[str, Callable[[str], bool]] = {
     "latin": lambda letter: _script(letter) == "LATIN",
     "accented": lambda letter: _script(letter) == "LATIN" and _has_mark(letter),
+    # The accented letters of ISO 8859-1.
+    "western": lambda letter: letter <= "\u00ff" and _has_mark(letter),
     "greek": lambda letter: _script(letter) == "GREEK",
     "cyrillic": lambda letter: _script(letter) == "CYRILLIC",
     "all": lambda letter: True,

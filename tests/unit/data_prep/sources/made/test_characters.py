@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from data_prep.sources.made import characters
-from data_prep.sources.made.characters import Characters, character_files, render
+from data_prep.sources.made.characters import Characters, GreyLevels, character_files, render
 from data_prep.sources.made.letters import FONTS, TEST_FONTS
 from vitscale.distributed.random_numbers import CounterRandom
 
@@ -22,11 +22,12 @@ def three_letters(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def pixels(letter: str, font: str, *, key: int, side_px: int = 48) -> np.ndarray:
-    """float [side, side]"""
-    png = render(letter, font, side_px=side_px, random=CounterRandom(key))
+def pixels(letter: str, font: str, *, key: int, grey_levels: GreyLevels = "random") -> np.ndarray:
+    """float [48, 48]"""
+    corpus = Characters(grey_levels=grey_levels)
+    png = render(letter, font, corpus, random=CounterRandom(key))
     with Image.open(io.BytesIO(png)) as image:
-        assert (image.mode, image.size) == ("RGB", (side_px, side_px))
+        assert (image.mode, image.size) == ("RGB", (48, 48))
         return np.asarray(image)[..., 0].astype(float)
 
 
@@ -79,3 +80,8 @@ def test_either_of_paper_and_ink_may_be_lighter() -> None:
     middles = [np.median(pixels("Γ", "STIXGeneral", key=key)) for key in range(40)]
     assert borders == middles  # most of the image is paper
     assert min(borders) < 80 and max(borders) > 175
+
+
+def test_fixed_levels_are_white_on_black() -> None:
+    images = [pixels("Γ", "STIXGeneralBol", key=key, grey_levels="fixed") for key in range(8)]
+    assert all((image[0, 0], image.max()) == (0, 255) for image in images)

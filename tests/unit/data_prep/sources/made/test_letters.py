@@ -41,6 +41,12 @@ def test_accented_letters_are_latin_with_a_mark() -> None:
     assert {"é", "Ů", "ç"} <= letters and not letters & {"e", "ø", "ά"}
 
 
+def test_western_letters_are_the_53_of_latin_1() -> None:
+    letters = chosen("western")
+    assert len(letters) == 53 and set(letters) < set(chosen("accented"))
+    assert {"À", "ÿ"} <= set(letters) and not {"ß", "Ø", "ā"} & set(letters)
+
+
 def test_class_names_are_plain_file_names() -> None:
     names = [class_name(letter) for letter in chosen("cyrillic")]
     assert class_name("é") == "latin_small_letter_e_with_acute"
