@@ -10,6 +10,15 @@ from vitscale.optim.masked_adam import MaskedAdam
 from vitscale.optim.settings import OptimSettings
 
 
+def decayed_bf16(kept: torch.Tensor, decay: float) -> torch.Tensor:
+    """`kept` times `decay`, both factors and the product in bf16.
+
+    So in JAX, where a Python number takes the type of the array it meets: a decay of 0.9 is
+    0.8984375.
+    """
+    return kept * torch.tensor(decay, dtype=torch.bfloat16, device=kept.device)
+
+
 def build(
     groups: list[dict[str, Any]], settings: OptimSettings, *, fused: bool
 ) -> torch.optim.Optimizer:
@@ -24,10 +33,16 @@ class Bf16MomentumAdamW(MaskedAdam):
     """Loshchilov & Hutter 2019, algorithm 2, with 6 bytes of moments per value instead of 8.
 
     As optax's `scale_by_adam(mu_dtype="bfloat16")`, which big_vision's ViT recipes use: all is
-    computed in fp32, the update uses the moment before rounding, and the rounded one is kept.
+    computed in fp32 but the decayed moment, the update uses the new moment before rounding, and the
+    rounded one is kept.
     """
 
     state_dtypes = {"exp_avg": torch.bfloat16}
+
+    def _first_moment(
+        self, kept: torch.Tensor, gradient: torch.Tensor, beta: float
+    ) -> torch.Tensor:
+        return decayed_bf16(kept, beta) + (1 - beta) * gradient
 
     def _changed(
         self, parameter: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]

@@ -42,6 +42,12 @@ class MaskedAdam(torch.optim.Optimizer):
         """The new parameter. `direction`: Adam's, without rate and decay; may be overwritten."""
         raise NotImplementedError
 
+    def _first_moment(
+        self, kept: torch.Tensor, gradient: torch.Tensor, beta: float
+    ) -> torch.Tensor:
+        """The new first moment, in the gradient's type."""
+        return kept.to(gradient.dtype).lerp(gradient, 1 - beta)
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not used
         assert closure is None
@@ -64,7 +70,7 @@ class MaskedAdam(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         # In fp64: 1 - 0.999 in fp32 is off by 5e-5.
         count = state["step"].add_(1.0 - skipped).double()
-        mean = state["exp_avg"].to(gradient.dtype).lerp(gradient, 1 - beta1)
+        mean = self._first_moment(state["exp_avg"], gradient, beta1)
         square = torch.addcmul(state["exp_avg_sq"] * beta2, gradient, gradient, value=1 - beta2)
         deviation = (square / (1 - beta2**count)).sqrt_().add_(group["eps"])
         changed = self._changed(parameter, (mean / (1 - beta1**count)).div_(deviation), group)

@@ -21,14 +21,16 @@ def optimizer_of(weight: torch.Tensor) -> Bf16MomentumAdamW:
 
 
 def test_equals_the_algorithm_written_out_over_20_steps() -> None:
-    """In fp64 except for the kept moment; the update uses it before rounding."""
+    """In fp64 except for the kept and the decayed moment; the update uses it before rounding."""
     weight = torch.nn.Parameter(torch.ones(5, 3))
     optimizer = optimizer_of(weight)
     slow, mean, square = torch.ones(5, 3).double(), torch.zeros(5, 3), torch.zeros(5, 3).double()
     for step, gradient in enumerate(gradients(20), start=1):
         weight.grad = gradient.clone()
         optimizer.step()
-        exact = BETAS[0] * mean.double() + (1 - BETAS[0]) * gradient.double()
+        # 0.9 in bf16 has 8 bits: 230 / 256. So has the product, in JAX.
+        decayed = (mean.double() * 230 / 256).bfloat16().double()
+        exact = decayed + (1 - BETAS[0]) * gradient.double()
         square = BETAS[1] * square + (1 - BETAS[1]) * gradient.double() ** 2
         update = exact / (1 - BETAS[0] ** step) / ((square / (1 - BETAS[1] ** step)).sqrt() + EPS)
         slow = slow - 1e-2 * (update + DECAY * slow)

@@ -1,0 +1,120 @@
+"""Every recipe in configs/ plans at full size, and takes two steps when its model is shrunk.
+
+All options of a recipe stay as they are but sizes, lengths and the machine. Fine-tuning starts from
+the shrunk run that the recipe's card names.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from finetune.run import FinetuneRun
+from launch.planning.dry_run import plan_rows
+from pretrain.run import PretrainRun
+from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.ranks.fault_runs import wait_all
+from tests.support.ranks.run_states import journal_rows
+from tests.support.ranks.warm_ranks import ROOT, WarmStarter
+from vitscale.config.loader import load_run_file
+from vitscale.models.resnet.units import feature_stride
+
+RUN_TYPES = {"pretrain": PretrainRun, "finetune": FinetuneRun}
+CONFIGS = ROOT / "configs"
+NOT_TRAINING = ("data", "studies")
+# The card's command names the run folder of another recipe.
+INIT = re.compile(r"\binit=runs/(\S+)")
+AT_ONCE = 2
+# Its length depends on shards that are made first.
+UNPLANNED = "demo/pretrain"
+
+SHORT = [
+    *("schedule.epochs=null", "schedule.steps=2", "schedule.warmup_epochs=0"),
+    *("schedule.warmup_steps=1", "checkpoint.every_steps=2", "checkpoint.keep=1"),
+    *("data.global_batch=8", "data.num_workers=0", "data.val_split=train"),
+    "model.num_classes=null",
+    *("engine.device=cpu", "engine.precision=auto", "engine.num_threads=1"),
+    *("engine.max_micro_batch=4", "tracking.uri=null", "tracking.log_every_steps=1"),
+]
+
+
+@cache
+def recipes() -> dict[str, PretrainRun | FinetuneRun]:
+    paths = {path.relative_to(CONFIGS): path for path in sorted(CONFIGS.rglob("*.yaml"))}
+    return {
+        str(name.with_suffix("")): load_run_file(RUN_TYPES, path)
+        for name, path in paths.items()
+        if name.parts[0] not in NOT_TRAINING
+    }
+
+
+def shrunk(run: PretrainRun | FinetuneRun) -> list[str]:
+    """Overrides that make the model tiny, at twice or thrice its stride a side."""
+    model = run.model
+    arch = model.architecture(num_classes=10)
+    side = 2 if run.stage == "pretrain" else 3
+    if model.name == "bit_resnet":
+        return [
+            "model.stage_depths=[1,1,1,1]",
+            "model.root_width=32",
+            f"model.image_size={32 * side}",
+        ]
+    stride = arch.patch_size
+    sizes = ["model.width=32", "model.depth=2", "model.num_heads=2", "model.mlp_width=32"]
+    if model.name == "hybrid":
+        depths = [1] * len(arch.stage_depths)
+        stride *= feature_stride(tuple(depths))
+        sizes += [f"model.stage_depths={depths}", "model.root_width=32"]
+    # A remainder stays one: pixels that fill no patch.
+    return [*sizes, f"model.image_size={side * stride + arch.image_size % stride}"]
+
+
+def start_of(name: str) -> str | None:
+    """The recipe that a fine-tuning starts from."""
+    if recipes()[name].stage == "pretrain":
+        return None
+    header = (CONFIGS / f"{name}.yaml").read_text().partition("\nbase:")[0]
+    found = INIT.search(header)
+    assert found, f"{name}: the card's command has no init=runs/NAME"
+    (start,) = [other for other, run in recipes().items() if run.name == found[1]]
+    return start
+
+
+def test_every_recipe_plans_at_full_size() -> None:
+    planned = {name for name, run in recipes().items() if "steps" in dict(plan_rows(run))}
+    assert planned == set(recipes()) - {UNPLANNED}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(900)
+def test_every_recipe_takes_two_steps(warm_starter: WarmStarter, tmp_path: Path) -> None:
+    shards = write_shard_folder(tmp_path / "shards", num_per_class=8, num_shards=1)
+
+    def command(name: str) -> list[str | Path]:
+        run, start = recipes()[name], start_of(name)
+        settings = [*SHORT, *shrunk(run), f"data.path={shards}"]
+        settings += [f"output={tmp_path / name}", *([f"init={tmp_path / start}"] if start else [])]
+        return [ROOT / run.stage / "main.py", "--config", CONFIGS / f"{name}.yaml", *settings]
+
+    failed = {}
+    for stage in RUN_TYPES:
+        names = [name for name, run in recipes().items() if run.stage == stage]
+        for group in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
+            ranks = []
+            for name in group:
+                (tmp_path / name).mkdir(parents=True)
+                ranks += warm_starter.start(command(name), num_ranks=1, folder=tmp_path / name)
+            for name, rank, code in zip(group, ranks, wait_all(ranks), strict=True):
+                losses = [
+                    row["train/loss"]
+                    for row in journal_rows(tmp_path / name)
+                    if "train/loss" in row
+                ]
+                if code or len(losses) != 2 or not all(map(math.isfinite, losses)):
+                    failed[name] = (code, losses, rank.output()[-2000:])
+    assert not failed, "\n\n".join(f"{name}: {why}" for name, why in failed.items())
