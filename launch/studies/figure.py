@@ -14,7 +14,7 @@ from typing import Any
 
 from launch.comparison.report import COLOURS, DASHES
 from launch.studies.results import Result, is_share
-from launch.studies.settings import COMPUTE, IMAGES, FigureSettings, StudyRun, slug
+from launch.studies.settings import COMPUTE, IMAGES, AxisValue, FigureSettings, StudyRun, slug
 
 MARKERS = ("o", "s", "^", "D", "v", "P")
 X_LABELS = {IMAGES: "pre-training images", COMPUTE: "pre-training compute [FLOPs]"}
@@ -41,6 +41,8 @@ STYLE: dict[Any, Any] = {
 }
 PANEL_INCHES, HEIGHT_INCHES, LEGEND_INCHES = 4.6, 3.7, 1.6
 PNG_DPI = 160
+# Between neighbouring series: of the axis's natural logarithm, or of the step between two values.
+SHIFT = 0.04
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,6 +91,7 @@ def panel_series(
         ):
             continue
         value = result.values[figure.series]
+        name = line_name(value, figure)
         x = _x(study, figure, result)
         if x is None:
             continue
@@ -97,15 +100,20 @@ def panel_series(
             x=x,
             y=result.mean * scale,
             spread=None if result.spread is None else result.spread * scale,
-            label=value.label if value.series is not None else "",
+            label=value.label if value.label != name else "",
         )
         is_level = x == 0 and figure.x in X_LABELS
-        into = (levels if is_level else lines).setdefault(value.series or value.label, [])
+        into = (levels if is_level else lines).setdefault(name, [])
         if point not in into:
             into.append(point)
     found = [Series(name=n, points=tuple(sorted(p, key=lambda q: q.x))) for n, p in lines.items()]
     found += [Series(name=n, points=tuple(p), is_level=True) for n, p in levels.items()]
     return found
+
+
+def line_name(value: AxisValue, figure: FigureSettings) -> str:
+    """Over compute, models of one family are one line; elsewhere each value is a line."""
+    return value.series if figure.x == COMPUTE and value.series is not None else value.label
 
 
 def _x(study: StudyRun, figure: FigureSettings, result: Result) -> float | None:
@@ -134,17 +142,16 @@ def _draw(
         FigureCanvasAgg(drawing)
         all_axes = drawing.subplots(1, len(panels), squeeze=False)[0]
         styles = _styles(study, figure)
-        for panel, axes in zip(panels, all_axes, strict=True):
-            _draw_panel(axes, panel_series(study, figure, results, panel=panel), styles=styles)
-            _label_axes(axes, study, figure)
+        drawn = [panel_series(study, figure, results, panel=panel) for panel in panels]
+        sizes = {p.x for lines in drawn for line in lines if not line.is_level for p in line.points}
+        for panel, axes, lines in zip(panels, all_axes, drawn, strict=True):
+            _label_axes(axes, study, figure, sizes=sorted(sizes))
+            _draw_panel(axes, lines, styles=styles, x=figure.x)
             if panel is not None:
-                axes.set_title(panel, loc="left")
+                axes.set_title(f"{figure.panels}: {panel}", loc="left")
         all_axes[0].set_ylabel(_y_label(study))
-        handles: dict[str, Any] = {}
-        for axes in all_axes:
-            for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
-                handles.setdefault(name, handle)
-        drawing.legend(list(handles.values()), list(handles), loc="outside right center")
+        _add_legend(drawing, all_axes, names=list(styles))
+        drawing.supxlabel(_footnote(results), x=0.01, ha="left", fontsize=8, color=MUTED)
         if figure.title is not None:
             drawing.suptitle(figure.title, x=0.01, ha="left", fontweight="bold", fontsize=11)
         path = folder / f"{slug(figure.name)}.svg"
@@ -156,7 +163,7 @@ def _draw(
 
 def _styles(study: StudyRun, figure: FigureSettings) -> dict[str, dict[str, Any]]:
     """Colour, marker and dash of each series, the same in all panels."""
-    names = dict.fromkeys(value.series or value.label for value in study.axis(figure.series).values)
+    names = dict.fromkeys(line_name(value, figure) for value in study.axis(figure.series).values)
     return {
         name: {
             "color": COLOURS[i % len(COLOURS)],
@@ -167,9 +174,28 @@ def _styles(study: StudyRun, figure: FigureSettings) -> dict[str, dict[str, Any]
     }
 
 
-def _draw_panel(axes: Any, lines: Sequence[Series], *, styles: Mapping[str, Any]) -> None:
+def _add_legend(drawing: Any, all_axes: Sequence[Any], *, names: Sequence[str]) -> None:
+    """One legend for all panels, in the order of the axis."""
+    handles: dict[str, Any] = {}
+    for axes in all_axes:
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles.setdefault(name, handle)
+    shown = [name for name in names if name in handles]
+    drawing.legend([handles[name] for name in shown], shown, loc="outside right center")
+
+
+def _footnote(results: Sequence[Result]) -> str:
+    counts = sorted({len(result.by_seed) for result in results if result.by_seed})
+    if counts[-1] == 1:
+        return "one seed each"
+    seeds = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+    return f"mean and standard deviation over {seeds} seeds"
+
+
+def _draw_panel(axes: Any, lines: Sequence[Series], *, styles: Mapping[str, Any], x: str) -> None:
     for line in lines:
         style = styles[line.name]
+        shift = (list(styles).index(line.name) - (len(styles) - 1) / 2) * SHIFT
         if line.is_level:
             for point in line.points:
                 axes.axhline(
@@ -181,40 +207,62 @@ def _draw_panel(axes: Any, lines: Sequence[Series], *, styles: Mapping[str, Any]
                     axes.axhspan(low, high, color=style["color"], alpha=0.13, linewidth=0)
             continue
         axes.errorbar(
-            [point.x for point in line.points],
+            # Apart, so that error bars at one x can be told from each other.
+            [_shifted(point.x, shift, x=x) for point in line.points],
             [point.y for point in line.points],
             # 0 where there is one seed: no bar is seen.
             yerr=[point.spread or 0.0 for point in line.points],
             linewidth=1.6, markersize=5.5, capsize=3, elinewidth=1.1, label=line.name, **style,
         )  # fmt: skip
         for point in line.points:
-            if point.label and point.label != line.name:
+            if point.label:
                 axes.annotate(
                     point.label, (point.x, point.y), xytext=(5, -11), textcoords="offset points",
                     fontsize=8, color=MUTED,
                 )  # fmt: skip
 
 
-def _label_axes(axes: Any, study: StudyRun, figure: FigureSettings) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullFormatter, NullLocator
+def _shifted(value: float, shift: float, *, x: str) -> float:
+    if x == COMPUTE:
+        return value
+    return value * math.exp(shift) if x == IMAGES else value + shift
+
+
+def _label_axes(
+    axes: Any, study: StudyRun, figure: FigureSettings, *, sizes: Sequence[float]
+) -> None:
+    """sizes: every x of the figure, so that all panels have the same axis."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
     axes.grid(visible=True, axis="y", color=MUTED, alpha=0.22, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.set_xlabel(X_LABELS.get(figure.x, figure.x))
+    axes.margins(y=0.12)
     if figure.x not in X_LABELS:
         labels = [value.label for value in study.axis(figure.x).values]
         axes.set_xticks(range(len(labels)), labels)
-        axes.set_xlim(-0.4, len(labels) - 0.6)
+        axes.set_xlim(-0.5, len(labels) - 0.5)
         return
     axes.set_xscale("log")
+    if sizes:
+        room = (sizes[-1] / sizes[0]) ** 0.09 * 1.25
+        axes.set_xlim(sizes[0] / room, sizes[-1] * room)
+    axes.xaxis.set_minor_locator(NullLocator())
     if figure.x == IMAGES:
         # The sizes themselves are clearer than powers of ten.
-        sizes = sorted({float(x) for line in axes.containers for x in line.lines[0].get_xdata()})
         axes.xaxis.set_major_locator(FixedLocator(sizes))
-        axes.xaxis.set_minor_locator(NullLocator())
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: short_number(x)))
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.margins(x=0.08)
+    else:
+        is_short = bool(sizes) and sizes[-1] / sizes[0] < 30
+        axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if is_short else (1.0,)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: power_of_ten(x)))
+
+
+def power_of_ten(number: float) -> str:
+    """5e10 -> 5·10 to the 10, as mathematical text."""
+    digits, exponent = f"{number:.0e}".split("e")
+    factor = "" if digits == "1" else rf"{digits}\cdot"
+    return f"${factor}10^{{{int(exponent)}}}$"
 
 
 def short_number(number: float) -> str:

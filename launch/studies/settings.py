@@ -42,7 +42,8 @@ class AxisValue(Section):
     label: str
     """Name in tables, figures, tags and, as letters and digits, in run names."""
     series: str | None = None
-    """Values with the same series are one line of a figure; null: the label."""
+    """In a figure over compute, values with the same series are one line, such as a family of
+    models; null: the label."""
     overrides: tuple[str, ...] = Field(default=(), strict=False)
     """Settings of both stages, as on the command line."""
     pretrain: StageChange = StageChange()
@@ -71,7 +72,7 @@ class FigureSettings(Section):
     """pretrain_images (number of images pre-trained on), pretrain_flops (compute of pre-training),
     both on a logarithmic axis; or the name of an axis."""
     series: str
-    """Axis whose values are lines; see `axes.values.series`."""
+    """Axis whose values are the lines."""
     panels: str | None = None
     """Axis with one panel for each value, such as the transfer set; null: one panel."""
 

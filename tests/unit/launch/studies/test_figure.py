@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from launch.studies.figure import Series, draw, panel_series, short_number
+from launch.studies.figure import Series, draw, panel_series, power_of_ten, short_number
 from launch.studies.grid import Grid
 from launch.studies.results import collect
 from launch.studies.states import states_of
@@ -27,7 +27,7 @@ def lines_of(grid: Grid, panel: str | None = None) -> dict[str, Series]:
 
 
 def test_lines_have_the_values_and_their_spread(folder: Path) -> None:
-    grid = grid_of(write_study(folder, STUDY.replace(", series: ViT", "")))
+    grid = grid_of(write_study(folder, STUDY))
     write_all(grid, {"finetune_wide_1_seed0": 0.7, "finetune_wide_1_seed1": 0.8})
     wide = lines_of(grid)["wide"]
     assert [point.x for point in wide.points] == [10, 1000]
@@ -35,7 +35,7 @@ def test_lines_have_the_values_and_their_spread(folder: Path) -> None:
     assert [round(point.spread or 0, 3) for point in wide.points] == [7.071, 0]
 
 
-def test_values_of_one_series_form_one_line(folder: Path) -> None:
+def test_a_family_is_one_line_over_compute(folder: Path) -> None:
     text = STUDY.replace("x: pretrain_images", "x: pretrain_flops")
     grid = grid_of(write_study(folder, text), "seeds=[0]")
     write_all(grid, {})
@@ -57,9 +57,9 @@ def test_panels_divide_the_results(folder: Path) -> None:
     text = text.replace("x: pretrain_images", "x: model")
     grid = grid_of(write_study(folder, text), "seeds=[0]")
     write_all(grid, {"finetune_wide_1_seed0": 0.7})
-    few, all_images = (lines_of(grid, panel)["ViT"] for panel in ("1 %", "100 %"))
-    assert [round(point.y) for point in few.points] == [50, 70]
-    assert [round(point.y) for point in all_images.points] == [50, 50]
+    few, all_images = (lines_of(grid, panel)["wide"] for panel in ("1 %", "100 %"))
+    assert [round(point.y) for point in few.points] == [70]
+    assert [round(point.y) for point in all_images.points] == [50]
 
 
 def test_figures_are_written_as_svg_and_png(folder: Path) -> None:
@@ -86,3 +86,8 @@ def test_nothing_is_drawn_without_results(folder: Path) -> None:
 )
 def test_numbers_are_short(number: float, text: str) -> None:
     assert short_number(number) == text
+
+
+def test_powers_of_ten_are_written_as_such() -> None:
+    assert power_of_ten(1e18) == "$10^{18}$"
+    assert power_of_ten(5e10) == r"$5\cdot10^{10}$"
