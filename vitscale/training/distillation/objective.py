@@ -31,6 +31,7 @@ class Distillation(Supervised):
     rank holds all of it, whatever the ZeRO stage."""
 
     Settings = DistillationSettings
+    metric_names = ("train/label_loss", "train/teacher_loss", "train/teacher_agreement")
     teacher: Teacher | None = None
     has_token = False
     """Whether the student has a distillation token."""
@@ -64,6 +65,10 @@ class Distillation(Supervised):
                 student_BC, teacher_BC, tau=settings.tau, per_class=settings.per_class
             )
         labelled = self.label_loss(class_BC, batch)
+        self.record("train/label_loss", labelled)
+        self.record("train/teacher_loss", distilled)
+        agreed_B = student_BC.argmax(dim=1) == teacher_BC.argmax(dim=1)
+        self.record("train/teacher_agreement", agreed_B.float().mean())
         return (1 - settings.alpha) * labelled + settings.alpha * distilled
 
     # Before `prepare`, so in dry runs, the costs of a teacher are known from a table or not at all.
