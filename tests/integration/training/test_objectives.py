@@ -34,9 +34,28 @@ class Case:
     """What it changes in the model, for fine-tuning too."""
     left_out: str = ""
     """A tensor that fine-tuning says it leaves out; empty: none."""
+    has_teacher: bool = False
+    """Its teacher is the run of `supervised`."""
 
 
 OBJECTIVES = {
+    "distillation": Case(
+        config={"objective": {"name": "distillation"}},
+        model={"distillation_token": True},
+        has_teacher=True,
+    ),
+    "mae": Case(
+        config={
+            "objective": {
+                "name": "mae",
+                "decoder_width": 16,
+                "decoder_depth": 1,
+                "decoder_heads": 2,
+            },
+            "evaluate": [{"name": "knn", "max_bank_images": 100}],
+        },
+        left_out="objective.blocks.0",
+    ),
     "masked_patch_prediction": Case(
         config={
             "objective": {"name": "masked_patch_prediction", "target": "color_grid"},
@@ -93,6 +112,9 @@ class Runs:
         case = OBJECTIVES[name]
         engine = {"zero_stage": stage, **STAGES[stage]}
         values = merged(PRETRAIN, case.config, {"model": case.model, "engine": engine})
+        if case.has_teacher:
+            teacher = {"weights": str(self.finished("supervised", stage=1))}
+            values = merged(values, {"objective": {"teacher": teacher}})
         faults = [fault("backward", SIGNALLED * ACCUMULATION, "SIGTERM")] if stopped else []
         return self._run("pretrain", folder, values, num_ranks=num_ranks, faults=faults)
 
