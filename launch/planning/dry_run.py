@@ -22,9 +22,10 @@ from vitscale.data.remote.urls import Location, location_of
 from vitscale.models.costs import memory_estimate
 from vitscale.optim.schedules import ENDLESS
 from vitscale.runs.data_prep import DataPrepRun
-from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
+from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan, training_plans
 
 Rows = Iterator[tuple[str, str]]
+Plans = tuple[TrainingPlan, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,16 +133,16 @@ def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     yield "data", f"{_count(facts.num_samples)} training images, from {facts.source}"
     yield "objective", "; ".join([run.objective.name, *run.make_objective().notes()])
     yield "evaluation", _evaluation_text(run)
-    plan = _known_plan(run, facts, world_size=world_size)
-    if plan is None:
+    plans = _known_plans(run, facts, world_size=world_size)
+    if not plans:
         yield "schedule", "unknown: epochs need a number of images (data.planned_num_samples)"
     else:
-        yield from _plan_rows(run, facts, plan)
+        yield from _plan_rows(run, facts, plans)
     num_classes = planned_classes(run, facts)
     if num_classes is None:
         yield "model", "unknown: make the shards, or set model.num_classes"
         return
-    yield from _cost_rows(run, plan, num_classes=num_classes, world_size=world_size)
+    yield from _cost_rows(run, plans, num_classes=num_classes, world_size=world_size)
 
 
 def planned_classes(run: PretrainRun | FinetuneRun, facts: DataFacts) -> int | None:
@@ -166,14 +167,21 @@ def _evaluation_text(run: PretrainRun | FinetuneRun) -> str:
     return f"{', '.join(each)}; all after the last step, on {run.data.val_split!r}"
 
 
-def _known_plan(run: TrainingRun, facts: DataFacts, *, world_size: int) -> TrainingPlan | None:
+def _known_plans(run: TrainingRun, facts: DataFacts, *, world_size: int) -> Plans:
+    """One for each image size; none while the number of steps is unknown."""
     if facts.num_samples is None and run.schedule.steps is None:
-        return None
-    return training_plan(run, world_size=world_size, num_samples=facts.num_samples or 0)
+        return ()
+    return training_plans(run, world_size=world_size, num_samples=facts.num_samples or 0)
 
 
-def _plan_rows(run: TrainingRun, facts: DataFacts, plan: TrainingPlan) -> Rows:
-    yield "batch", plan.equation
+def _plan_rows(run: TrainingRun, facts: DataFacts, plans: Plans) -> Rows:
+    plan = plans[-1]
+    if plan.has_one_image_size:
+        yield "batch", plan.equation
+    else:
+        for each in plans:
+            span = f"steps {each.start:,} to {each.stop:,}"
+            yield f"{each.image_size} px", f"{span}; {each.equation}"
     images = plan.total_steps * plan.global_batch
     epochs = f" = {images / facts.num_samples:.4g} epochs" if facts.num_samples else ""
     yield "steps", f"{plan.total_steps:,} steps, {images:,} images{epochs}"
@@ -188,7 +196,7 @@ def _plan_rows(run: TrainingRun, facts: DataFacts, plan: TrainingPlan) -> Rows:
 
 def _cost_rows(
     run: PretrainRun | FinetuneRun,
-    plan: TrainingPlan | None,
+    plans: Plans,
     *,
     num_classes: int,
     world_size: int,
@@ -199,26 +207,40 @@ def _cost_rows(
     yield "model", f"{count:,} parameters, {arch.summary}, {num_classes:,} classes"
     flops = objective.train_flops_per_image(arch)
     total = ""
-    if plan is not None:
-        total = f", {flops * plan.global_batch * plan.total_steps:.3g} FLOPs for the whole run"
+    archs = [
+        run.model.model_copy(update={"image_size": plan.image_size}).architecture(
+            num_classes=num_classes
+        )
+        for plan in plans
+    ]
+    if plans:
+        spent = sum(
+            objective.train_flops_per_image(each) * plan.global_batch * (plan.stop - plan.start)
+            for each, plan in zip(archs, plans, strict=True)
+        )
+        total = f", {spent:.3g} FLOPs for the whole run"
     yield "compute", f"{flops / 1e9:,.1f} GFLOPs per training image{total}"
-    if plan is None:
+    if not plans:
         yield "memory", "unknown without a plan"
         return
     precision = run.engine.precision
     if precision == "auto":
         precision = "bf16" if run.launch.gpus_per_node else "fp32"
-    memory = memory_estimate(
-        arch,
-        zero_stage=run.engine.zero_stage,
-        world_size=world_size,
-        precision=precision,
-        micro_batch=plan.micro_batch,
-        activation_checkpointing=run.engine.activation_checkpointing,
-        optimizer_bytes=run.optim.state_bytes_per_parameter,
-        costs=objective,
-        frozen_bytes=objective.frozen_bytes(),
-    )
+    estimates = [
+        memory_estimate(
+            each,
+            zero_stage=run.engine.zero_stage,
+            world_size=world_size,
+            precision=precision,
+            micro_batch=plan.micro_batch,
+            activation_checkpointing=run.engine.activation_checkpointing,
+            optimizer_bytes=run.optim.state_bytes_per_parameter,
+            costs=objective,
+            frozen_bytes=objective.frozen_bytes(),
+        )
+        for each, plan in zip(archs, plans, strict=True)
+    ]
+    memory = max(estimates, key=lambda estimate: estimate.total)
     yield (
         f"memory per {'GPU' if run.launch.gpus_per_node else 'process'}",
         f"{_gib(memory.total)} = {_gib(memory.parameters)} parameters + "

@@ -23,7 +23,7 @@ from vitscale.checkpoint.tensors import slice_name
 from vitscale.distributed.world import World, gather_objects
 from vitscale.engine.agreement import disagreement
 from vitscale.engine.guard import Health, UpdateGuard
-from vitscale.engine.layouts import initialize_deepspeed, layout_of
+from vitscale.engine.layouts import destroy_deepspeed, initialize_deepspeed, layout_of
 from vitscale.optim.registry import OPTIMIZERS
 from vitscale.optim.settings import EmaSettings
 
@@ -84,6 +84,7 @@ class Engine:
         scale = torch.tensor([1 / (255 * s) for s in std], device=world.device)
         shift = torch.tensor([-m / s for m, s in zip(mean, std, strict=True)], device=world.device)
         self._scale_3HW, self._shift_3HW = scale.view(3, 1, 1), shift.view(3, 1, 1)
+        self._is_compiled = compile_input
         self._normalize = torch.compile(_normalize) if compile_input else _normalize
 
     @property
@@ -205,6 +206,12 @@ class Engine:
         if wrong:
             return f"rank {', '.join(wrong)} uses weights that differ from their fp32 originals"
         return disagreement(names, [row[:-1] for row in rows])
+
+    def close(self) -> None:
+        """Release the model and the optimiser, so that another engine can be built."""
+        destroy_deepspeed(self._engine)
+        if self._is_compiled:
+            torch.compiler.reset()
 
     # --- state as tensors by name ----------------------------------------------------------------
 

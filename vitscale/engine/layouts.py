@@ -21,7 +21,7 @@ import deepspeed
 import torch
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.utils import is_invalid_grad_norm
-from deepspeed.runtime.zero import stage3, stage_1_and_2
+from deepspeed.runtime.zero import parameter_offload, stage3, stage_1_and_2
 from deepspeed.utils import (
     logger as deepspeed_logger,
 )
@@ -74,6 +74,14 @@ def initialize_deepspeed(
     for module in (bf16_optimizer, stage_1_and_2, stage3):
         module.is_invalid_grad_norm = check
     return engine
+
+
+def destroy_deepspeed(engine: Any) -> None:
+    """Remove DeepSpeed's hooks, and what would keep the model alive after its engine."""
+    engine.destroy()
+    # ZeRO 3 adds the model once and never removes it (seen in 0.19.8).
+    stack = parameter_offload.FWD_MODULE_STACK
+    stack[:] = [module for module in stack if module is not engine.module]
 
 
 def layout_of(engine: Any, world: World, *, zero_stage: int) -> Layout:

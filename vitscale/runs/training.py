@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from pydantic import Field
@@ -20,6 +21,8 @@ from vitscale.data.settings import DataSettings, augment_problems, remote_proble
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.evaluation.registry import EVALUATIONS, EvaluationSettings
 from vitscale.models.registry import ModelSettings
+from vitscale.optim.resolutions import KEY as RESOLUTIONS
+from vitscale.optim.resolutions import ResolutionSettings, spans
 from vitscale.optim.schedules import (
     ScheduleSettings,
     cooldown_steps,
@@ -68,6 +71,7 @@ class TrainingRun(Run):
         yield from augment_problems(self.data)
         yield from _section_problems(self)
         yield from schedule_problems(self.schedule)
+        yield from _resolution_problems(self)
         yield from optim_problems(self.optim, zero_stage=self.engine.zero_stage)
         yield from raw_problems(self.deepspeed)
         yield from launch_problems(self.launch)
@@ -128,18 +132,52 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
         yield ("checkpoint.resume", f"{run.checkpoint.resume!r} is not one of auto, never")
 
 
+def _resolution_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
+    resolutions, last = run.schedule.resolutions, run.model.image_size
+    if resolutions is None:
+        return
+    if len(resolutions) < 2:
+        yield (RESOLUTIONS, "a sequence has two image sizes at least; add one, or set it to null")
+        return
+    sizes = [each.image_size for each in resolutions]
+    if any(later <= earlier for earlier, later in pairwise(sizes)):
+        yield (RESOLUTIONS, f"image sizes {sizes} do not increase; sort them, each once")
+    if sizes[-1] != last:
+        what = f"the last image size is {sizes[-1]}, but model.image_size is {last}"
+        yield (RESOLUTIONS, f"{what}; make them equal")
+    shares = [each.until for each in resolutions[:-1]]
+    known = [share for share in shares if share is not None]
+    if len(known) < len(shares) or resolutions[-1].until is not None:
+        yield (RESOLUTIONS, "every image size but the last needs `until`, and the last has none")
+    elif any(later <= earlier for earlier, later in pairwise(known)):
+        yield (RESOLUTIONS, f"shares until {known} do not increase; sort them, each once")
+    for size in sizes:
+        if size != last:
+            problems = run.model.model_copy(update={"image_size": size}).problems()
+            yield from ((RESOLUTIONS, text) for key, text in problems if key == "model.image_size")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPlan:
-    """Values derived from a run, the world size and the number of samples; never written back."""
+    """Values derived from a run, the world size and the number of samples; never written back.
+
+    Micro-batch and accumulation hold at one image size, from step `start` to step `stop`.
+    """
 
     world_size: int
     global_batch: int
     micro_batch: int
     accumulation: int
+    max_micro_batch: int
     num_samples: int
     total_steps: int
     warmup_steps: int
     cooldown_steps: int
+    image_size: int
+    start: int
+    """First step at this image size, counted from 0."""
+    stop: int
+    """Step after the last one at this image size."""
 
     @property
     def equation(self) -> str:
@@ -148,14 +186,55 @@ class TrainingPlan:
             f"x {self.micro_batch} images x {self.accumulation} accumulated"
         )
 
+    @property
+    def has_one_image_size(self) -> bool:
+        return self.start == 0 and self.stop == self.total_steps
 
-def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> TrainingPlan:
-    """Derive micro-batch, accumulation and steps.
+
+def training_plan(
+    run: TrainingRun, *, world_size: int, num_samples: int, step: int = 0
+) -> TrainingPlan:
+    """The plan at a step, counted from 0; after the last one it is that of the last."""
+    plans = training_plans(run, world_size=world_size, num_samples=num_samples)
+    return next((plan for plan in plans if step < plan.stop), plans[-1])
+
+
+def training_plans(
+    run: TrainingRun, *, world_size: int, num_samples: int
+) -> tuple[TrainingPlan, ...]:
+    """Derive micro-batch, accumulation and steps; one plan for each image size of the run.
 
     The micro-batch is the largest divisor of a rank's share within `engine.max_micro_batch`, even
     with mixing. Raises UserError when there is none, or the steps do not fit the schedule.
     """
     batch = run.data.global_batch
+    share = _share_of_a_rank(batch, world_size=world_size)
+    total, warmup, cooldown = _step_counts(run, num_samples=num_samples)
+    resolutions = run.schedule.resolutions or (ResolutionSettings(image_size=run.model.image_size),)
+    found = []
+    for each, (start, stop) in zip(resolutions, spans(resolutions, total_steps=total), strict=True):
+        largest = each.max_micro_batch or run.engine.max_micro_batch
+        micro = _micro_batch(run, share, largest=largest, world_size=world_size)
+        found.append(
+            TrainingPlan(
+                world_size=world_size,
+                global_batch=batch,
+                micro_batch=micro,
+                accumulation=share // micro,
+                max_micro_batch=largest,
+                num_samples=num_samples,
+                total_steps=total,
+                warmup_steps=warmup,
+                cooldown_steps=cooldown,
+                image_size=each.image_size,
+                start=start,
+                stop=stop,
+            )
+        )
+    return tuple(found)
+
+
+def _share_of_a_rank(batch: int, *, world_size: int) -> int:
     if batch % world_size:
         below = batch // world_size * world_size
         sizes = [str(size) for size in (below, below + world_size) if size]
@@ -165,20 +244,27 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
             allowed=f"multiples of {world_size}: {' or '.join(sizes)}",
             next_step="change data.global_batch or the number of processes",
         )
-    share = batch // world_size
-    largest = min(share, run.engine.max_micro_batch)
+    return batch // world_size
+
+
+def _micro_batch(run: TrainingRun, share: int, *, largest: int, world_size: int) -> int:
     step = 1 if run.data.mixing is None else 2
-    usable = [size for size in range(step, largest + 1, step) if share % size == 0]
+    usable = [size for size in range(step, min(share, largest) + 1, step) if share % size == 0]
     if not usable:
         raise UserError(
             f"mixes neighbours in pairs, but no even micro-batch divides the {share} images of "
-            f"each of {world_size} ranks (engine.max_micro_batch={run.engine.max_micro_batch})",
+            f"each of {world_size} ranks (engine.max_micro_batch={largest})",
             where="data.mixing",
             allowed=f"data.global_batch: multiples of {2 * world_size}; engine.max_micro_batch: "
             "at least 2",
             next_step="change one of these, or set data.mixing=null",
         )
-    micro = max(usable)
+    return max(usable)
+
+
+def _step_counts(run: TrainingRun, *, num_samples: int) -> tuple[int, int, int]:
+    """Steps of the run, of its warm-up and of its cool-down."""
+    batch = run.data.global_batch
     if run.schedule.steps is not None:
         total = run.schedule.steps
     else:
@@ -199,13 +285,4 @@ def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> Tra
             where="schedule.cooldown_share",
             next_step="lower schedule.cooldown_share or schedule.warmup_steps",
         )
-    return TrainingPlan(
-        world_size=world_size,
-        global_batch=batch,
-        micro_batch=micro,
-        accumulation=share // micro,
-        num_samples=num_samples,
-        total_steps=total,
-        warmup_steps=warmup,
-        cooldown_steps=cooldown,
-    )
+    return total, warmup, cooldown

@@ -46,6 +46,12 @@ class IntervalLog:
         self.progress.advance(step)
         self.profile()
 
+    def begin(self, plan: TrainingPlan, flops_per_image: float) -> None:
+        """Start an interval at another image size."""
+        self.plan = self.skipped.plan = plan
+        self.flops_per_image = flops_per_image
+        self.meter.restart_clock()
+
     def write(self, step: int, *, lr: float, engine: Engine, metrics: dict[str, float]) -> None:
         """Log the interval that ends with `step`. Collective.
 
@@ -63,6 +69,8 @@ class IntervalLog:
         metrics["perf/memory_gib"] = peak_memory_gib(self.world.device)
         if (scale := engine.loss_scale) is not None:
             metrics["train/loss_scale"] = scale
+        if not self.plan.has_one_image_size:
+            metrics["train/image_size"] = float(self.plan.image_size)
         flops = self.flops_per_image * speed / self.world.world_size
         metrics |= {name: flops / rate for name, rate in self.rates.items()}
         metrics |= _storage_metrics()

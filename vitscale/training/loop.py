@@ -6,8 +6,10 @@ session (`session`).
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,12 +28,13 @@ from vitscale.distributed.heartbeat import Heartbeat
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import PreemptionFlag, World
 from vitscale.engine.engine import Engine
-from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.models.interface.architecture import Architecture
 from vitscale.optim.schedules import learning_rate
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.training.interval_log import IntervalLog
 from vitscale.training.objective import Objective
+from vitscale.training.resume import PROVENANCE, compatibility_key, restore_engine
+from vitscale.training.segment import Segment, Segments
 
 
 def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
@@ -63,34 +66,76 @@ class TrainingSession:
     objective: Objective
     world: World
     folder: Path
-    plan: TrainingPlan
-    arch: Architecture
     data: TrainingSet
     val_index: SplitIndex | None
-    engine: Engine
+    segments: Segments
+    segment: Segment
+    """What depends on the image size; replaced where the run has several."""
     store: CheckpointStore
-    description: dict[str, Any]
-    """What each checkpoint records of the run."""
+    provenance: dict[str, str]
+    """What each checkpoint records of the run beyond what a resume must agree on."""
+    loader: ExitStack
+    """Closes what `batches` reads from."""
     batches: Iterator[Batch]
     log: IntervalLog
-    evaluations: ScheduledEvaluations
     preemption: PreemptionFlag
     heartbeat: Heartbeat
     start_step: int
     lr: float = 0.0
     """Of the current step."""
 
+    @property
+    def plan(self) -> TrainingPlan:
+        return self.segment.plan
+
+    @property
+    def arch(self) -> Architecture:
+        return self.segment.arch
+
+    @property
+    def engine(self) -> Engine:
+        return self.segment.engine
+
     def steps(self) -> Iterator[int]:
         """The steps from the checkpoint's to the last one, each with its learning rate set.
 
-        Ends when the last checkpoint is committed.
+        Changes the image size where one ends. Ends when the last checkpoint is committed.
         """
         for step in range(self.start_step, self.plan.total_steps):
+            if step == self.plan.stop:
+                self._change_image_size(step)
             self.lr = learning_rate_at(step, run=self.run, plan=self.plan)
             self.engine.set_learning_rate(self.lr)
             yield step
         self._finish_save()
         self.log.progress.message(f"done: {self.folder} at step {self.plan.total_steps}")
+
+    def _change_image_size(self, step: int) -> None:
+        """Build the next segment from the checkpoint that the last one ended with.
+
+        A resume from that checkpoint does the same, so a change is exact wherever a run ends.
+        """
+        self._finish_save()
+        self.heartbeat.mark("changing the image size")
+        checkpoint, _ = self.store.newest()
+        if checkpoint is None or checkpoint.step != step:
+            raise UserError(
+                f"the checkpoint of step {step} cannot be read, from which training at another "
+                "image size starts",
+                where=str(self.store.folder),
+                next_step="rerun the same command to resume from the newest valid checkpoint",
+            )
+        self.loader.close()
+        self.segment.engine.close()
+        del self.segment  # the next engine is built when this one is gone
+        gc.collect()
+        self.segment, _ = self.segments.build(step)
+        restore_engine(self.engine, self.arch, checkpoint)
+        self.batches = self.loader.enter_context(self.segments.open_batches(step))
+        self.log.begin(self.plan, self.objective.train_flops_per_image(self.arch))
+        self.log.progress.message(
+            f"step {step}: {self.plan.image_size} px from here; {self.plan.equation}"
+        )
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """The micro-batches of this rank in a step, on the device, random state set for each."""
@@ -121,6 +166,8 @@ class TrainingSession:
         self.engine.backward(loss)
         self.store.wait_for_host_copy()  # a save may still read the weights
         self.engine.step()
+        # The caller keeps the loss, and with its graph the engine, beyond a change of image size.
+        loss.detach_()
         self.log.meter.add_loss(loss)
 
     def end_step(self, step: int) -> None:
@@ -131,11 +178,13 @@ class TrainingSession:
         """
         done = step + 1
         is_last = done == self.plan.total_steps
+        # Intervals and checkpoints do not span a change of the image size.
+        ends = done == self.plan.stop
         self.log.advance(done)
         preempted = self.preemption.set_on_any_rank() and not is_last
-        if is_last or done % self.run.tracking.log_every_steps == 0:
+        if ends or done % self.run.tracking.log_every_steps == 0:
             self._write_log(done)
-        if self.evaluations.due(done, is_last=is_last):
+        if self.segment.evaluations.due(done, is_last=is_last):
             self._evaluate(done, is_last=is_last)
         if is_last:
             for picture in self.objective.pictures(self):
@@ -144,7 +193,7 @@ class TrainingSession:
         if every is not None and self.world.world_size > 1 and done % every == 0:
             self._compare_weights(done)
         # Saved last: a checkpoint means that everything up to its step was logged.
-        if is_last or preempted or done % self.run.checkpoint.every_steps == 0:
+        if ends or preempted or done % self.run.checkpoint.every_steps == 0:
             self._save(done)
         if preempted:
             self._finish_save()
@@ -159,7 +208,7 @@ class TrainingSession:
         self.heartbeat.mark("evaluating")
         assert self.val_index is not None
         subject = f"{self.val_index.num_samples} images of {self.run.data.val_split!r}"
-        for metrics in self.evaluations.run(done, is_last=is_last):
+        for metrics in self.segment.evaluations.run(done, is_last=is_last):
             self.log.write_evaluation(done, metrics, subject=subject)
 
     def _compare_weights(self, done: int) -> None:
@@ -187,8 +236,13 @@ class TrainingSession:
                 "engine": self.engine.export_counters(),
                 "spikes": self.log.spikes.state(),
             },
-            description=self.description,
+            description=self._description(),
         )
+
+    def _description(self) -> dict[str, Any]:
+        name = self.objective.settings.name
+        key = compatibility_key(self.run, self.arch, self.data, objective=name)
+        return key | self.objective.compatibility() | {PROVENANCE: self.provenance}
 
     def _finish_save(self) -> None:
         """Wait until the last checkpoint is committed. Raises UserError when it cannot be."""

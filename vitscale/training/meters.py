@@ -144,9 +144,10 @@ class IntervalMeter:
     def __init__(self, device: torch.device) -> None:
         # [sum, count] of the losses that are finite
         self._losses = torch.zeros(2, dtype=torch.float64, device=device)
-        self._restart_clock()
+        self.restart_clock()
 
-    def _restart_clock(self) -> None:
+    def restart_clock(self) -> None:
+        """Start the time of an interval now."""
         self._start, self._wait_s, self._num_images = time.perf_counter(), 0.0, 0
 
     def add_loss(self, loss: torch.Tensor) -> None:
@@ -176,7 +177,7 @@ class IntervalMeter:
         ).tolist()
         ranks = torch.distributed.get_world_size()
         self._losses.zero_()
-        self._restart_clock()
+        self.restart_clock()
         return {
             "train/loss": loss_sum / num_losses if num_losses else math.nan,
             "perf/images_per_s": num_images / elapsed,

@@ -77,6 +77,8 @@ class Objective:
     def prepare(self, *, arch: Architecture, device: torch.device) -> None:
         """Load what `loss` needs besides the model. Called once, before the model is built.
 
+        arch: of the first image size of the run.
+
         Raises UserError when it does not fit the run.
         """
 
@@ -87,8 +89,9 @@ class Objective:
     def extend_model(self, model: nn.Module, arch: Architecture) -> None:
         """Add what only this objective trains, as the module `model.objective`.
 
-        Called once, before the engine is built, with a random state that depends on the run's
-        seed alone. Transfer leaves out this module's tensors.
+        Called once for each image size, before the engine is built, with a random state that
+        depends on the run's seed alone. Transfer leaves out this module's tensors. Keep no
+        reference to the model; parameters with one row per patch are named `pos_embed`.
         """
 
     def num_parameters(self, arch: Architecture) -> int:

@@ -20,6 +20,9 @@ from vitscale.distributed.world import World, agree_no_error
 from vitscale.engine.engine import Engine
 from vitscale.images.decoders import resolve_decoder
 from vitscale.models.interface.architecture import Architecture
+from vitscale.models.registry import MODELS
+from vitscale.models.vit.position_embedding import resize_position_state
+from vitscale.optim.registry import OPTIMIZERS
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.tracking.run_facts import flatten_params
 from vitscale.tracking.source_version import git_commit
@@ -35,6 +38,7 @@ LEGACY_DEFAULTS = {
     "weight_decay_mode": "coupled",
     "order_version": 1,
     "objective": "supervised",
+    "resolutions": None,
 }
 RECORDED_PACKAGES = ("torch", "deepspeed", "timm", "numpy", "pillow", "simplejpeg", "vitscale")
 CHANGES_SHOWN = 20
@@ -60,7 +64,15 @@ def compatibility_key(
         "label_map_sha256": data.label_map_sha256,
         "global_batch": run.data.global_batch,
         "seed": run.seed,
+        "resolutions": _resolutions(run),
     }
+
+
+def _resolutions(run: TrainingRun) -> list[list[float | None]] | None:
+    """(image size, share of all steps) each; the micro-batch may change."""
+    if run.schedule.resolutions is None:
+        return None
+    return [[each.image_size, each.until] for each in run.schedule.resolutions]
 
 
 def provenance(run: TrainingRun, world: World, *, dtype: torch.dtype) -> dict[str, str]:
@@ -134,6 +146,7 @@ def check_resumable(
 
 def restore(
     engine: Engine,
+    arch: Architecture,
     objective: Objective,
     meter: IntervalMeter,
     spikes: LossSpikeDetector,
@@ -145,19 +158,55 @@ def restore(
 
     Raises UserError, on all ranks, when the files of a verified checkpoint cannot be read.
     """
+    restore_engine(engine, arch, checkpoint)
+    progress = checkpoint.progress
+    meter.load_state(progress["interval"], rank=world.rank, world_size=world.world_size)
+    objective.load_interval_state(progress.get("objective"), world)
+    if "engine" in progress:  # absent from older checkpoints
+        spikes.load_state(progress["spikes"])
+
+
+def restore_engine(engine: Engine, arch: Architecture, checkpoint: Checkpoint) -> None:
+    """Restore weights and optimiser; on another grid than the checkpoint's, with their positions
+    resampled. Collective.
+
+    Raises UserError, on all ranks, when the files of a verified checkpoint cannot be read.
+    """
     error = None
     try:
         tensors = checkpoint.tensors()
     except OSError as caught:
         error = f"{checkpoint.folder}: cannot be read ({caught.strerror})"
     agree_no_error(error)
+    rows, columns = checkpoint.description["grid"]
+    if (rows, columns) != arch.grid:
+        tensors = _on_another_grid(tensors, (rows, columns), arch, checkpoint.description)
     progress = checkpoint.progress
     engine.import_state(tensors, optimizer_steps=progress["optimizer_steps"])
-    meter.load_state(progress["interval"], rank=world.rank, world_size=world.world_size)
-    objective.load_interval_state(progress.get("objective"), world)
     if "engine" in progress:  # absent from older checkpoints
         engine.import_counters(progress["engine"])
-        spikes.load_state(progress["spikes"])
+
+
+def _on_another_grid(
+    tensors: Mapping[str, torch.Tensor],
+    grid: tuple[int, int],
+    arch: Architecture,
+    description: Mapping[str, Any],
+) -> dict[str, torch.Tensor]:
+    """The same state with what depends on the grid resampled; names are KIND.PARAMETER."""
+    depends_on_grid = MODELS[arch.name].load().depends_on_grid
+    non_negative = OPTIMIZERS[description["optimizer"]].non_negative
+    found = dict(tensors)
+    for key, value in tensors.items():
+        kind, _, name = key.partition(".")
+        if depends_on_grid(name):
+            found[key] = resize_position_state(
+                value,
+                source_grid=grid,
+                target_grid=arch.grid,
+                non_negative=kind in non_negative,
+            )
+    return found
 
 
 def starting_weights(checkpoint: Checkpoint, choice: str) -> dict[str, torch.Tensor]:

@@ -26,9 +26,10 @@ import torch
 
 # Calls of a training, in the module that looks the name up.
 PLACES = {
-    "start": ("vitscale.training.session", "_build_engine"),
+    "start": ("vitscale.training.segment", "_build_engine"),
     "restore": ("vitscale.training.session", "restore"),
     "batch": ("vitscale.training.loop", "TrainingSession._next_batch"),
+    "change": ("vitscale.training.loop", "TrainingSession._change_image_size"),
     "loader": ("vitscale.data.loader", "Batch.to"),
     "forward": ("vitscale.engine.engine", "Engine.logits"),
     "backward": ("vitscale.engine.engine", "Engine.backward"),

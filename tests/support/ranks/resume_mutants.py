@@ -17,7 +17,7 @@ import torch
 from vitscale.data import samples
 from vitscale.engine.engine import Engine
 from vitscale.tracking import journal
-from vitscale.training import detectors, loop, session
+from vitscale.training import detectors, loop, segment, session
 from vitscale.training.meters import IntervalMeter
 
 Tensors = Mapping[str, torch.Tensor]
@@ -99,14 +99,14 @@ def _data_from(shift_batches: int | None) -> Callable[[], None]:
     """Read training data from the start (None), or shifted by whole batches."""
 
     def patch() -> None:
-        own = session.training_batches
+        own = segment.training_batches
 
         def training_batches(*args: Any, start: int, stop: int, **kwargs: Any) -> Any:
             batch = kwargs["settings"].global_batch
             first = 0 if shift_batches is None else start + shift_batches * batch
             return own(*args, start=first, stop=first + stop - start, **kwargs)
 
-        session.training_batches = training_batches
+        segment.training_batches = training_batches
 
     return patch
 

@@ -18,7 +18,7 @@ from pretrain.run import PretrainRun
 from vitscale.data.loader import Batch
 from vitscale.models.objectives import masked_patches
 from vitscale.models.vit.settings import ViTSettings
-from vitscale.training.session import _build_model
+from vitscale.training.segment import build_model
 from vitscale.training.supervised import Supervised, SupervisedSettings
 
 RUN: dict[str, Any] = {
@@ -54,7 +54,7 @@ class PlainEngine:
 def opened(target: str) -> tuple[MaskedPatchPrediction, Any]:
     run = run_of(objective={"target": target})
     objective: Any = run.make_objective()
-    model = _build_model(run, objective, run.model.architecture(num_classes=0))
+    model = build_model(run, objective, run.model.architecture(num_classes=0))
     return objective, PlainEngine(model)
 
 

@@ -11,7 +11,7 @@ from pretrain.objectives.registry import OBJECTIVES
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
 from vitscale.training.objective import Objective, check_objective
-from vitscale.training.session import _build_model
+from vitscale.training.segment import build_model
 from vitscale.training.supervised import Supervised, SupervisedSettings
 
 RUN: dict[str, Any] = {
@@ -65,7 +65,7 @@ def test_what_an_objective_adds_depends_on_the_seed_alone() -> None:
         run = PretrainRun.model_validate(values)
         torch.rand(draws)
         arch = run.model.architecture(num_classes=2)
-        model: Any = _build_model(run, Decoder(SupervisedSettings(), seed=0), arch)
+        model: Any = build_model(run, Decoder(SupervisedSettings(), seed=0), arch)
         weights.append(model.objective.weight.tolist())
     assert weights[0] == weights[1] != weights[2]
 

@@ -54,6 +54,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "order_version": {"version": 2},
     "global_batch": {"data": {"global_batch": 16}},
     "seed": {"seed": 1},
+    "resolutions": {
+        "schedule": {"resolutions": [{"image_size": 128, "until": 0.5}, {"image_size": 224}]}
+    },
 }
 
 
@@ -189,8 +192,9 @@ def test_everything_the_next_step_needs_is_restored(monkeypatch: pytest.MonkeyPa
     )
     world: Any = SimpleNamespace(rank=1, world_size=2)
     detector = LossSpikeDetector()
-    checkpoint = checkpoint_of({}, **progress, spikes=spikes, objective=[[[2.0, 3]]])
-    restore(engine, objective, meter, detector, checkpoint=checkpoint, world=world)
+    checkpoint = checkpoint_of({"grid": [2, 2]}, **progress, spikes=spikes, objective=[[[2.0, 3]]])
+    arch: Any = SimpleNamespace(grid=(2, 2))
+    restore(engine, arch, objective, meter, detector, checkpoint=checkpoint, world=world)
     assert detector.state() == spikes
     assert calls == {
         "state": ({"model.a": 1}, {"optimizer_steps": 7}),
