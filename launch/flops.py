@@ -1,7 +1,8 @@
-"""Print parameters, FLOPs per training image and images per second of Vision Transformers.
+"""Print parameters, FLOPs per training image and images per second of models.
 
     python launch/flops.py                         all sizes at 224 px
     python launch/flops.py B/16 L/16 --image-size 224 384 --peak-tflops 989 --mfu 0.5
+    python launch/flops.py B/16 R50+B/16 R50x1
 
 Computed by formula (`vitscale.models.costs`). Needs no torch.
 """
@@ -14,7 +15,8 @@ import sys
 try:
     from vitscale.config.errors import UserError, UserErrors, run_script
     from vitscale.models.costs import num_parameters, train_flops_per_image
-    from vitscale.models.vit.settings import ViTSettings
+    from vitscale.models.interface.settings import ModelSettingsBase
+    from vitscale.models.registry import MODELS
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -25,10 +27,13 @@ HEADINGS = ("model", "px", "tokens", "M parameters", "GFLOPs/image", "images/s")
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Parameters and FLOPs per training image of Vision Transformers, by formula."
+        description="Parameters and FLOPs per training image of models, by formula."
     )
     parser.add_argument(
-        "presets", nargs="*", metavar="SIZE/PATCH", help=f"such as L/16; default: {PRESETS}"
+        "presets",
+        nargs="*",
+        metavar="PRESET",
+        help=f"such as L/16, R50+B/16, R50x1; default: {PRESETS}",
     )
     parser.add_argument("--image-size", nargs="+", type=int, default=[224], metavar="PX")
     parser.add_argument("--num-classes", type=int, default=1000, metavar="N")
@@ -44,10 +49,20 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def models(arguments: argparse.Namespace) -> list[ViTSettings]:
+def settings_of(preset: str, *, image_size: int, pool: str) -> ModelSettingsBase:
+    """Of the first family that has the preset; a ViT's, with its problems, if none has."""
+    values = {"preset": preset, "image_size": image_size}
+    candidates = [family.Settings.model_validate(values) for family in MODELS.values()]
+    known = (each for each in candidates if "model.preset" not in dict(each.problems()))
+    model = next(known, candidates[0])
+    has_pool = "pool" in type(model).model_fields
+    return model.model_copy(update={"pool": pool}) if has_pool else model
+
+
+def models(arguments: argparse.Namespace) -> list[ModelSettingsBase]:
     """The requested models. Raises UserErrors that name all invalid ones."""
     requested = [
-        ViTSettings(preset=preset, image_size=size, pool=arguments.pool)
+        settings_of(preset, image_size=size, pool=arguments.pool)
         for preset in arguments.presets or PRESETS
         for size in arguments.image_size
         # Presets of the default list are left out if the size does not fit.
@@ -63,12 +78,13 @@ def models(arguments: argparse.Namespace) -> list[ViTSettings]:
     return requested
 
 
-def row(model: ViTSettings, arguments: argparse.Namespace) -> tuple[str, ...]:
+def row(model: ModelSettingsBase, arguments: argparse.Namespace) -> tuple[str, ...]:
     arch = model.architecture(num_classes=arguments.num_classes)
     flops = train_flops_per_image(arch)
     speed = arguments.peak_tflops * 1e12 * arguments.mfu / flops
     numbers = (f"{num_parameters(arch) / 1e6:,.1f}", f"{flops / 1e9:,.1f}", f"{speed:,.0f}")
-    return (str(model.preset), str(model.image_size), str(arch.num_tokens), *numbers)
+    tokens = str(getattr(arch, "num_tokens", "-"))  # a ResNet has none
+    return (str(model.preset), str(model.image_size), tokens, *numbers)
 
 
 def main() -> None:

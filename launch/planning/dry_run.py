@@ -187,9 +187,12 @@ def _plan_rows(run: TrainingRun, facts: DataFacts, plans: Plans) -> Rows:
     yield "steps", f"{plan.total_steps:,} steps, {images:,} images{epochs}"
     rate = f"0 to {run.optim.lr:g} over {plan.warmup_steps:,} warm-up steps, then "
     rate += run.schedule.decay
-    if plan.cooldown_steps:
+    if run.schedule.drops_at:
+        steps = (math.ceil(share * plan.total_steps) for share in run.schedule.drops_at)
+        rate += f" to a tenth at steps {', '.join(f'{step:,}' for step in steps)}"
+    elif plan.cooldown_steps:
         rate += f" until step {plan.total_steps - plan.cooldown_steps:,}, then cooled down"
-    if run.schedule.decay not in ENDLESS or plan.cooldown_steps:
+    if run.schedule.decay not in (*ENDLESS, "drops") or plan.cooldown_steps:
         rate += f" to {run.schedule.final_lr:g} at step {plan.total_steps:,}"
     yield "learning rate", rate
 

@@ -21,6 +21,8 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 EXTERNAL = {
     *("jpeglib.h", "models_vit.py", "models_v2.py", "utils.py", "train_vit_g.py", "optax.py"),
     *("bit_hyperrule.py", "configs/vit_i21k.py", "configs/vit_s16_i1k.py", "configs/vit_i1k.py"),
+    *("models_resnet.py", "configs/bit_i21k.py", "configs/bit_i1k.py", "models/bit_paper.py"),
+    "bit_pytorch/models.py",
     *("configs/models.py", "configs/common.py", "configs/augreg.py", "models/vit.py"),
     *("input_pipeline.py", "pp/ops_image.py", "transforms_factory.py", "datasets.py"),
 }

@@ -164,6 +164,8 @@ class TrainingSamples:
             box, right, down = crops.plain_crop_box(
                 width, height, size=self.image_size, random=random
             )
+        elif settings.crop == "squash":
+            box = crops.squash_crop_box(width, height, share=settings.crop_share, random=random)
         else:
             draw_box = CROPS[settings.crop]
             box = draw_box(

@@ -73,15 +73,17 @@ class DataSettings(TrainingShards):
     max_unreadable_fraction: float = Field(default=0.001, ge=0, le=1)
     """Unreadable training samples are replaced by others; the run ends if more than this share of
     the samples seen (or of one epoch) is unreadable."""
-    crop: Literal["inception", "inception_tf", "plain"] = "inception"
+    crop: Literal["inception", "inception_tf", "plain", "squash"] = "inception"
     """inception: a box of random area and aspect, as torchvision draws them. inception_tf: of
     random height and aspect, as TensorFlow draws them for ViT and AugReg; smaller on average.
     plain: resize the short side to the image size, pad by 4 px of reflection, crop; DeiT-III on
-    21k."""
+    21k. squash: resize the whole image to a square, crop `crop_share` of its sides; BiT."""
     crop_area: tuple[float, float] = Field(default=(0.05, 1.0), strict=False)
     """Range of the area share of the crop; 0.05 to 1 in the ViT paper's code."""
     crop_aspect: tuple[float, float] = Field(default=(3 / 4, 4 / 3), strict=False)
     """Least and largest ratio of the random crop's sides."""
+    crop_share: float = Field(default=1.0, gt=0, le=1)
+    """squash only: side of the crop over that of the square; BiT 384 / 448 and 128 / 160."""
     horizontal_flip: bool = True
     """Mirror every second training image, at random."""
     interpolation: Literal["bilinear", "bicubic"] = "bilinear"
@@ -124,10 +126,13 @@ def remote_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
 def augment_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
     """Augmentation settings that exclude each other or have no effect."""
     augment, mixing = data.augment, data.mixing
-    if data.crop == "plain":
-        for name in ("crop_area", "crop_aspect"):
-            if getattr(data, name) != DataSettings.model_fields[name].default:
-                yield (f"data.{name}", "has no effect on data.crop=plain; remove it")
+    without_effect = {
+        "plain": ("crop_area", "crop_aspect", "crop_share"),
+        "squash": ("crop_area", "crop_aspect"),
+    }
+    for name in without_effect.get(data.crop, ("crop_share",)):
+        if getattr(data, name) != DataSettings.model_fields[name].default:
+            yield (f"data.{name}", f"has no effect on data.crop={data.crop}; remove it")
     if data.eval_interpolation == "area" and not data.eval_antialias:
         yield ("data.eval_antialias", "has no effect on data.eval_interpolation=area; remove it")
     if mixing is not None and mixing.mixup_alpha is None and mixing.cutmix_alpha is None:

@@ -163,6 +163,17 @@ def plain_crop_box(
     return CropBox(left, top, short, short), right, down
 
 
+def squash_crop_box(width: int, height: int, *, share: float, random: CounterRandom) -> CropBox:
+    """A box with `share` of each side, at any place.
+
+    BiT squashes the image to a square and cuts a smaller one out of it (`input_pipeline` of
+    big_transfer). This crop differs by at most half a source pixel, because the box is rounded.
+    """
+    w, h = max(1, round(width * share)), max(1, round(height * share))
+    x, y = random.uniform(), random.uniform()
+    return CropBox(int(x * (width - w + 1)), int(y * (height - h + 1)), w, h)
+
+
 def reflected(image_3SS: torch.Tensor, *, right: int, down: int) -> torch.Tensor:
     """Shift the view by `right` and `down` pixels; the image is mirrored beyond its border.
 

@@ -18,29 +18,37 @@ from vitscale.optim.resolutions import ResolutionSettings
 RSQRT_TIMESCALE = 10_000  # big_vision, utils.py: create_learning_rate_schedule
 
 
-def linear(progress: float, elapsed: float) -> float:
+Drops = tuple[float, ...]
+
+
+def linear(progress: float, elapsed: float, drops_at: Drops) -> float:
     return 1.0 - progress
 
 
-def cosine(progress: float, elapsed: float) -> float:
+def cosine(progress: float, elapsed: float, drops_at: Drops) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def constant(progress: float, elapsed: float) -> float:
+def constant(progress: float, elapsed: float, drops_at: Drops) -> float:
     return 1.0
 
 
-def rsqrt(progress: float, elapsed: float) -> float:
+def rsqrt(progress: float, elapsed: float, drops_at: Drops) -> float:
     return 1.0 / math.sqrt(1.0 + elapsed)
+
+
+def drops(progress: float, elapsed: float, drops_at: Drops) -> float:
+    return 0.1 ** sum(progress >= drop for drop in drops_at)
 
 
 # Share of (peak - final) left after a share `progress` in [0, 1] of the curve's steps, which begin
 # at `decay_from` and of which `elapsed` time-scales have passed.
-SCHEDULES: dict[str, Callable[[float, float], float]] = {
+SCHEDULES: dict[str, Callable[[float, float, Drops], float]] = {
     "cosine": cosine,
     "linear": linear,
     "constant": constant,
     "rsqrt": rsqrt,
+    "drops": drops,
 }
 # Those that do not end at the final rate by themselves, so that a cool-down may follow.
 ENDLESS = ("constant", "rsqrt")
@@ -71,7 +79,10 @@ class ScheduleSettings(Section):
     warmup_epochs: float = Field(default=0.0, ge=0)
     """The same in passes over the training split (DeiT, MAE); give at most one of the two."""
     decay: ScheduleName = "cosine"
-    """Curve after the warm-up. rsqrt: PEAK / sqrt(1 + steps after the warm-up / timescale)."""
+    """Curve after the warm-up. rsqrt: PEAK / sqrt(1 + steps after the warm-up / timescale). drops:
+    divided by 10 at each of `drops_at` (BiT)."""
+    drops_at: tuple[float, ...] = Field(default=(), strict=False)
+    """drops only: shares of all steps, warm-up included, in increasing order."""
     decay_from: Literal["start", "warmup_end"] = "warmup_end"
     """cosine and linear only. start: the curve begins at step 0 and the warm-up replaces its first
     part, as in timm and DeiT. warmup_end: it begins after the warm-up, as in ViT, AugReg, MAE."""
@@ -100,12 +111,32 @@ def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
         yield ("schedule.cooldown_share", f"{what}; set it to 0, or decay to {', '.join(ENDLESS)}")
     if schedule.cooldown_shape != "linear" and not schedule.cooldown_share:
         yield ("schedule.cooldown_shape", "there is no cool-down; set schedule.cooldown_share")
+    yield from _drops_problems(schedule)
     if schedule.decay in ENDLESS and schedule.decay_from != "warmup_end":
         what = f"has no effect on schedule.decay={schedule.decay}"
         yield ("schedule.decay_from", f"{what}; set it to warmup_end")
     if schedule.decay in ENDLESS and schedule.final_lr and not schedule.cooldown_share:
         what = f"{schedule.decay} never reaches {schedule.final_lr}"
         yield ("schedule.final_lr", f"{what}; set schedule.cooldown_share, or final_lr=0")
+
+
+def _drops_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
+    drops_at = schedule.drops_at
+    if schedule.decay != "drops":
+        if drops_at:
+            what = f"has no effect on schedule.decay={schedule.decay}"
+            yield ("schedule.drops_at", f"{what}; remove it, or set schedule.decay=drops")
+        return
+    if not drops_at or list(drops_at) != sorted(set(drops_at)) or not 0 < drops_at[0]:
+        what = f"{list(drops_at)} are not increasing shares above 0"
+        yield ("schedule.drops_at", f"{what}; give some, for example [0.3, 0.6, 0.9]")
+    elif drops_at[-1] >= 1:
+        yield ("schedule.drops_at", f"{drops_at[-1]} is not below 1: the run ends before it")
+    if schedule.decay_from != "warmup_end":
+        what = "has no effect on schedule.decay=drops, whose shares are of all steps"
+        yield ("schedule.decay_from", f"{what}; set it to warmup_end")
+    if schedule.final_lr:
+        yield ("schedule.final_lr", "has no effect on schedule.decay=drops; set it to 0")
 
 
 def warmup_steps(schedule: ScheduleSettings, *, num_samples: int, global_batch: int) -> int:
@@ -127,6 +158,7 @@ def learning_rate(
     total_steps: int,
     decay: str,
     decay_from: str = "warmup_end",
+    drops_at: tuple[float, ...] = (),
     rsqrt_timescale: int | None = None,
     cooldown_steps: int = 0,
     cooldown_shape: str = "linear",
@@ -139,14 +171,16 @@ def learning_rate(
     Source: Dosovitskiy et al. 2021, appendix B.1; rsqrt and its cool-down: big_vision, utils.py,
     `create_learning_rate_schedule`, for Zhai et al. 2022 (Scaling Vision Transformers). There the
     first step of a warm-up has rate 0; here it has the rate of the second. Cosine from the start:
-    timm's `CosineLRScheduler` (warmup_prefix=False), per step instead of per epoch.
+    timm's `CosineLRScheduler` (warmup_prefix=False), per step instead of per epoch. Drops:
+    big_transfer, `bit_hyperrule.py`.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
-    start = 0 if decay_from == "start" else warmup_steps
+    start = 0 if decay_from == "start" or decay == "drops" else warmup_steps
     elapsed = step - start
     progress = elapsed / max(1, total_steps - start)
-    share = SCHEDULES[decay](min(1.0, progress), elapsed / (rsqrt_timescale or RSQRT_TIMESCALE))
+    elapsed_scales = elapsed / (rsqrt_timescale or RSQRT_TIMESCALE)
+    share = SCHEDULES[decay](min(1.0, progress), elapsed_scales, drops_at)
     if cooldown_steps:
         passed = (step - (total_steps - cooldown_steps)) / cooldown_steps
         share *= COOLDOWNS[cooldown_shape](min(1.0, max(0.0, passed)))

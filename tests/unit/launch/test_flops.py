@@ -23,6 +23,13 @@ def test_figures_are_those_of_the_formula() -> None:
     assert int(rows[0][5]) == round(50e12 / 105.4e9)
 
 
+def test_presets_of_every_family_are_known() -> None:
+    done = table("R50+B/16", "R50x1")
+    rows = [line.split() for line in done.stdout.splitlines()[1:3]]
+    assert rows[0][:5] == ["R50+B/16", "224", "197", "98.7", "129.2"]
+    assert rows[1][:5] == ["R50x1", "224", "-", "25.5", "24.5"]
+
+
 def test_every_bad_name_and_size_is_reported() -> None:
     done = table("L/16", "XXL/9", "--image-size", "100")
     assert done.returncode == 2 and "Traceback" not in done.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from vitscale.images.crops import (
     plain_crop_box,
     random_crop_box,
     reflected,
+    squash_crop_box,
     tf_crop_box,
 )
 
@@ -223,6 +225,15 @@ def test_plain_crop_resizes_the_short_side() -> None:
         box, right, _ = plain_crop_box(120, 48, size=16, random=CounterRandom(key))
         assert abs(box.left / 3 - round(box.left / 3)) <= 1 / 6
         assert right == 0 or box.left in (0, 72)
+
+
+def test_squash_crop_has_its_share_at_every_place() -> None:
+    boxes = [squash_crop_box(32, 20, share=0.8, random=CounterRandom(key)) for key in range(2000)]
+    assert {(box.width, box.height) for box in boxes} == {(26, 16)}
+    places = Counter((box.left, box.top) for box in boxes)
+    assert places.keys() == {(x, y) for x in range(7) for y in range(5)}
+    assert max(places.values()) < 2 * min(places.values()) + 30
+    assert squash_crop_box(7, 5, share=1.0, random=CounterRandom(0)) == CropBox(0, 0, 7, 5)
 
 
 def test_center_crop_is_centred() -> None:

@@ -120,7 +120,7 @@ def test_constant_stays_at_the_peak_and_cools_down_at_the_end(
 
 
 @pytest.mark.parametrize("shape", sorted(COOLDOWNS))
-@pytest.mark.parametrize("decay", sorted(SCHEDULES))
+@pytest.mark.parametrize("decay", sorted(SCHEDULES.keys() - {"drops"}))
 def test_curves_have_no_jump_and_only_fall_after_the_warmup(decay: str, shape: str) -> None:
     cooldown = 2_000 if decay in ENDLESS else 0
     rates = [
@@ -135,6 +135,48 @@ def test_curves_have_no_jump_and_only_fall_after_the_warmup(decay: str, shape: s
     assert max(map(abs, steps)) < 0.025
     assert max(steps[1_000:]) <= 1e-12
     assert max(rates) == pytest.approx(1.0) and rates[-1] == pytest.approx(0.0, abs=1e-12)
+
+
+def bit_rate(step: int, supports: list[int]) -> float:
+    """BiT's HyperRule, written out: rise to the first support, a tenth at each of the others."""
+    if step < supports[0]:
+        return (step + 1) / supports[0]
+    return 0.1 ** sum(step >= support for support in supports[1:-1])
+
+
+@pytest.mark.parametrize(
+    ("supports", "drops_at"),
+    [
+        ([100, 200, 300, 400, 500], (0.4, 0.6, 0.8)),
+        ([500, 3000, 6000, 9000, 10_000], (0.3, 0.6, 0.9)),
+        ([500, 6000, 12_000, 18_000, 20_000], (0.3, 0.6, 0.9)),
+    ],
+)
+def test_drops_are_those_of_bits_hyperrule(
+    supports: list[int], drops_at: tuple[float, ...]
+) -> None:
+    for step in range(supports[-1]):
+        ours = learning_rate(
+            step, peak=0.003, final=0.0, warmup_steps=supports[0], total_steps=supports[-1],
+            decay="drops", drops_at=drops_at,
+        )  # fmt: skip
+        assert ours == pytest.approx(0.003 * bit_rate(step, supports)), step
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"decay": "drops"}, "schedule.drops_at"),
+        ({"decay": "drops", "drops_at": [0.6, 0.3]}, "schedule.drops_at"),
+        ({"decay": "drops", "drops_at": [0.6, 1.0]}, "schedule.drops_at"),
+        ({"decay": "drops", "drops_at": [0.6], "final_lr": 0.1}, "schedule.final_lr"),
+        ({"decay": "drops", "drops_at": [0.6], "decay_from": "start"}, "schedule.decay_from"),
+        ({"decay": "cosine", "drops_at": [0.6]}, "schedule.drops_at"),
+    ],
+)
+def test_drops_without_effect_are_refused(settings: dict[str, object], key: str) -> None:
+    problems = schedule_problems(ScheduleSettings.model_validate({"steps": 10, **settings}))
+    assert [found for found, _ in problems] == [key]
 
 
 def test_rate_depends_on_the_step_alone() -> None:

@@ -235,6 +235,16 @@ def test_units_and_blocks_are_compiled_in_place() -> None:
     assert list(model.state_dict()) == names
 
 
+def test_epsilon_is_added_to_the_deviation() -> None:
+    """Of kernels so small that it matters; norms after the convolution would hide it."""
+    conv = StandardizedConv(32, 64, 3, stride=2)
+    nn.init.normal_(conv.weight, std=1e-4, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1, 32, 8, 8, generator=torch.Generator().manual_seed(1))
+    kernel = conv.weight.detach().permute(2, 3, 1, 0).numpy()
+    expected = GoogleHybrid({"c/kernel": kernel}).conv(x.double(), "c", 2).float()
+    torch.testing.assert_close(conv(x), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_kernels_are_standardised_in_fp32() -> None:
     """Rounded to bf16 before the division, the deviation would be off by up to 0.4 percent."""
     conv = StandardizedConv(32, 32, 3).bfloat16()
