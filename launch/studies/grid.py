@@ -18,7 +18,7 @@ from launch.studies.settings import Axis, AxisValue, StageChange, StudyRun, slug
 from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import step_folder
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.loader import load_run, yaml_flow
+from vitscale.config.loader import COMMAND_LINE, load_run, yaml_flow
 from vitscale.config.section import Run
 from vitscale.runs.training import training_plan
 
@@ -111,7 +111,8 @@ def expand(study: StudyRun, *, cluster: str, num_tasks: int | None = None) -> Gr
             except UserError as error:
                 errors = error.errors if isinstance(error, UserErrors) else (error,)
                 for each in errors:
-                    found.setdefault(each.text(), []).append(name)
+                    text = each.text().replace(f"{COMMAND_LINE}: ", "override ", 1)
+                    found.setdefault(text, []).append(name)
         cells.append(Cell(values={a.name: v for a, v in choice}, seed=seed, **names))
     if found:
         raise UserErrors([_in_runs(text, names) for text, names in found.items()])

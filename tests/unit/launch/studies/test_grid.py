@@ -97,7 +97,7 @@ def test_costs_are_those_of_the_subset(study: Path) -> None:
 
 def test_every_invalid_cell_is_named(study: Path) -> None:
     text = errors_of(study, "overrides=[optim.lrr=1, data.global_batch=none]")
-    assert "unknown key optim.lrr" in text and "did you mean optim.lr?" in text
+    assert "override optim.lrr: unknown key optim.lrr" in text and "did you mean optim.lr?" in text
     assert "data.global_batch: 'none'" in text
     assert "in: pretrain_narrow_1_seed0, pretrain_narrow_100_seed0" in text and "more" in text
     assert text.count("unknown key") == 1

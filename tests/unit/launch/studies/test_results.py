@@ -64,6 +64,13 @@ def test_an_absent_metric_names_those_there_are(tmp_path: Path, grid: Grid) -> N
         collect(other, states_of(other))
 
 
+def test_a_metric_of_an_earlier_step_does_not_count(tmp_path: Path, grid: Grid) -> None:
+    write_all(grid, {})
+    other = grid_of(tmp_path / "study.yaml", "metric=val/loss")
+    with pytest.raises(UserError, match="no val/loss at the last step, 12"):
+        collect(other, states_of(other))
+
+
 def test_shares_are_shown_in_per_cent() -> None:
     assert shown_value(0.8125, 0.01, metric="val/top1") == "81.25 ± 1.00 %"
     assert shown_value(1.5, None, metric="val/loss") == "1.5000"
