@@ -1,7 +1,7 @@
 """Every recipe in configs/ plans at full size, and takes two steps when its model is shrunk.
 
 All options of a recipe stay as they are but sizes, lengths and the machine. Fine-tuning starts from
-the shrunk run that the recipe's card names.
+the shrunk run that the recipe's card names; a teacher is a shrunk run of ours.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ NOT_TRAINING = ("data", "studies")
 # The card's command names the run folder of another recipe.
 INIT = re.compile(r"\binit=runs/(\S+)")
 AT_ONCE = 2
+# Distillation and fine-tuning need a run that came before.
+TURNS = ("pretrain", "distillation", "finetune")
+TEACHER = "deit/s16"
 # Its length depends on shards that are made first.
 UNPLANNED = "demo/pretrain"
 
@@ -73,6 +76,11 @@ def shrunk(run: PretrainRun | FinetuneRun) -> list[str]:
     return [*sizes, f"model.image_size={side * stride + arch.image_size % stride}"]
 
 
+def turn_of(run: PretrainRun | FinetuneRun) -> str:
+    is_distilled = run.stage == "pretrain" and run.objective.name == "distillation"
+    return "distillation" if is_distilled else run.stage
+
+
 def start_of(name: str) -> str | None:
     """The recipe that a fine-tuning starts from."""
     if recipes()[name].stage == "pretrain":
@@ -99,11 +107,14 @@ def test_every_recipe_takes_two_steps(warm_starter: WarmStarter, tmp_path: Path)
         run, start = recipes()[name], start_of(name)
         settings = [*SHORT, *shrunk(run), f"data.path={shards}"]
         settings += [f"output={tmp_path / name}", *([f"init={tmp_path / start}"] if start else [])]
+        if run.objective.name == "distillation":
+            settings += ["objective.teacher.model=null", "objective.teacher.image_size=null"]
+            settings.append(f"objective.teacher.weights={tmp_path / TEACHER}")
         return [ROOT / run.stage / "main.py", "--config", CONFIGS / f"{name}.yaml", *settings]
 
     failed = {}
-    for stage in RUN_TYPES:
-        names = [name for name, run in recipes().items() if run.stage == stage]
+    for turn in TURNS:
+        names = [name for name, run in recipes().items() if turn_of(run) == turn]
         for group in (names[i : i + AT_ONCE] for i in range(0, len(names), AT_ONCE)):
             ranks = []
             for name in group:
