@@ -27,6 +27,7 @@ from vitscale.training.resume import (
     compatibility_key,
     provenance,
     restore,
+    restore_engine,
     starting_weights,
 )
 
@@ -224,3 +225,23 @@ def test_transfer_starts_from_the_average_if_saved(
 def test_average_that_was_not_saved_is_refused() -> None:
     with pytest.raises(UserError, match="holds no average of the weights"):
         starting_weights(checkpoint_of({}), "ema")
+
+
+def test_positions_and_their_states_move_to_the_new_grid(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All other tensors are restored as they are."""
+    monkeypatch.setattr(resuming, "agree_no_error", lambda error: None)
+    state = {f"{kind}.pos_embed": torch.rand(1, 5, 2) for kind in ("model", "ema", "exp_avg_sq")}
+    state["model.norm.weight"] = torch.rand(3)
+    monkeypatch.setattr(Checkpoint, "tensors", lambda self: state)
+    restored: dict[str, torch.Tensor] = {}
+    engine: Any = SimpleNamespace(import_state=lambda tensors, **_: restored.update(tensors))
+    arch: Any = SimpleNamespace(grid=(4, 4), name="vit")
+    description = {"grid": [2, 2], "optimizer": "adamw"}
+    restore_engine(engine, arch, checkpoint_of(description, optimizer_steps=7))
+    assert {name: tuple(value.shape) for name, value in restored.items()} == {
+        "model.norm.weight": (3,),
+        **{f"{kind}.pos_embed": (1, 17, 2) for kind in ("model", "ema", "exp_avg_sq")},
+    }
+    assert restored["model.norm.weight"] is state["model.norm.weight"]
