@@ -101,6 +101,9 @@ class MaskedPatchPrediction(Objective):
             what = "an image of one patch has no other patch"
             yield ("objective.swap_share", f"{what}; set it to 0, or use smaller patches")
 
+    def compatibility(self) -> dict[str, Any]:
+        return {"target": self.settings.target}
+
     def extend_model(self, model: nn.Module, arch: Any) -> None:
         from vitscale.models.objectives.masked_patches import MaskedPatches
 

@@ -175,3 +175,9 @@ def test_accuracy_is_recorded_for_the_log() -> None:
     objective, engine = opened("mean_color")
     objective.loss(engine, batch_of(np.arange(4)))
     assert objective.metric_names == (COLOR_ACCURACY,) and objective._means is not None
+
+
+def test_a_checkpoint_of_another_target_is_not_resumed() -> None:
+    """The heads have other shapes."""
+    found = [run_of(objective={"target": name}).make_objective() for name in TARGETS]
+    assert [each.compatibility() for each in found] == [{"target": name} for name in TARGETS]
