@@ -11,6 +11,7 @@ from vitscale.checkpoint.folders import resolve_weights
 from vitscale.models.external_weights import is_weight_file, read_external_weights
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.transfer import transfer_weights
+from vitscale.models.vit.position_embedding import fixed_positions
 from vitscale.training.resume import starting_weights
 
 
@@ -23,7 +24,7 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
         return []
     if is_weight_file(run.init):
         external = read_external_weights(Path(run.init), grid=run.init_grid)
-        transfer_weights(
+        left_out = transfer_weights(
             model,
             weights=external.weights,
             source_grid=external.grid,
@@ -33,12 +34,15 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
             where=run.init,
             keep_head=run.keep_head,
         )
-        return [f"starting from {run.init}"]
+        return [f"starting from {run.init}", *_said(left_out)]
     source, warnings = resolve_weights(run.init)
     rows, columns = source.description["grid"]
+    weights = starting_weights(source, run.init_weights)
+    if "pos_embed" in model.state_dict():
+        weights |= fixed_positions(source.description["architecture"], grid=(rows, columns))
     left_out = transfer_weights(
         model,
-        weights=starting_weights(source, run.init_weights),
+        weights=weights,
         source_grid=(rows, columns),
         target_grid=arch.grid,
         num_prefix_tokens=source.description["num_prefix_tokens"],
@@ -46,11 +50,11 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
         where=str(source.folder),
         keep_head=run.keep_head,
     )
-    messages = [*warnings, f"starting from {source.folder}, step {source.step}"]
-    if left_out:
-        objective = source.description.get("objective")
-        messages.append(
-            f"left out {len(left_out)} tensors that only the objective {objective} trained: "
-            f"{', '.join(left_out[:3])}{', ...' if left_out[3:] else ''}"
-        )
-    return messages
+    return [*warnings, f"starting from {source.folder}, step {source.step}", *_said(left_out)]
+
+
+def _said(left_out: list[str]) -> list[str]:
+    if not left_out:
+        return []
+    shown = f"{', '.join(left_out[:3])}{', ...' if left_out[3:] else ''}"
+    return [f"left out {len(left_out)} tensors that this model does not have: {shown}"]

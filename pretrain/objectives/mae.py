@@ -87,6 +87,9 @@ class Mae(Objective):
             yield ("model.patch_dropout", "mae removes patches itself; set it to 0")
         if run.data.mixing is not None:
             yield ("data.mixing", "mae reconstructs single images; set it to null")
+        if run.schedule.resolutions is not None:
+            what = "mae's decoder has positions of one grid"
+            yield ("schedule.resolutions", f"{what}; set it to null")
         if not list(model.problems()):
             yield from self._mask_problems(model.architecture(num_classes=0).num_patches)
 

@@ -17,7 +17,13 @@ OWNERS: dict[str, set[str]] = {
 }
 # Entries of registries, whose settings need no torch, and checkpoint folders, which are listed
 # without it; their methods need it. Of these only imports at module level count.
-LAZY = ("finetune.transfer", "pretrain.objectives.", "vitscale.evaluation.", "vitscale.training.")
+LAZY = (
+    "finetune.transfer",
+    "finetune.linear_probe",
+    "pretrain.objectives.",
+    "vitscale.evaluation.",
+    "vitscale.training.",
+)
 LAZY += ("vitscale.checkpoint.folders",)
 TORCHLESS_FOLDERS = ("launch.", "data_prep.", "vitscale.config.", "vitscale.runs.")
 

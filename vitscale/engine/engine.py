@@ -67,6 +67,8 @@ class Engine:
         self._accumulation = int(config["gradient_accumulation_steps"])
         self._ema, self._num_averaged, self._micro_step = ema, 0, 0
         self._names = [name for name, _ in model.named_parameters()]
+        # Frozen weights and measured statistics.
+        self._buffer_names = sorted(set(model.state_dict()) - set(self._names))
         stage = int(config["zero_optimization"]["stage"])
         self._engine = initialize_deepspeed(model, optimizer=optimizer, config=config, dtype=dtype)
         self._layout = layout_of(self._engine, world, zero_stage=stage)
@@ -220,8 +222,8 @@ class Engine:
 
         All in fp32 except a first moment kept in bf16. `ema.NAME` is the average of the weights.
         Under ZeRO a part is the slice that this rank owns, named by `slice_name`; without, rank r
-        gives every tensor i with i mod ranks = r. Needs no communication. Valid until the next
-        step.
+        gives every tensor i with i mod ranks = r. Buffers come from the first rank. Needs no
+        communication. Valid until the next step.
         """
         self._layout.link_states()
         owned: dict[str, torch.Tensor] = {}
@@ -234,6 +236,8 @@ class Engine:
                     owned[key] = part.detach().view(shape)
                 elif part.numel():
                     owned[slice_name(key, start=start, shape=shape)] = part.detach()
+        if self.world.is_first:
+            owned |= {f"model.{name}": buffer.float() for name, buffer in self._buffers()}
         return owned
 
     def optimizer_steps(self) -> int:
@@ -270,6 +274,15 @@ class Engine:
             for kind in (None, *self._state_names):
                 value = tensors[f"{kind or 'model'}.{name}"].to(self.world.device)
                 self._layout.set_whole(parameter, value, kind)
+        for name, buffer in self._buffers():
+            buffer.copy_(tensors[f"model.{name}"])
+
+    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
+        return [(name, self._engine.module.get_buffer(name)) for name in self._buffer_names]
+
+    def set_buffer(self, name: str, value: torch.Tensor) -> None:
+        """Set a buffer of the model, such as measured statistics. The same on every rank."""
+        self._engine.module.get_buffer(name).copy_(value)
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(zip(self._names, self._engine.module.parameters(), strict=True))

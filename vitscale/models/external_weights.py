@@ -32,6 +32,7 @@ MAX_BYTES = 16 * 2**30
 # Trained weights hardly compress; zero heads do. Small files may: they cannot exhaust memory.
 MAX_COMPRESSION, FREE_BYTES = 20, 64 * 2**20
 MAX_MEMBERS = 20_000
+TIMM_NAME = "patch_embed.proj.weight"
 FLOATS = ("f2", "f4", "f8")
 # bfloat16 as numpy stores unknown types: big_vision, utils.py, `recover_dtype`.
 BFLOAT16 = "V2"
@@ -101,6 +102,13 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
             found = {name: file.get_tensor(name).float() for name in file.keys()}
     except SafetensorError as error:
         raise UserError(f"is not a safetensors file ({error})", where=str(path)) from None
+    return _timm_names(found)
+
+
+def _timm_names(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Names of timm, also below `model.`, as in MAE's files."""
+    if all(name.startswith("model.") for name in found):
+        found = {name.removeprefix("model."): value for name, value in found.items()}
     # Layers before the head, in timm's older files; dropped with it.
     found = {re.sub(r"^pre_logits\.", "head.pre_logits.", k): value for k, value in found.items()}
     # DeiT's own names (models_v2.py) of what timm calls layer scale.
@@ -111,14 +119,15 @@ def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     }
 
 
-# ---- .npz with Google's names -----------------------------------------------------------------
+# ---- .npz with Google's names, or with timm's ---------------------------------------------------
 
 
 def _read_npz(path: Path) -> dict[str, torch.Tensor]:
     try:
         with zipfile.ZipFile(path) as archive:
             members = _trusted_members(archive, path)
-            prefix = _prefix(members, path)
+            is_timm = any(name.endswith(TIMM_NAME) for name in members)
+            prefix = "" if is_timm else _prefix(members, path)
             # Optimiser states and counters beside the weights are not read.
             tensors = {
                 name.removeprefix(prefix): _tensor(archive, info, path)
@@ -127,7 +136,7 @@ def _read_npz(path: Path) -> dict[str, torch.Tensor]:
             }
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
         raise UserError(f"is not a whole .npz file ({error})", where=str(path)) from None
-    return renamed(tensors)
+    return _timm_names(tensors) if is_timm else renamed(tensors)
 
 
 def _trusted_members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:

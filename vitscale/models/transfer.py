@@ -15,7 +15,8 @@ from vitscale.config.errors import UserError
 from vitscale.models.vit.position_embedding import resize_position_embedding
 
 # What transfer leaves out: modules that only an objective trains and, unless kept, classifiers.
-OBJECTIVE = "objective."
+# The last two: names of MAE's published files.
+OBJECTIVE = ("objective.", "decoder_", "mask_token")
 HEADS = ("head.", "head_dist.")
 POSITION_NAME = "pos_embed"
 CLASS_NAME = "cls_token"
@@ -36,15 +37,17 @@ def transfer_weights(
     """Load a trunk; the head (with a representation layer, if any) keeps its fresh values.
 
     keep_head: load the head too.
-    Returns the names of tensors that only an objective trained, which are left out.
+    A norm after the mean keeps its fresh values if the weights have one before it only (MAE).
+    Returns the names of tensors that are left out: what only an objective trained, and that norm.
     Raises UserError with a table of every missing, unknown or misshapen tensor; then nothing was
     loaded.
     """
-    left_out = (OBJECTIVE,) if keep_head else (OBJECTIVE, *HEADS)
+    left_out = OBJECTIVE if keep_head else (*OBJECTIVE, *HEADS)
     own, given = (
         {name: value for name, value in tensors.items() if not name.startswith(left_out)}
         for tensors in (model.state_dict(), weights)
     )
+    replaced = _replaced_norm(own, given)
     if POSITION_NAME in given:
         num_rows = given[POSITION_NAME].shape[1]
         num_prefix_rows = num_rows - source_grid[0] * source_grid[1]
@@ -66,12 +69,29 @@ def transfer_weights(
             num_wanted = own[POSITION_NAME].shape[1] - target_grid[0] * target_grid[1]
             _match_class_position(given, num_prefix_rows=num_prefix_rows, num_wanted=num_wanted)
     next_step = (
-        "set model.name, preset, patch_size, pool, num_registers, positions and layer_scale "
+        "set model.name, preset, patch_size, pool, class_token, num_registers, positions and "
+        "layer_scale "
     )
     next_step += "to those of the checkpoint's run" + (", or keep_head=false" if keep_head else "")
     refuse_misfits(own, given, where=where, next_step=next_step)
     model.load_state_dict(given, strict=False)
-    return sorted(name for name in weights if name.startswith(OBJECTIVE))
+    return sorted([*(name for name in weights if name.startswith(OBJECTIVE)), *replaced])
+
+
+def _replaced_norm(own: dict[str, torch.Tensor], given: dict[str, torch.Tensor]) -> list[str]:
+    """Take the norm before the mean out of `given`, and the one after it out of `own`.
+
+    As MAE's fine-tuning does: the former normalised single tokens.
+    """
+    before = [name for name in given if name.startswith("norm.")]
+    after = [name for name in own if name.startswith("fc_norm.")]
+    if not before or not after or any(name in given for name in after):
+        return []
+    for name in before:
+        del given[name]
+    for name in after:
+        del own[name]
+    return before
 
 
 def refuse_misfits(

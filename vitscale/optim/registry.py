@@ -54,4 +54,11 @@ OPTIMIZERS = {
         non_negative=("exp_avg_sq",),
         needs_whole_tensors=True,
     ),
+    "lars": OptimizerKind(
+        code="vitscale.optim.lars",
+        state_names=("momentum_buffer",),
+        bytes_per_parameter=4,
+        counts_steps=False,
+        needs_whole_tensors=True,
+    ),
 }

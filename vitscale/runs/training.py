@@ -21,6 +21,7 @@ from vitscale.data.settings import DataSettings, augment_problems, remote_proble
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.evaluation.registry import EVALUATIONS, EvaluationSettings
 from vitscale.models.registry import ModelSettings
+from vitscale.optim.registry import OPTIMIZERS
 from vitscale.optim.resolutions import KEY as RESOLUTIONS
 from vitscale.optim.resolutions import ResolutionSettings, spans
 from vitscale.optim.schedules import (
@@ -113,8 +114,9 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
     if engine.zero_stage == 0 and engine.offload_optimizer:
         what = "ZeRO 0 has no optimiser of DeepSpeed's that could keep its states elsewhere"
         yield ("engine.offload_optimizer", f"{what}; set engine.zero_stage to 1, 2 or 3")
-    if engine.offload_optimizer and run.optim.name == "lamb":
-        yield ("engine.offload_optimizer", "lamb runs under ZeRO 0 only, which cannot offload")
+    if engine.offload_optimizer and OPTIMIZERS[run.optim.name].needs_whole_tensors:
+        what = f"{run.optim.name} runs under ZeRO 0 only, which cannot offload"
+        yield ("engine.offload_optimizer", f"{what}; set it to false")
     names = [evaluation.name for evaluation in run.evaluate or ()]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")

@@ -102,6 +102,8 @@ class TrainingSession:
 
         Changes the image size where one ends. Ends when the last checkpoint is committed.
         """
+        if self.start_step == 0:
+            self.objective.start(self)
         for step in range(self.start_step, self.plan.total_steps):
             if step == self.plan.stop:
                 self._change_image_size(step)

@@ -94,6 +94,9 @@ class Objective:
         reference to the model; parameters with one row per patch are named `pos_embed`.
         """
 
+    def start(self, session: Any) -> None:
+        """Called once per run before its first step, not when it resumes. Collective."""
+
     def num_parameters(self, arch: Architecture) -> int:
         """Exact count of trained values, with those that this objective adds."""
         return MODELS[arch.name].num_parameters(arch)

@@ -54,7 +54,8 @@ OBJECTIVES = {
             },
             "evaluate": [{"name": "knn", "max_bank_images": 100}],
         },
-        left_out="objective.blocks.0",
+        model={"positions": "sincos2d_mae"},
+        left_out="objective.blocks.0.attn.proj.bias",
     ),
     "masked_patch_prediction": Case(
         config={

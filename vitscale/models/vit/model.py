@@ -136,7 +136,7 @@ def build_transformer(
         # timm would add a second norm after the mean. The GAP models of ViT and big_vision have
         # one before it, MAE's and BEiT's one after it.
         fc_norm=arch.pool_norm,
-        final_norm=not arch.pool_norm,
+        final_norm=True,
         embed_dim=arch.width,
         depth=arch.depth,
         num_heads=arch.num_heads,

@@ -7,7 +7,8 @@ Leaves out: which tensor of a checkpoint this is (`transfer`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -126,6 +127,17 @@ FIXED_POSITIONS: dict[str, Callable[..., torch.Tensor]] = {
     "sincos2d": sincos_position_embedding,
     "sincos2d_mae": mae_position_embedding,
 }
+
+
+def fixed_positions(
+    architecture: Mapping[str, Any], *, grid: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    """Positions that a checkpoint leaves out, since they are computed, by their name.
+
+    architecture: a description, as in the checkpoint. Empty where positions are learned.
+    """
+    table = FIXED_POSITIONS.get(architecture.get("positions", "learned"))
+    return {} if table is None else {"pos_embed": table(grid, width=architecture["width"])[None]}
 
 
 def _sincos_table(grid: tuple[int, int], exponents: torch.Tensor) -> torch.Tensor:

@@ -27,6 +27,9 @@ RUN: dict[str, Any] = {
 }
 
 
+RESOLUTIONS = [{"image_size": 8, "until": 0.5}, {"image_size": 16}]
+
+
 class PlainEngine:
     """The forward pass of an engine, without DeepSpeed."""
 
@@ -115,6 +118,7 @@ def test_labels_are_not_needed() -> None:
         ("model", {"pool": "gap", "class_token": True, "pool_norm": True}, "model.pool_norm"),
         ("model", {"num_classes": 3}, "model.num_classes"),
         ("data", {"mixing": {"mixup_alpha": 0.2}}, "data.mixing"),
+        ("schedule", {"resolutions": RESOLUTIONS}, "schedule.resolutions"),
         ("objective", {"mask_ratio": 0.95}, "objective.mask_ratio"),
         ("objective", {"mask_ratio": 1e-20}, "objective.mask_ratio"),
         ("objective", {"decoder_heads": 3}, "objective.decoder_heads"),

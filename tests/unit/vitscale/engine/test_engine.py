@@ -60,6 +60,7 @@ def new_engine(
     clip_norm: float | None = None,
     accumulation: int = 1,
     ema: EmaSettings | None = None,
+    model: Model | None = None,
 ) -> Engine:
     config = deepspeed_config(
         EngineSettings(zero_stage=0),
@@ -72,7 +73,7 @@ def new_engine(
     )
     # One rank of its own does not get stage 1, which has nothing to shard.
     config["zero_optimization"]["stage"] = stage
-    model = Model()
+    model = model or Model()
     groups: list[dict[str, Any]] = [
         {"params": list(model.trunk.parameters()), "lr_scale": 0.5},
         {"params": list(model.head.parameters()), "lr_scale": 1.0},
@@ -222,6 +223,24 @@ def test_state_moves_by_name(world: World, stage: int, target: int) -> None:
     assert second.export_counters() == first.export_counters()
     torch.testing.assert_close(second.export_state(), first.export_state())
     assert second.disagreement() is None
+
+
+def test_buffers_are_saved_and_move_with_the_state(world: World, stage: int) -> None:
+    """Frozen weights and measured statistics; those that are not persistent are computed."""
+
+    class WithBuffers(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head.register_buffer("mean", torch.zeros(2))
+            self.register_buffer("computed", torch.ones(1), persistent=False)
+
+    first, second = (new_engine(world, stage, model=WithBuffers()) for _ in range(2))
+    first.set_buffer("head.mean", torch.tensor([1.5, -2.0]))
+    state = {name: tensor.clone() for name, tensor in first.export_state().items()}
+    assert state["model.head.mean"].tolist() == [1.5, -2.0]
+    assert not any("computed" in name for name in state)
+    second.import_state(state, optimizer_steps=0)
+    assert torch.equal(second.export_state()["model.head.mean"], state["model.head.mean"])
 
 
 def test_warmup_of_the_average_starts_at_the_first_step(world: World) -> None:

@@ -315,3 +315,35 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
 def test_weight_files_are_recognised_by_suffix() -> None:
     assert is_weight_file("a/b.npz") and is_weight_file("c.safetensors")
     assert not is_weight_file("runs/demo-pretrain") and not is_weight_file("model.pth")
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".npz"])
+def test_weights_of_mae_load_without_their_decoder(tmp_path: Path, suffix: str) -> None:
+    """Names below `model.`, as in mae_pretrain_*; those of the decoder as in *_full."""
+    source = built(num_classes=None)
+    state = {name: value for name, value in source.state_dict().items() if "head" not in name}
+    decoder = {
+        "mask_token": torch.ones(1, 1, 8),
+        "decoder_pos_embed": torch.ones(1, 17, 8),
+        "decoder_blocks.0.norm1.weight": torch.ones(8),
+    }
+    path = tmp_path / f"mae{suffix}"
+    both = {f"model.{name}": value.clone() for name, value in (state | decoder).items()}
+    if suffix == ".npz":
+        np.savez(path, **{name: value.numpy() for name, value in both.items()})
+    else:
+        save_file(both, path)
+    found = read_external_weights(path, grid=None)
+    assert found.grid == (4, 4)
+    target = built(pool="gap", class_token=True, pool_norm=True)
+    left_out = transfer_weights(
+        target,
+        weights=found.weights,
+        source_grid=found.grid,
+        target_grid=(4, 4),
+        num_prefix_tokens=1,
+        convention="deit",
+        where=str(path),
+    )
+    assert left_out == sorted([*decoder, "norm.bias", "norm.weight"])
+    assert torch.equal(target.blocks[1].mlp.fc2.weight, source.blocks[1].mlp.fc2.weight)

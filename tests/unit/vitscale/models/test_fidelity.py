@@ -90,8 +90,10 @@ def reference(
         x = x + w.get(f"{b}.ls1.gamma", one) * out
         hidden = gelu(dense(norm(x, w, f"{b}.norm2", eps), w, f"{b}.mlp.fc1"), form)
         x = x + w.get(f"{b}.ls2.gamma", one) * dense(hidden, w, f"{b}.mlp.fc2")
-    x = norm(x, w, "norm", eps)
+    after_mean = "fc_norm.weight" in w
+    x = x if after_mean else norm(x, w, "norm", eps)
     pooled = x[len(first) + len(registers) :].mean(0) if gap else x[0]
+    pooled = norm(pooled, w, "fc_norm", eps) if after_mean else pooled
     if "head.2.weight" in w:
         return dense(np.tanh(dense(pooled, w, "head.0")), w, "head.2")
     return dense(pooled, w, "head")
@@ -120,6 +122,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"class_position": False},
     {"num_registers": 3},
     {"num_registers": 2, "pool": "gap", "layer_scale": 0.1},
+    {"pool": "gap", "class_token": True},
+    {"pool": "gap", "class_token": True, "pool_norm": True, "positions": "sincos2d_mae"},
+    {"pool": "gap", "pool_norm": True, "num_registers": 1},
     {"head_width": 7},
     {"positions": "sincos2d"},
     {"positions": "sincos2d", "pool": "gap", "num_registers": 1, "representation_layer": True},

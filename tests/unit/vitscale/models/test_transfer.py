@@ -8,7 +8,7 @@ import torch
 from vitscale.config.errors import UserError
 from vitscale.models.transfer import transfer_weights
 from vitscale.models.vit.model import build_model
-from vitscale.models.vit.position_embedding import sincos_position_embedding
+from vitscale.models.vit.position_embedding import fixed_positions, sincos_position_embedding
 from vitscale.models.vit.settings import ViTSettings
 
 SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=1, num_heads=2, mlp_width=40)
@@ -78,6 +78,42 @@ def test_fixed_positions_are_computed_for_the_new_grid() -> None:
     transfer(target, source, (6, 6))
     assert torch.equal(target.pos_embed[0], sincos_position_embedding((6, 6), width=24))
     assert torch.equal(target.cls_token, source.cls_token)
+
+
+def test_a_norm_after_the_mean_starts_fresh() -> None:
+    pooled = {"pool": "gap", "class_token": True, "pool_norm": True}
+    source, target, again = shaken(), shaken(**pooled), shaken(**pooled, num_classes=3)
+    fresh = target.fc_norm.weight.clone()
+    assert transfer(target, source) == ["norm.bias", "norm.weight"]
+    assert torch.equal(target.fc_norm.weight, fresh)
+    assert torch.equal(target.cls_token, source.cls_token)
+    assert transfer(again, target) == []
+    assert torch.equal(again.fc_norm.weight, fresh)
+
+
+def test_fixed_positions_become_learned_ones_of_another_grid() -> None:
+    source = shaken(positions="sincos2d_mae")
+    settings = SMALL.model_copy(update={"positions": "sincos2d_mae"})
+    description = settings.architecture(num_classes=5).description()
+    positions = fixed_positions(description, grid=(4, 4))
+    assert fixed_positions(SMALL.architecture(num_classes=5).description(), grid=(4, 4)) == {}
+    for size, grid in ((16, (4, 4)), (24, (6, 6))):
+        target = shaken(image_size=size)
+        transfer_weights(
+            target,
+            weights=source.state_dict() | positions,
+            source_grid=(4, 4),
+            target_grid=grid,
+            num_prefix_tokens=1,
+            convention="deit",
+            where="there",
+        )
+        assert not target.pos_embed[:, 0].any()
+        if size == 16:
+            images = torch.randn(2, 3, 16, 16)
+            assert torch.allclose(
+                target.forward_features(images), source.forward_features(images), atol=1e-6
+            )
 
 
 @pytest.mark.parametrize("with_position", [True, False])
