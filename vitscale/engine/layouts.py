@@ -11,6 +11,7 @@ Written for DeepSpeed 0.19.5 to 0.19.8.
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from abc import ABC, abstractmethod
@@ -22,6 +23,7 @@ import torch
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.utils import is_invalid_grad_norm
 from deepspeed.runtime.zero import parameter_offload, stage3, stage_1_and_2
+from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import (
     logger as deepspeed_logger,
 )
@@ -82,6 +84,10 @@ def destroy_deepspeed(engine: Any) -> None:
     # ZeRO 3 adds the model once and never removes it (seen in 0.19.8).
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [module for module in stack if module is not engine.module]
+    # A cache of ZeRO 3's class has the coordinator, which knows all parameters, and every module as
+    # keys. Its decorator hides it.
+    method = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
+    inspect.getclosurevars(method).nonlocals["func"].cache_clear()
 
 
 def layout_of(engine: Any, world: World, *, zero_stage: int) -> Layout:

@@ -15,6 +15,7 @@ from torch import nn
 
 from vitscale.models.interface.compilation import compile_each
 from vitscale.models.interface.initialization import lecun_normal
+from vitscale.models.interface.outputs import refuse_inputs
 from vitscale.models.resnet.architecture import ResNetArchitecture
 from vitscale.models.resnet.settings import ResNetSettings
 from vitscale.models.resnet.units import NUM_GROUPS, ROOT_WIDTH
@@ -32,9 +33,11 @@ class BiTResNet(ResNetV2):
     ) -> Any:
         """output: `logits` [B, num_classes]; `features` [B, width], the mean of the last feature
         map; `objective`: what the objective's module predicts from the images and `inputs`.
+        Raises TypeError for inputs of another output.
         """
         if output == "objective":
             return self.objective(self, images_B3SS, **inputs)
+        refuse_inputs(output, inputs)
         features_BDRC = self.forward_features(images_B3SS)
         return self.forward_head(features_BDRC, pre_logits=output == "features")
 

@@ -5,12 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from vitscale.models.costs import memory_estimate, num_parameters, train_flops_per_image
+from vitscale.models.hybrid.settings import HybridSettings
+from vitscale.models.interface.settings import ModelSettingsBase
 from vitscale.models.registry import MODELS, ModelFamily
+from vitscale.models.resnet.settings import ResNetSettings
 from vitscale.models.vit.settings import ViTSettings
 
 ARCH = ViTSettings(preset="Ti/16").architecture(num_classes=5)
+SMALL = {"image_size": 32, "patch_size": 1, "width": 24, "depth": 1, "num_heads": 2}
+SMALL["mlp_width"] = 48
+SMALL_MODELS: dict[str, ModelSettingsBase] = {
+    "vit": ViTSettings(**SMALL | {"patch_size": 8, "distillation_token": True}),
+    "hybrid": HybridSettings(**SMALL, stage_depths=(1,), root_width=32),
+    "bit_resnet": ResNetSettings(image_size=32, stage_depths=(1,), root_width=32),
+}
 
 
 def test_family_is_chosen_by_its_key() -> None:
@@ -53,3 +64,21 @@ def test_description_leaves_out_the_default_family() -> None:
     """Checkpoints written before families existed describe the same architecture."""
     assert "name" not in ARCH.description()
     assert replace(ARCH, name="other").description()["name"] == "other"
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_only_the_objective_takes_further_inputs(name: str) -> None:
+    settings = SMALL_MODELS[name]
+    model = MODELS[name].load().build_model(settings, settings.architecture(num_classes=5), seed=0)
+    images = torch.zeros(1, 3, 32, 32)
+    for output in ("logits", "features", *(["heads"] if name == "vit" else [])):
+        model(images, output=output)
+        with pytest.raises(TypeError, match=f"output='{output}' takes images only, but got mask"):
+            model(images, output=output, mask=images)
+    model.objective = Scaled()
+    assert torch.equal(model(images + 1, output="objective", factor=2), images + 2)
+
+
+class Scaled(torch.nn.Module):
+    def forward(self, model: torch.nn.Module, images: torch.Tensor, factor: int) -> torch.Tensor:
+        return images * factor
