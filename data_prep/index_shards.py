@@ -31,6 +31,7 @@ try:
         preparation_folder,
         unchanged_config,
     )
+    from data_prep.shards.index import training_command
     from data_prep.sources.registry import open_source
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, UserErrors, run_script
@@ -180,11 +181,9 @@ def print_summary(output: Path, manifest: Manifest, *, seconds: float) -> None:
             f"  {split}: {entry.num_samples:,} images in {len(entry.shards):,} tars, "
             f"{entry.num_bytes / 2**20:,.1f} MiB"
         )
-    print(f"  {len(manifest.classes):,} classes, tars in {manifest.shards_root}, {seconds:.1f} s")
-    print(
-        "next: deepspeed pretrain/main.py --config configs/vit_b16.yaml "
-        f"data.path={output} model.num_classes={len(manifest.classes)}"
-    )
+    classes = f"{len(manifest.classes):,} classes" if manifest.classes else "no labels"
+    print(f"  {classes}, tars in {manifest.shards_root}, {seconds:.1f} s")
+    print(f"next: {training_command(output, manifest)}")
 
 
 if __name__ == "__main__":

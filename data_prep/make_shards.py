@@ -36,6 +36,7 @@ try:
         preparation_folder,
         tool_version,
     )
+    from data_prep.shards.index import training_command
     from data_prep.shards.ledger import describe_rejected
     from data_prep.sources.outages import Interrupted
     from vitscale.config.command_line import load_command
@@ -229,11 +230,9 @@ def print_summary(output: Path, manifest: Manifest, *, seconds: float) -> None:
             f"  {split}: {entry.num_samples:,} images in {len(entry.shards):,} shards, "
             f"{entry.num_bytes / 2**20:,.1f} MiB"
         )
-    print(f"  {len(manifest.classes):,} classes, {seconds:.1f} s, ledger.parquet names every input")
-    print(
-        "next: deepspeed pretrain/main.py --config configs/vit_b16.yaml "
-        f"data.path={output} model.num_classes={len(manifest.classes)}"
-    )
+    classes = f"{len(manifest.classes):,} classes" if manifest.classes else "no labels"
+    print(f"  {classes}, {seconds:.1f} s, ledger.parquet names every input")
+    print(f"next: {training_command(output, manifest)}")
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import (
     FORMAT_VERSION,
     INDEX_NAME,
+    NO_LABEL,
     Manifest,
     ShardEntry,
     SplitEntry,
@@ -176,10 +177,13 @@ def _index_rows(unit: TarUnit, classes: Sequence[str]) -> pa.Table:
     """The rows of one tar that become samples, in tar order."""
     table = read_table(unit.table_path)
     rows = table.filter(pc.is_null(table.column("reason"))).sort_by("offset")
+    labels = pa.array([NO_LABEL] * len(rows), pa.int32())
+    if classes:
+        labels = pc.index_in(rows.column("class"), value_set=pa.array(classes, pa.string()))
     made = {
         "split": pa.array([unit.container.split] * len(rows), pa.string()),
         "shard": pa.array([unit.container.path] * len(rows), pa.string()),
-        "label": pc.index_in(rows.column("class"), value_set=pa.array(classes, pa.string())),
+        "label": labels,
     }
     names = index_schema().names
     columns = [made[name] if name in made else rows.column(name) for name in names]

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from data_prep.labels.label_files import LABEL_SPACES, known_space, load_space, read_pairs
+from data_prep.sources.protocol import NO_CLASS
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings
 
@@ -33,6 +34,8 @@ class Labels:
 
     def class_of(self, source_class: str | None, name: str) -> str | None:
         """The class of an image; None if the map or the space does not contain it."""
+        if self.settings.values == "none":
+            return NO_CLASS
         value = source_class
         if self.map is not None:
             key = name if self.settings.map_key == "image" else source_class
@@ -52,12 +55,14 @@ class Labels:
         return self.space[position] if position < len(self.space) else None
 
     def label_map(self, found: Mapping[str, int], *, keep_numbers: bool = False) -> tuple[str, ...]:
-        """Class names in label order, given the number of images of each class.
+        """Class names in label order, given the number of images of each class; none if ignored.
 
         keep_numbers: the source's classes are labels, as in `.cls` members. Without a space or map
         they stay as they are; sorting them as text would give class 10 label 2. Raises UserError
         if most of them are numbers and some are not, since sorting would change the numbers.
         """
+        if self.settings.values == "none":
+            return ()
         if self.space is None:
             names = tuple(sorted(found))
             if keep_numbers and self.map is None:

@@ -214,12 +214,12 @@ def _check_corpus(p: Preparation, ledger: LedgerWriter) -> None:
     # Labels that the source itself skips never had an image.
     present = set(selection["present"])
     lost = [n for label, n in enumerate(selection["classes"]) if not kept[label] and n in present]
-    if lost:
+    if lost or not kept:
+        shown = f" of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}" if lost else ""
         raise UserError(
-            f"no usable image is left of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}\n"
-            f"{describe_rejected(ledger.reasons, ledger.examples)}",
+            f"no usable image is left{shown}\n{describe_rejected(ledger.reasons, ledger.examples)}",
             where="source.path",
-            next_step="fix these files or remove the classes",
+            next_step="fix these files" + (" or remove the classes" if lost else ""),
         )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from data_prep.sources.protocol import Input
+from data_prep.sources.protocol import NO_CLASS, Input
 from vitscale.distributed.atomic_files import fsync_folder
 from vitscale.runs.data_prep import MAX_SPLIT_LENGTH
 
@@ -60,8 +60,11 @@ def seeded_hash(text: str, *, seed: int, purpose: str) -> bytes:
 
 
 def make_key(class_name: str | None, name: str, *, path: str) -> str:
-    """CLASS-NAME in A-Z a-z 0-9 _ -; names that this would change get a hash of their path."""
-    raw = f"{class_name or ''}-{name}"
+    """CLASS-NAME in A-Z a-z 0-9 _ -; names that this would change get a hash of their path.
+
+    Without classes: NAME.
+    """
+    raw = name if class_name == NO_CLASS else f"{class_name or ''}-{name}"
     key = _UNSAFE.sub("_", raw)
     if key != raw or len(key) > MAX_KEY_LENGTH or _HASHED.search(key):
         return hashed_key(key, path)

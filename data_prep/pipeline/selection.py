@@ -27,7 +27,9 @@ from data_prep.pipeline.row_tables import read_table, write_table
 from data_prep.pipeline.workspace import InputLocation, Preparation, row_locations
 from data_prep.shards.ledger import describe_rejected
 from data_prep.sources.outages import printable
+from data_prep.sources.protocol import NO_CLASS
 from vitscale.config.errors import UserError
+from vitscale.data.index import NO_LABEL
 
 TRAIN = "train"
 # Of two equal images the one with the lower rank is kept: splits other than `train` come first.
@@ -197,7 +199,6 @@ def select_classes(p: Preparation, unit: str) -> None:
     # Numbers given by the source are labels already: 2 comes before 10.
     numbers = p.run.source.kind in ("webdataset", "parquet", "path_table")
     classes = p.labels.label_map(kept, keep_numbers=numbers)
-    label_of = {name: label for label, name in reversed(list(enumerate(classes)))}
     taken = _held_out_counts(p, kept)
     p.put_result(
         unit,
@@ -205,7 +206,7 @@ def select_classes(p: Preparation, unit: str) -> None:
             "classes": classes,
             "present": sorted(kept),
             "small": small,
-            "thresholds": thresholds(p, label_of, taken) if any(taken.values()) else {},
+            "thresholds": thresholds(p, taken) if any(taken.values()) else {},
         },
     )
 
@@ -246,6 +247,8 @@ def _surveyed_counts(p: Preparation) -> Counter[str]:
 
 def _check_empty_classes(p: Preparation, found: Counter[str]) -> None:
     """Raise UserError for a class folder without images: it would shift the labels."""
+    if p.run.labels.values == "none":
+        return
     named = {c.class_name for c in p.containers if c.class_name is not None}
     if p.run.labels.map is None and (empty := sorted(named - set(found))):
         shown = ", ".join(map(repr, empty[:CLASSES_SHOWN]))
@@ -266,7 +269,7 @@ def _held_out_counts(p: Preparation, counts: dict[str, int]) -> dict[str, int]:
     }
 
 
-def thresholds(p: Preparation, label_of: dict[str, int], taken: dict[str, int]) -> dict[str, int]:
+def thresholds(p: Preparation, taken: dict[str, int]) -> dict[str, int]:
     """Per class the largest hash held out: the `taken` images with the smallest hashes are.
 
     A radix selection, one byte of the hash per pass, over two compact columns in a scratch file:
@@ -274,6 +277,7 @@ def thresholds(p: Preparation, label_of: dict[str, int], taken: dict[str, int]) 
     """
     folder = p.work.temporary("thresholds")
     folder.mkdir()
+    number_of = {name: number for number, name in enumerate(taken)}
     parts = []
     for number in range(p.result("buckets")):
         rows, reasons, _ = surveyed(p, number)
@@ -283,33 +287,30 @@ def thresholds(p: Preparation, label_of: dict[str, int], taken: dict[str, int]) 
             for i, reason in enumerate(reasons)
             if reason is None and splits[i] == TRAIN and names[i] in taken
         ]
-        part = np.empty(len(chosen), [("label", "<u4"), ("hash", "<u8")])
-        part["label"] = [label_of[names[i]] for i in chosen]
+        part = np.empty(len(chosen), [("class", "<u4"), ("hash", "<u8")])
+        part["class"] = [number_of[names[i]] for i in chosen]
         part["hash"] = rows.column("holdout").to_numpy()[chosen]
         parts.append(folder / f"{number}.npy")
         np.save(parts[-1], part)
-    wanted = np.zeros(max(label_of.values()) + 1, np.int64)
-    for name, num in taken.items():
-        wanted[label_of[name]] = num
-    found = smallest(parts, wanted)
-    return {name: int(found[label_of[name]]) for name, num in taken.items() if num}
+    found = smallest(parts, np.array(list(taken.values()), np.int64))
+    return {name: int(found[number_of[name]]) for name, num in taken.items() if num}
 
 
 def smallest(parts: Sequence[Path], wanted: np.ndarray) -> np.ndarray:
-    """uint64 per label: the `wanted`-th smallest hash among its rows in the .npy files."""
+    """uint64 per class: the `wanted`-th smallest hash among its rows in the .npy files."""
     prefix = np.zeros(len(wanted), np.uint64)
     remaining = wanted.copy()
     for shift in range(56, -8, -8):
         counts = np.zeros((len(wanted), 256), np.int64)
         for path in parts:
             part = np.load(path, mmap_mode="r")
-            labels, hashes = part["label"], part["hash"]
+            classes, hashes = part["class"], part["hash"]
             if shift < 56:
                 above = np.uint64(shift + 8)
-                equal = (hashes >> above) == (prefix[labels] >> above)
-                labels, hashes = labels[equal], hashes[equal]
+                equal = (hashes >> above) == (prefix[classes] >> above)
+                classes, hashes = classes[equal], hashes[equal]
             byte = ((hashes >> np.uint64(shift)) & np.uint64(255)).astype(np.int64)
-            counts += np.bincount(labels * 256 + byte, minlength=counts.size).reshape(counts.shape)
+            counts += np.bincount(classes * 256 + byte, minlength=counts.size).reshape(counts.shape)
         reached = np.cumsum(counts, axis=1)
         byte = (reached < remaining[:, None]).sum(axis=1).clip(max=255)
         before = np.where(byte > 0, reached[np.arange(len(byte)), byte - 1], 0)
@@ -328,6 +329,7 @@ def assign_splits(p: Preparation, unit: str) -> None:
     rows, reasons, details = surveyed(p, number)
     selection: dict[str, Any] = p.result("selection")
     label_of = {name: label for label, name in reversed(list(enumerate(selection["classes"])))}
+    label_of = label_of or {NO_CLASS: NO_LABEL}
     small, limits = set(selection["small"]), selection["thresholds"]
     classes, splits = rows.column("class").to_pylist(), rows.column("split").to_pylist()
     hashes = rows.column("holdout").to_pylist()

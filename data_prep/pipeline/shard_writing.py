@@ -22,6 +22,7 @@ from data_prep.pipeline.workspace import InputLocation, Preparation, row_locatio
 from data_prep.shards.ledger import EXTERNAL_REASONS
 from data_prep.shards.tar_writer import TarShard
 from data_prep.sources.outages import printable
+from vitscale.data.index import NO_LABEL
 from vitscale.distributed.atomic_files import fsync_folder
 from vitscale.runs.data_prep import ImageSettings
 
@@ -93,7 +94,10 @@ def _write_images(
         for location, result, suffix, label in zip(locations, results, keys, labels, strict=True):
             key, offset = f"{split}-{suffix}", 0
             if result.reason is None:
-                offset = tar.add(key, extension=result.extension, image=result.content, label=label)
+                stored = None if label == NO_LABEL else label
+                offset = tar.add(
+                    key, extension=result.extension, image=result.content, label=stored
+                )
             else:
                 rejected.add(result.reason, printable(os.fsdecode(location.path)))
             outcomes.append(_outcome(result, key=key, label=label, offset=offset))

@@ -103,3 +103,12 @@ def folder_of_tars(folder: Path, manifest: Manifest) -> Path:
             "data_prep/index_shards.py",
         )
     return place
+
+
+def training_command(folder: Path, manifest: Manifest) -> str:
+    """A command that trains on a shard folder."""
+    config, setting = "vit_b16", f"model.num_classes={len(manifest.classes)}"
+    if not manifest.classes:
+        config, setting = "masked_patch_prediction/b16", "'evaluate=[]'"
+    command = f"deepspeed pretrain/main.py --config configs/{config}.yaml"
+    return f"{command} data.path={folder} {setting}"

@@ -105,7 +105,8 @@ class LedgerWriter:
         reasons = [
             reason or change for reason, change in zip(columns["reason"], changes, strict=True)
         ]
-        values = {**columns, "status": status, "reason": reasons}
+        classes = [name or None for name in columns["class"]]
+        values = {**columns, "class": classes, "status": status, "reason": reasons}
         table = pa.table(
             {
                 field.name: pa.array(values[field.name], _plain(field.type))

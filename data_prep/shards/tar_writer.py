@@ -76,8 +76,11 @@ class TarShard:
         self._reserved = self._file.reserve(BLOCK + num_bytes)[BLOCK:]
         return self._reserved
 
-    def add(self, key: str, *, extension: str, image: bytes | memoryview, label: int) -> int:
-        """Append `key.extension` and `key.cls`; returns the image's byte offset in the tar."""
+    def add(self, key: str, *, extension: str, image: bytes | memoryview, label: int | None) -> int:
+        """Append `key.extension` and `key.cls`; returns the image's byte offset in the tar.
+
+        label: None: no `key.cls`.
+        """
         offset = self.num_bytes + BLOCK
         header = ustar_header(f"{key}.{extension}", len(image))
         if image is self._reserved:
@@ -87,12 +90,11 @@ class TarShard:
             self._file.append(header)
             self._file.append(image)
         self._reserved = None
-        text = str(label).encode()
-        self._file.append(
-            bytes(-len(image) % BLOCK)
-            + ustar_header(f"{key}.cls", len(text))
-            + text.ljust(BLOCK, b"\0")
-        )
+        end = bytes(-len(image) % BLOCK)
+        if label is not None:
+            text = str(label).encode()
+            end += ustar_header(f"{key}.cls", len(text)) + text.ljust(BLOCK, b"\0")
+        self._file.append(end)
         return offset
 
     def finish(self) -> str:

@@ -51,7 +51,7 @@ class ClassTars:
 
     settings: SourceSettings
     labels: LabelSettings = LabelSettings()
-    """Unused: the tar names the class."""
+    """Only whether classes are ignored: the tar names the class."""
 
     @property
     def root(self) -> Path:
@@ -82,10 +82,19 @@ class ClassTars:
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
         """Members of a tar; or the files beside tars, and a row for a damaged tar of tars."""
         if container.class_name is not None:
-            return _class_inputs(self.root, container)
+            rows = _class_inputs(self.root, container)
+            return _named_by_tar(rows) if self.labels.values == "none" else rows
         if (self.root / container.path).is_file():
             return _other_members(self.root, container)
         return _files_beside_tars(self.root, container)
+
+
+def _named_by_tar(rows: Iterator[Input | Watched]) -> Iterator[Input | Watched]:
+    """Put the tar into the names of its images: without classes, nothing else tells them apart."""
+    for row in rows:
+        if isinstance(row, Input):
+            row.name = f"{row.class_name}/{row.name}"
+        yield row
 
 
 def compressed_tar_error(path: str, method: str) -> UserError:

@@ -1,4 +1,4 @@
-"""List a folder of images with one sub-folder per class.
+"""List a folder of images with one sub-folder per class, or without classes.
 
 Owns: which folders are classes.
 Leaves out: the walk through them (`paths`), the content of the files (`images.check`).
@@ -19,7 +19,7 @@ from data_prep.sources.paths import (
     link_reason,
     walk_folder,
 )
-from data_prep.sources.protocol import Container, Input, Spool, Watched
+from data_prep.sources.protocol import NO_CLASS, Container, Input, Spool, Watched
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
@@ -28,11 +28,14 @@ SPLIT_LIKE_NAMES = frozenset({"train", "training", "val", "valid", "validation",
 
 @dataclass(frozen=True, slots=True)
 class ImageFolder:
-    """Containers: the class folders of every split, and per split the files beside them."""
+    """Containers: the class folders of every split, and per split the files beside them.
+
+    Without classes: the folder of every split, with all files below it.
+    """
 
     settings: SourceSettings
     labels: LabelSettings = LabelSettings()
-    """Unused: the folder names the class."""
+    """Only whether classes are ignored: the folder names the class."""
 
     @property
     def root(self) -> Path:
@@ -45,9 +48,12 @@ class ImageFolder:
         """
         found: list[Container] = []
         errors: list[UserError] = []
+        has_classes = self.labels.values != "none"
         for top in find_split_roots(self.settings, may_be_file=False):
-            folders = _class_folders(self.root, top)
-            if folders:
+            folders = _class_folders(self.root, top) if has_classes else []
+            if not has_classes:
+                found.append(Container(top.path or ".", top.split, NO_CLASS))
+            elif folders:
                 found.append(Container(top.path or ".", top.split))
                 found += folders
             else:
@@ -55,7 +61,7 @@ class ImageFolder:
         if errors:
             raise UserErrors(errors)
         if not self.settings.splits:
-            _refuse_split_folders(found, self.settings.path)
+            _refuse_split_folders(self.root, self.settings.path)
         return found
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
@@ -106,11 +112,14 @@ def _no_class_error(root: Path, top: SplitRoot) -> UserError:
         f"{str(root / top.path)!r} has no class folders, but {loose} image files",
         where=top.where,
         allowed="one sub-folder of images per class",
+        next_step="for shards without labels: set labels.values=none" if loose else None,
     )
 
 
-def _refuse_split_folders(containers: list[Container], path: str) -> None:
-    names = [container.class_name for container in containers if container.class_name is not None]
+def _refuse_split_folders(root: Path, path: str) -> None:
+    with os.scandir(root) as entries:
+        folders = [e.name for e in entries if not e.name.startswith(".") and _is_folder(e)]
+    names = [printable(name) for name in sorted(folders, key=os.fsencode)]
     if len(names) > 1 and {name.lower() for name in names} <= SPLIT_LIKE_NAMES:
         splits = ", ".join(f"{name}: {name}" for name in names)
         raise UserError(

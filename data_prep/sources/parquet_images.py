@@ -113,7 +113,8 @@ class ParquetImages:
                 where="source.image_column",
                 allowed="binary, or a struct of bytes and path",
             )
-        if self.labels.map_key == "image" and label not in table.schema_arrow.names:
+        is_there = label in table.schema_arrow.names
+        if self.labels.values == "none" or not (self.labels.need_source_class or is_there):
             return columns
         label_type = column_type(table, label, path=path, key="source.label")
         if types.is_dictionary(label_type):
@@ -160,7 +161,7 @@ class ParquetImages:
         reason = None
         if data is None:
             reason = "no_image"
-        elif class_name is None and self.labels.map_key != "image":
+        elif class_name is None and self.labels.need_source_class:
             reason = "no_label"
         file, offset = spool.add(data) if data is not None and reason is None else ("", 0)
         stem = stem_and_suffix(os.path.basename(container.path))[0]

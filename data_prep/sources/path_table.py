@@ -116,7 +116,7 @@ class PathTable:
             path = files.relative(os.path.normpath(path))
             reason, num_bytes, modified_ns = files.check(path)
             path = os.path.join(os.path.dirname(container.file or container.path), path)
-        if reason is None and class_name is None and self.labels.map_key != "image":
+        if reason is None and class_name is None and self.labels.need_source_class:
             reason = "no_label"
         return Input(
             path or row_name,
@@ -150,7 +150,7 @@ class PathTable:
         header = next(csv_rows(lines, delimiter=DELIMITERS[_suffix(path)]), [])
         header = [name.removeprefix("\ufeff").strip() for name in header]
         wanted = {"source.image_column": self.settings.image_column}
-        if self.labels.map_key != "image":
+        if self.labels.need_source_class:
             wanted["source.label"] = self.settings.label
         for key, name in wanted.items():
             if header.count(name) != 1:
@@ -219,7 +219,8 @@ class PathTable:
     def _columns(self, table: Any, path: str) -> list[str]:
         columns = [self.settings.image_column]
         column_type(table, columns[0], path=path, key="source.image_column")
-        if self.labels.map_key != "image" or self.settings.label in table.schema_arrow.names:
+        is_there = self.settings.label in table.schema_arrow.names
+        if self.labels.values != "none" and (self.labels.need_source_class or is_there):
             columns.append(self.settings.label)
             column_type(table, columns[1], path=path, key="source.label")
         if not self.settings.splits and SPLIT_COLUMN in table.schema_arrow.names:

@@ -17,6 +17,8 @@ from typing import Protocol
 from vitscale.runs.data_prep import LabelSettings
 
 MAX_CLASS_LENGTH = 4096
+# The class of every image of a source whose classes are ignored.
+NO_CLASS = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,8 +98,8 @@ class WebdatasetTars:
                     row.modified_ns = status.st_mtime_ns
                     if row.class_name is not None and means_no_label(row.class_name, self.labels):
                         row.class_name, row.reason = None, row.reason or "no_label"
-                    if row.reason == "no_label" and self.labels.map_key == "image":
-                        row.reason = None  # the map has the label
+                    if row.reason == "no_label" and not self.labels.need_source_class:
+                        row.reason = None  # the map has the label, or there are none
                     yield row
                 return
         except CompressedTar as defect:

@@ -28,6 +28,7 @@ from vitscale.data.index import (
     INDEX_NAME,
     INFO_NAME,
     MANIFEST_NAME,
+    NO_LABEL,
     Manifest,
     ShardEntry,
     SplitEntry,
@@ -244,6 +245,10 @@ def _runs(table: pa.Table) -> Iterator[tuple[tuple[str, str], pa.Table]]:
 
 def _check_labels(rows: pa.Table, manifest: Manifest, shard: str) -> list[Finding]:
     labels = rows.column("label").to_numpy()
+    if not manifest.classes:
+        wrong = int(np.count_nonzero(labels != NO_LABEL))
+        what = f"{wrong:,} labels in tar {shard!r}, but the manifest names no classes"
+        return [Finding(INDEX_NAME, what)] if wrong else []
     wrong = int(np.count_nonzero((labels < 0) | (labels >= len(manifest.classes))))
     if not wrong:
         return []

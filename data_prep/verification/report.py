@@ -100,7 +100,7 @@ def write_report(
         manifest=manifest,
         findings=findings[:MAX_FINDINGS],
         num_findings=len(findings),
-        num_samples=int(counts.sum()),
+        num_samples=int(statistics.short_side.sum()),
         num_empty=int(np.count_nonzero(counts == 0)),
         charts=_charts(statistics, manifest),
         formats=statistics.formats.most_common(),

@@ -15,7 +15,7 @@ from blake3 import blake3
 from data_prep.images.check import SUFFIXES
 from data_prep.images.header import HeaderError, read_header
 from data_prep.shards.tar_walk import TarDefect, TarMember, walk_tar
-from vitscale.data.index import ShardEntry
+from vitscale.data.index import NO_LABEL, ShardEntry
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -46,7 +46,7 @@ class TarTask:
     rows: pa.Table | None
     """Rows of the index; None: there are none, or they cannot be read."""
     ours: bool
-    """Written by make_shards: an image and a label per sample, and no other members."""
+    """Written by make_shards: an image and its label, if any, per sample; no other members."""
     labels_stored: bool
     """Whether KEY.cls holds the label of the index."""
 
@@ -138,7 +138,9 @@ def _check_members(file: BinaryIO, task: TarTask, found: list[str]) -> TarDefect
     if len(rows) != num_rows:
         found.append("the index has two samples at one offset")
     try:
-        label_of = {f"{row['key']}.cls": row["label"] for row in rows.values()}
+        label_of = {
+            f"{row['key']}.cls": row["label"] for row in rows.values() if row["label"] != NO_LABEL
+        }
         for member in walk_tar(file.fileno(), end=os.fstat(file.fileno()).st_size):
             row = rows.pop(member.offset, None)
             if row is not None:

@@ -23,6 +23,7 @@ from vitscale.models.costs import memory_estimate
 from vitscale.optim.schedules import ENDLESS
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan, training_plans
+from vitscale.training.objective import check_evaluations, check_objective
 
 Rows = Iterator[tuple[str, str]]
 Plans = tuple[TrainingPlan, ...]
@@ -85,8 +86,8 @@ def _manifest(run: TrainingRun, folder: Location) -> Manifest | None:
         return None
 
 
-def check_data(run: TrainingRun) -> None:
-    """Raise UserError for a job whose number of training images is unknown."""
+def check_data(run: PretrainRun | FinetuneRun) -> None:
+    """Raise UserError for a job whose training images are unknown or lack what it needs."""
     facts = data_facts(run)
     if facts.num_samples is None:
         raise UserError(
@@ -96,6 +97,12 @@ def check_data(run: TrainingRun) -> None:
             "data.planned_num_samples if only the nodes see the folder",
         )
     num_tasks = run.launch.nodes * run.launch.tasks_per_node
+    if facts.num_classes is not None:
+        objective = run.make_objective()
+        check_objective(
+            objective, num_classes=facts.num_classes, views=run.data.views, path=run.data.path
+        )
+        check_evaluations(objective, run, num_classes=facts.num_classes)
     # Raises if the warm-up is longer than the run.
     training_plan(run, world_size=num_tasks, num_samples=facts.num_samples)
 
@@ -130,7 +137,8 @@ def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     """(name, value) of every derived quantity. Unknown ones name the missing setting."""
     facts = data_facts(run)
     world_size = run.launch.nodes * run.launch.tasks_per_node
-    yield "data", f"{_count(facts.num_samples)} training images, from {facts.source}"
+    unlabelled = " without labels" if facts.num_classes == 0 else ""
+    yield "data", f"{_count(facts.num_samples)} training images{unlabelled}, from {facts.source}"
     yield "objective", "; ".join([run.objective.name, *run.make_objective().notes()])
     yield "evaluation", _evaluation_text(run)
     plans = _known_plans(run, facts, world_size=world_size)
@@ -207,7 +215,8 @@ def _cost_rows(
     objective = run.make_objective()
     arch = run.model.architecture(num_classes=num_classes)
     count = objective.num_parameters(arch)
-    yield "model", f"{count:,} parameters, {arch.summary}, {num_classes:,} classes"
+    classes = f"{num_classes:,} classes" if num_classes else "no classes"
+    yield "model", f"{count:,} parameters, {arch.summary}, {classes}"
     flops = objective.train_flops_per_image(arch)
     total = ""
     archs = [

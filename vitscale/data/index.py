@@ -38,6 +38,7 @@ FORMAT_VERSION = 2
 INDEX_NAME = "index.parquet"
 INFO_NAME = "_info.json"
 MANIFEST_NAME = "manifest.json"
+NO_LABEL = -1
 MAX_ERRORS_SHOWN = 10
 MAKE_SHARDS = (
     "python data_prep/make_shards.py --config configs/data/image_folder.yaml "
@@ -87,7 +88,7 @@ class Manifest:
     """Hash over every input's split, path and size."""
     label_map_sha256: str
     classes: tuple[str, ...]
-    """Class names; the position is the label."""
+    """Class names; the position is the label. Empty: the samples have no labels."""
     parents: dict[str, str] | None
     """Class -> super-class, if the configuration names them."""
     index_bytes: int
@@ -115,7 +116,7 @@ class SplitIndex:
     length: np.ndarray
     """int64: bytes of the image."""
     label: np.ndarray
-    """int32: position in `classes`."""
+    """int32: position in `classes`; NO_LABEL everywhere if there are none."""
     shard_paths: tuple[Path, ...]
     """Local shards; empty for remote ones (see `remote`)."""
     shard_lengths: tuple[int, ...]
@@ -382,11 +383,12 @@ def _check_index(index: SplitIndex, entry: SplitEntry) -> None:
     """Raise UserError if index and manifest disagree; cheap enough for 14 million rows."""
     shard_bytes = np.array([shard.bytes for shard in entry.shards], dtype=np.int64)
     counts = np.bincount(index.shard_of[index.shard_of >= 0], minlength=len(entry.shards))
+    low, high = (0, len(index.classes)) if index.classes else (NO_LABEL, NO_LABEL + 1)
     agrees = (
         index.num_samples == entry.num_samples
         and tuple(counts) == entry.shard_lengths
         and bool(np.all(np.diff(index.shard_of) >= 0))
-        and bool(np.all((index.label >= 0) & (index.label < len(index.classes))))
+        and bool(np.all((index.label >= low) & (index.label < high)))
         and bool(np.all((index.offset >= 0) & (index.length > 0)))
         and bool(np.all(index.offset + index.length <= shard_bytes[index.shard_of]))
     )

@@ -55,9 +55,8 @@ def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
         )
         if part.label_map_sha256 != parts[0].label_map_sha256:
             raise UserError(
-                f"its label map has {len(part.classes)} classes (the first is "
-                f"{part.classes[0]!r}) and differs from that of {settings.path}, which has "
-                f"{len(parts[0].classes)} (the first is {parts[0].classes[0]!r})",
+                f"its label map has {_classes(part)} and differs from that of {settings.path}, "
+                f"which has {_classes(parts[0])}",
                 where=f"data.mixture[{number}].path",
                 next_step="prepare both with the same labels.space",
             )
@@ -84,6 +83,12 @@ def _read_part(
         num = math.ceil(index.num_samples * settings.first_percent / 100)
         index = index.subset(np.arange(num), name=f"first {num}")
     if settings.only_classes:
+        if not index.classes:
+            raise UserError(
+                f"the shards of {settings.path} have no labels",
+                where=f"{where}.only_classes",
+                next_step="remove it, or set the path to labelled shards",
+            )
         labels = [_label(name, index, where=where) for name in settings.only_classes]
         rows = np.flatnonzero(np.isin(index.label, labels))
         if not len(rows):
@@ -111,6 +116,12 @@ def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -
             next_step="raise it (twice as much allows prefetching), or set "
             "data.remote.cache_path=null to read by range",
         )
+
+
+def _classes(index: SplitIndex) -> str:
+    if not index.classes:
+        return "no classes"
+    return f"{len(index.classes)} classes (the first is {index.classes[0]!r})"
 
 
 def _label(name: str, index: SplitIndex, *, where: str) -> int:

@@ -63,9 +63,9 @@ class LabelSettings(Section):
     """Name of a label space (imagenet_1k, imagenet_12k, imagenet_21k_goog, imagenet_22k,
     imagenet_21k_p, imagenet_21k_p_winter21) or a file with one class name per line; a label is
     the position in it. null: the sorted class names of the source."""
-    values: Literal["name", "index"] = "name"
+    values: Literal["name", "index", "none"] = "name"
     """What a class in the source (or the map) is: a name, such as a folder or a WordNet id, or the
-    position in `space`."""
+    position in `space`. none: classes are ignored, and the shards have no labels."""
     map: str | None = None
     """CSV or TSV file with two columns: source class -> class."""
     map_key: Literal["class", "image"] = "class"
@@ -74,6 +74,11 @@ class LabelSettings(Section):
     """Classes that are not in `space` or `map`: refuse = an error; reject = rows in the ledger."""
     parents: str | None = None
     """CSV or TSV file with two columns, class -> super-class, kept in the manifest."""
+
+    @property
+    def need_source_class(self) -> bool:
+        """Whether an image without a class in the source has no label."""
+        return self.values != "none" and self.map_key != "image"
 
 
 class ShardSettings(Section):
@@ -168,6 +173,8 @@ class DataPrepRun(Run):
             yield ("source.holdout_split", "must not be train, from which the images are taken")
         if self.labels.values == "index" and self.labels.space is None:
             yield ("labels.values", "index requires labels.space, the list of classes")
+        if self.labels.values == "none":
+            yield from _class_settings_problems(self)
         for key, name in [
             ("source.holdout_split", self.source.holdout_split),
             *((f"source.splits.{name}", name) for name in self.source.splits),
@@ -175,3 +182,17 @@ class DataPrepRun(Run):
             if not can_name_split(name):
                 yield (key, f"{name!r} cannot name a split; allowed: {SPLIT_NAMES}")
         yield from launch_problems(self.launch, independent_tasks=True)
+
+
+def _class_settings_problems(run: DataPrepRun) -> Iterator[tuple[str, str]]:
+    """Settings that need classes, which `labels.values=none` ignores."""
+    per_class = {
+        "labels.space": run.labels.space,
+        "labels.map": run.labels.map,
+        "labels.parents": run.labels.parents,
+        "source.val_per_class": run.source.val_per_class,
+        "selection.min_images_per_class": run.selection.min_images_per_class,
+    }
+    for key, value in per_class.items():
+        if value:
+            yield (key, "needs classes, which labels.values=none ignores; remove one of the two")

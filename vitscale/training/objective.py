@@ -171,3 +171,14 @@ def check_objective(objective: Objective, *, num_classes: int, views: int, path:
             allowed=f"multiples of {objective.num_views}",
             next_step=f"set data.views={objective.num_views}",
         )
+
+
+def check_evaluations(objective: Objective, run: TrainingRun, *, num_classes: int) -> None:
+    """Raise UserError when the validation split has no labels to evaluate with."""
+    names = [evaluation.name for evaluation in objective.evaluations(run)]
+    if names and num_classes == 0 and run.data.val_split is not None:
+        raise UserError(
+            f"{', '.join(names)} needs labels, but the shards of {run.data.path} have none",
+            where="evaluate",
+            next_step="set evaluate=[], or data.path to labelled shards",
+        )

@@ -34,7 +34,7 @@ from vitscale.training.detectors import (
 from vitscale.training.interval_log import IntervalLog
 from vitscale.training.loop import TrainingSession
 from vitscale.training.meters import IntervalMeter, matmul_flops, peak_flops, profiled
-from vitscale.training.objective import Objective, check_objective
+from vitscale.training.objective import Objective, check_evaluations, check_objective
 from vitscale.training.resume import (
     changes,
     check_resumable,
@@ -68,11 +68,11 @@ def _open(
     world = stack.enter_context(_join(run.engine))
     heartbeat = stack.enter_context(Heartbeat(world, timeout_min=run.engine.timeout_min))
     data, val_index = _read_data(run)
+    num_classes = len(data.classes)
+    check_objective(objective, num_classes=num_classes, views=run.data.views, path=run.data.path)
+    check_evaluations(objective, run, num_classes=num_classes)
     segments = Segments(run=run, objective=objective, world=world, data=data, val_index=val_index)
     arch = segments.arch_at(0)
-    check_objective(
-        objective, num_classes=len(data.classes), views=run.data.views, path=run.data.path
-    )
     objective.prepare(arch=arch, device=world.device)
     folder = Path(run.folder)
     stack.enter_context(run_folder_lock(folder, world=world))
@@ -213,7 +213,7 @@ def _opening_lines(
     yield (
         f"{run.name}: {objective.num_parameters(arch) / 1e6:.1f} M parameters "
         f"at {arch.image_size} px, "
-        f"{plan.num_samples} images, {arch.num_classes} classes; {plan.equation}; "
+        f"{plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "
         f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
         f"ZeRO {run.engine.zero_stage}; decoder {resolve_decoder(run.data.decoder)}"
     )

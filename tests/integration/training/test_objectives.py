@@ -16,10 +16,13 @@ import pytest
 import yaml
 
 from pretrain.objectives.registry import OBJECTIVES as REGISTERED
+from tests.support.corpora.image_corpus import encoded
+from tests.support.corpora.preparing import prepare_here, run_of
 from tests.support.ranks.fault_runs import fault, wait_all
 from tests.support.ranks.rank_processes import ROOT
 from tests.support.ranks.run_states import differences, journal_rows, read_state
 from tests.support.ranks.warm_ranks import WarmStarter
+from vitscale.config.errors import EXIT_BAD_INPUT
 
 pytestmark = [pytest.mark.distributed]
 
@@ -107,15 +110,23 @@ class Runs:
         self._folders: dict[tuple[str, int, bool], Path] = {}
 
     def pretrain(
-        self, name: str, folder: Path, *, stage: int, num_ranks: int = 2, stopped: bool = False
+        self,
+        name: str,
+        folder: Path,
+        *,
+        stage: int,
+        num_ranks: int = 2,
+        stopped: bool = False,
+        **changes: Any,
     ) -> Sequence[int]:
         """Exit codes. stopped: one rank gets a signal in step SIGNALLED."""
         case = OBJECTIVES[name]
         engine = {"zero_stage": stage, **STAGES[stage]}
         values = merged(PRETRAIN, case.config, {"model": case.model, "engine": engine})
-        if case.has_teacher:
+        if case.has_teacher and "objective" not in changes:
             teacher = {"weights": str(self.finished("supervised", stage=1))}
             values = merged(values, {"objective": {"teacher": teacher}})
+        values |= changes
         faults = [fault("backward", SIGNALLED * ACCUMULATION, "SIGTERM")] if stopped else []
         return self._run("pretrain", folder, values, num_ranks=num_ranks, faults=faults)
 
@@ -147,7 +158,7 @@ class Runs:
             own_environment=[{}] * (num_ranks - 1) + [last],
         )
         codes = wait_all(ranks)
-        assert set(codes) <= {0, 75}, ranks[0].output()
+        assert set(codes) <= {0, EXIT_BAD_INPUT, 75}, ranks[0].output()
         return codes
 
     def folder_of(self, name: str, *, stage: int, stopped: bool) -> Path:
@@ -222,3 +233,40 @@ def test_finetuning_starts_from_its_trunk(runs: Runs, tmp_path: Path, name: str)
     assert (left_out in printed) if left_out else ("left out" not in printed)
     (found,) = (row for row in journal_rows(tmp_path / "run") if "val/top1" in row)
     assert found["step"] == 3
+
+
+@pytest.fixture(scope="module")
+def unlabelled(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Runs on a flat folder of images."""
+    folder = tmp_path_factory.mktemp("unlabelled")
+    (folder / "images").mkdir()
+    for number in range(40):
+        (folder / f"images/{number}.png").write_bytes(encoded("PNG", seed=number, side=8))
+    source, labels = {"holdout_fraction": 0.1}, {"values": "none"}
+    prepare_here(run_of(folder / "images", folder / "shards", source=source, labels=labels))
+    return Runs(warm_starter, shards=folder / "shards", folder=folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if not REGISTERED[name].needs_labels])
+def test_shards_without_labels_train(unlabelled: Runs, tmp_path: Path, name: str) -> None:
+    assert unlabelled.pretrain(name, tmp_path, stage=0, num_ranks=1, evaluate=[]) == [0]
+    assert len(losses(tmp_path / "run")) == STEPS / 2
+    assert "36 images, no classes; global batch" in (tmp_path / "rank-0.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "needs"),
+    [("supervised", "supervised"), ("distillation", "distillation"), ("mae", "knn")],
+)
+def test_shards_without_labels_are_refused(
+    unlabelled: Runs, tmp_path: Path, name: str, needs: str
+) -> None:
+    teacher = {"objective": {"name": name, "teacher": {"weights": str(tmp_path)}}}
+    changes = teacher if name == "distillation" else {}
+    codes = unlabelled.pretrain(name, tmp_path, stage=0, num_ranks=1, **changes)
+    printed = (tmp_path / "rank-0.log").read_text()
+    assert codes == [EXIT_BAD_INPUT]
+    assert f"{needs} needs labels, but the shards of {unlabelled.shards} have none" in printed
+    assert "Traceback" not in printed and not (tmp_path / "run/checkpoints").exists()

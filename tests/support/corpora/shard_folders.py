@@ -17,6 +17,7 @@ from data_prep.shards.tar_writer import TarShard
 from vitscale.data.index import (
     FORMAT_VERSION,
     INDEX_NAME,
+    NO_LABEL,
     Manifest,
     ShardEntry,
     SplitEntry,
@@ -45,16 +46,19 @@ def write_shard_folder(
     seed: int = 0,
     side: int = 40,
 ) -> Path:
-    """Write a folder with one split; sample i is of class i modulo their number."""
+    """Write a folder with one split; sample i is of class i modulo their number.
+
+    Without classes: `num_per_class` samples without labels.
+    """
     folder.mkdir(parents=True)
-    num = num_per_class * len(classes)
+    num = num_per_class * max(1, len(classes))
     rows, entries = [], []
     for number, samples in enumerate(np.array_split(np.arange(num), num_shards)):
         name = f"{split}-{number:06d}.tar"
         with TarShard(folder / name) as tar:
             for i in samples.tolist():
                 image = photo(1000 * seed + i, width=side + i % 3, height=side - 8)
-                key, label = f"{split}-{i:05d}", i % len(classes)
+                key, label = f"{split}-{i:05d}", i % len(classes) if classes else None
                 offset = tar.add(key, extension="jpg", image=image, label=label)
                 rows.append(
                     {
@@ -64,7 +68,7 @@ def write_shard_folder(
                         "offset": offset,
                         "length": len(image),
                         "format": "jpg",
-                        "label": label,
+                        "label": NO_LABEL if label is None else label,
                         "width": side + i % 3,
                         "height": side - 8,
                         "blake3": blake3(image).digest(),

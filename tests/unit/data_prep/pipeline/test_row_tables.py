@@ -119,7 +119,7 @@ def test_radix_selection_finds_the_smallest_of_each_class(
     paths = []
     for start in range(0, len(rows), 30):
         paths.append(folder / f"{start}.npy")
-        np.save(paths[-1], np.array(rows[start : start + 30], [("label", "<u4"), ("hash", "<u8")]))
+        np.save(paths[-1], np.array(rows[start : start + 30], [("class", "<u4"), ("hash", "<u8")]))
     found = smallest(paths, np.array(wanted))
     for k, hashes in enumerate(of_label):
         if wanted[k]:

@@ -1,4 +1,4 @@
-"""Which of equal images stays, across splits and inside each."""
+"""Which of equal images stays, and shards whose source has its classes ignored."""
 
 from __future__ import annotations
 
@@ -7,8 +7,13 @@ from pathlib import Path
 import pytest
 
 from data_prep.pipeline import row_tables
+from data_prep.shards.tar_walk import walk_tar
+from data_prep.verification.checks import check_folder
 from tests.support.corpora.image_corpus import encoded, ledger
 from tests.support.corpora.preparing import prepare_here, run_of
+from vitscale.config.errors import UserError
+from vitscale.data.index import read_manifest, read_split
+from vitscale.data.index_keys import sample_keys
 
 NUM_PICTURES = 8
 
@@ -63,3 +68,56 @@ def prepared(folder: Path, duplicates: str) -> dict[str, dict[str, object]]:
     )
     prepare_here(run)
     return ledger(folder / "shards")
+
+
+def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
+    for number in range(20):
+        write(tmp_path / f"images/{'' if number % 4 else 'sub/'}{number}.png", seed=number)
+    source = {"holdout_fraction": 0.2}
+    run = run_of(tmp_path / "images", tmp_path / "s", source=source, labels={"values": "none"})
+    prepare_here(run)
+    manifest = read_manifest(tmp_path / "s")
+    assert manifest.classes == ()
+    sizes = {name: entry.num_samples for name, entry in manifest.splits.items()}
+    assert sizes == {"train": 16, "test": 4}
+    keys, members = set(), set()
+    for split in sizes:
+        index = read_split(tmp_path / "s", split=split)
+        assert set(index.label.tolist()) == {-1}
+        keys |= {
+            key.removeprefix(f"{split}-") for key in sample_keys(index, range(len(index.label)))
+        }
+        for path in index.shard_paths:
+            with open(path, "rb") as file:
+                members |= {m.name for m in walk_tar(file.fileno(), end=path.stat().st_size)}
+    assert {name.rpartition(".")[2] for name in members} == {"png"} and len(members) == 20
+    assert {key for key in keys if "sub" not in key} == {str(n) for n in range(20) if n % 4}
+    assert {row["class"] for row in ledger(tmp_path / "s").values()} == {None}
+    found = check_folder(tmp_path / "s", manifest=manifest, num_workers=1, advance=lambda num: None)
+    assert found == []
+
+
+def test_without_labels_a_corpus_of_bad_images_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/bad.png").write_bytes(b"no image")
+    sections = {"labels": {"values": "none"}, "images": {"max_bad_fraction": 1.0}}
+    with pytest.raises(UserError, match="no usable image is left\n"):
+        prepare_here(run_of(tmp_path / "images", tmp_path / "s", **sections))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("labels", "space", "imagenet_1k"),
+        ("labels", "map", "map.csv"),
+        ("source", "val_per_class", 5),
+        ("selection", "min_images_per_class", 5),
+    ],
+)
+def test_ignored_classes_refuse_settings_of_classes(
+    section: str, key: str, value: object, tmp_path: Path
+) -> None:
+    sections = {"source": {}, "labels": {"values": "none"}, "selection": {}}
+    sections[section][key] = value
+    run = run_of(tmp_path, tmp_path / "s", **sections)
+    assert [name for name, _ in run.problems()] == [f"{section}.{key}"]

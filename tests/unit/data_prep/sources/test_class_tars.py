@@ -16,7 +16,7 @@ from data_prep.sources.protocol import Container, Input
 from tests.support.corpora.listing import MemorySpool, list_source, list_watched
 from tests.support.corpora.tars import tar_bytes, write_tars
 from vitscale.config.errors import UserError
-from vitscale.runs.data_prep import SourceSettings
+from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 
 def source(root: Path, **splits: str) -> ClassTars:
@@ -238,3 +238,9 @@ def test_any_member_names_give_one_row_each_of_unique_path(
     kept = [row.name for row in rows if row.reason is None]
     assert len(set(kept)) == len(kept)
     assert all(os.fsencode(row.path) for row in rows)
+
+
+def test_ignored_classes_still_tell_images_apart(tmp_path: Path) -> None:
+    write_tars(tmp_path, {"a.tar": {"1.jpg": b"one"}, "b.tar": {"1.jpg": b"two"}})
+    rows = list_source(ClassTars(source(tmp_path).settings, LabelSettings(values="none")))
+    assert [row.name for row in rows] == ["a/1", "b/1"]

@@ -11,7 +11,7 @@ from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.protocol import Container
 from tests.support.corpora.listing import MemorySpool, list_source, list_watched
 from vitscale.config.errors import UserError
-from vitscale.runs.data_prep import SourceSettings
+from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 
 def touch(root: Path, *names: str) -> None:
@@ -217,3 +217,31 @@ def test_any_file_name_is_listed_unchanged(
     for row in rows:
         assert row.reason is None
         assert (row.class_name or "").encode() is not None  # valid UTF-8
+
+
+def unlabelled(root: Path, **splits: str) -> ImageFolder:
+    settings = SourceSettings(path=str(root), splits=splits)
+    return ImageFolder(settings, LabelSettings(values="none"))
+
+
+def test_without_classes_every_image_below_is_listed(tmp_path: Path) -> None:
+    touch(tmp_path, "1.jpg", "a/1.jpg", "a/b/2.png", "a/notes.txt", ".h/3.jpg")
+    rows = {
+        row.path: (row.class_name, row.name, row.reason)
+        for row in list_source(unlabelled(tmp_path))
+    }
+    assert rows == {
+        "1.jpg": ("", "1", None),
+        "a/1.jpg": ("", "a/1", None),
+        "a/b/2.png": ("", "a/b/2", None),
+        "a/notes.txt": ("", "a/notes", "other_name"),
+        ".h/3.jpg": ("", ".h/3", "hidden"),
+    }
+
+
+def test_without_classes_split_folders_are_named_too(tmp_path: Path) -> None:
+    touch(tmp_path, "train/1.jpg", "val/1.jpg")
+    with pytest.raises(UserError, match="named like splits"):
+        unlabelled(tmp_path).containers()
+    rows = list_source(unlabelled(tmp_path, train="train", test="val"))
+    assert {(row.split, row.name) for row in rows} == {("train", "1"), ("test", "1")}

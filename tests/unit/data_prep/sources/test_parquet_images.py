@@ -23,9 +23,13 @@ IMAGE = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
 
 
 def source(
-    root: Path, *, index: bool = False, map_key: Literal["class", "image"] = "class", **options: Any
+    root: Path,
+    *,
+    values: Literal["name", "index", "none"] = "name",
+    map_key: Literal["class", "image"] = "class",
+    **options: Any,
 ) -> ParquetImages:
-    labels = LabelSettings(values="index" if index else "name", map_key=map_key)
+    labels = LabelSettings(values=values, map_key=map_key)
     return ParquetImages(SourceSettings(kind="parquet", path=str(root), **options), labels)
 
 
@@ -85,7 +89,7 @@ def test_metadata_names_the_classes_unless_values_are_index(tmp_path: Path) -> N
     write(tmp_path / "a.parquet", [{"bytes": b"x"}] * 4, [1, 2, -1, 0], names=["cat", "dog"])
     rows = list_source(source(tmp_path))
     assert [row.class_name for row in rows] == ["dog", None, None, "cat"]
-    rows = list_source(source(tmp_path, index=True))
+    rows = list_source(source(tmp_path, values="index"))
     assert [row.class_name for row in rows] == ["1", "2", None, "0"]
 
 
@@ -239,3 +243,13 @@ def test_any_paths_and_class_names_give_one_row_each(
 
 def test_booleans_are_not_labels() -> None:
     assert class_from_cell(True, ("a", "b"), LabelSettings()) is None
+
+
+@pytest.mark.parametrize("labels", [None, [None, None], [1.5, 2.5]])
+def test_ignored_classes_need_no_label_column(labels: Any, tmp_path: Path) -> None:
+    columns = {"image": pa.array([b"1", b"2"], pa.binary())}
+    if labels is not None:
+        columns["label"] = pa.array(labels, pa.float64())
+    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
+    rows = list_source(source(tmp_path, values="none"))
+    assert [row.reason for row in rows] == [None, None] and all(row.spooled for row in rows)

@@ -21,10 +21,14 @@ from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 
 def source(
-    path: Path, *, map_key: Literal["class", "image"] = "class", **options: Any
+    path: Path,
+    *,
+    map_key: Literal["class", "image"] = "class",
+    values: Literal["name", "none"] = "name",
+    **options: Any,
 ) -> PathTable:
     settings = SourceSettings(kind="path_table", path=str(path), **options)
-    return PathTable(settings, LabelSettings(map_key=map_key))
+    return PathTable(settings, LabelSettings(map_key=map_key, values=values))
 
 
 def touch(root: Path, *names: str) -> None:
@@ -277,3 +281,14 @@ def test_tables_do_not_use_the_spool(tmp_path: Path) -> None:
     spool = MemorySpool()
     list_source(source(table), spool)
     assert not spool.data
+
+
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+@pytest.mark.parametrize("columns", [{}, {"label": [1.5, 2.5]}], ids=["missing", "unusable"])
+def test_ignored_classes_need_no_label_column(
+    columns: dict[str, list[Any]], suffix: str, tmp_path: Path
+) -> None:
+    touch(tmp_path, "1.jpg", "2.jpg")
+    table = write(tmp_path / f"t.{suffix}", {"image": ["1.jpg", "2.jpg"], **columns})
+    rows = list_source(source(table, values="none"))
+    assert {row.path: row.reason for row in rows} == {"1.jpg": None, "2.jpg": None}

@@ -232,3 +232,9 @@ def test_samples_equal_those_of_webdataset(
     }
     if len(expected) == len(stock) and all("/." not in name for name, _ in members):
         assert {row.name: row.class_name for row in rows} == expected
+
+
+def test_ignored_classes_need_no_label(tmp_path: Path) -> None:
+    write_tars(tmp_path, {"a.tar": {"1.jpg": b"one", "2.jpg": b"two", "2.cls": b"-1"}})
+    rows = list_source(WebdatasetTars(source(tmp_path).settings, LabelSettings(values="none")))
+    assert {row.name: row.reason for row in rows} == {"1": None, "2": None}

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from launch.planning.dry_run import plan_rows
+from launch.planning.dry_run import check_data, plan_rows
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
+from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.levels import by_level
+from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run
+from vitscale.evaluation.knn import KnnSettings
 
 
 def plan(**changes: object) -> dict[str, str]:
@@ -66,3 +71,24 @@ def test_the_large_runs_have_a_plan(name: str, parameters: str) -> None:
     rows = dict(plan_rows(run))
     assert rows["model"].startswith(parameters)
     assert rows["steps"].startswith("272,460 steps")
+
+
+def test_shards_without_labels_are_named_and_checked(tmp_path: Path) -> None:
+    shards = write_shard_folder(tmp_path / "s", num_per_class=8, num_shards=1, classes=())
+    sections = {
+        "name": "x",
+        "data": {"path": str(shards), "global_batch": 4},
+        "model": {"preset": "Ti/16"},
+        "optim": {"lr": 1e-3},
+        "schedule": {"steps": 100, "warmup_steps": 10},
+    }
+    masked = {"name": "masked_patch_prediction"}
+    run = PretrainRun.model_validate({**sections, "objective": masked})
+    rows = dict(plan_rows(run))
+    assert rows["data"].startswith("8 training images without labels, from ")
+    assert rows["model"].endswith(", no classes")
+    check_data(run)
+    with pytest.raises(UserError, match="supervised needs labels"):
+        check_data(PretrainRun.model_validate(sections))
+    with pytest.raises(UserError, match="knn needs labels"):
+        check_data(run.model_copy(update={"evaluate": (KnnSettings(),)}))

@@ -10,7 +10,7 @@ import torch
 from pretrain.objectives.registry import OBJECTIVES
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
-from vitscale.training.objective import Objective, check_objective
+from vitscale.training.objective import Objective, check_evaluations, check_objective
 from vitscale.training.segment import build_model
 from vitscale.training.supervised import Supervised, SupervisedSettings
 
@@ -41,6 +41,17 @@ def test_an_objective_that_needs_labels_refuses_shards_without() -> None:
     with pytest.raises(UserError, match="supervised needs labels, but the shards of /s have none"):
         check_objective(Supervised(SupervisedSettings(), seed=0), num_classes=0, views=1, path="/s")
     check_objective(CONTRASTIVE, num_classes=0, views=2, path="/s")
+
+
+def test_evaluations_refuse_a_split_without_labels() -> None:
+    masked = {"objective": {"name": "masked_patch_prediction"}}
+    run = PretrainRun.model_validate({**RUN, **masked, "evaluate": [{"name": "knn"}]})
+    with pytest.raises(UserError, match="evaluate: knn needs labels, but the shards of s have"):
+        check_evaluations(run.make_objective(), run, num_classes=0)
+    check_evaluations(run.make_objective(), run, num_classes=1)
+    for changes in ({"evaluate": ()}, {"data": run.data.model_copy(update={"val_split": None})}):
+        changed = run.model_copy(update=changes)
+        check_evaluations(changed.make_objective(), changed, num_classes=0)
 
 
 def test_an_objective_gets_as_many_views_as_it_needs() -> None:

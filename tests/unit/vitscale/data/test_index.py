@@ -237,3 +237,32 @@ def test_index_bytes_do_not_depend_on_the_tables_of_rows(
         write_index(tmp_path / name, tables=tables)
         written.append((tmp_path / name / INDEX_NAME).read_bytes())
     assert written[0] == written[1]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes", "is_read"),
+    [
+        ((-1, -1), (), True),
+        ((-1, 0), (), False),
+        ((0, 0), (), False),
+        ((-2, -1), (), False),
+        ((-1, 0), ("cat", "dog"), False),
+        ((0, 2), ("cat", "dog"), False),
+        ((0, 1), ("cat", "dog"), True),
+    ],
+)
+def test_samples_have_no_label_if_there_are_no_classes(
+    folder: Path, labels: tuple[int, int], classes: tuple[str, ...], is_read: bool
+) -> None:
+    table = pq.read_table(folder / INDEX_NAME)
+    column = pa.array([labels[i % 2] for i in range(len(table))], pa.int32())
+    table = table.set_column(table.schema.get_field_index("label"), "label", column)
+    write_index(folder, tables=[table.slice(0, 4), table.slice(4)])
+    size = (folder / INDEX_NAME).stat().st_size
+    edit_manifest(folder, classes=classes, index_bytes=size)
+    if is_read:
+        index = read_split(folder, split="train")
+        assert index.classes == classes and set(index.label.tolist()) == set(labels)
+    else:
+        with pytest.raises(UserError, match="disagrees with manifest.json"):
+            read_split(folder, split="train")

@@ -71,5 +71,10 @@ def test_what_does_not_fit_is_refused(shards: Path, tmp_path: Path) -> None:
     )
     with pytest.raises(UserError, match=r"(?s)mixture\[0\].*label map has 2 classes.*labels.space"):
         opened(shards, mixture=[{"path": str(other), "share": 0.5}])
+    unlabelled = write_shard_folder(tmp_path / "d", num_per_class=4, num_shards=1, classes=())
+    with pytest.raises(UserError, match="label map has no classes and differs .* has 2 classes"):
+        opened(shards, mixture=[{"path": str(unlabelled), "share": 0.5}])
+    with pytest.raises(UserError, match="data.only_classes: the shards of .* have no labels"):
+        opened(unlabelled, only_classes=["dog"])
     with pytest.raises(UserError, match="no class 'dgo'; did you mean 'dog'"):
         opened(shards, only_classes=["dgo"])
