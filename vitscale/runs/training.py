@@ -66,6 +66,11 @@ class TrainingRun(Run):
     def folder(self) -> str:
         return self.output or f"runs/{self.name}"
 
+    def models(self) -> Iterator[ModelSettings]:
+        """The model at each image size of the run, in the order of training."""
+        for each in self.schedule.resolutions or (self.model,):
+            yield self.model.model_copy(update={"image_size": each.image_size})
+
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self.model.problems()
         yield from remote_problems(self.data)
@@ -153,9 +158,9 @@ def _resolution_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
         yield (RESOLUTIONS, "every image size but the last needs `until`, and the last has none")
     elif any(later <= earlier for earlier, later in pairwise(known)):
         yield (RESOLUTIONS, f"shares until {known} do not increase; sort them, each once")
-    for size in sizes:
-        if size != last:
-            problems = run.model.model_copy(update={"image_size": size}).problems()
+    for model in run.models():
+        if model.image_size != last:
+            problems = model.problems()
             yield from ((RESOLUTIONS, text) for key, text in problems if key == "model.image_size")
 
 

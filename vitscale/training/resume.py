@@ -126,6 +126,9 @@ def check_resumable(
         what = f"the run folder holds a checkpoint of step {checkpoint.step}"
         raise UserError(what, where=where, next_step=f"set checkpoint.resume=auto, or {another}")
     saved = LEGACY_DEFAULTS | checkpoint.description
+    moved = _moved_change(saved, description, step=checkpoint.step, total_steps=plan.total_steps)
+    if moved is not None:
+        raise UserError(moved, where=where, next_step=f"undo the change, or {another}")
     changed = [
         f"    {key}: checkpoint {saved.get(key)!r}, now {value!r}"
         for key, value in description.items()
@@ -142,6 +145,20 @@ def check_resumable(
     if checkpoint.step > plan.total_steps:
         what = f"step {checkpoint.step} is beyond the {plan.total_steps} steps of this run"
         raise UserError(what, where=where, next_step=f"raise schedule.steps, or {another}")
+
+
+def _moved_change(
+    saved: Mapping[str, Any], now: Mapping[str, Any], *, step: int, total_steps: int
+) -> str | None:
+    """What is wrong when another number of steps moves a change of the image size across the
+    checkpoint; None when it does not."""
+    before, after = (each["architecture"]["image_size"] for each in (saved, now))
+    if now["resolutions"] is None or saved["resolutions"] != now["resolutions"] or before == after:
+        return None
+    return (
+        f"step {step} was trained at {before} px, but of {total_steps} steps it is one at {after} "
+        "px; another number of steps moves the change of the image size"
+    )
 
 
 def restore(

@@ -156,6 +156,13 @@ CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
         {"model": {"patch_size": 24}, "objective": {"corrupted_share": 1.0}},
         "objective.swap_share: an image of one patch has no other",
     ),
+    "one patch at first": (
+        {
+            "schedule": {"resolutions": [{"image_size": 8, "until": 0.5}, {"image_size": 24}]},
+            "objective": {"corrupted_share": 1.0},
+        },
+        "objective.swap_share: an image of one patch has no other",
+    ),
 }
 
 

@@ -125,6 +125,26 @@ def test_step_that_does_not_fit_the_run_is_refused() -> None:
         resume(checkpoint_of(description), {"checkpoint": {"resume": "never"}})
 
 
+@pytest.mark.parametrize(("steps", "before", "after"), [(100, 224, 128), (30, 128, 224)])
+def test_steps_that_move_a_change_across_are_refused(steps: int, before: int, after: int) -> None:
+    """Half of the steps are at 128 px. Step 20 of 100 is, step 20 of 30 is not."""
+    sizes = [{"image_size": 128, "until": 0.5}, {"image_size": 224}]
+    run = run_with({"schedule": {"resolutions": sizes, "steps": steps}})
+    plan = training_plan(run, world_size=1, num_samples=80, step=19)
+    data: Any = SimpleNamespace(fingerprint="f", label_map_sha256="l")
+    found = {
+        model.image_size: compatibility_key(
+            run, model.architecture(num_classes=10), data, objective="x"
+        )
+        for model in run.models()
+    }
+    assert plan.image_size == after
+    check_resumable(run, checkpoint_of(found[after]), found[after], plan)
+    with pytest.raises(UserError, match=f"step 20 was trained at {before} px, but of {steps}") as e:
+        check_resumable(run, checkpoint_of(found[before]), found[after], plan)
+    assert "\n" not in e.value.what and "undo the change" in str(e.value)
+
+
 def leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, inner in value.items():
         if isinstance(inner, dict) and inner:
