@@ -109,6 +109,6 @@ def training_command(folder: Path, manifest: Manifest) -> str:
     """A command that trains on a shard folder."""
     config, setting = "vit_b16", f"model.num_classes={len(manifest.classes)}"
     if not manifest.classes:
-        config, setting = "masked_patch_prediction/b16", "'evaluate=[]'"
+        config, setting = "mae/b16", "'evaluate=[]'"
     command = f"deepspeed pretrain/main.py --config configs/{config}.yaml"
     return f"{command} data.path={folder} {setting}"

@@ -243,5 +243,8 @@ def _sheet_picture(folder: Path, manifest: Manifest, row: dict[str, Any]) -> Pic
     known = 0 <= label < len(manifest.classes)
     title = manifest.classes[label] if known else f"label {label}"
     data = stored_thumbnail(path, offset=row["offset"], num_bytes=row["length"])
-    note = f"{label} · {row['width']} × {row['height']} · {row['split']} · {row['key']}"
+    note = f"{row['width']} × {row['height']} · {row['split']} · {row['key']}"
+    if not manifest.classes:
+        return Picture("no label", note, data)
+    note = f"{label} · {note}"
     return Picture(title, note, data)

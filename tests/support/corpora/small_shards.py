@@ -23,6 +23,7 @@ from data_prep.shards.tar_writer import TarShard
 from vitscale.data.index import (
     FORMAT_VERSION,
     INDEX_NAME,
+    NO_LABEL,
     Manifest,
     ShardEntry,
     SplitEntry,
@@ -52,6 +53,7 @@ def make_shard_folder(
     """Write a whole folder; `rejected`: path, class, reason of inputs that are in the ledger only.
 
     Image i of a split is of class i modulo the number of classes, png, jpg and webp in turn.
+    Without classes the samples have no labels.
     """
     folder.mkdir(parents=True)
     tables, entries = [], {}
@@ -63,10 +65,12 @@ def make_shard_folder(
             with TarShard(folder / name) as tar:
                 for _ in range(length):
                     i = len(rows)
-                    extension, label = list(SIDES)[i % 3], i % len(classes)
+                    extension = list(SIDES)[i % 3]
+                    label = i % len(classes) if classes else NO_LABEL
                     image = image_bytes(extension, seed=i)
                     key = f"{split}-c{label}-{i}"
-                    offset = tar.add(key, extension=extension, image=image, label=label)
+                    stored = label if classes else None
+                    offset = tar.add(key, extension=extension, image=image, label=stored)
                     place = (key, split, name, offset, len(image), extension, label)
                     rows.append((*place, *SIDES[extension], blake3(image).digest()))
                 digest = tar.finish()
@@ -92,7 +96,9 @@ def make_shard_folder(
                 {
                     "path": [f"{key}.jpg" for key in keys],
                     "split": table.column("split").to_pylist(),
-                    "class": [classes[i] for i in table.column("label").to_pylist()],
+                    "class": [
+                        classes[i] if classes else None for i in table.column("label").to_pylist()
+                    ],
                     "reason": [None] * len(keys),
                     "detail": [None] * len(keys),
                     "key": keys,

@@ -110,6 +110,7 @@ def test_without_labels_a_corpus_of_bad_images_is_refused(tmp_path: Path) -> Non
     [
         ("labels", "space", "imagenet_1k"),
         ("labels", "map", "map.csv"),
+        ("labels", "parents", "parents.csv"),
         ("source", "val_per_class", 5),
         ("selection", "min_images_per_class", 5),
     ],

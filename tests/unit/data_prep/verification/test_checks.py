@@ -182,6 +182,17 @@ def test_an_index_that_was_written_wrongly_is_found(
     assert any(message in text for text in found), found
 
 
+@pytest.mark.parametrize("label", [0, -2])
+def test_labels_in_a_folder_without_classes_are_found(tmp_path: Path, label: int) -> None:
+    folder = tmp_path / "shards"
+    make_shard_folder(folder, classes=())
+    assert findings(folder) == []
+    rewritten(folder, lambda rows: rows[2].update(label=label))
+    assert f"{INDEX_NAME}: 1 labels in tar {TRAIN!r}, but the manifest names no classes" in (
+        findings(folder)
+    )
+
+
 @pytest.mark.parametrize("name", [INDEX_NAME, "ledger.parquet", "_info.json", TRAIN])
 def test_missing_and_cut_files_are_found(shards: Path, name: str) -> None:
     data = (shards / name).read_bytes()

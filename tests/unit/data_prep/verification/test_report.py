@@ -72,6 +72,13 @@ def test_page_shows_counts_classes_and_a_picture_of_every_sample(tmp_path: Path)
     assert len(page_of(tmp_path / "shards", manifest, num_samples=3).images()) == 3
 
 
+def test_page_without_labels_counts_and_shows_every_sample(tmp_path: Path) -> None:
+    page = page_of(tmp_path / "shards", make_shard_folder(tmp_path / "shards", classes=()))
+    assert "samples 7 classes 0 inputs 8" in page.text
+    assert len(page.images()) == 7 and page.text.count("no label") == 7
+    assert "label -1" not in page.text and "Images of each class" not in page.text
+
+
 def test_page_loads_and_runs_nothing_whatever_names_say(tmp_path: Path) -> None:
     rejected = [(f"{EVIL}/x.jpg", EVIL, "bad_pixels"), ("a.jpg", "a", "no_such_reason")]
     manifest = make_shard_folder(tmp_path / "shards", classes=CLASSES, rejected=rejected)
