@@ -1,7 +1,7 @@
-"""A change of the image size fits every objective, model family and optimiser with states.
+"""A change of the image size is exact for every objective and family, LAMB and fine-tuning.
 
 8 steps on one rank: 4 at the smaller image size, 4 at the larger. A save falls on the change and
-on the sixth step. Ranks start warm.
+on the sixth step. No engine of the smaller size may be left when the next is built.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ KNN = [{"name": "knn", "max_bank_images": 20, "every_steps": 3}]
 HYBRID = {"name": "hybrid", "stage_depths": [1], "root_width": 32, "patch_size": 1}
 RESNET = {"name": "bit_resnet", "stage_depths": [1], "root_width": 32}
 MAE = {"name": "mae", "decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}
-# What each changes in BASE; `sizes`, `stage` and `teacher` are not settings.
+# What each changes in BASE. Not settings: `stage`, the script; `sizes` of the images; `teacher`,
+# whether there is one; `only` in `model`, which replaces the section.
 COMBINATIONS: dict[str, dict[str, Any]] = {
     "mae": {
         "objective": MAE | {"mask_ratio": 0.5},

@@ -16,6 +16,7 @@ from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.config.errors import UserError
 from vitscale.distributed.world import World
+from vitscale.optim.registry import OPTIMIZERS
 from vitscale.runs.training import training_plan
 from vitscale.training import resume as resuming
 from vitscale.training.detectors import LossSpikeDetector
@@ -247,21 +248,29 @@ def test_average_that_was_not_saved_is_refused() -> None:
         starting_weights(checkpoint_of({}), "ema")
 
 
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_positions_and_their_states_move_to_the_new_grid(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, optimizer: str
 ) -> None:
-    """All other tensors are restored as they are."""
+    """All of them are resampled, bilinear where they are a second moment; the rest is kept."""
     monkeypatch.setattr(resuming, "agree_no_error", lambda error: None)
-    state = {f"{kind}.pos_embed": torch.rand(1, 5, 2) for kind in ("model", "ema", "exp_avg_sq")}
+    kinds = ("model", "ema", *OPTIMIZERS[optimizer].state_names)
+    # One patch of four differs from zero: bicubic resampling gives negative values beside it.
+    spike = torch.tensor([7.0, 1.0, 0.0, 0.0, 0.0]).view(1, 5, 1)
+    state = {f"{kind}.pos_embed": spike * factor for factor, kind in enumerate(kinds, start=1)}
     state["model.norm.weight"] = torch.rand(3)
     monkeypatch.setattr(Checkpoint, "tensors", lambda self: state)
     restored: dict[str, torch.Tensor] = {}
     engine: Any = SimpleNamespace(import_state=lambda tensors, **_: restored.update(tensors))
     arch: Any = SimpleNamespace(grid=(4, 4), name="vit")
-    description = {"grid": [2, 2], "optimizer": "adamw"}
+    description = {"grid": [2, 2], "optimizer": optimizer}
     restore_engine(engine, arch, checkpoint_of(description, optimizer_steps=7))
-    assert {name: tuple(value.shape) for name, value in restored.items()} == {
-        "model.norm.weight": (3,),
-        **{f"{kind}.pos_embed": (1, 17, 2) for kind in ("model", "ema", "exp_avg_sq")},
-    }
+    assert restored.keys() == state.keys()
     assert restored["model.norm.weight"] is state["model.norm.weight"]
+    for factor, kind in enumerate(kinds, start=1):
+        rows = restored[f"{kind}.pos_embed"] / factor
+        assert rows.shape == (1, 17, 1) and rows[0, 0] == 7.0
+        # Both keep the mean of the grid; only bilinear keeps it within its range.
+        assert rows[0, 1:].mean().item() == pytest.approx(0.25, abs=0.02)
+        is_second_moment = kind == "exp_avg_sq"
+        assert (rows.min().item() >= 0) == is_second_moment, kind
