@@ -85,9 +85,13 @@ def destroy_deepspeed(engine: Any) -> None:
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [module for module in stack if module is not engine.module]
     # A cache of ZeRO 3's class has the coordinator, which knows all parameters, and every module as
-    # keys. Its decorator hides it.
-    method = PartitionedParameterCoordinator._PartitionedParameterCoordinator__params_to_release
-    inspect.getclosurevars(method).nonlocals["func"].cache_clear()
+    # keys; its decorator hides it. A release without this cache needs nothing here.
+    method = vars(PartitionedParameterCoordinator).get(
+        "_PartitionedParameterCoordinator__params_to_release"
+    )
+    hidden = inspect.getclosurevars(method).nonlocals.get("func") if method else None
+    if hasattr(hidden, "cache_clear"):
+        hidden.cache_clear()
 
 
 def layout_of(engine: Any, world: World, *, zero_stage: int) -> Layout:

@@ -120,7 +120,7 @@ MESSAGES = [
     (
         "schedule=3",
         "command line: schedule: 3 was read as a whole number\n  allowed: a group with the keys "
-        "epochs, steps, warmup_steps, warmup_epochs, decay, final_lr",
+        "epochs, steps, warmup_steps, warmup_epochs, decay, drops_at, decay_from, final_lr",
     ),
     (
         "launch.sbatch.x=[1]",
@@ -131,7 +131,7 @@ MESSAGES = [
         "optim.warmup=3",
         "command line: optim.warmup: unknown key optim.warmup\n"
         "  allowed: name, lr, weight_decay, weight_decay_mode, layer_decay, "
-        "betas, eps, momentum_dtype, momentum, clip_norm, ema\n"
+        "betas, eps, momentum_dtype, momentum, trust_coefficient, clip_norm, ema\n"
         "  next: did you mean optim.ema.warmup?",
     ),
     (

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from vitscale.evaluation import registry, schedule
-from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase, Subject
+from vitscale.evaluation.evaluation import (
+    Evaluation,
+    EvaluationSettingsBase,
+    Output,
+    Subject,
+)
 from vitscale.evaluation.schedule import ScheduledEvaluations
 
 
@@ -82,4 +87,4 @@ def test_nothing_is_due_without_a_validation_split() -> None:
 def test_every_entry_is_named_by_its_settings() -> None:
     for name, evaluation in registry.EVALUATIONS.items():
         assert evaluation.Settings.model_fields["name"].default == name
-        assert evaluation.needs in ("logits", "features")
+        assert evaluation.needs in get_args(Output)
