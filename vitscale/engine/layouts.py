@@ -90,7 +90,7 @@ def destroy_deepspeed(engine: Any) -> None:
         "_PartitionedParameterCoordinator__params_to_release"
     )
     hidden = inspect.getclosurevars(method).nonlocals.get("func") if method else None
-    if hasattr(hidden, "cache_clear"):
+    if hidden is not None and hasattr(hidden, "cache_clear"):
         hidden.cache_clear()
 
 
