@@ -31,6 +31,7 @@ from tests.support.ranks.fault_runs import (
     wait_for_hold,
 )
 from tests.support.ranks.run_states import differences, journal_rows, read_state
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.distributed
 slow = pytest.mark.slow
@@ -168,6 +169,8 @@ def test_failed_checkpoint_storage_ends_the_run(
     with small_file_system(checkpoints, mib=8):
         ranks = fault_runs.start(tmp_path, faults={1: [fault("backward", micro_step(8), "hold")]})
         wait_for_hold(tmp_path, ranks)
+        # Its commit goes on in the background while the rank is held.
+        wait_until(lambda: newest_step(tmp_path) == 5, else_say=ranks[0].output)
         filler = fill(checkpoints) if fault_name == "full" else None
         if filler is None:
             remount(checkpoints, "ro")
