@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vitscale.optim.masked_adam import MaskedOptimizer
 from vitscale.optim.settings import OptimSettings
 
 
@@ -18,16 +19,12 @@ def build(groups: list[dict[str, Any]], settings: OptimSettings, *, fused: bool)
     )
 
 
-class Lars(torch.optim.Optimizer):
+class Lars(MaskedOptimizer):
     """You et al. 2017 (Large Batch Training of Convolutional Networks), as MAE's `util/lars.py`.
 
     The rate multiplies the momentum, which holds scaled gradients. Vectors (biases, norms) have
-    neither scaling nor weight decay. Has the interface of torch's fused optimisers, as
-    `masked_adam`.
+    neither scaling nor weight decay.
     """
-
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -40,14 +37,6 @@ class Lars(torch.optim.Optimizer):
     ) -> None:
         values = {"lr": lr, "momentum": momentum, "trust": trust, "weight_decay": weight_decay}
         super().__init__(params, values | {"fused": True})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not used
-        assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
 
     def _update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 
-class MaskedAdam(torch.optim.Optimizer):
+class MaskedOptimizer(torch.optim.Optimizer):
     """Has the interface of torch's fused optimisers.
 
     Gradients are divided by `grad_scale`, and where `found_inf` is 1 nothing changes, the step
@@ -21,6 +21,24 @@ class MaskedAdam(torch.optim.Optimizer):
 
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not used
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
+
+    def _update(
+        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
+    ) -> None:
+        raise NotImplementedError
+
+
+class MaskedAdam(MaskedOptimizer):
+    """Adam's moments; a subclass says what becomes of the direction."""
+
     state_dtypes: dict[str, torch.dtype] = {}
     """Of the moments that are not kept in the parameter's own type."""
 
@@ -47,14 +65,6 @@ class MaskedAdam(torch.optim.Optimizer):
     ) -> torch.Tensor:
         """The new first moment, in the gradient's type."""
         return kept.to(gradient.dtype).lerp(gradient, 1 - beta)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not used
-        assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
 
     def _update(
         self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]

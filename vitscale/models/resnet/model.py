@@ -15,7 +15,7 @@ from torch import nn
 
 from vitscale.models.interface.compilation import compile_each
 from vitscale.models.interface.initialization import lecun_normal
-from vitscale.models.interface.outputs import refuse_inputs
+from vitscale.models.interface.outputs import check_output
 from vitscale.models.resnet.architecture import ResNetArchitecture
 from vitscale.models.resnet.settings import ResNetSettings
 from vitscale.models.resnet.units import NUM_GROUPS, ROOT_WIDTH
@@ -37,7 +37,7 @@ class BiTResNet(ResNetV2):
         """
         if output == "objective":
             return self.objective(self, images_B3SS, **inputs)
-        refuse_inputs(output, inputs)
+        check_output(output, inputs)
         features_BDRC = self.forward_features(images_B3SS)
         return self.forward_head(features_BDRC, pre_logits=output == "features")
 

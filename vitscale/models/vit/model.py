@@ -18,7 +18,7 @@ from torch import nn
 
 from vitscale.models.interface.compilation import compile_each
 from vitscale.models.interface.initialization import lecun_normal
-from vitscale.models.interface.outputs import refuse_inputs
+from vitscale.models.interface.outputs import check_output
 from vitscale.models.vit.architecture import ViTArchitecture
 from vitscale.models.vit.position_embedding import FIXED_POSITIONS
 from vitscale.models.vit.settings import TransformerSettings, ViTSettings
@@ -56,7 +56,7 @@ class ViT(VisionTransformer):
         """
         if output == "objective":
             return self.objective(self, images_B3SS, **inputs)
-        refuse_inputs(output, inputs)
+        check_output(output, inputs)
         tokens_BLD: torch.Tensor = self.forward_features(images_B3SS)
         return self.forward_head(tokens_BLD, pre_logits=output == "features")
 
@@ -77,7 +77,7 @@ class DistilledViT(ViT, VisionTransformerDistilled):
         """output: also `heads`, the logits of the class and of the distillation head."""
         if output != "heads":
             return super().forward(images_B3SS, output=output, **inputs)
-        refuse_inputs(output, inputs)
+        check_output(output, inputs, known=("heads",))
         tokens_BLD = self.forward_features(images_B3SS)
         return self.head(tokens_BLD[:, 0]), self.head_dist(tokens_BLD[:, 1])
 

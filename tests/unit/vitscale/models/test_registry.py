@@ -75,6 +75,8 @@ def test_only_the_objective_takes_further_inputs(name: str) -> None:
         model(images, output=output)
         with pytest.raises(TypeError, match=f"output='{output}' takes images only, but got mask"):
             model(images, output=output, mask=images)
+    with pytest.raises(ValueError, match="'feature' is not one of logits, features"):
+        model(images, output="feature")
     model.objective = Scaled()
     assert torch.equal(model(images + 1, output="objective", factor=2), images + 2)
 
