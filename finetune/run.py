@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from finetune.transfer import OBJECTIVES, ObjectiveSettings
+from finetune.objectives.registry import OBJECTIVES, ObjectiveSettings
 from vitscale.runs.training import TrainingRun
 from vitscale.training.objective import Objective
 from vitscale.training.supervised import SupervisedSettings

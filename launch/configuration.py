@@ -9,6 +9,7 @@ import argparse
 import sys
 
 try:
+    from finetune.inference.settings import EvaluateRun
     from launch.jobs.preparation import RUN_TYPES
     from launch.studies.settings import StudyRun
     from vitscale.config.reference import as_markdown, settings_reference
@@ -45,7 +46,8 @@ def main() -> None:
     argparse.ArgumentParser(
         usage=COMMAND, description="Print the reference of all settings as Markdown."
     ).parse_args()
-    print(INTRODUCTION + as_markdown(settings_reference(RUN_TYPES | {"study": StudyRun})), end="")
+    stages = RUN_TYPES | {"evaluate": EvaluateRun, "study": StudyRun}
+    print(INTRODUCTION + as_markdown(settings_reference(stages)), end="")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from finetune.inference.settings import EvaluateRun
 from finetune.run import FinetuneRun
 from launch.studies.settings import StudyRun
 from pretrain.run import PretrainRun
@@ -20,6 +21,7 @@ RUN_TYPES: dict[str, type[Run]] = {
     "data_prep": DataPrepRun,
     "pretrain": PretrainRun,
     "finetune": FinetuneRun,
+    "evaluate": EvaluateRun,
     "study": StudyRun,
 }
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*") if p.suffix in (".yaml", ".yml"))

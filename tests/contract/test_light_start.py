@@ -15,6 +15,12 @@ from tests.contract.tree import ROOT, imports_of, module_files, scripts
 from tests.support.waiting import PATIENCE_S
 
 HEAVY = ("torch", "torchvision", "deepspeed", "timm", "mlflow", "webdataset")
+# What the files of a script or a folder say.
+STAGE_OF = {
+    "data_prep": "data_prep",
+    "finetune": "finetune",
+    "finetune.evaluate_model": "evaluate",
+}
 # Of all scripts together; about a second. With torch it would be over a thousand.
 MAX_MODULES = 800
 WITH_CONFIG = sorted(m for m in scripts() if "vitscale.config.command_line" in imports_of(m))
@@ -54,8 +60,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("started")
     commands = {f"{m} --help": [str(module_files()[m]), "--help"] for m in sorted(scripts())}
     for module in WITH_CONFIG:
-        stage = module.split(".")[0]
-        stage = stage if stage in ("data_prep", "finetune") else "pretrain"
+        stage = STAGE_OF.get(module, STAGE_OF.get(module.split(".")[0], "pretrain"))
         (folder / f"{stage}.yaml").write_text(f"stage: {stage}\nno_such_key: 1\nseed: many\n")
         arguments = [str(module_files()[module]), "--config", f"{stage}.yaml", "lr"]
         commands[f"{module} --config"] = arguments

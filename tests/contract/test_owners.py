@@ -18,8 +18,8 @@ OWNERS: dict[str, set[str]] = {
 # Entries of registries, whose settings need no torch, and checkpoint folders, which are listed
 # without it; their methods need it. Of these only imports at module level count.
 LAZY = (
-    "finetune.transfer",
-    "finetune.linear_probe",
+    "finetune.objectives.registry",
+    "finetune.objectives.linear_probe",
     "pretrain.objectives.",
     "vitscale.evaluation.",
     "vitscale.training.",

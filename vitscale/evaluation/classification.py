@@ -22,7 +22,7 @@ class Classification(Evaluation):
 
         from vitscale.distributed.world import sum_over_ranks
 
-        device = subject.engine.world.device
+        device = subject.model.world.device
         totals = torch.zeros(3, dtype=torch.float64, device=device)  # correct, loss, samples
         for logits_BC, labels_B, weights_B in subject.outputs(subject.val, self.needs):
             correct_B = (logits_BC.argmax(dim=1) == labels_B).float()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import Field
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from vitscale.data.index import SplitIndex
-    from vitscale.engine.engine import Engine
+    from vitscale.distributed.world import World
 
 Output = Literal["logits", "features", "heads"]
 
@@ -42,11 +42,34 @@ class Outputs(NamedTuple):
     """0 for padding, else 1."""
 
 
+class Model(Protocol):
+    """What evaluations read a model through: `Engine` in training, `InferenceModel` outside.
+
+    Images [B, 3, S, S] are on the device, uint8 or float 0..255. Every method is collective where
+    the model is sharded over ranks.
+    """
+
+    @property
+    def world(self) -> World: ...
+
+    def logits(self, images_B3SS: torch.Tensor, /) -> torch.Tensor:
+        """[B, classes]"""
+        ...
+
+    def features(self, images_B3SS: torch.Tensor, /) -> torch.Tensor:
+        """[B, width], what the head sees."""
+        ...
+
+    def heads(self, images_B3SS: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the class and of the distillation head."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """A model and the splits it is evaluated on."""
 
-    engine: Engine
+    model: Model
     train: tuple[SplitIndex, ...]
     """The parts of the training set."""
     val: SplitIndex
@@ -60,17 +83,17 @@ class Subject:
         """The model's output for every sample of `index`, or for those in `samples`, in order.
 
         Sharded over ranks: every rank gets equally many batches of `micro_batch`, the last ones
-        padded. Collective; the caller sets the engine to eval.
+        padded. Collective; the caller sets the model to eval.
         """
         import torch
 
         from vitscale.data.loader import evaluation_batches
 
-        world = self.engine.world
+        world = self.model.world
         forward = {
-            "logits": self.engine.logits,
-            "features": self.engine.features,
-            "heads": lambda images: torch.stack(self.engine.heads(images)),
+            "logits": self.model.logits,
+            "features": self.model.features,
+            "heads": lambda images: torch.stack(self.model.heads(images)),
         }[output]
         batches = evaluation_batches(
             index,

@@ -21,7 +21,7 @@ class Heads(Evaluation):
 
         from vitscale.distributed.world import sum_over_ranks
 
-        device = subject.engine.world.device
+        device = subject.model.world.device
         totals = torch.zeros(4, dtype=torch.float64, device=device)  # correct by each, samples
         for heads_2BC, labels_B, weights_B in subject.outputs(subject.val, self.needs):
             summed_BC = heads_2BC.softmax(dim=2).sum(dim=0)

@@ -38,7 +38,7 @@ class Knn(Evaluation):
 
         from vitscale.distributed.world import gather_rows, sum_over_ranks
 
-        world = subject.engine.world
+        world = subject.model.world
         bank_ND, bank_labels_N = self._bank(subject)
         num_classes = len(subject.val.classes)
         totals = torch.zeros(2, dtype=torch.float64, device=world.device)  # correct, samples

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
+from vitscale.engine.engine import Engine
 from vitscale.evaluation.evaluation import EvaluationSettingsBase, Subject
 from vitscale.evaluation.registry import EVALUATIONS
 
@@ -17,10 +18,11 @@ class ScheduledEvaluations:
         settings: Sequence[EvaluationSettingsBase],
         subject: Subject | None,
         *,
+        engine: Engine,
         has_average: bool,
     ) -> None:
         """has_average: the engine keeps an average of the weights (`optim.ema`)."""
-        self.subject = subject
+        self.subject, self._engine = subject, engine
         self._has_average = has_average
         self._evaluations = [EVALUATIONS[each.name](each) for each in settings] if subject else []
 
@@ -34,7 +36,7 @@ class ScheduledEvaluations:
         if not due:
             return
         assert self.subject is not None
-        engine = self.subject.engine
+        engine = self._engine
         prefixes = ("val/", "val/ema_") if self._has_average else ("val/",)
         engine.eval()
         for prefix in prefixes:

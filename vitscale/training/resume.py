@@ -224,20 +224,3 @@ def _on_another_grid(
                 non_negative=kind in non_negative,
             )
     return found
-
-
-def starting_weights(checkpoint: Checkpoint, choice: str) -> dict[str, torch.Tensor]:
-    """The weights that a transfer starts from. choice: `model`, `ema`, or `auto`: `ema` if saved.
-
-    Raises UserError when the average is requested but missing.
-    """
-    has_average = checkpoint.description.get("ema") is not None
-    if choice == "ema" and not has_average:
-        raise UserError(
-            "this checkpoint holds no average of the weights",
-            where=str(checkpoint.folder),
-            allowed="init_weights: auto, model",
-            next_step="set init_weights=auto, or train with optim.ema",
-        )
-    average = has_average and choice != "model"
-    return checkpoint.tensors(prefix="ema." if average else "model.")

@@ -92,7 +92,7 @@ class Segments:
         subject = None
         if self.val_index is not None:
             subject = Subject(
-                engine=engine,
+                model=engine,
                 train=tuple(self.data.parts),
                 val=self.val_index,
                 data=self.run.data,
@@ -102,6 +102,7 @@ class Segments:
         return ScheduledEvaluations(
             self.objective.evaluations(self.run),
             subject,
+            engine=engine,
             has_average=self.run.optim.ema is not None,
         )
 

@@ -14,7 +14,7 @@ from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.training_set import TrainingSet, open_training_set
-from vitscale.distributed.atomic_files import write_text
+from vitscale.distributed.atomic_files import write_json, write_text
 from vitscale.distributed.heartbeat import Heartbeat
 from vitscale.distributed.world import (
     PreemptionFlag,
@@ -22,6 +22,7 @@ from vitscale.distributed.world import (
     process_group,
 )
 from vitscale.engine.settings import EngineSettings
+from vitscale.evaluation.models.trained_model import CLASSES_NAME
 from vitscale.images.decoders import resolve_decoder
 from vitscale.runs.training import TrainingRun
 from vitscale.tracking.console import ProgressLine
@@ -148,6 +149,8 @@ def _open_log(
     folder, plan, world = Path(run.folder), segment.plan, segment.engine.world
     if world.is_first:
         write_text(folder / "config.yaml", run_to_yaml(run))
+        if objective.trains_classifier:
+            write_json(folder / CLASSES_NAME, list(data.classes))
     progress = stack.enter_context(
         ProgressLine.open(
             folder=folder,

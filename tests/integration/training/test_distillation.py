@@ -15,9 +15,9 @@ from tests.support.ranks.rank_processes import ROOT
 from tests.support.ranks.run_states import journal_rows
 from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.config.errors import UserError
+from vitscale.evaluation.models.trained_model import starting_weights
 from vitscale.training.distillation.settings import TeacherSettings
 from vitscale.training.distillation.teacher import Teacher, open_teacher
-from vitscale.training.resume import starting_weights
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 

@@ -23,7 +23,7 @@ from tests.support.ranks.warm_ranks import WarmRank, WarmStarter
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.checkpoint.folders import Checkpoint, newest_checkpoint
 from vitscale.config.errors import UserError
-from vitscale.training.resume import starting_weights
+from vitscale.evaluation.models.trained_model import starting_weights
 
 pytestmark = pytest.mark.distributed
 

@@ -15,11 +15,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from vitscale.checkpoint.folders import MANIFEST, resolve_weights
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import blake3_of_file
-from vitscale.models.timm_models import Pixels, build_timm_model
-from vitscale.models.transfer import OBJECTIVE, refuse_misfits
-from vitscale.training.distillation.run_folder import TrainedModel, read_trained_model
+from vitscale.evaluation.models.preprocessing import Normalization
+from vitscale.evaluation.models.trained_model import (
+    TrainedModel,
+    read_trained_model,
+    starting_weights,
+)
+from vitscale.models.weights.timm_models import Pixels, build_timm_model
+from vitscale.models.weights.transfer import OBJECTIVE, refuse_misfits
 from vitscale.training.distillation.settings import TeacherSettings
-from vitscale.training.resume import starting_weights
 
 WEIGHTS_KEY = "objective.teacher.weights"
 SIZE_KEY = "objective.teacher.image_size"
@@ -36,10 +40,7 @@ class Teacher:
         self.image_size, self.fingerprint = pixels.image_size, fingerprint
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         self.flops_per_image = 0
-        scale = torch.tensor([1 / (255 * s) for s in pixels.std], device=device)
-        shift = [-m / s for m, s in zip(pixels.mean, pixels.std, strict=True)]
-        self._scale_3HW = scale.view(3, 1, 1)
-        self._shift_3HW = torch.tensor(shift, device=device).view(3, 1, 1)
+        self._normalize = Normalization(mean=pixels.mean, std=pixels.std, device=device)
 
     @torch.no_grad()
     def logits(self, images_B3SS: torch.Tensor, *, dtype: torch.dtype) -> torch.Tensor:
@@ -53,7 +54,7 @@ class Teacher:
             images_B3SS = F.interpolate(
                 images_B3SS, size=size, mode="bicubic", antialias=True, align_corners=False
             ).clamp_(0, 255)
-        images_B3SS = torch.addcmul(self._shift_3HW, images_B3SS, self._scale_3HW)
+        images_B3SS = self._normalize(images_B3SS)
         with torch.autocast(images_B3SS.device.type, dtype, enabled=dtype != torch.float32):
             logits_BC: torch.Tensor = self.model(images_B3SS)
         return logits_BC
@@ -108,7 +109,12 @@ def _own_model(weights: str, *, num_classes: int) -> tuple[nn.Module, Pixels, st
         next_step="take the run folder that wrote this checkpoint",
     )
     model.load_state_dict(given)
-    return model, trained.pixels, blake3_of_file(checkpoint.folder / MANIFEST)
+    pixels = Pixels(
+        image_size=trained.arch.image_size,
+        mean=trained.preprocessing.mean,
+        std=trained.preprocessing.std,
+    )
+    return model, pixels, blake3_of_file(checkpoint.folder / MANIFEST)
 
 
 def _other_classes(found: int, wanted: int, *, where: str) -> UserError:

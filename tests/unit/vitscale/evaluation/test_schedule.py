@@ -25,7 +25,7 @@ class Weights(Evaluation):
     needs = "features"
 
     def metrics(self, subject: Subject) -> dict[str, float]:
-        engine: Any = subject.engine
+        engine: Any = subject.model
         assert not engine.training
         return {f"{self.settings.name}_value": engine.value}
 
@@ -55,9 +55,10 @@ def one_more_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def scheduled(*settings: tuple[str, int | None], has_average: bool = False) -> ScheduledEvaluations:
     subject: Any = Subject.__new__(Subject)
-    object.__setattr__(subject, "engine", FakeEngine())
+    engine: Any = FakeEngine()
+    object.__setattr__(subject, "model", engine)
     chosen = [EvaluationSettingsBase(name=name, every_steps=every) for name, every in settings]
-    return ScheduledEvaluations(chosen, subject, has_average=has_average)
+    return ScheduledEvaluations(chosen, subject, engine=engine, has_average=has_average)
 
 
 def test_each_evaluation_runs_at_its_own_interval_and_last() -> None:
@@ -75,12 +76,13 @@ def test_the_average_of_the_weights_is_evaluated_too() -> None:
         {"val/ema_a_value": 2.0},
     ]
     assert evaluations.subject is not None
-    assert evaluations.subject.engine.training  # type: ignore[attr-defined]  # the stand-in
+    assert evaluations.subject.model.training  # type: ignore[attr-defined]  # the stand-in
 
 
 def test_nothing_is_due_without_a_validation_split() -> None:
     chosen = [EvaluationSettingsBase(name="a", every_steps=1)]
-    evaluations = ScheduledEvaluations(chosen, None, has_average=False)
+    engine: Any = FakeEngine()
+    evaluations = ScheduledEvaluations(chosen, None, engine=engine, has_average=False)
     assert not evaluations.due(1, is_last=True)
 
 

@@ -11,10 +11,10 @@ from safetensors.torch import save_file
 from timm.models.deit import VisionTransformerDistilled
 
 from vitscale.models.costs import num_parameters, train_flops_per_image
-from vitscale.models.external_weights import read_external_weights
-from vitscale.models.transfer import transfer_weights
 from vitscale.models.vit.model import build_model, decayed, layers_above
 from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.weights.reading import read_external_weights
+from vitscale.models.weights.transfer import transfer_weights
 
 SMALL = ViTSettings(
     image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=96, gelu="erf",

@@ -9,9 +9,9 @@ import torch
 
 from vitscale.config.errors import UserError
 from vitscale.models.costs import num_parameters
-from vitscale.models.transfer import transfer_weights
 from vitscale.models.vit.model import build_model, decayed
 from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.weights.transfer import transfer_weights
 from vitscale.training.losses import sigmoid_loss, softmax_loss
 
 SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)

@@ -16,6 +16,7 @@ from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.config.errors import UserError
 from vitscale.distributed.world import World
+from vitscale.evaluation.models.trained_model import starting_weights
 from vitscale.optim.registry import OPTIMIZERS
 from vitscale.runs.training import training_plan
 from vitscale.training import resume as resuming
@@ -29,7 +30,6 @@ from vitscale.training.resume import (
     provenance,
     restore,
     restore_engine,
-    starting_weights,
 )
 
 GLOBAL_BATCH = 8

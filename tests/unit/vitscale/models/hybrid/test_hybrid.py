@@ -14,7 +14,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.vitscale.models.hybrid.google_hybrid import Arrays, GoogleHybrid, hybrid_arrays
 from vitscale.models.costs import num_parameters, train_flops_per_image
-from vitscale.models.external_weights import read_external_weights
 from vitscale.models.hybrid.architecture import HybridArchitecture
 from vitscale.models.hybrid.costs import activation_bytes_per_image
 from vitscale.models.hybrid.model import (
@@ -26,8 +25,9 @@ from vitscale.models.hybrid.model import (
     layers_above,
 )
 from vitscale.models.hybrid.settings import PRESETS, HybridSettings
-from vitscale.models.transfer import transfer_weights
 from vitscale.models.vit.model import ViT
+from vitscale.models.weights.reading import read_external_weights
+from vitscale.models.weights.transfer import transfer_weights
 
 # Two stages: 8 pixels a patch. Channels are as few as 32 groups allow.
 SMALL = HybridSettings(

@@ -13,7 +13,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.vitscale.models.resnet.google_bit import GoogleBiT, bit_arrays
 from vitscale.models.costs import num_parameters, train_flops_per_image
-from vitscale.models.external_weights import read_external_weights
 from vitscale.models.resnet.architecture import ResNetArchitecture
 from vitscale.models.resnet.costs import activation_bytes_per_image
 from vitscale.models.resnet.model import (
@@ -25,7 +24,8 @@ from vitscale.models.resnet.model import (
     layers_above,
 )
 from vitscale.models.resnet.settings import ResNetSettings
-from vitscale.models.transfer import transfer_weights
+from vitscale.models.weights.reading import read_external_weights
+from vitscale.models.weights.transfer import transfer_weights
 
 SMALL = ResNetSettings(image_size=32, stage_depths=(2, 1), root_width=32)
 

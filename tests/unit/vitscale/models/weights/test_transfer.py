@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.transfer import transfer_weights
 from vitscale.models.vit.model import build_model
 from vitscale.models.vit.position_embedding import fixed_positions, sincos_position_embedding
 from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.weights.transfer import transfer_weights
 
 SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=1, num_heads=2, mlp_width=40)
 

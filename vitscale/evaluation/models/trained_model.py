@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from pydantic import ValidationError
 from torch import nn
 
@@ -12,9 +16,12 @@ from vitscale.checkpoint.folders import Checkpoint
 from vitscale.config.errors import UserError
 from vitscale.config.section import Section
 from vitscale.config.yaml_source import parse_yaml, plain_value
+from vitscale.evaluation.models.preprocessing import Preprocessing
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import MODELS, ModelSettings
-from vitscale.models.timm_models import Pixels
+
+# Names of the classes by label, in a run folder; the session writes it.
+CLASSES_NAME = "classes.json"
 
 
 class _ModelSection(Section):
@@ -25,8 +32,13 @@ class _ModelSection(Section):
 class TrainedModel:
     settings: ModelSettings
     arch: Architecture
-    pixels: Pixels
-    """What the run trained it on."""
+    preprocessing: Preprocessing
+    """What the run evaluated it on."""
+    config: Mapping[str, Any]
+    """The run's config.yaml as plain values."""
+    run_folder: Path
+    classes: tuple[str, ...] | None
+    """Name of each class by label; None where the run folder has none or the model no head."""
 
     def build(self) -> nn.Module:
         """The model with random weights, on the CPU."""
@@ -36,11 +48,12 @@ class TrainedModel:
 
 
 def read_trained_model(checkpoint: Checkpoint) -> TrainedModel:
-    """The model that a checkpoint is of.
+    """The model that a checkpoint is of, at the image size of its last step.
 
     Raises UserError where the run's config.yaml is missing or describes another model.
     """
-    path = checkpoint.folder.parent.parent / "config.yaml"
+    folder = checkpoint.folder.parent.parent
+    path = folder / "config.yaml"
     next_step = "keep the checkpoint in its run folder, with the run's config.yaml"
     try:
         text = path.read_text()
@@ -53,13 +66,46 @@ def read_trained_model(checkpoint: Checkpoint) -> TrainedModel:
     described = checkpoint.description["architecture"]
     try:
         settings = _ModelSection.model_validate({"model": values["model"]}).model
+        settings = settings.model_copy(update={"image_size": described["image_size"]})
         arch = settings.architecture(num_classes=described["num_classes"])
-        mean, std = (tuple(map(float, values["data"][key])) for key in ("mean", "std"))
+        preprocessing = Preprocessing.of_run(values["data"], image_size=arch.image_size)
     except (KeyError, TypeError, ValueError, ValidationError) as error:
         what = f"does not describe the model of {checkpoint.folder} ({type(error).__name__})"
         raise UserError(what, where=str(path), next_step=next_step) from None
     if arch.description() != described:
         what = f"does not describe the model of {checkpoint.folder}"
         raise UserError(what, where=str(path), next_step=next_step)
-    pixels = Pixels(image_size=arch.image_size, mean=mean, std=std)
-    return TrainedModel(settings=settings, arch=arch, pixels=pixels)
+    return TrainedModel(
+        settings=settings,
+        arch=arch,
+        preprocessing=preprocessing,
+        config=values,
+        run_folder=folder,
+        classes=_class_names(folder, num_classes=arch.num_classes),
+    )
+
+
+def starting_weights(checkpoint: Checkpoint, choice: str) -> dict[str, torch.Tensor]:
+    """The weights that a transfer starts from. choice: `model`, `ema`, or `auto`: `ema` if saved.
+
+    Raises UserError when the average is requested but missing.
+    """
+    has_average = checkpoint.description.get("ema") is not None
+    if choice == "ema" and not has_average:
+        raise UserError(
+            "this checkpoint holds no average of the weights",
+            where=str(checkpoint.folder),
+            allowed="init_weights: auto, model",
+            next_step="set init_weights=auto, or train with optim.ema",
+        )
+    average = has_average and choice != "model"
+    return checkpoint.tensors(prefix="ema." if average else "model.")
+
+
+def _class_names(folder: Path, *, num_classes: int) -> tuple[str, ...] | None:
+    try:
+        names = json.loads((folder / CLASSES_NAME).read_text())
+    except (OSError, ValueError):
+        return None
+    fits = isinstance(names, list) and len(names) == num_classes > 0
+    return tuple(map(str, names)) if fits else None

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.linear_probe import LinearProbe
+from finetune.objectives.linear_probe import LinearProbe
 from vitscale.config.section import NamedSection, choice_of
 from vitscale.training.distillation.objective import Distillation
 from vitscale.training.objective import Objective
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 class PredictionsDrawn(Objective):
     def pictures(self, session: TrainingSession) -> Iterable[Path]:
-        from finetune.pictures import predictions_sheet
+        from finetune.objectives.pictures import predictions_sheet
 
         if session.val_index is None:
             return []

@@ -89,7 +89,7 @@ class LinearProbe(Supervised):
 
         engine, parts = session.engine, session.data.parts
         subject = Subject(
-            engine=engine,
+            model=engine,
             train=tuple(parts),
             val=parts[0],
             data=session.run.data,

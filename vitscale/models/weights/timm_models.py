@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from vitscale.config.errors import UserError, nearest
-from vitscale.models.external_weights import (
+from vitscale.models.weights.reading import (
     MAX_BYTES,
     READERS,
     is_weight_file,
     read_external_weights,
 )
-from vitscale.models.transfer import refuse_misfits
+from vitscale.models.weights.transfer import refuse_misfits
 
 TORCH_FILES = (".pth", ".pt", ".bin", ".tar")
 # Where training scripts put the weights; DeiT and MAE: `model`, timm: `state_dict`.

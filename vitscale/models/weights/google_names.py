@@ -1,6 +1,6 @@
 """Google's names of tensors, and ours: vision_transformer, big_vision and big_transfer.
 
-Leaves out: reading files (`external_weights`).
+Leaves out: reading files (`reading`).
 """
 
 from __future__ import annotations

@@ -8,11 +8,11 @@ from torch import nn
 
 from finetune.run import FinetuneRun
 from vitscale.checkpoint.folders import resolve_weights
-from vitscale.models.external_weights import is_weight_file, read_external_weights
+from vitscale.evaluation.models.trained_model import starting_weights
 from vitscale.models.interface.architecture import Architecture
-from vitscale.models.transfer import transfer_weights
 from vitscale.models.vit.position_embedding import fixed_positions
-from vitscale.training.resume import starting_weights
+from vitscale.models.weights.reading import is_weight_file, read_external_weights
+from vitscale.models.weights.transfer import transfer_weights
 
 
 def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun) -> list[str]:

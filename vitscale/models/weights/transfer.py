@@ -1,7 +1,7 @@
 """Load the trunk of one model into another.
 
 Owns: which tensors carry over, the new grid of position embeddings, and the report of misfits.
-Leaves out: reading files (`checkpoint`, `external_weights`).
+Leaves out: reading files (`checkpoint`, `reading`).
 """
 
 from __future__ import annotations

@@ -15,10 +15,10 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import _load_weights as load_as_timm_does
 
 from vitscale.config.errors import UserError
-from vitscale.models.external_weights import is_weight_file, read_external_weights
-from vitscale.models.transfer import transfer_weights
 from vitscale.models.vit.model import build_model
 from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.weights.reading import is_weight_file, read_external_weights
+from vitscale.models.weights.transfer import transfer_weights
 
 WIDTH, HEADS, DEPTH, MLP, CLASSES = 24, 2, 2, 40, 5
 SMALL = ViTSettings(

@@ -25,7 +25,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vitscale.config.errors import UserError
-from vitscale.models.google_names import FIRST_NAMES, renamed
+from vitscale.models.weights.google_names import FIRST_NAMES, renamed
 
 # G/14, the largest published, has 7.4 GB in fp32.
 MAX_BYTES = 16 * 2**30

@@ -1,0 +1,161 @@
+"""Load a trained model to apply it: a run, a checkpoint, or a weight file.
+
+Leaves out: starting a training from it (`initial_weights`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from finetune.loading.settings import ModelRun
+from vitscale.checkpoint.folders import resolve_weights
+from vitscale.config.errors import UserError
+from vitscale.distributed.world import World
+from vitscale.evaluation.models.inference import InferenceModel
+from vitscale.evaluation.models.preprocessing import Preprocessing
+from vitscale.evaluation.models.trained_model import (
+    TrainedModel,
+    read_trained_model,
+    starting_weights,
+)
+from vitscale.models.interface.architecture import Architecture
+from vitscale.models.registry import MODELS, ModelSettings
+from vitscale.models.vit.position_embedding import fixed_positions
+from vitscale.models.weights.reading import is_weight_file, read_external_weights
+from vitscale.models.weights.transfer import transfer_weights
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A trained model and how it is used."""
+
+    network: nn.Module
+    """On the CPU in fp32, in eval mode."""
+    settings: ModelSettings
+    arch: Architecture
+    preprocessing: Preprocessing
+    classes: tuple[str, ...] | None
+    """Name of each class by label; None where they are unknown or the model has no head."""
+    source: str
+    """Where the weights come from, in one line."""
+    trained: TrainedModel | None
+    """The run that trained it; None for a weight file."""
+    step: int | None
+    """Step of the checkpoint; None for a weight file."""
+
+    @property
+    def num_classes(self) -> int:
+        """0: without a head."""
+        return self.arch.num_classes
+
+    def for_inference(self, world: World, *, precision: str = "auto") -> InferenceModel:
+        """The model on the device of this rank."""
+        is_low = precision == "bf16" or (precision == "auto" and world.device.type == "cuda")
+        return InferenceModel(
+            self.network,
+            mean=self.preprocessing.mean,
+            std=self.preprocessing.std,
+            world=world,
+            dtype=torch.bfloat16 if is_low else torch.float32,
+        )
+
+
+def load_model(run: ModelRun) -> LoadedModel:
+    """The model of `run.init`, heads included, at `run.image_size`.
+
+    Raises UserError when it cannot be read, or does not fit.
+    """
+    if is_weight_file(run.init):
+        return _from_file(run)
+    checkpoint, _ = resolve_weights(run.init)
+    trained = read_trained_model(checkpoint)
+    if run.model is not None:
+        raise UserError(
+            "the run folder describes its model itself", where="model", next_step="remove `model`"
+        )
+    settings, arch = _at_size(trained.settings, trained.arch, run.image_size)
+    weights = starting_weights(checkpoint, run.init_weights)
+    rows, columns = checkpoint.description["grid"]
+    network = _build(settings, arch)
+    if "pos_embed" in network.state_dict():
+        weights |= fixed_positions(checkpoint.description["architecture"], grid=(rows, columns))
+    transfer_weights(
+        network,
+        weights=weights,
+        source_grid=(rows, columns),
+        target_grid=arch.grid,
+        num_prefix_tokens=arch.num_prefix_tokens,
+        convention=run.position_embedding,
+        where=str(checkpoint.folder),
+        keep_head=True,
+    )
+    return LoadedModel(
+        network=network,
+        settings=settings,
+        arch=arch,
+        preprocessing=_resized(trained.preprocessing, arch),
+        classes=trained.classes,
+        source=f"{checkpoint.folder}, step {checkpoint.step}",
+        trained=trained,
+        step=checkpoint.step,
+    )
+
+
+def _from_file(run: ModelRun) -> LoadedModel:
+    if run.model is None:
+        raise UserError(
+            "a weight file does not say which model it is of",
+            where="model",
+            next_step="set model.name and model.preset, for example model.preset=B/16",
+        )
+    external = read_external_weights(Path(run.init), grid=run.init_grid)
+    num_classes = len(external.weights.get("head.weight", ()))
+    settings, arch = _at_size(
+        run.model, run.model.architecture(num_classes=num_classes), run.image_size
+    )
+    network = _build(settings, arch)
+    transfer_weights(
+        network,
+        weights=external.weights,
+        source_grid=external.grid,
+        target_grid=arch.grid,
+        num_prefix_tokens=arch.num_prefix_tokens,
+        convention=run.position_embedding,
+        where=run.init,
+        keep_head=True,
+    )
+    return LoadedModel(
+        network=network,
+        settings=settings,
+        arch=arch,
+        preprocessing=Preprocessing(image_size=arch.image_size),
+        classes=None,
+        source=run.init,
+        trained=None,
+        step=None,
+    )
+
+
+def _at_size(
+    settings: ModelSettings, arch: Architecture, image_size: int | None
+) -> tuple[ModelSettings, Architecture]:
+    if image_size is None or image_size == arch.image_size:
+        return settings, arch
+    resized = settings.model_copy(update={"image_size": image_size})
+    problems = [text for key, text in resized.problems() if key == "model.image_size"]
+    if problems:
+        raise UserError(problems[0], where="image_size")
+    return resized, resized.architecture(num_classes=arch.num_classes)
+
+
+def _build(settings: ModelSettings, arch: Architecture) -> nn.Module:
+    network: nn.Module = MODELS[arch.name].load().build_model(settings, arch, seed=0)
+    return network.eval()
+
+
+def _resized(preprocessing: Preprocessing, arch: Architecture) -> Preprocessing:
+    return replace(preprocessing, image_size=arch.image_size)
