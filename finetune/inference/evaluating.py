@@ -9,7 +9,7 @@ from finetune.loading.loaded_model import LoadedModel
 from vitscale.data.index import read_split
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
-from vitscale.evaluation.evaluation import Subject
+from vitscale.evaluation.interface.evaluation import Subject
 from vitscale.evaluation.registry import EVALUATIONS
 
 

@@ -85,7 +85,7 @@ class LinearProbe(Supervised):
         import torch
 
         from vitscale.distributed.world import sum_over_ranks
-        from vitscale.evaluation.evaluation import Subject
+        from vitscale.evaluation.interface.evaluation import Subject
 
         engine, parts = session.engine, session.data.parts
         subject = Subject(

@@ -29,7 +29,7 @@ def _metrics_in(path: Path) -> Iterator[str]:
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Constant) and METRIC.fullmatch(str(node.value)):
             yield str(node.value)
-        if path.parent.name == "evaluation" and isinstance(node, ast.Return):
+        if "evaluation" in path.parts and isinstance(node, ast.Return):
             keys = node.value.keys if isinstance(node.value, ast.Dict) else []
             for key in keys:
                 part = key.values[-1] if isinstance(key, ast.JoinedStr) else key

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 from vitscale.engine.engine import Engine
-from vitscale.evaluation.evaluation import EvaluationSettingsBase, Subject
+from vitscale.evaluation.interface.evaluation import EvaluationSettingsBase, Subject
 from vitscale.evaluation.registry import EVALUATIONS
 
 

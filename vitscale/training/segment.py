@@ -21,7 +21,7 @@ from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import World
 from vitscale.engine.configuration import deepspeed_config, resolve_compile, resolve_precision
 from vitscale.engine.engine import Engine
-from vitscale.evaluation.evaluation import Subject
+from vitscale.evaluation.interface.evaluation import Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import MODELS

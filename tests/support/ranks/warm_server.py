@@ -33,7 +33,7 @@ WARMED = (
     "numpy",
     "torch",
     "vitscale.training.session",
-    "vitscale.evaluation.classification",
+    "vitscale.evaluation.logits.classification",
     "vitscale.models.vit.model",
     "vitscale.training.supervised",
 )

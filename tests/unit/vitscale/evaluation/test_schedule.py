@@ -9,7 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from vitscale.evaluation import registry, schedule
-from vitscale.evaluation.evaluation import (
+from vitscale.evaluation.interface.evaluation import (
     Evaluation,
     EvaluationSettingsBase,
     Output,

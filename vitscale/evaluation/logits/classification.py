@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase, Subject
+from vitscale.evaluation.interface.evaluation import Evaluation, EvaluationSettingsBase, Subject
 
 
 class ClassificationSettings(EvaluationSettingsBase):

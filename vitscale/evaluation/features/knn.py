@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase, Subject
+from vitscale.evaluation.interface.evaluation import Evaluation, EvaluationSettingsBase, Subject
 
 if TYPE_CHECKING:
     import torch
