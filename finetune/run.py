@@ -30,7 +30,7 @@ class FinetuneRun(TrainingRun):
     the checkpoint has one."""
     keep_head: bool = False
     """Keep the head of `init` too, for the same classes in the same order (DeiT at 384 px)."""
-    position_embedding: Literal["google", "timm", "deit"] = "google"
+    position_embedding: Literal["google", "timm", "deit", "dinov2"] = "google"
     """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
 
     def make_objective(self) -> Objective:

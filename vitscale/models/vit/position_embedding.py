@@ -13,6 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+DINOV2_OFFSET = 0.1
+
 # L prefix tokens + patches, D width, R rows, C columns
 
 
@@ -28,17 +30,26 @@ def _deit(x_1DRC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     return F.interpolate(x_1DRC, size=size, mode="bicubic", align_corners=False)
 
 
+def _dinov2(x_1DRC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+    factors = [(new + DINOV2_OFFSET) / old for new, old in zip(size, x_1DRC.shape[2:], strict=True)]
+    return F.interpolate(x_1DRC, scale_factor=factors, mode="bicubic", align_corners=False)
+
+
 def _bilinear(x_1DRC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     return F.interpolate(x_1DRC, size=size, mode="bilinear", align_corners=False)
 
 
 # google: scipy.ndimage.zoom(order=1) of vision_transformer and big_vision = align-corners bilinear.
 # timm: bicubic with antialiasing, half-pixel centres. deit (and MAE): without antialiasing.
+# dinov2: as deit, but the factor of the resize is (n + 0.1) / M for n of M patches, which moves
+# every centre towards the start (`interpolate_pos_encoding` of facebookresearch/dinov2). Its models
+# with registers have neither offset nor aliasing: that is timm's.
 # bilinear: half-pixel centres, for what must not become negative.
 CONVENTIONS: dict[str, Callable[[torch.Tensor, tuple[int, int]], torch.Tensor]] = {
     "google": _google,
     "timm": _timm,
     "deit": _deit,
+    "dinov2": _dinov2,
     "bilinear": _bilinear,
 }
 
