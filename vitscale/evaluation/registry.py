@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vitscale.config.section import choice_of
-from vitscale.evaluation.features.knn import Knn
 from vitscale.evaluation.interface.evaluation import Evaluation, EvaluationSettingsBase
 from vitscale.evaluation.logits.classification import Classification
 from vitscale.evaluation.logits.heads import Heads
+from vitscale.evaluation.probes.knn import Knn
 
 EVALUATIONS: dict[str, type[Evaluation]] = {
     "classification": Classification,

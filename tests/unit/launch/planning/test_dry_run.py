@@ -13,7 +13,7 @@ from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.levels import by_level
 from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run
-from vitscale.evaluation.features.knn import KnnSettings
+from vitscale.evaluation.probes.knn import KnnSettings
 
 
 def plan(**changes: object) -> dict[str, str]:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from vitscale.evaluation.features.knn import Knn, KnnSettings, nearest, vote
 from vitscale.evaluation.interface.evaluation import Outputs
+from vitscale.evaluation.probes.knn import Knn, KnnSettings, nearest, vote
 
 K, TEMPERATURE, CLASSES = 5, 0.07, 4
 
