@@ -17,8 +17,9 @@ from launch.jobs.submission import sbatch_text
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
-from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest
+from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest, read_split
 from vitscale.data.remote.urls import Location, location_of
+from vitscale.data.training_set import select
 from vitscale.models.costs import memory_estimate
 from vitscale.optim.schedules import ENDLESS
 from vitscale.runs.data_prep import DataPrepRun
@@ -31,11 +32,13 @@ Plans = tuple[TrainingPlan, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataFacts:
-    """Size of the training set (the whole split, or its `data.first_percent`), and its source."""
+    """Size of the training set (the whole split, or what `data` takes of it), and its source."""
 
     num_samples: int | None
     num_classes: int | None
     source: str
+    num_dev: int = 0
+    """Samples that `data.dev_percent` holds out of the training set."""
 
 
 def data_facts(run: TrainingRun) -> DataFacts:
@@ -50,8 +53,10 @@ def data_facts(run: TrainingRun) -> DataFacts:
                 where="data.train_split",
                 allowed=", ".join(manifest.splits),
             )
-        return DataFacts(
-            num_samples=_subset(run, split.num_samples),
+        num_taken = _num_taken(run, folder, split.num_samples)
+        return _facts(
+            run,
+            num_taken,
             num_classes=len(manifest.classes),
             source=_share(run) + str(folder / MANIFEST_NAME),
         )
@@ -60,13 +65,31 @@ def data_facts(run: TrainingRun) -> DataFacts:
     else:
         source = f"no {MANIFEST_NAME} in {folder}, and data.planned_num_samples is not set"
     planned = run.data.planned_num_samples
-    num_samples = None if planned is None else _subset(run, planned)
-    return DataFacts(num_samples=num_samples, num_classes=None, source=source)
+    # Classes left out are not known before there is an index.
+    num_planned = None if planned is None else run.data.num_first(planned)
+    return _facts(run, num_planned, num_classes=None, source=source)
 
 
-def _subset(run: TrainingRun, num_samples: int) -> int:
-    """As many as `vitscale.data.training_set` takes. Classes left out are not known here."""
-    return math.ceil(num_samples * run.data.first_percent / 100)
+def _facts(
+    run: TrainingRun, num_taken: int | None, *, num_classes: int | None, source: str
+) -> DataFacts:
+    """num_taken: samples before `data.dev_percent` is cut."""
+    num_dev = 0 if num_taken is None else run.data.num_dev(num_taken)
+    return DataFacts(
+        num_samples=None if num_taken is None else num_taken - num_dev,
+        num_classes=num_classes,
+        source=source,
+        num_dev=num_dev,
+    )
+
+
+def _num_taken(run: TrainingRun, folder: Location, num_samples: int) -> int:
+    """As many as `vitscale.data.training_set` takes of `data.path`; reads labels if it must."""
+    data = run.data
+    if not data.only_classes:
+        return data.num_first(num_samples)
+    index = read_split(folder, split=data.train_split, remote_settings=data.remote)
+    return select(index, data, where="data").num_samples
 
 
 def _share(run: TrainingRun) -> str:
@@ -138,9 +161,13 @@ def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     facts = data_facts(run)
     world_size = run.launch.nodes * run.launch.tasks_per_node
     unlabelled = " without labels" if facts.num_classes == 0 else ""
-    yield "data", f"{_count(facts.num_samples)} training images{unlabelled}, from {facts.source}"
+    held_out = f" without {facts.num_dev:,} held out" if facts.num_dev else ""
+    yield (
+        "data",
+        f"{_count(facts.num_samples)} training images{unlabelled}{held_out}, from {facts.source}",
+    )
     yield "objective", "; ".join([run.objective.name, *run.make_objective().notes()])
-    yield "evaluation", _evaluation_text(run)
+    yield "evaluation", _evaluation_text(run, facts)
     plans = _known_plans(run, facts, world_size=world_size)
     if not plans:
         yield "schedule", "unknown: epochs need a number of images (data.planned_num_samples)"
@@ -160,11 +187,11 @@ def planned_classes(run: PretrainRun | FinetuneRun, facts: DataFacts) -> int | N
     return run.model.num_classes or facts.num_classes
 
 
-def _evaluation_text(run: PretrainRun | FinetuneRun) -> str:
+def _evaluation_text(run: PretrainRun | FinetuneRun, facts: DataFacts) -> str:
     evaluations = run.make_objective().evaluations(run)
     if not evaluations:
         return "none"
-    if run.data.val_split is None:
+    if run.data.evaluated is None:
         return "none, because data.val_split is null"
     each = [
         f"{evaluation.name} every {evaluation.every_steps:,} steps"
@@ -172,7 +199,8 @@ def _evaluation_text(run: PretrainRun | FinetuneRun) -> str:
         else evaluation.name
         for evaluation in evaluations
     ]
-    return f"{', '.join(each)}; all after the last step, on {run.data.val_split!r}"
+    count = f" ({facts.num_dev:,} images)" if facts.num_dev else ""
+    return f"{', '.join(each)}; all after the last step, on {run.data.evaluated}{count}"
 
 
 def _known_plans(run: TrainingRun, facts: DataFacts, *, world_size: int) -> Plans:

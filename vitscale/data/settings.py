@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from vitscale.config.errors import UserError
 from vitscale.config.section import Section
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.urls import is_url, url_problem
@@ -41,6 +42,10 @@ class TrainingShards(Section):
     only_classes: tuple[str, ...] = Field(default=(), strict=False)
     """Only samples of these classes; labels do not change. Empty: all classes."""
 
+    def num_first(self, num_samples: int) -> int:
+        """Samples of `first_percent`."""
+        return math.ceil(num_samples * self.first_percent / 100)
+
 
 class MixedInShards(TrainingShards):
     """A further set of shards and its share of the samples."""
@@ -59,6 +64,11 @@ class DataSettings(TrainingShards):
     one global batch if `global_batch` is a multiple of 64 * views."""
     val_split: str | None = "test"
     """Split evaluated during and after training; null: none."""
+    dev_percent: float = Field(default=0.0, ge=0, lt=100)
+    """Evaluate the last part of the training samples instead of `val_split`, and do not train on
+    it: for choosing hyper-parameters. A share of what `first_percent` and `only_classes` leave of
+    `path`, rounded to whole samples; of a mixture, `path` alone is cut. ViT paper: 1 % of ImageNet,
+    2 % of CIFAR, 10 % of Pets and Flowers. 0: no cut."""
     global_batch: int = Field(gt=0)
     """Images per optimiser step over all ranks; determines micro-batch and accumulation."""
     planned_num_samples: int | None = Field(default=None, gt=0)
@@ -106,6 +116,31 @@ class DataSettings(TrainingShards):
     """Subtracted from red, green and blue, each in [0, 1], before the division by `std`."""
     std: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
     """0.5 / 0.5 maps pixels to [-1, 1], as in the ViT paper's code; DeiT uses ImageNet's values."""
+
+    def num_dev(self, num_samples: int) -> int:
+        """Samples of `dev_percent`, of those that `path` provides.
+
+        Raises UserError if either side of the cut has none.
+        """
+        if self.dev_percent == 0:
+            return 0
+        num = round(num_samples * self.dev_percent / 100)
+        if 0 < num < num_samples:
+            return num
+        share = f"{self.dev_percent:g} % of {num_samples:,} training samples"
+        raise UserError(
+            f"{share} is {num:,}, which leaves none to {'train on' if num else 'evaluate'}",
+            where="data.dev_percent",
+            allowed=f"a share of 1 to {num_samples - 1:,} samples" if num_samples > 1 else None,
+            next_step="change data.dev_percent, or use more samples",
+        )
+
+    @property
+    def evaluated(self) -> str | None:
+        """Name of the evaluated samples for people; None: nothing is evaluated."""
+        if self.dev_percent:
+            return f"the last {self.dev_percent:g} % of {self.train_split!r}"
+        return None if self.val_split is None else repr(self.val_split)
 
 
 def remote_problems(data: DataSettings) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +29,8 @@ class TrainingSet:
     order: TrainingOrder
     fingerprint: str
     """Hash of everything that determines the order, except the seed."""
+    dev: SplitIndex | None = None
+    """The samples that `data.dev_percent` holds out; no part has them."""
 
     @property
     def num_samples(self) -> int:
@@ -48,7 +49,9 @@ class TrainingSet:
 def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
     """Read every index. Raises UserError for damaged folders and incompatible label maps."""
     remote_settings = settings.remote
-    parts = [_read_part(settings, where="data", remote_settings=remote_settings)]
+    whole = _read_part(settings, where="data", remote_settings=remote_settings)
+    first, dev = _cut(whole, settings.num_dev(whole.num_samples))
+    parts = [first]
     for number, mixed_in in enumerate(settings.mixture):
         part = _read_part(
             mixed_in, where=f"data.mixture[{number}]", remote_settings=remote_settings
@@ -71,7 +74,18 @@ def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
         shares=(MILLION - sum(shares), *shares),
         views=settings.views,
     )
-    return TrainingSet(parts=tuple(parts), order=order, fingerprint=_fingerprint(order))
+    return TrainingSet(parts=tuple(parts), order=order, fingerprint=_fingerprint(order), dev=dev)
+
+
+def _cut(whole: SplitIndex, num_dev: int) -> tuple[SplitIndex, SplitIndex | None]:
+    """(what is trained on, what is held out): the tail, as the ViT paper's code cuts it."""
+    if num_dev == 0:
+        return whole, None
+    rows = np.arange(whole.num_samples)
+    return (
+        whole.subset(rows[:-num_dev], name=f"without the last {num_dev}"),
+        whole.subset(rows[-num_dev:], name=f"last {num_dev}"),
+    )
 
 
 def _read_part(
@@ -79,8 +93,13 @@ def _read_part(
 ) -> SplitIndex:
     folder = location_of(settings.path, where=f"{where}.path")
     index = read_split(folder, split=settings.train_split, remote_settings=remote_settings)
+    return select(index, settings, where=where)
+
+
+def select(index: SplitIndex, settings: TrainingShards, *, where: str) -> SplitIndex:
+    """The samples that `first_percent` and `only_classes` leave of a split."""
     if settings.first_percent < 100:
-        num = math.ceil(index.num_samples * settings.first_percent / 100)
+        num = settings.num_first(index.num_samples)
         index = index.subset(np.arange(num), name=f"first {num}")
     if settings.only_classes:
         if not index.classes:

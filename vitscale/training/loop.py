@@ -210,7 +210,7 @@ class TrainingSession:
     def _evaluate(self, done: int, *, is_last: bool) -> None:
         self.heartbeat.mark("evaluating")
         assert self.val_index is not None
-        subject = f"{self.val_index.num_samples} images of {self.run.data.val_split!r}"
+        subject = f"{self.val_index.num_samples} images of {self.run.data.evaluated}"
         for metrics in self.segment.evaluations.run(done, is_last=is_last):
             self.log.write_evaluation(done, metrics, subject=subject)
 

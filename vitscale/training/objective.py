@@ -176,7 +176,7 @@ def check_objective(objective: Objective, *, num_classes: int, views: int, path:
 def check_evaluations(objective: Objective, run: TrainingRun, *, num_classes: int) -> None:
     """Raise UserError when the validation split has no labels to evaluate with."""
     names = [evaluation.name for evaluation in objective.evaluations(run)]
-    if names and num_classes == 0 and run.data.val_split is not None:
+    if names and num_classes == 0 and run.data.evaluated is not None:
         raise UserError(
             f"{', '.join(names)} needs labels, but the shards of {run.data.path} have none",
             where="evaluate",

@@ -201,8 +201,8 @@ def _rates(world: World) -> dict[str, float]:
 def _read_data(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
     training_set = open_training_set(run.data, seed=run.seed)
     val_split = run.data.val_split
-    if val_split is None:
-        return training_set, None
+    if training_set.dev is not None or val_split is None:
+        return training_set, training_set.dev
     return training_set, read_split(run.data.path, split=val_split, remote_settings=run.data.remote)
 
 

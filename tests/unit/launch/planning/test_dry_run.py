@@ -92,3 +92,17 @@ def test_shards_without_labels_are_named_and_checked(tmp_path: Path) -> None:
         check_data(PretrainRun.model_validate(sections))
     with pytest.raises(UserError, match="knn needs labels"):
         check_data(run.model_copy(update={"evaluate": (KnnSettings(),)}))
+
+
+def test_the_cut_for_choosing_is_counted_exactly(tmp_path: Path) -> None:
+    """1 % of ImageNet as in the ViT paper's code; with classes left out, by the index."""
+    data = {"path": "shards", "global_batch": 64, "planned_num_samples": 1_281_167}
+    rows = plan(data=data | {"dev_percent": 1.0, "val_split": None})
+    assert rows["data"].startswith("1,268,355 training images without 12,812 held out, from ")
+    assert rows["evaluation"].endswith("on the last 1 % of 'train' (12,812 images)")
+    shards = write_shard_folder(tmp_path / "s", num_per_class=8, num_shards=1)
+    data = {"path": str(shards), "global_batch": 2, "dev_percent": 25.0, "only_classes": ["dog"]}
+    assert plan(data=data)["data"].startswith("6 training images without 2 held out, from ")
+    data["dev_percent"] = 1.0
+    with pytest.raises(UserError, match=r"data.dev_percent: 1 % of 8 training samples is 0"):
+        plan(data=data)

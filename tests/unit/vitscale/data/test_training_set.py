@@ -65,6 +65,48 @@ def test_a_mixture_names_all_its_parts(shards: Path, tmp_path: Path) -> None:
     assert len({mixed.fingerprint, *(each.fingerprint for each in others)}) == 6
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_dev"),
+    [
+        ({}, 2),
+        ({"first_percent": 50.0}, 1),
+        ({"only_classes": ["dog"]}, 1),
+        ({"first_percent": 50.0, "only_classes": ["dog"], "dev_percent": 40.0}, 2),
+    ],
+)
+def test_dev_and_training_are_disjoint_and_complete(
+    shards: Path, settings: dict[str, object], num_dev: int
+) -> None:
+    cut = opened(shards, **{"dev_percent": 10.0, **settings})
+    uncut = opened(shards, **{**settings, "dev_percent": 0.0})
+    assert cut.dev is not None and uncut.dev is None and cut.dev.num_samples == num_dev
+    assert [*keys(cut.parts[0]), *keys(cut.dev)] == keys(uncut.parts[0])
+    assert sum(cut.dev.shard_lengths) == num_dev
+    assert cut.num_samples == uncut.num_samples - num_dev
+    assert len({cut.fingerprint, uncut.fingerprint, cut.dev.fingerprint}) == 3
+
+
+def test_the_cut_of_a_mixture_is_of_its_first_set(shards: Path, tmp_path: Path) -> None:
+    other = write_shard_folder(tmp_path / "b", num_per_class=4, num_shards=1, seed=5)
+    mixed = opened(shards, mixture=[{"path": str(other), "share": 0.25}], dev_percent=10.0)
+    assert mixed.dev is not None and mixed.dev.folder == shards
+    assert [part.num_samples for part in mixed.parts] == [18, 8]
+
+
+def test_another_cut_is_another_fingerprint(shards: Path) -> None:
+    found = {opened(shards, dev_percent=percent).fingerprint for percent in (0.0, 5.0, 10.0)}
+    assert len(found) == 3
+    # 4.9 and 5 % of 20 images are the same image.
+    assert opened(shards, dev_percent=4.9).fingerprint in found
+
+
+def test_a_cut_that_leaves_a_side_empty_is_refused(shards: Path) -> None:
+    with pytest.raises(UserError, match="1 % of 20 training samples is 0, .* none to evaluate"):
+        opened(shards, dev_percent=1.0)
+    with pytest.raises(UserError, match=r"(?s)none to train on.*a share of 1 to 19 samples"):
+        opened(shards, dev_percent=99.0)
+
+
 def test_what_does_not_fit_is_refused(shards: Path, tmp_path: Path) -> None:
     other = write_shard_folder(
         tmp_path / "c", num_per_class=4, num_shards=1, classes=("cat", "owl")
