@@ -17,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from pretrain.objectives.mae import Mae, MaeSettings
+from pretrain.objectives.mae import Mae
 from vitscale.models.objectives.mae import mask_orders, reconstruction_loss, to_patches
 from vitscale.models.objectives.mae_costs import num_kept
+from vitscale.models.objectives.settings import MaeSettings
 from vitscale.models.vit import costs as vit_costs
 from vitscale.models.vit.model import build_model
 from vitscale.models.vit.settings import ViTSettings

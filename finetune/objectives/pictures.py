@@ -10,6 +10,7 @@ from vitscale.data.index import SplitIndex
 from vitscale.data.samples import EvaluationSamples
 from vitscale.data.settings import DataSettings
 from vitscale.engine.engine import Engine
+from vitscale.images.sheet import save_figure
 
 SHEET_ROWS, SHEET_COLUMNS = 4, 8
 MAX_NAME = 14
@@ -59,5 +60,4 @@ def _draw(
         title = guess if right else f"{guess} (is {truth})"
         # Class names come from folder names: never let matplotlib read them as mathematics.
         axes.set_title(title, fontsize=9, color="black" if right else "#c0392b", parse_math=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    save_figure(figure, path)

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from vitscale.config.section import NamedSection
-from vitscale.distributed.random_numbers import stream_key, uniform_rows
 from vitscale.models.objectives.mae_costs import (
-    DecoderSize,
     activation_bytes_per_image,
     num_kept,
     num_parameters,
     train_flops_per_image,
 )
+from vitscale.models.objectives.settings import MaeSettings
 from vitscale.training.objective import Objective
 
 if TYPE_CHECKING:
@@ -29,36 +25,7 @@ if TYPE_CHECKING:
     from vitscale.data.loader import Batch
     from vitscale.engine.engine import Engine
     from vitscale.runs.training import TrainingRun
-
-
-class MaeSettings(NamedSection):
-    name: Literal["mae"] = "mae"
-    """The pixels of removed patches are predicted from the others. He et al. 2022."""
-    mask_ratio: float = Field(default=0.75, gt=0, lt=1)
-    """Share of the patches that are removed; the number kept is rounded down."""
-    normalized_pixels: bool = True
-    """Predict each patch minus its mean, over its deviation; section 4.1: 85.4 against 84.9 %."""
-    decoder_width: int = Field(default=512, gt=0)
-    """Channels of the decoder; 4 divides it."""
-    decoder_depth: int = Field(default=8, gt=0)
-    """Blocks of the decoder; 1 is enough for fine-tuning, not for a linear probe (table 1)."""
-    decoder_heads: int = Field(default=16, gt=0)
-    """Attention heads of the decoder; they divide its width."""
-
-    @property
-    def decoder(self) -> DecoderSize:
-        return DecoderSize(
-            width=self.decoder_width, depth=self.decoder_depth, num_heads=self.decoder_heads
-        )
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        width, heads = self.decoder_width, self.decoder_heads
-        if width % heads:
-            what = f"{heads} heads do not divide width {width} (remainder {width % heads})"
-            yield ("objective.decoder_heads", f"{what}; change one of them")
-        if width % 4:
-            what = f"{width}: sin-cos positions need a width that 4 divides"
-            yield ("objective.decoder_width", f"{what}; change it")
+    from vitscale.training.loop import TrainingSession
 
 
 class Mae(Objective):
@@ -140,49 +107,19 @@ class Mae(Objective):
     def reconstruct(
         self, engine: Engine, images_B3SS: torch.Tensor, *, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Predicted patches, patches [B, L, P] of normalised pixels, removed ones [B, R].
+        """Predicted patches, patches and removed ones, as `mae.reconstruct` gives them."""
+        from vitscale.models.objectives.mae import reconstruct
 
-        Which patches are removed is a function of the seed and `positions`, int64 [B].
-        """
-        from vitscale.models.objectives.mae import mask_orders, to_patches
-        from vitscale.models.objectives.patches import on_device
-
-        patches_BLP = to_patches(engine.normalized(images_B3SS), patch_size=self.patch_size)
-        num_patches = patches_BLP.shape[1]
-        kept = num_kept(num_patches, mask_ratio=self.settings.mask_ratio)
-        # On the CPU, in fp64: the same patches on every device and in every precision.
-        noise_BL = uniform_rows(positions, num=num_patches, key=stream_key("mae", self.seed))
-        order_BL, places_BL = (
-            on_device(each, images_B3SS.device) for each in mask_orders(noise_BL)
+        return reconstruct(
+            engine,
+            images_B3SS,
+            mask_ratio=self.settings.mask_ratio,
+            patch_size=self.patch_size,
+            positions=positions,
+            seed=self.seed,
         )
-        predicted_BLP = engine.forward(
-            images_B3SS, "objective", kept_BK=order_BL[:, :kept], places_BL=places_BL
-        )
-        return predicted_BLP, patches_BLP, order_BL[:, kept:]
 
-    def pictures(self, session: Any) -> Iterable[Path]:
-        import numpy as np
-        import torch
+    def pictures(self, session: TrainingSession) -> Iterable[Path]:
+        from pretrain.objectives.pictures import draw_predictions
 
-        from pretrain.objectives.pictures import draw_sheet, sheet_images
-        from vitscale.models.objectives.mae import picture_rows
-
-        images_B3SS = sheet_images(session)
-        session.engine.eval()
-        with torch.no_grad():
-            predicted_BLP, patches_BLP, removed_BR = self.reconstruct(
-                session.engine, images_B3SS, positions=np.arange(len(images_B3SS))
-            )
-        session.engine.train()
-        path = session.folder / "pictures" / "reconstructions.png"
-        if session.world.is_first:
-            rows = picture_rows(
-                predicted_BLP,
-                patches_BLP,
-                removed_BR=removed_BR,
-                normalized=self.settings.normalized_pixels,
-                mean=session.run.data.mean,
-                std=session.run.data.std,
-            )
-            draw_sheet(rows, path=path)
-        return [path]
+        return [draw_predictions(self, session, path="pictures/reconstructions.png")]

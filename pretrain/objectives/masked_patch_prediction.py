@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
-from vitscale.config.section import NamedSection
-from vitscale.distributed.random_numbers import stream_key
+from vitscale.models.objectives.settings import CELLS, MaskedPatchPredictionSettings
 from vitscale.models.vit.costs import ACTIVATION_SCALE
 from vitscale.models.vit.settings import ViTSettings
 from vitscale.training.objective import Objective
@@ -30,39 +27,7 @@ if TYPE_CHECKING:
     from vitscale.runs.training import TrainingRun
     from vitscale.training.loop import TrainingSession
 
-# Colours of a patch: cells a side.
-CELLS = {"mean_color": 1, "color_grid": 4}
-NUM_COLORS = 512
 COLOR_ACCURACY = "train/color_accuracy"
-
-
-class MaskedPatchPredictionSettings(NamedSection):
-    name: Literal["masked_patch_prediction"] = "masked_patch_prediction"
-    """Corrupted patches are predicted from their output tokens; needs no labels."""
-    target: Literal["mean_color", "color_grid", "pixels"] = "mean_color"
-    """mean_color: the patch's mean colour, one of 512. color_grid: the mean colours of its 4 x 4
-    parts. pixels: all its pixels, by squared error."""
-    corrupted_share: float = Field(default=0.5, gt=0, le=1)
-    """Share of the patches of each image that are corrupted and predicted, rounded to a number."""
-    mask_share: float = Field(default=0.8, ge=0, le=1)
-    """Probability that a corrupted patch is replaced by the mask embedding."""
-    swap_share: float = Field(default=0.1, ge=0, le=1)
-    """Probability that it is replaced by another patch of the image; the rest is kept."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        if self.mask_share + self.swap_share > 1 + 1e-9:
-            what = f"{self.mask_share} and swap_share {self.swap_share} exceed 1 together"
-            yield ("objective.mask_share", f"{what}; lower one of them")
-
-    def num_corrupted(self, arch: ViTArchitecture) -> int:
-        """Corrupted patches of each image: a fixed number, so that shapes never change."""
-        return round(self.corrupted_share * arch.num_patches)
-
-    def num_outputs(self, arch: ViTArchitecture) -> int:
-        """Values that the head predicts for a patch."""
-        if self.target == "pixels":
-            return 3 * arch.patch_size**2
-        return CELLS[self.target] ** 2 * NUM_COLORS
 
 
 class MaskedPatchPrediction(Objective):
@@ -136,17 +101,12 @@ class MaskedPatchPrediction(Objective):
         per_patch = bytes_each * (arch.width + outputs) + 2 * 4 * outputs
         return model + self.settings.num_corrupted(arch) * per_patch
 
-    def corruption(self, positions_B: np.ndarray, *, purpose: str = "corruption") -> Corruption:
+    def corruption(self, positions_B: np.ndarray) -> Corruption:
         """What happens to the patches of the images at these positions of training."""
-        from vitscale.models.objectives.masked_patches import draw_corruption
+        from vitscale.models.objectives.masked_patches import corruption_of
 
-        return draw_corruption(
-            positions_B,
-            num_patches=self._arch.num_patches,
-            num_corrupted=self.settings.num_corrupted(self._arch),
-            mask_share=self.settings.mask_share,
-            swap_share=self.settings.swap_share,
-            key=stream_key(purpose, self.seed),
+        return corruption_of(
+            self.settings, self._arch, positions_B=positions_B, purpose="corruption", seed=self.seed
         )
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
@@ -171,27 +131,6 @@ class MaskedPatchPrediction(Objective):
         return loss
 
     def pictures(self, session: TrainingSession) -> Iterable[Path]:
-        import numpy as np
-        import torch
+        from pretrain.objectives.pictures import draw_predictions
 
-        from pretrain.objectives.pictures import draw_sheet, sheet_images
-        from vitscale.models.objectives.masked_patches import picture_rows
-
-        images_B3SS = sheet_images(session)
-        drawn = self.corruption(np.arange(len(images_B3SS)), purpose="pictures")
-        inputs = drawn.to(images_B3SS.device)
-        session.engine.eval()
-        with torch.no_grad():
-            predictions_BKO = session.engine.forward(images_B3SS, "objective", **inputs)
-        session.engine.train()
-        path = session.folder / "pictures" / "masked_patches.png"
-        if session.world.is_first:
-            rows = picture_rows(
-                images_B3SS,
-                predictions_BKO,
-                inputs,
-                patch_size=self._arch.patch_size,
-                cells=CELLS.get(self.settings.target),
-            )
-            draw_sheet(rows, path=path)
-        return [path]
+        return [draw_predictions(self, session, path="pictures/masked_patches.png")]

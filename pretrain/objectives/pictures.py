@@ -1,19 +1,45 @@
-"""Draw rows of images as a PNG in the run folder: what an objective sees and what it predicts."""
+"""Draw what an objective sees and what it predicts, as a PNG in the run folder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from vitscale.data.samples import EvaluationSamples
+from vitscale.images.sheet import save_figure, sheet
+from vitscale.models.objectives.reconstructions import reconstruction_rows
+from vitscale.training.objective import Objective
 
 if TYPE_CHECKING:
     from vitscale.training.loop import TrainingSession
 
 NUM_IMAGES = 8
+
+
+def draw_predictions(objective: Objective, session: TrainingSession, *, path: str) -> Path:
+    """Draw the predictions of an objective in RECONSTRUCTIONS at `path` in the run folder.
+
+    Collective; rank 0 writes. Returns the file's path.
+    """
+    data, arch = session.run.data, session.arch
+    model: Any = session.engine
+    images_B3SS = sheet_images(session)
+    model.eval()
+    rows = reconstruction_rows(
+        model,
+        images_B3SS,
+        settings=objective.settings,
+        arch=arch,  # type: ignore[arg-type]  # these objectives take a ViT only
+        seed=objective.seed,
+        mean=data.mean,
+        std=data.std,
+    )
+    model.train()
+    if session.world.is_first:
+        save_figure(sheet(rows), session.folder / path)
+    return session.folder / path
 
 
 def sheet_images(session: TrainingSession) -> torch.Tensor:
@@ -28,21 +54,3 @@ def sheet_images(session: TrainingSession) -> torch.Tensor:
     for number, row in enumerate(images_B3SS):
         samples.fill(number * index.num_samples // count, row)
     return images_B3SS.to(session.world.device)
-
-
-def draw_sheet(rows: Mapping[str, torch.Tensor], *, path: Path) -> None:
-    """rows: title -> uint8 images [B, 3, S, S], the same B in all."""
-    from matplotlib.figure import Figure
-
-    num_columns = len(next(iter(rows.values())))
-    figure = Figure(figsize=(num_columns * 1.3 + 1.2, len(rows) * 1.35), layout="constrained")
-    for row, (title, images_B3SS) in enumerate(rows.items()):
-        for column, image in enumerate(images_B3SS.cpu()):
-            axes = figure.add_subplot(len(rows), num_columns, row * num_columns + column + 1)
-            axes.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
-            axes.set_xticks([])
-            axes.set_yticks([])
-            if column == 0:
-                axes.set_ylabel(title, fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)

@@ -195,41 +195,15 @@ def augmentation_key(seed: int, draw: Draw, *, purpose: str = "augment") -> int:
     return stream_key(purpose, seed, draw.epoch, draw.sample, *further)
 
 
-class EvaluationSamples:
-    """Evaluation samples, by stored position; resized deterministically."""
+class EvaluationResize:
+    """Make the model's input of an image as stored: the resize and crop of evaluations."""
 
-    def __init__(self, index: SplitIndex, *, settings: DataSettings, image_size: int) -> None:
-        self.reader = SplitReader(index)
+    def __init__(self, settings: DataSettings, *, image_size: int) -> None:
         self.settings, self.image_size = settings, image_size
         self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
 
-    def prefetch(self, samples: Sequence[int]) -> None:
-        """Fetch remote samples in the background while others are decoded."""
-        remote = self.reader.remote
-        if remote is not None:
-            shards = sorted({int(self.reader.index.shard_of[sample]) for sample in samples})
-            prefetch(
-                [(remote, sample) for sample in samples],
-                shards=[(remote, shard) for shard in shards],
-            )
-
-    def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        """Write the image of `sample` into `out`, uint8 [3, S, S]; returns its label.
-
-        Raises UserError if it cannot be read: substituting samples would change the metric.
-        """
-        try:
-            self._resized(self.reader.bytes_of(sample), out)
-        except UserError:
-            raise
-        except (OSError, ValueError) as error:
-            raise self.reader.unreadable_error(
-                self.reader.unreadable(sample, error),
-                next_step="make the shards again: they have changed since data preparation",
-            ) from None
-        return self.reader.label(sample), []
-
-    def _resized(self, data: bytes, out: torch.Tensor) -> None:
+    def __call__(self, data: bytes, out: torch.Tensor) -> None:
+        """Write the image into `out`, uint8 [3, S, S]. Raises OSError or ValueError."""
         settings = self.settings
         if settings.eval_interpolation == "area":
             out.copy_(self._averaged(self.decoder.whole(data)))
@@ -254,3 +228,38 @@ class EvaluationSamples:
             factor = round(size / self.settings.eval_crop_fraction) / min(height, width)
             resized = round(height * factor), round(width * factor)
         return crops.area_resized(pixels_HW3, resized=resized, size=size)
+
+
+class EvaluationSamples:
+    """Evaluation samples, by stored position; resized deterministically."""
+
+    def __init__(self, index: SplitIndex, *, settings: DataSettings, image_size: int) -> None:
+        self.reader = SplitReader(index)
+        self.image_size = image_size
+        self.resize = EvaluationResize(settings, image_size=image_size)
+
+    def prefetch(self, samples: Sequence[int]) -> None:
+        """Fetch remote samples in the background while others are decoded."""
+        remote = self.reader.remote
+        if remote is not None:
+            shards = sorted({int(self.reader.index.shard_of[sample]) for sample in samples})
+            prefetch(
+                [(remote, sample) for sample in samples],
+                shards=[(remote, shard) for shard in shards],
+            )
+
+    def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
+        """Write the image of `sample` into `out`, uint8 [3, S, S]; returns its label.
+
+        Raises UserError if it cannot be read: substituting samples would change the metric.
+        """
+        try:
+            self.resize(self.reader.bytes_of(sample), out)
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:
+            raise self.reader.unreadable_error(
+                self.reader.unreadable(sample, error),
+                next_step="make the shards again: they have changed since data preparation",
+            ) from None
+        return self.reader.label(sample), []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -46,10 +48,18 @@ class InferenceModel:
         class_BC, distillation_BC = self._forward(images_B3SS, "heads")
         return class_BC, distillation_BC
 
+    def normalized(self, images_B3SS: torch.Tensor) -> torch.Tensor:
+        """Normalised pixels in fp32, as `Engine.normalized`."""
+        return self._normalize(images_B3SS)
+
     @torch.no_grad()
-    def _forward(self, images_B3SS: torch.Tensor, output: str) -> tuple[torch.Tensor, ...]:
+    def forward(self, images_B3SS: torch.Tensor, output: str, **inputs: Any) -> Any:
+        """Another output of the model, with further inputs if it takes them, in its precision."""
         device = self._world.device
         with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
-            found = self.network(self._normalize(images_B3SS), output=output)
+            return self.network(self._normalize(images_B3SS), output=output, **inputs)
+
+    def _forward(self, images_B3SS: torch.Tensor, output: str) -> tuple[torch.Tensor, ...]:
+        found = self.forward(images_B3SS, output)
         each = found if isinstance(found, tuple) else (found,)
         return tuple(values.float() for values in each)

@@ -16,8 +16,14 @@ import torch
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from vitscale.models.objectives.mae_costs import MLP_RATIO, DecoderSize
-from vitscale.models.objectives.patches import images_of_patches, patch_pixels, random_orders
+from vitscale.distributed.random_numbers import stream_key, uniform_rows
+from vitscale.models.objectives.mae_costs import MLP_RATIO, DecoderSize, num_kept
+from vitscale.models.objectives.patches import (
+    images_of_patches,
+    on_device,
+    patch_pixels,
+    random_orders,
+)
 from vitscale.models.vit.architecture import ViTArchitecture
 from vitscale.models.vit.model import ViT, run_blocks
 from vitscale.models.vit.position_embedding import mae_position_embedding
@@ -146,6 +152,32 @@ def reconstruction_loss(
         target_BRP = (target_BRP - mean) / deviation
     difference_BRP = take_patches(predicted_BLP.float(), removed_BR) - target_BRP
     return difference_BRP.square().mean()
+
+
+def reconstruct(
+    model: Any,
+    images_B3SS: torch.Tensor,
+    *,
+    mask_ratio: float,
+    patch_size: int,
+    positions: np.ndarray,
+    seed: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Predicted patches, patches [B, L, P] of normalised pixels, removed ones [B, R].
+
+    model: an engine, or an `InferenceModel` with the objective's module. Which patches are removed
+    is a function of the seed and `positions`, int64 [B].
+    """
+    patches_BLP = to_patches(model.normalized(images_B3SS), patch_size=patch_size)
+    num_patches = patches_BLP.shape[1]
+    kept = num_kept(num_patches, mask_ratio=mask_ratio)
+    # On the CPU, in fp64: the same patches on every device and in every precision.
+    noise_BL = uniform_rows(positions, num=num_patches, key=stream_key("mae", seed))
+    order_BL, places_BL = (on_device(each, images_B3SS.device) for each in mask_orders(noise_BL))
+    predicted_BLP = model.forward(
+        images_B3SS, "objective", kept_BK=order_BL[:, :kept], places_BL=places_BL
+    )
+    return predicted_BLP, patches_BLP, order_BL[:, kept:]
 
 
 def picture_rows(

@@ -1,7 +1,8 @@
 """Predict corrupted patches from their output tokens: masked patch prediction of the ViT paper.
 
 Owns: which patches are corrupted and how, the module, its targets and its loss.
-Leaves out: settings (`pretrain/objectives/masked_patch_prediction.py`).
+Leaves out: settings (`settings`), and the objective
+(`pretrain/objectives/masked_patch_prediction.py`).
 Source: Dosovitskiy et al. 2021, section 4.6 and appendix B.1.2. What the paper leaves open is
 decided here and listed in docs/recipes.md.
 
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vitscale.distributed.random_numbers import uniform_rows
+from vitscale.distributed.random_numbers import stream_key, uniform_rows
 from vitscale.models.objectives.patches import (
     images_of_patches,
     on_device,
@@ -28,6 +29,8 @@ from vitscale.models.objectives.patches import (
 )
 
 if TYPE_CHECKING:
+    from vitscale.models.objectives.settings import MaskedPatchPredictionSettings
+    from vitscale.models.vit.architecture import ViTArchitecture
     from vitscale.models.vit.model import ViT
 
 LEVELS = 8  # of each channel: 3 bits
@@ -87,6 +90,25 @@ def draw_corruption(
     sources_BK = np.where(is_swapped_BK, donors_BK, predicted_BK)
     np.put_along_axis(sources_BN, predicted_BK, sources_BK, axis=1)
     return Corruption(predicted_BK, sources_BN, masked_BN)
+
+
+def corruption_of(
+    settings: MaskedPatchPredictionSettings,
+    arch: ViTArchitecture,
+    *,
+    positions_B: np.ndarray,
+    purpose: str,
+    seed: int,
+) -> Corruption:
+    """Corrupt the images at these positions as the settings say; each purpose has its own draws."""
+    return draw_corruption(
+        positions_B,
+        num_patches=arch.num_patches,
+        num_corrupted=settings.num_corrupted(arch),
+        mask_share=settings.mask_share,
+        swap_share=settings.swap_share,
+        key=stream_key(purpose, seed),
+    )
 
 
 class MaskedPatches(nn.Module):

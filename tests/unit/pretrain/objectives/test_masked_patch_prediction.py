@@ -11,12 +11,12 @@ import torch
 
 from pretrain.objectives.masked_patch_prediction import (
     COLOR_ACCURACY,
-    NUM_COLORS,
     MaskedPatchPrediction,
 )
 from pretrain.run import PretrainRun
 from vitscale.data.loader import Batch
 from vitscale.models.objectives import masked_patches
+from vitscale.models.objectives.settings import NUM_COLORS
 from vitscale.models.vit.settings import ViTSettings
 from vitscale.training.segment import build_model
 from vitscale.training.supervised import Supervised, SupervisedSettings
