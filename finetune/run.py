@@ -33,6 +33,10 @@ class FinetuneRun(TrainingRun):
     position_embedding: Literal["google", "timm", "deit", "dinov2"] = "google"
     """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
 
+    init_patch: Literal["same", "resize"] = "same"
+    """resize: `init` may have another patch size; its patch embedding is resized to the model's.
+    Beyer et al. 2023 (FlexiViT)."""
+
     def make_objective(self) -> Objective:
         return OBJECTIVES[self.objective.name](self.objective, seed=self.seed)
 

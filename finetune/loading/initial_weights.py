@@ -33,6 +33,7 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
             convention=run.position_embedding,
             where=run.init,
             keep_head=run.keep_head,
+            resize_patches=run.init_patch == "resize",
         )
         return [f"starting from {run.init}", *_said(left_out)]
     source, warnings = resolve_weights(run.init)
@@ -49,6 +50,7 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
         convention=run.position_embedding,
         where=str(source.folder),
         keep_head=run.keep_head,
+        resize_patches=run.init_patch == "resize",
     )
     return [*warnings, f"starting from {source.folder}, step {source.step}", *_said(left_out)]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -65,7 +66,7 @@ class LoadedModel:
 
 
 def load_model(run: ModelRun) -> LoadedModel:
-    """The model of `run.init`, heads included, at `run.image_size`.
+    """The model of `run.init`, heads included, at its `image_size` and `patch_size`.
 
     Raises UserError when it cannot be read, or does not fit.
     """
@@ -77,7 +78,7 @@ def load_model(run: ModelRun) -> LoadedModel:
         raise UserError(
             "the run folder describes its model itself", where="model", next_step="remove `model`"
         )
-    settings, arch = _at_size(trained.settings, trained.arch, run.image_size)
+    settings, arch = _at_size(trained.settings, trained.arch, run)
     weights = starting_weights(checkpoint, run.init_weights)
     rows, columns = checkpoint.description["grid"]
     network = _build(settings, arch)
@@ -92,6 +93,7 @@ def load_model(run: ModelRun) -> LoadedModel:
         convention=run.position_embedding,
         where=str(checkpoint.folder),
         keep_head=True,
+        resize_patches=run.patch_size is not None,
     )
     return LoadedModel(
         network=network,
@@ -114,9 +116,7 @@ def _from_file(run: ModelRun) -> LoadedModel:
         )
     external = read_external_weights(Path(run.init), grid=run.init_grid)
     num_classes = len(external.weights.get("head.weight", ()))
-    settings, arch = _at_size(
-        run.model, run.model.architecture(num_classes=num_classes), run.image_size
-    )
+    settings, arch = _at_size(run.model, run.model.architecture(num_classes=num_classes), run)
     network = _build(settings, arch)
     transfer_weights(
         network,
@@ -127,6 +127,7 @@ def _from_file(run: ModelRun) -> LoadedModel:
         convention=run.position_embedding,
         where=run.init,
         keep_head=True,
+        resize_patches=run.patch_size is not None,
     )
     return LoadedModel(
         network=network,
@@ -141,14 +142,22 @@ def _from_file(run: ModelRun) -> LoadedModel:
 
 
 def _at_size(
-    settings: ModelSettings, arch: Architecture, image_size: int | None
+    settings: ModelSettings, arch: Architecture, run: ModelRun
 ) -> tuple[ModelSettings, Architecture]:
-    if image_size is None or image_size == arch.image_size:
+    changes: dict[str, Any] = {}
+    if run.image_size is not None and run.image_size != arch.image_size:
+        changes["image_size"] = run.image_size
+    if run.patch_size is not None:
+        if "patch_size" not in type(settings).model_fields:
+            what = f"a model of the family {settings.name} has no patches"
+            raise UserError(what, where="patch_size", next_step="set it to null")
+        changes["patch_size"] = run.patch_size
+    if not changes:
         return settings, arch
-    resized = settings.model_copy(update={"image_size": image_size})
+    resized = settings.model_copy(update=changes)
     problems = [text for key, text in resized.problems() if key == "model.image_size"]
     if problems:
-        raise UserError(problems[0], where="image_size")
+        raise UserError(problems[0], where="image_size" if run.image_size else "patch_size")
     return resized, resized.architecture(num_classes=arch.num_classes)
 
 

@@ -43,6 +43,9 @@ class ModelRun(Run):
     """Family and size of the model in a weight file; a run folder has its own."""
     image_size: int | None = Field(default=None, gt=0)
     """Apply the model at another image size, its position embeddings resized; null: its own."""
+    patch_size: int | None = Field(default=None, gt=0)
+    """Apply the model with another patch size, its patch embedding resized; null: its own. Beyer
+    et al. 2023 (FlexiViT)."""
     position_embedding: Literal["google", "timm", "deit", "dinov2"] = "google"
     """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
     compute: DeviceSettings = DeviceSettings()

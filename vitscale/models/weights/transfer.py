@@ -1,6 +1,6 @@
 """Load the trunk of one model into another.
 
-Owns: which tensors carry over, the new grid of position embeddings, and the report of misfits.
+Owns: which tensors carry over, another grid or patch size, and the report of misfits.
 Leaves out: reading files (`checkpoint`, `reading`).
 """
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from vitscale.config.errors import UserError
+from vitscale.models.vit.patch_embedding import resize_patch_embedding
 from vitscale.models.vit.position_embedding import resize_position_embedding
 
 # What transfer leaves out: modules that only an objective trains and, unless kept, classifiers.
@@ -19,6 +20,7 @@ from vitscale.models.vit.position_embedding import resize_position_embedding
 OBJECTIVE = ("objective.", "decoder_", "mask_token")
 HEADS = ("head.", "head_dist.")
 POSITION_NAME = "pos_embed"
+PATCH_NAME = "patch_embed.proj.weight"
 CLASS_NAME = "cls_token"
 MAX_ROWS = 12
 
@@ -33,10 +35,12 @@ def transfer_weights(
     convention: str,
     where: str,
     keep_head: bool = False,
+    resize_patches: bool = False,
 ) -> list[str]:
     """Load a trunk; the head (with a representation layer, if any) keeps its fresh values.
 
     keep_head: load the head too.
+    resize_patches: resize the patch embedding to the model's patch size.
     A norm after the mean keeps its fresh values if the weights have one before it only (MAE).
     Returns the names of tensors that are left out: what only an objective trained, and that norm.
     Raises UserError with a table of every missing, unknown or misshapen tensor; then nothing was
@@ -68,11 +72,11 @@ def transfer_weights(
         if POSITION_NAME in own:
             num_wanted = own[POSITION_NAME].shape[1] - target_grid[0] * target_grid[1]
             _match_class_position(given, num_prefix_rows=num_prefix_rows, num_wanted=num_wanted)
-    next_step = (
-        "set model.name, preset, patch_size, pool, class_token, num_registers, positions and "
-        "layer_scale "
-    )
-    next_step += "to those of the checkpoint's run" + (", or keep_head=false" if keep_head else "")
+    other_patch = _has_other_patch(own, given)
+    if other_patch and resize_patches:
+        size = own[PATCH_NAME].shape[-1]
+        given[PATCH_NAME] = resize_patch_embedding(given[PATCH_NAME], patch_size=size)
+    next_step = _advice(keep_head=keep_head, other_patch=other_patch)
     refuse_misfits(own, given, where=where, next_step=next_step)
     model.load_state_dict(given, strict=False)
     return sorted([*(name for name in weights if name.startswith(OBJECTIVE)), *replaced])
@@ -92,6 +96,25 @@ def _replaced_norm(own: dict[str, torch.Tensor], given: dict[str, torch.Tensor])
     for name in after:
         del own[name]
     return before
+
+
+def _advice(*, keep_head: bool, other_patch: bool) -> str:
+    next_step = (
+        "set model.name, preset, patch_size, pool, class_token, num_registers, positions and "
+        "layer_scale "
+    )
+    next_step += "to those of the checkpoint's run" + (", or keep_head=false" if keep_head else "")
+    if other_patch:
+        next_step += "; or let init_patch=resize (to apply a model: patch_size) resize the patches"
+    return next_step
+
+
+def _has_other_patch(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]) -> bool:
+    """Whether both have kernels of patches, alike but for the rows and columns of a patch."""
+    if PATCH_NAME not in own or PATCH_NAME not in given:
+        return False
+    ours, theirs = own[PATCH_NAME].shape, given[PATCH_NAME].shape
+    return len(theirs) == 4 and ours[:2] == theirs[:2] and ours[2:] != theirs[2:]
 
 
 def refuse_misfits(

@@ -1,0 +1,48 @@
+"""A model applied at another image size or patch size than its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from finetune.loading.loaded_model import load_model
+from finetune.loading.settings import ModelRun
+from vitscale.config.errors import UserError
+from vitscale.models.registry import MODELS
+
+SMALL = {"name": "vit", "image_size": 16, "patch_size": 4, "width": 24, "depth": 1, "num_heads": 2}
+SMALL |= {"mlp_width": 40}
+
+
+def weight_file(folder: Path) -> str:
+    family = MODELS["vit"]
+    settings = family.Settings.model_validate(SMALL)
+    model = family.load().build_model(settings, settings.architecture(num_classes=5), seed=0)
+    path = folder / "weights.safetensors"
+    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, path)
+    return str(path)
+
+
+def run_of(init: str, **changes: object) -> ModelRun:
+    return ModelRun.model_validate({"init": init, "model": SMALL, **changes})
+
+
+def test_a_model_is_applied_with_other_patches_and_sizes(tmp_path: Path) -> None:
+    init = weight_file(tmp_path)
+    for changes, grid in (
+        ({"patch_size": 2}, (8, 8)),
+        ({"patch_size": 8, "image_size": 24}, (3, 3)),
+    ):
+        loaded = load_model(run_of(init, **changes))
+        assert loaded.arch.grid == loaded.network.patch_embed.grid_size == grid
+        assert loaded.preprocessing.image_size == loaded.arch.image_size
+        size = loaded.arch.image_size
+        assert loaded.network(torch.zeros(2, 3, size, size)).shape == (2, 5)
+
+
+def test_patches_that_do_not_divide_the_image_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="16 px is not a multiple of the 6 px patch"):
+        load_model(run_of(weight_file(tmp_path), patch_size=6))

@@ -1,0 +1,131 @@
+"""Patches of another size: PI-resize against its definition, and what a resized model sees."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from vitscale.config.errors import UserError
+from vitscale.models.vit.model import ViT, build_model
+from vitscale.models.vit.patch_embedding import resize_patch_embedding
+from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.weights.transfer import transfer_weights
+
+SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def model_of(**changes: object) -> ViT:
+    """All weights are random, the head's too."""
+    settings = SMALL.model_copy(update=changes)
+    model = build_model(settings, settings.architecture(num_classes=5), seed=0).eval()
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2, generator=random)
+    return model
+
+
+def moved(source: ViT, *, resize_patches: bool = True, **changes: object) -> ViT:
+    target = model_of(**changes)
+    transfer_weights(
+        target,
+        weights=source.state_dict(),
+        source_grid=source.patch_embed.grid_size,
+        target_grid=target.patch_embed.grid_size,
+        num_prefix_tokens=1,
+        convention="google",
+        where="there",
+        keep_head=True,
+        resize_patches=resize_patches,
+    )
+    return target
+
+
+def resized(images: torch.Tensor, side: int) -> torch.Tensor:
+    return F.interpolate(images, size=(side, side), mode="bilinear", align_corners=False)
+
+
+def bilinear_matrix(old: int, new: int) -> np.ndarray:
+    """[new * new, old * old], half-pixel centres, the border repeated; without torch."""
+    line = np.zeros((new, old))
+    for row in range(new):
+        at = min(max((row + 0.5) * old / new - 0.5, 0), old - 1)
+        low = min(int(at), old - 2)
+        line[row, low], line[row, low + 1] = 1 - (at - low), at - low
+    return np.kron(line, line)
+
+
+@pytest.mark.parametrize("new", [3, 6, 8, 14])
+def test_resized_kernels_equal_the_definition_in_float64(new: int) -> None:
+    kernel = normal(7, 3, 6, 6)
+    inverse = np.linalg.pinv(bilinear_matrix(6, new).T)
+    expected = inverse @ kernel.double().numpy().reshape(21, 36).T
+    found = resize_patch_embedding(kernel, patch_size=new)
+    expected_DCPP = torch.from_numpy(expected.T.reshape(7, 3, new, new)).float()
+    assert torch.allclose(found, expected_DCPP, atol=2e-5)
+
+
+def test_dot_products_with_upsized_patches_stay_the_same() -> None:
+    kernel, patches = normal(7, 3, 4, 4), normal(5, 3, 4, 4)
+    before = torch.einsum("dcij,ncij->nd", kernel, patches)
+    for size in (5, 8, 11):
+        larger = resize_patch_embedding(kernel, patch_size=size)
+        after = torch.einsum("dcij,ncij->nd", larger, resized(patches, size))
+        assert torch.allclose(after, before, atol=1e-4)
+        plain = torch.einsum("dcij,ncij->nd", resized(kernel, size), resized(patches, size))
+        assert not torch.allclose(plain, before, atol=1.0)
+
+
+def test_a_model_sees_upsized_patches_as_their_originals() -> None:
+    source = model_of()
+    target = moved(source, patch_size=8, image_size=32)
+    images = normal(2, 3, 16, 16)
+    patches = images.unfold(2, 4, 4).unfold(3, 4, 4)  # [2, 3, 4, 4, 4, 4]
+    upsized = resized(patches.reshape(2, 48, 4, 4), 8).reshape(2, 3, 4, 4, 8, 8)
+    upsized = upsized.permute(0, 1, 2, 4, 3, 5).reshape(2, 3, 32, 32)
+    with torch.no_grad():
+        assert torch.allclose(target(upsized), source(images), atol=1e-4)
+
+
+def test_logits_of_smooth_images_stay_near_with_other_patches() -> None:
+    """Another grid, too: 32 px in patches of 8 px, then of 4 px, and 16 px in patches of 8 px."""
+    source = model_of(patch_size=8, image_size=32)
+    smooth = resized(normal(4, 3, 2, 2), 32)
+    with torch.no_grad():
+        before = source(smooth)
+        spread = before.std(dim=0).mean()
+        finer = moved(source, patch_size=4, image_size=16)(resized(smooth, 16))
+        coarser = moved(source, patch_size=16, image_size=64)(resized(smooth, 64))
+        ignored = model_of(patch_size=16, image_size=64)
+        ignored.load_state_dict(
+            {**source.state_dict(), "patch_embed.proj.weight": ignored.patch_embed.proj.weight}
+        )
+        unrelated = ignored(resized(smooth, 64))
+    assert (finer - before).abs().max() < 0.3 * spread
+    assert (coarser - before).abs().max() < 0.3 * spread
+    assert (unrelated - before).abs().max() > spread
+
+
+def test_positions_are_resized_to_the_grid_of_the_new_patches() -> None:
+    source = model_of()
+    target = moved(source, patch_size=2)  # 8 x 8 patches in place of 4 x 4
+    corners = [1, 8, 57, 64], [1, 4, 13, 16]
+    assert target.pos_embed.shape == (1, 65, 24)
+    assert torch.allclose(target.pos_embed[0, corners[0]], source.pos_embed[0, corners[1]])
+
+
+def test_another_patch_size_is_refused_unless_allowed() -> None:
+    with pytest.raises(
+        UserError, match=r"patch_embed.proj.weight: model \(24, 3, 8, 8\)"
+    ) as caught:
+        moved(model_of(), patch_size=8, image_size=32, resize_patches=False)
+    assert "init_patch=resize" in str(caught.value)
+    with pytest.raises(UserError) as caught:
+        moved(model_of(), width=32, resize_patches=False)
+    assert "init_patch" not in str(caught.value)
