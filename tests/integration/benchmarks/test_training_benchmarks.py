@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -69,6 +70,23 @@ def test_training_benchmarks_measure_everything(tmp_path: Path) -> None:
     assert found["real"]["over_synthetic"] > 0
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"out", "tax.json"}, "left behind"
+
+
+@pytest.mark.slow
+def test_step_cost_is_a_share_of_the_supervised_step() -> None:
+    options = ("--preset", "Ti/16", "--batch", "2", "--rounds", "1")
+    text = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/training/step_cost.py", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    found = re.search(r"cost ([0-9.]+), FLOPs ([0-9.]+): ", text)
+    assert found is not None, text
+    cost, flops = map(float, found.groups())
+    # Ti's decoder is larger than its encoder; a quarter of the patches goes through the encoder.
+    assert cost > 0 and flops > 1
 
 
 @pytest.mark.slow
