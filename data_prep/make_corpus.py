@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 
 try:
-    from data_prep.sources.made.characters import GREY_LEVELS, Characters, character_files
-    from data_prep.sources.made.digits import digit_files
-    from data_prep.sources.made.letters import FONTS, SETS
+    from data_prep.images.made.characters import GREY_LEVELS, Characters, character_files
+    from data_prep.images.made.digits import digit_files
+    from data_prep.images.made.letters import FONTS, SETS
     from vitscale.config.errors import UserError, run_script
     from vitscale.distributed.atomic_files import commit_folder
 except ModuleNotFoundError as error:

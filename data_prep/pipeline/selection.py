@@ -197,7 +197,7 @@ def select_classes(p: Preparation, unit: str) -> None:
             next_step="check the source, or lower selection.min_images_per_class",
         )
     # Numbers given by the source are labels already: 2 comes before 10.
-    numbers = p.run.source.kind in ("webdataset", "parquet", "path_table")
+    numbers = p.run.source.kind in ("webdataset", "parquet", "path_table", "idx")
     classes = p.labels.label_map(kept, keep_numbers=numbers)
     taken = _held_out_counts(p, kept)
     p.put_result(

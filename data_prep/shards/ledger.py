@@ -42,7 +42,7 @@ SOURCE_FAULTS = {
     "link_outside": "link or path that leads outside the source, or outside a table's folder",
     "link_loop": "link to a folder that holds the link",
     "truncated_tar": "a tar that ends too early or is damaged; members before that are used",
-    "damaged_table": "a part of a table that cannot be read; one row for all its rows",
+    "damaged_table": "a table, or a part of it, that cannot be read; one row for all its rows",
     "duplicate_path": "a path that a table names again",
     "duplicate_name": "a second member of this name in one tar",
     "duplicate_key": "a second sample of this key in one tar",

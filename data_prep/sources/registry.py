@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from data_prep.sources.class_tars import ClassTars
+from data_prep.sources.idx_files import IdxFiles
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.parquet_images import ParquetImages
 from data_prep.sources.path_table import PathTable
@@ -21,6 +22,7 @@ SOURCES: dict[SourceKind, Callable[[SourceSettings, LabelSettings], Source]] = {
     "webdataset": WebdatasetTars,
     "parquet": ParquetImages,
     "path_table": PathTable,
+    "idx": IdxFiles,
 }
 
 

@@ -12,7 +12,7 @@ OWNERS: dict[str, set[str]] = {
     # Tests and benchmarks read our shards with it.
     "webdataset": set(),
     "timm": {"vitscale.models"},
-    "sklearn": {"data_prep.sources.made.digits"},
+    "sklearn": {"data_prep.images.made.digits"},
     "simplejpeg": {"vitscale.images.decoders", "vitscale.images.strict_jpeg"},
 }
 # Entries of registries, whose settings need no torch, and checkpoint folders, which are listed

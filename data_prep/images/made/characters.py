@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 from PIL import Image, ImageDraw
 
-from data_prep.sources.made.letters import TEST_FONTS, choose_letters, class_name, open_font
+from data_prep.images.made.letters import TEST_FONTS, choose_letters, class_name, open_font
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 
 # Letters are drawn large, then transformed at twice the size of the image, then halved.

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from data_prep.sources.made import characters
-from data_prep.sources.made.characters import Characters, GreyLevels, character_files, render
-from data_prep.sources.made.letters import FONTS, TEST_FONTS
+from data_prep.images.made import characters
+from data_prep.images.made.characters import Characters, GreyLevels, character_files, render
+from data_prep.images.made.letters import FONTS, TEST_FONTS
 from vitscale.distributed.random_numbers import CounterRandom
 
 SMALL = Characters(sets=["greek"], num_train=13, num_test=5, side_px=16)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from data_prep.sources.made.letters import (
+from data_prep.images.made.letters import (
     FONTS,
     TEST_FONTS,
     choose_letters,
