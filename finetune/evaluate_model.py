@@ -6,7 +6,10 @@ deepspeed finetune/evaluate_model.py --config configs/eval/demo.yaml init=runs/d
 
 from __future__ import annotations
 
+import shutil
 import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 try:
     from finetune.inference.settings import EvaluateRun
@@ -16,24 +19,50 @@ except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
+if TYPE_CHECKING:
+    from finetune.inference.results import Result
+
 
 def evaluate(run: EvaluateRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
-    from finetune.inference.evaluating import evaluations
+    from finetune.inference.evaluating import (
+        FILES,
+        check_sizes,
+        describe,
+        evaluate_sizes,
+        splits,
+    )
+    from finetune.inference.results import text_table, write_results
+    from finetune.inference.tracking import check_folder, open_tracker
     from finetune.loading.loaded_model import load_model
+    from vitscale.checkpoint.store import run_folder_lock
     from vitscale.distributed.world import process_group
 
-    compute = run.compute
+    compute, folder = run.compute, Path(run.folder)
+    check_folder(folder)
     with process_group(
         device=compute.device, timeout_min=compute.timeout_min, num_threads=compute.num_threads
     ) as world:
-        loaded = load_model(run)
-        if world.is_first:
-            print(f"evaluating {loaded.source}")
-        for metrics in evaluations(run, loaded, world):
+        say = print if world.is_first else lambda _: None
+        loaded = load_model(run.model_copy(update={"image_size": run.sizes[0]}))
+        check_sizes(run, loaded)
+        train, val = splits(run)
+        say(f"evaluating {loaded.source}")
+        found: list[Result] = []
+        with run_folder_lock(folder, world=world), open_tracker(run, loaded, world) as tracker:
             if world.is_first:
-                for name, value in metrics.items():
-                    print(f"{name:<24}{value:.4f}")
+                shutil.rmtree(folder / FILES, ignore_errors=True)
+            for rows in evaluate_sizes(run, loaded, world, train=train, val=val, say=say):
+                found += rows
+                metrics = {f"val/{row.metric}": row.value for row in rows}
+                tracker.log(metrics, step=rows[0].image_size)
+            if world.is_first:
+                description = describe(run, loaded, val)
+                for path in write_results(folder, found, description=description):
+                    tracker.artifact(path)
+                if (folder / FILES).exists():
+                    tracker.artifact(folder / FILES)
+        say(f"\n{text_table(found)}\n\nresults: {folder}/results.json, .csv, .md")
 
 
 def main() -> None:

@@ -1,35 +1,112 @@
-"""Evaluate a trained model on a folder of shards."""
+"""Evaluate a trained model on a folder of shards, at one image size or several."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
+from finetune.inference.results import Result, as_results
 from finetune.inference.settings import EvaluateRun
-from finetune.loading.loaded_model import LoadedModel
-from vitscale.data.index import read_split
+from finetune.loading.loaded_model import LoadedModel, load_model
+from vitscale.config.errors import UserError
+from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
 from vitscale.evaluation.interface.evaluation import Subject
 from vitscale.evaluation.registry import EVALUATIONS
+from vitscale.evaluation.running import results
+
+# Folder of the evaluations' files in the folder of results.
+FILES = "evaluation"
 
 
-def evaluations(run: EvaluateRun, loaded: LoadedModel, world: World) -> Iterator[dict[str, float]]:
-    """Metrics of each evaluation, by name. Collective; equal on every rank."""
-    settings = data_settings(run, loaded)
+def splits(run: EvaluateRun) -> tuple[SplitIndex, SplitIndex]:
+    """What probes learn from, and what the metrics are of. Raises UserError."""
     train, val = (
         read_split(run.data.path, split=split, remote_settings=run.data.remote)
         for split in (run.data.train_split, run.data.val_split)
     )
-    subject = Subject(
+    return train, val
+
+
+def check_sizes(run: EvaluateRun, loaded: LoadedModel) -> None:
+    """Raise UserError for a size that the model cannot take."""
+    for size in run.image_sizes or ():
+        resized = loaded.settings.model_copy(update={"image_size": size})
+        for key, text in resized.problems():
+            if key == "model.image_size":
+                raise UserError(text, where="image_sizes")
+
+
+def evaluate_sizes(
+    run: EvaluateRun,
+    loaded: LoadedModel,
+    world: World,
+    *,
+    train: SplitIndex,
+    val: SplitIndex,
+    say: Callable[[str], None],
+) -> Iterator[list[Result]]:
+    """Results at each image size; `loaded` is the model at the first. Collective.
+
+    Equal on every rank. Raises UserError before any work when model and shards do not fit.
+    """
+    evaluations = [EVALUATIONS[each.name](each) for each in run.evaluate]
+    for number, size in enumerate(run.sizes):
+        if number:
+            loaded = load_model(run.model_copy(update={"image_size": size}))
+        subject = subject_of(run, loaded, world, train=train, val=val)
+        for each in evaluations:
+            each.check(subject)
+        rows, start = [], time.perf_counter()
+        for each, metrics in zip(evaluations, results(evaluations, subject), strict=True):
+            rows += as_results(each.settings.name, metrics, image_size=subject.image_size)
+        seconds = time.perf_counter() - start
+        say(f"{subject.image_size} px: {val.num_samples} images, {seconds:.1f} s")
+        yield rows
+
+
+def describe(run: EvaluateRun, loaded: LoadedModel, val: SplitIndex) -> dict[str, Any]:
+    """What the results are of, as JSON values."""
+    return {
+        "name": run.name,
+        "model": {
+            "source": loaded.source,
+            "step": loaded.step,
+            "architecture": loaded.arch.description(),
+            "precision": run.compute.precision,
+        },
+        "data": {
+            "path": str(val.folder),
+            "split": val.split,
+            "images": val.num_samples,
+            "fingerprint": val.fingerprint,
+            "classes": len(val.classes),
+        },
+        "evaluate": [
+            each.model_dump(mode="json", exclude={"every_steps"}) for each in run.evaluate
+        ],
+    }
+
+
+def subject_of(
+    run: EvaluateRun, loaded: LoadedModel, world: World, *, train: SplitIndex, val: SplitIndex
+) -> Subject:
+    folder = Path(run.folder) / FILES
+    size = loaded.preprocessing.image_size
+    return Subject(
         model=loaded.for_inference(world, precision=run.compute.precision),
         train=(train,),
         val=val,
-        data=settings,
-        image_size=loaded.preprocessing.image_size,
+        data=data_settings(run, loaded),
+        image_size=size,
         micro_batch=run.compute.batch,
+        num_outputs=loaded.num_classes,
+        classes=loaded.classes,
+        folder=folder / f"{size}px" if len(run.sizes) > 1 else folder,
     )
-    for each in run.evaluate:
-        yield EVALUATIONS[each.name](each).metrics(subject)
 
 
 def data_settings(run: EvaluateRun, loaded: LoadedModel) -> DataSettings:

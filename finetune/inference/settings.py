@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -39,10 +39,19 @@ class EvaluateRun(ModelRun):
     """Name in MLflow and of the folder of results."""
     output: str | None = None
     """Folder of results; null: runs/NAME."""
+    image_sizes: tuple[Annotated[int, Field(gt=0)], ...] | None = Field(
+        default=None, min_length=1, strict=False
+    )
+    """Evaluate the same weights at each of these sizes; null: at `image_size` alone."""
     data: EvaluationData
     evaluate: tuple[EvaluationSettings, ...] = Field(min_length=1, strict=False)
     """The evaluations, in the order of the table."""
     tracking: TrackingSettings = TrackingSettings()
+
+    @property
+    def sizes(self) -> tuple[int | None, ...]:
+        """Image sizes to evaluate at; None: the model's own."""
+        return self.image_sizes or (self.image_size,)
 
     @property
     def folder(self) -> str:
@@ -50,6 +59,13 @@ class EvaluateRun(ModelRun):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
+        if self.image_sizes is not None and self.image_size is not None:
+            yield ("image_sizes", "give either image_size or image_sizes")
+        if len(set(self.image_sizes or ())) != len(self.image_sizes or ()):
+            yield ("image_sizes", f"{list(self.image_sizes or ())} lists a size twice")
+        names = [each.name for each in self.evaluate]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
         for each in self.evaluate:
             if each.every_steps is not None:
                 yield ("evaluate", f"{each.name}: every_steps is for trainings; remove it")

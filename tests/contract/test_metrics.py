@@ -29,8 +29,8 @@ def _metrics_in(path: Path) -> Iterator[str]:
     for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Constant) and METRIC.fullmatch(str(node.value)):
             yield str(node.value)
-        if "evaluation" in path.parts and isinstance(node, ast.Return):
-            keys = node.value.keys if isinstance(node.value, ast.Dict) else []
-            for key in keys:
+        if "evaluation" in path.parts and isinstance(node, ast.Return) and node.value:
+            dicts = [part for part in ast.walk(node.value) if isinstance(part, ast.Dict)]
+            for key in [key for each in dicts for key in each.keys if key is not None]:
                 part = key.values[-1] if isinstance(key, ast.JoinedStr) else key
                 yield f"val/{ast.literal_eval(part)}"

@@ -50,8 +50,9 @@ class Batch:
     mix_lambda: torch.Tensor | None = None
     """float32 [B], with mixing: the share that each image keeps of itself."""
     positions: np.ndarray | None = None
-    """int64 [B], in training: positions of the images in training, counted from 0. Random draws
-    that are functions of them do not depend on the number of ranks."""
+    """int64 [B]: in training the positions of the images in training, counted from 0, so that
+    random draws do not depend on the number of ranks; in an evaluation their numbers in the
+    split."""
 
     def to(self, device: torch.device) -> Batch:
         return Batch(
@@ -244,7 +245,8 @@ def evaluation_batches(
     with open_loader(loader) as batches:
         for batch, stored in zip(batches, own, strict=True):
             weights = torch.from_numpy((stored < len(chosen)).astype(np.float32))
-            yield Batch(batch.images, batch.labels, weights)
+            numbers = chosen[np.minimum(stored, len(chosen) - 1)]
+            yield Batch(batch.images, batch.labels, weights, positions=numbers)
 
 
 @contextmanager

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 
 from vitscale.engine.engine import Engine
 from vitscale.evaluation.interface.evaluation import EvaluationSettingsBase, Subject
 from vitscale.evaluation.registry import EVALUATIONS
+from vitscale.evaluation.running import results
 
 
 class ScheduledEvaluations:
@@ -37,14 +38,19 @@ class ScheduledEvaluations:
             return
         assert self.subject is not None
         engine = self._engine
-        prefixes = ("val/", "val/ema_") if self._has_average else ("val/",)
         engine.eval()
-        for prefix in prefixes:
-            with engine.averaged() if prefix == "val/ema_" else nullcontext():
-                for evaluation in due:
-                    metrics = evaluation.metrics(self.subject)
-                    yield {f"{prefix}{name}": value for name, value in metrics.items()}
+        for metrics in results(due, self.subject):
+            yield {f"val/{name}": value for name, value in metrics.items()}
+        if self._has_average:
+            with engine.averaged():
+                for metrics in results(due, _of_average(self.subject)):
+                    yield {f"val/ema_{name}": value for name, value in metrics.items()}
         engine.train()
+
+
+def _of_average(subject: Subject) -> Subject:
+    """The same, with its files in a folder of their own."""
+    return subject if subject.folder is None else replace(subject, folder=subject.folder / "ema")
 
 
 def _is_due(settings: EvaluationSettingsBase, step: int, *, is_last: bool) -> bool:

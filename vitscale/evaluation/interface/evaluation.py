@@ -6,9 +6,11 @@ machines without torch. Import torch inside the methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from pydantic import Field
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from vitscale.data.index import SplitIndex
     from vitscale.distributed.world import World
 
+NORMAL_QUANTILE_975 = 1.959963984540054
 Output = Literal["logits", "features", "heads"]
 
 
@@ -40,6 +43,8 @@ class Outputs(NamedTuple):
     labels_B: torch.Tensor
     weights_B: torch.Tensor
     """0 for padding, else 1."""
+    samples_B: np.ndarray
+    """int64: number of each image in its split."""
 
 
 class Model(Protocol):
@@ -76,6 +81,31 @@ class Subject:
     data: DataSettings
     image_size: int
     micro_batch: int
+    num_outputs: int = 0
+    """Length of the logits; 0: the model has no head."""
+    classes: tuple[str, ...] | None = None
+    """Name of each output of the head; None where they are unknown."""
+    folder: Path | None = None
+    """Where rank 0 puts the files of the evaluations; None: they write none."""
+
+    def write(self, name: str, write: Callable[[Path], None]) -> None:
+        """Let rank 0 call `write` with the path of a file in `folder`, if there is one. Collective.
+
+        Raises UserError on every rank when that fails.
+        """
+        from vitscale.distributed.atomic_files import make_folders
+        from vitscale.distributed.world import agree_no_error
+
+        if self.folder is None:
+            return
+        error = None
+        if self.model.world.is_first:
+            try:
+                make_folders(self.folder)
+                write(self.folder / name)
+            except OSError as caught:
+                error = f"{self.folder / name}: cannot be written ({caught.strerror})"
+        agree_no_error(error)
 
     def outputs(
         self, index: SplitIndex, output: Output, *, samples: np.ndarray | None = None
@@ -108,8 +138,34 @@ class Subject:
         # Closed on errors too: exit would wait for workers that are left.
         with closing(batches), torch.no_grad():
             for cpu_batch in batches:
+                assert cpu_batch.positions is not None
                 batch = cpu_batch.to(world.device)
-                yield Outputs(forward(batch.images).float(), batch.labels, batch.weights)
+                values = forward(batch.images).float()
+                yield Outputs(values, batch.labels, batch.weights, cpu_batch.positions)
+
+
+class Share(float):
+    """A share of `images`, for example those that are classified right. Tables add its interval."""
+
+    images: int
+
+    def __new__(cls, count: float, images: float) -> Share:
+        """NaN of no images."""
+        share = super().__new__(cls, count / images if images else math.nan)
+        share.images = round(images)
+        return share
+
+    def interval(self) -> tuple[float, float]:
+        """Where the share of an unlimited set is with a confidence of 95 %.
+
+        Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
+        """
+        z, n = NORMAL_QUANTILE_975, self.images
+        if not n:
+            return math.nan, math.nan
+        middle = (self + z**2 / (2 * n)) / (1 + z**2 / n)
+        half = z / (1 + z**2 / n) * math.sqrt(self * (1 - self) / n + z**2 / (4 * n**2))
+        return max(0.0, middle - half), min(1.0, middle + half)
 
 
 class Evaluation:
@@ -118,10 +174,18 @@ class Evaluation:
     Settings: ClassVar[type[EvaluationSettingsBase]]
     needs: ClassVar[Output]
     """The output of the model that the evaluation reads."""
+    in_training: ClassVar[bool] = True
+    """Whether trainings may list it in `evaluate`."""
 
     def __init__(self, settings: Any) -> None:
         """settings: an instance of `Settings`."""
         self.settings = settings
+
+    def check(self, subject: Subject) -> None:
+        """Raise UserError where the model and the split do not suit the evaluation.
+
+        Called before any evaluation runs.
+        """
 
     def metrics(self, subject: Subject) -> dict[str, float]:
         """Metrics by name, without the prefix `val/`. Collective; equal on every rank."""

@@ -42,7 +42,7 @@ class Knn(Evaluation):
         bank_ND, bank_labels_N = self._bank(subject)
         num_classes = len(subject.val.classes)
         totals = torch.zeros(2, dtype=torch.float64, device=world.device)  # correct, samples
-        for features_BD, labels_B, weights_B in subject.outputs(subject.val, self.needs):
+        for features_BD, labels_B, weights_B, _ in subject.outputs(subject.val, self.needs):
             queries_QD = gather_rows(torch.nn.functional.normalize(features_BD, dim=1))
             similarity_QK, labels_QK = nearest(
                 queries_QD, bank_ND, bank_labels_N, k=self.settings.k
@@ -79,7 +79,7 @@ class Knn(Evaluation):
             first += part.num_samples
             if not len(samples):
                 continue
-            for values_BD, labels_B, weights_B in subject.outputs(
+            for values_BD, labels_B, weights_B, _ in subject.outputs(
                 part, self.needs, samples=samples
             ):
                 real = weights_B > 0

@@ -57,6 +57,7 @@ def scheduled(*settings: tuple[str, int | None], has_average: bool = False) -> S
     subject: Any = Subject.__new__(Subject)
     engine: Any = FakeEngine()
     object.__setattr__(subject, "model", engine)
+    object.__setattr__(subject, "folder", None)
     chosen = [EvaluationSettingsBase(name=name, every_steps=every) for name, every in settings]
     return ScheduledEvaluations(chosen, subject, engine=engine, has_average=has_average)
 

@@ -72,7 +72,8 @@ def test_the_bank_is_evenly_spaced_over_all_parts() -> None:
         taken.append(samples.tolist())
         labels = torch.tensor([*samples.tolist(), 99])  # the last one is padding
         weights = (labels != 99).float()
-        yield Outputs(3 * torch.eye(8)[: len(labels)], labels, weights)
+        numbers = labels.numpy()
+        yield Outputs(3 * torch.eye(8)[: len(labels)], labels, weights, numbers)
 
     parts = (SimpleNamespace(num_samples=6), SimpleNamespace(num_samples=4))
     subject: Any = SimpleNamespace(train=parts, outputs=outputs)

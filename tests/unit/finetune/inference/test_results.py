@@ -1,0 +1,39 @@
+"""The table of results, as text and in files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+from finetune.inference.results import Result, as_results, text_table, write_results
+from vitscale.evaluation.interface.evaluation import Share
+
+TABLE = """\
+image size  evaluation      metric          value     95 % interval  images
+        24  classification  top1           0.7500  0.3006 to 0.9544       4
+        24  classification  loss              nan
+        32  throughput      images_per_s  12345.7"""
+
+
+def results() -> list[Result]:
+    rows = as_results("classification", {"top1": Share(3, 4), "loss": math.nan}, image_size=24)
+    return rows + as_results("throughput", {"images_per_s": 12345.67}, image_size=32)
+
+
+def test_columns_are_aligned() -> None:
+    assert text_table(results()) == TABLE
+
+
+def test_files_hold_the_same_numbers(tmp_path: Path) -> None:
+    write_results(tmp_path, results(), description={"name": "demo"})
+    stored = json.loads((tmp_path / "results.json").read_text())
+    with open(tmp_path / "results.csv") as file:
+        rows = list(csv.DictReader(file))
+    lines = (tmp_path / "results.md").read_text().splitlines()
+    assert stored["name"] == "demo" and len(stored["results"]) == len(rows) == len(lines) - 2 == 3
+    assert stored["results"][0]["value"] == float(rows[0]["value"]) == 0.75
+    assert stored["results"][0]["low"] == float(rows[0]["low"]) == Share(3, 4).interval()[0]
+    assert stored["results"][1]["value"] is None and rows[1]["low"] == ""
+    assert lines[2] == "| 24 | classification | top1 | 0.7500 | 0.3006 to 0.9544 | 4 |"

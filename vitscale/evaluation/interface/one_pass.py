@@ -1,0 +1,60 @@
+"""Evaluations that read each validation image's logits once, and share one pass over the images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import ClassVar
+
+from vitscale.evaluation.interface.evaluation import Evaluation, Output, Outputs, Subject
+from vitscale.evaluation.interface.labels import check_labels
+
+
+class LogitsEvaluation(Evaluation):
+    """Reads each validation image's output once; several of them share one pass (`in_one_pass`).
+
+    A subclass defines `start`, `add` and `finish`, in this order, and not `metrics`.
+    """
+
+    needs: ClassVar[Output] = "logits"
+
+    def check(self, subject: Subject) -> None:
+        """The head has one output for each class of the shards, in their order."""
+        check_labels(subject, name=self.settings.name)
+
+    def start(self, subject: Subject) -> None:
+        """Prepare to count."""
+        raise NotImplementedError
+
+    def add(self, outputs: Outputs) -> None:
+        """Count one batch of this rank."""
+        raise NotImplementedError
+
+    def finish(self) -> dict[str, float]:
+        """As `metrics`. Collective."""
+        raise NotImplementedError
+
+    def metrics(self, subject: Subject) -> dict[str, float]:
+        (found,) = in_one_pass([self], subject)
+        return found
+
+
+def in_one_pass(
+    evaluations: Sequence[LogitsEvaluation], subject: Subject
+) -> Iterator[dict[str, float]]:
+    """Metrics of evaluations that need the same output. Collective."""
+    import torch
+
+    from vitscale.distributed.world import sum_over_ranks
+
+    (output,) = {each.needs for each in evaluations}
+    for each in evaluations:
+        each.start(subject)
+    samples = torch.zeros((), dtype=torch.float64, device=subject.model.world.device)
+    for outputs in subject.outputs(subject.val, output):
+        samples += outputs.weights_B.double().sum()
+        for each in evaluations:
+            each.add(outputs)
+    counted, expected = int(sum_over_ranks(samples)), subject.val.num_samples
+    assert counted == expected, f"evaluated {counted} of {expected} samples"
+    for each in evaluations:
+        yield each.finish()
