@@ -11,7 +11,7 @@ from vitscale.checkpoint.folders import resolve_weights
 from vitscale.evaluation.models.trained_model import starting_weights
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.vit.position_embedding import fixed_positions
-from vitscale.models.weights.reading import is_weight_file, read_external_weights
+from vitscale.models.weights.reading import is_external, read_external_weights
 from vitscale.models.weights.transfer import transfer_weights
 
 
@@ -22,7 +22,7 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
     """
     if run.init is None:
         return []
-    if is_weight_file(run.init):
+    if is_external(run.init):
         external = read_external_weights(Path(run.init), grid=run.init_grid)
         left_out = transfer_weights(
             model,

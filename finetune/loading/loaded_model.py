@@ -26,7 +26,8 @@ from vitscale.evaluation.models.trained_model import (
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import MODELS, ModelSettings
 from vitscale.models.vit.position_embedding import fixed_positions
-from vitscale.models.weights.reading import is_weight_file, read_external_weights
+from vitscale.models.weights.inferred import inferred_model
+from vitscale.models.weights.reading import is_external, read_external_weights
 from vitscale.models.weights.transfer import transfer_weights
 
 
@@ -70,7 +71,7 @@ def load_model(run: ModelRun) -> LoadedModel:
 
     Raises UserError when it cannot be read, or does not fit.
     """
-    if is_weight_file(run.init):
+    if is_external(run.init):
         return _from_file(run)
     checkpoint, _ = resolve_weights(run.init)
     trained = read_trained_model(checkpoint)
@@ -108,15 +109,11 @@ def load_model(run: ModelRun) -> LoadedModel:
 
 
 def _from_file(run: ModelRun) -> LoadedModel:
-    if run.model is None:
-        raise UserError(
-            "a weight file does not say which model it is of",
-            where="model",
-            next_step="set model.name and model.preset, for example model.preset=B/16",
-        )
-    external = read_external_weights(Path(run.init), grid=run.init_grid)
-    num_classes = len(external.weights.get("head.weight", ()))
-    settings, arch = _at_size(run.model, run.model.architecture(num_classes=num_classes), run)
+    path = Path(run.init)
+    external = read_external_weights(path, grid=run.init_grid)
+    inferred, num_classes = inferred_model(external, chosen=run.model, path=path)
+    arch = inferred.architecture(num_classes=num_classes)
+    settings, arch = _at_size(inferred, arch, run)
     network = _build(settings, arch)
     transfer_weights(
         network,
@@ -133,12 +130,16 @@ def _from_file(run: ModelRun) -> LoadedModel:
         network=network,
         settings=settings,
         arch=arch,
-        preprocessing=Preprocessing(image_size=arch.image_size),
-        classes=None,
-        source=run.init,
+        preprocessing=Preprocessing(image_size=arch.image_size, **external.preprocessing),
+        classes=_fitting(external.classes, arch),
+        source=f"{run.init}, {external.format}",
         trained=None,
         step=None,
     )
+
+
+def _fitting(classes: tuple[str, ...] | None, arch: Architecture) -> tuple[str, ...] | None:
+    return classes if classes is not None and len(classes) == arch.num_classes > 0 else None
 
 
 def _at_size(

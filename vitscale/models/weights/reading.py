@@ -1,74 +1,202 @@
-"""Read external weights under our names: Google's .npz and timm's .safetensors.
+"""Read external weights under our names: files and folders of other code bases.
 
-Owns: reading an untrusted file, and its grid of positions.
-Leaves out: Google's names (`google_names`), which tensors carry over and how the grid is resampled
-(`transfer`).
+Owns: which format a path has, its grid of positions, and what each format implies.
+Leaves out: bytes (`files`), names (`names`), config.json (`folders`), the sizes of the model
+(`inferred`), which tensors carry over (`transfer`).
 
-Nothing is unpickled: object arrays are refused by their header. A file declares the
-sizes of its arrays, so they are checked before memory is allocated.
+Nothing is downloaded, and no file runs code.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import re
-import zipfile
-import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
 
 from vitscale.config.errors import UserError
-from vitscale.models.weights.google_names import FIRST_NAMES, renamed
+from vitscale.models.weights.files.json_files import read_json
+from vitscale.models.weights.files.npz import read_npz
+from vitscale.models.weights.files.safetensors import read_safetensors
+from vitscale.models.weights.files.torch_files import TORCH_FILES, read_torch_file
+from vitscale.models.weights.folders.folder import CONFIG, Folder
+from vitscale.models.weights.folders.huggingface import read_huggingface_folder
+from vitscale.models.weights.folders.timm import read_timm_folder
+from vitscale.models.weights.names import google as google_names
+from vitscale.models.weights.names import timm as timm_names
 
-# G/14, the largest published, has 7.4 GB in fp32.
-MAX_BYTES = 16 * 2**30
-# Trained weights hardly compress; zero heads do. Small files may: they cannot exhaust memory.
-MAX_COMPRESSION, FREE_BYTES = 20, 64 * 2**20
-MAX_MEMBERS = 20_000
-TIMM_NAME = "patch_embed.proj.weight"
-FLOATS = ("f2", "f4", "f8")
-# bfloat16 as numpy stores unknown types: big_vision, utils.py, `recover_dtype`.
-BFLOAT16 = "V2"
-NPY_HEADERS: dict[tuple[int, int], Callable[..., Any]] = {
-    (1, 0): np.lib.format.read_array_header_1_0,
-    (2, 0): np.lib.format.read_array_header_2_0,
-}
+TIMM_NAME = timm_names.FIRST_NAMES[0]
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+# What a file does not say, by format: values of `model` and of `data`. Google: vision_transformer,
+# models_vit.py and input_pipeline.py. PyTorch: the defaults of timm's models and of MAE, DeiT and
+# DINOv2, which evaluate on the centre of bicubically resized images.
+GOOGLE_DEFAULTS: tuple[dict[str, Any], dict[str, Any]] = (
+    {"gelu": "tanh", "layer_norm_eps": 1e-6},
+    {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5), "eval_resize": "squash"},
+)
+PYTORCH_DEFAULTS: tuple[dict[str, Any], dict[str, Any]] = (
+    {"gelu": "erf", "layer_norm_eps": 1e-6},
+    {
+        "mean": IMAGENET_MEAN,
+        "std": IMAGENET_STD,
+        "eval_resize": "center_crop",
+        "eval_crop_fraction": 0.875,
+        "eval_interpolation": "bicubic",
+    },
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExternalWeights:
-    """Tensors in fp32 under our names, heads included."""
+    """Tensors in fp32 under our names, heads included, and what their source says of the model."""
 
     weights: dict[str, torch.Tensor]
     grid: tuple[int, int]
     """(rows, columns) of the position embedding; (1, 1) where there is none."""
+    format: str = ""
+    """In words: whose names the tensors had."""
+    known: Mapping[str, Any] = field(default_factory=dict)
+    """Values of `model` that shapes do not show, such as the form of GELU."""
+    preprocessing: Mapping[str, Any] = field(default_factory=dict)
+    """Values of the evaluation's preprocessing, named as in `data`."""
+    assumed: bool = True
+    """Whether `known` and `preprocessing` are defaults of the format, not read from its source."""
+    classes: tuple[str, ...] | None = None
+    """Name of each class by label, where the source has them."""
+    left_out: tuple[str, ...] = ()
+    """Names of tensors that no model here has use for, such as DINO's training heads."""
 
 
 def is_weight_file(path: str) -> bool:
-    """Whether `init=` names such a file rather than a run or a checkpoint."""
-    return Path(path).suffix in READERS
+    """Whether a path names a file of weights rather than a folder."""
+    return Path(path).suffix in SUFFIXES
+
+
+def is_external(path: str) -> bool:
+    """Whether `init=` names weights of other code bases rather than a run or a checkpoint."""
+    return is_weight_file(path) or (Path(path) / CONFIG).is_file()
 
 
 def read_external_weights(path: Path, *, grid: tuple[int, int] | None) -> ExternalWeights:
-    """Read and rename.
+    """Read and rename a file, or a folder of timm or transformers.
 
     grid: of the position embedding; None: inferred where the patches form a square.
-    Raises UserError for files that cannot be read or trusted, and where the grid must be given.
+    Raises UserError for what cannot be read or trusted, and where the grid must be given.
     """
     try:
-        found = READERS[path.suffix](path)
+        if is_weight_file(str(path)):
+            read = READERS.get(path.suffix, _read_pytorch)(path)
+        else:
+            config = read_json(path / CONFIG)
+            is_timm = "architecture" in config
+            folder = (read_timm_folder if is_timm else read_huggingface_folder)(path, config)
+            read = _of_folder(folder)
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
-    if not found:
+    if not read.weights:
         raise UserError("holds no tensors", where=str(path))
-    return ExternalWeights(weights=found, grid=grid or _square_grid(found, path))
+    weights = timm_names.with_representation(read.weights)
+    return ExternalWeights(
+        weights=weights,
+        grid=grid or read.grid or _square_grid(weights, path),
+        format=read.format,
+        known=read.known,
+        preprocessing=read.preprocessing,
+        assumed=read.assumed,
+        classes=read.classes,
+        left_out=tuple(sorted(read.left_out)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Read:
+    """As `ExternalWeights`, before the grid is known."""
+
+    weights: dict[str, torch.Tensor]
+    format: str
+    known: Mapping[str, Any]
+    preprocessing: Mapping[str, Any]
+    left_out: list[str]
+    assumed: bool = True
+    classes: tuple[str, ...] | None = None
+    grid: tuple[int, int] | None = None
+
+
+def _of_folder(folder: Folder) -> _Read:
+    return _Read(
+        weights=folder.weights,
+        format=folder.format,
+        known=folder.known,
+        preprocessing=folder.preprocessing,
+        left_out=folder.left_out,
+        assumed=False,
+        classes=folder.classes,
+        grid=folder.grid,
+    )
+
+
+def _read_pytorch(path: Path) -> _Read:
+    is_safe = path.suffix == ".safetensors"
+    found = read_safetensors(path) if is_safe else read_torch_file(path)
+    return _with_pytorch_names(found, path)
+
+
+def _with_pytorch_names(found: dict[str, torch.Tensor], path: Path) -> _Read:
+    theirs = [name for name in found if "embeddings.patch_embeddings.projection" in name]
+    if theirs:
+        beside = path.parent / CONFIG
+        next_step = f"set init={path.parent}" if beside.is_file() else f"put its {CONFIG} beside it"
+        raise UserError(
+            f"has Hugging Face's names, such as {theirs[0]!r}; they need {CONFIG}",
+            where=str(path),
+            allowed="a folder with config.json and the weights",
+            next_step=next_step,
+        )
+    weights, left_out = timm_names.from_pytorch(found)
+    known, preprocessing = PYTORCH_DEFAULTS
+    return _Read(
+        weights=weights,
+        format="timm's names",
+        known=known,
+        preprocessing=preprocessing,
+        left_out=left_out,
+    )
+
+
+def _read_npz(path: Path) -> _Read:
+    found = read_npz(path, prefix_of=lambda names: _prefix(names, path))
+    if any(name.endswith(TIMM_NAME) for name in found):
+        return _with_pytorch_names(found, path)
+    known, preprocessing = GOOGLE_DEFAULTS
+    heads = google_names.heads_of(found)
+    return _Read(
+        weights=google_names.renamed(found),
+        format="Google's names",
+        known=known if heads is None else {**known, "num_heads": heads},
+        preprocessing=preprocessing,
+        left_out=[],
+    )
+
+
+def _prefix(names: Mapping[str, object], path: Path) -> str:
+    """vit_jax stores weights bare, older files below `opt/target/`, big_vision below `params/`,
+    beside a text tower below `params/img/`.
+    """
+    if any(name.endswith(TIMM_NAME) for name in names):
+        return ""
+    firsts = google_names.FIRST_NAMES
+    for prefix in ("", "params/", "params/img/", "img/", "opt/target/", "optimizer/target/"):
+        if any(f"{prefix}{name}" in names for name in firsts):
+            return prefix
+    raise UserError(
+        f"holds no {' or '.join(map(repr, firsts))}; its first names: "
+        f"{', '.join(sorted(names)[:3])}",
+        where=str(path),
+        allowed="weights of vision_transformer, big_vision or big_transfer",
+    )
 
 
 def _square_grid(weights: Mapping[str, torch.Tensor], path: Path) -> tuple[int, int]:
@@ -91,111 +219,5 @@ def _square_grid(weights: Mapping[str, torch.Tensor], path: Path) -> tuple[int, 
     )
 
 
-# ---- safetensors with timm's names ------------------------------------------------------------
-
-
-def _read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    if os.stat(path).st_size > MAX_BYTES:
-        raise UserError(f"is larger than {MAX_BYTES:,} bytes", where=str(path))
-    try:
-        with safe_open(path, framework="pt") as file:
-            found = {name: file.get_tensor(name).float() for name in file.keys()}
-    except SafetensorError as error:
-        raise UserError(f"is not a safetensors file ({error})", where=str(path)) from None
-    return _timm_names(found)
-
-
-def _timm_names(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Names of timm, also below `model.`, as in MAE's files."""
-    if all(name.startswith("model.") for name in found):
-        found = {name.removeprefix("model."): value for name, value in found.items()}
-    # Layers before the head, in timm's older files; dropped with it.
-    found = {re.sub(r"^pre_logits\.", "head.pre_logits.", k): value for k, value in found.items()}
-    # DeiT's own names (models_v2.py) of what timm calls layer scale.
-    rename = {"gamma_1": "ls1.gamma", "gamma_2": "ls2.gamma"}
-    return {
-        re.sub(r"(?<=\.)gamma_[12]$", lambda m: rename[m[0]], name): value
-        for name, value in found.items()
-    }
-
-
-# ---- .npz with Google's names, or with timm's ---------------------------------------------------
-
-
-def _read_npz(path: Path) -> dict[str, torch.Tensor]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            members = _trusted_members(archive, path)
-            is_timm = any(name.endswith(TIMM_NAME) for name in members)
-            prefix = "" if is_timm else _prefix(members, path)
-            # Optimiser states and counters beside the weights are not read.
-            tensors = {
-                name.removeprefix(prefix): _tensor(archive, info, path)
-                for name, info in members.items()
-                if name.startswith(prefix)
-            }
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
-        raise UserError(f"is not a whole .npz file ({error})", where=str(path)) from None
-    return _timm_names(tensors) if is_timm else renamed(tensors)
-
-
-def _trusted_members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:
-    infos = archive.infolist()
-    total = sum(info.file_size for info in infos)
-    most = min(MAX_BYTES, max(FREE_BYTES, MAX_COMPRESSION * os.stat(path).st_size))
-    if len(infos) > MAX_MEMBERS or total > most:
-        what = f"would unpack to {len(infos):,} arrays of {total:,} bytes"
-        allowed = f"{MAX_MEMBERS:,} arrays, {most:,} bytes for a file of this size"
-        raise UserError(what, where=str(path), allowed=allowed)
-    encrypted = [info.filename for info in infos if info.flag_bits & 1]
-    if encrypted:
-        raise UserError(f"{encrypted[0]!r} is encrypted", where=str(path))
-    return {info.filename.removesuffix(".npy"): info for info in infos}
-
-
-def _prefix(names: Mapping[str, object], path: Path) -> str:
-    """vit_jax stores weights bare, big_vision below `params/`, older files below `opt/target/`."""
-    for prefix in ("", "params/", "opt/target/", "optimizer/target/"):
-        if any(f"{prefix}{name}" in names for name in FIRST_NAMES):
-            return prefix
-    raise UserError(
-        f"holds no {' or '.join(map(repr, FIRST_NAMES))}; its first names: "
-        f"{', '.join(sorted(names)[:3])}",
-        where=str(path),
-        allowed="weights of vision_transformer, big_vision or big_transfer",
-    )
-
-
-def _tensor(archive: zipfile.ZipFile, info: zipfile.ZipInfo, path: Path) -> torch.Tensor:
-    """One array in fp32; its header is checked against its size before it is read."""
-    with archive.open(info) as file:
-        shape, fortran, dtype = _header(file, info, path)
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes != info.file_size - file.tell():
-            what = f"{info.filename!r} declares {num_bytes:,} bytes, but holds another number"
-            raise UserError(what, where=str(path))
-        flat = np.frombuffer(bytearray(file.read(num_bytes)), dtype=dtype)
-    array = flat.reshape(shape, order="F" if fortran else "C")
-    if dtype.str[1:] == BFLOAT16:
-        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).float()
-    return torch.from_numpy(array.astype(np.float32))
-
-
-def _header(
-    file: IO[bytes], info: zipfile.ZipInfo, path: Path
-) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    try:
-        shape, fortran, dtype = NPY_HEADERS[np.lib.format.read_magic(file)](file)
-    except (ValueError, KeyError) as error:
-        what = f"{info.filename!r} is not a numpy array ({error})"
-        raise UserError(what, where=str(path)) from None
-    if dtype.hasobject or dtype.str[1:] not in (*FLOATS, BFLOAT16):
-        what = "Python objects, which are never loaded" if dtype.hasobject else str(dtype)
-        raise UserError(f"{info.filename!r} holds {what}", where=str(path), allowed="floats")
-    return shape, fortran, dtype
-
-
-READERS: dict[str, Callable[[Path], dict[str, torch.Tensor]]] = {
-    ".npz": _read_npz,
-    ".safetensors": _read_safetensors,
-}
+READERS: dict[str, Callable[[Path], _Read]] = {".npz": _read_npz}
+SUFFIXES = (".npz", ".safetensors", *TORCH_FILES)

@@ -5,7 +5,6 @@ Owns: names, files and their misfits. Nothing is downloaded, and no file runs co
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +16,12 @@ from torch import nn
 
 from vitscale.config.errors import UserError, nearest
 from vitscale.models.weights.reading import (
-    MAX_BYTES,
-    READERS,
+    SUFFIXES,
     is_weight_file,
     read_external_weights,
 )
 from vitscale.models.weights.transfer import refuse_misfits
 
-TORCH_FILES = (".pth", ".pt", ".bin", ".tar")
-# Where training scripts put the weights; DeiT and MAE: `model`, timm: `state_dict`.
-WEIGHT_KEYS = ("model", "state_dict")
 # Counters of BatchNorm, which evaluation does not read; some files lack them.
 COUNTER = "num_batches_tracked"
 
@@ -75,43 +70,12 @@ def build_timm_model(name: str, path: Path, *, num_classes: int) -> tuple[nn.Mod
 def _weights(path: Path) -> dict[str, torch.Tensor]:
     if is_weight_file(str(path)):
         return read_external_weights(path, grid=(1, 1)).weights  # no positions are resized
-    if path.suffix in TORCH_FILES:
-        return _read_torch_file(path)
     raise UserError(
         f"{path.suffix or 'a name without suffix'} is no kind of weight file",
         where=str(path),
-        allowed=", ".join((*READERS, *TORCH_FILES)),
+        allowed=", ".join(SUFFIXES),
         next_step="set objective.teacher.weights to such a file",
     )
-
-
-def _read_torch_file(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of a file of `torch.save`, in fp32; other objects are refused, not created."""
-    try:
-        if path.stat().st_size > MAX_BYTES:
-            raise UserError(f"is larger than {MAX_BYTES:,} bytes", where=str(path))
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except OSError as error:
-        raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
-    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError, KeyError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"is damaged or holds more than tensors ({reason})",
-            where=str(path),
-            next_step="save the weights alone, best as .safetensors",
-        ) from None
-    for key in WEIGHT_KEYS:
-        if isinstance(found, dict) and isinstance(found.get(key), dict):
-            found = found[key]
-            break
-    if not (isinstance(found, dict) and found):
-        raise UserError("holds no tensors by name", where=str(path))
-    odd = [key for key, value in found.items() if not isinstance(value, torch.Tensor)]
-    if odd:
-        what = f"{odd[0]!r} is no tensor"
-        keys = " or ".join(WEIGHT_KEYS)
-        raise UserError(what, where=str(path), allowed=f"tensors by name, also below {keys}")
-    return {str(key): value.float() for key, value in found.items()}
 
 
 def _check_classes(

@@ -115,11 +115,19 @@ def test_logits_of_an_npz_equal_those_of_timms_loader(
 def test_older_prefix_and_both_head_layers_are_read(tmp_path: Path) -> None:
     content = arrays()
     extra = {"pre_logits/kernel": np.ones((WIDTH, WIDTH)), "pre_logits/bias": np.ones(WIDTH)}
-    plain = logits(loaded(npz(tmp_path / "plain.npz", content)))
     path = npz(tmp_path / "old.npz", content | extra, prefix="opt/target/")
     with zipfile.ZipFile(path, "a") as archive:  # beside the weights, and never read
         archive.writestr("opt/state/step.npy", b"whatever")
-    assert torch.equal(logits(loaded(path)), plain)
+    found = read_external_weights(path, grid=None).weights
+    plain = read_external_weights(npz(tmp_path / "plain.npz", content), grid=None).weights
+    heads = {name: tuple(found.pop(name).shape) for name in list(found) if name[:4] == "head"}
+    assert heads == {
+        "head.0.weight": (WIDTH, WIDTH),
+        "head.0.bias": (WIDTH,),
+        "head.2.weight": (CLASSES, WIDTH),
+        "head.2.bias": (CLASSES,),
+    }
+    assert all(torch.equal(found[name], plain[name]) for name in found)
 
 
 def test_class_position_can_be_folded_into_the_token(tmp_path: Path) -> None:
@@ -314,7 +322,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
 
 def test_weight_files_are_recognised_by_suffix() -> None:
     assert is_weight_file("a/b.npz") and is_weight_file("c.safetensors")
-    assert not is_weight_file("runs/demo-pretrain") and not is_weight_file("model.pth")
+    assert is_weight_file("model.pth") and not is_weight_file("runs/demo-pretrain")
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])

@@ -11,6 +11,8 @@ from functools import partial
 
 import torch
 
+from vitscale.models.weights.names.fused_qkv import joined
+
 Name = str | Callable[[re.Match[str]], str]
 Turn = Callable[[torch.Tensor], torch.Tensor]
 
@@ -20,6 +22,9 @@ FIRST_NAMES = ("embedding/kernel", "resnet/root_block/standardized_conv2d/kernel
 # Patterns over names of vit_jax and big_vision, which number the modules of a block differently.
 _BLOCK = r"Transformer/encoderblock_(\d+)/"
 _ATTENTION = _BLOCK + r"MultiHeadDotProductAttention_[01]/"
+# The pooling head of big_vision, models/vit.py, `MAPHead`.
+_MAP = r"MAPHead_0/"
+_MAP_ATTENTION = _MAP + r"MultiHeadDotProductAttention_0/"
 # The same of big_transfer; some of its files number the modules of a unit.
 _UNIT = r"block(\d+)/unit(\d+)/"
 _BIT_CONV, _BIT_NORM = r"standardized_conv2d(?:_\d+)?/kernel", r"group_norm(?:_\d+)?/"
@@ -32,6 +37,14 @@ def _same(x: torch.Tensor) -> torch.Tensor:
 
 def _transposed(x: torch.Tensor) -> torch.Tensor:
     return x.T
+
+
+def _in_heads(x_DHE: torch.Tensor) -> torch.Tensor:
+    return x_DHE.flatten(1).T
+
+
+def _out_of_heads(x_HED: torch.Tensor) -> torch.Tensor:
+    return x_HED.flatten(0, 1).T
 
 
 def _kernel(x_HWIO: torch.Tensor) -> torch.Tensor:
@@ -85,27 +98,29 @@ NAMES: tuple[tuple[str, Name, int, Turn], ...] = (
     (_BLOCK + r"LayerNorm_[12]/scale", r"blocks.\1.norm2.weight", 1, _same),
     (_BLOCK + r"LayerNorm_[12]/bias", r"blocks.\1.norm2.bias", 1, _same),
     # [width, heads, width / heads] each; joined to one below.
-    (
-        _ATTENTION + r"(query|key|value)/kernel",
-        r"blocks.\1.attn.\2.weight",
-        3,
-        lambda x: x.flatten(1).T,
-    ),
+    (_ATTENTION + r"(query|key|value)/kernel", r"blocks.\1.attn.\2.weight", 3, _in_heads),
     (_ATTENTION + r"(query|key|value)/bias", r"blocks.\1.attn.\2.bias", 2, torch.flatten),
-    (
-        _ATTENTION + r"out/kernel",
-        r"blocks.\1.attn.proj.weight",
-        3,
-        lambda x: x.flatten(0, 1).T,
-    ),
+    (_ATTENTION + r"out/kernel", r"blocks.\1.attn.proj.weight", 3, _out_of_heads),
     (_ATTENTION + r"out/bias", r"blocks.\1.attn.proj.bias", 1, _same),
     (_BLOCK + r"MlpBlock_[03]/Dense_0/kernel", r"blocks.\1.mlp.fc1.weight", 2, _transposed),
     (_BLOCK + r"MlpBlock_[03]/Dense_0/bias", r"blocks.\1.mlp.fc1.bias", 1, _same),
     (_BLOCK + r"MlpBlock_[03]/Dense_1/kernel", r"blocks.\1.mlp.fc2.weight", 2, _transposed),
     (_BLOCK + r"MlpBlock_[03]/Dense_1/bias", r"blocks.\1.mlp.fc2.bias", 1, _same),
-    # Both layers of a head are left out of every transfer; see `transfer`.
-    (r"pre_logits/kernel", "head.pre_logits.weight", 2, _transposed),
-    (r"pre_logits/bias", "head.pre_logits.bias", 1, _same),
+    (r"pre_logits/kernel", "pre_logits.weight", 2, _transposed),
+    (r"pre_logits/bias", "pre_logits.bias", 1, _same),
+    (_MAP + r"probe", "attn_pool.latent", 3, _same),
+    (_MAP_ATTENTION + r"query/kernel", "attn_pool.q.weight", 3, _in_heads),
+    (_MAP_ATTENTION + r"query/bias", "attn_pool.q.bias", 2, torch.flatten),
+    (_MAP_ATTENTION + r"(key|value)/kernel", r"attn_pool.\1.weight", 3, _in_heads),
+    (_MAP_ATTENTION + r"(key|value)/bias", r"attn_pool.\1.bias", 2, torch.flatten),
+    (_MAP_ATTENTION + r"out/kernel", "attn_pool.proj.weight", 3, _out_of_heads),
+    (_MAP_ATTENTION + r"out/bias", "attn_pool.proj.bias", 1, _same),
+    (_MAP + r"LayerNorm_0/scale", "attn_pool.norm.weight", 1, _same),
+    (_MAP + r"LayerNorm_0/bias", "attn_pool.norm.bias", 1, _same),
+    (_MAP + r"MlpBlock_0/Dense_0/kernel", "attn_pool.mlp.fc1.weight", 2, _transposed),
+    (_MAP + r"MlpBlock_0/Dense_0/bias", "attn_pool.mlp.fc1.bias", 1, _same),
+    (_MAP + r"MlpBlock_0/Dense_1/kernel", "attn_pool.mlp.fc2.weight", 2, _transposed),
+    (_MAP + r"MlpBlock_0/Dense_1/bias", "attn_pool.mlp.fc2.bias", 1, _same),
     (r"head/kernel", "head.weight", 2, _transposed),
     (r"head/bias", "head.bias", 1, _same),
     (r"conv_root/kernel", _STEM + "stem.conv.weight", 4, _kernel),
@@ -120,10 +135,31 @@ NAMES: tuple[tuple[str, Name, int, Turn], ...] = (
 )
 
 
+def heads_of(tensors: Mapping[str, torch.Tensor]) -> int | None:
+    """Attention heads, which only Google's shapes show: kernels are [width, heads, head width]."""
+    for name, tensor in _unstacked(tensors).items():
+        if re.fullmatch(_ATTENTION + "query/kernel", name) and tensor.ndim == 3:
+            return int(tensor.shape[1])
+    return None
+
+
+def _unstacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Blocks that big_vision scans are stacked along the first axis; here each has its name."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        match = re.fullmatch(r"Transformer/encoderblock/(.*)", name)
+        if match is None or tensor.ndim < 2:
+            found[name] = tensor
+            continue
+        for block, part in enumerate(tensor):
+            found[f"Transformer/encoderblock_{block}/{match[1]}"] = part
+    return found
+
+
 def renamed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Under our names; what has none keeps its own, for the table of what does not fit."""
     found: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in _unstacked(tensors).items():
         for pattern, ours, num_dims, turn in NAMES:
             match = re.fullmatch(pattern, name)
             if match is not None and tensor.ndim == num_dims:
@@ -136,18 +172,4 @@ def renamed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if not any(name.startswith(_STEM + "stages.") for name in found):
         # A hybrid whose stem is the root alone: timm has no module around it.
         found = {name.replace(_STEM + "stem.", _STEM): value for name, value in found.items()}
-    return _with_joined_qkv(found)
-
-
-def _with_joined_qkv(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    joined = {}
-    for name in found:
-        match = re.fullmatch(r"(blocks\.\d+\.attn)\.query\.(weight|bias)", name)
-        if match is None:
-            continue
-        parts = [f"{match[1]}.{part}.{match[2]}" for part in ("query", "key", "value")]
-        if all(part in found and found[part].shape == found[name].shape for part in parts):
-            joined[f"{match[1]}.qkv.{match[2]}"] = parts
-    used = {part for parts in joined.values() for part in parts}
-    rest = {name: tensor for name, tensor in found.items() if name not in used}
-    return rest | {name: torch.cat([found[p] for p in parts]) for name, parts in joined.items()}
+    return joined(found)

@@ -1,0 +1,210 @@
+"""Infer which model a set of tensors is of, and list what the tensors cannot show.
+
+Owns: shapes -> settings of `model`. Leaves out: reading (`reading`), loading (`transfer`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+
+from vitscale.config.errors import UserError
+from vitscale.models.registry import MODELS, ModelSettings
+from vitscale.models.vit.settings import NUMBERS
+from vitscale.models.weights.reading import ExternalWeights
+
+PATCH, STEM = "patch_embed.proj.weight", "patch_embed.backbone."
+BIT_ROOT = "stem.conv.weight"
+# Width -> heads. The papers' sizes (ViT, DeiT, Zhai et al. 2022 (g, G), SigLIP's So400m, DINOv2's
+# g); other widths have heads of 64 channels, as most of these.
+HEADS = {
+    192: 3,
+    384: 6,
+    768: 12,
+    1024: 16,
+    1152: 16,
+    1280: 16,
+    1408: 16,
+    1536: 24,
+    1664: 16,
+}
+HEAD_WIDTH = 64
+# What other families have: (pattern of a name, what it is).
+OTHER_FAMILIES = (
+    (r"norm_pre\..*", "a norm before the blocks, as CLIP has"),
+    (r".*\.attn\.[qk]_norm\..*", "norms of queries and keys"),
+    (r".*relative_position.*", "relative positions, as BEiT has"),
+    (r".*\.attn\.([qv]_bias|[qkv]_proj\..*)", "separate Q, K and V, as BEiT and EVA have"),
+    (r".*\.(rope|freqs).*", "rotary positions"),
+    (r"(layers|features)\.\d+\..*", "stages, as Swin has"),
+    (r"(layer[1-4]|conv1|stages)\..*", "stages of convolutions"),
+)
+
+
+def inferred_model(
+    external: ExternalWeights, *, chosen: ModelSettings | None, path: Path
+) -> tuple[ModelSettings, int]:
+    """Settings of the model that the weights are of, and its number of classes (0: no head).
+
+    chosen: settings whose keys win over what is inferred, one by one.
+    Raises UserError for weights of another family, and where a size cannot be inferred.
+    """
+    weights = external.weights
+    values = {**_family(weights, external.grid, path), **external.known}
+    if values["name"] == "bit_resnet":
+        values = {
+            key: values[key] for key in values if key in MODELS["bit_resnet"].Settings.model_fields
+        }
+    values |= _pool(weights, stated=values.get("pool"))
+    mine = {} if chosen is None else {key: getattr(chosen, key) for key in chosen.model_fields_set}
+    if mine.get("preset") is not None:  # its numbers win too
+        values = {key: value for key, value in values.items() if key not in NUMBERS}
+    values |= mine
+    if values["name"] != "bit_resnet" and "num_heads" not in values and "preset" not in values:
+        values["num_heads"] = _heads(int(values["width"]), path)
+    if values.get("distillation_token"):
+        values.pop("class_position", None)
+    return _validated(values, path), len(_head(weights))
+
+
+def _family(
+    weights: Mapping[str, torch.Tensor], grid: tuple[int, int], path: Path
+) -> dict[str, Any]:
+    if BIT_ROOT in weights:
+        return {
+            "name": "bit_resnet",
+            "stage_depths": _stage_depths(weights, ""),
+            "root_width": weights[BIT_ROOT].shape[0],
+        }
+    _refuse_other_families(weights, path)
+    values = _transformer(weights, grid)
+    stem = f"{STEM}stem.conv.weight", f"{STEM}conv.weight"
+    roots = [weights[name] for name in stem if name in weights]
+    if not roots:
+        return {
+            "name": "vit",
+            **values,
+            "image_size": _image_size(grid, values["patch_size"], path),
+        }
+    depths = _stage_depths(weights, STEM)
+    stride = 4 * 2 ** max(0, len(depths) - 1) * values["patch_size"]
+    return {
+        "name": "hybrid",
+        **values,
+        "stage_depths": depths,
+        "root_width": roots[0].shape[0],
+        "image_size": _image_size(grid, stride, path),
+    }
+
+
+def _refuse_other_families(weights: Mapping[str, torch.Tensor], path: Path) -> None:
+    for pattern, what in OTHER_FAMILIES:
+        name = next((name for name in weights if re.fullmatch(pattern, name)), None)
+        if name is not None:
+            raise UserError(
+                f"is of another model family: {name!r} belongs to {what}",
+                where=str(path),
+                allowed="plain Vision Transformers, hybrids and BiT ResNets",
+            )
+    needed = (PATCH, "blocks.0.norm1.weight", "blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight")
+    missing = [name for name in needed if name not in weights]
+    if missing or weights[PATCH].ndim != 4:
+        first = ", ".join(sorted(weights)[:3])
+        raise UserError(
+            f"holds no Vision Transformer: {missing[0] if missing else PATCH} is missing or has "
+            f"another shape; its first names: {first}",
+            where=str(path),
+            allowed="weights with the names of timm, Google, MAE, DeiT, DINOv2 or transformers",
+        )
+
+
+def _transformer(weights: Mapping[str, torch.Tensor], grid: tuple[int, int]) -> dict[str, Any]:
+    blocks = {int(name.split(".")[1]) for name in weights if re.match(r"blocks\.\d+\.", name)}
+    hidden = weights["blocks.0.mlp.fc2.weight"].shape[1]
+    values: dict[str, Any] = {
+        "width": weights[PATCH].shape[0],
+        "patch_size": weights[PATCH].shape[-1],
+        "depth": max(blocks) + 1,
+        "mlp_width": hidden,
+        "representation_layer": "head.0.weight" in weights,
+        "num_registers": weights["reg_token"].shape[1] if "reg_token" in weights else 0,
+        "distillation_token": "dist_token" in weights,
+        # The value is where training starts; the weights replace it.
+        "layer_scale": 1e-5 if "blocks.0.ls1.gamma" in weights else None,
+    }
+    if "pos_embed" not in weights:
+        values["positions"] = "sincos2d"
+    elif "cls_token" in weights and values["num_registers"] == 0:
+        num_prefix_rows = weights["pos_embed"].shape[1] - grid[0] * grid[1]
+        values["class_position"] = num_prefix_rows > 0
+    return values
+
+
+def _pool(weights: Mapping[str, torch.Tensor], *, stated: str | None) -> dict[str, Any]:
+    """stated: by a configuration; a norm after the mean or a pooling head shows it too."""
+    if BIT_ROOT in weights:
+        return {}
+    has_class_token = "cls_token" in weights
+    pool = stated or ("cls" if has_class_token else "gap")
+    if "attn_pool.latent" in weights:
+        pool = "map"
+    elif "fc_norm.weight" in weights:
+        pool = "gap"
+    values: dict[str, Any] = {"pool": pool, "pool_norm": "fc_norm.weight" in weights}
+    return values if pool == "cls" else values | {"class_token": has_class_token}
+
+
+def _head(weights: Mapping[str, torch.Tensor]) -> torch.Tensor | tuple[()]:
+    for name in ("head.weight", "head.2.weight", "head.fc.weight"):
+        if name in weights:
+            return weights[name]
+    return ()
+
+
+def _heads(width: int, path: Path) -> int:
+    if width in HEADS:
+        return HEADS[width]
+    if width % HEAD_WIDTH == 0:
+        return width // HEAD_WIDTH
+    raise UserError(
+        f"the number of attention heads at width {width} cannot be inferred",
+        where=str(path),
+        next_step="set model.num_heads",
+    )
+
+
+def _stage_depths(weights: Mapping[str, torch.Tensor], stem: str) -> tuple[int, ...]:
+    units: dict[int, int] = {}
+    for name in weights:
+        match = re.match(re.escape(stem) + r"stages\.(\d+)\.blocks\.(\d+)\.", name)
+        if match is not None:
+            stage, unit = int(match[1]), int(match[2])
+            units[stage] = max(units.get(stage, 0), unit + 1)
+    return tuple(units[stage] for stage in sorted(units))
+
+
+def _image_size(grid: tuple[int, int], patch: int, path: Path) -> int:
+    if grid == (1, 1):
+        return 224 // patch * patch or patch
+    if grid[0] != grid[1]:
+        what = f"its positions form a {grid[0]} x {grid[1]} grid, and images here are square"
+        raise UserError(what, where=str(path))
+    return grid[0] * patch
+
+
+def _validated(values: Mapping[str, Any], path: Path) -> ModelSettings:
+    try:
+        settings: ModelSettings = MODELS[values["name"]].Settings.model_validate(dict(values))
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(map(str, ("model", *first["loc"])))
+        raise UserError(first["msg"], where=key, next_step=f"see {path}") from None
+    problems = [UserError(text, where=key) for key, text in settings.problems()]
+    if problems:
+        raise problems[0]
+    return settings
