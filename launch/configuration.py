@@ -9,6 +9,8 @@ import argparse
 import sys
 
 try:
+    from finetune.exporting.settings import ExportRun
+    from finetune.inference.prediction.settings import PredictRun
     from finetune.inference.settings import EvaluateRun
     from launch.jobs.preparation import RUN_TYPES
     from launch.studies.settings import StudyRun
@@ -46,7 +48,12 @@ def main() -> None:
     argparse.ArgumentParser(
         usage=COMMAND, description="Print the reference of all settings as Markdown."
     ).parse_args()
-    stages = RUN_TYPES | {"evaluate": EvaluateRun, "study": StudyRun}
+    stages = RUN_TYPES | {
+        "evaluate": EvaluateRun,
+        "predict": PredictRun,
+        "export": ExportRun,
+        "study": StudyRun,
+    }
     print(INTRODUCTION + as_markdown(settings_reference(stages)), end="")
 
 

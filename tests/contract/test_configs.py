@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from finetune.exporting.settings import ExportRun
+from finetune.inference.prediction.settings import PredictRun
 from finetune.inference.settings import EvaluateRun
 from finetune.run import FinetuneRun
 from launch.studies.settings import StudyRun
@@ -22,6 +24,8 @@ RUN_TYPES: dict[str, type[Run]] = {
     "pretrain": PretrainRun,
     "finetune": FinetuneRun,
     "evaluate": EvaluateRun,
+    "predict": PredictRun,
+    "export": ExportRun,
     "study": StudyRun,
 }
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*") if p.suffix in (".yaml", ".yml"))

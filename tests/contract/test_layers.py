@@ -48,7 +48,13 @@ NEIGHBOURS = {
     ("vitscale.training", "vitscale.runs"),
 }
 # What launch/ may import of the stages: their run types.
-RUN_TYPES = {"finetune.run", "finetune.inference.settings", "pretrain.run"}
+RUN_TYPES = {
+    "finetune.run",
+    "finetune.exporting.settings",
+    "finetune.inference.settings",
+    "finetune.inference.prediction.settings",
+    "pretrain.run",
+}
 MAX_ENTRIES = 12
 
 

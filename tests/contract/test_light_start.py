@@ -20,6 +20,8 @@ STAGE_OF = {
     "data_prep": "data_prep",
     "finetune": "finetune",
     "finetune.evaluate_model": "evaluate",
+    "finetune.export": "export",
+    "finetune.predict": "predict",
 }
 # Of all scripts together; about a second. With torch it would be over a thousand.
 MAX_MODULES = 800
@@ -62,7 +64,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for module in WITH_CONFIG:
         stage = STAGE_OF.get(module, STAGE_OF.get(module.split(".")[0], "pretrain"))
         (folder / f"{stage}.yaml").write_text(f"stage: {stage}\nno_such_key: 1\nseed: many\n")
-        arguments = [str(module_files()[module]), "--config", f"{stage}.yaml", "lr"]
+        arguments = [str(module_files()[module]), "--config", f"{stage}.yaml", "lr.=1"]
         commands[f"{module} --config"] = arguments
     before = sorted(folder.iterdir())
     done = subprocess.run(
@@ -102,7 +104,7 @@ def test_help_lists_every_key(started: dict[str, Any]) -> None:
 
 
 def test_configuration_errors_are_reported(started: dict[str, Any]) -> None:
-    parts = (".yaml:2: no_such_key", ".yaml:3: seed", "'lr' is not key=value")
+    parts = (".yaml:2: no_such_key", ".yaml:3: seed", "'lr.' is not a key")
     wrong = {
         name: run
         for name, run in started["runs"].items()

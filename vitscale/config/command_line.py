@@ -1,26 +1,26 @@
 """Parse the command line that all scripts share.
 
-Owns: --config, key=value overrides, --resume, --print-config, --help, and a script's own switches.
+Owns: --config, key=value overrides, --resume, --print-config, --help, and a script's own switches,
+options and words.
 Leaves out: reading and validating the configuration (`loader`), the list of keys (`reference`).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic
+from typing import Generic, get_origin
 
 from vitscale.config.errors import UserError, UserErrors, nearest
 from vitscale.config.loader import RunT, RunTypes, load_run, run_to_yaml, types_by_stage
 from vitscale.config.reference import WIDTH, as_text, settings_reference
 
-WITH_VALUE = {
-    "--config": ("FILE", "the run's YAML file"),
-    "--resume": ("VALUE", "the same as checkpoint.resume=VALUE"),
-}
+WITH_VALUE = {"--config": ("FILE", "the run's YAML file")}
+OPTIONS = {"--resume": "checkpoint.resume"}
 COMMON_SWITCHES = {
     "--print-config": "print the resolved configuration with the source of every value, and end",
     "--help": "print this text, and end",
@@ -51,16 +51,25 @@ def load_command(
     description: str,
     argv: Sequence[str] | None = None,
     default_config: str | None = None,
+    needs_config: bool = True,
     switches: Mapping[str, str] | None = None,
+    options: Mapping[str, str] | None = None,
+    words_key: str | None = None,
 ) -> Command[RunT]:
     """Read the command line into a validated run.
 
     `run_types`: one run type, or {stage: run type} chosen by the file's `stage:`.
+    `needs_config`: false where the command line alone can make a run.
     `switches`: further switches without a value, {"--dry-run": "help text"}.
+    `options`: further switches with a value, {"--to": "to"}; the same as the key to=VALUE.
+    `words_key`: the key that words without `=` are the value of; several of them where it is a
+    list. None: such words are errors.
     Raises UserErrors with all errors; SystemExit(0) after --help and --print-config.
     """
     known = dict(switches or {}) | COMMON_SWITCHES
-    parser = _parser(script, description, switches=known, default_config=default_config)
+    options = OPTIONS | dict(options or {})
+    usage = _usage(script, needs_config and not default_config, known, options, words_key)
+    parser = _parser(usage, description, known, options, default_config=default_config)
     words = [
         "--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)
     ]
@@ -72,20 +81,17 @@ def load_command(
         print(parser.format_help() + as_text(settings_reference(types_by_stage(run_types))))
         raise SystemExit(0)
     overrides = [word for word in others if not word.startswith("-")]
-    errors = [_unknown_switch(word, known) for word in others if word.startswith("-")]
-    errors += [
-        UserError(f"{word.partition('=')[0]} takes no value", where="command line")
-        for word in with_value
-    ]
-    errors += [
-        UserError(f"{option} needs a value", where="command line")
-        for option in WITH_VALUE
-        if given[option] == ""
-    ]
-    if given["--resume"]:
-        overrides.append(f"checkpoint.resume={given['--resume']}")
+    unknown = [word for word in others if word.startswith("-")]
+    errors = [_unknown_switch(word, [*WITH_VALUE, *options, *known]) for word in unknown]
+    wrong = [f"{word.partition('=')[0]} takes no value" for word in with_value]
+    wrong += [f"{name} needs a value" for name in (*WITH_VALUE, *options) if given[name] == ""]
+    errors += [UserError(text, where="command line") for text in wrong]
+    overrides += [f"{key}={given[option]}" for option, key in options.items() if given[option]]
+    if words_key is not None:
+        overrides, found_errors = _with_words(overrides, words_key, run_types)
+        errors += found_errors
     config = given["--config"] or default_config
-    if config is None:
+    if config is None and needs_config:
         next_step = f"python {script} --config FILE (see configs/), or --help"
         errors.append(
             UserError("no configuration given", where="command line", next_step=next_step)
@@ -98,14 +104,48 @@ def load_command(
     return Command(run=loaded.run, sources=loaded.sources, switches=asked, config_path=config)
 
 
+def _with_words(
+    overrides: list[str], key: str, run_types: RunTypes[RunT]
+) -> tuple[list[str], list[UserError]]:
+    """Words without `=` as one override of `key`, quoted, because they are no YAML."""
+    words = [word for word in overrides if "=" not in word]
+    if not words:
+        return overrides, []
+    others = [word for word in overrides if "=" in word]
+    fields = [run_type.model_fields[key] for run_type in types_by_stage(run_types).values()]
+    if all(get_origin(field.annotation) is tuple for field in fields):
+        return [*others, f"{key}={json.dumps(words, ensure_ascii=False)}"], []
+    if len(words) > 1:
+        what = f"takes one {key}, but got {len(words)}: {', '.join(words)}"
+        return others, [UserError(what, where="command line")]
+    return [*others, f"{key}={json.dumps(words[0], ensure_ascii=False)}"], []
+
+
+def _usage(
+    script: str,
+    needs_config: bool,
+    switches: Mapping[str, str],
+    options: Mapping[str, str],
+    words_key: str | None,
+) -> str:
+    parts = [f"python {script}", "--config FILE" if needs_config else "[--config FILE]"]
+    parts.append("[key=value ...]")
+    parts += [f"[{name}]" for name in switches if name not in COMMON_SWITCHES]
+    parts += [f"{name} VALUE" for name in options if name not in OPTIONS]
+    return " ".join([*parts, *([words_key.upper()] if words_key else [])])
+
+
 def _parser(
-    script: str, description: str, *, switches: Mapping[str, str], default_config: str | None
+    usage: str,
+    description: str,
+    switches: Mapping[str, str],
+    options: Mapping[str, str],
+    *,
+    default_config: str | None,
 ) -> argparse.ArgumentParser:
     """A parser that never exits; `load_command` reports unknown words with the other errors."""
-    config = "[--config FILE]" if default_config else "--config FILE"
-    own = " ".join(f"[{name}]" for name in switches if name not in COMMON_SWITCHES)
     parser = argparse.ArgumentParser(
-        usage=f"python {script} {config} [key=value ...] {own}".rstrip(),
+        usage=usage,
         description=description,
         epilog=EPILOG + (f"Default --config: {default_config}\n" if default_config else ""),
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=WIDTH),
@@ -115,18 +155,21 @@ def _parser(
     # A missing value becomes an empty one, so that parsing continues and finds further errors.
     for option, (value, text) in WITH_VALUE.items():
         parser.add_argument(option, dest=option, nargs="?", const="", metavar=value, help=text)
+    for option, key in options.items():
+        text = f"the same as {key}=VALUE"
+        parser.add_argument(option, dest=option, nargs="?", const="", metavar="VALUE", help=text)
     for switch, text in switches.items():
         parser.add_argument(switch, dest=switch, action="store_true", help=text)
     parser.add_argument(*IGNORED, nargs="?", help=argparse.SUPPRESS)
     return parser
 
 
-def _unknown_switch(word: str, known: Mapping[str, str]) -> UserError:
+def _unknown_switch(word: str, known: Sequence[str]) -> UserError:
     name = word.partition("=")[0]
-    best = nearest(name, [*WITH_VALUE, *known])
+    best = nearest(name, known)
     return UserError(
         f"unknown switch {name}",
         where="command line",
-        allowed=", ".join([*WITH_VALUE, *known]),
+        allowed=", ".join(known),
         next_step=f"did you mean {best}?" if best else None,
     )

@@ -47,15 +47,21 @@ class Loaded(Generic[RunT]):
 
 def load_run(
     run_types: RunTypes[RunT],
-    path: FilePath | str,
+    path: FilePath | str | None,
     *,
     overrides: Sequence[str] = (),
     errors: Sequence[UserError] = (),
 ) -> Loaded[RunT]:
-    """Read, merge and validate. Raises UserErrors with all errors, including `errors`."""
+    """Read, merge and validate. Raises UserErrors with all errors, including `errors`.
+
+    path: None: the overrides alone.
+    """
     found = list(errors)
-    file = shown_path(str(path))
-    layers = read_layers(str(path), chain=(), errors=found)
+    file = COMMAND_LINE
+    layers: list[Node] | None = [Node({}, COMMAND_LINE)]
+    if path is not None:
+        file = shown_path(str(path))
+        layers = read_layers(str(path), chain=(), errors=found)
     read = [_read_override(text, errors=found) for text in overrides]
     given = [node for node in read if node is not None]
     if layers is not None:

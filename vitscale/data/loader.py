@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Protocol
@@ -143,7 +143,7 @@ def _start_worker(worker: int) -> None:
 
 def _loader(
     samples: Samples,
-    positions: Sequence[list[int]],
+    positions: Sequence[Sequence[int]],
     *,
     batch: int,
     settings: DataSettings,
@@ -170,7 +170,7 @@ def _loader(
 class _Numbered:
     """Prefixes each batch of positions with the batch number."""
 
-    def __init__(self, positions: Sequence[list[int]]) -> None:
+    def __init__(self, positions: Sequence[Sequence[int]]) -> None:
         self.positions = positions
 
     def __len__(self) -> int:
@@ -241,12 +241,26 @@ def evaluation_batches(
     own = np.arange(num_batches * stride).reshape(num_batches, world_size, micro_batch)[:, rank]
     positions = chosen[np.minimum(own, len(chosen) - 1)].tolist()
     reader = EvaluationSamples(index, settings=settings, image_size=image_size)
-    loader = _loader(reader, positions, batch=micro_batch, settings=settings, pin_memory=pin_memory)
-    with open_loader(loader) as batches:
+    batches = batches_of(reader, positions, settings=settings, pin_memory=pin_memory)
+    with closing(batches):
         for batch, stored in zip(batches, own, strict=True):
             weights = torch.from_numpy((stored < len(chosen)).astype(np.float32))
             numbers = chosen[np.minimum(stored, len(chosen) - 1)]
             yield Batch(batch.images, batch.labels, weights, positions=numbers)
+
+
+def batches_of(
+    samples: Samples,
+    positions: Sequence[Sequence[int]],
+    *,
+    settings: DataSettings,
+    pin_memory: bool,
+) -> Generator[Batch, None, None]:
+    """One batch for each list of positions, in order; the first list is the longest."""
+    size = len(positions[0]) if positions else 0
+    loader = _loader(samples, positions, batch=size, settings=settings, pin_memory=pin_memory)
+    with open_loader(loader) as batches:
+        yield from batches
 
 
 @contextmanager

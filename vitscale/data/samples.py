@@ -204,22 +204,32 @@ class EvaluationResize:
 
     def __call__(self, data: bytes, out: torch.Tensor) -> None:
         """Write the image into `out`, uint8 [3, S, S]. Raises OSError or ValueError."""
-        settings = self.settings
-        if settings.eval_interpolation == "area":
+        if self.settings.eval_interpolation == "area":
             out.copy_(self._averaged(self.decoder.whole(data)))
-            return
-        width, height = self.decoder.size(data)
+        else:
+            request = self._request(*self.decoder.size(data))
+            self.decoder.crop(data, request, out=out)
+
+    def of_pixels(self, pixels_HW3: torch.Tensor, out: torch.Tensor) -> None:
+        """The same for a decoded image, uint8 [H, W, 3]."""
+        if self.settings.eval_interpolation == "area":
+            out.copy_(self._averaged(pixels_HW3))
+        else:
+            height, width, _ = pixels_HW3.shape
+            out.copy_(crops.crop_and_resize(pixels_HW3, self._request(width, height)))
+
+    def _request(self, width: int, height: int) -> crops.CropRequest:
+        settings = self.settings
         box = crops.CropBox(0, 0, width, height)
         if settings.eval_resize == "center_crop":
             box = crops.center_crop_box(width, height, fraction=settings.eval_crop_fraction)
-        request = crops.CropRequest(
+        return crops.CropRequest(
             box=box,
             size=self.image_size,
             interpolation=settings.eval_interpolation or settings.interpolation,
             antialias=settings.eval_antialias,
             flip=False,
         )
-        self.decoder.crop(data, request, out=out)
 
     def _averaged(self, pixels_HW3: torch.Tensor) -> torch.Tensor:
         size, resized = self.image_size, (self.image_size, self.image_size)

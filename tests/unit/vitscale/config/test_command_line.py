@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from finetune.inference.prediction.settings import PredictRun
 from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserErrors
@@ -61,6 +62,33 @@ def test_resume_is_a_key() -> None:
     found = command("--config", "a.yaml", "--resume", "never")
     assert found.run.checkpoint.resume == "never"
     assert found.sources["checkpoint.resume"] == "command line"
+
+
+def test_options_are_keys() -> None:
+    found = command("--config", "a.yaml", "--lr", "2e-3", options={"--lr": "optim.lr"})
+    assert found.run.optim.lr == 2e-3
+    with pytest.raises(UserErrors, match="--lr needs a value"):
+        command("--config", "a.yaml", "--lr", options={"--lr": "optim.lr"})
+
+
+def test_words_are_the_value_of_their_key() -> None:
+    """Also words that would be no text in YAML."""
+    assert command("--config", "a.yaml", "1e5", words_key="output").run.output == "1e5"
+    with pytest.raises(UserErrors, match="takes one output, but got 2: b, c"):
+        command("--config", "a.yaml", "b", "c", words_key="output")
+
+
+def test_words_of_a_list_are_all_taken() -> None:
+    found = load_command(
+        PredictRun,
+        script="x.py",
+        description="",
+        argv=["init=runs/a", "[b].jpg", "c d.png"],
+        needs_config=False,
+        words_key="images",
+    )
+    assert found.run.images == ("[b].jpg", "c d.png")
+    assert (found.config_path, found.sources["init"]) == (None, "command line")
 
 
 def test_command_line_and_file_errors_share_one_report() -> None:

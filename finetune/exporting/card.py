@@ -1,0 +1,102 @@
+"""The model card of an exported folder: what it is, how to load it, results, configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import yaml
+
+from finetune.exporting.format import Format
+from finetune.loading.loaded_model import LoadedModel
+from vitscale.evaluation.models.trained_model import TrainedModel
+from vitscale.tracking.journal import JOURNAL_NAME, read_rows
+from vitscale.tracking.run_facts import redact_yaml
+
+CARD_NAME = "README.md"
+RESULTS = "val/"
+MAX_NAMES = 20
+
+
+def model_card(form: Format, loaded: LoadedModel, *, checked: str) -> str:
+    """Markdown. The licence is left to whoever publishes the model."""
+    sections = [
+        f"# {_title(loaded)}",
+        "\n".join(_facts(loaded)),
+        f"## Load it\n```python\n{form.usage(loaded)}\n```",
+        *form.notes(loaded),
+        f"When this folder was written: {checked}.",
+        "## Images\n" + "\n".join(_images(loaded)),
+    ]
+    if loaded.trained is not None:
+        sections += _training(loaded.trained, step=loaded.step or 0)
+    sections.append(
+        "## Licence\nNot stated. Name the licence of the weights here before you publish them."
+    )
+    return "\n\n".join(sections) + "\n"
+
+
+def _title(loaded: LoadedModel) -> str:
+    named = loaded.trained.config.get("name") if loaded.trained is not None else None
+    return str(named or f"{loaded.settings.preset or loaded.arch.name}")
+
+
+def _facts(loaded: LoadedModel) -> Iterator[str]:
+    number = sum(parameter.numel() for parameter in loaded.network.parameters())
+    kind = f"{loaded.arch.name} {loaded.settings.preset or ''}".strip()
+    yield f"- model: {kind}, {number:,} parameters, {loaded.arch.summary}"
+    yield f"- weights from: {loaded.source}"
+    if loaded.trained is not None:
+        average = loaded.trained.description.get("ema") is not None
+        yield f"- checkpoint with an average of the weights: {'yes' if average else 'no'}"
+    names = loaded.classes or ()
+    shown = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
+    yield f"- classes: {loaded.num_classes or 'no head'}{f' ({shown})' if shown else ''}"
+
+
+def _images(loaded: LoadedModel) -> Iterator[str]:
+    how = loaded.preprocessing
+    size = how.image_size
+    if how.eval_resize == "squash":
+        yield f"- the whole image is resized to {size} x {size} px ({how.eval_interpolation})"
+    else:
+        yield (
+            f"- the short side is resized to {round(size / how.eval_crop_fraction)} px "
+            f"({how.eval_interpolation}), and the centre {size} x {size} px are cut out"
+        )
+    yield f"- RGB, (x / 255 - mean) / std with mean {list(how.mean)} and std {list(how.std)}"
+    if not how.eval_antialias and how.eval_interpolation != "area":
+        yield (
+            "- the training run evaluated without antialiasing, as tf.image.resize; Pillow always "
+            "antialiases, so results on large images differ a little from the run's"
+        )
+
+
+def _training(trained: TrainedModel, *, step: int) -> Iterator[str]:
+    described = trained.description
+    yield (
+        f"## Training\n"
+        f"- steps: {step:,}\n"
+        f"- fingerprint of the training data: {described.get('data_fingerprint')}\n"
+        f"- SHA-256 of the label map: {described.get('label_map_sha256')}"
+    )
+    results = _results(trained, step=step)
+    if results:
+        rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in sorted(results.items()))
+        yield (
+            f"## Results\nOf the run, on its validation split at its own image size; `val/ema_` is "
+            f"of the average of the weights.\n\n| Metric | Value |\n|---|---|\n{rows}"
+        )
+    text = redact_yaml(yaml.safe_dump(dict(trained.config), sort_keys=False)).rstrip()
+    yield f"## Configuration\n<details>\n\n```yaml\n{text}\n```\n\n</details>"
+
+
+def _results(trained: TrainedModel, *, step: int) -> dict[str, float]:
+    """The last value of each metric of an evaluation, at or before the step."""
+    found: dict[str, float] = {}
+    try:
+        for row, _ in read_rows(trained.run_folder / JOURNAL_NAME):
+            if row.step <= step:
+                found |= {k: v for k, v in row.metrics.items() if k.startswith(RESULTS)}
+    except OSError:
+        return {}
+    return found

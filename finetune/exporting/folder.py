@@ -1,0 +1,108 @@
+"""Write an exported model as one folder: whole, checked, with a model card, or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from finetune.exporting.card import CARD_NAME, model_card
+from finetune.exporting.format import Format
+from finetune.exporting.registry import EXPORTS
+from finetune.exporting.settings import ExportRun
+from finetune.loading.loaded_model import LoadedModel
+from vitscale.config.errors import UserError
+from vitscale.distributed.atomic_files import commit_folder, make_folders, write_text
+
+# Largest difference of logits that two libraries may have by rounding, in units of the largest
+# logit where that is above 1.
+TOLERANCE = 1e-4
+CHECKED_IMAGES = 2
+
+
+def check_folder(output: str) -> None:
+    """Raise UserError unless the folder is new or empty."""
+    folder = Path(output)
+    if folder.is_dir() and not any(folder.iterdir()):
+        return
+    if folder.exists() or folder.is_symlink():
+        what = "is not empty" if folder.is_dir() else "is a file"
+        raise UserError(what, where=output, allowed="a new or an empty folder")
+
+
+def write_folder(run: ExportRun, loaded: LoadedModel) -> Iterator[str]:
+    """Export; yields lines for people. Raises UserError, and leaves nothing then."""
+    form = EXPORTS[run.to]()
+    _refuse_what_does_not_fit(run.to, form, loaded)
+    final = Path(run.output).absolute()
+    make_folders(final.parent)
+    temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary.mkdir()
+    try:
+        form.write(loaded, temporary)
+        checked = _check(form, loaded, temporary)
+        write_text(temporary / CARD_NAME, model_card(form, loaded, checked=checked))
+        _flush(temporary)
+        check_folder(run.output)
+        commit_folder(temporary, final)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    yield f"exported {loaded.source}"
+    yield checked
+    for path in sorted(final.iterdir()):
+        yield f"  {run.output}/{path.name}  {path.stat().st_size:,} bytes"
+    yield "load it:"
+    yield from (
+        f"  {line}" for line in form.usage(loaded).replace("FOLDER", run.output).split("\n")
+    )
+
+
+def _refuse_what_does_not_fit(name: str, form: Format, loaded: LoadedModel) -> None:
+    problems = list(form.problems(loaded))
+    if not problems:
+        return
+    others = [other for other, each in EXPORTS.items() if not list(each().problems(loaded))]
+    raise UserError(
+        f"{name} cannot hold this model: it has {'; '.join(problems)}",
+        where=loaded.source,
+        allowed=", ".join(f"--to {other}" for other in others) or "no format",
+        next_step=f"use --to {others[0]}" if others else None,
+    )
+
+
+@torch.no_grad()
+def _check(form: Format, loaded: LoadedModel, folder: Path) -> str:
+    """Compare logits of the written folder with the model's, on noise. Raises UserError."""
+    random = torch.Generator().manual_seed(0)
+    size = loaded.preprocessing.image_size
+    images_B3HW = torch.randn(CHECKED_IMAGES, 3, size, size, generator=random)
+    expected = loaded.network(images_B3HW)
+    found = form.logits(loaded, folder, images_B3HW)
+    if found is None:
+        return f"not checked: {form.library} is not installed"
+    difference = float((found - expected).abs().max())
+    scale = max(1.0, float(expected.abs().max()))
+    if not difference <= TOLERANCE * scale:
+        raise UserError(
+            f"{form.library} gives other logits: difference {difference:.1e}, largest logit "
+            f"{float(expected.abs().max()):.1e}",
+            where=loaded.source,
+            allowed=f"{TOLERANCE * scale:.1e}",
+            next_step="export to another format (--to safetensors), and report this",
+        )
+    return f"checked: {form.library} gives the same logits, largest difference {difference:.1e}"
+
+
+def _flush(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)

@@ -1,0 +1,40 @@
+"""The interface of an export format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from finetune.loading.loaded_model import LoadedModel
+
+
+class Format:
+    """Writes a model as files of one format, and reads them back with the library they are for."""
+
+    library: ClassVar[str]
+    """Who reads it, in words."""
+
+    def problems(self, loaded: LoadedModel) -> Iterator[str]:
+        """What the model has that the format cannot hold."""
+        yield from ()
+
+    def notes(self, loaded: LoadedModel) -> Iterator[str]:
+        """What the reader of the files has to know, for the model card."""
+        yield from ()
+
+    def write(self, loaded: LoadedModel, folder: Path) -> None:
+        """Write all files into an empty folder. Raises UserError where a package is missing."""
+        raise NotImplementedError
+
+    def logits(
+        self, loaded: LoadedModel, folder: Path, images_B3HW: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What the written model makes of normalised images; None if it cannot run here."""
+        raise NotImplementedError
+
+    def usage(self, loaded: LoadedModel) -> str:
+        """Python that loads the folder `FOLDER`, for the model card."""
+        raise NotImplementedError

@@ -1,0 +1,59 @@
+"""Predict the classes of images with a trained model.
+
+python finetune/predict.py init=runs/demo-finetune cat.jpg
+python finetune/predict.py init=runs/demo-finetune photos/ output=predictions.csv
+deepspeed finetune/predict.py init=runs/demo-finetune runs/demo/shards output=predictions.parquet
+"""
+
+from __future__ import annotations
+
+import sys
+
+try:
+    from finetune.inference.prediction.settings import PredictRun
+    from vitscale.config.command_line import load_command
+    from vitscale.config.errors import run_rank_script
+except ModuleNotFoundError as error:
+    print(f"{error}. Run: pip install -e .", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
+def predict(run: PredictRun) -> None:
+    # Imported late: torch takes seconds, and a wrong configuration fails before it.
+    from finetune.inference.prediction.inputs import find_inputs
+    from finetune.inference.prediction.predicting import (
+        check_head,
+        check_printable,
+        predict_and_print,
+        predict_to_file,
+    )
+    from finetune.loading.loaded_model import load_model
+    from vitscale.distributed.world import process_group
+
+    inputs = find_inputs(run)
+    check_printable(run, inputs)
+    compute = run.compute
+    with process_group(
+        device=compute.device, timeout_min=compute.timeout_min, num_threads=compute.num_threads
+    ) as world:
+        loaded = load_model(run)
+        check_head(loaded)
+        predicted = predict_and_print if run.output is None else predict_to_file
+        for line in predicted(run, loaded, inputs, world):
+            if world.is_first:
+                print(line)
+
+
+def main() -> None:
+    command = load_command(
+        PredictRun,
+        script="finetune/predict.py",
+        description="Predict the classes of images with a trained model.",
+        needs_config=False,
+        words_key="images",
+    )
+    predict(command.run)
+
+
+if __name__ == "__main__":
+    run_rank_script(main)
