@@ -24,6 +24,12 @@ BETTER = {
 }
 
 
+def better_direction(key: str) -> str | None:
+    """Which direction of a metric is better, higher or lower; None where that is not known."""
+    name = key.rsplit("/", 1)[-1]
+    return next((way for suffix, way in BETTER.items() if name.endswith(suffix)), None)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricLine:
     """One metric over all runs; None where a run lacks it. Deltas are against the first run."""
@@ -74,8 +80,7 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
 
 
 def _metric_line(key: str, runs: Sequence[RunRecord]) -> MetricLine:
-    name = key.rsplit("/", 1)[-1]
-    better = next((way for suffix, way in BETTER.items() if name.endswith(suffix)), None)
+    better = better_direction(key)
     values = [run.series(key)[1] for run in runs]
     return MetricLine(
         key=key,

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from launch.jobs.job import StageJob
 from launch.jobs.preparation import make_private, prepare_job
 from launch.jobs.submission import Submission, sbatch_text, submit_array
-from launch.studies.grid import Grid, StudyTraining
+from launch.studies.grid import FINAL, TRIAL, Grid, StudyTraining
+from launch.studies.selection import SelectingJob
 from launch.studies.states import Progress, TrainingState
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import write_json
@@ -23,37 +25,38 @@ from vitscale.runs.launching import LaunchSettings
 
 SUBMITTED_NAME = "submitted.json"
 SQUEUE_SECONDS = 60
+# In the order in which they are submitted.
+KINDS = ("pretrain", "finetune", TRIAL, FINAL)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingArray:
-    """Trainings of one stage that ask for the same resources."""
+    """Trainings of one kind that ask for the same resources."""
 
-    stage: str
+    kind: str
     launch: LaunchSettings
     trainings: tuple[StudyTraining, ...]
 
 
 def arrays(grid: Grid, states: Mapping[str, TrainingState]) -> list[TrainingArray]:
-    """The arrays to submit, pre-training first."""
+    """The arrays to submit, each after those that it waits for."""
     groups: dict[tuple[str, str], list[StudyTraining]] = {}
     for name, training in grid.trainings.items():
         if states[name].progress is not Progress.DONE:
             resources = training.run.launch.model_dump_json()
-            groups.setdefault((training.run.stage, resources), []).append(training)
+            groups.setdefault((training.kind, resources), []).append(training)
     found = [_array(grid, trainings) for trainings in groups.values()]
-    return sorted(found, key=lambda array: array.stage == "finetune")
+    return sorted(found, key=lambda array: KINDS.index(array.kind))
 
 
 def _array(grid: Grid, trainings: list[StudyTraining]) -> TrainingArray:
-    run = trainings[0].run
     size = {"num_tasks": len(trainings), "max_running_tasks": grid.study.max_running_tasks}
-    launch = run.launch.model_copy(update=size)
-    return TrainingArray(stage=run.stage, launch=launch, trainings=tuple(trainings))
+    launch = trainings[0].run.launch.model_copy(update=size)
+    return TrainingArray(kind=trainings[0].kind, launch=launch, trainings=tuple(trainings))
 
 
 def job_name(grid: Grid, array: TrainingArray) -> str:
-    return f"{grid.study.name}-{array.stage}"
+    return f"{grid.study.name}-{array.kind}"
 
 
 def batch_scripts(grid: Grid, states: Mapping[str, TrainingState]) -> Iterator[str]:
@@ -62,14 +65,16 @@ def batch_scripts(grid: Grid, states: Mapping[str, TrainingState]) -> Iterator[s
         folder = _folder(grid).absolute()
         text = sbatch_text(array.launch, name=job_name(grid, array), folder=folder)
         after = ", after the pre-trainings" if any(t.needs for t in array.trainings) else ""
-        yield f"# Array of {len(array.trainings)} x {array.stage}{after}\n{text.rstrip()}\n"
+        after = ", after the trials" if any(t.candidates for t in array.trainings) else after
+        yield f"# Array of {len(array.trainings)} x {array.kind}{after}\n{text.rstrip()}\n"
 
 
 def submit(grid: Grid, states: Mapping[str, TrainingState]) -> list[tuple[str, Submission]]:
     """Submit all arrays: (name of the array, submission).
 
     A transfer waits until all arrays with a pre-training that it needs have ended, however they
-    ended; it fails at its start if its own pre-training is not done.
+    ended; it fails at its start if its own pre-training is not done. In the same way a final run
+    waits for the trials that its value is chosen by, and chooses when it starts.
     Raises UserError if arrays of this study are still queued, or sbatch refuses one.
     """
     folder = _folder(grid).absolute()
@@ -78,8 +83,9 @@ def submit(grid: Grid, states: Mapping[str, TrainingState]) -> list[tuple[str, S
     submitted: list[tuple[str, Submission]] = []
     array_of: dict[str, str] = {}
     for array in arrays(grid, states):
-        needed = {array_of[t.needs] for t in array.trainings if t.needs in array_of}
-        jobs = [prepare_job(training.run, cluster="slurm")[0] for training in array.trainings]
+        names = {name for training in array.trainings for name in training.waits_for}
+        needed = {array_of[name] for name in names if name in array_of}
+        jobs = [_job(grid, training) for training in array.trainings]
         submission = submit_array(
             jobs, launch=_after(array.launch, needed), name=job_name(grid, array), folder=folder
         )
@@ -88,6 +94,23 @@ def submit(grid: Grid, states: Mapping[str, TrainingState]) -> list[tuple[str, S
         # After each: an array that sbatch has accepted is known even if the next one is refused.
         write_json(folder / SUBMITTED_NAME, sorted(set(array_of.values())))
     return submitted
+
+
+def _job(grid: Grid, training: StudyTraining) -> StageJob | SelectingJob:
+    if not training.candidates:
+        return prepare_job(training.run, cluster="slurm")[0]
+    return SelectingJob(
+        name=training.name,
+        metric=grid.study.select_metric,
+        trials={
+            each.label: tuple(grid.trainings[name] for name in each.trials)
+            for each in training.candidates
+        },
+        jobs={
+            each.label: prepare_job(each.training.run, cluster="slurm")[0]
+            for each in training.candidates
+        },
+    )
 
 
 def _after(launch: LaunchSettings, job_ids: set[str]) -> LaunchSettings:

@@ -20,12 +20,22 @@ from launch.studies.arrays import batch_scripts, submit
 from launch.studies.figure import draw
 from launch.studies.grid import Grid, expand
 from launch.studies.overview import overview
-from launch.studies.results import collect, table, write_csv
+from launch.studies.results import collect, collect_trials, table, write_csv
 from launch.studies.running import LocalTrainings, report
+from launch.studies.selection import (
+    check_held_out,
+    resolve,
+    selected_table,
+    selections,
+    write_selected,
+)
 from launch.studies.settings import StudyRun
 from launch.studies.states import Progress, TrainingState, check_unchanged, states_of
+from launch.studies.tables import markdown_page, paper_table, printed, write_tables
+from launch.studies.tracking import as_children, close_study_parent, open_study_parent, publish
 from vitscale.config.command_line import load_command
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
+from vitscale.tracking.parent_run import ParentRun
 
 STUDY = "--study"
 EXIT_INTERRUPTED = 130
@@ -92,23 +102,30 @@ def run_study_locally(argv: Sequence[str]) -> int:
     command = parse(argv, script="launch/local.py", counts=("--num-procs", "--parallel"))
     # First of all: a signal that comes while the grid is read must not be missed.
     stop = StopFlag()
-    grid = expand(command.study, cluster="local", num_tasks=command.num_procs)
-    states = show_states(grid, command)
+    grid = read_grid(command, cluster="local", num_tasks=command.num_procs)
+    grid, states = show_states(grid, command)
     if states is None:
         return 0
+    parent = open_study_parent(grid, say=say)
     trainings = LocalTrainings(
-        grid=grid,
+        grid=as_children(grid, parent),
         num_procs=command.num_procs,
         parallel=command.parallel,
-        say=lambda text: print(text, flush=True),
+        say=say,
         stop=stop,
     )
     try:
         trainings.train(states)
     except KeyboardInterrupt:
         print("\ninterrupted: all processes were ended", file=sys.stderr, flush=True)
+        close_study_parent(parent, "KILLED", say=say)
         return EXIT_INTERRUPTED
-    show_results(grid, states_of(grid))
+    grid, states = resolve(grid)
+    status = "KILLED" if trainings.was_stopped else "FAILED" if trainings.failures else "FINISHED"
+    try:
+        show_results(grid, states, parent)
+    finally:
+        close_study_parent(parent, status, say=say)
     if trainings.failures:
         print(report(trainings.failures, study_file=command.file), file=sys.stderr, flush=True)
         return 1
@@ -121,18 +138,19 @@ def run_study_locally(argv: Sequence[str]) -> int:
 def run_study_on_slurm(argv: Sequence[str]) -> int:
     """Submit what is missing, or show the results if nothing is. Returns the exit code."""
     command = parse(argv, script="launch/slurm.py", counts=())
-    grid = expand(command.study, cluster="slurm")
-    states = show_states(grid, command)
+    grid, states = show_states(read_grid(command, cluster="slurm"), command)
     if "--dry-run" in command.switches:
         for text in batch_scripts(grid, states_of(grid)):
             print(text)
     if states is None:
         return 0
     if all(state.progress is Progress.DONE for state in states.values()):
-        show_results(grid, states)
+        parent = open_study_parent(grid, say=say)
+        show_results(grid, states, parent)
+        close_study_parent(parent, "FINISHED", say=say)
         return 0
     require_slurm()
-    submitted = submit(grid, states)
+    submitted = submit(as_children(grid, open_study_parent(grid, say=say)), states)
     for name, submission in submitted:
         log = submission.log("TASK" if submission.is_array else 0)
         print(f"submitted {name}: job {submission.job_id}, log {log}")
@@ -146,16 +164,27 @@ def run_study_on_slurm(argv: Sequence[str]) -> int:
     return 0
 
 
-def show_states(grid: Grid, command: StudyCommand) -> dict[str, TrainingState] | None:
-    """Print the overview. The states, checked, if something is to be trained; else None."""
-    states = states_of(grid)
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def read_grid(command: StudyCommand, *, cluster: str, num_tasks: int | None = None) -> Grid:
+    grid = expand(command.study, cluster=cluster, num_tasks=num_tasks)
+    check_held_out(grid)
+    return grid
+
+
+def show_states(grid: Grid, command: StudyCommand) -> tuple[Grid, dict[str, TrainingState] | None]:
+    """Print the overview. The grid with the choices made so far; the states, checked, if something
+    is to be trained, else None."""
+    grid, states = resolve(grid)
     print(overview(grid, states), flush=True)
     if "--dry-run" in command.switches:
-        return None
+        return grid, None
     check_unchanged(grid, states)
     if "--results" in command.switches:
-        show_results(grid, states)
-        return None
+        show_results(grid, states, None)
+        return grid, None
     errors = []
     for name, training in grid.trainings.items():
         if states[name].progress is not Progress.DONE:
@@ -165,16 +194,32 @@ def show_states(grid: Grid, command: StudyCommand) -> dict[str, TrainingState] |
                 errors.append(error)
     if errors:
         raise UserErrors(list({error.text(): error for error in errors}.values()))
-    return states
+    return grid, states
 
 
-def show_results(grid: Grid, states: Mapping[str, TrainingState]) -> None:
-    """Print the table, write results.csv and the figures."""
-    results = collect(grid, states)
-    print(plain_text(table(grid, results)))
-    if not any(result.by_seed for result in results):
-        return
-    folder = Path(grid.study.folder)
-    print(f"results: {write_csv(grid, results, folder=folder)}")
-    for path in draw(grid.study, results, folder=folder):
+def show_results(grid: Grid, states: Mapping[str, TrainingState], parent: ParentRun | None) -> None:
+    """Print the tables, write them with the figures, and send them to the study's MLflow run."""
+    study, folder = grid.study, Path(grid.study.folder)
+    found = selections(grid, states)
+    files: list[Path] = []
+    selected = selected_table(grid, found) if found else None
+    if selected is not None:
+        print(plain_text(selected))
+    if any(each.label is not None for each in found):
+        files.append(write_selected(grid, found, folder=folder))
+    by_metric = [collect(grid, states, metric=metric) for metric in study.metrics]
+    tables = [paper_table(study, each) for each in by_metric] if study.table is not None else []
+    for shown in map(printed, tables) if tables else [table(grid, by_metric[0])]:
+        print(plain_text(shown))
+    if any(result.by_seed for result in by_metric[0]):
+        files.append(write_csv(grid, [r for each in by_metric for r in each], folder=folder))
+        if tables:
+            page = markdown_page(study, tables, selected, num_seeds=len(study.seeds))
+            files += write_tables(folder, page=page, tables=tables)
+    for path in files:
+        print(f"results: {path}")
+    trials = collect_trials(grid, states)
+    for path in draw(study, by_metric[0], folder=folder, trials=trials):
         print(f"figure:  {path}, and as PNG")
+        files.append(path.with_suffix(".png"))
+    publish(grid, found, parent, by_metric=by_metric, files=files, say=say)

@@ -64,13 +64,24 @@ class Series:
     is_level: bool = False
 
 
-def draw(study: StudyRun, results: Sequence[Result], *, folder: Path) -> list[Path]:
-    """Write every figure of the study that has a point. Returns the paths of the SVG files."""
+def draw(
+    study: StudyRun, results: Sequence[Result], *, folder: Path, trials: Sequence[Result] = ()
+) -> list[Path]:
+    """Write every figure of the study that has a point. Returns the paths of the SVG files.
+
+    trials: results of a selection's trials, for figures over the axis that is chosen from.
+    """
     paths = []
     for figure in study.figures:
-        if any(panel_series(study, figure, results, panel=p) for p in _panels(study, figure)):
-            paths.append(_draw(study, figure, results, folder=folder))
+        drawn = trials if is_of_trials(study, figure) else results
+        if any(panel_series(study, figure, drawn, panel=p) for p in _panels(study, figure)):
+            paths.append(_draw(study, figure, drawn, folder=folder))
     return paths
+
+
+def is_of_trials(study: StudyRun, figure: FigureSettings) -> bool:
+    axis = None if study.select is None else study.select.axis
+    return axis is not None and axis in (figure.x, figure.series, figure.panels)
 
 
 def _panels(study: StudyRun, figure: FigureSettings) -> list[str | None]:
@@ -95,7 +106,7 @@ def panel_series(
         x = _x(study, figure, result)
         if x is None:
             continue
-        scale = 100.0 if is_share(study.metric) else 1.0
+        scale = 100.0 if is_share(result.metric) else 1.0
         point = Point(
             x=x,
             y=result.mean * scale,
@@ -149,7 +160,7 @@ def _draw(
             _draw_panel(axes, lines, styles=styles, x=figure.x)
             if panel is not None:
                 axes.set_title(f"{figure.panels}: {panel}", loc="left")
-        all_axes[0].set_ylabel(_y_label(study))
+        all_axes[0].set_ylabel(_y_label(study, figure))
         _add_legend(drawing, all_axes, names=list(styles))
         drawing.supxlabel(_footnote(results), x=0.01, ha="left", fontsize=8, color=MUTED)
         if figure.title is not None:
@@ -273,9 +284,11 @@ def short_number(number: float) -> str:
     return f"{number / 1000**power:.3g}{' kMB'[power]}".strip()
 
 
-def _y_label(study: StudyRun) -> str:
-    name = study.metric.rsplit("/", 1)[-1]
+def _y_label(study: StudyRun, figure: FigureSettings) -> str:
+    of_trials = is_of_trials(study, figure)
+    metric = study.select_metric if of_trials else study.metric
+    name = metric.rsplit("/", 1)[-1]
     words = {"top1": "top-1 accuracy", "top5": "top-5 accuracy"}.get(name, name)
     stage = "transfer" if study.finetune is not None else "pre-training"
-    unit = " [%]" if is_share(study.metric) else ""
-    return f"{words} of the {stage}{unit}"
+    unit = " [%]" if is_share(metric) else ""
+    return f"{words} {'on held-out images' if of_trials else f'of the {stage}'}{unit}"

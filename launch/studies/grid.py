@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from finetune.run import FinetuneRun
@@ -24,6 +24,7 @@ from vitscale.runs.training import training_plan
 
 RUN_TYPES: dict[str, type[Run]] = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 MAX_EXAMPLES = 3
+TRIAL, FINAL = "trial", "final"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +35,13 @@ class StudyTraining:
     run: PretrainRun | FinetuneRun
     labels: dict[str, str]
     """Axis -> label, of the axes that change this run."""
+    kind: str
+    """pretrain or finetune; trial or final where a selection measures or uses a value."""
     needs: str | None = None
     """Name of the pre-training that this transfer starts from."""
+    candidates: tuple[Candidate, ...] = ()
+    """Of a final run whose value is not chosen yet: what it may become. The rest of this training
+    is that of the first."""
     images: int | None = None
     """Size of the training set; None while the shards are unknown, as for all below."""
     steps: int | None = None
@@ -47,15 +53,37 @@ class StudyTraining:
     def folder(self) -> Path:
         return Path(self.run.folder)
 
+    @property
+    def trials(self) -> tuple[str, ...]:
+        """Names of the trainings that its value is chosen by; empty once it is chosen."""
+        return tuple(name for each in self.candidates for name in each.trials)
+
+    @property
+    def waits_for(self) -> tuple[str, ...]:
+        """Names of the trainings that must be done before this one starts."""
+        return self.trials if self.needs is None else (self.needs, *self.trials)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One value of the axis that is chosen from, for one final run."""
+
+    label: str
+    trials: tuple[str, ...]
+    """Names of the trainings that measure it, one for each seed of the trials."""
+    training: StudyTraining
+    """The final run with this value."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
     """One combination of the axes' values with one seed."""
 
     values: dict[str, AxisValue]
+    """Without the axis that is chosen from, if this is a cell of final runs."""
     seed: int
     pretrain: str | None
-    """Name of the training; None: from scratch."""
+    """Name of the training; None: from scratch, or from weights that the study did not train."""
     finetune: str | None
     """Name of the training; None: the study has no transfer."""
 
@@ -74,6 +102,8 @@ class Grid:
     study: StudyRun
     cells: tuple[Cell, ...]
     trainings: dict[str, StudyTraining]
+    trials: tuple[Cell, ...] = ()
+    """Cells of the trials of a selection."""
 
 
 Choice = Sequence[tuple[Axis, AxisValue]]
@@ -85,53 +115,157 @@ def expand(study: StudyRun, *, cluster: str, num_tasks: int | None = None) -> Gr
     num_tasks: processes of each run; None: as its `launch` section says.
     Raises UserErrors that name every invalid run, equal errors once.
     """
-    cells: list[Cell] = []
-    trainings: dict[str, StudyTraining] = {}
-    found: dict[str, list[str]] = {}
-    axes = [[(axis, value) for value in axis.values] for axis in study.axes]
-    for seed, choice in itertools.product(study.seeds, itertools.product(*axes)):
-        names: dict[str, str | None] = {"pretrain": None, "finetune": None}
-        for stage in _stages(study, choice):
-            name = names[stage] = _run_name(study, choice, stage=stage, seed=seed)
-            if name in trainings:
-                continue
-            before = names["pretrain"] if stage == "finetune" else None
-            source = trainings.get(before) if before is not None else None
-            if before is not None and source is None:
-                continue  # its pre-training is invalid
-            try:
-                overrides = _overrides(study, choice, stage=stage, seed=seed, name=name)
-                file = _file(study, choice, stage=stage)
-                run = _load(stage, file, [*overrides, *_init(source)])
-                check_job(run, num_tasks=num_tasks or _num_tasks(run), cluster=cluster)
-                training = StudyTraining(
-                    name=name, run=run, labels=_labels(study, choice, stage=stage), needs=before
-                )
-                trainings[name] = _with_costs(training, num_tasks=num_tasks or _num_tasks(run))
-            except UserError as error:
-                errors = error.errors if isinstance(error, UserErrors) else (error,)
-                for each in errors:
-                    text = each.text().replace(f"{COMMAND_LINE}: ", "override ", 1)
-                    found.setdefault(text, []).append(name)
-        cells.append(Cell(values={a.name: v for a, v in choice}, seed=seed, **names))
-    if found:
-        raise UserErrors([_in_runs(text, names) for text, names in found.items()])
-    return Grid(study=study, cells=tuple(cells), trainings=trainings)
+    expansion = _Expansion(study=study, cluster=cluster, num_tasks=num_tasks)
+    choices, select = list(_choices(study)), study.select
+    trials: list[Cell] = []
+    if select is None:
+        cells = [expansion.cell(each, seed) for seed in study.seeds for each in choices]
+    else:
+        trials = [expansion.cell(each, seed, TRIAL) for seed in select.seeds for each in choices]
+        expansion.measured = _measured(study, trials)
+        groups = _groups(choices, without=select.axis)
+        cells = [expansion.final_cell(each, seed) for seed in study.seeds for each in groups]
+    if expansion.found:
+        raise UserErrors([in_runs(text, names) for text, names in expansion.found.items()])
+    return Grid(
+        study=study, cells=tuple(cells), trainings=expansion.trainings, trials=tuple(trials)
+    )
 
 
-def _num_tasks(run: PretrainRun | FinetuneRun) -> int:
-    return run.launch.nodes * run.launch.tasks_per_node
+def _choices(study: StudyRun) -> Iterator[Choice]:
+    """Every combination of values that `only` allows."""
+    for choice in itertools.product(*([(axis, v) for v in axis.values] for axis in study.axes)):
+        labels = {axis.name: value.label for axis, value in choice}
+        limits = [limit for _, value in choice for limit in value.only.items()]
+        if all(labels[name] in allowed for name, allowed in limits):
+            yield choice
 
 
-def _in_runs(text: str, names: Sequence[str]) -> UserError:
+Measured = dict[tuple[tuple[str, ...], str], tuple[str, ...]]
+
+
+def _measured(study: StudyRun, trials: Sequence[Cell]) -> Measured:
+    """(the choice that they are for, the value) -> names of the trials that measure it."""
+    assert study.select is not None
+    found: Measured = {}
+    for cell in trials:
+        labels = {name: value.label for name, value in cell.values.items()}
+        key = study.select_key(labels), labels[study.select.axis]
+        found[key] = (*found.get(key, ()), cell.result)
+    return found
+
+
+def _groups(choices: Sequence[Choice], *, without: str) -> list[list[Choice]]:
+    """The choices that differ in one axis alone."""
+    groups: dict[tuple[str, ...], list[Choice]] = {}
+    for choice in choices:
+        others = tuple(value.label for axis, value in choice if axis.name != without)
+        groups.setdefault(others, []).append(choice)
+    return list(groups.values())
+
+
+@dataclass(kw_only=True)
+class _Expansion:
+    """The trainings found so far, and the errors of invalid ones."""
+
+    study: StudyRun
+    cluster: str
+    num_tasks: int | None
+    trainings: dict[str, StudyTraining] = field(default_factory=dict)
+    found: dict[str, list[str]] = field(default_factory=dict)
+    """Error -> names of the runs that it is in."""
+    measured: Measured = field(default_factory=dict)
+
+    def cell(self, choice: Choice, seed: int, kind: str | None = None) -> Cell:
+        """kind: of the training that is the cell's result; None: its stage."""
+        places = list(_places(self.study, choice, seed=seed, kind=kind))
+        for place in places:
+            self._add(place, [place])
+        return _cell(choice, places)
+
+    def final_cell(self, group: Sequence[Choice], seed: int) -> Cell:
+        """The cell of several choices, of which one will be chosen."""
+        *before, first = _places(self.study, group[0], seed=seed, kind=FINAL)
+        for place in before:
+            self._add(place, [place])
+        self._add(first, [replace(first, choice=each) for each in group])
+        assert self.study.select is not None
+        choice = [each for each in group[0] if each[0].name != self.study.select.axis]
+        return _cell(choice, [*before, first])
+
+    def _add(self, place: _Place, alternatives: Sequence[_Place]) -> None:
+        """Add the training of a place; with several alternatives, as candidates."""
+        if place.name in self.trainings:
+            return
+        found = [(each, self._training(each)) for each in alternatives]
+        candidates = [
+            Candidate(
+                label=each.measured_by[1],
+                trials=self.measured[each.measured_by],
+                training=training,
+            )
+            for each, training in found
+            if training is not None and place.kind == FINAL
+        ]
+        first = found[0][1]
+        if first is not None:
+            self.trainings[place.name] = replace(first, candidates=tuple(candidates))
+
+    def _training(self, place: _Place) -> StudyTraining | None:
+        """None if it is invalid."""
+        source = self.trainings.get(place.needs) if place.needs is not None else None
+        if place.needs is not None and source is None:
+            return None  # its pre-training is invalid
+        try:
+            run = place.load(source)
+            num_tasks = self.num_tasks or run.launch.nodes * run.launch.tasks_per_node
+            check_job(run, num_tasks=num_tasks, cluster=self.cluster)
+            training = StudyTraining(
+                name=place.name, run=run, labels=place.labels, kind=place.kind, needs=place.needs
+            )
+            return _with_costs(training, num_tasks=num_tasks)
+        except UserError as error:
+            errors = error.errors if isinstance(error, UserErrors) else (error,)
+            for each in errors:
+                text = each.text().replace(f"{COMMAND_LINE}: ", "override ", 1)
+                self.found.setdefault(text, []).append(place.name)
+            return None
+
+
+def in_runs(text: str, names: Sequence[str]) -> UserError:
+    """An error that several runs have, with the first of their names."""
     names = list(dict.fromkeys(names))
     shown = ", ".join(names[:MAX_EXAMPLES])
     more = f" and {len(names) - MAX_EXAMPLES} more" if len(names) > MAX_EXAMPLES else ""
     return UserError(f"{text}\n  in: {shown}{more}")
 
 
+def _cell(choice: Choice, places: Sequence[_Place]) -> Cell:
+    names = {place.stage: place.name for place in places}
+    return Cell(
+        values={axis.name: value for axis, value in choice},
+        seed=places[0].seed,
+        pretrain=names.get("pretrain"),
+        finetune=names.get("finetune"),
+    )
+
+
+def _places(study: StudyRun, choice: Choice, *, seed: int, kind: str | None) -> Iterator[_Place]:
+    """The runs of a cell, the one whose metric counts last."""
+    stages = list(_stages(study, choice))
+    needs = None
+    for stage in stages:
+        is_result = stage == stages[-1] and kind is not None
+        place = _Place(
+            study=study, choice=choice, seed=seed, stage=stage,
+            kind=kind if is_result and kind else stage, needs=needs,
+        )  # fmt: skip
+        needs = place.name
+        yield place
+
+
 def _stages(study: StudyRun, choice: Choice) -> Iterator[str]:
-    if not any(value.from_scratch for _, value in choice):
+    if study.init is None and not any(v.from_scratch or v.init for _, v in choice):
         yield "pretrain"
     if study.finetune is not None:
         yield "finetune"
@@ -144,75 +278,102 @@ def _changes_of(value: AxisValue, stage: str) -> StageChange:
 def _concerns(axis: Axis, stage: str) -> bool:
     """Whether any value of the axis changes the runs of this stage itself."""
     return any(
-        value.overrides or _changes_of(value, stage) != StageChange() for value in axis.values
+        value.overrides
+        or _changes_of(value, stage) != StageChange()
+        or (stage == "finetune" and value.init is not None)
+        for value in axis.values
     )
 
 
-def _named_by(study: StudyRun, choice: Choice, *, stage: str) -> Iterator[tuple[Axis, AxisValue]]:
-    """The axes that distinguish this run: a transfer differs with its pre-training too.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Place:
+    """One run of a cell, before its file is read."""
 
-    From scratch, what concerns the pre-training alone makes no difference.
-    """
-    stages = set(_stages(study, choice)) & {"pretrain", stage}
-    for axis, value in choice:
-        if value.from_scratch or any(_concerns(axis, each) for each in stages):
-            yield axis, value
+    study: StudyRun
+    choice: Choice
+    seed: int
+    stage: str
+    kind: str
+    needs: str | None
 
+    def named_by(self) -> Iterator[tuple[Axis, AxisValue]]:
+        """The axes that distinguish this run: a transfer differs with its pre-training too.
 
-def _labels(study: StudyRun, choice: Choice, *, stage: str) -> dict[str, str]:
-    return {axis.name: value.label for axis, value in _named_by(study, choice, stage=stage)}
+        From scratch, what concerns the pre-training alone makes no difference.
+        """
+        stages = set(_stages(self.study, self.choice)) & {"pretrain", self.stage}
+        for axis, value in self.choice:
+            if value.from_scratch or any(_concerns(axis, each) for each in stages):
+                yield axis, value
 
+    @property
+    def labels(self) -> dict[str, str]:
+        return {axis.name: value.label for axis, value in self.named_by()}
 
-def _run_name(study: StudyRun, choice: Choice, *, stage: str, seed: int) -> str:
-    parts = [slug(value.label) for _, value in _named_by(study, choice, stage=stage)]
-    return "_".join([stage, *parts, f"seed{seed}"])
+    @property
+    def name(self) -> str:
+        """The same for every candidate of a final run."""
+        hidden = self.study.select.axis if self.study.select and self.kind == FINAL else None
+        parts = [slug(value.label) for axis, value in self.named_by() if axis.name != hidden]
+        return "_".join([self.kind, *parts, f"seed{self.seed}"])
 
+    @property
+    def measured_by(self) -> tuple[tuple[str, ...], str]:
+        """Key of its trials in `Measured`."""
+        assert self.study.select is not None
+        labels = {axis.name: value.label for axis, value in self.choice}
+        return self.study.select_key(labels), labels[self.study.select.axis]
 
-def _file(study: StudyRun, choice: Choice, *, stage: str) -> str:
-    """The run file: the last one that a value names, else the study's."""
-    whole = study.pretrain if stage == "pretrain" else study.finetune
-    changes = [whole, *(_changes_of(value, stage) for _, value in choice)]
-    files = [change.file for change in changes if change is not None and change.file is not None]
-    if not files:
-        raise UserError(
-            f"no run file for {stage}",
-            where=f"{stage}.file",
-            next_step=f"set {stage}.file in the study, or in each value of an axis",
-        )
-    return files[-1]
+    def load(self, source: StudyTraining | None) -> PretrainRun | FinetuneRun:
+        overrides = [*self._overrides(), *self._init(source)]
+        run = load_run({self.stage: RUN_TYPES[self.stage]}, self._file(), overrides=overrides).run
+        assert isinstance(run, PretrainRun | FinetuneRun)
+        return run
 
+    def _file(self) -> str:
+        """The run file: the last one that a value names, else the study's."""
+        study, stage = self.study, self.stage
+        whole = study.pretrain if stage == "pretrain" else study.finetune
+        changes = [whole, *(_changes_of(value, stage) for _, value in self.choice)]
+        files = [each.file for each in changes if each is not None and each.file is not None]
+        if not files:
+            raise UserError(
+                f"no run file for {stage}",
+                where=f"{stage}.file",
+                next_step=f"set {stage}.file in the study, or in each value of an axis",
+            )
+        return files[-1]
 
-def _overrides(
-    study: StudyRun, choice: Choice, *, stage: str, seed: int, name: str
-) -> Iterator[str]:
-    yield from study.overrides
-    whole = study.pretrain if stage == "pretrain" else study.finetune
-    yield from whole.overrides if whole is not None else ()
-    for _, value in choice:
-        yield from value.overrides
-        yield from _changes_of(value, stage).overrides
-    labels = _labels(study, choice, stage=stage)
-    tags = {"study": study.name} | {f"study.{axis}": label for axis, label in labels.items()}
-    yield f"name={yaml_flow(name)}"
-    yield f"output={yaml_flow(str(Path(study.folder) / name))}"
-    yield f"seed={seed}"
-    yield f"tracking.experiment={yaml_flow(study.name)}"
-    yield f"tracking.tags={yaml_flow(tags)}"
+    def _overrides(self) -> Iterator[str]:
+        study, name = self.study, self.name
+        yield from study.overrides
+        whole = study.pretrain if self.stage == "pretrain" else study.finetune
+        yield from whole.overrides if whole is not None else ()
+        for _, value in self.choice:
+            yield from value.overrides
+            yield from _changes_of(value, self.stage).overrides
+        tags = {"study": study.name}
+        tags |= {f"study.{axis}": label for axis, label in self.labels.items()}
+        if study.select is not None and self.kind in (TRIAL, FINAL):
+            yield from study.select.trials if self.kind == TRIAL else ("data.dev_percent=0",)
+            yield from study.select.finals if self.kind == FINAL else ()
+            tags["study.kind"] = self.kind
+        yield f"name={yaml_flow(name)}"
+        yield f"output={yaml_flow(str(Path(study.folder) / name))}"
+        yield f"seed={self.seed}"
+        yield f"tracking.experiment={yaml_flow(study.name)}"
+        yield f"tracking.tags={yaml_flow(tags)}"
 
-
-def _init(source: StudyTraining | None) -> Iterator[str]:
-    """The last checkpoint of the pre-training, so that an unfinished one is never used."""
-    if source is not None:
-        folder = source.folder
-        if source.steps is not None:
-            folder = step_folder(folder / "checkpoints", source.steps)
-        yield f"init={yaml_flow(str(folder))}"
-
-
-def _load(stage: str, file: str, overrides: Sequence[str]) -> PretrainRun | FinetuneRun:
-    run = load_run({stage: RUN_TYPES[stage]}, file, overrides=overrides).run
-    assert isinstance(run, PretrainRun | FinetuneRun)
-    return run
+    def _init(self, source: StudyTraining | None) -> Iterator[str]:
+        """The last checkpoint of the pre-training, so that an unfinished one is never used."""
+        if source is not None:
+            folder = source.folder
+            if source.steps is not None:
+                folder = step_folder(folder / "checkpoints", source.steps)
+            yield f"init={yaml_flow(str(folder))}"
+        elif self.stage == "finetune" and not any(v.from_scratch for _, v in self.choice):
+            given = [self.study.init, *(value.init for _, value in self.choice)]
+            yield f"init={yaml_flow([each for each in given if each is not None][-1])}"
 
 
 def _with_costs(training: StudyTraining, *, num_tasks: int) -> StudyTraining:

@@ -24,8 +24,9 @@ def overview(grid: Grid, states: Mapping[str, TrainingState]) -> str:
                 _flops(training.flops),
             )
         )
+    num_cells = len(grid.cells) + len(grid.trials)
     title = (
-        f"Study {grid.study.name}: {len(grid.cells)} cells, {len(grid.trainings)} trainings "
+        f"Study {grid.study.name}: {num_cells} cells, {len(grid.trainings)} trainings "
         f"({_states_text(states)})"
     )
     header = ("training", "state", "images", "steps", "parameters", "FLOPs")

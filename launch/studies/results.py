@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,11 +30,12 @@ SHARES = ("top1", "top5", "accuracy")
 class Result:
     """One combination of the axes' values, over its seeds."""
 
+    metric: str
     values: dict[str, AxisValue]
     training: StudyTraining
     """The training of the first seed whose metric this is."""
     pretrain: StudyTraining | None
-    """The pre-training of the first seed; None: from scratch."""
+    """The pre-training of the first seed; None: from scratch, or not trained by the study."""
     by_seed: dict[int, float]
     """Seed -> metric, of the cells that are done."""
     num_seeds: int
@@ -49,22 +50,43 @@ class Result:
         return statistics.stdev(self.by_seed.values()) if len(self.by_seed) > 1 else None
 
 
-def collect(grid: Grid, states: Mapping[str, TrainingState]) -> list[Result]:
-    """One result for each combination of values, in the order of the grid."""
+def collect(
+    grid: Grid, states: Mapping[str, TrainingState], *, metric: str | None = None
+) -> list[Result]:
+    """One result for each combination of values, in the order of the grid.
+
+    metric: null: the first one of the study.
+    """
+    return _results(grid, states, grid.cells, metric=metric or grid.study.metric)
+
+
+def collect_trials(grid: Grid, states: Mapping[str, TrainingState]) -> list[Result]:
+    """The same for the trials of a selection, by its metric."""
+    if grid.study.select is None:
+        return []
+    return _results(grid, states, grid.trials, metric=grid.study.select_metric)
+
+
+def _results(
+    grid: Grid, states: Mapping[str, TrainingState], cells: Sequence[Cell], *, metric: str
+) -> list[Result]:
     groups: dict[tuple[str, ...], list[Cell]] = {}
-    for cell in grid.cells:
+    for cell in cells:
         groups.setdefault(tuple(v.label for v in cell.values.values()), []).append(cell)
-    return [_result(grid, states, cells) for cells in groups.values()]
+    return [_result(grid, states, each, metric=metric) for each in groups.values()]
 
 
-def _result(grid: Grid, states: Mapping[str, TrainingState], cells: list[Cell]) -> Result:
+def _result(
+    grid: Grid, states: Mapping[str, TrainingState], cells: list[Cell], *, metric: str
+) -> Result:
     first = cells[0]
     return Result(
+        metric=metric,
         values=first.values,
         training=grid.trainings[first.result],
         pretrain=None if first.pretrain is None else grid.trainings[first.pretrain],
         by_seed={
-            cell.seed: last_value(grid.trainings[cell.result], grid.study.metric)
+            cell.seed: last_value(grid.trainings[cell.result], metric)
             for cell in cells
             if states[cell.result].progress is Progress.DONE
         },
@@ -96,7 +118,12 @@ def last_value(training: StudyTraining, metric: str) -> float:
 
 def table(grid: Grid, results: list[Result]) -> Table:
     """The results to print: one line per combination, mean and spread over seeds."""
-    header = (*(axis.name for axis in grid.study.axes), *HEADINGS, grid.study.metric, "seeds")
+    header = (
+        *(axis.name for axis in grid.study.result_axes),
+        *HEADINGS,
+        grid.study.metric,
+        "seeds",
+    )
     rows = []
     for result in results:
         of_seeds = f"{len(result.by_seed)} of {result.num_seeds}"
@@ -123,7 +150,8 @@ def _costs(result: Result) -> tuple[int | None, int | None, int | None, int | No
     parameters = result.training.parameters
     pretrain = result.pretrain
     if pretrain is None:
-        return 0, 0, 0, parameters
+        is_scratch = getattr(result.training.run, "init", None) is None
+        return (0, 0, 0, parameters) if is_scratch else (None, None, None, parameters)
     steps = pretrain.steps
     seen = None if steps is None else steps * pretrain.run.data.global_batch
     return pretrain.images, seen, pretrain.flops, parameters
@@ -142,11 +170,11 @@ def shown_value(mean: float | None, spread: float | None, *, metric: str) -> str
 
 
 def write_csv(grid: Grid, results: list[Result], *, folder: Path) -> Path:
-    """results.csv: one line per combination, with every seed's value, mean and spread."""
+    """results.csv: one line per combination and metric, with every seed, mean and spread."""
     seeds = grid.study.seeds
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    axes = [axis.name for axis in grid.study.axes]
+    axes = [axis.name for axis in grid.study.result_axes]
     columns = ("pretrain_images", "images_seen", "pretrain_flops", "parameters")
     writer.writerow(
         [*axes, *columns, "metric", "mean", "std", *(f"seed_{seed}" for seed in seeds), "run"]
@@ -154,7 +182,7 @@ def write_csv(grid: Grid, results: list[Result], *, folder: Path) -> Path:
     for result in results:
         labels = [value.label for value in result.values.values()]
         values = [result.by_seed.get(seed, "") for seed in seeds]
-        numbers = [grid.study.metric, result.mean, result.spread, *values]
+        numbers = [result.metric, result.mean, result.spread, *values]
         writer.writerow([*labels, *_costs(result), *numbers, result.training.folder])
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / RESULTS_NAME

@@ -11,7 +11,7 @@ import shlex
 import signal
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
@@ -19,9 +19,10 @@ from threading import Thread
 from launch.jobs.monitor import CONTROLLER_SECONDS, JobResult, StopFlag, end, failure_report, follow
 from launch.jobs.preparation import prepare_job
 from launch.jobs.submission import Submission, start_locally
-from launch.studies.grid import Grid, StudyTraining
+from launch.studies.grid import TRIAL, Grid, StudyTraining
 from launch.studies.results import last_value, shown_value
-from launch.studies.states import Progress, TrainingState
+from launch.studies.selection import chosen
+from launch.studies.states import Progress, TrainingState, changed_error, state_of
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.distributed.processes import num_cores
 from vitscale.tracking.console import format_duration
@@ -81,17 +82,41 @@ class LocalTrainings:
     def _start_ready(self) -> None:
         failed = {failure.name for failure in self.failures}
         for name in list(self._waiting):
-            source = self.grid.trainings[name].needs
-            if source in failed:
-                self._waiting.remove(name)
+            needed = self.grid.trainings[name].waits_for
+            if source := next((each for each in needed if each in failed), None):
                 failed.add(name)
-                self.failures.append(Failure(name=name, what=f"not started: {source} failed"))
-            elif source in self._stopped:
+                self._fail(name, f"not started: {source} failed")
+            elif self._stopped & set(needed):
                 self._waiting.remove(name)
                 self._stopped.add(name)
-            elif len(self._running) < self.parallel and (source is None or source in self._done):
+            elif len(self._running) < self.parallel and self._done >= set(needed):
+                if self.grid.trainings[name].candidates and not self._choose(name):
+                    continue
                 self._waiting.remove(name)
                 self._running[name] = self._start(self.grid.trainings[name])
+
+    def _fail(self, name: str, what: str) -> None:
+        self._waiting.remove(name)
+        self.failures.append(Failure(name=name, what=what))
+
+    def _choose(self, name: str) -> bool:
+        """Make a final run the one with its best value. Whether it is to be trained."""
+        assert self.grid.study.select is not None
+        axis = self.grid.study.select.axis
+        try:
+            training = chosen(self.grid, self.grid.trainings[name])
+        except UserError as error:
+            self._fail(name, f"not started: {error.text()}")
+            return False
+        self.grid = replace(self.grid, trainings=self.grid.trainings | {name: training})
+        self.say(f"chosen  {axis} {training.labels[axis]} for {name}")
+        state = state_of(training)
+        if state.progress is Progress.CHANGED:
+            self._fail(name, changed_error(training, state).text())
+        elif state.progress is Progress.DONE:
+            self._waiting.remove(name)
+            self._done.add(name)
+        return name in self._waiting
 
     def _start(self, training: StudyTraining) -> _Job:
         run = training.run
@@ -145,9 +170,10 @@ class LocalTrainings:
 
     def _value(self, name: str) -> str:
         """The metric, for the progress line; not every stage has it."""
-        metric = self.grid.study.metric
+        study, training = self.grid.study, self.grid.trainings[name]
+        metric = study.select_metric if training.kind == TRIAL else study.metric
         try:
-            value = last_value(self.grid.trainings[name], metric)
+            value = last_value(training, metric)
         except UserError:
             return ""
         return f": {metric} {shown_value(value, None, metric=metric)}"

@@ -32,6 +32,8 @@ class Progress(Enum):
     DONE = "done"
     CHANGED = "changed"
     """Trained, wholly or in part, with other settings than the study has now."""
+    WAITING = "waiting"
+    """A final run whose value is not chosen yet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +54,7 @@ def states_of(grid: Grid) -> dict[str, TrainingState]:
     """The state of every training, by name."""
     states: dict[str, TrainingState] = {}
     for name, training in grid.trainings.items():
-        state = _own_state(training)
+        state = state_of(training)
         source = states.get(training.needs) if training.needs is not None else None
         if source is not None and state.step and source.progress is not Progress.DONE:
             what = f"its pre-training {training.needs} is {source.progress.value}"
@@ -61,7 +63,10 @@ def states_of(grid: Grid) -> dict[str, TrainingState]:
     return states
 
 
-def _own_state(training: StudyTraining) -> TrainingState:
+def state_of(training: StudyTraining) -> TrainingState:
+    """The state by its own folder."""
+    if training.candidates:
+        return TrainingState(progress=Progress.WAITING)
     whole = (path for path in step_folders(training.folder / "checkpoints") if looks_whole(path))
     step = next(map(step_of, whole), 0)
     if not step:
@@ -102,19 +107,22 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 def check_unchanged(grid: Grid, states: Mapping[str, TrainingState]) -> None:
     """Raise UserErrors for trainings made with other settings; none is used or overwritten."""
-    errors = []
-    for name, state in states.items():
-        if state.progress is Progress.CHANGED:
-            more = len(state.changes) - MAX_CHANGES
-            lines = [f"    {change}" for change in state.changes[:MAX_CHANGES]]
-            lines += [f"    ... {more} more"] if more > 0 else []
-            errors.append(
-                UserError(
-                    "\n".join([f"trained to step {state.step:,} with other settings", *lines]),
-                    where=str(grid.trainings[name].folder),
-                    next_step="undo the change, remove this folder to train again, or choose "
-                    "another name for the study",
-                )
-            )
+    errors = [
+        changed_error(grid.trainings[name], state)
+        for name, state in states.items()
+        if state.progress is Progress.CHANGED
+    ]
     if errors:
         raise UserErrors(errors)
+
+
+def changed_error(training: StudyTraining, state: TrainingState) -> UserError:
+    more = len(state.changes) - MAX_CHANGES
+    lines = [f"    {change}" for change in state.changes[:MAX_CHANGES]]
+    lines += [f"    ... {more} more"] if more > 0 else []
+    return UserError(
+        "\n".join([f"trained to step {state.step:,} with other settings", *lines]),
+        where=str(training.folder),
+        next_step="undo the change, remove this folder to train again, or choose "
+        "another name for the study",
+    )

@@ -163,7 +163,7 @@ def open_run(description: RunDescription, *, say: Say) -> MlflowRun:
     params = flatten_params(description.params)
     tags = process_tags() | description.tags
     tags["vitscale.run_folder"] = str(description.folder.absolute())
-    known = _linked_run(client, description)
+    known = linked_run(client, description.folder, uri=description.uri)
     tags |= _resume_tags(known, params, description)
     if known is not None and not _is_same(known, params, tags, description):
         say(f"MLflow run {known.info.run_id} belongs to a different earlier run; creating another")
@@ -178,7 +178,12 @@ def open_run(description: RunDescription, *, say: Say) -> MlflowRun:
             tags=tags,
         )
         run = MlflowRun(client=client, run_id=created.info.run_id)
-        _write_link(description, created.info.run_id)
+        write_link(
+            description.folder,
+            uri=description.uri,
+            experiment=description.experiment,
+            run_id=created.info.run_id,
+        )
         stored_params: dict[str, str] = {}
     else:
         run = MlflowRun(client=client, run_id=known.info.run_id)
@@ -195,12 +200,12 @@ def open_run(description: RunDescription, *, say: Say) -> MlflowRun:
     return run
 
 
-def _linked_run(client: MlflowClient, description: RunDescription) -> Any | None:
+def linked_run(client: MlflowClient, folder: Path, *, uri: str) -> Any | None:
     """The run named in the folder's link file; None if there is none or it was deleted."""
     from mlflow.exceptions import MlflowException
 
-    link = read_link(description.folder)
-    if link is None or link.get("uri") != redact(description.uri):
+    link = read_link(folder)
+    if link is None or link.get("uri") != redact(uri):
         return None
     try:
         run = client.get_run(link["run_id"])
@@ -220,13 +225,9 @@ def read_link(folder: Path) -> dict[str, str] | None:
     return link if isinstance(link, dict) and "run_id" in link else None
 
 
-def _write_link(description: RunDescription, run_id: str) -> None:
-    link = {
-        "uri": redact(description.uri),
-        "experiment": description.experiment,
-        "run_id": run_id,
-    }
-    write_json(description.folder / LINK_NAME, link)
+def write_link(folder: Path, *, uri: str, experiment: str, run_id: str) -> None:
+    link = {"uri": redact(uri), "experiment": experiment, "run_id": run_id}
+    write_json(folder / LINK_NAME, link)
 
 
 def _is_same(

@@ -20,7 +20,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def sizes(grid: Grid) -> list[tuple[str, int, int]]:
-    return [(a.stage, len(a.trainings), a.launch.nodes) for a in arrays(grid, states_of(grid))]
+    return [(a.kind, len(a.trainings), a.launch.nodes) for a in arrays(grid, states_of(grid))]
 
 
 def test_pretrainings_come_before_transfers(folder: Path) -> None:

@@ -1,0 +1,114 @@
+"""Show a study in MLflow: one parent run, its trainings as children, the results on the parent.
+
+Leaves out: MLflow itself (`vitscale.tracking.parent_run`). A store that does not answer is reported
+once; it never keeps a study from training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from launch.studies.grid import Grid, StudyTraining
+from launch.studies.results import Result
+from launch.studies.selection import Selection
+from launch.studies.settings import slug
+from launch.studies.tables import MARKDOWN_NAME
+from vitscale.config.loader import run_to_yaml
+from vitscale.tracking.parent_run import PARENT_TAG, ParentRun, open_parent
+from vitscale.tracking.run_facts import absolute_uri
+
+Say = Callable[[str], None]
+
+
+def open_study_parent(grid: Grid, *, say: Say) -> ParentRun | None:
+    """The study's MLflow run, set RUNNING; None without MLflow, or if it does not answer.
+
+    It is in the store of the first training.
+    """
+    uri = next(iter(grid.trainings.values())).run.tracking.uri
+    if uri is None:
+        return None
+    study = grid.study
+
+    def opened() -> ParentRun:
+        parent = open_parent(
+            Path(study.folder),
+            uri=absolute_uri(uri),
+            experiment=study.name,
+            name=study.name,
+            tags={"study": study.name, "vitscale.stage": study.stage},
+            config_yaml=run_to_yaml(study),
+            say=say,
+        )
+        parent.set_status("RUNNING")
+        return parent
+
+    return _attempt(opened, say=say)
+
+
+def as_children(grid: Grid, parent: ParentRun | None) -> Grid:
+    """The grid whose trainings start as children of the study's run."""
+    if parent is None:
+        return grid
+    trainings = {name: _child(each, parent) for name, each in grid.trainings.items()}
+    return replace(grid, trainings=trainings)
+
+
+def _child(training: StudyTraining, parent: ParentRun) -> StudyTraining:
+    tracking = training.run.tracking
+    tags = tracking.tags | {PARENT_TAG: parent.run_id}
+    run = training.run.model_copy(update={"tracking": tracking.model_copy(update={"tags": tags})})
+    candidates = tuple(
+        replace(each, training=_child(each.training, parent)) for each in training.candidates
+    )
+    return replace(training, run=run, candidates=candidates)
+
+
+def publish(
+    grid: Grid,
+    found: Sequence[Selection],
+    parent: ParentRun | None,
+    *,
+    by_metric: Sequence[Sequence[Result]],
+    files: Sequence[Path],
+    say: Say,
+) -> None:
+    """Write the results to the parent; tag the children, and the trials that were chosen."""
+    if parent is None:
+        return
+    best = {name for each in found if each.label is not None for name in each.trials[each.label]}
+
+    def written() -> None:
+        for name, training in grid.trainings.items():
+            tags = {"study.selected": str(name in best).lower()} if training.kind == "trial" else {}
+            parent.adopt(training.folder, tags=tags)
+        pages = [path.read_text() for path in files if path.name == MARKDOWN_NAME]
+        parent.write_results(metrics=dict(_means(by_metric)), note="".join(pages), files=files)
+
+    _attempt(written, say=say)
+
+
+def _means(by_metric: Sequence[Sequence[Result]]) -> Iterator[tuple[str, float]]:
+    """(metric of the parent, mean over seeds) of every combination, such as val/top1/cifar-10."""
+    for results in by_metric:
+        for result in results:
+            if result.mean is not None:
+                labels = [slug(value.label) for value in result.values.values()]
+                yield "/".join([result.metric, *labels]), result.mean
+
+
+def close_study_parent(parent: ParentRun | None, status: str, *, say: Say) -> None:
+    if parent is not None:
+        _attempt(lambda: parent.set_status(status), say=say)
+
+
+def _attempt(action: Callable[[], Any], *, say: Say) -> Any:
+    """The action's value; None if the store fails, which is reported."""
+    try:
+        return action()
+    except Exception as error:  # any error of a store or a network
+        say(f"warning: the study is not shown in MLflow ({type(error).__name__}: {error})")
+        return None

@@ -1,0 +1,247 @@
+"""Choosing the value of an axis on held-out images, and the final runs with it."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from launch.jobs.job import StageJob
+from launch.studies.arrays import arrays, batch_scripts
+from launch.studies.grid import Grid
+from launch.studies.results import collect, collect_trials
+from launch.studies.running import LocalTrainings
+from launch.studies.selection import (
+    SelectingJob,
+    best,
+    check_held_out,
+    resolve,
+    selections,
+    write_selected,
+)
+from launch.studies.states import Progress, states_of
+from tests.contract.tree import ROOT
+from tests.support.study_runs import grid_of, study_of, write_study, write_training
+from vitscale.config.errors import UserError
+
+SELECTING = """\
+stage: study
+name: small
+init: runs/before
+finetune: {file: finetune.yaml}
+axes:
+  - name: set
+    values:
+      - {label: Pets, overrides: [data.dev_percent=10, model.num_classes=37]}
+      - {label: ImageNet, overrides: [data.dev_percent=1, data.planned_num_samples=2000]}
+  - name: rate
+    values:
+      - {label: low, overrides: [optim.lr=0.001]}
+      - {label: high, overrides: [optim.lr=0.03]}
+      - {label: highest, overrides: [optim.lr=0.06], only: {set: [ImageNet]}}
+seeds: [5, 6]
+select: {axis: rate}
+"""
+
+
+@pytest.fixture(autouse=True)
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return write_study(tmp_path, SELECTING)
+
+
+def write_trials(grid: Grid, values: dict[str, float]) -> None:
+    for name, value in values.items():
+        write_training(grid.trainings[name], step=12, value=value)
+
+
+PETS = {"trial_pets_low_seed0": 0.4, "trial_pets_high_seed0": 0.6}
+
+
+def test_trials_and_final_runs_are_separate(study: Path) -> None:
+    grid = grid_of(study)
+    assert list(grid.trainings) == [
+        "trial_pets_low_seed0",
+        "trial_pets_high_seed0",
+        "trial_imagenet_low_seed0",
+        "trial_imagenet_high_seed0",
+        "trial_imagenet_highest_seed0",
+        "final_pets_seed5",
+        "final_imagenet_seed5",
+        "final_pets_seed6",
+        "final_imagenet_seed6",
+    ]
+    trial, final = grid.trainings["trial_pets_low_seed0"], grid.trainings["final_pets_seed5"]
+    assert (trial.run.data.dev_percent, trial.images, trial.run.seed) == (10, 900, 0)
+    assert (final.run.data.dev_percent, final.images, final.run.seed) == (0, 1000, 5)
+    assert trial.run.tracking.tags["study.kind"] == "trial"
+    assert {t.run.model_dump()["init"] for t in grid.trainings.values()} == {"runs/before"}
+    assert [list(cell.values) for cell in grid.cells] == [["set"]] * 4
+
+
+def test_the_best_value_becomes_the_final_run(study: Path) -> None:
+    grid = grid_of(study)
+    assert states_of(grid)["final_pets_seed5"].progress is Progress.WAITING
+    write_trials(grid, PETS)
+    grid, states = resolve(grid)
+    for seed in (5, 6):
+        final = grid.trainings[f"final_pets_seed{seed}"]
+        assert (final.run.optim.lr, final.labels["rate"], final.candidates) == (0.03, "high", ())
+        assert states[final.name].progress is Progress.MISSING
+    assert states["final_imagenet_seed5"].progress is Progress.WAITING
+    assert [each.label for each in selections(grid, states)] == ["high", None]
+
+
+def test_several_seeds_of_trials_are_averaged(study: Path) -> None:
+    grid = grid_of(study, "select.seeds=[0,1]")
+    write_trials(grid, PETS | {"trial_pets_low_seed1": 0.9, "trial_pets_high_seed1": 0.6})
+    grid, states = resolve(grid)
+    pets = selections(grid, states)[0]
+    assert pets.label == "low" and pets.means == {"low": pytest.approx(0.65), "high": 0.6}
+    assert grid.trainings["final_pets_seed6"].run.optim.lr == 0.001
+
+
+def test_one_value_can_be_chosen_for_all_sets(study: Path) -> None:
+    """As the ViT paper's VTAB: `high` is best for Pets, `low` on average."""
+    study.write_text(SELECTING.replace(", only: {set: [ImageNet]}", ""))
+    grid = grid_of(study, "select.mean_over=[set]")
+    rates = ("low", "high", "highest")
+    write_trials(
+        grid,
+        {f"trial_pets_{rate}_seed0": v for rate, v in zip(rates, (0.4, 0.6, 0.5), strict=True)},
+    )
+    assert [each.label for each in selections(*resolve(grid))] == [None]
+    write_trials(
+        grid,
+        {f"trial_imagenet_{rate}_seed0": v for rate, v in zip(rates, (0.8, 0.5, 0.5), strict=True)},
+    )
+    (selection,) = selections(*resolve(grid))
+    assert selection.label == "low" and selection.others == {"set": "all"}
+    finals = [t for t in resolve(grid)[0].trainings.values() if t.kind == "final"]
+    assert [t.labels["rate"] for t in finals] == ["low"] * 4
+
+
+def test_the_direction_comes_from_the_metric() -> None:
+    means = {"a": 0.5, "b": float("nan"), "c": 0.7, "d": 0.7}
+    assert best(means, metric="val/top1") == "c"
+    assert best(means, metric="val/loss") == "a"
+    assert best({"b": float("nan"), "a": 0.0}, metric="val/top1") == "a"
+
+
+def test_a_final_run_of_another_choice_is_changed(study: Path) -> None:
+    grid = grid_of(study)
+    write_trials(grid, PETS)
+    write_training(resolve(grid)[0].trainings["final_pets_seed5"], step=12, value=0.7)
+    assert resolve(grid)[1]["final_pets_seed5"].progress is Progress.DONE
+    (grid.trainings["trial_pets_high_seed0"].folder / "journal.jsonl").unlink()
+    write_trials(grid, {"trial_pets_high_seed0": 0.1})
+    state = resolve(grid)[1]["final_pets_seed5"]
+    assert state.progress is Progress.CHANGED
+    assert state.changes == ("optim.lr: trained with 0.03, now 0.001",)
+
+
+def test_the_choices_are_written_with_all_values(study: Path) -> None:
+    grid = grid_of(study)
+    write_trials(grid, PETS)
+    path = write_selected(grid, selections(*resolve(grid)), folder=Path("results"))
+    rows = list(csv.DictReader(path.open()))
+    assert [(row["set"], row["rate"], row["selected"], row["mean"]) for row in rows] == [
+        ("Pets", "low", "false", "0.4"),
+        ("Pets", "high", "true", "0.6"),
+    ]
+
+
+def test_results_are_those_of_the_final_runs(study: Path) -> None:
+    grid = grid_of(study)
+    write_trials(grid, PETS)
+    grid, _ = resolve(grid)
+    for seed, value in ((5, 0.7), (6, 0.8)):
+        write_training(grid.trainings[f"final_pets_seed{seed}"], step=12, value=value)
+    pets, imagenet = collect(grid, states_of(grid))
+    assert pets.by_seed == {5: 0.7, 6: 0.8} and imagenet.mean is None
+    assert [result.mean for result in collect_trials(grid, states_of(grid))][:3] == [0.4, 0.6, None]
+
+
+def test_arrays_choose_when_they_start(study: Path) -> None:
+    """The final array waits for the trials; its tasks read their journals."""
+    grid, states = resolve(grid_of(study))
+    assert [(a.kind, len(a.trainings)) for a in arrays(grid, states)] == [
+        ("trial", 5),
+        ("final", 4),
+    ]
+    assert list(batch_scripts(grid, states))[1].startswith("# Array of 4 x final, after the trials")
+    final = grid.trainings["final_pets_seed5"]
+    job = SelectingJob(
+        name=final.name,
+        metric="val/top1",
+        trials={c.label: tuple(grid.trainings[n] for n in c.trials) for c in final.candidates},
+        jobs={c.label: StageJob(script="", config="", max_requeues=0) for c in final.candidates},
+    )
+    with pytest.raises(SystemExit, match="2"):
+        job()
+    write_trials(grid, PETS)
+    assert job.chosen() == "high"
+
+
+def test_a_failed_trial_keeps_the_final_runs_from_starting(study: Path) -> None:
+    from launch.jobs.monitor import StopFlag
+    from launch.studies.running import Failure
+
+    grid = grid_of(study)
+    write_trials(grid, PETS)
+    grid = grid_of(study)
+    failed = "trial_imagenet_low_seed0"
+    said: list[str] = []
+    trainings = LocalTrainings(
+        grid=grid, num_procs=1, parallel=0, say=said.append, stop=StopFlag(),
+        failures=[Failure(name=failed, what="x")],
+    )  # fmt: skip
+    trainings._waiting, trainings._done = ["final_imagenet_seed5"], set(PETS)
+    trainings._start_ready()
+    assert trainings.failures[1].what == f"not started: {failed} failed"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("select.axis=momentum", "'momentum' is not one of the axes set, rate"),
+        ("select.metric=val/images", "whether more of 'val/images' is better is not known"),
+        ("init=null", "low: changes the pre-training, which has no trials"),
+        ("select.seeds=[1,1]", "a seed is listed twice"),
+        ("table.rows=rate", "'rate' is not one of set"),
+        ("select.trials=[optim.lr=1,seed=3]", "the study sets seed itself"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(study: Path, override: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        study_of(study, override)
+
+
+def test_trials_are_never_on_the_test_images(study: Path) -> None:
+    study.write_text(SELECTING.replace("data.dev_percent=10, ", ""))
+    with pytest.raises(UserError, match="(?s)same images, 'test'.*trial_pets.*data.dev_percent"):
+        check_held_out(grid_of(study))
+    named = "select.trials=[data.val_split=val]"
+    check_held_out(grid_of(study, named))
+
+
+def test_a_cut_without_training_samples_is_one_error(study: Path) -> None:
+    study.write_text(SELECTING.replace("dev_percent=10", "dev_percent=99.99"))
+    with pytest.raises(UserError) as caught:
+        grid_of(study)
+    text = caught.value.text()
+    assert text.count("99.99 % of 1,000 training samples is 1,000") == 1
+    assert "in: trial_pets_low_seed0, trial_pets_high_seed0" in text
+
+
+def test_the_recipe_of_mae_is_chosen_by_config(study: Path, monkeypatch) -> None:
+    """AdamW with layer decay, rates and decays as one axis."""
+    monkeypatch.chdir(ROOT)
+    text = SELECTING.replace("finetune.yaml", "configs/finetune/mae_b16.yaml").replace(
+        "[optim.lr=0.03]", "[optim.lr=0.002, optim.layer_decay=0.75]"
+    )
+    study.write_text(text)
+    grid = grid_of(study)
+    run = grid.trainings["trial_pets_high_seed0"].run
+    assert (run.optim.name, run.optim.lr, run.optim.layer_decay) == ("adamw", 0.002, 0.75)
