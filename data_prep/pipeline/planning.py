@@ -20,9 +20,11 @@ import pyarrow as pa
 
 from data_prep.pipeline.image_reading import validate_input
 from data_prep.pipeline.listing import bucket_path
+from data_prep.pipeline.rejections import rejected_so_far
 from data_prep.pipeline.row_tables import read_table
 from data_prep.pipeline.selection import assignments_path
 from data_prep.pipeline.workspace import Preparation, row_locations
+from data_prep.shards.ledger import describe_rejected
 from data_prep.shards.tar_writer import SAMPLE_OVERHEAD
 from data_prep.sources.outages import Interrupted
 from vitscale.config.errors import UserError
@@ -50,6 +52,7 @@ class SplitPlan:
 def make_plan(p: Preparation, unit: str) -> None:
     num_buckets = p.result("buckets")
     sums = [p.result(f"assignment-{number:06d}") for number in range(num_buckets)]
+    _check_splits(p, sums)
     ratio = _size_ratio(p) if p.run.images.short_side else 1.0
     plan, needed = {}, 0.0
     for split in sorted(set().union(*sums)):
@@ -69,6 +72,20 @@ def make_plan(p: Preparation, unit: str) -> None:
             "another output",
         )
     p.put_result(unit, plan)
+
+
+def _check_splits(p: Preparation, sums: Sequence[dict[str, list[int]]]) -> None:
+    """Raise UserError if a split of the settings has no image, as when its one table is damaged."""
+    filled = {split for bucket in sums for split, (num_images, _) in bucket.items() if num_images}
+    empty = [split for split in p.run.source.splits if split not in filled]
+    if empty:
+        rejected = rejected_so_far(p)
+        shown = describe_rejected(rejected.reasons, rejected.examples)
+        raise UserError(
+            f"split {empty[0]!r} has no usable image" + (f"\n{shown}" if shown else ""),
+            where=f"source.splits.{empty[0]}",
+            next_step="fix these files, or remove the split",
+        )
 
 
 def shard_lengths(

@@ -13,7 +13,7 @@ import pytest
 
 from data_prep.pipeline import row_tables
 from data_prep.pipeline.rejections import Rejections, check_so_far
-from tests.support.corpora.image_corpus import corpus
+from tests.support.corpora.image_corpus import corpus, encoded
 from tests.support.corpora.preparing import preparation, prepare_here, run_of
 from vitscale.config.errors import UserError
 from vitscale.data.index import read_manifest
@@ -128,6 +128,12 @@ def truncated(folder: Path) -> Path:
     return folder / "t.parquet"
 
 
+def cut_idx(folder: Path) -> Path:
+    (folder / "t-images-idx3-ubyte.gz").write_bytes(b"cut")
+    (folder / "t-labels-idx1-ubyte").write_bytes(b"")
+    return folder
+
+
 def other_names(folder: Path) -> Path:
     (folder / "cat").mkdir()
     (folder / "cat" / "1.txt").write_bytes(b"")
@@ -142,6 +148,7 @@ def other_names(folder: Path) -> Path:
         (listed_label, "path_table", "1 no_label .sample without a usable label.: '1.jpg'"),
         (truncated, "path_table", "1 damaged_table .*: 't.parquet'"),
         (truncated, "parquet", "1 damaged_table .*: 't.parquet'"),
+        (cut_idx, "idx", "2 damaged_table .*: 't-images-idx3-ubyte.gz', 't-labels-idx1-ubyte'"),
         (other_names, "image_folder", "1 other_name .*: 'cat/1.txt'"),
     ],
 )
@@ -152,6 +159,22 @@ def test_when_every_input_is_rejected_the_error_says_why(
     run = run_of(make(tmp_path / "source"), tmp_path / "shards", source={"kind": kind})
     with pytest.raises(UserError, match=rf"all \d inputs are rejected\n  {message}\n  next:"):
         prepare_here(run)
+
+
+def test_a_split_without_a_sound_file_is_refused(tmp_path: Path) -> None:
+    table = pa.table({"image": [encoded("PNG", seed=1)], "label": ["a"]})
+    pq.write_table(table, tmp_path / "train.parquet")
+    (tmp_path / "val.parquet").write_bytes(b"PAR1 cut")
+    splits = {"train": "train.parquet", "val": "val.parquet"}
+    run = run_of(
+        tmp_path,
+        tmp_path / "shards",
+        source={"kind": "parquet", "splits": splits},
+        images={"max_bad_fraction": 1},
+    )
+    with pytest.raises(UserError, match="'val' has no usable image\n.*1 damaged_table") as error:
+        prepare_here(run)
+    assert "source.splits.val" in error.value.text()
 
 
 def test_a_survey_that_leaves_nothing_says_why(tmp_path: Path) -> None:

@@ -225,7 +225,7 @@ GREY = pixels(6, 5, 4)
         (IMAGES, idx(GREY, kind=13)),
         (IMAGES, b"\1" + idx(GREY)[1:]),
         (IMAGES, idx(GREY, sizes=(120,))),
-        (IMAGES, idx(GREY, sizes=(6, 0, 4))),
+        (IMAGES, idx(GREY[:, :0])),
         (IMAGES, idx(GREY, sizes=(6, 5, 2, 2))),
         (IMAGES, idx(GREY, sizes=(6, 2**32 - 1, 2**32 - 1))),
         (f"{IMAGES}.gz", idx(GREY)),
