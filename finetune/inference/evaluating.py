@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from finetune.inference.feature_cache import feature_cache
 from finetune.inference.results import Result, as_results
 from finetune.inference.settings import EvaluateRun
 from finetune.loading.loaded_model import LoadedModel, load_model
@@ -14,6 +15,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
+from vitscale.evaluation.features.store import FeatureStore
 from vitscale.evaluation.interface.evaluation import Subject
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.evaluation.running import results
@@ -96,8 +98,9 @@ def subject_of(
 ) -> Subject:
     folder = Path(run.folder) / FILES
     size = loaded.preprocessing.image_size
+    model = loaded.for_inference(world, precision=run.compute.precision)
     return Subject(
-        model=loaded.for_inference(world, precision=run.compute.precision),
+        model=model,
         train=(train,),
         val=val,
         data=data_settings(run, loaded),
@@ -106,6 +109,7 @@ def subject_of(
         num_outputs=loaded.num_classes,
         classes=loaded.classes,
         folder=folder / f"{size}px" if len(run.sizes) > 1 else folder,
+        features=FeatureStore(feature_cache(run, loaded, world, dtype=model.dtype)),
     )
 
 

@@ -108,4 +108,6 @@ def _cells(result: Result) -> tuple[str, ...]:
 
 
 def _spelled(value: float) -> str:
+    if 0 < abs(value) < 0.001:
+        return f"{value:.1e}"
     return f"{value:.4f}" if not math.isfinite(value) or abs(value) < 100 else f"{value:.1f}"

@@ -10,6 +10,7 @@ from pydantic import Field
 from finetune.loading.settings import ModelRun
 from vitscale.config.section import Section
 from vitscale.data.remote.settings import RemoteSettings
+from vitscale.evaluation.features.settings import FeatureSettings
 from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.tracking.settings import TrackingSettings
 
@@ -46,6 +47,8 @@ class EvaluateRun(ModelRun):
     data: EvaluationData
     evaluate: tuple[EvaluationSettings, ...] = Field(min_length=1, strict=False)
     """The evaluations, in the order of the table."""
+    features: FeatureSettings = FeatureSettings()
+    """What kNN, few-shot and linear probes read."""
     tracking: TrackingSettings = TrackingSettings()
 
     @property

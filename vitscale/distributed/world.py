@@ -186,7 +186,8 @@ def broadcast_object(value: Any) -> Any:
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """Elementwise sum over ranks, as a new tensor."""
     total = values.clone()
-    dist.all_reduce(total)
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
     return total
 
 

@@ -112,6 +112,12 @@ class Engine:
         """The same images -> another output of the model, with further inputs if it takes them."""
         return self._engine(self._model_input(images_B3SS), output=output, **inputs)
 
+    @property
+    def known_outputs(self) -> tuple[str, ...]:
+        """Names of the model's outputs besides that of an objective."""
+        names: tuple[str, ...] = self._engine.module.known_outputs
+        return names
+
     def normalized(self, images_B3SS: torch.Tensor) -> torch.Tensor:
         """Normalised pixels in fp32, whatever the model's precision: for targets made of pixels."""
         return _normalize(images_B3SS, self._shift_3HW, self._scale_3HW, torch.float32)

@@ -8,11 +8,15 @@ from vitscale.config.section import choice_of
 from vitscale.evaluation.interface.evaluation import Evaluation, EvaluationSettingsBase
 from vitscale.evaluation.logits.classification import Classification
 from vitscale.evaluation.logits.heads import Heads
+from vitscale.evaluation.probes.few_shot import FewShot
 from vitscale.evaluation.probes.knn import Knn
+from vitscale.evaluation.probes.linear_heads import LinearHeads
 
 EVALUATIONS: dict[str, type[Evaluation]] = {
     "classification": Classification,
     "knn": Knn,
+    "few_shot": FewShot,
+    "linear_heads": LinearHeads,
     "heads": Heads,
 }
 

@@ -9,24 +9,28 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
+import numpy as np
 from pydantic import Field
 
 from vitscale.config.section import NamedSection
 from vitscale.data.settings import DataSettings
+from vitscale.evaluation.features.rows import Features
+from vitscale.evaluation.features.store import FeatureStore
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from vitscale.data.index import SplitIndex
     from vitscale.distributed.world import World
 
 NORMAL_QUANTILE_975 = 1.959963984540054
-Output = Literal["logits", "features", "heads"]
+Output = Literal["logits", "features", "heads", "representation", "blocks"]
+"""representation: what the last layer sees, after a representation layer."""
 
 
 class EvaluationSettingsBase(NamedSection):
@@ -39,7 +43,7 @@ class Outputs(NamedTuple):
 
     values_BX: torch.Tensor
     """fp32: logits [B, classes], features [B, width], or heads [2, B, classes]: the logits of the
-    class and of the distillation head."""
+    class and of the distillation head; the others as features."""
     labels_B: torch.Tensor
     weights_B: torch.Tensor
     """0 for padding, else 1."""
@@ -69,6 +73,15 @@ class Model(Protocol):
         """Logits of the class and of the distillation head."""
         ...
 
+    def forward(self, images_B3SS: torch.Tensor, output: str, /) -> Any:
+        """Another output, by name."""
+        ...
+
+    @property
+    def known_outputs(self) -> tuple[str, ...]:
+        """Names of the model's outputs."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
@@ -87,6 +100,8 @@ class Subject:
     """Name of each output of the head; None where they are unknown."""
     folder: Path | None = None
     """Where rank 0 puts the files of the evaluations; None: they write none."""
+    features: FeatureStore = field(default_factory=FeatureStore)
+    """What the evaluations share."""
 
     def write(self, name: str, write: Callable[[Path], None]) -> None:
         """Let rank 0 call `write` with the path of a file in `folder`, if there is one. Collective.
@@ -120,11 +135,12 @@ class Subject:
         from vitscale.data.loader import evaluation_batches
 
         world = self.model.world
+        model = self.model
         forward = {
-            "logits": self.model.logits,
-            "features": self.model.features,
-            "heads": lambda images: torch.stack(self.model.heads(images)),
-        }[output]
+            "logits": model.logits,
+            "features": model.features,
+            "heads": lambda images: torch.stack(model.heads(images)),
+        }.get(output, lambda images: model.forward(images, output))
         batches = evaluation_batches(
             index,
             settings=self.data,
@@ -142,6 +158,59 @@ class Subject:
                 batch = cpu_batch.to(world.device)
                 values = forward(batch.images).float()
                 yield Outputs(values, batch.labels, batch.weights, cpu_batch.positions)
+
+    @property
+    def num_train(self) -> int:
+        """Training images of all parts."""
+        return sum(part.num_samples for part in self.train)
+
+    def train_features(
+        self, *, output: Output = "features", samples: np.ndarray | None = None
+    ) -> Features:
+        """Of the training images that `samples` (increasing) numbers over all parts, or of all.
+
+        Extracted once, whichever evaluation asks first. Collective.
+        """
+        chosen = np.arange(self.num_train) if samples is None else samples
+        return self._features(self.train, chosen, output)
+
+    def val_features(self, *, output: Output = "features") -> Features:
+        """Of every validation image. Collective."""
+        return self._features((self.val,), np.arange(self.val.num_samples), output)
+
+    def _features(
+        self, parts: tuple[SplitIndex, ...], chosen: np.ndarray, output: Output
+    ) -> Features:
+        import torch
+
+        if output == "representation" and output not in self.model.known_outputs:
+            output = "features"
+        numbers, values, labels, first = [], [], [], 0
+        for part in parts:
+            samples = chosen[(chosen >= first) & (chosen < first + part.num_samples)] - first
+            if len(samples):
+                own, rows_ND = self.features.rows(
+                    part,
+                    samples,
+                    output=output,
+                    world=self.model.world,
+                    extract=partial(self._values, part, output),
+                )
+                numbers.append(own + first)
+                values.append(rows_ND)
+                labels.append(torch.from_numpy(part.label[own].astype(np.int64)))
+            first += part.num_samples
+        return Features(
+            samples=np.concatenate(numbers),
+            values_ND=torch.cat(values),
+            labels_N=torch.cat(labels),
+        )
+
+    def _values(
+        self, index: SplitIndex, output: Output, samples: np.ndarray
+    ) -> Iterator[torch.Tensor]:
+        for outputs in self.outputs(index, output, samples=samples):
+            yield outputs.values_BX
 
 
 class Share(float):

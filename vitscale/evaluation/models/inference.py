@@ -52,6 +52,11 @@ class InferenceModel:
         """Normalised pixels in fp32, as `Engine.normalized`."""
         return self._normalize(images_B3SS)
 
+    @property
+    def known_outputs(self) -> tuple[str, ...]:
+        names: tuple[str, ...] = self.network.known_outputs  # type: ignore[assignment]  # any module
+        return names
+
     @torch.no_grad()
     def forward(self, images_B3SS: torch.Tensor, output: str, **inputs: Any) -> Any:
         """Another output of the model, with further inputs if it takes them, in its precision."""

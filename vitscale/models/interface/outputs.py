@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def check_output(
-    output: str, inputs: Mapping[str, Any], *, known: tuple[str, ...] = ("logits", "features")
-) -> None:
+def check_output(output: str, inputs: Mapping[str, Any], *, known: tuple[str, ...]) -> None:
     """Check what a forward pass was asked for; `objective` is answered before.
 
     Raises ValueError for an output that the model does not have, and TypeError for inputs beside

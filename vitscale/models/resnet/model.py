@@ -37,9 +37,14 @@ class BiTResNet(ResNetV2):
         """
         if output == "objective":
             return self.objective(self, images_B3SS, **inputs)
-        check_output(output, inputs)
+        check_output(output, inputs, known=self.known_outputs)
         features_BDRC = self.forward_features(images_B3SS)
         return self.forward_head(features_BDRC, pre_logits=output == "features")
+
+    @property
+    def known_outputs(self) -> tuple[str, ...]:
+        """What `forward` gives besides `objective`."""
+        return ("logits", "features")
 
 
 def build_model(settings: ResNetSettings, arch: ResNetArchitecture, *, seed: int) -> BiTResNet:

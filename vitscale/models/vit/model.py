@@ -28,6 +28,7 @@ POSITION_STD = 0.02  # vision_transformer, AddPositionEmbs
 DEIT_STD = 0.02
 MAE_STD = 0.02
 TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token")
+NUM_BLOCKS = 4  # DINOv2: linear heads on the last one and the last four
 REGISTER_STD = 1e-6  # DINOv2, init_weights; never zero, or all registers would stay equal
 
 
@@ -36,6 +37,11 @@ class RepresentationHead(nn.Sequential):
 
     def __init__(self, width: int, num_classes: int) -> None:
         super().__init__(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, num_classes))
+
+    def representation(self, features_BD: torch.Tensor) -> torch.Tensor:
+        """What the last layer sees [B, width]."""
+        representation_BD: torch.Tensor = self[1](self[0](features_BD))
+        return representation_BD
 
 
 class ViT(VisionTransformer):
@@ -51,14 +57,49 @@ class ViT(VisionTransformer):
         self, images_B3SS: torch.Tensor, *, output: str = "logits", **inputs: Any
     ) -> Any:
         """output: `logits` [B, num_classes]; `features` [B, width], pooled, before the whole head,
-        so also before a representation layer; `objective`: what the objective's module predicts
-        from the images and `inputs`. Raises TypeError for inputs of another output.
+        so also before a representation layer; `representation` [B, width], after that layer;
+        `blocks`: of `block_features`; `objective`: what the objective's module predicts from the
+        images and `inputs`. Raises TypeError for inputs of another output.
         """
         if output == "objective":
             return self.objective(self, images_B3SS, **inputs)
-        check_output(output, inputs)
+        check_output(output, inputs, known=self.known_outputs)
+        if output == "blocks":
+            return self.block_features(images_B3SS)
         tokens_BLD: torch.Tensor = self.forward_features(images_B3SS)
-        return self.forward_head(tokens_BLD, pre_logits=output == "features")
+        found_BX: torch.Tensor = self.forward_head(tokens_BLD, pre_logits=output != "logits")
+        if output == "representation":
+            assert isinstance(self.head, RepresentationHead)
+            found_BX = self.head.representation(found_BX)
+        return found_BX
+
+    @property
+    def known_outputs(self) -> tuple[str, ...]:
+        """What `forward` gives besides `objective`."""
+        has_layer = isinstance(self.head, RepresentationHead)
+        has_blocks = self.cls_token is not None and len(self.blocks) >= NUM_BLOCKS
+        return (
+            *("logits", "features"),
+            *(("representation",) if has_layer else ()),
+            *(("blocks",) if has_blocks else ()),
+        )
+
+    def block_features(self, images_B3SS: torch.Tensor) -> torch.Tensor:
+        """The class token of the last `NUM_BLOCKS` blocks, the last one first, then the mean patch
+        token of the last, each through the last norm: [B, (NUM_BLOCKS + 1) * width]. DINOv2,
+        `eval/linear.py`.
+        """
+        found: Any = self.forward_intermediates(
+            images_B3SS,
+            indices=NUM_BLOCKS,
+            norm=True,
+            return_prefix_tokens=True,
+            output_fmt="NLC",
+            intermediates_only=True,
+        )
+        patches_BLD = found[-1][0]
+        tokens = [prefix_BPD[:, 0] for _, prefix_BPD in reversed(found)]
+        return torch.cat([*tokens, patches_BLD.mean(dim=1)], dim=1)
 
     def run_blocks(self, tokens_BLD: torch.Tensor) -> torch.Tensor:
         """All blocks and the last norm, on any tokens with their positions."""
@@ -77,9 +118,13 @@ class DistilledViT(ViT, VisionTransformerDistilled):
         """output: also `heads`, the logits of the class and of the distillation head."""
         if output != "heads":
             return super().forward(images_B3SS, output=output, **inputs)
-        check_output(output, inputs, known=("heads",))
+        check_output(output, inputs, known=self.known_outputs)
         tokens_BLD = self.forward_features(images_B3SS)
         return self.head(tokens_BLD[:, 0]), self.head_dist(tokens_BLD[:, 1])
+
+    @property
+    def known_outputs(self) -> tuple[str, ...]:
+        return (*super().known_outputs, "heads")
 
 
 def run_blocks(

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
-from vitscale.evaluation.interface.evaluation import Outputs
-from vitscale.evaluation.probes.knn import Knn, KnnSettings, nearest, vote
+from tests.support.engine.array_subject import array_subject, split_of
+from vitscale.evaluation.probes.knn import Knn, KnnSettings, evenly_spaced, nearest, vote
 
 K, TEMPERATURE, CLASSES = 5, 0.07, 4
 
@@ -42,10 +39,10 @@ def test_sharded_knn_equals_brute_force(num_shards: int) -> None:
     predicted = vote(
         torch.cat([similarity for similarity, _ in candidates], dim=1),
         torch.cat([found for _, found in candidates], dim=1),
-        k=K,
+        ks=[K],
         temperature=TEMPERATURE,
         num_classes=CLASSES,
-    )
+    )[0]
     assert predicted.tolist() == [brute_force(query, bank, labels, k=K) for query in queries]
 
 
@@ -53,7 +50,7 @@ def test_a_bank_smaller_than_k_votes_with_all_it_has() -> None:
     bank, queries = normalized(3, seed=0), normalized(20, seed=1)
     labels = torch.tensor([1, 2, 1])
     similarity, found = nearest(queries, bank, labels, k=K)
-    predicted = vote(similarity, found, k=K, temperature=TEMPERATURE, num_classes=CLASSES)
+    predicted = vote(similarity, found, ks=[K], temperature=TEMPERATURE, num_classes=CLASSES)[0]
     assert predicted.tolist() == [brute_force(query, bank, labels, k=K) for query in queries]
 
 
@@ -61,23 +58,30 @@ def test_a_tiny_temperature_means_the_nearest_neighbour_alone() -> None:
     bank, queries = normalized(30, seed=0), normalized(20, seed=1)
     labels = torch.arange(30) % CLASSES
     similarity, found = nearest(queries, bank, labels, k=K)
-    predicted = vote(similarity, found, k=K, temperature=1e-6, num_classes=CLASSES)
+    predicted = vote(similarity, found, ks=[K], temperature=1e-6, num_classes=CLASSES)[0]
     assert predicted.tolist() == labels[(queries @ bank.T).argmax(dim=1)].tolist()
 
 
-def test_the_bank_is_evenly_spaced_over_all_parts() -> None:
-    taken: list[list[int]] = []
+def test_the_bank_is_evenly_spaced() -> None:
+    assert evenly_spaced(10, at_most=4).tolist() == [0, 2, 5, 7]
+    assert evenly_spaced(3, at_most=4).tolist() == evenly_spaced(3, at_most=None).tolist()
 
-    def outputs(part: Any, output: str, *, samples: Any) -> Iterator[Outputs]:
-        taken.append(samples.tolist())
-        labels = torch.tensor([*samples.tolist(), 99])  # the last one is padding
-        weights = (labels != 99).float()
-        numbers = labels.numpy()
-        yield Outputs(3 * torch.eye(8)[: len(labels)], labels, weights, numbers)
 
-    parts = (SimpleNamespace(num_samples=6), SimpleNamespace(num_samples=4))
-    subject: Any = SimpleNamespace(train=parts, outputs=outputs)
-    features, labels = Knn(KnnSettings(max_bank_images=4))._bank(subject)
-    assert taken == [[0, 2, 5], [1]]
-    assert labels.tolist() == [0, 2, 5, 1]
-    assert torch.equal(features.norm(dim=1), torch.ones(4))
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("num_bank", [60, 4])
+def test_every_k_equals_brute_force(num_bank: int) -> None:
+    bank, queries = 3 * normalized(num_bank, seed=0), 2 * normalized(40, seed=1)
+    labels = [number % CLASSES for number in range(num_bank)]
+    truth = [number % CLASSES for number in range(40)]
+    subject = array_subject(
+        split_of(bank, labels, name="train"), split_of(queries, truth, name="test")
+    )
+    settings = KnnSettings(k=5, also_k=(1, 50, 10), temperature=TEMPERATURE, max_bank_images=None)
+    found = Knn(settings).metrics(subject)
+    names = {"knn_top1": 5, "knn1_top1": 1, "knn50_top1": 50, "knn10_top1": 10}
+    assert found.keys() == names.keys()
+    for name, k in names.items():
+        guesses = [brute_force(query, bank / 3, torch.tensor(labels), k=k) for query in queries / 2]
+        correct = sum(guess == label for guess, label in zip(guesses, truth, strict=True))
+        assert found[name] == correct / 40
+    assert num_bank < 5 or len(set(found.values())) > 1

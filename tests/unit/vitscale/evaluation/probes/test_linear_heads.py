@@ -1,0 +1,76 @@
+"""Linear heads: the best rate comes from a part of the training set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.engine.array_subject import array_subject, split_of
+from vitscale.config.errors import UserError
+from vitscale.evaluation.probes.linear_heads import (
+    LinearHeads,
+    LinearHeadsSettings,
+    column_choices,
+    dev_split,
+)
+
+RATES = (1e-6, 1.0)
+
+
+def clusters(*, name: str, width: int = 5) -> Any:
+    """Three classes that a line separates."""
+    random = torch.Generator().manual_seed(len(name))
+    labels = [number % 3 for number in range(90)]
+    values = torch.randn(90, width, generator=random)
+    values[torch.arange(90), torch.tensor(labels)] += 8.0
+    return split_of(values, labels, name=name)
+
+
+def probe(**settings: Any) -> LinearHeads:
+    chosen = {"learning_rates": RATES, "steps": 60, "batch": 32, **settings}
+    return LinearHeads(LinearHeadsSettings(**chosen))
+
+
+@pytest.mark.usefixtures("group")
+def test_the_best_head_separates_clusters() -> None:
+    found = probe().metrics(array_subject(clusters(name="train"), clusters(name="test")))
+    assert found == {"linear_top1": 1.0, "linear_dev_top1": 1.0, "linear_lr": 1.0}
+
+
+@pytest.mark.usefixtures("group")
+def test_the_reported_split_does_not_choose() -> None:
+    """Its labels are shifted: the rate that learns nothing would look better on it."""
+    train, test = clusters(name="train"), clusters(name="test")
+    test.label = (test.label + 1) % 3
+    found = probe().metrics(array_subject(train, test))
+    assert found == {"linear_top1": 0.0, "linear_dev_top1": 1.0, "linear_lr": 1.0}
+
+
+def test_the_part_that_chooses_is_not_trained_on() -> None:
+    fit, dev = dev_split(50, 0.1, seed=0)
+    assert len(dev) == 5 and sorted([*fit, *dev]) == list(range(50))
+    assert not np.array_equal(dev, dev_split(50, 0.1, seed=1)[1])
+    assert [len(each) for each in dev_split(2, 0.01, seed=0)] == [1, 1]
+
+
+@pytest.mark.usefixtures("group")
+def test_heads_on_blocks_see_four_choices_of_columns() -> None:
+    found = column_choices(10, "blocks")
+    assert [each.tolist() for each in found] == [
+        [0, 1],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [0, 1, 8, 9],
+        list(range(10)),
+    ]
+    train, test = clusters(name="train", width=10), clusters(name="test", width=10)
+    assert probe(inputs="blocks").metrics(array_subject(train, test))["linear_top1"] > 0.9
+
+
+def test_blocks_of_a_model_without_them_are_refused() -> None:
+    subject = array_subject(clusters(name="train"), clusters(name="test"))
+    subject.model.known_outputs = ("logits", "features")  # type: ignore[misc]  # the stand-in
+    with pytest.raises(UserError, match="class token"):
+        probe(inputs="blocks").check(subject)
