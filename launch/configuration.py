@@ -12,6 +12,7 @@ try:
     from finetune.exporting.settings import ExportRun
     from finetune.inference.prediction.settings import PredictRun
     from finetune.inference.settings import EvaluateRun
+    from finetune.inspection.settings import VisualizeRun
     from launch.jobs.preparation import RUN_TYPES
     from launch.studies.settings import StudyRun
     from vitscale.config.reference import as_markdown, settings_reference
@@ -52,6 +53,7 @@ def main() -> None:
         "evaluate": EvaluateRun,
         "predict": PredictRun,
         "export": ExportRun,
+        "visualize": VisualizeRun,
         "study": StudyRun,
     }
     print(INTRODUCTION + as_markdown(settings_reference(stages)), end="")

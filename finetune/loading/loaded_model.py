@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from finetune.loading.settings import ModelRun
-from vitscale.checkpoint.folders import resolve_weights
+from vitscale.checkpoint.folders import Checkpoint, resolve_weights
 from vitscale.config.errors import UserError
 from vitscale.distributed.world import World
 from vitscale.evaluation.models.inference import InferenceModel
@@ -48,6 +48,8 @@ class LoadedModel:
     """The run that trained it; None for a weight file."""
     step: int | None
     """Step of the checkpoint; None for a weight file."""
+    checkpoint: Checkpoint | None = None
+    """None for a weight file."""
 
     @property
     def num_classes(self) -> int:
@@ -105,6 +107,7 @@ def load_model(run: ModelRun) -> LoadedModel:
         source=f"{checkpoint.folder}, step {checkpoint.step}",
         trained=trained,
         step=checkpoint.step,
+        checkpoint=checkpoint,
     )
 
 

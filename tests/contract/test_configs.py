@@ -9,6 +9,7 @@ from pathlib import Path
 from finetune.exporting.settings import ExportRun
 from finetune.inference.prediction.settings import PredictRun
 from finetune.inference.settings import EvaluateRun
+from finetune.inspection.settings import VisualizeRun
 from finetune.run import FinetuneRun
 from launch.studies.settings import StudyRun
 from pretrain.run import PretrainRun
@@ -26,6 +27,7 @@ RUN_TYPES: dict[str, type[Run]] = {
     "evaluate": EvaluateRun,
     "predict": PredictRun,
     "export": ExportRun,
+    "visualize": VisualizeRun,
     "study": StudyRun,
 }
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*") if p.suffix in (".yaml", ".yml"))

@@ -53,6 +53,7 @@ RUN_TYPES = {
     "finetune.exporting.settings",
     "finetune.inference.settings",
     "finetune.inference.prediction.settings",
+    "finetune.inspection.settings",
     "pretrain.run",
 }
 MAX_ENTRIES = 12

@@ -22,6 +22,7 @@ STAGE_OF = {
     "finetune.evaluate_model": "evaluate",
     "finetune.export": "export",
     "finetune.predict": "predict",
+    "finetune.visualize": "visualize",
 }
 # Of all scripts together; about a second. With torch it would be over a thousand.
 MAX_MODULES = 800

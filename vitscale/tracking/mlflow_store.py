@@ -288,6 +288,26 @@ def _log_params(
         client.log_batch(run_id, params=entries[i : i + PARAMS_PER_BATCH])
 
 
+def upload_to_linked_run(folder: Path, files: Sequence[Path], *, say: Say) -> bool:
+    """Upload files to the MLflow run that a run folder is linked to; whether it was done.
+
+    Says what was done. A failure is said too and not raised: the files themselves are on disk.
+    """
+    link = read_link(folder)
+    if link is None or not files:
+        return False
+    try:
+        client = open_client(link["uri"], say=say)
+        for path in files:
+            client.log_artifact(link["run_id"], str(path))
+    except Exception as error:
+        lines = redact(str(error)).strip().splitlines() or [type(error).__name__]
+        say(f"warning: not uploaded to MLflow ({lines[0][:200]})")
+        return False
+    say(f"uploaded to MLflow run {link['run_id']}")
+    return True
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRun:
     """A run read from MLflow."""

@@ -1,0 +1,59 @@
+"""The run type of looking inside a model. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from finetune.inspection.registry import PICTURES
+from finetune.loading.settings import ModelRun
+from vitscale.data.remote.settings import RemoteSettings
+from vitscale.data.remote.urls import is_url, url_problem
+
+if TYPE_CHECKING:
+    PictureName = str
+else:
+    PictureName = Literal[tuple(PICTURES)]
+
+
+class VisualizeRun(ModelRun):
+    """trained model -> pictures of what it has learned."""
+
+    stage: Literal["visualize"] = "visualize"
+    """Which script runs this file: finetune/visualize.py."""
+    name: str = "visualize"
+    """Folder of the pictures under runs/, for a model that is no run."""
+    output: str | None = None
+    """Folder of the pictures; null: pictures/ in the run folder that `init` is in, else
+    runs/NAME/pictures."""
+    pictures: tuple[PictureName, ...] = Field(default=(), strict=False)
+    """The pictures to draw; empty: all that the model has."""
+    images: tuple[str, ...] = Field(default=(), strict=False)
+    """Image files and folders of images, or one shard folder or its URL. Empty: the shards that the
+    run was trained on."""
+    split: str | None = None
+    """Split of the shards that `images` are taken from; null: the run's validation split."""
+    num_images: int = Field(default=8, gt=0, le=32)
+    """Images in a sheet, evenly spaced over `images`."""
+    num_measured_images: int = Field(default=128, gt=0)
+    """Images that the attention distance is averaged over; 128 in the ViT paper, appendix D.7."""
+    bank: str | None = None
+    """Shard folder or URL in which nearest neighbours are searched; null: the shards of `images`,
+    else those that the run was trained on."""
+    bank_split: str = "train"
+    """Split of `bank`."""
+    max_bank_images: int = Field(default=2000, gt=0)
+    """At most so many images of the bank, evenly spaced."""
+    remote: RemoteSettings = RemoteSettings()
+    mlflow: bool = True
+    """Upload the pictures to the MLflow run of the run folder that `init` is in."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from super().problems()
+        paths = [*(("images", path) for path in self.images), ("bank", self.bank)]
+        for key, path in paths:
+            problem = url_problem(path) if path is not None and is_url(path) else None
+            if problem is not None:
+                yield (key, problem)

@@ -1,0 +1,50 @@
+"""Look inside a trained model: filters, positions, attention, neighbours, reconstructions.
+
+python finetune/visualize.py init=runs/demo-finetune
+python finetune/visualize.py init=runs/demo-finetune photos/ pictures=[attention_rollout]
+"""
+
+from __future__ import annotations
+
+import sys
+
+try:
+    from finetune.inspection.settings import VisualizeRun
+    from vitscale.config.command_line import load_command
+    from vitscale.config.errors import UserError, run_rank_script
+except ModuleNotFoundError as error:
+    print(f"{error}. Run: pip install -e .", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
+def visualize(run: VisualizeRun) -> None:
+    # Imported late: torch takes seconds, and a wrong configuration fails before it.
+    from finetune.inspection.drawing import draw_pictures
+    from vitscale.distributed.world import process_group
+
+    compute = run.compute
+    with process_group(
+        device=compute.device, timeout_min=compute.timeout_min, num_threads=compute.num_threads
+    ) as world:
+        if world.world_size > 1:
+            raise UserError(
+                f"draws with one process, but {world.world_size} were started",
+                where="finetune/visualize.py",
+                next_step="start it with python",
+            )
+        draw_pictures(run, world)
+
+
+def main() -> None:
+    command = load_command(
+        VisualizeRun,
+        script="finetune/visualize.py",
+        description="Draw what a trained model has learned, as PNG files.",
+        needs_config=False,
+        words_key="images",
+    )
+    visualize(command.run)
+
+
+if __name__ == "__main__":
+    run_rank_script(main)

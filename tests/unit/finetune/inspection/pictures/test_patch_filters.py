@@ -1,0 +1,50 @@
+"""Principal components of filters: known for a set of rank 1, orthonormal, sorted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from sklearn.decomposition import PCA
+from torch import nn
+
+from finetune.inspection.pictures.patch_filters import first_filters, principal_components
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+def test_filters_of_rank_one_have_one_component() -> None:
+    """Multiples of one filter, shifted by a common one, which PCA takes away."""
+    direction, mean = random(2, 3, 2, 2)
+    filters = mean + torch.linspace(-1, 3, 9)[:, None, None, None] * direction
+    components, shares = principal_components(filters, count=28)
+    assert components.shape == (1, 3, 2, 2)
+    assert shares.tolist() == pytest.approx([1.0])
+    cosine = nn.functional.cosine_similarity(components[0].flatten(), direction.flatten(), dim=0)
+    assert abs(float(cosine)) == pytest.approx(1.0, abs=1e-6)
+    assert float(components[0].abs().max()) == float(components[0].max())
+
+
+def test_components_are_those_of_scikit_learn() -> None:
+    filters = random(40, 3, 3, 3)
+    components, shares = principal_components(filters, count=5)
+    expected = PCA(n_components=5, svd_solver="full").fit(filters.flatten(1).double().numpy())
+    assert shares.tolist() == pytest.approx(expected.explained_variance_ratio_.tolist())
+    for component, other in zip(components.flatten(1), expected.components_, strict=True):
+        assert abs(float(component @ torch.from_numpy(other))) == pytest.approx(1.0)
+
+
+def test_equal_filters_have_a_component_of_no_variance() -> None:
+    components, shares = principal_components(torch.ones(4, 3, 2, 2), count=28)
+    assert len(components) == 1 and shares.tolist() == [0.0]
+    assert components.isfinite().all()
+
+
+def test_the_first_filters_are_those_that_see_colours() -> None:
+    network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(3, 4, 2), nn.Conv2d(3, 5, 1))
+    found = first_filters(network, standardized=False)
+    assert torch.equal(found, network[1].weight.detach().double())  # type: ignore[operator]  # a tensor
+    standard = first_filters(network, standardized=True).flatten(1)
+    torch.testing.assert_close(standard.mean(dim=1), torch.zeros(4, dtype=torch.float64))
+    torch.testing.assert_close(standard.square().mean(dim=1), torch.ones(4, dtype=torch.float64))
