@@ -42,7 +42,7 @@ class Mae(Objective):
             what = f"mae removes patches of pixels, which {model.name} has none of"
             yield ("model.name", f"{what}; set it to vit")
             return
-        if model.pool == "gap" and not model.class_token:
+        if model.pool in ("gap", "map") and not model.class_token:
             what = "mae's encoder has a class token"
             yield ("model.pool", f"{what}; set pool=cls, or class_token=true beside pool=gap")
         if model.num_registers:

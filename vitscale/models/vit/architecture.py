@@ -25,6 +25,7 @@ class ViTArchitecture(Architecture):
         "distillation_token",
         "pooled_class_token",
         "pool_norm",
+        "mlp",
         "name",
     )
 
@@ -47,6 +48,7 @@ class ViTArchitecture(Architecture):
     pool_norm: bool = False
     """Whether the last norm follows the mean of the patches instead of preceding it."""
     distillation_token: bool = False
+    mlp: str = "gelu"
     name: str = "vit"
 
     @property
@@ -67,7 +69,7 @@ class ViTArchitecture(Architecture):
 
     @property
     def has_class_token(self) -> bool:
-        return self.pool == "cls" or self.pooled_class_token
+        return self.pool in ("cls", "cls_mean") or self.pooled_class_token
 
     @property
     def num_patches(self) -> int:
@@ -103,7 +105,7 @@ class ViTArchitecture(Architecture):
 
     @property
     def feature_width(self) -> int:
-        return self.width
+        return 2 * self.width if self.pool == "cls_mean" else self.width
 
     @property
     def summary(self) -> str:

@@ -20,14 +20,25 @@ def num_parameters(arch: ViTArchitecture) -> int:
     patch = arch.patch_values * d + d
     tokens = arch.num_prefix_tokens * d + arch.num_position_rows * d
     representation = d * d + d if arch.representation_layer else 0
-    head = arch.num_classifiers * (d * arch.num_classes + arch.num_classes)
-    return patch + tokens + arch.depth * block_parameters(arch) + 2 * d + representation + head
+    head = arch.num_classifiers * (arch.feature_width * arch.num_classes + arch.num_classes)
+    blocks = arch.depth * block_parameters(arch)
+    return patch + tokens + blocks + 2 * d + pool_parameters(arch) + representation + head
+
+
+def pool_parameters(arch: ViTArchitecture) -> int:
+    """Of the pooling head (MAP): a query, Q, K, V and output, a norm and an MLP."""
+    if arch.pool != "map":
+        return 0
+    d, m = arch.width, arch.mlp_width
+    return d + 4 * (d * d + d) + 2 * d + (d * m + m) + (m * d + d)
 
 
 def block_parameters(arch: ViTArchitecture) -> int:
     """Of one block."""
     d, a, m = arch.width, arch.attention_width, arch.mlp_width
-    block = 2 * (2 * d) + (3 * d * a + 3 * a) + (a * d + d) + (d * m + m) + (m * d + d)
+    inner = 2 if arch.mlp == "swiglu" else 1
+    mlp = inner * (d * m + m) + (m * d + d)
+    block = 2 * (2 * d) + (3 * d * a + 3 * a) + (a * d + d) + mlp
     return block + (2 * d if arch.layer_scale else 0)
 
 
@@ -41,8 +52,11 @@ def train_flops_per_image(arch: ViTArchitecture) -> int:
     """
     d = arch.width
     patch = arch.num_patches * arch.patch_values * d
-    head = arch.num_classifiers * d * arch.num_classes
+    head = arch.num_classifiers * arch.feature_width * arch.num_classes
     head += d * d if arch.representation_layer else 0
+    if arch.pool == "map":  # one query attends to N patches
+        num_seen = arch.num_train_tokens - arch.num_prefix_tokens
+        head += num_seen * (2 * d * d + 2 * d) + 2 * d * d + 2 * d * arch.mlp_width
     return 3 * 2 * (arch.depth * block_multiply_adds(arch) + patch + head)
 
 
@@ -50,7 +64,8 @@ def block_multiply_adds(arch: ViTArchitecture) -> int:
     """Of one block's forward pass in training."""
     d, a, m = arch.width, arch.attention_width, arch.mlp_width
     num_tokens = arch.num_train_tokens
-    return num_tokens * (4 * d * a + 2 * d * m) + 2 * num_tokens**2 * a
+    mlp = (3 if arch.mlp == "swiglu" else 2) * d * m
+    return num_tokens * (4 * d * a + mlp) + 2 * num_tokens**2 * a
 
 
 def activation_bytes_per_image(
@@ -60,12 +75,11 @@ def activation_bytes_per_image(
 
     34 bytes per token and channel of a block in bf16 for m = 4d, here split into 10d + 8a + 4m:
     Korthikanti et al. 2022 (Reducing Activation Recomputation), table 2, without the 5aT^2 term
-    that a fused attention kernel never stores. Checkpointing keeps each block's input and one
-    block in full.
+    that a fused attention kernel never stores. SwiGLU keeps 8m. Checkpointing keeps each block's
+    input and one block in full.
     """
-    block = arch.num_train_tokens * (
-        10 * arch.width + 8 * arch.attention_width + 4 * arch.mlp_width
-    )
+    mlp = (8 if arch.mlp == "swiglu" else 4) * arch.mlp_width
+    block = arch.num_train_tokens * (10 * arch.width + 8 * arch.attention_width + mlp)
     block_input = arch.num_train_tokens * 2 * arch.width
     if activation_checkpointing:
         total = arch.depth * block_input + block

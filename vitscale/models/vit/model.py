@@ -10,26 +10,27 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from timm.layers import Attention, DropPath, PatchEmbed
+from timm.layers import Attention, DropPath, PatchEmbed, SwiGLUPacked
 from timm.models import checkpoint_seq
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from vitscale.models.interface.compilation import compile_each
-from vitscale.models.interface.initialization import lecun_normal
 from vitscale.models.interface.outputs import check_output
 from vitscale.models.vit.architecture import ViTArchitecture
+from vitscale.models.vit.initialization import POSITION_STD, initialize
 from vitscale.models.vit.position_embedding import FIXED_POSITIONS
 from vitscale.models.vit.settings import TransformerSettings, ViTSettings
 
-MLP_BIAS_STD = 1e-6  # vision_transformer, MlpBlock
-POSITION_STD = 0.02  # vision_transformer, AddPositionEmbs
-DEIT_STD = 0.02
-MAE_STD = 0.02
-TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token")
+TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token", "latent")
+POOLS: dict[str, Literal["token", "avg", "map"]] = {
+    "cls": "token",
+    "gap": "avg",
+    "map": "map",
+    "cls_mean": "token",
+}
 NUM_BLOCKS = 4  # DINOv2: linear heads on the last one and the last four
-REGISTER_STD = 1e-6  # DINOv2, init_weights; never zero, or all registers would stay equal
 
 
 class RepresentationHead(nn.Sequential):
@@ -52,6 +53,8 @@ class ViT(VisionTransformer):
     """
 
     objective: nn.Module
+    pools_both = False
+    """Whether the head sees the class token and the mean of the patches (DINOv2)."""
 
     def forward(  # type: ignore[override]  # no masks
         self, images_B3SS: torch.Tensor, *, output: str = "logits", **inputs: Any
@@ -100,6 +103,13 @@ class ViT(VisionTransformer):
         patches_BLD = found[-1][0]
         tokens = [prefix_BPD[:, 0] for _, prefix_BPD in reversed(found)]
         return torch.cat([*tokens, patches_BLD.mean(dim=1)], dim=1)
+
+    def pool(self, x: torch.Tensor, pool_type: str | None = None) -> torch.Tensor:
+        """Tokens [B, L, width] -> what the head sees."""
+        if pool_type is not None or not self.pools_both:
+            pooled: torch.Tensor = super().pool(x, pool_type)
+            return pooled
+        return torch.cat([x[:, 0], x[:, self.num_prefix_tokens :].mean(dim=1)], dim=1)
 
     def run_blocks(self, tokens_BLD: torch.Tensor) -> torch.Tensor:
         """All blocks and the last norm, on any tokens with their positions."""
@@ -166,14 +176,13 @@ def build_transformer(
     seed: int,
 ) -> ViT:
     """embed_layer: makes the patches; timm's `PatchEmbed` or one with the same arguments."""
-    token_pool: Literal["token", "avg"] = "token" if settings.pool == "cls" else "avg"
     family = DistilledViT if settings.distillation_token else ViT
     model = family(
         img_size=arch.image_size,
         patch_size=arch.patch_size,
         embed_layer=embed_layer,
         num_classes=arch.num_classes,
-        global_pool=token_pool,
+        global_pool=POOLS[settings.pool],
         class_token=arch.has_class_token,
         reg_tokens=arch.num_registers,
         pos_embed="learn" if arch.positions == "learned" else "none",
@@ -188,18 +197,19 @@ def build_transformer(
         embed_dim=arch.width,
         depth=arch.depth,
         num_heads=arch.num_heads,
-        mlp_ratio=arch.mlp_width / arch.width,
         norm_layer=partial(nn.LayerNorm, eps=settings.layer_norm_eps),
-        act_layer=partial(nn.GELU, approximate="tanh" if settings.gelu == "tanh" else "none"),
         pos_drop_rate=settings.dropout,
         proj_drop_rate=settings.dropout,
         attn_drop_rate=settings.attention_dropout,
         attn_layer=_attention(arch.head_width),
         drop_path_rate=settings.drop_path,
         weight_init="skip",
+        **_mlp_options(settings, arch),
     )
     if settings.distillation_token and arch.patch_dropout:
         model.patch_drop.num_prefix_tokens = arch.num_prefix_tokens  # timm counts one
+    if settings.pool == "cls_mean":
+        _pool_both(model, arch)
     if settings.representation_layer:
         model.add_module("head", RepresentationHead(arch.width, arch.num_classes))
     if arch.positions in FIXED_POSITIONS:
@@ -220,139 +230,27 @@ def build_transformer(
     return model
 
 
+def _mlp_options(settings: TransformerSettings, arch: ViTArchitecture) -> dict[str, Any]:
+    """timm's arguments. It counts gates as hidden channels."""
+    if settings.mlp == "swiglu":
+        ratio = 2 * arch.mlp_width / arch.width
+        return {"mlp_ratio": ratio, "mlp_layer": SwiGLUPacked, "act_layer": nn.SiLU}
+    gelu = partial(nn.GELU, approximate="tanh" if settings.gelu == "tanh" else "none")
+    return {"mlp_ratio": arch.mlp_width / arch.width, "act_layer": gelu}
+
+
+def _pool_both(model: ViT, arch: ViTArchitecture) -> None:
+    """Give a model whose head sees the class token one that sees the mean of the patches too."""
+    model.pools_both = True
+    if arch.num_classes:
+        model.add_module("head", nn.Linear(arch.feature_width, arch.num_classes))
+
+
 def _fix_positions(model: VisionTransformer, pos_LD: torch.Tensor) -> None:
     """Put fixed positions where timm adds learned ones; no parameter, and in no checkpoint."""
     assert model.pos_embed is None
     del model.pos_embed
     model.register_buffer("pos_embed", pos_LD[None], persistent=False)
-
-
-@torch.no_grad()
-def initialize(
-    model: VisionTransformer,
-    *,
-    seed: int,
-    head_bias: float,
-    head_std: float = 0.0,
-    position_std: float = POSITION_STD,
-    scheme: str = "vit",
-) -> None:
-    """Initialise as the papers' code does: `scheme` is one of `SCHEMES`.
-
-    Norms are 1 and 0, the last layer is zero unless `head_std` is given, and layer scales keep the
-    value they were built with. What few models have is drawn last, so that it changes no other
-    weight of the same seed.
-    """
-    random = torch.Generator().manual_seed(seed)
-    for module in model.modules():
-        if isinstance(module, nn.LayerNorm):
-            nn.init.ones_(module.weight)
-            nn.init.zeros_(module.bias)
-    SCHEMES[scheme](model, random, position_std)
-    if model.reg_token is not None:
-        nn.init.normal_(model.reg_token, std=REGISTER_STD, generator=random)
-    if isinstance(model, DistilledViT):
-        std = DEIT_STD if scheme == "deit" else 0.0  # as the class token
-        nn.init.normal_(model.dist_token, std=std, generator=random)
-    reset_head(model, bias=head_bias)
-    for last in _last_layers(model):
-        if head_std > 0:
-            nn.init.normal_(last.weight, std=head_std, generator=random)
-
-
-def _initialize_as_flax(
-    model: VisionTransformer, random: torch.Generator, position_std: float
-) -> None:
-    """vision_transformer, `models_vit.py`, and the defaults of Flax.
-
-    Xavier-uniform kernels, with Q, K and V as three matrices: initialised as one fused matrix
-    their bounds would be 0.707 times too small. MLP biases N(0, 1e-6), class token zero. What
-    names no initialisation there, the patches and the representation layer, is LeCun-normal.
-    """
-    for name, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        parts = module.weight.chunk(3) if name.endswith("attn.qkv") else (module.weight,)
-        for part in parts:
-            if name == "head.0":
-                lecun_normal(part, random)
-            else:
-                nn.init.xavier_uniform_(part, generator=random)
-        if ".mlp." in name:
-            nn.init.normal_(module.bias, std=MLP_BIAS_STD, generator=random)
-        else:
-            nn.init.zeros_(module.bias)
-    lecun_normal(model.patch_embed.proj.weight, random)
-    nn.init.zeros_(model.patch_embed.proj.bias)
-    if isinstance(model.pos_embed, nn.Parameter):
-        nn.init.normal_(model.pos_embed, std=position_std, generator=random)
-    if model.cls_token is not None:
-        nn.init.zeros_(model.cls_token)
-
-
-def _initialize_as_deit(
-    model: VisionTransformer, random: torch.Generator, position_std: float
-) -> None:
-    """DeiT-III, `models_v2.py`: N(0, 0.02) but for the patches, which keep PyTorch's default.
-
-    Its truncation, at plus and minus 2 (a hundred sigma), never acts.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=DEIT_STD, generator=random)
-            nn.init.zeros_(module.bias)
-    patch = model.patch_embed.proj
-    bound = patch.weight[0].numel() ** -0.5
-    nn.init.uniform_(patch.weight, -bound, bound, generator=random)
-    nn.init.uniform_(patch.bias, -bound, bound, generator=random)
-    if isinstance(model.pos_embed, nn.Parameter):
-        nn.init.normal_(model.pos_embed, std=position_std, generator=random)
-    if model.cls_token is not None:
-        nn.init.normal_(model.cls_token, std=DEIT_STD, generator=random)
-
-
-def _initialize_as_mae(
-    model: VisionTransformer, random: torch.Generator, position_std: float
-) -> None:
-    """MAE, `models_mae.py`: Xavier-uniform kernels, Q, K and V as one matrix, biases 0.
-
-    The patch kernel as if it were a dense layer on the flattened patch, its bias as PyTorch makes
-    it.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.xavier_uniform_(module.weight, generator=random)
-            nn.init.zeros_(module.bias)
-    patch = model.patch_embed.proj
-    nn.init.xavier_uniform_(patch.weight.flatten(1), generator=random)
-    bound = patch.weight[0].numel() ** -0.5
-    nn.init.uniform_(patch.bias, -bound, bound, generator=random)
-    if isinstance(model.pos_embed, nn.Parameter):
-        nn.init.normal_(model.pos_embed, std=position_std, generator=random)
-    if model.cls_token is not None:
-        nn.init.normal_(model.cls_token, std=MAE_STD, generator=random)
-
-
-SCHEMES: dict[str, Callable[[VisionTransformer, torch.Generator, float], None]] = {
-    "vit": _initialize_as_flax,
-    "deit": _initialize_as_deit,
-    "mae": _initialize_as_mae,
-}
-
-
-@torch.no_grad()
-def reset_head(model: VisionTransformer, *, bias: float) -> None:
-    """Zero the last layers; with zero weights every class starts at the same probability."""
-    for last in _last_layers(model):
-        nn.init.zeros_(last.weight)
-        nn.init.constant_(last.bias, bias)
-
-
-def _last_layers(model: VisionTransformer) -> list[nn.Linear]:
-    """Of the head and, if there is one, the distillation head; empty without classes."""
-    heads = [model.head, model.head_dist] if isinstance(model, DistilledViT) else [model.head]
-    lasts = [head[-1] if isinstance(head, nn.Sequential) else head for head in heads]
-    return [last for last in lasts if isinstance(last, nn.Linear)]
 
 
 def decayed(name: str, parameter: torch.Tensor) -> bool:

@@ -24,6 +24,7 @@ SIZES = {
     "H": (1280, 32, 16, 5120),
     "g": (1408, 40, 16, 6144),
 }
+PATCH_POOLS = ("gap", "map")  # which do not read the class token
 NUMBERS = ("width", "depth", "num_heads", "mlp_width", "patch_size")
 
 
@@ -42,11 +43,15 @@ class TransformerSettings(ModelSettingsBase):
     """Channels of an attention head; null: `width` / `num_heads`."""
     mlp_width: int | None = Field(default=None, gt=0)
     """Hidden channels of a block's MLP."""
-    pool: Literal["cls", "gap"] = "cls"
-    """What the head sees: the class token, or the mean of the patch tokens."""
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    """swiglu: `mlp_width` gates of SiLU times as many values (DINOv2's g/14); `gelu` has no effect.
+    Shazeer 2020."""
+    pool: Literal["cls", "gap", "map", "cls_mean"] = "cls"
+    """What the head sees: the class token; the mean of the patch tokens; map: what one learned
+    query attends to in them (Zhai et al. 2022, sec. 3.3); cls_mean: both of the first (DINOv2)."""
     class_token: bool | None = None
-    """null: with pool=cls only. true with pool=gap: the class token takes part in attention, but
-    no head reads it (MAE's fine-tuning)."""
+    """null: where the pool reads it. true with pool=gap or map: the class token takes part in
+    attention, but no head reads it (MAE's fine-tuning)."""
     pool_norm: bool = False
     """With pool=gap: one norm after the mean instead of before it, named fc_norm (MAE, BEiT)."""
     num_registers: int = Field(default=0, ge=0)
@@ -108,7 +113,8 @@ class TransformerSettings(ModelSettingsBase):
             "patch_dropout": self.patch_dropout,
             "head_width": self.head_width,
             "distillation_token": self.distillation_token,
-            "pooled_class_token": self.pool == "gap" and bool(self.class_token),
+            "pooled_class_token": self.pool in PATCH_POOLS and bool(self.class_token),
+            "mlp": self.mlp,
             "pool_norm": self.pool_norm,
             **self.numbers(),
         }
@@ -203,17 +209,20 @@ def _image_size_problems(
 
 
 def _pool_problems(model: TransformerSettings) -> Iterator[tuple[str, str]]:
-    if model.pool == "cls" and model.class_token is False:
-        yield ("model.class_token", "false, but pool=cls reads it; set it to null, or pool=gap")
-    if model.pool == "cls" and model.pool_norm:
+    if model.pool not in PATCH_POOLS and model.class_token is False:
+        what = f"false, but pool={model.pool} reads it"
+        yield ("model.class_token", f"{what}; set it to null, or pool=gap")
+    if model.pool != "gap" and model.pool_norm:
         yield ("model.pool_norm", "is for pool=gap; set it to false, or pool=gap")
+    if model.pool == "cls_mean" and model.representation_layer:
+        yield ("model.representation_layer", "is not for pool=cls_mean; set it to false")
 
 
 def _class_position_problems(model: TransformerSettings) -> Iterator[tuple[str, str]]:
     if not model.class_position:
         return
-    if model.pool == "gap" and not model.class_token:
-        reason = "pool=gap has no class token"
+    if model.pool in PATCH_POOLS and not model.class_token:
+        reason = f"pool={model.pool} has no class token"
     elif model.positions != "learned":
         reason = f"{model.positions} positions are for patches only"
     elif model.num_registers:

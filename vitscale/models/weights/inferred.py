@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from vitscale.config.errors import UserError
 from vitscale.models.registry import MODELS, ModelSettings
-from vitscale.models.vit.settings import NUMBERS
+from vitscale.models.vit.settings import NUMBERS, PATCH_POOLS
 from vitscale.models.weights.reading import ExternalWeights
 
 PATCH, STEM = "patch_embed.proj.weight", "patch_embed.backbone."
@@ -126,11 +126,13 @@ def _refuse_other_families(weights: Mapping[str, torch.Tensor], path: Path) -> N
 def _transformer(weights: Mapping[str, torch.Tensor], grid: tuple[int, int]) -> dict[str, Any]:
     blocks = {int(name.split(".")[1]) for name in weights if re.match(r"blocks\.\d+\.", name)}
     hidden = weights["blocks.0.mlp.fc2.weight"].shape[1]
+    is_gated = weights["blocks.0.mlp.fc1.weight"].shape[0] == 2 * hidden
     values: dict[str, Any] = {
         "width": weights[PATCH].shape[0],
         "patch_size": weights[PATCH].shape[-1],
         "depth": max(blocks) + 1,
         "mlp_width": hidden,
+        "mlp": "swiglu" if is_gated else "gelu",
         "representation_layer": "head.0.weight" in weights,
         "num_registers": weights["reg_token"].shape[1] if "reg_token" in weights else 0,
         "distillation_token": "dist_token" in weights,
@@ -155,8 +157,11 @@ def _pool(weights: Mapping[str, torch.Tensor], *, stated: str | None) -> dict[st
         pool = "map"
     elif "fc_norm.weight" in weights:
         pool = "gap"
+    elif (head := weights.get("head.weight")) is not None and has_class_token:
+        # DINOv2's classifiers see the class token and the mean of the patches.
+        pool = "cls_mean" if head.shape[1] == 2 * weights[PATCH].shape[0] else pool
     values: dict[str, Any] = {"pool": pool, "pool_norm": "fc_norm.weight" in weights}
-    return values if pool == "cls" else values | {"class_token": has_class_token}
+    return values | {"class_token": has_class_token} if pool in PATCH_POOLS else values
 
 
 def _head(weights: Mapping[str, torch.Tensor]) -> torch.Tensor | tuple[()]:

@@ -16,6 +16,7 @@ from torch import nn
 
 from finetune.loading.loaded_model import LoadedModel, load_model
 from finetune.loading.settings import ModelRun
+from vitscale.models.registry import MODELS
 
 SIZE = 28
 IMAGES = torch.randn(3, 3, SIZE, SIZE, generator=torch.Generator().manual_seed(1))
@@ -70,17 +71,36 @@ def test_hugging_face_classifiers_give_their_logits(
     assert (ours.arch.image_size, ours.num_classes) == (SIZE, 5)
 
 
+@pytest.mark.parametrize(
+    "kind, more",
+    [("Dinov2", {}), ("Dinov2", {"use_swiglu_ffn": True}), ("Dinov2WithRegisters", {})],
+)
+def test_dinov2_classifiers_see_class_token_and_mean(
+    tmp_path: Path, kind: str, more: dict[str, Any]
+) -> None:
+    config = getattr(transformers, f"{kind}Config")(**SMALL, num_labels=5, **more)
+    theirs = shaken(getattr(transformers, f"{kind}ForImageClassification")(config))
+    theirs.save_pretrained(tmp_path)
+    ours = loaded(tmp_path)
+    with torch.no_grad():
+        expected = theirs(IMAGES).logits
+    assert (ours.arch.feature_width, ours.classes) == (64, None)
+    assert expected.std() > 0.1
+    assert torch.allclose(logits(ours), expected, atol=1e-5)
+    counted = MODELS["vit"].num_parameters(ours.arch)
+    assert counted == sum(parameter.numel() for parameter in ours.network.parameters())
+
+
 @pytest.mark.parametrize("kind", ["ViT", "ViTMAE", "Dinov2", "Dinov2WithRegisters"])
 def test_hugging_face_trunks_give_their_features(tmp_path: Path, kind: str) -> None:
     config = getattr(transformers, f"{kind}Config")(**SMALL)
     theirs = shaken(getattr(transformers, f"{kind}Model")(config))
     theirs.save_pretrained(tmp_path)
-    options: dict[str, Any] = {}
     if kind == "ViTMAE":
         theirs.config.mask_ratio = 0.0  # it shuffles the patches, which the class token ignores
     ours = loaded(tmp_path)
     with torch.no_grad():
-        expected = theirs(IMAGES, **options).last_hidden_state[:, 0]
+        expected = theirs(IMAGES).last_hidden_state[:, 0]
         found = ours.network(IMAGES, output="features")
     assert expected.std() > 0.1
     assert torch.allclose(found, expected, atol=1e-5)
@@ -134,6 +154,8 @@ def test_preprocessing_comes_with_the_folder(
         ("deit3_small_patch16_224", {}),
         ("vit_small_patch14_dinov2", {}),
         ("vit_small_patch14_reg4_dinov2", {}),
+        ("vit_giant_patch14_dinov2", {}),
+        ("vit_base_patch16_siglip_224", {}),
     ],
 )
 def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: dict[str, Any]) -> None:
@@ -147,6 +169,8 @@ def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: dict[str
     assert torch.allclose(logits(ours), expected, atol=1e-5)
     assert ours.classes == tuple(labels)
     assert ours.preprocessing.mean == theirs.pretrained_cfg["mean"]
+    counted = MODELS["vit"].num_parameters(ours.arch)
+    assert counted == sum(parameter.numel() for parameter in ours.network.parameters())
 
 
 @pytest.mark.parametrize("name", ["deit3_small_patch16_224", "vit_small_patch14_reg4_dinov2"])
