@@ -37,6 +37,7 @@ def evaluate(run: EvaluateRun) -> None:
     from finetune.loading.loaded_model import load_model
     from vitscale.checkpoint.store import run_folder_lock
     from vitscale.distributed.world import process_group
+    from vitscale.images.size import rows_and_columns
 
     compute, folder = run.compute, Path(run.folder)
     check_folder(folder)
@@ -55,7 +56,7 @@ def evaluate(run: EvaluateRun) -> None:
             for rows in evaluate_sizes(run, loaded, world, train=train, val=val, say=say):
                 found += rows
                 metrics = {f"val/{row.metric}": row.value for row in rows}
-                tracker.log(metrics, step=rows[0].image_size)
+                tracker.log(metrics, step=max(rows_and_columns(rows[0].image_size)))
             if world.is_first:
                 description = describe(run, loaded, val)
                 for path in write_results(folder, found, description=description):

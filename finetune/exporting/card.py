@@ -9,6 +9,7 @@ import yaml
 from finetune.exporting.format import Format
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.evaluation.models.trained_model import TrainedModel
+from vitscale.images.size import rows_and_columns
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
 from vitscale.tracking.run_facts import redact_yaml
 
@@ -55,14 +56,16 @@ def _facts(loaded: LoadedModel) -> Iterator[str]:
 
 def _images(loaded: LoadedModel) -> Iterator[str]:
     how = loaded.preprocessing
-    size = how.image_size
+    rows, columns = rows_and_columns(how.image_size)
+    shown = f"{rows} x {columns} px"
     if how.eval_resize == "squash":
-        yield f"- the whole image is resized to {size} x {size} px ({how.eval_interpolation})"
+        yield f"- the whole image is resized to {shown} ({how.eval_interpolation})"
     else:
-        yield (
-            f"- the short side is resized to {round(size / how.eval_crop_fraction)} px "
-            f"({how.eval_interpolation}), and the centre {size} x {size} px are cut out"
-        )
+        larger = " x ".join(str(round(side / how.eval_crop_fraction)) for side in (rows, columns))
+        what = f"short side is resized to {larger.split()[0]} px"
+        if rows != columns:
+            what = f"image is resized until it covers {larger} px"
+        yield f"- the {what} ({how.eval_interpolation}), and the centre {shown} are cut out"
     yield f"- RGB, (x / 255 - mean) / std with mean {list(how.mean)} and std {list(how.std)}"
     if not how.eval_antialias and how.eval_interpolation != "area":
         yield (

@@ -16,6 +16,7 @@ from finetune.exporting.format import Format
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.models.preprocessing import Preprocessing
+from vitscale.images.size import rows_and_columns
 from vitscale.models.vit.settings import ViTSettings
 from vitscale.models.weights.timm_folders import NORM_EPS, read_timm_folder
 
@@ -112,7 +113,7 @@ def _config(loaded: LoadedModel) -> dict[str, Any]:
             "final_norm": True,
         },
         "pretrained_cfg": {
-            "input_size": [3, size, size],
+            "input_size": [3, *rows_and_columns(size)],
             "fixed_input_size": True,
             "num_classes": loaded.num_classes,
             "first_conv": "patch_embed.proj",

@@ -19,6 +19,7 @@ from vitscale.evaluation.features.store import FeatureStore
 from vitscale.evaluation.interface.evaluation import Subject
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.evaluation.running import results
+from vitscale.images.size import show_size
 
 # Folder of the evaluations' files in the folder of results.
 FILES = "evaluation"
@@ -66,7 +67,7 @@ def evaluate_sizes(
         for each, metrics in zip(evaluations, results(evaluations, subject), strict=True):
             rows += as_results(each.settings.name, metrics, image_size=subject.image_size)
         seconds = time.perf_counter() - start
-        say(f"{subject.image_size} px: {val.num_samples} images, {seconds:.1f} s")
+        say(f"{show_size(subject.image_size)} px: {val.num_samples} images, {seconds:.1f} s")
         yield rows
 
 
@@ -108,7 +109,7 @@ def subject_of(
         micro_batch=run.compute.batch,
         num_outputs=loaded.num_classes,
         classes=loaded.classes,
-        folder=folder / f"{size}px" if len(run.sizes) > 1 else folder,
+        folder=folder / f"{show_size(size)}px".replace(" ", "") if len(run.sizes) > 1 else folder,
         features=FeatureStore(feature_cache(run, loaded, world, dtype=model.dtype)),
     )
 

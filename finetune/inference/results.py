@@ -12,6 +12,7 @@ from typing import Any
 
 from vitscale.distributed.atomic_files import write_json, write_text
 from vitscale.evaluation.interface.evaluation import Share
+from vitscale.images.size import ImageSize, show_size
 
 HEADINGS = ("image size", "evaluation", "metric", "value", "95 % interval", "images")
 
@@ -20,7 +21,7 @@ HEADINGS = ("image size", "evaluation", "metric", "value", "95 % interval", "ima
 class Result:
     """One metric of one evaluation at one image size."""
 
-    image_size: int
+    image_size: ImageSize
     evaluation: str
     metric: str
     value: float
@@ -31,7 +32,9 @@ class Result:
     """Images that a share is of."""
 
 
-def as_results(evaluation: str, metrics: dict[str, float], *, image_size: int) -> list[Result]:
+def as_results(
+    evaluation: str, metrics: dict[str, float], *, image_size: ImageSize
+) -> list[Result]:
     rows = []
     for metric, value in metrics.items():
         low, high = value.interval() if isinstance(value, Share) else (None, None)
@@ -73,7 +76,8 @@ def csv_table(results: Sequence[Result]) -> str:
     file = io.StringIO()
     writer = csv.DictWriter(file, list(Result.__dataclass_fields__), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(map(asdict, results))
+    for each in results:
+        writer.writerow(asdict(each) | {"image_size": show_size(each.image_size)})
     return file.getvalue()
 
 
@@ -98,7 +102,7 @@ def _cells(result: Result) -> tuple[str, ...]:
         interval = f"{_spelled(result.low)} to {_spelled(result.high)}"
     images = "" if result.images is None else str(result.images)
     return (
-        str(result.image_size),
+        show_size(result.image_size),
         result.evaluation,
         result.metric,
         _spelled(result.value),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from vitscale.config.section import Section
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.evaluation.features.settings import FeatureSettings
 from vitscale.evaluation.registry import EvaluationSettings
+from vitscale.images.size import ImageSize, ImageSizeSetting
 from vitscale.tracking.settings import TrackingSettings
 
 
@@ -40,7 +41,7 @@ class EvaluateRun(ModelRun):
     """Name in MLflow and of the folder of results."""
     output: str | None = None
     """Folder of results; null: runs/NAME."""
-    image_sizes: tuple[Annotated[int, Field(gt=0)], ...] | None = Field(
+    image_sizes: tuple[ImageSizeSetting, ...] | None = Field(
         default=None, min_length=1, strict=False
     )
     """Evaluate the same weights at each of these sizes; null: at `image_size` alone."""
@@ -52,7 +53,7 @@ class EvaluateRun(ModelRun):
     tracking: TrackingSettings = TrackingSettings()
 
     @property
-    def sizes(self) -> tuple[int | None, ...]:
+    def sizes(self) -> tuple[ImageSize | None, ...]:
         """Image sizes to evaluate at; None: the model's own."""
         return self.image_sizes or (self.image_size,)
 

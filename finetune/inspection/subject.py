@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -49,7 +50,8 @@ class Inspected:
     @property
     def batch(self) -> int:
         """Images of one forward pass."""
-        return min(self.run.compute.batch, max(1, MAX_PIXELS // self.loaded.arch.image_size**2))
+        pixels = math.prod(self.loaded.arch.image_shape)
+        return min(self.run.compute.batch, max(1, MAX_PIXELS // pixels))
 
     @property
     def attention_batch(self) -> int:

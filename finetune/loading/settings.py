@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from vitscale.config.section import Run, Section
+from vitscale.images.size import ImageSizeSetting
 from vitscale.models.registry import ModelSettings
 
 WEIGHT_FILES = (".npz", ".safetensors")
@@ -41,8 +42,9 @@ class ModelRun(Run):
     """[rows, columns] of the position embedding in a file; null: a square grid."""
     model: ModelSettings | None = None
     """Family and size of the model in a weight file; a run folder has its own."""
-    image_size: int | None = Field(default=None, gt=0)
-    """Apply the model at another image size, its position embeddings resized; null: its own."""
+    image_size: ImageSizeSetting | None = None
+    """Apply the model at another image size, a number or [rows, columns], its position embeddings
+    resized; null: its own."""
     patch_size: int | None = Field(default=None, gt=0)
     """Apply the model with another patch size, its patch embedding resized; null: its own. Beyer
     et al. 2023 (FlexiViT)."""

@@ -11,6 +11,7 @@ from vitscale.data.samples import EvaluationSamples
 from vitscale.data.settings import DataSettings
 from vitscale.engine.engine import Engine
 from vitscale.images.sheet import save_figure
+from vitscale.images.size import ImageSize, rows_and_columns
 
 SHEET_ROWS, SHEET_COLUMNS = 4, 8
 MAX_NAME = 14
@@ -18,7 +19,12 @@ MAX_NAME = 14
 
 @torch.no_grad()
 def predictions_sheet(
-    engine: Engine, index: SplitIndex, *, settings: DataSettings, image_size: int, folder: Path
+    engine: Engine,
+    index: SplitIndex,
+    *,
+    settings: DataSettings,
+    image_size: ImageSize,
+    folder: Path,
 ) -> Path:
     """Predict samples evenly spaced over the split and draw them. Collective; rank 0 writes.
 
@@ -27,7 +33,7 @@ def predictions_sheet(
     count = min(SHEET_ROWS * SHEET_COLUMNS, index.num_samples)
     chosen = torch.linspace(0, index.num_samples - 1, count).long().tolist()
     samples = EvaluationSamples(index, settings=settings, image_size=image_size)
-    images = torch.empty(count, 3, image_size, image_size, dtype=torch.uint8)
+    images = torch.empty(count, 3, *rows_and_columns(image_size), dtype=torch.uint8)
     for row, sample in zip(images, chosen, strict=True):
         samples.fill(sample, row)
     engine.eval()

@@ -7,7 +7,7 @@ Leaves out: which fields there are (`schema`), error reports (`validation_errors
 from __future__ import annotations
 
 import types
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
 from pydantic import BaseModel
@@ -74,6 +74,9 @@ def _describe_limit(limit: Any) -> str:
 
 def _describe(annotation: Any, limits: str = "") -> str:
     origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        own = [limit for each in args[1:] for limit in getattr(each, "metadata", ())]
+        return _describe(args[0], " and ".join(filter(None, map(_describe_limit, own))))
     if origin is Literal:
         return ", ".join("null" if arg is None else str(arg) for arg in args)
     if origin in (Union, types.UnionType):

@@ -15,6 +15,7 @@ import os
 import torch
 
 from vitscale.config.errors import UserError
+from vitscale.images.size import ImageSize, rows_and_columns
 
 SHARED_MEMORY = "/dev/shm"
 # Batches that DataLoader lets each worker prepare ahead.
@@ -24,9 +25,9 @@ PREFETCH = 2
 class BatchSlots:
     """Slots for all prefetched batches and the one being read; shared by all processes."""
 
-    def __init__(self, *, num_workers: int, batch: int, image_size: int) -> None:
+    def __init__(self, *, num_workers: int, batch: int, image_size: ImageSize) -> None:
         self.num_slots = num_workers * PREFETCH + 1
-        shape = (self.num_slots, batch, 3, image_size, image_size)
+        shape = (self.num_slots, batch, 3, *rows_and_columns(image_size))
         _check_free(math.prod(shape))
         self.images = torch.empty(shape, dtype=torch.uint8).share_memory_()
 

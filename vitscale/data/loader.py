@@ -25,6 +25,7 @@ from vitscale.data.samples import EvaluationSamples, TrainingSamples, Unreadable
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.processes import process_state
+from vitscale.images.size import ImageSize, rows_and_columns
 
 # How long to wait for the exit code of a worker whose connection broke.
 EXIT_WAIT_S = 5.0
@@ -38,7 +39,7 @@ class Batch:
     """B images of one rank."""
 
     images: torch.Tensor
-    """uint8 [B, 3, S, S]"""
+    """uint8 [B, 3, rows, columns]"""
     labels: torch.Tensor
     """int64 [B]"""
     weights: torch.Tensor
@@ -66,7 +67,7 @@ class Batch:
 class Samples(Protocol):
     """Fills one image into a row of a batch; returns its label and unreadable samples."""
 
-    image_size: int
+    image_size: ImageSize
 
     def prefetch(self, positions: Sequence[int]) -> None: ...
 
@@ -108,9 +109,9 @@ class _Batches(Dataset[Batch | _Filled | UserError]):
     def __getitems__(self, numbers: Sequence[int]) -> Batch | _Filled | UserError:
         """numbers: the batch number, then its positions."""
         number, *positions = numbers
-        size = self.samples.image_size
+        shape = rows_and_columns(self.samples.image_size)
         if self.slots is None:
-            images = torch.empty(len(positions), 3, size, size, dtype=torch.uint8)
+            images = torch.empty(len(positions), 3, *shape, dtype=torch.uint8)
         else:
             images = self.slots.images[self.slots.slot_of(number)]
         labels, unreadable = [], []
@@ -202,7 +203,7 @@ def training_batches(
     training_set: TrainingSet,
     *,
     settings: DataSettings,
-    image_size: int,
+    image_size: ImageSize,
     seed: int,
     start: int,
     stop: int,
@@ -223,7 +224,7 @@ def evaluation_batches(
     index: SplitIndex,
     *,
     settings: DataSettings,
-    image_size: int,
+    image_size: ImageSize,
     rank: int,
     world_size: int,
     micro_batch: int,

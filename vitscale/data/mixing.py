@@ -17,6 +17,7 @@ import torch
 from vitscale.data.loader import Batch
 from vitscale.data.settings import MixingSettings
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
+from vitscale.images.size import ImageSize, rows_and_columns
 
 # B batch, P pairs: B = 2 P
 
@@ -37,14 +38,15 @@ def mix_batch(
 
     first_position: position in training of the batch's first sample; even.
     """
-    num, _, size, _ = batch.images.shape
+    num, _, *size = batch.images.shape
+    shape = (size[0], size[1])
     assert num % 2 == 0 and first_position % 2 == 0, "the training plan must refuse this"
     if settings.mode == "batch":
-        blends = [draw_blend(settings, stream_key("mix", seed, step), image_size=size)]
+        blends = [draw_blend(settings, stream_key("mix", seed, step), image_size=shape)]
     else:
         first = first_position // 2
         keys = [stream_key("mix pair", seed, pair) for pair in range(first, first + num // 2)]
-        blends = [draw_blend(settings, key, image_size=size) for key in keys]
+        blends = [draw_blend(settings, key, image_size=shape) for key in keys]
     shares = torch.tensor([blend.share for blend in blends]).expand(num // 2)
     return replace(
         batch,
@@ -54,7 +56,7 @@ def mix_batch(
     )
 
 
-def draw_blend(settings: MixingSettings, key: int, *, image_size: int) -> Blend:
+def draw_blend(settings: MixingSettings, key: int, *, image_size: ImageSize) -> Blend:
     """Mixup or CutMix, and how much: a function of `key`."""
     random = CounterRandom(key)
     mixup, cutmix = settings.mixup_alpha, settings.cutmix_alpha
@@ -68,17 +70,22 @@ def draw_blend(settings: MixingSettings, key: int, *, image_size: int) -> Blend:
     return cutmix_box(symmetric_beta(cutmix, random), random, image_size=image_size)
 
 
-def cutmix_box(share: float, random: CounterRandom, *, image_size: int) -> Blend:
-    """A square around a random pixel, clipped at the border; the share follows from its true area.
+def cutmix_box(share: float, random: CounterRandom, *, image_size: ImageSize) -> Blend:
+    """A box of the image's shape around a random pixel, clipped at the border.
+
+    The share follows from its true area.
 
     Source: Yun et al. 2019, eq. 2; rounding as in timm.
     """
-    side = int(image_size * math.sqrt(1 - share))
-    y, x = (int(random.uniform() * image_size) for _ in range(2))
-    top, bottom = max(y - side // 2, 0), min(y + (side + 1) // 2, image_size)
-    left, right = max(x - side // 2, 0), min(x + (side + 1) // 2, image_size)
+    rows, columns = rows_and_columns(image_size)
+
+    def span(length: int) -> tuple[int, int]:
+        side, middle = int(length * math.sqrt(1 - share)), int(random.uniform() * length)
+        return max(middle - side // 2, 0), min(middle + (side + 1) // 2, length)
+
+    (top, bottom), (left, right) = span(rows), span(columns)
     area = (bottom - top) * (right - left)
-    return Blend(1 - area / image_size**2, (top, left, bottom, right))
+    return Blend(1 - area / (rows * columns), (top, left, bottom, right))
 
 
 def mix_images(images_B3SS: torch.Tensor, blends: list[Blend]) -> torch.Tensor:
@@ -86,17 +93,18 @@ def mix_images(images_B3SS: torch.Tensor, blends: list[Blend]) -> torch.Tensor:
 
     blends: one per pair, or one for all.
     """
-    device, size = images_B3SS.device, images_B3SS.shape[-1]
+    device = images_B3SS.device
+    rows, columns = images_B3SS.shape[-2:]
     keep_P = torch.tensor([1.0 if blend.box else blend.share for blend in blends], device=device)
     keep_P11SS = keep_P.view(-1, 1, 1, 1, 1)
     if any(blend.box for blend in blends):
         # Made on the device: copying a mask per pair would be slow.
         boxes_P4 = torch.tensor([blend.box or (0, 0, 0, 0) for blend in blends], device=device)
         top, left, bottom, right = boxes_P4[:, :, None].unbind(1)
-        line_S = torch.arange(size, device=device)
-        rows_PS = (line_S >= top) & (line_S < bottom)
-        columns_PS = (line_S >= left) & (line_S < right)
-        cut_PSS = rows_PS[:, :, None] & columns_PS[:, None, :]
+        row_R, column_C = (torch.arange(side, device=device) for side in (rows, columns))
+        rows_PR = (row_R >= top) & (row_R < bottom)
+        columns_PC = (column_C >= left) & (column_C < right)
+        cut_PSS = rows_PR[:, :, None] & columns_PC[:, None, :]
         keep_P11SS = keep_P11SS * ~cut_PSS[:, None, None]
     own_P23SS = images_B3SS.float().unflatten(0, (-1, 2))
     # Exact at weights 0 and 1, so CutMix copies pixels unchanged.

@@ -27,6 +27,7 @@ from vitscale.images import crops
 from vitscale.images.augment import augment
 from vitscale.images.decoders import DECODERS, resolve_decoder
 from vitscale.images.settings import AugmentSettings
+from vitscale.images.size import ImageSize, rows_and_columns
 
 # Tried in place of an unreadable sample before the run ends.
 MAX_SUBSTITUTES = 8
@@ -98,7 +99,7 @@ class TrainingSamples:
     """Augmented training samples, by position in training."""
 
     def __init__(
-        self, training_set: TrainingSet, *, settings: DataSettings, image_size: int, seed: int
+        self, training_set: TrainingSet, *, settings: DataSettings, image_size: ImageSize, seed: int
     ) -> None:
         self.parts = [
             SplitReader(index, part=part) for part, index in enumerate(training_set.parts)
@@ -126,7 +127,7 @@ class TrainingSamples:
         prefetch(samples, shards=shards)
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        """Write the image at `position` into `out`, uint8 [3, S, S].
+        """Write the image at `position` into `out`, uint8 [3, rows, columns].
 
         Returns its label, and the unreadable samples that it substitutes.
         Raises UserError if no substitute can be read either, or if the storage cannot be accessed:
@@ -198,12 +199,12 @@ def augmentation_key(seed: int, draw: Draw, *, purpose: str = "augment") -> int:
 class EvaluationResize:
     """Make the model's input of an image as stored: the resize and crop of evaluations."""
 
-    def __init__(self, settings: DataSettings, *, image_size: int) -> None:
+    def __init__(self, settings: DataSettings, *, image_size: ImageSize) -> None:
         self.settings, self.image_size = settings, image_size
         self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
 
     def __call__(self, data: bytes, out: torch.Tensor) -> None:
-        """Write the image into `out`, uint8 [3, S, S]. Raises OSError or ValueError."""
+        """Write the image into `out`, uint8 [3, rows, columns]. Raises OSError or ValueError."""
         if self.settings.eval_interpolation == "area":
             out.copy_(self._averaged(self.decoder.whole(data)))
         else:
@@ -222,7 +223,9 @@ class EvaluationResize:
         settings = self.settings
         box = crops.CropBox(0, 0, width, height)
         if settings.eval_resize == "center_crop":
-            box = crops.center_crop_box(width, height, fraction=settings.eval_crop_fraction)
+            box = crops.center_crop_box(
+                width, height, size=self.image_size, fraction=settings.eval_crop_fraction
+            )
         return crops.CropRequest(
             box=box,
             size=self.image_size,
@@ -232,18 +235,19 @@ class EvaluationResize:
         )
 
     def _averaged(self, pixels_HW3: torch.Tensor) -> torch.Tensor:
-        size, resized = self.image_size, (self.image_size, self.image_size)
+        resized = rows, columns = rows_and_columns(self.image_size)
         if self.settings.eval_resize == "center_crop":
             height, width, _ = pixels_HW3.shape
-            factor = round(size / self.settings.eval_crop_fraction) / min(height, width)
+            fraction = self.settings.eval_crop_fraction
+            factor = max(round(rows / fraction) / height, round(columns / fraction) / width)
             resized = round(height * factor), round(width * factor)
-        return crops.area_resized(pixels_HW3, resized=resized, size=size)
+        return crops.area_resized(pixels_HW3, resized=resized, size=self.image_size)
 
 
 class EvaluationSamples:
     """Evaluation samples, by stored position; resized deterministically."""
 
-    def __init__(self, index: SplitIndex, *, settings: DataSettings, image_size: int) -> None:
+    def __init__(self, index: SplitIndex, *, settings: DataSettings, image_size: ImageSize) -> None:
         self.reader = SplitReader(index)
         self.image_size = image_size
         self.resize = EvaluationResize(settings, image_size=image_size)
@@ -259,7 +263,7 @@ class EvaluationSamples:
             )
 
     def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        """Write the image of `sample` into `out`, uint8 [3, S, S]; returns its label.
+        """Write the image of `sample` into `out`, uint8 [3, rows, columns]; returns its label.
 
         Raises UserError if it cannot be read: substituting samples would change the metric.
         """

@@ -87,7 +87,7 @@ class DataSettings(TrainingShards):
     """inception: a box of random area and aspect, as torchvision draws them. inception_tf: of
     random height and aspect, as TensorFlow draws them for ViT and AugReg; smaller on average.
     plain: resize the short side to the image size, pad by 4 px of reflection, crop; DeiT-III on
-    21k. squash: resize the whole image to a square, crop `crop_share` of its sides; BiT."""
+    21k. squash: resize the whole image to the image size, crop `crop_share` of its sides; BiT."""
     crop_area: tuple[float, float] = Field(default=(0.05, 1.0), strict=False)
     """Range of the area share of the crop; 0.05 to 1 in the ViT paper's code."""
     crop_aspect: tuple[float, float] = Field(default=(3 / 4, 4 / 3), strict=False)
@@ -103,8 +103,8 @@ class DataSettings(TrainingShards):
     augment: AugmentSettings = AugmentSettings()
     mixing: MixingSettings | None = None
     eval_resize: Literal["squash", "center_crop"] = "squash"
-    """squash: resize the whole image to a square (ViT paper's code). center_crop: resize the short
-    side, then crop the centre."""
+    """squash: resize the whole image to the image size (ViT paper's code). center_crop: resize
+    until the image size is covered, then crop the centre."""
     eval_interpolation: Literal["bilinear", "bicubic", "area"] | None = None
     """Filter of the evaluation's resize; null: `interpolation`. area: the mean of each pixel's
     area, as big_vision's `resize_small`; decodes whole images."""

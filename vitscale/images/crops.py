@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from vitscale.distributed.random_numbers import CounterRandom
+from vitscale.images.size import ImageSize, rows_and_columns
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 CROP_ATTEMPTS = 10
@@ -33,7 +34,7 @@ PILLOW_ERRORS = (
     *(struct.error, zlib.error),
 )
 
-# H height, W width, S output side
+# H height, W width, R rows and C columns of the output
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +49,10 @@ class CropBox:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CropRequest:
-    """A box of an image and how to resample it to `size` x `size` pixels."""
+    """A box of an image and how to resample it to `size`."""
 
     box: CropBox
-    size: int
+    size: ImageSize
     interpolation: str
     """bilinear or bicubic; `area_resized` averages areas."""
     antialias: bool
@@ -141,26 +142,35 @@ def tf_crop_box(
     return CropBox(0, 0, width, height)
 
 
+def _largest_sides(width: int, height: int, size: ImageSize) -> tuple[float, float]:
+    """Width and height of the largest box whose sides are to each other as those of `size`."""
+    rows, columns = rows_and_columns(size)
+    if width * rows <= height * columns:
+        return width, width * rows / columns
+    return height * columns / rows, height
+
+
 def plain_crop_box(
-    width: int, height: int, *, size: int, random: CounterRandom
+    width: int, height: int, *, size: ImageSize, random: CounterRandom
 ) -> tuple[CropBox, int, int]:
-    """A square of the short side, and how many output pixels the crop exceeds the image.
+    """The largest box of the output's shape, and how many output pixels the crop exceeds the image.
 
     DeiT resizes the short side to `size`, pads by 4 px and crops (`--src` in DeiT's `augment.py`,
     Touvron et al. 2022, sec. 3.2 "simple random crop"). This crop differs by at most half a source
     pixel, because the box is rounded. Returns (box, right, down), the shifts for `reflected`.
     """
-    short = min(width, height)
+    w, h = (max(1, round(side)) for side in _largest_sides(width, height, size))
+    rows, columns = rows_and_columns(size)
 
-    def place(length: int) -> tuple[int, int]:
-        room = size * length // short - size
+    def place(length: int, side: int, num_out: int) -> tuple[int, int]:
+        room = num_out * length // side - num_out
         at = int(random.uniform() * (room + 2 * PLAIN_CROP_PADDING + 1)) - PLAIN_CROP_PADDING
         inside = min(max(at, 0), room)
-        return min(round(inside * short / size), length - short), at - inside
+        return min(round(inside * side / num_out), length - side), at - inside
 
-    left, right = place(width)
-    top, down = place(height)
-    return CropBox(left, top, short, short), right, down
+    left, right = place(width, w, columns)
+    top, down = place(height, h, rows)
+    return CropBox(left, top, w, h), right, down
 
 
 def squash_crop_box(width: int, height: int, *, share: float, random: CounterRandom) -> CropBox:
@@ -174,53 +184,57 @@ def squash_crop_box(width: int, height: int, *, share: float, random: CounterRan
     return CropBox(int(x * (width - w + 1)), int(y * (height - h + 1)), w, h)
 
 
-def reflected(image_3SS: torch.Tensor, *, right: int, down: int) -> torch.Tensor:
+def reflected(image_3RC: torch.Tensor, *, right: int, down: int) -> torch.Tensor:
     """Shift the view by `right` and `down` pixels; the image is mirrored beyond its border.
 
     Border pixels are not repeated, as in numpy's and Pillow's "reflect".
     """
-    last = image_3SS.shape[-1] - 1
 
-    def sources(shift: int) -> torch.Tensor:
-        return last - (last - (torch.arange(last + 1) + shift).abs()).abs()
+    def sources(length: int, shift: int) -> torch.Tensor:
+        last = length - 1
+        return last - (last - (torch.arange(length) + shift).abs()).abs()
 
-    return image_3SS[:, sources(down)][:, :, sources(right)]
-
-
-def center_crop_box(width: int, height: int, *, fraction: float) -> CropBox:
-    """The centre square whose side is `fraction` of the short side."""
-    side = max(1, round(min(width, height) * fraction))
-    return CropBox((width - side) // 2, (height - side) // 2, side, side)
+    _, rows, columns = image_3RC.shape
+    return image_3RC[:, sources(rows, down)][:, :, sources(columns, right)]
 
 
-def area_resized(pixels_HW3: torch.Tensor, *, resized: tuple[int, int], size: int) -> torch.Tensor:
-    """Average each output pixel's area in the image, and keep the centre. Returns uint8 [3, S, S].
+def center_crop_box(width: int, height: int, *, size: ImageSize, fraction: float) -> CropBox:
+    """The centre box of the output's shape whose sides are `fraction` of the largest one's."""
+    w, h = (max(1, round(side * fraction)) for side in _largest_sides(width, height, size))
+    return CropBox((width - w) // 2, (height - h) // 2, w, h)
+
+
+def area_resized(
+    pixels_HW3: torch.Tensor, *, resized: tuple[int, int], size: ImageSize
+) -> torch.Tensor:
+    """Average each output pixel's area in the image, and keep the centre. Returns uint8 [3, R, C].
 
     resized: rows and columns that the whole image would have. Pixels partly inside an area count by
     the part inside. Source: TensorFlow's `resize_area_op.cc`, which big_vision's `resize_small`
     uses; big_vision truncates to whole levels, and here they are rounded.
     """
 
-    def weights(num_in: int, num_out: int) -> torch.Tensor:
-        """[S, num_in]: the share of each input pixel in an output pixel."""
+    def weights(num_in: int, num_out: int, num_kept: int) -> torch.Tensor:
+        """[num_kept, num_in]: the share of each input pixel in an output pixel."""
         scale = num_in / num_out
-        begin_S1 = (torch.arange(size)[:, None] + (num_out - size) // 2) * scale
+        begin_K1 = (torch.arange(num_kept)[:, None] + (num_out - num_kept) // 2) * scale
         pixel = torch.arange(num_in)
-        end_SN = torch.minimum(begin_S1 + scale, pixel + 1)
-        return (end_SN - torch.maximum(begin_S1, pixel)).clamp(min=0) / scale
+        end_KN = torch.minimum(begin_K1 + scale, pixel + 1)
+        return (end_KN - torch.maximum(begin_K1, pixel)).clamp(min=0) / scale
 
     height, width, _ = pixels_HW3.shape
-    rows_SWC = weights(height, resized[0]) @ pixels_HW3.flatten(1).float()
-    planes_CSW = rows_SWC.view(size, width, 3).permute(2, 0, 1)
-    return (planes_CSW @ weights(width, resized[1]).T).round().clamp(0, 255).byte()
+    rows, columns = rows_and_columns(size)
+    averaged_RX = weights(height, resized[0], rows) @ pixels_HW3.flatten(1).float()
+    planes_3RW = averaged_RX.view(rows, width, 3).permute(2, 0, 1)
+    return (planes_3RW @ weights(width, resized[1], columns).T).round().clamp(0, 255).byte()
 
 
 def crop_and_resize(pixels_HW3: torch.Tensor, request: CropRequest) -> torch.Tensor:
-    """Cut the box, resample it, mirror it if asked. Returns uint8 [3, S, S].
+    """Cut the box, resample it, mirror it if asked. Returns uint8 [3, R, C].
 
     Raises ValueError if the box exceeds the image.
     """
-    box, size = request.box, request.size
+    box, size = request.box, rows_and_columns(request.size)
     height, width, _ = pixels_HW3.shape
     inside = 0 <= box.left <= box.left + box.width <= width
     inside = inside and 0 <= box.top <= box.top + box.height <= height
@@ -231,6 +245,6 @@ def crop_and_resize(pixels_HW3: torch.Tensor, request: CropRequest) -> torch.Ten
     crop_1CHW = crop_HW3.permute(2, 0, 1)[None]
     mode, antialias = request.interpolation, request.antialias
     resized = F.interpolate(
-        crop_1CHW, size=(size, size), mode=mode, antialias=antialias, align_corners=False
+        crop_1CHW, size=size, mode=mode, antialias=antialias, align_corners=False
     )[0]
     return resized.flip(-1) if request.flip else resized

@@ -24,6 +24,7 @@ from PIL import Image
 from vitscale.config.errors import UserError
 from vitscale.images import crops
 from vitscale.images.crops import MAX_PIXELS, CropBox, CropRequest
+from vitscale.images.size import rows_and_columns
 
 AUTO = "auto"
 # A JPEG without an end marker may be truncated; a decoder of one box would not notice.
@@ -43,7 +44,7 @@ class Decoder(Protocol):
     def crop(
         self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The requested pixels, uint8 [3, S, S]; `out`, if given, is filled and returned.
+        """The requested pixels, uint8 [3, R, C]; `out`, if given, is filled and returned.
 
         Raises OSError or ValueError if the image is unreadable or smaller than the box.
         """
@@ -128,7 +129,7 @@ class RegionDecoder(PillowDecoder):
     def crop(
         self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        shape = (3, request.size, request.size)
+        shape = (3, *rows_and_columns(request.size))
         pixels = out
         if out is None or not (out.is_contiguous() and out.shape == shape):
             pixels = torch.empty(shape, dtype=torch.uint8)
@@ -152,7 +153,7 @@ def _extension() -> ModuleType:
 def decode_region(
     data: bytes, request: CropRequest, out: np.ndarray, *, allow_avx2: bool = True
 ) -> bool:
-    """Decode a box of a JPEG into `out`, uint8 [3, S, S], with the C extension.
+    """Decode a box of a JPEG into `out`, uint8 [3, R, C], with the C extension.
 
     Returns whether its own decoder of ordinary JPEGs was used, instead of libjpeg.
     Raises ValueError or OverflowError for an image that it does not support or finds damaged.

@@ -20,10 +20,11 @@ from vitscale.config.section import Run
 from vitscale.data.settings import DataSettings, augment_problems, remote_problems
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.evaluation.registry import EVALUATIONS, EvaluationSettings
+from vitscale.images.size import ImageSize, show_size
 from vitscale.models.registry import ModelSettings
 from vitscale.optim.registry import OPTIMIZERS
 from vitscale.optim.resolutions import KEY as RESOLUTIONS
-from vitscale.optim.resolutions import ResolutionSettings, spans
+from vitscale.optim.resolutions import spans
 from vitscale.optim.schedules import (
     ScheduleSettings,
     cooldown_steps,
@@ -143,6 +144,10 @@ def _resolution_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
     resolutions, last = run.schedule.resolutions, run.model.image_size
     if resolutions is None:
         return
+    if not isinstance(last, int):
+        what = f"model.image_size is {show_size(last)}, but a sequence of sizes is of squares"
+        yield (RESOLUTIONS, f"{what}; set it to null, or model.image_size to one number")
+        return
     if len(resolutions) < 2:
         yield (RESOLUTIONS, "a sequence has two image sizes at least; add one, or set it to null")
         return
@@ -180,7 +185,7 @@ class TrainingPlan:
     total_steps: int
     warmup_steps: int
     cooldown_steps: int
-    image_size: int
+    image_size: ImageSize
     start: int
     """First step at this image size, counted from 0."""
     stop: int
@@ -217,10 +222,9 @@ def training_plans(
     batch = run.data.global_batch
     share = _share_of_a_rank(batch, world_size=world_size)
     total, warmup, cooldown = _step_counts(run, num_samples=num_samples)
-    resolutions = run.schedule.resolutions or (ResolutionSettings(image_size=run.model.image_size),)
     found = []
-    for each, (start, stop) in zip(resolutions, spans(resolutions, total_steps=total), strict=True):
-        largest = each.max_micro_batch or run.engine.max_micro_batch
+    for size, max_micro_batch, (start, stop) in _segments(run, total_steps=total):
+        largest = max_micro_batch or run.engine.max_micro_batch
         micro = _micro_batch(run, share, largest=largest, world_size=world_size)
         found.append(
             TrainingPlan(
@@ -233,12 +237,24 @@ def training_plans(
                 total_steps=total,
                 warmup_steps=warmup,
                 cooldown_steps=cooldown,
-                image_size=each.image_size,
+                image_size=size,
                 start=start,
                 stop=stop,
             )
         )
     return tuple(found)
+
+
+def _segments(
+    run: TrainingRun, *, total_steps: int
+) -> Iterator[tuple[ImageSize, int | None, tuple[int, int]]]:
+    """(image size, its own `max_micro_batch`, first step and the one after the last) of each."""
+    resolutions = run.schedule.resolutions
+    if resolutions is None:
+        yield run.model.image_size, None, (0, total_steps)
+        return
+    for each, span in zip(resolutions, spans(resolutions, total_steps=total_steps), strict=True):
+        yield each.image_size, each.max_micro_batch, span
 
 
 def _share_of_a_rank(batch: int, *, world_size: int) -> int:

@@ -70,7 +70,9 @@ class IntervalLog:
         if (scale := engine.loss_scale) is not None:
             metrics["train/loss_scale"] = scale
         if not self.plan.has_one_image_size:
-            metrics["train/image_size"] = float(self.plan.image_size)
+            size = self.plan.image_size
+            assert isinstance(size, int)  # a sequence of sizes is of squares
+            metrics["train/image_size"] = float(size)
         flops = self.flops_per_image * speed / self.world.world_size
         metrics |= {name: flops / rate for name, rate in self.rates.items()}
         metrics |= _storage_metrics()

@@ -24,6 +24,7 @@ from vitscale.distributed.world import (
 from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.models.trained_model import CLASSES_NAME
 from vitscale.images.decoders import resolve_decoder
+from vitscale.images.size import show_size
 from vitscale.runs.training import TrainingRun
 from vitscale.tracking.console import ProgressLine
 from vitscale.tracking.tracker import Tracker
@@ -215,7 +216,7 @@ def _opening_lines(
     dtype = str(engine.dtype).removeprefix("torch.")
     yield (
         f"{run.name}: {objective.num_parameters(arch) / 1e6:.1f} M parameters "
-        f"at {arch.image_size} px, "
+        f"at {show_size(arch.image_size)} px, "
         f"{plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "
         f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
         f"ZeRO {run.engine.zero_stage}; decoder {resolve_decoder(run.data.decoder)}"

@@ -22,6 +22,7 @@ from vitscale.data.remote.urls import is_url
 from vitscale.data.samples import EvaluationResize, EvaluationSamples, Unreadable
 from vitscale.data.settings import DataSettings
 from vitscale.images.photographs import converted_pixels
+from vitscale.images.size import ImageSize
 
 # Files with these names are images; others in a folder are left out.
 SUFFIXES = frozenset("jpg jpeg jpe jfif png webp bmp gif tif tiff heic heif avif jp2 ppm".split())
@@ -43,7 +44,7 @@ class Inputs(Protocol):
         """The true class, where the shards have it."""
         ...
 
-    def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
+    def samples(self, settings: DataSettings, *, image_size: ImageSize) -> Samples:
         """Reads and resizes them."""
         ...
 
@@ -51,7 +52,7 @@ class Inputs(Protocol):
 class Samples(Protocol):
     """As `vitscale.data.loader.Samples`."""
 
-    image_size: int
+    image_size: ImageSize
 
     def prefetch(self, positions: Sequence[int]) -> None: ...
 
@@ -88,7 +89,7 @@ class Files:
     def label_name(self, label: int) -> str | None:
         return None
 
-    def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
+    def samples(self, settings: DataSettings, *, image_size: ImageSize) -> Samples:
         return FileSamples(self.paths, settings=settings, image_size=image_size)
 
 
@@ -136,7 +137,7 @@ def _is_image_name(path: str) -> bool:
 class FileSamples:
     """Photographs as they are: also rotated by EXIF, transparent or with 16 bits per sample."""
 
-    def __init__(self, paths: list[str], *, settings: DataSettings, image_size: int) -> None:
+    def __init__(self, paths: list[str], *, settings: DataSettings, image_size: ImageSize) -> None:
         self.paths, self.image_size = paths, image_size
         self.resize = EvaluationResize(settings, image_size=image_size)
 
@@ -194,7 +195,7 @@ class Shards:
     def label_name(self, label: int) -> str | None:
         return self.index.classes[label] if label != NO_LABEL else None
 
-    def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
+    def samples(self, settings: DataSettings, *, image_size: ImageSize) -> Samples:
         return ShardSamples(self.index, settings=settings, image_size=image_size)
 
 

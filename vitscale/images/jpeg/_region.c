@@ -207,13 +207,23 @@ static PyObject *size(PyObject *module, PyObject *arguments)
     return Py_BuildValue("II", request.image_width, request.image_height);
 }
 
-static int crop_unlocked(struct request *request, int size, const int *options, uint8_t *out)
+/* An integer, the side of a square, or (rows, columns). Returns 0, or -1 with an error set. */
+static int read_size(PyObject *size, Py_ssize_t *rows, Py_ssize_t *columns)
+{
+    if (PyTuple_Check(size))
+        return PyArg_ParseTuple(size, "nn", rows, columns) ? 0 : -1;
+    *rows = *columns = PyNumber_AsSsize_t(size, PyExc_OverflowError);
+    return PyErr_Occurred() ? -1 : 0;
+}
+
+static int crop_unlocked(struct request *request, int rows, int columns, const int *options,
+                         uint8_t *out)
 {
     struct resampler resampler;
     int failed;
 
-    failed = resampler_open(&resampler, (int)request->box.width, (int)request->box.height, size,
-                            options[0], options[1], options[2], options[3]);
+    failed = resampler_open(&resampler, (int)request->box.width, (int)request->box.height, rows,
+                            columns, options[0], options[1], options[2], options[3]);
     if (failed)
         PyErr_NoMemory();
     else {
@@ -228,20 +238,24 @@ static PyObject *crop(PyObject *module, PyObject *arguments)
 {
     struct request request = {0};
     Py_buffer data, out;
-    Py_ssize_t left, top, width, height, size;
+    PyObject *size;
+    Py_ssize_t left, top, width, height, rows, columns;
     int options[4], failed = -1; /* cubic, antialias, flip, allow AVX2 */
 
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "y*(nnnn)w*npppkp", &data, &left, &top, &width, &height, &out,
+    if (!PyArg_ParseTuple(arguments, "y*(nnnn)w*Opppkp", &data, &left, &top, &width, &height, &out,
                           &size, &options[0], &options[1], &options[2], &request.max_pixels,
                           &options[3]))
         return NULL;
-    if (left < 0 || top < 0 || width < 1 || height < 1 || left > JPEG_MAX_DIMENSION ||
+    if (read_size(size, &rows, &columns))
+        ; /* the error is set */
+    else if (left < 0 || top < 0 || width < 1 || height < 1 || left > JPEG_MAX_DIMENSION ||
         top > JPEG_MAX_DIMENSION || width > JPEG_MAX_DIMENSION || height > JPEG_MAX_DIMENSION)
         PyErr_SetString(PyExc_ValueError, "the box does not lie inside the image");
-    else if (size < 1 || size > MAX_SIZE || (unsigned long)(size * height) > request.max_pixels)
+    else if (rows < 1 || rows > MAX_SIZE || columns < 1 || columns > MAX_SIZE ||
+             (unsigned long)(columns * height) > request.max_pixels)
         PyErr_SetString(PyExc_ValueError, "the output is larger than allowed");
-    else if (out.len != size * size * CHANNELS)
+    else if (out.len != rows * columns * CHANNELS)
         PyErr_SetString(PyExc_ValueError, "the buffer does not have the size of the output");
     else {
         request.data = data.buf;
@@ -251,7 +265,7 @@ static PyObject *crop(PyObject *module, PyObject *arguments)
         request.box.top = (JDIMENSION)top;
         request.box.width = (JDIMENSION)width;
         request.box.height = (JDIMENSION)height;
-        failed = crop_unlocked(&request, (int)size, options, out.buf);
+        failed = crop_unlocked(&request, (int)rows, (int)columns, options, out.buf);
     }
     PyBuffer_Release(&data);
     PyBuffer_Release(&out);
@@ -264,7 +278,7 @@ static PyMethodDef methods[] = {
     {"size", size, METH_VARARGS, "size(data, max_pixels) -> (width, height)"},
     {"crop", crop, METH_VARARGS,
      "crop(data, (left, top, width, height), out, size, cubic, antialias, flip, max_pixels, "
-     "allow_avx2): fills out with planes of size x size"},
+     "allow_avx2): fills out with planes; size is a side or (rows, columns)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -7,7 +7,7 @@ def crop(
     data: bytes,
     box: tuple[int, int, int, int],
     out: np.ndarray,
-    size: int,
+    size: int | tuple[int, int],
     cubic: bool,
     antialias: bool,
     flip: bool,

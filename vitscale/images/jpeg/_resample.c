@@ -144,7 +144,7 @@ static void row_portable(const struct resampler *r, const uint8_t *row, uint8_t 
     const int16_t *w = x->weights;
     int i, k;
 
-    for (i = 0; i < r->size; i++, w += x->num_taps) {
+    for (i = 0; i < r->columns; i++, w += x->num_taps) {
         const uint8_t *taps = row + (size_t)x->first[i] * CHANNELS;
         int32_t red = half, green = half, blue = half;
         for (k = 0; k < x->num_taps; k++, taps += CHANNELS) {
@@ -171,14 +171,14 @@ static void column_portable(const struct resampler *r, int i, int c, uint8_t *ou
     int32_t sums[32]; /* blocks of a size that compilers vectorise; strips are padded */
     int j, k, m;
 
-    for (j = 0; j < r->size; j += 32) {
+    for (j = 0; j < r->columns; j += 32) {
         const uint8_t *taps = strip + j;
         for (m = 0; m < 32; m++)
             sums[m] = 1 << (y->precision - 1);
         for (k = 0; k < y->num_taps; k++, taps += (size_t)r->stride * CHANNELS)
             for (m = 0; m < 32; m++)
                 sums[m] += w[k] * taps[m];
-        for (m = 0; m < 32 && j + m < r->size; m++)
+        for (m = 0; m < 32 && j + m < r->columns; m++)
             out[j + m] = clipped(sums[m] >> y->precision);
     }
 }
@@ -187,18 +187,18 @@ static void column_portable(const struct resampler *r, int i, int c, uint8_t *ou
 #define AVX2 __attribute__((target("avx2")))
 #define AVX2_INLINE __attribute__((target("avx2"), always_inline)) static inline
 
-/* Weights in register order, [size / 2, num_taps / 2, 2, 4, 2]: one output position per
+/* Weights in register order, [columns / 2, num_taps / 2, 2, 4, 2]: one output position per
  * 128 bit half; in a half, a pair of taps is repeated for R, G, B and an unused lane. */
 static int lanes_open(struct resampler *r)
 {
     const struct axis *x = &r->x;
-    size_t num = (size_t)(r->size + 3) / 4 * 4, pairs = (size_t)x->num_taps / 2, i, k, c;
+    size_t num = (size_t)(r->columns + 3) / 4 * 4, pairs = (size_t)x->num_taps / 2, i, k, c;
 
     r->lanes = calloc(num * pairs * 8, sizeof *r->lanes);
     r->offsets = calloc(num, sizeof *r->offsets); /* 0 past the last: their results are unused */
     if (r->lanes == NULL || r->offsets == NULL)
         return -1;
-    for (i = 0; i < (size_t)r->size; i++) {
+    for (i = 0; i < (size_t)r->columns; i++) {
         r->offsets[i] = x->first[i] * CHANNELS;
         for (k = 0; k < pairs; k++)
             for (c = 0; c < 4; c++)
@@ -240,7 +240,7 @@ AVX2_INLINE void row_of_pairs(const struct resampler *r, const uint8_t *row, uin
     const int16_t *w = r->lanes;
     int i;
 
-    for (i = 0; i < r->size; i += 4, w += 32 * pairs) {
+    for (i = 0; i < r->columns; i += 4, w += 32 * pairs) {
         const int32_t *offsets = r->offsets + i;
         __m256i left = two_positions(row, offsets, w, pairs, half, shift);
         __m256i right = two_positions(row, offsets + 2, w + 16 * pairs, pairs, half, shift);
@@ -278,7 +278,7 @@ AVX2_INLINE void column_of_pairs(const struct resampler *r, const uint8_t *strip
     const size_t next = (size_t)r->stride * CHANNELS;
     int j, k;
 
-    for (j = 0; j < r->size; j += 32) {
+    for (j = 0; j < r->columns; j += 32) {
         __m256i a0 = half, a1 = half, b0 = half, b1 = half, a, b, low, high, weight;
         const uint8_t *taps = strip + j;
         for (k = 0; k < pairs; k++, taps += 2 * next) {
@@ -297,12 +297,12 @@ AVX2_INLINE void column_of_pairs(const struct resampler *r, const uint8_t *strip
         low = _mm256_packs_epi32(_mm256_sra_epi32(a0, shift), _mm256_sra_epi32(a1, shift));
         high = _mm256_packs_epi32(_mm256_sra_epi32(b0, shift), _mm256_sra_epi32(b1, shift));
         low = _mm256_packus_epi16(low, high);
-        if (j + 32 <= r->size)
+        if (j + 32 <= r->columns)
             _mm256_storeu_si256((__m256i *)(out + j), low);
         else {
             uint8_t rest[32];
             _mm256_storeu_si256((__m256i *)rest, low);
-            memcpy(out + j, rest, (size_t)(r->size - j));
+            memcpy(out + j, rest, (size_t)(r->columns - j));
         }
     }
 }
@@ -322,25 +322,26 @@ AVX2 static void column_avx2(const struct resampler *r, int i, int c, uint8_t *o
 }
 #endif
 
-int resampler_open(struct resampler *r, int width, int height, int size, int is_cubic,
-                   int antialias, int flip, int allow_avx2)
+int resampler_open(struct resampler *r, int width, int height, int rows, int columns,
+                   int is_cubic, int antialias, int flip, int allow_avx2)
 {
     int i, k;
 
     memset(r, 0, sizeof *r);
     r->width = width;
     r->height = height;
-    r->size = size;
-    r->stride = (size + 31) / 32 * 32;
-    if (axis_open(&r->x, width, size, is_cubic, antialias, flip) ||
-        axis_open(&r->y, height, size, is_cubic, antialias, 0))
+    r->rows = rows;
+    r->columns = columns;
+    r->stride = (columns + 31) / 32 * 32;
+    if (axis_open(&r->x, width, columns, is_cubic, antialias, flip) ||
+        axis_open(&r->y, height, rows, is_cubic, antialias, 0))
         return -1;
     /* One row more: if the input has fewer rows than taps, an unused tap exceeds it. */
     r->strips = malloc((size_t)(height + 1) * CHANNELS * r->stride);
     r->is_used = calloc((size_t)height, 1);
     if (r->strips == NULL || r->is_used == NULL)
         return -1;
-    for (i = 0; i < size; i++)
+    for (i = 0; i < rows; i++)
         for (k = 0; k < r->y.num_taps && r->y.first[i] + k < height; k++)
             r->is_used[r->y.first[i] + k] = 1;
     (void)allow_avx2;
@@ -372,7 +373,7 @@ void resampler_finish(const struct resampler *r, uint8_t *out)
     int i, c;
 
     for (c = 0; c < CHANNELS; c++)
-        for (i = 0; i < r->size; i++, out += r->size) {
+        for (i = 0; i < r->rows; i++, out += r->columns) {
 #if HAS_AVX2
             if (r->with_avx2) {
                 column_avx2(r, i, c, out);

@@ -1,4 +1,4 @@
-/* Resample rows of RGB pixels to a square of planes, like torch for uint8. */
+/* Resample rows of RGB pixels to planes, like torch for uint8. */
 #ifndef VITSCALE_RESAMPLE_H
 #define VITSCALE_RESAMPLE_H
 
@@ -15,7 +15,8 @@ struct axis {
 };
 
 struct resampler {
-    int width, height, size; /* of the input; side of the output */
+    int width, height; /* of the input */
+    int rows, columns; /* of the output */
     int with_avx2;
     int stride; /* bytes between rows of one plane in `strips` */
     struct axis x, y;
@@ -26,11 +27,11 @@ struct resampler {
 };
 
 /* 0, or -1 if out of memory; call `resampler_close` in both cases. */
-int resampler_open(struct resampler *r, int width, int height, int size, int is_cubic,
-                   int antialias, int flip, int allow_avx2);
+int resampler_open(struct resampler *r, int width, int height, int rows, int columns,
+                   int is_cubic, int antialias, int flip, int allow_avx2);
 /* One row of width * 3 bytes, followed by ROW_PADDING readable bytes. */
 void resampler_take_row(struct resampler *r, int y, const uint8_t *row);
-/* out: [3, size, size] */
+/* out: [3, rows, columns] */
 void resampler_finish(const struct resampler *r, uint8_t *out);
 void resampler_close(struct resampler *r);
 

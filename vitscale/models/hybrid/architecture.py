@@ -30,8 +30,8 @@ class HybridArchitecture(ViTArchitecture):
 
     @property
     def grid(self) -> tuple[int, int]:
-        side = self.image_size // self.stride
-        return (side, side)
+        rows, columns = self.image_shape
+        return (rows // self.stride, columns // self.stride)
 
     @property
     def patch_values(self) -> int:

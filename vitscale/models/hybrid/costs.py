@@ -20,7 +20,7 @@ def num_parameters(arch: HybridArchitecture) -> int:
 def train_flops_per_image(arch: HybridArchitecture) -> int:
     """Model FLOPs of one training step per image: three forward passes, no recomputation."""
     stem = trunk_multiply_adds(
-        arch.stage_depths, root_width=arch.root_width, image_size=arch.image_size
+        arch.stage_depths, root_width=arch.root_width, image_shape=arch.image_shape
     )
     return 3 * 2 * stem + vit_costs.train_flops_per_image(arch)
 
@@ -32,7 +32,7 @@ def activation_bytes_per_image(
     stem = trunk_activation_bytes(
         arch.stage_depths,
         root_width=arch.root_width,
-        image_size=arch.image_size,
+        image_shape=arch.image_shape,
         preact=False,
         precision=precision,
         activation_checkpointing=activation_checkpointing,

@@ -55,7 +55,7 @@ class StandardizedConv(StdConv2dSame):
 def build_model(settings: HybridSettings, arch: HybridArchitecture, *, seed: int) -> ViT:
     """Build and initialise a model on the CPU in fp32. The same seed gives the same weights.
 
-    Input: normalised images [B, 3, image_size, image_size]; output: logits [B, num_classes].
+    Input: normalised images [B, 3, rows, columns]; output: logits [B, num_classes].
     """
     stem = _stem(arch)
     model = build_transformer(

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from vitscale.images.size import sides_of
 from vitscale.models.hybrid.architecture import HybridArchitecture
 from vitscale.models.resnet.units import DEPTHS, ROOT_WIDTH, feature_stride, size_problems
 from vitscale.models.vit.settings import NUMBERS, TransformerSettings, size_numbers
@@ -81,11 +82,13 @@ class HybridSettings(TransformerSettings):
         yield from size_problems(depths, root_width=self.root_width)
         yield from self.transformer_problems()
         stride = feature_stride(depths) * numbers["patch_size"]
-        if self.image_size % stride:
-            below = self.image_size // stride * stride
+        for side in sides_of(self.image_size):
+            if side % stride == 0:
+                continue
+            below = side // stride * stride
             sizes = [str(size) for size in (below, below + stride) if size]
             yield (
                 "model.image_size",
-                f"{self.image_size} px is not a multiple of the {stride} px that a patch of the "
+                f"{side} px is not a multiple of the {stride} px that a patch of the "
                 f"feature map covers; nearest: {' or '.join(sizes)}",
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from vitscale.config.section import NamedSection
+from vitscale.images.size import ImageSizeSetting
 from vitscale.models.interface.architecture import Architecture
 
 
@@ -13,8 +14,8 @@ class ModelSettingsBase(NamedSection):
 
     preset: str | None = None
     """Size in the paper's words."""
-    image_size: int = Field(default=224, gt=0)
-    """Pixels a side; images are square."""
+    image_size: ImageSizeSetting = 224
+    """Pixels a side, or [rows, columns] of images that are not square."""
     num_classes: int | None = Field(default=None, gt=0)
     """null: as many as the shards' label map holds."""
     head_bias: float = 0.0

@@ -121,12 +121,10 @@ def to_patches(images_B3SS: torch.Tensor, *, patch_size: int) -> torch.Tensor:
     return patch_pixels(images_B3SS, patch_size=patch_size).flatten(2)
 
 
-def to_images(patches_BLP: torch.Tensor) -> torch.Tensor:
-    """The inverse of `to_patches`: images of the whole patches [B, 3, S, S]."""
-    _, num_patches, num_values = patches_BLP.shape
-    side, patch_size = math.isqrt(num_patches), math.isqrt(num_values // 3)
-    pixels_BLpp3 = patches_BLP.unflatten(2, (patch_size, patch_size, 3))
-    return images_of_patches(pixels_BLpp3, grid=(side, side))
+def to_images(patches_BLP: torch.Tensor, *, grid: tuple[int, int]) -> torch.Tensor:
+    """The inverse of `to_patches`: images of the whole patches [B, 3, rows, columns]."""
+    patch_size = math.isqrt(patches_BLP.shape[2] // 3)
+    return images_of_patches(patches_BLP.unflatten(2, (patch_size, patch_size, 3)), grid=grid)
 
 
 def patch_statistics(patches_BLP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,6 +183,7 @@ def picture_rows(
     patches_BLP: torch.Tensor,
     *,
     removed_BR: torch.Tensor,
+    grid: tuple[int, int],
     normalized: bool,
     mean: tuple[float, float, float],
     std: tuple[float, float, float],
@@ -210,6 +209,8 @@ def picture_rows(
         torch.tensor(each, device=patches_BLP.device).view(3, 1, 1) for each in (mean, std)
     )
     return {
-        title: ((to_images(each) * std_311 + mean_311).clamp(0, 1) * 255).round().to(torch.uint8)
+        title: ((to_images(each, grid=grid) * std_311 + mean_311).clamp(0, 1) * 255)
+        .round()
+        .to(torch.uint8)
         for title, each in rows.items()
     }

@@ -67,6 +67,7 @@ def _mae_rows(
         predicted_BLP,
         patches_BLP,
         removed_BR=removed_BR,
+        grid=arch.grid,
         normalized=settings.normalized_pixels,
         mean=mean,
         std=std,

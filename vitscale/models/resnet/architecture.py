@@ -22,9 +22,11 @@ class ResNetArchitecture(Architecture):
         return sum(self.stage_depths)
 
     @property
-    def feature_side(self) -> int:
-        """Rows and columns of the last feature map."""
-        return -(-self.image_size // feature_stride(self.stage_depths))
+    def feature_shape(self) -> tuple[int, int]:
+        """(rows, columns) of the last feature map."""
+        stride = feature_stride(self.stage_depths)
+        rows, columns = self.image_shape
+        return -(-rows // stride), -(-columns // stride)
 
     @property
     def feature_width(self) -> int:
@@ -32,5 +34,5 @@ class ResNetArchitecture(Architecture):
 
     @property
     def summary(self) -> str:
-        side = self.feature_side
-        return f"{side} x {side} features of {self.feature_width:,} channels"
+        rows, columns = self.feature_shape
+        return f"{rows} x {columns} features of {self.feature_width:,} channels"

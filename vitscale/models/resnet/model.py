@@ -50,7 +50,7 @@ class BiTResNet(ResNetV2):
 def build_model(settings: ResNetSettings, arch: ResNetArchitecture, *, seed: int) -> BiTResNet:
     """Build and initialise a model on the CPU in fp32. The same seed gives the same weights.
 
-    Input: normalised images [B, 3, image_size, image_size]; output: logits [B, num_classes].
+    Input: normalised images [B, 3, rows, columns]; output: logits [B, num_classes].
     The root's pool pads with zeros, as in BiT; torch's own padding, minus infinity, differs at the
     borders.
     """

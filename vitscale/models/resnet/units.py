@@ -23,6 +23,8 @@ ROOT_WIDTH = 64
 ROOT_STRIDE = 4  # the convolution and the pool halve the sides
 EXPANSION = 4  # channels of a unit's output over those of its 3 x 3 convolution
 NUM_GROUPS = 32  # of group normalisation
+Shape = tuple[int, int]
+"""(rows, columns) of an image or a feature map."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,8 +34,8 @@ class Convolution:
     inputs: int
     outputs: int
     kernel: int
-    side: int
-    """Rows and columns of its output."""
+    positions: int
+    """Rows times columns of its output."""
 
     @property
     def num_parameters(self) -> int:
@@ -41,7 +43,7 @@ class Convolution:
 
     @property
     def multiply_adds(self) -> int:
-        return self.num_parameters * self.side**2
+        return self.num_parameters * self.positions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,8 +52,8 @@ class Unit:
 
     inputs: int
     outputs: int
-    side_in: int
-    side_out: int
+    shape_in: Shape
+    shape_out: Shape
     projects: bool
     """Whether the shortcut is a 1 x 1 convolution: in the first unit of each stage."""
 
@@ -61,39 +63,44 @@ class Unit:
 
     def convolutions(self) -> Iterator[Convolution]:
         middle = self.middle
-        yield Convolution(inputs=self.inputs, outputs=middle, kernel=1, side=self.side_in)
-        yield Convolution(inputs=middle, outputs=middle, kernel=3, side=self.side_out)
-        yield Convolution(inputs=middle, outputs=self.outputs, kernel=1, side=self.side_out)
+        before, after = area(self.shape_in), area(self.shape_out)
+        yield Convolution(inputs=self.inputs, outputs=middle, kernel=1, positions=before)
+        yield Convolution(inputs=middle, outputs=middle, kernel=3, positions=after)
+        yield Convolution(inputs=middle, outputs=self.outputs, kernel=1, positions=after)
         if self.projects:
-            yield Convolution(
-                inputs=self.inputs, outputs=self.outputs, kernel=1, side=self.side_out
-            )
+            yield Convolution(inputs=self.inputs, outputs=self.outputs, kernel=1, positions=after)
 
 
-def halved(side: int) -> int:
-    """Rows after a stride of 2, with the padding of all networks here."""
-    return -(-side // 2)
+def halved(shape: Shape) -> Shape:
+    """Rows and columns after a stride of 2, with the padding of all networks here."""
+    return -(-shape[0] // 2), -(-shape[1] // 2)
 
 
-def root_convolution(root_width: int, image_size: int) -> Convolution:
-    return Convolution(inputs=3, outputs=root_width, kernel=7, side=halved(image_size))
+def area(shape: Shape, *, padding: int = 0) -> int:
+    """Positions of a feature map to which `padding` rows and columns were added."""
+    return (shape[0] + padding) * (shape[1] + padding)
 
 
-def units(stage_depths: tuple[int, ...], *, root_width: int, image_size: int) -> Iterator[Unit]:
+def root_convolution(root_width: int, image_shape: Shape) -> Convolution:
+    positions = area(halved(image_shape))
+    return Convolution(inputs=3, outputs=root_width, kernel=7, positions=positions)
+
+
+def units(stage_depths: tuple[int, ...], *, root_width: int, image_shape: Shape) -> Iterator[Unit]:
     """All units from the root up. Every stage doubles the channels; all but the first halve."""
-    inputs, side = root_width, halved(halved(image_size))
+    inputs, shape = root_width, halved(halved(image_shape))
     for stage, depth in enumerate(stage_depths):
         outputs = EXPANSION * root_width * 2**stage
         for number in range(depth):
-            side_out = halved(side) if stage and number == 0 else side
+            shape_out = halved(shape) if stage and number == 0 else shape
             yield Unit(
                 inputs=inputs,
                 outputs=outputs,
-                side_in=side,
-                side_out=side_out,
+                shape_in=shape,
+                shape_out=shape_out,
                 projects=number == 0,
             )
-            inputs, side = outputs, side_out
+            inputs, shape = outputs, shape_out
 
 
 def feature_width(stage_depths: tuple[int, ...], *, root_width: int) -> int:

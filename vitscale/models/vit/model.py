@@ -163,7 +163,7 @@ def _attention(head_width: int | None) -> type[nn.Module]:
 def build_model(settings: ViTSettings, arch: ViTArchitecture, *, seed: int) -> ViT:
     """Build and initialise a model on the CPU in fp32. The same seed gives the same weights.
 
-    Input: normalised images [B, 3, image_size, image_size]; output: logits [B, num_classes].
+    Input: normalised images [B, 3, rows, columns]; output: logits [B, num_classes].
     """
     return build_transformer(settings, arch, embed_layer=PatchEmbed, seed=seed)
 

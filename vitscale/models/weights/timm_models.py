@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from vitscale.config.errors import UserError, nearest
+from vitscale.images.size import ImageSize
 from vitscale.models.weights.reading import (
     SUFFIXES,
     is_weight_file,
@@ -28,9 +29,9 @@ COUNTER = "num_batches_tracked"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pixels:
-    """What a model sees: square images, normalised by (x / 255 - mean) / std."""
+    """What a model sees: images, normalised by (x / 255 - mean) / std."""
 
-    image_size: int
+    image_size: ImageSize
     mean: tuple[float, ...]
     std: tuple[float, ...]
 

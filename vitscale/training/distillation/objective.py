@@ -5,9 +5,11 @@ Leaves out: the teacher (`teacher`), the student's token and heads (`vitscale.mo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from vitscale.images.size import rows_and_columns
 from vitscale.training.distillation.settings import (
     KNOWN_SIZE,
     TEACHER_COSTS,
@@ -93,4 +95,4 @@ class Distillation(Supervised):
             return self.teacher.num_parameters, self.teacher.flops_per_image
         name, size = self.settings.teacher.model, self.settings.teacher.image_size or KNOWN_SIZE
         parameters, flops = TEACHER_COSTS.get((name or "").partition(".")[0], (0, 0))
-        return parameters, flops * size**2 // KNOWN_SIZE**2
+        return parameters, flops * math.prod(rows_and_columns(size)) // KNOWN_SIZE**2

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from vitscale.config.section import Section
+from vitscale.images.size import ImageSizeSetting
 from vitscale.training.supervised import SupervisedSettings
 
 # (parameters, FLOPs of the forward pass of one image of 224 px) of convolutional networks, for dry
@@ -27,8 +28,9 @@ class TeacherSettings(Section):
     weights: str
     """Weights of `model`: .safetensors, .npz, or a torch file of tensors alone (.pth, .pt; also
     below the key `model`, as DeiT's teacher). With model=null a run folder or checkpoint folder."""
-    image_size: int | None = Field(default=None, gt=0)
-    """Pixels a side that the teacher sees; mixed images are resized to it. null: its own."""
+    image_size: ImageSizeSetting | None = None
+    """Pixels a side, or [rows, columns], that the teacher sees; mixed images are
+    resized to it. null: its own."""
     mean: tuple[float, float, float] | None = Field(default=None, strict=False)
     """Subtracted from the teacher's pixels in [0, 1]; null: its own. With `std`."""
     std: tuple[float, float, float] | None = Field(default=None, strict=False)

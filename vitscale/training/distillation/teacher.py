@@ -21,6 +21,7 @@ from vitscale.evaluation.models.trained_model import (
     read_trained_model,
     starting_weights,
 )
+from vitscale.images.size import ImageSize, rows_and_columns, show_size
 from vitscale.models.weights.timm_models import Pixels, build_timm_model
 from vitscale.models.weights.transfer import OBJECTIVE, refuse_misfits
 from vitscale.training.distillation.settings import TeacherSettings
@@ -49,7 +50,7 @@ class Teacher:
         dtype: of the run; below fp32 the fp32 weights are rounded where they multiply.
         """
         images_B3SS = images_B3SS.float()
-        size = (self.image_size, self.image_size)
+        size = rows_and_columns(self.image_size)
         if images_B3SS.shape[-2:] != size:
             images_B3SS = F.interpolate(
                 images_B3SS, size=size, mode="bicubic", antialias=True, align_corners=False
@@ -125,19 +126,19 @@ def _other_classes(found: int, wanted: int, *, where: str) -> UserError:
     )
 
 
-def _try(teacher: Teacher, *, own_size: int, num_classes: int, device: torch.device) -> None:
+def _try(teacher: Teacher, *, own_size: ImageSize, num_classes: int, device: torch.device) -> None:
     """One forward pass: whether the size suits, and its FLOPs."""
     size = teacher.image_size
-    image = torch.zeros(1, 3, size, size, device=device)
+    image = torch.zeros(1, 3, *rows_and_columns(size), device=device)
     try:
         with FlopCounterMode(display=False) as counter:
             logits_BC = teacher.logits(image, dtype=torch.float32)
     except (AssertionError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()
+        reason = (str(error).strip().splitlines() or [repr(error)])[0]
         raise UserError(
-            f"the teacher cannot take images of {size} px ({reason[0] if reason else error!r})",
+            f"the teacher cannot take images of {show_size(size)} px ({reason})",
             where=SIZE_KEY,
-            next_step=f"set it to null or {own_size}, its own size"
+            next_step=f"set it to null or {show_size(own_size)}, its own size"
             if size != own_size
             else "set it to a size that the teacher takes",
         ) from None

@@ -119,7 +119,7 @@ def test_evaluation_resamples_as_its_settings_say(
     height, width, _ = pixels.shape
     box = crops.CropBox(0, 0, width, height)
     if fraction is not None:
-        box = crops.center_crop_box(width, height, fraction=fraction)
+        box = crops.center_crop_box(width, height, size=SIZE, fraction=fraction)
     found = set()
     for filter_name in (None, "bilinear", "bicubic"):
         for antialias in (False, True):

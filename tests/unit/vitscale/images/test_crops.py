@@ -237,7 +237,7 @@ def test_squash_crop_has_its_share_at_every_place() -> None:
 
 
 def test_center_crop_is_centred() -> None:
-    assert center_crop_box(100, 50, fraction=0.8) == CropBox(30, 5, 40, 40)
+    assert center_crop_box(100, 50, size=7, fraction=0.8) == CropBox(30, 5, 40, 40)
 
 
 @pytest.mark.parametrize("size", [7, 40])

@@ -367,7 +367,7 @@ def test_quirk_10_the_centre_is_224_of_256(width: int, height: int) -> None:
     scale = min(width, height) / 256
     sides = [round(length / scale) for length in (width, height)]
     left, top = ((side - 224) / 2 * scale for side in sides)
-    box = center_crop_box(width, height, fraction=0.875)
+    box = center_crop_box(width, height, size=224, fraction=0.875)
     assert (box.left, box.top) == pytest.approx((left, top), abs=1)
     assert box.width == box.height == pytest.approx(224 * scale, abs=0.5)
 

@@ -190,7 +190,9 @@ def test_the_channel_is_last_in_a_patch() -> None:
     assert patches[1, 2].tolist() == [
         images[1, c, 2 + i, j].item() for i in range(2) for j in range(2) for c in range(3)
     ]
-    assert torch.equal(to_images(patches), images[:, :, :4, :4])
+    assert torch.equal(to_images(patches, grid=(2, 2)), images[:, :, :4, :4])
+    wide = images[:, :, :2, :4]
+    assert torch.equal(to_images(to_patches(wide, patch_size=2), grid=(1, 2)), wide)
 
 
 def test_pictures_show_true_pixels_where_they_are_seen() -> None:
@@ -200,7 +202,7 @@ def test_pictures_show_true_pixels_where_they_are_seen() -> None:
     pixels = (images / 255 - torch.tensor(mean).view(shape)) / torch.tensor(std).view(shape)
     patches = to_patches(pixels, patch_size=4)
     removed = torch.tensor([[0, 3], [1, 2]])
-    options: Any = {"removed_BR": removed, "mean": mean, "std": std}
+    options: Any = {"removed_BR": removed, "grid": (2, 2), "mean": mean, "std": std}
     rows = picture_rows(torch.zeros_like(patches), patches, normalized=True, **options)
     assert torch.equal(rows["image"], images)
     seen = rows["reconstructed"] == images

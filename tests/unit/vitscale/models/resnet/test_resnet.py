@@ -219,4 +219,4 @@ def test_the_two_keys_override_the_preset() -> None:
     arch = ResNetSettings(preset="R50x2", root_width=32).architecture(num_classes=5)
     assert (arch.stage_depths, arch.root_width) == ((3, 4, 6, 3), 32)
     arch = ResNetSettings(preset="R50x2", stage_depths=(1,)).architecture(num_classes=5)
-    assert (arch.stage_depths, arch.root_width, arch.feature_side) == ((1,), 128, 56)
+    assert (arch.stage_depths, arch.root_width, arch.feature_shape) == ((1,), 128, (56, 56))
