@@ -122,4 +122,4 @@ class Mae(Objective):
     def pictures(self, session: TrainingSession) -> Iterable[Path]:
         from pretrain.objectives.pictures import draw_predictions
 
-        return [draw_predictions(self, session, path="pictures/reconstructions.png")]
+        return [draw_predictions(self, session)]

@@ -133,4 +133,4 @@ class MaskedPatchPrediction(Objective):
     def pictures(self, session: TrainingSession) -> Iterable[Path]:
         from pretrain.objectives.pictures import draw_predictions
 
-        return [draw_predictions(self, session, path="pictures/masked_patches.png")]
+        return [draw_predictions(self, session)]

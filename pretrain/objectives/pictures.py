@@ -19,11 +19,12 @@ if TYPE_CHECKING:
 NUM_IMAGES = 8
 
 
-def draw_predictions(objective: Objective, session: TrainingSession, *, path: str) -> Path:
-    """Draw the predictions of an objective in RECONSTRUCTIONS at `path` in the run folder.
+def draw_predictions(objective: Objective, session: TrainingSession) -> Path:
+    """Draw the predictions of an objective in RECONSTRUCTIONS, in the run folder.
 
     Collective; rank 0 writes. Returns the file's path.
     """
+    path = session.folder / "pictures/reconstructions.png"  # as finetune/visualize.py names it
     data, arch = session.run.data, session.arch
     model: Any = session.engine
     images_B3SS = sheet_images(session)
@@ -39,8 +40,8 @@ def draw_predictions(objective: Objective, session: TrainingSession, *, path: st
     )
     model.train()
     if session.world.is_first:
-        save_figure(sheet(rows), session.folder / path)
-    return session.folder / path
+        save_figure(sheet(rows), path)
+    return path
 
 
 def sheet_images(session: TrainingSession) -> torch.Tensor:

@@ -296,6 +296,10 @@ def upload_to_linked_run(folder: Path, files: Sequence[Path], *, say: Say) -> bo
     link = read_link(folder)
     if link is None or not files:
         return False
+    database = sqlite_path(link["uri"])
+    if database is not None and not database.exists():
+        say(f"warning: not uploaded to MLflow (there is no {database})")
+        return False
     try:
         client = open_client(link["uri"], say=say)
         for path in files:

@@ -68,6 +68,19 @@ def test_attention_is_timms_although_fused() -> None:
         torch.testing.assert_close(p_BTT, of_timm, atol=1e-6, rtol=1e-5)
 
 
+def test_scores_stay_in_fp32_where_the_model_is_in_bf16() -> None:
+    """Rows sum to one; the maps differ by the rounding of weights and tokens alone."""
+    found: dict[torch.dtype, torch.Tensor] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        model = inference_model()
+        model.dtype = dtype
+        read_attention(model, random_images(2), lambda *p, d=dtype: found.update({d: p[2].clone()}))
+    rounded, exact = found[torch.bfloat16], found[torch.float32]
+    assert rounded.dtype == torch.float32
+    torch.testing.assert_close(rounded.sum(dim=-1), torch.ones(2, 17), atol=1e-6, rtol=0)
+    torch.testing.assert_close(rounded, exact, atol=2e-2, rtol=0)
+
+
 def test_reading_leaves_no_hook_behind() -> None:
     model, images = inference_model(), random_images(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from finetune.inspection.drawing import draw_pictures
 from finetune.inspection.registry import PICTURES
 from finetune.inspection.settings import VisualizeRun
+from tests.contract.tree import ROOT
 from tests.support.corpora.small_shards import make_shard_folder
 from tests.support.engine.vit_models import CPU, SMALL, inference_model, save_run
 from vitscale.config.errors import UserError
@@ -91,6 +93,11 @@ def test_families_without_attention_say_so(
     assert "left out attention_distance, attention_rollout: bit_resnet has no attention" in said
     with pytest.raises(UserError, match="pictures: position_similarity: bit_resnet has no pos"):
         drawn(path, tmp_path / "none", model=model, pictures=["position_similarity"])
+
+
+def test_the_documentation_lists_the_pictures() -> None:
+    page = (ROOT / "docs/visualize.md").read_text()
+    assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(PICTURES)
 
 
 @pytest.mark.parametrize("name", sorted(RECONSTRUCTIONS))

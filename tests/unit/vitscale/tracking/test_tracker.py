@@ -14,8 +14,14 @@ from typing import Any
 import pytest
 
 from vitscale.config.errors import UserError
+from vitscale.distributed.atomic_files import write_json
 from vitscale.tracking import run_facts
-from vitscale.tracking.mlflow_store import read_link
+from vitscale.tracking.mlflow_store import (
+    experiment_id,
+    open_client,
+    read_link,
+    upload_to_linked_run,
+)
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.tracker import Tracker, final_status
 
@@ -190,6 +196,35 @@ def test_a_missing_artifact_does_not_block_metrics(
     times = query(database, "select timestamp from metrics where run_uuid = ?", str(run_id))
     assert all(abs(time.time() - moment / 1000) < 3600 for (moment,) in times), "milliseconds"
     assert any("missing.html was not uploaded" in text for text in said)
+
+
+def test_files_are_uploaded_to_the_linked_run(database: Path, tmp_path: Path) -> None:
+    uri = f"sqlite:///{database}"
+    client = open_client(uri, say=lambda text: None)
+    run_id = client.create_run(experiment_id(client, "uploads", uri=uri)).info.run_id
+    write_json(tmp_path / "mlflow.json", {"uri": uri, "run_id": run_id, "experiment": "uploads"})
+    file = tmp_path / "picture.png"
+    file.write_bytes(b"a picture")
+    said: list[str] = []
+    assert upload_to_linked_run(tmp_path, [file], say=said.append)
+    assert said == [f"uploaded to MLflow run {run_id}"]
+    uploaded = database.parent / "mlflow-artifacts" / run_id / "artifacts/picture.png"
+    assert uploaded.read_bytes() == b"a picture"
+
+
+def test_an_upload_without_a_store_is_a_warning(tmp_path: Path) -> None:
+    """Nor does it create the store."""
+    said: list[str] = []
+    assert not upload_to_linked_run(tmp_path, [tmp_path / "a.png"], say=said.append)
+    assert not said  # never tracked
+    for uri, message in (
+        (f"sqlite:///{tmp_path}/gone.db", "not uploaded to MLflow (there is no"),
+        ("nonsense://host", "not uploaded to MLflow"),
+    ):
+        write_json(tmp_path / "mlflow.json", {"uri": uri, "run_id": "x", "experiment": "y"})
+        assert not upload_to_linked_run(tmp_path, [tmp_path / "a.png"], say=said.append)
+        assert message in said[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["mlflow.json"]
 
 
 def test_logging_does_not_wait_for_the_store(
