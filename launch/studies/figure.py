@@ -7,6 +7,7 @@ Leaves out: the numbers (`results`).
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +42,8 @@ STYLE: dict[Any, Any] = {
 }
 PANEL_INCHES, HEIGHT_INCHES, LEGEND_INCHES = 4.6, 3.7, 1.6
 PNG_DPI = 160
+# Letters that fit below one panel, side by side.
+TICK_LETTERS = 76
 # Between neighbouring series: of the axis's natural logarithm, or of the step between two values.
 SHIFT = 0.04
 
@@ -157,11 +160,12 @@ def _draw(
         sizes = {p.x for lines in drawn for line in lines if not line.is_level for p in line.points}
         for panel, axes, lines in zip(panels, all_axes, drawn, strict=True):
             _label_axes(axes, study, figure, sizes=sorted(sizes))
-            _draw_panel(axes, lines, styles=styles, x=figure.x)
+            _draw_panel(axes, lines, styles=styles, figure=figure)
             if panel is not None:
                 axes.set_title(f"{figure.panels}: {panel}", loc="left")
         all_axes[0].set_ylabel(_y_label(study, figure))
-        _add_legend(drawing, all_axes, names=list(styles))
+        if figure.series != figure.x:
+            _add_legend(drawing, all_axes, names=list(styles))
         drawing.supxlabel(_footnote(results), x=0.01, ha="left", fontsize=8, color=MUTED)
         if figure.title is not None:
             drawing.suptitle(figure.title, x=0.01, ha="left", fontweight="bold", fontsize=11)
@@ -203,10 +207,13 @@ def _footnote(results: Sequence[Result]) -> str:
     return f"mean and standard deviation over {seeds} seeds"
 
 
-def _draw_panel(axes: Any, lines: Sequence[Series], *, styles: Mapping[str, Any], x: str) -> None:
+def _draw_panel(
+    axes: Any, lines: Sequence[Series], *, styles: Mapping[str, Any], figure: FigureSettings
+) -> None:
+    gap = 0.0 if figure.series == figure.x else SHIFT
     for line in lines:
         style = styles[line.name]
-        shift = (list(styles).index(line.name) - (len(styles) - 1) / 2) * SHIFT
+        shift = (list(styles).index(line.name) - (len(styles) - 1) / 2) * gap
         if line.is_level:
             for point in line.points:
                 axes.axhline(
@@ -219,7 +226,7 @@ def _draw_panel(axes: Any, lines: Sequence[Series], *, styles: Mapping[str, Any]
             continue
         axes.errorbar(
             # Apart, so that error bars at one x can be told from each other.
-            [_shifted(point.x, shift, x=x) for point in line.points],
+            [_shifted(point.x, shift, x=figure.x) for point in line.points],
             [point.y for point in line.points],
             # 0 where there is one seed: no bar is seen.
             yerr=[point.spread or 0.0 for point in line.points],
@@ -251,7 +258,8 @@ def _label_axes(
     axes.margins(y=0.12)
     if figure.x not in X_LABELS:
         labels = [value.label for value in study.axis(figure.x).values]
-        axes.set_xticks(range(len(labels)), labels)
+        width = TICK_LETTERS // len(labels)
+        axes.set_xticks(range(len(labels)), [textwrap.fill(label, width) for label in labels])
         axes.set_xlim(-0.5, len(labels) - 0.5)
         return
     axes.set_xscale("log")

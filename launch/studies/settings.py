@@ -80,7 +80,7 @@ class FigureSettings(Section):
     """pretrain_images (number of images pre-trained on), pretrain_flops (compute of pre-training),
     both on a logarithmic axis; or the name of an axis."""
     series: str
-    """Axis whose values are the lines."""
+    """Axis whose values are the lines; that of x: one point for each value, and no legend."""
     panels: str | None = None
     """Axis with one panel for each value, such as the transfer set; null: one panel."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,19 @@ def test_figures_are_written_as_svg_and_png(folder: Path) -> None:
     with Image.open(folder / "new/a-b.png") as image:
         assert image.width > image.height > 400
     assert draw(grid.study, results, folder=folder / "new")[0].read_bytes() == first
+
+
+def test_long_labels_leave_the_axes_room(folder: Path) -> None:
+    """With x and lines of one axis the labels below are enough, wrapped; no legend."""
+    text = STUDY.replace("x: pretrain_images, series: model", "x: model, series: model")
+    for label in ("narrow", "wide"):
+        longer = f"{label} enough for a label of very many lines that is longer than most are"
+        text = text.replace(f"label: {label}", f"label: {longer}")
+    grid = grid_of(write_study(folder, text), "seeds=[0]")
+    write_all(grid, {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # matplotlib's: "axes sizes collapsed"
+        assert draw(grid.study, collect(grid, states_of(grid)), folder=folder)
 
 
 def test_nothing_is_drawn_without_results(folder: Path) -> None:
