@@ -12,7 +12,7 @@ from vitscale.config.section import Section
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.evaluation.features.settings import FeatureSettings
 from vitscale.evaluation.registry import EvaluationSettings
-from vitscale.images.size import ImageSize, ImageSizeSetting
+from vitscale.images.size import ImageSize, ImageSizeSetting, rows_and_columns
 from vitscale.tracking.settings import TrackingSettings
 
 
@@ -54,8 +54,10 @@ class EvaluateRun(ModelRun):
 
     @property
     def sizes(self) -> tuple[ImageSize | None, ...]:
-        """Image sizes to evaluate at; None: the model's own."""
-        return self.image_sizes or (self.image_size,)
+        """Image sizes to evaluate at, by their longer side; None: the model's own."""
+        if self.image_sizes is None:
+            return (self.image_size,)
+        return tuple(sorted(self.image_sizes, key=lambda size: max(rows_and_columns(size))))
 
     @property
     def folder(self) -> str:

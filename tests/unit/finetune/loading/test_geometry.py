@@ -43,6 +43,20 @@ def test_a_model_is_applied_with_other_patches_and_sizes(tmp_path: Path) -> None
         assert loaded.network(torch.zeros(2, 3, size, size)).shape == (2, 5)
 
 
+def test_a_square_model_is_applied_to_wide_images(tmp_path: Path) -> None:
+    """The grid of its positions becomes that of the images; a square is one number again."""
+    init = weight_file(tmp_path)
+    wide = load_model(run_of(init, image_size=[8, 32], position_embedding="dinov2"))
+    assert wide.arch.grid == (2, 8) and wide.preprocessing.image_size == (8, 32)
+    assert wide.network(torch.zeros(2, 3, 8, 32)).shape == (2, 5)
+    own, square = load_model(run_of(init)), load_model(run_of(init, image_size=[16, 16]))
+    assert wide.network.pos_embed.shape == own.network.pos_embed.shape
+    assert not torch.allclose(wide.network.pos_embed, own.network.pos_embed)
+    assert square.arch == own.arch and square.preprocessing == own.preprocessing
+    with pytest.raises(UserError, match="10 px is not a multiple of the 4 px patch"):
+        load_model(run_of(init, image_size=[16, 10]))
+
+
 def test_patches_that_do_not_divide_the_image_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="16 px is not a multiple of the 6 px patch"):
         load_model(run_of(weight_file(tmp_path), patch_size=6))

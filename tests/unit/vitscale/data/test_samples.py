@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.config.errors import UserError
@@ -142,6 +145,41 @@ def test_evaluation_resamples_as_its_settings_say(
     if fraction is not None:  # the short side becomes 16 / 0.8 = 20 pixels
         rows, columns = (round(side * 20 / min(height, width)) for side in (height, width))
     assert torch.equal(OUT, crops.area_resized(pixels, resized=(rows, columns), size=SIZE))
+
+
+@pytest.mark.parametrize("decoder", [name for name in DECODERS if missing(name) is None])
+def test_wide_evaluation_pixels_equal_those_of_pillow(shards: Path, decoder: str) -> None:
+    """Squashed, and cut out of the centre: 0.8 of the 40 x 20 px that fit into 40 x 32 px."""
+    out = torch.empty(3, 12, 24, dtype=torch.uint8)
+    options = {"eval_interpolation": "bicubic", "decoder": decoder}
+    for resize, box in (("squash", (0, 0, 40, 32)), ("center_crop", (4, 8, 36, 24))):
+        data = DataSettings(
+            path=str(shards),
+            global_batch=4,
+            eval_resize=resize,
+            eval_crop_fraction=0.8,
+            **options,
+        )
+        index = read_split(shards, split="train")
+        samples = EvaluationSamples(index, settings=data, image_size=(12, 24))
+        samples.fill(0, out)
+        image = Image.open(io.BytesIO(samples.reader.bytes_of(0)))
+        assert image.size == (40, 32)
+        expected = image.crop(box).resize((24, 12), Image.Resampling.BICUBIC)
+        difference = out.permute(1, 2, 0).numpy().astype(int) - np.asarray(expected).astype(int)
+        assert np.abs(difference).max() <= 1
+
+
+def test_training_crops_have_the_shape_of_the_image(shards: Path) -> None:
+    out = torch.empty(3, 12, 24, dtype=torch.uint8)
+    for crop in ("inception", "inception_tf", "plain", "squash"):
+        data = DataSettings(path=str(shards), global_batch=4, crop=crop)
+        training_set = open_training_set(data, seed=0)
+        samples = TrainingSamples(training_set, settings=data, image_size=(12, 24), seed=0)
+        for position in range(8):
+            out.zero_()
+            samples.fill(position, out)
+            assert out[:, -1].any() and out[..., -1].any()
 
 
 def test_inception_tf_takes_boxes_of_its_own(shards: Path) -> None:

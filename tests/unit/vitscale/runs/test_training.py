@@ -115,6 +115,14 @@ def test_an_impossible_list_of_sizes_is_one_message(
     assert any(message in text for text in problems)
 
 
+def test_a_sequence_of_sizes_is_of_squares() -> None:
+    wide = {"preset": "B/16", "image_size": [224, 448]}
+    (problem,) = run(model=wide, schedule=sizes((64, 0.5), (224, None))).problems()
+    assert problem[0] == "schedule.resolutions" and "224 x 448, but a sequence" in problem[1]
+    plan = training_plan(run(model=wide), world_size=1, num_samples=80)
+    assert plan.image_size == (224, 448) and plan.has_one_image_size
+
+
 def test_an_image_size_without_a_step_is_refused() -> None:
     with pytest.raises(UserError, match="no step of 100 is left for 64 px"):
         training_plan(run(schedule=sizes((64, 0.001), (224, None))), world_size=1, num_samples=8)
