@@ -18,14 +18,14 @@ RESULTS = "val/"
 MAX_NAMES = 20
 
 
-def model_card(form: Format, loaded: LoadedModel, *, checked: str) -> str:
+def model_card(form: Format, loaded: LoadedModel, *, checked: str, averaged: bool) -> str:
     """Markdown. The licence is left to whoever publishes the model."""
     sections = [
         f"# {_title(loaded)}",
-        "\n".join(_facts(loaded)),
+        "\n".join(_facts(loaded, averaged=averaged)),
         f"## Load it\n```python\n{form.usage(loaded)}\n```",
         *form.notes(loaded),
-        f"When this folder was written: {checked}.",
+        f"Written by vitscale; {checked}.",
         "## Images\n" + "\n".join(_images(loaded)),
     ]
     if loaded.trained is not None:
@@ -41,14 +41,12 @@ def _title(loaded: LoadedModel) -> str:
     return str(named or f"{loaded.settings.preset or loaded.arch.name}")
 
 
-def _facts(loaded: LoadedModel) -> Iterator[str]:
+def _facts(loaded: LoadedModel, *, averaged: bool) -> Iterator[str]:
     number = sum(parameter.numel() for parameter in loaded.network.parameters())
     kind = f"{loaded.arch.name} {loaded.settings.preset or ''}".strip()
     yield f"- model: {kind}, {number:,} parameters, {loaded.arch.summary}"
-    yield f"- weights from: {loaded.source}"
-    if loaded.trained is not None:
-        average = loaded.trained.description.get("ema") is not None
-        yield f"- checkpoint with an average of the weights: {'yes' if average else 'no'}"
+    of = ", their average over training" if averaged else ""
+    yield f"- weights from: {loaded.source}{of}"
     names = loaded.classes or ()
     shown = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
     yield f"- classes: {loaded.num_classes or 'no head'}{f' ({shown})' if shown else ''}"

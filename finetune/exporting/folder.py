@@ -22,7 +22,7 @@ from vitscale.images.size import rows_and_columns
 # Largest difference of logits that two libraries may have by rounding, in units of the largest
 # logit where that is above 1.
 TOLERANCE = 1e-4
-CHECKED_IMAGES = 2
+CHECKED_IMAGES = 3
 
 
 def check_folder(output: str) -> None:
@@ -39,6 +39,8 @@ def write_folder(run: ExportRun, loaded: LoadedModel) -> Iterator[str]:
     """Export; yields lines for people. Raises UserError, and leaves nothing then."""
     form = EXPORTS[run.to]()
     _refuse_what_does_not_fit(run.to, form, loaded)
+    saved_average = loaded.trained is not None and loaded.trained.description.get("ema") is not None
+    averaged = saved_average and run.init_weights != "model"
     final = Path(run.output).absolute()
     make_folders(final.parent)
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
@@ -46,7 +48,9 @@ def write_folder(run: ExportRun, loaded: LoadedModel) -> Iterator[str]:
     try:
         form.write(loaded, temporary)
         checked = _check(form, loaded, temporary)
-        write_text(temporary / CARD_NAME, model_card(form, loaded, checked=checked))
+        write_text(
+            temporary / CARD_NAME, model_card(form, loaded, checked=checked, averaged=averaged)
+        )
         _flush(temporary)
         check_folder(run.output)
         commit_folder(temporary, final)
@@ -83,6 +87,12 @@ def _check(form: Format, loaded: LoadedModel, folder: Path) -> str:
     shape = rows_and_columns(loaded.preprocessing.image_size)
     images_B3HW = torch.randn(CHECKED_IMAGES, 3, *shape, generator=random)
     expected = loaded.network(images_B3HW)
+    if not expected.isfinite().all():
+        raise UserError(
+            "the logits of this model are not finite",
+            where=loaded.source,
+            next_step="export an earlier checkpoint",
+        )
     found = form.logits(loaded, folder, images_B3HW)
     if found is None:
         return f"not checked: {form.library} is not installed"
@@ -96,7 +106,7 @@ def _check(form: Format, loaded: LoadedModel, folder: Path) -> str:
             allowed=f"{TOLERANCE * scale:.1e}",
             next_step="export to another format (--to safetensors), and report this",
         )
-    return f"checked: {form.library} gives the same logits, largest difference {difference:.1e}"
+    return f"checked: the same logits in {form.library}, largest difference {difference:.1e}"
 
 
 def _flush(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The interface of an export format."""
+"""The interface of an export format, and what several of them share."""
 
 from __future__ import annotations
 
@@ -38,3 +38,12 @@ class Format:
     def usage(self, loaded: LoadedModel) -> str:
         """Python that loads the folder `FOLDER`, for the model card."""
         raise NotImplementedError
+
+
+def weights_of(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+    """All weights under timm's names, which are ours; fixed positions as learned ones."""
+    weights = {name: value.contiguous() for name, value in loaded.network.state_dict().items()}
+    positions = getattr(loaded.network, "pos_embed", None)
+    if positions is not None:
+        weights["pos_embed"] = positions.detach().contiguous()
+    return weights

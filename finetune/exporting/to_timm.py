@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from finetune.exporting.format import Format
+from finetune.exporting.format import Format, weights_of
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.models.preprocessing import Preprocessing
@@ -21,6 +21,7 @@ from vitscale.models.vit.settings import ViTSettings
 from vitscale.models.weights.timm_folders import NORM_EPS, read_timm_folder
 
 WEIGHTS_NAME, CONFIG_NAME = "model.safetensors", "config.json"
+POOLS = {"cls": "token", "gap": "avg", "map": "map"}
 # Pillow's name of the filter that averages areas.
 INTERPOLATIONS = {"bilinear": "bilinear", "bicubic": "bicubic", "area": "box"}
 
@@ -33,6 +34,10 @@ class TimmFormat(Format):
         if not isinstance(settings, ViTSettings):
             yield f"a model of the family {settings.name}"
             return
+        if settings.pool not in POOLS:
+            yield f"pool={settings.pool}"
+        if settings.mlp != "gelu":
+            yield f"mlp={settings.mlp}"
         if settings.representation_layer:
             yield "a representation layer"
         if settings.layer_norm_eps != NORM_EPS:
@@ -65,15 +70,6 @@ class TimmFormat(Format):
         )
 
 
-def weights_of(loaded: LoadedModel) -> dict[str, torch.Tensor]:
-    """All weights under timm's names, which are ours; fixed positions as learned ones."""
-    weights = {name: value.contiguous() for name, value in loaded.network.state_dict().items()}
-    positions = getattr(loaded.network, "pos_embed", None)
-    if positions is not None:
-        weights["pos_embed"] = positions.detach().contiguous()
-    return weights
-
-
 def timm_preprocessing(preprocessing: Preprocessing) -> dict[str, Any]:
     """In the words of timm's `pretrained_cfg`."""
     squash = preprocessing.eval_resize == "squash"
@@ -104,7 +100,7 @@ def _config(loaded: LoadedModel) -> dict[str, Any]:
             "num_heads": arch.num_heads,
             "mlp_ratio": arch.mlp_width / arch.width,
             "act_layer": "gelu_tanh" if settings.gelu == "tanh" else "gelu",
-            "global_pool": "token" if arch.pool == "cls" else "avg",
+            "global_pool": POOLS[arch.pool],
             "class_token": arch.has_class_token,
             "reg_tokens": arch.num_registers,
             "no_embed_class": not arch.class_position,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from vitscale.models.weights.files.json_files import read_json
 from vitscale.models.weights.files.npz import read_npz
 from vitscale.models.weights.files.safetensors import read_safetensors
 from vitscale.models.weights.files.torch_files import TORCH_FILES, read_torch_file
+from vitscale.models.weights.folders.exported import DESCRIPTION, read_description
 from vitscale.models.weights.folders.folder import CONFIG, Folder
 from vitscale.models.weights.folders.huggingface import read_huggingface_folder
 from vitscale.models.weights.folders.timm import read_timm_folder
@@ -77,7 +78,9 @@ def is_weight_file(path: str) -> bool:
 
 def is_external(path: str) -> bool:
     """Whether `init=` names weights of other code bases rather than a run or a checkpoint."""
-    return is_weight_file(path) or (Path(path) / CONFIG).is_file()
+    return is_weight_file(path) or any(
+        (Path(path) / name).is_file() for name in (CONFIG, DESCRIPTION)
+    )
 
 
 def read_external_weights(path: Path, *, grid: tuple[int, int] | None) -> ExternalWeights:
@@ -89,6 +92,8 @@ def read_external_weights(path: Path, *, grid: tuple[int, int] | None) -> Extern
     try:
         if is_weight_file(str(path)):
             read = READERS.get(path.suffix, _read_pytorch)(path)
+        elif (path / DESCRIPTION).is_file():
+            read = _read_exported(path)
         else:
             config = read_json(path / CONFIG)
             is_timm = "architecture" in config
@@ -135,6 +140,18 @@ def _of_folder(folder: Folder) -> _Read:
         assumed=False,
         classes=folder.classes,
         grid=folder.grid,
+    )
+
+
+def _read_exported(folder: Path) -> _Read:
+    description, path = read_description(folder)
+    return replace(
+        READERS.get(path.suffix, _read_pytorch)(path),
+        known=description.model,
+        preprocessing=description.preprocessing,
+        assumed=False,
+        classes=description.classes,
+        grid=description.grid,
     )
 
 

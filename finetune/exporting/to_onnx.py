@@ -1,0 +1,96 @@
+"""Export as an ONNX graph with any batch size: normalised images in, logits out."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.exporting.description import write_description
+from finetune.exporting.format import Format
+from finetune.loading.loaded_model import LoadedModel
+from vitscale.config.errors import UserError
+from vitscale.images.size import rows_and_columns
+
+GRAPH_NAME = "model.onnx"
+# A protobuf message holds less than 2 GiB; larger weights become a second file.
+MAX_INSIDE_BYTES = 1_900_000_000
+TRACED_IMAGES = 2
+
+
+class OnnxFormat(Format):
+    library = "onnxruntime"
+
+    def write(self, loaded: LoadedModel, folder: Path) -> None:
+        missing = [n for n in ("onnx", "onnxscript") if importlib.util.find_spec(n) is None]
+        if missing:
+            raise UserError(
+                f"needs {' and '.join(missing)}",
+                where="to=onnx",
+                next_step="pip install -e '.[onnx]'",
+            )
+        sides = rows_and_columns(loaded.preprocessing.image_size)
+        num_bytes = sum(4 * p.numel() for p in loaded.network.parameters())
+        # The exporter prints and warns about its own parts.
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                _Logits(loaded.network).eval(),
+                (torch.zeros(TRACED_IMAGES, 3, *sides),),
+                folder / GRAPH_NAME,
+                input_names=["images"],
+                output_names=["logits"],
+                dynamic_shapes=({0: torch.export.Dim("batch")},),
+                external_data=num_bytes > MAX_INSIDE_BYTES,
+                verbose=False,
+            )
+        write_description(loaded, folder)
+
+    def logits(
+        self, loaded: LoadedModel, folder: Path, images_B3HW: torch.Tensor
+    ) -> torch.Tensor | None:
+        """In batches of several sizes."""
+        if importlib.util.find_spec("onnxruntime") is None:
+            return None
+        import onnxruntime
+
+        options: Any = onnxruntime.SessionOptions()
+        options.log_severity_level = 3  # errors
+        graph: Any = onnxruntime.InferenceSession(
+            folder / GRAPH_NAME, options, providers=["CPUExecutionProvider"]
+        )
+        parts = (images_B3HW[:1], images_B3HW[1:])
+        found = [torch.from_numpy(graph.run(None, {"images": p.numpy()})[0]) for p in parts]
+        return torch.cat(found)
+
+    def notes(self, loaded: LoadedModel) -> Iterator[str]:
+        yield (
+            "Input `images`: fp32 [batch, 3, height, width], resized and normalised as below. "
+            "Output `logits`: fp32 [batch, classes]."
+        )
+
+    def usage(self, loaded: LoadedModel) -> str:
+        return (
+            "import onnxruntime\n"
+            'session = onnxruntime.InferenceSession("FOLDER/model.onnx")\n'
+            'logits = session.run(None, {"images": images})[0]'
+        )
+
+
+class _Logits(nn.Module):
+    """The model with one input and one output."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.network(images)
+        return logits

@@ -1,0 +1,35 @@
+"""Export of the weights under our names, which are timm's, with the settings as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from finetune.exporting.description import write_description
+from finetune.exporting.format import Format
+from finetune.exporting.reading_back import logits_read_back
+from finetune.loading.loaded_model import LoadedModel
+
+WEIGHTS_NAME = "model.safetensors"
+
+
+class SafetensorsFormat(Format):
+    library = "vitscale"
+
+    def write(self, loaded: LoadedModel, folder: Path) -> None:
+        weights = {name: value.contiguous() for name, value in loaded.network.state_dict().items()}
+        save_file(weights, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+        write_description(loaded, folder)
+
+    def logits(
+        self, loaded: LoadedModel, folder: Path, images_B3HW: torch.Tensor
+    ) -> torch.Tensor | None:
+        return logits_read_back(loaded, folder / WEIGHTS_NAME, images_B3HW)
+
+    def usage(self, loaded: LoadedModel) -> str:
+        return (
+            "from safetensors.torch import load_file\n"
+            'weights = load_file("FOLDER/model.safetensors")'
+        )

@@ -1,0 +1,166 @@
+"""A trained run is exported, loaded by other libraries, and predicts on any number of ranks."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+
+from finetune.exporting.folder import write_folder
+from finetune.exporting.settings import ExportRun
+from finetune.loading.loaded_model import LoadedModel, load_model
+from tests.support.corpora.photographs import jpeg, photograph
+from tests.support.engine.numpy_vit import vit_logits
+from tests.support.ranks.fault_runs import FaultRuns, wait_all
+from tests.support.ranks.warm_ranks import ROOT
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+RUN = {
+    "base": str(ROOT / "configs/finetune/demo.yaml"),
+    "model": {"width": 24, "depth": 2, "mlp_width": 48, "drop_path": 0.0, "head_std": 0.01},
+    "engine": {"device": "cpu", "num_threads": 1, "zero_stage": 0, "max_micro_batch": 16},
+    "schedule": {"steps": 6, "warmup_steps": 1},
+    "checkpoint": {"every_steps": 6},
+    "evaluate": [{"name": "classification"}],
+    "tracking": {"uri": None, "log_every_steps": 3},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(fault_runs: FaultRuns, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    data = {"path": str(fault_runs.shards), "num_workers": 0}
+    values = {**RUN, "output": str(folder / "run"), "data": data}
+    (folder / "run.yaml").write_text(yaml.safe_dump(values))
+    command: list[str | Path] = [ROOT / "finetune/main.py", "--config", folder / "run.yaml"]
+    ranks = fault_runs.starter.start(command, num_ranks=1, folder=folder)
+    assert set(wait_all(ranks)) == {0}, ranks[0].output()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def loaded(trained: Path) -> LoadedModel:
+    return load_model(ExportRun(init=str(trained), to="timm", output="x"))
+
+
+def export(loaded: LoadedModel, to: Any, folder: Path) -> Path:
+    list(write_folder(ExportRun(init="x", to=to, output=str(folder)), loaded))
+    return folder
+
+
+def images(loaded: LoadedModel, batch: int = 2) -> torch.Tensor:
+    side = loaded.preprocessing.image_size
+    return torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(3))
+
+
+def difference(found: Any, loaded: LoadedModel, images_B3HW: torch.Tensor) -> float:
+    settings: Any = loaded.settings
+    weights = {name: value.numpy() for name, value in loaded.network.state_dict().items()}
+    expected = vit_logits(
+        weights, images_B3HW.numpy(), num_heads=settings.num_heads, gelu=settings.gelu
+    )
+    return float(np.abs(np.asarray(found) - expected).max())
+
+
+@pytest.mark.parametrize("to", ["timm", "huggingface"])
+def test_transformers_loads_the_run(loaded: LoadedModel, tmp_path: Path, to: str) -> None:
+    from transformers import AutoModelForImageClassification
+
+    folder = export(loaded, to, tmp_path / "out")
+    model: Any = AutoModelForImageClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        logits = model(pixel_values=images(loaded)).logits
+    assert difference(logits, loaded, images(loaded)) < 1e-4
+    assert list(model.config.id2label.values()) == [str(digit) for digit in range(10)]
+
+
+def test_onnxruntime_takes_any_batch(loaded: LoadedModel, tmp_path: Path) -> None:
+    import onnxruntime
+
+    folder = export(loaded, "onnx", tmp_path / "out")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md",
+        "model.onnx",
+        "vitscale.json",
+    ]
+    session = onnxruntime.InferenceSession(folder / "model.onnx")
+    for batch in (1, 2, 5):
+        pixels = images(loaded, batch)
+        (logits,) = session.run(None, {"images": pixels.numpy()})
+        assert difference(logits, loaded, pixels) < 1e-4
+
+
+def test_card_has_results_and_configuration(loaded: LoadedModel, tmp_path: Path) -> None:
+    card = (export(loaded, "npz", tmp_path / "out") / "README.md").read_text()
+    assert loaded.trained is not None
+    fingerprint = loaded.trained.description["data_fingerprint"]
+    for part in ("| val/top1 |", "- steps: 6", fingerprint, "warmup_steps: 1", "step-00000006"):
+        assert part in card
+
+
+def predict(fault_runs: FaultRuns, folder: Path, *words: str | Path, num_ranks: int = 1) -> str:
+    command: list[str | Path] = [ROOT / "finetune/predict.py", "compute.device=cpu", *words]
+    folder.mkdir(exist_ok=True)
+    ranks = fault_runs.starter.start(command, num_ranks=num_ranks, folder=folder)
+    assert set(wait_all(ranks)) == {0}, ranks[0].output()
+    return ranks[0].output()
+
+
+def test_predictions_do_not_depend_on_ranks(
+    fault_runs: FaultRuns, trained: Path, tmp_path: Path
+) -> None:
+    """Top-1 is that of the run's own evaluation."""
+    for ranks in (1, 2):
+        table = tmp_path / f"{ranks}.csv"
+        words = (f"init={trained}", f"output={table}", fault_runs.shards, "num_workers=1")
+        said = predict(fault_runs, tmp_path / str(ranks), *words, num_ranks=ranks)
+        assert "360 images, 0 of them unreadable" in said
+    rows = [list(csv.DictReader(open(tmp_path / f"{ranks}.csv"))) for ranks in (1, 2)]
+    assert [row["image"] for row in rows[0]] == [row["image"] for row in rows[1]]
+    for name in ("label", "class_1", "class_5"):
+        assert [row[name] for row in rows[0]] == [row[name] for row in rows[1]]
+    lines = [json.loads(line) for line in open(trained / "journal.jsonl")]
+    top1 = [line["val/top1"] for line in lines if "val/top1" in line][-1]
+    assert np.mean([row["label"] == row["class_1"] for row in rows[1]]) == pytest.approx(top1)
+
+
+def test_unreadable_images_do_not_end_the_command(
+    fault_runs: FaultRuns, trained: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "in/below").mkdir(parents=True)
+    for name in ("a.jpg", "below/b.jpg", "below/d.jpg"):
+        (tmp_path / "in" / name).write_bytes(jpeg(photograph(60, 40)))
+    (tmp_path / "in/below/c.jpg").write_bytes(b"\xff\xd8\xff no image")
+    output = tmp_path / "out/table.parquet"
+    words = (f"init={trained}", tmp_path / "in", f"output={output}", "top=2")
+    said = predict(fault_runs, tmp_path / "1", *words, num_ranks=2)
+    assert "4 images, 1 of them unreadable" in said
+    rows = pq.read_table(output).to_pylist()
+    names = ["a.jpg", "below/b.jpg", "below/c.jpg", "below/d.jpg"]
+    assert [row["image"] for row in rows] == [str(tmp_path / "in" / name) for name in names]
+    assert [row["error"] is None for row in rows] == [True, True, False, True]
+    assert rows[0]["class_1"] == rows[1]["class_1"] and rows[2]["class_1"] is None
+    assert [path.name for path in output.parent.iterdir()] == ["table.parquet"]
+    printed = predict(fault_runs, tmp_path / "2", *words[:2])
+    assert "c.jpg: cannot be read" in printed
+    assert printed.count("%") == 15
+
+
+def test_names_come_from_the_shards_of_older_runs(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained, tmp_path / "run")
+    (tmp_path / "run/classes.json").unlink()
+    found = load_model(ExportRun(init=str(tmp_path / "run"), to="timm", output="x"))
+    assert found.classes == tuple(str(digit) for digit in range(10))
+    config = tmp_path / "run/config.yaml"
+    config.write_text(config.read_text().replace("path: ", "path: /none"))
+    found = load_model(ExportRun(init=str(tmp_path / "run"), to="timm", output="x"))
+    assert found.classes is None

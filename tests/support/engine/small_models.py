@@ -1,0 +1,63 @@
+"""Small models with random weights in every tensor, as a script would have loaded them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from finetune.loading.loaded_model import LoadedModel
+from vitscale.evaluation.models.preprocessing import Preprocessing
+from vitscale.models.registry import MODELS
+
+SIZES: dict[str, dict[str, Any]] = {
+    "vit": {
+        "image_size": 16,
+        "patch_size": 4,
+        "width": 24,
+        "depth": 2,
+        "num_heads": 3,
+        "mlp_width": 40,
+    },
+    "hybrid": {
+        "image_size": 32,
+        "patch_size": 1,
+        "width": 24,
+        "depth": 1,
+        "num_heads": 3,
+        "mlp_width": 40,
+        "stage_depths": [1, 1],
+        "root_width": 32,
+    },
+    "bit_resnet": {"image_size": 16, "stage_depths": [1, 1], "root_width": 32},
+}
+
+
+def small_model(
+    family: str = "vit",
+    *,
+    num_classes: int = 5,
+    preprocessing: dict[str, Any] | None = None,
+    classes: tuple[str, ...] | None = None,
+    **settings: Any,
+) -> LoadedModel:
+    """settings: values of `model`."""
+    chosen: Any = MODELS[family].Settings(**{**SIZES[family], **settings})
+    assert not list(chosen.problems())
+    arch = chosen.architecture(num_classes=num_classes)
+    network = MODELS[family].load().build_model(chosen, arch, seed=0).eval()
+    random = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            # Initial values are 0 and 1 in many places, where an exchange would not show.
+            parameter += 0.2 * torch.randn(parameter.shape, generator=random)
+    return LoadedModel(
+        network=network,
+        settings=chosen,
+        arch=arch,
+        preprocessing=Preprocessing(image_size=arch.image_size, **(preprocessing or {})),
+        classes=classes,
+        source=f"a small {family}",
+        trained=None,
+        step=None,
+    )

@@ -1,0 +1,66 @@
+"""An exported folder is whole or absent, and says what it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.exporting.folder import check_folder, write_folder
+from finetune.exporting.settings import ExportRun
+from finetune.exporting.to_safetensors import SafetensorsFormat
+from tests.support.engine.small_models import small_model
+from vitscale.config.errors import UserError
+
+
+def run(folder: Path, to: Any = "safetensors") -> ExportRun:
+    return ExportRun(init="x", to=to, output=str(folder))
+
+
+def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    check_folder(str(tmp_path / "out"))
+    list(write_folder(run(tmp_path / "out"), small_model()))
+    with pytest.raises(UserError, match="is not empty"):
+        check_folder(str(tmp_path / "out"))
+    with pytest.raises(UserError, match="is a file"):
+        check_folder(str(tmp_path / "out/README.md"))
+
+
+def test_other_logits_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(self: SafetensorsFormat, loaded: Any, folder: Path) -> None:
+        original(self, loaded, folder)
+        with torch.no_grad():
+            loaded.network.head.bias += 0.01  # other weights than those written
+
+    original = SafetensorsFormat.write
+    monkeypatch.setattr(SafetensorsFormat, "write", write)
+    with pytest.raises(UserError, match="gives other logits: difference 1.0e-02"):
+        list(write_folder(run(tmp_path / "out"), small_model()))
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    loaded = small_model()
+    with torch.no_grad():
+        loaded.network.head.bias[0] = float("nan")  # type: ignore[index, operator, union-attr]  # a parameter
+    with pytest.raises(UserError, match="not finite"):
+        list(write_folder(run(tmp_path / "out"), loaded))
+    assert not list(tmp_path.iterdir())
+
+
+def test_card_says_how_to_load_it(tmp_path: Path) -> None:
+    loaded = small_model(classes=("a", "b", "c", "d", "e"))
+    list(write_folder(run(tmp_path / "out", "timm"), loaded))
+    card = (tmp_path / "out/README.md").read_text()
+    for part in (
+        'timm.create_model("local-dir:FOLDER", pretrained=True)',
+        "Without `pretrained=True` timm builds the model with random weights",
+        "classes: 5 (a, b, c, d, e)",
+        "weights from: a small vit",
+        "16 x 16 px",
+        "## Licence\nNot stated.",
+    ):
+        assert part in card

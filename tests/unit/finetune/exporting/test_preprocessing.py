@@ -1,0 +1,100 @@
+"""The exported preprocessing gives the pixels that evaluations see."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from finetune.exporting.folder import write_folder
+from finetune.exporting.settings import ExportRun
+from tests.support.corpora.photographs import jpeg, photograph
+from tests.support.engine.small_models import small_model
+from vitscale.data.samples import EvaluationResize
+from vitscale.data.settings import DataSettings
+
+SIDE = 64
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+PHOTO = jpeg(photograph(250, 187))
+
+
+def own_pixels(preprocessing: dict[str, Any]) -> torch.Tensor:
+    """Levels [3, S, S] as evaluations see them."""
+    settings = DataSettings(path="x", global_batch=1, **preprocessing)
+    out = torch.empty(3, SIDE, SIDE, dtype=torch.uint8)
+    EvaluationResize(settings, image_size=SIDE)(PHOTO, out)
+    return out.float()
+
+
+def exported(folder: Path, to: str, preprocessing: dict[str, Any]) -> Path:
+    loaded = small_model(
+        image_size=SIDE, patch_size=16, preprocessing=preprocessing, classes=tuple("vwxyz")
+    )
+    run = ExportRun(init="x", to=to, output=str(folder))  # type: ignore[arg-type]  # any format
+    list(write_folder(run, loaded))
+    return folder
+
+
+def levels(normalised_3SS: torch.Tensor) -> torch.Tensor:
+    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (MEAN, STD))
+    return ((normalised_3SS * std + mean) * 255).round()
+
+
+def photo() -> Image.Image:
+    return Image.open(io.BytesIO(PHOTO)).convert("RGB")
+
+
+def timm_pixels(folder: Path) -> torch.Tensor:
+    model = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    transform: Any = timm.data.create_transform(**timm.data.resolve_model_data_config(model))
+    return levels(transform(photo()))
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_timm_squashes_to_the_same_pixels(tmp_path: Path, interpolation: str) -> None:
+    how = {"mean": MEAN, "std": STD, "eval_interpolation": interpolation}
+    folder = exported(tmp_path / "out", "timm", how)
+    assert (timm_pixels(folder) - own_pixels(how)).abs().max() <= 1
+
+
+def test_timm_crops_the_same_region(tmp_path: Path) -> None:
+    """The box is rounded to whole pixels of the image here, and of the resized image there."""
+    how = {
+        "mean": MEAN,
+        "std": STD,
+        "eval_resize": "center_crop",
+        "eval_crop_fraction": 0.8,
+        "eval_interpolation": "bicubic",
+    }
+    folder = exported(tmp_path / "out", "timm", how)
+    difference = (timm_pixels(folder) - own_pixels(how)).abs().mean()
+    squashed = (timm_pixels(folder) - own_pixels({"eval_interpolation": "bicubic"})).abs().mean()
+    assert difference < 4 < squashed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["timm", "huggingface"])
+@pytest.mark.parametrize("resize", ["squash", "center_crop"])
+def test_transformers_sees_the_pixels_of_timm(tmp_path: Path, to: str, resize: str) -> None:
+    from transformers import AutoConfig, AutoImageProcessor
+
+    how = {"mean": MEAN, "std": STD, "eval_resize": resize, "eval_interpolation": "bicubic"}
+    reference = timm_pixels(exported(tmp_path / "timm", "timm", how))
+    folder = exported(tmp_path / "out", to, how)
+    processor: Any = AutoImageProcessor.from_pretrained(folder, **pil(to))
+    found = levels(processor(photo(), return_tensors="pt")["pixel_values"][0])
+    assert (found - reference).abs().max() <= 1
+    grey = processor(photo().convert("L"), return_tensors="pt")["pixel_values"]
+    assert grey.shape == (1, 3, SIDE, SIDE)
+    labels: Any = AutoConfig.from_pretrained(folder)
+    assert [labels.id2label[label] for label in range(5)] == list("vwxyz")
+
+
+def pil(to: str) -> dict[str, Any]:
+    """transformers' default backend differs from Pillow by one level; timm's wrapper has none."""
+    return {"backend": "pil"} if to == "huggingface" else {}
