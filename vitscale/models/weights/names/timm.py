@@ -20,7 +20,7 @@ RENAMED = (
     # DeiT's own names (models_v2.py) of what timm calls layer scale.
     (r"(blocks\.\d+)\.gamma_([12])", r"\1.ls\2.gamma"),
     # DINOv2 trains with its blocks in chunks, each numbered on: blocks.CHUNK.BLOCK.
-    (r"blocks\.\d+\.(\d+)\.(.*)", r"blocks.\1.\2"),
+    (r"blocks\.\d+\.(\d+)\.((?:norm|attn|mlp|ls)\d?\..*)", r"blocks.\1.\2"),
     (r"register_tokens", "reg_token"),
     # SwiGLU of DINOv2.
     (r"(blocks\.\d+)\.mlp\.w12\.(.*)", r"\1.mlp.fc1.\2"),
