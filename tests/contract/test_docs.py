@@ -26,6 +26,7 @@ EXTERNAL = {
     *("configs/models.py", "configs/common.py", "configs/augreg.py", "models/vit.py"),
     *("input_pipeline.py", "pp/ops_image.py", "transforms_factory.py", "datasets.py"),
     *("models_mae.py", "util/pos_embed.py", "util/lars.py"),
+    *("eval/knn.py", "eval/linear.py", "evaluators/fewshot_lsr.py"),
 }
 TEST_NAME = re.compile(r"\btest_(?!NAME)\w+")
 # A cell of the tables of messages: the first column, in backticks.

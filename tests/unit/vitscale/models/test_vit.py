@@ -9,7 +9,7 @@ import torch
 
 from vitscale.config.errors import UserError
 from vitscale.models.costs import num_parameters
-from vitscale.models.vit.model import build_model, decayed
+from vitscale.models.vit.model import ViT, build_model, decayed
 from vitscale.models.vit.settings import ViTSettings
 from vitscale.models.weights.transfer import transfer_weights
 from vitscale.training.losses import sigmoid_loss, softmax_loss
@@ -160,3 +160,53 @@ def test_checkpoint_of_another_model_is_refused_with_a_table() -> None:
     assert "blocks.0.mlp.fc1.weight: model (40, 24), checkpoint (44, 24)" in str(caught.value)
     assert "blocks.2.attn.proj.bias: model (24,), checkpoint not in" in str(caught.value)
     assert all(torch.equal(before[name], value) for name, value in target.state_dict().items())
+
+
+PIXELS = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+
+
+def model_with(**changes: object) -> ViT:
+    values: dict[str, object] = {
+        **{"image_size": 16, "patch_size": 4, "width": 12, "depth": 5, "num_heads": 2},
+        **{"mlp_width": 24, "num_registers": 1, "head_std": 0.1},
+    }
+    settings = ViTSettings.model_validate(values | changes)
+    return build_model(settings, settings.architecture(num_classes=3), seed=0).eval()
+
+
+@torch.no_grad()
+def tokens_after(model: ViT, num_blocks: int) -> torch.Tensor:
+    """Through the last norm; the class token is first, one register follows."""
+    patches = model.patch_embed(PIXELS)
+    cls, register = (token.expand(2, 1, 12) for token in (model.cls_token, model.reg_token))
+    tokens = torch.cat([cls, register, patches + model.pos_embed], dim=1)
+    for block in list(model.blocks)[:num_blocks]:
+        tokens = block(tokens)
+    return torch.as_tensor(model.norm(tokens))
+
+
+@torch.no_grad()
+def test_blocks_are_the_last_class_tokens_and_the_mean_patch() -> None:
+    model = model_with(class_position=False)
+    expected = [tokens_after(model, number)[:, 0] for number in (5, 4, 3, 2)]
+    expected.append(tokens_after(model, 5)[:, 2:].mean(dim=1))
+    assert torch.allclose(model(PIXELS, output="blocks"), torch.cat(expected, dim=1), atol=1e-6)
+
+
+@torch.no_grad()
+def test_the_representation_is_what_the_last_layer_sees() -> None:
+    model = model_with(representation_layer=True)
+    last = model.head[2]
+    found = model(PIXELS, output="representation")
+    assert torch.equal(last(found), model(PIXELS))
+    assert not torch.allclose(found, model(PIXELS, output="features"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"), [({"pool": "gap"}, "blocks"), ({"depth": 3}, "blocks"), ({}, "heads")]
+)
+def test_outputs_that_a_model_lacks_are_refused(changes: dict[str, object], missing: str) -> None:
+    model = model_with(**changes)
+    assert missing not in model.known_outputs
+    with pytest.raises(ValueError, match=f"'{missing}' is not one of logits, features"):
+        model(PIXELS, output=missing)
