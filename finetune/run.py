@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from finetune.objectives.registry import OBJECTIVES, ObjectiveSettings
+from vitscale.models.weights.files.suffixes import SUFFIXES
 from vitscale.runs.training import TrainingRun
 from vitscale.training.objective import Objective
 from vitscale.training.supervised import SupervisedSettings
@@ -21,15 +22,16 @@ class FinetuneRun(TrainingRun):
     objective: ObjectiveSettings = SupervisedSettings()
     """What the model is trained to predict, and its loss."""
     init: str | None = None
-    """What to start from: a run folder, a checkpoint folder, Google's .npz, or a .safetensors file
-    with timm's names. null: random weights."""
+    """What to start from: a run folder, a checkpoint folder, a file of weights (.npz, .safetensors,
+    .pth), or a folder of Hugging Face or timm; see docs/weights.md. null: random weights."""
     init_grid: tuple[int, int] | None = Field(default=None, strict=False)
     """[rows, columns] of the position embedding in a file; null: a square grid."""
     init_weights: Literal["auto", "model", "ema"] = "auto"
     """Start from the weights themselves (model) or their average (ema). auto: the average where
     the checkpoint has one."""
-    keep_head: bool = False
-    """Keep the head of `init` too, for the same classes in the same order (DeiT at 384 px)."""
+    keep_head: bool | Literal["slice"] = False
+    """true: keep the head of `init` too, for the same classes in the same order (DeiT at 384 px).
+    slice: keep its rows of the shards' classes, matched by name (EVA's 21k head for 1k labels)."""
     position_embedding: Literal["google", "timm", "deit", "dinov2"] = "google"
     """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
 
@@ -47,7 +49,7 @@ class FinetuneRun(TrainingRun):
             return
         if min(self.init_grid) < 1:
             yield ("init_grid", f"{list(self.init_grid)}: rows and columns are at least 1")
-        if self.init is None or not self.init.endswith((".npz", ".safetensors")):
+        if self.init is None or not self.init.endswith(SUFFIXES):
             yield (
                 "init_grid",
                 "is for weight files; a checkpoint records its grid; remove it",

@@ -12,7 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.loading.labels import named_classes, sliced_text
 from finetune.loading.settings import ModelRun
+from finetune.loading.source import names_external_weights
 from vitscale.checkpoint.folders import Checkpoint, resolve_weights
 from vitscale.config.errors import UserError
 from vitscale.distributed.world import World
@@ -26,8 +28,9 @@ from vitscale.evaluation.models.trained_model import (
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import MODELS, ModelSettings
 from vitscale.models.vit.position_embedding import fixed_positions
+from vitscale.models.weights.head_slicing import sliced_head
 from vitscale.models.weights.inferred import inferred_model
-from vitscale.models.weights.reading import is_external, read_external_weights
+from vitscale.models.weights.reading import ExternalWeights, read_external_weights
 from vitscale.models.weights.transfer import transfer_weights
 
 
@@ -73,16 +76,25 @@ def load_model(run: ModelRun) -> LoadedModel:
 
     Raises UserError when it cannot be read, or does not fit.
     """
-    if is_external(run.init):
-        return _from_file(run)
+    if names_external_weights(run.init):
+        return _from_external(run)
     checkpoint, _ = resolve_weights(run.init)
     trained = read_trained_model(checkpoint)
     if run.model is not None:
         raise UserError(
             "the run folder describes its model itself", where="model", next_step="remove `model`"
         )
-    settings, arch = _at_size(trained.settings, trained.arch, run)
-    weights = starting_weights(checkpoint, run.init_weights)
+    weights, classes, said = _kept_head(
+        starting_weights(checkpoint, run.init_weights),
+        run,
+        classes=trained.classes,
+        where=str(checkpoint.folder),
+    )
+    settings, arch = trained.settings, trained.arch
+    if said and classes is not None:
+        settings = settings.model_copy(update={"num_classes": len(classes)})
+        arch = replace(arch, num_classes=len(classes))
+    settings, arch = _at_size(settings, arch, run)
     rows, columns = checkpoint.description["grid"]
     network = _build(settings, arch)
     if "pos_embed" in network.state_dict():
@@ -102,18 +114,24 @@ def load_model(run: ModelRun) -> LoadedModel:
         network=network,
         settings=settings,
         arch=arch,
-        preprocessing=_resized(trained.preprocessing, arch),
-        classes=trained.classes,
-        source=f"{checkpoint.folder}, step {checkpoint.step}",
+        preprocessing=replace(
+            trained.preprocessing, image_size=arch.image_size, **run.preprocessing.chosen()
+        ),
+        classes=classes,
+        source=f"{checkpoint.folder}, step {checkpoint.step}{said}",
         trained=trained,
         step=checkpoint.step,
         checkpoint=checkpoint,
     )
 
 
-def _from_file(run: ModelRun) -> LoadedModel:
+def _from_external(run: ModelRun) -> LoadedModel:
     path = Path(run.init)
     external = read_external_weights(path, grid=run.init_grid)
+    weights, classes, said = _kept_head(
+        external.weights, run, classes=external.classes, where=run.init
+    )
+    external = replace(external, weights=weights)
     inferred, num_classes = inferred_model(external, chosen=run.model, path=path)
     arch = inferred.architecture(num_classes=num_classes)
     settings, arch = _at_size(inferred, arch, run)
@@ -133,12 +151,37 @@ def _from_file(run: ModelRun) -> LoadedModel:
         network=network,
         settings=settings,
         arch=arch,
-        preprocessing=Preprocessing(image_size=arch.image_size, **external.preprocessing),
-        classes=_fitting(external.classes, arch),
-        source=f"{run.init}, {external.format}",
+        preprocessing=Preprocessing(
+            image_size=arch.image_size, **{**external.preprocessing, **run.preprocessing.chosen()}
+        ),
+        classes=_fitting(classes, arch),
+        source=f"{run.init}, {external.format}{_assumed(external, run)}{said}",
         trained=None,
         step=None,
     )
+
+
+def _kept_head(
+    weights: dict[str, torch.Tensor], run: ModelRun, *, classes: tuple[str, ...] | None, where: str
+) -> tuple[dict[str, torch.Tensor], tuple[str, ...] | None, str]:
+    """The weights with the head's rows of `run.head_classes`, their names, and what to say."""
+    if run.head_classes is None:
+        return weights, classes, ""
+    wanted = named_classes(run.head_classes)
+    found, missing = sliced_head(weights, source=classes, target=wanted, where=where)
+    return found, wanted, f"; {sliced_text(len(wanted), missing)}"
+
+
+def _assumed(external: ExternalWeights, run: ModelRun) -> str:
+    """What no file says and the format's usual values were taken for, in words."""
+    if not external.assumed:
+        return ""
+    given = set() if run.model is None else run.model.model_fields_set
+    values = {key: value for key, value in external.known.items() if key != "num_heads"}
+    values |= external.preprocessing
+    given |= run.preprocessing.chosen().keys()
+    shown = ", ".join(f"{key}={value}" for key, value in values.items() if key not in given)
+    return f"; assumed {shown}" if shown else ""
 
 
 def _fitting(classes: tuple[str, ...] | None, arch: Architecture) -> tuple[str, ...] | None:
@@ -168,7 +211,3 @@ def _at_size(
 def _build(settings: ModelSettings, arch: Architecture) -> nn.Module:
     network: nn.Module = MODELS[arch.name].load().build_model(settings, arch, seed=0)
     return network.eval()
-
-
-def _resized(preprocessing: Preprocessing, arch: Architecture) -> Preprocessing:
-    return replace(preprocessing, image_size=arch.image_size)

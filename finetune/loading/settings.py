@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from vitscale.config.section import Run, Section
 from vitscale.images.size import ImageSizeSetting
 from vitscale.models.registry import ModelSettings
-
-WEIGHT_FILES = (".npz", ".safetensors")
 
 
 class DeviceSettings(Section):
@@ -29,19 +26,46 @@ class DeviceSettings(Section):
     """A collective that takes longer ends the command."""
 
 
+class PreprocessingSettings(Section):
+    """How images become the model's input; null: as the model was trained or published."""
+
+    mean: tuple[float, float, float] | None = Field(default=None, strict=False)
+    """Subtracted from red, green and blue, each in [0, 1]."""
+    std: tuple[float, float, float] | None = Field(default=None, strict=False)
+    """Red, green and blue are divided by it."""
+    eval_resize: Literal["squash", "center_crop"] | None = None
+    """As `data.eval_resize` of a training."""
+    eval_crop_fraction: float | None = Field(default=None, gt=0, le=1)
+    """center_crop only: image size / resized short side."""
+    eval_interpolation: Literal["bilinear", "bicubic", "area"] | None = None
+    """Filter of the resize."""
+    eval_antialias: bool | None = None
+    """Of the resize."""
+
+    def chosen(self) -> dict[str, Any]:
+        """The keys that are not null."""
+        return {key: value for key, value in self.model_dump().items() if value is not None}
+
+
 class ModelRun(Run):
     """A command that applies a trained model."""
 
     init: str
-    """The model: a run folder, a checkpoint folder, Google's .npz, or a .safetensors file with
-    timm's names."""
+    """The model: a run folder, a checkpoint folder, a file of weights (.npz, .safetensors, .pth),
+    or a folder of Hugging Face or timm; see docs/weights.md."""
     init_weights: Literal["auto", "model", "ema"] = "auto"
     """The weights themselves (model) or their average (ema). auto: the average where the
     checkpoint has one."""
     init_grid: tuple[int, int] | None = Field(default=None, strict=False)
     """[rows, columns] of the position embedding in a file; null: a square grid."""
     model: ModelSettings | None = None
-    """Family and size of the model in a weight file; a run folder has its own."""
+    """Keys of the model that win over what is inferred from external weights, one by one, such as
+    num_heads; a run folder has its own."""
+    preprocessing: PreprocessingSettings = PreprocessingSettings()
+    """Keys that win over the preprocessing that comes with the model, one by one."""
+    head_classes: str | None = None
+    """Keep the head's rows of these classes only, matched by name: a shard folder, or a text file
+    with one name per line; see docs/weights.md."""
     image_size: ImageSizeSetting | None = None
     """Apply the model at another image size, a number or [rows, columns], its position embeddings
     resized; null: its own."""
@@ -52,8 +76,3 @@ class ModelRun(Run):
     """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
     compute: DeviceSettings = DeviceSettings()
     """Device, precision and batch."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from super().problems()
-        if self.model is not None:
-            yield from self.model.problems()

@@ -59,10 +59,19 @@ def groups_in(info: FieldInfo) -> Groups | None:
     is_choice = is_choice or info.discriminator == NAME
     default = None if info.is_required() else info.get_default(call_default_factory=True)
     default_name = getattr(default, NAME, None) if is_choice else None
-    for mark in info.metadata:
+    for mark in (*info.metadata, *_marks(info.annotation)):
         if isinstance(mark, DefaultName):
             default_name = mark.name
     return Groups(members, is_choice=is_choice, is_list=is_list, default_name=default_name)
+
+
+def _marks(annotation: Any) -> Iterator[Any]:
+    """Metadata of a type that may be null, which the field does not show."""
+    if get_origin(annotation) is Annotated:
+        yield from get_args(annotation)[1:]
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for member in get_args(annotation):
+            yield from _marks(member)
 
 
 def _members(annotation: Any) -> tuple[tuple[type[BaseModel], ...], bool, bool]:

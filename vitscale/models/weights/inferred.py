@@ -62,6 +62,9 @@ def inferred_model(
         }
     values |= _pool(weights, stated=values.get("pool"))
     mine = {} if chosen is None else {key: getattr(chosen, key) for key in chosen.model_fields_set}
+    if mine.get("name", values["name"]) != values["name"]:
+        what = f"these weights are of the family {values['name']}, not {mine['name']}"
+        raise UserError(what, where="model.name", next_step=f"set model.name={values['name']}")
     if mine.get("preset") is not None:  # its numbers win too
         values = {key: value for key, value in values.items() if key not in NUMBERS}
     values |= mine
@@ -89,7 +92,7 @@ def _family(
         return {
             "name": "vit",
             **values,
-            "image_size": _image_size(grid, values["patch_size"], path),
+            "image_size": _image_size(grid, values["patch_size"]),
         }
     depths = _stage_depths(weights, STEM)
     stride = 4 * 2 ** max(0, len(depths) - 1) * values["patch_size"]
@@ -98,7 +101,7 @@ def _family(
         **values,
         "stage_depths": depths,
         "root_width": roots[0].shape[0],
-        "image_size": _image_size(grid, stride, path),
+        "image_size": _image_size(grid, stride),
     }
 
 
@@ -193,13 +196,11 @@ def _stage_depths(weights: Mapping[str, torch.Tensor], stem: str) -> tuple[int, 
     return tuple(units[stage] for stage in sorted(units))
 
 
-def _image_size(grid: tuple[int, int], patch: int, path: Path) -> int:
+def _image_size(grid: tuple[int, int], patch: int) -> int | tuple[int, int]:
+    """Pixels a side, or [rows, columns]."""
     if grid == (1, 1):
         return 224 // patch * patch or patch
-    if grid[0] != grid[1]:
-        what = f"its positions form a {grid[0]} x {grid[1]} grid, and images here are square"
-        raise UserError(what, where=str(path))
-    return grid[0] * patch
+    return grid[0] * patch if grid[0] == grid[1] else (grid[0] * patch, grid[1] * patch)
 
 
 def _validated(values: Mapping[str, Any], path: Path) -> ModelSettings:

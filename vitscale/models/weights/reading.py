@@ -21,7 +21,8 @@ from vitscale.config.errors import UserError
 from vitscale.models.weights.files.json_files import read_json
 from vitscale.models.weights.files.npz import read_npz
 from vitscale.models.weights.files.safetensors import read_safetensors
-from vitscale.models.weights.files.torch_files import TORCH_FILES, read_torch_file
+from vitscale.models.weights.files.suffixes import SUFFIXES
+from vitscale.models.weights.files.torch_files import read_torch_file
 from vitscale.models.weights.folders.exported import DESCRIPTION, read_description
 from vitscale.models.weights.folders.folder import CONFIG, Folder
 from vitscale.models.weights.folders.huggingface import read_huggingface_folder
@@ -237,4 +238,3 @@ def _square_grid(weights: Mapping[str, torch.Tensor], path: Path) -> tuple[int, 
 
 
 READERS: dict[str, Callable[[Path], _Read]] = {".npz": _read_npz}
-SUFFIXES = (".npz", ".safetensors", *TORCH_FILES)

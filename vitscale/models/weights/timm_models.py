@@ -16,8 +16,8 @@ from torch import nn
 
 from vitscale.config.errors import UserError, nearest
 from vitscale.images.size import ImageSize
+from vitscale.models.weights.files.suffixes import SUFFIXES
 from vitscale.models.weights.reading import (
-    SUFFIXES,
     is_weight_file,
     read_external_weights,
 )

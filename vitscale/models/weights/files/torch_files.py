@@ -24,7 +24,6 @@ from torch.serialization import safe_globals
 from vitscale.config.errors import UserError
 from vitscale.models.weights.files.limits import MAX_BYTES, check_size
 
-TORCH_FILES = (".pth", ".pt", ".bin", ".tar")
 # Where training scripts put the weights. MAE, DeiT: `model`; timm: `state_dict`; DINO: `teacher`.
 WEIGHT_KEYS = ("model", "state_dict", "teacher")
 # Of `args` in the files of MAE and DeiT.

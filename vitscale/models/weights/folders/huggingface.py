@@ -38,7 +38,7 @@ PREPROCESSING: dict[str, dict[str, Any]] = {
 def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Folder:
     """Raises UserError for a folder of another model family, a damaged one, or an unknown one."""
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         what = f"describes a model of type {model_type!r}" if model_type else "names no model_type"
         raise UserError(
             what,
