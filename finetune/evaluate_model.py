@@ -27,7 +27,7 @@ def evaluate(run: EvaluateRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
     from finetune.inference.evaluating import (
         FILES,
-        check_sizes,
+        check,
         describe,
         evaluate_sizes,
         splits,
@@ -46,8 +46,8 @@ def evaluate(run: EvaluateRun) -> None:
     ) as world:
         say = print if world.is_first else lambda _: None
         loaded = load_model(run.model_copy(update={"image_size": run.sizes[0]}))
-        check_sizes(run, loaded)
         train, val = splits(run)
+        check(run, loaded, world, train=train, val=val)
         say(f"evaluating {loaded.source}")
         found: list[Result] = []
         with run_folder_lock(folder, world=world), open_tracker(run, loaded, world) as tracker:

@@ -11,9 +11,10 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from data_prep.labels.label_files import LABEL_SPACES, known_space, load_space, read_pairs
+from data_prep.labels.label_files import load_space, read_pairs
 from data_prep.sources.protocol import NO_CLASS
 from vitscale.config.errors import UserError
+from vitscale.data.label_spaces import LABEL_SPACES, known_space
 from vitscale.runs.data_prep import LabelSettings
 
 PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")

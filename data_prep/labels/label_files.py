@@ -1,32 +1,22 @@
 """Read label spaces, label maps and super-classes.
 
-Owns: the label spaces known by name, files of class names, tables of two columns, their hashes.
-Leaves out: assigning classes and labels (`assignment`).
+Owns: files of class names, tables of two columns, their hashes.
+Leaves out: the label spaces known by name (`label_spaces`), assigning classes and labels
+(`assignment`).
 """
 
 from __future__ import annotations
 
 import csv
-import importlib.util
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 from data_prep.sources.outages import Interrupted, printable
 from data_prep.sources.paths import hash_named_file
 from vitscale.config.errors import UserError, nearest
+from vitscale.data.label_spaces import LABEL_SPACES, known_space
 from vitscale.runs.data_prep import LabelSettings
 
-# Lists of WordNet ids in timm. Their lengths identify the releases: 1,000; 11,821; 21,843;
-# 21,841; 11,221 (21k-P of the autumn 2011 release) and 10,450 (of the winter 2021 release).
-LABEL_SPACES = {
-    "imagenet_1k": "imagenet_synsets.txt",
-    "imagenet_12k": "imagenet12k_synsets.txt",
-    "imagenet_21k_goog": "imagenet21k_goog_synsets.txt",
-    "imagenet_22k": "imagenet22k_synsets.txt",
-    "imagenet_21k_p": "imagenet21k_miil_synsets.txt",
-    "imagenet_21k_p_winter21": "imagenet21k_miil_w21_synsets.txt",
-}
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 # Lists and maps are held in memory, at about ten times their size.
 MAX_FILE_MIB = 64
@@ -45,22 +35,6 @@ def load_space(space: str) -> tuple[str, ...]:
             allowed=", ".join(LABEL_SPACES) + ", or a file with one class name per line",
         )
     return _read_names(Path(space).expanduser(), where="labels.space")
-
-
-@cache
-def known_space(name: str) -> tuple[str, ...]:
-    """Class names of one of LABEL_SPACES, read from timm's files without importing timm."""
-    spec = importlib.util.find_spec("timm")
-    folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    for folder in folders:
-        path = Path(folder, "data", "_info", LABEL_SPACES[name])
-        if path.is_file():
-            return _read_names(path, where="labels.space")
-    raise UserError(
-        f"the list of {name!r} comes with timm, and the installed timm has no {LABEL_SPACES[name]}",
-        where="labels.space",
-        next_step="pip install -U timm, or give a file with one class name per line",
-    )
 
 
 def _read_names(path: Path, *, where: str) -> tuple[str, ...]:

@@ -25,13 +25,31 @@ from vitscale.images.size import show_size
 FILES = "evaluation"
 
 
-def splits(run: EvaluateRun) -> tuple[SplitIndex, SplitIndex]:
-    """What probes learn from, and what the metrics are of. Raises UserError."""
-    train, val = (
-        read_split(run.data.path, split=split, remote_settings=run.data.remote)
-        for split in (run.data.train_split, run.data.val_split)
-    )
-    return train, val
+def splits(run: EvaluateRun) -> tuple[tuple[SplitIndex, ...], SplitIndex]:
+    """What probes learn from, empty without a probe, and what the metrics are of.
+
+    Raises UserError.
+    """
+    val = read_split(run.data.path, split=run.data.val_split, remote_settings=run.data.remote)
+    if all(EVALUATIONS[each.name].needs in ("logits", "heads") for each in run.evaluate):
+        return (), val
+    train = read_split(run.data.path, split=run.data.train_split, remote_settings=run.data.remote)
+    return (train,), val
+
+
+def check(
+    run: EvaluateRun,
+    loaded: LoadedModel,
+    world: World,
+    *,
+    train: tuple[SplitIndex, ...],
+    val: SplitIndex,
+) -> None:
+    """Raise UserError where model, image sizes, shards and evaluations do not fit."""
+    check_sizes(run, loaded)
+    subject = subject_of(run, loaded, world, train=train, val=val)
+    for each in run.evaluate:
+        EVALUATIONS[each.name](each).check(subject)
 
 
 def check_sizes(run: EvaluateRun, loaded: LoadedModel) -> None:
@@ -48,21 +66,19 @@ def evaluate_sizes(
     loaded: LoadedModel,
     world: World,
     *,
-    train: SplitIndex,
+    train: tuple[SplitIndex, ...],
     val: SplitIndex,
     say: Callable[[str], None],
 ) -> Iterator[list[Result]]:
     """Results at each image size; `loaded` is the model at the first. Collective.
 
-    Equal on every rank. Raises UserError before any work when model and shards do not fit.
+    Equal on every rank. The caller has called `check`.
     """
     evaluations = [EVALUATIONS[each.name](each) for each in run.evaluate]
     for number, size in enumerate(run.sizes):
         if number:
             loaded = load_model(run.model_copy(update={"image_size": size}))
         subject = subject_of(run, loaded, world, train=train, val=val)
-        for each in evaluations:
-            each.check(subject)
         rows, start = [], time.perf_counter()
         for each, metrics in zip(evaluations, results(evaluations, subject), strict=True):
             rows += as_results(each.settings.name, metrics, image_size=subject.image_size)
@@ -95,14 +111,19 @@ def describe(run: EvaluateRun, loaded: LoadedModel, val: SplitIndex) -> dict[str
 
 
 def subject_of(
-    run: EvaluateRun, loaded: LoadedModel, world: World, *, train: SplitIndex, val: SplitIndex
+    run: EvaluateRun,
+    loaded: LoadedModel,
+    world: World,
+    *,
+    train: tuple[SplitIndex, ...],
+    val: SplitIndex,
 ) -> Subject:
     folder = Path(run.folder) / FILES
     size = loaded.preprocessing.image_size
     model = loaded.for_inference(world, precision=run.compute.precision)
     return Subject(
         model=model,
-        train=(train,),
+        train=train,
         val=val,
         data=data_settings(run, loaded),
         image_size=size,

@@ -22,7 +22,7 @@ class EvaluationData(Section):
     path: str
     """Shard folder or its URL, as `data.path` of a training."""
     train_split: str = "train"
-    """Split that kNN, few-shot and linear probes learn from."""
+    """Split that kNN, few-shot and linear probes learn from; not read without them."""
     val_split: str = "test"
     """Split that the metrics are of."""
     num_workers: int = Field(default=2, ge=0)

@@ -22,10 +22,16 @@ class ScheduledEvaluations:
         engine: Engine,
         has_average: bool,
     ) -> None:
-        """has_average: the engine keeps an average of the weights (`optim.ema`)."""
+        """has_average: the engine keeps an average of the weights (`optim.ema`).
+
+        Raises UserError when an evaluation does not suit the model and the split.
+        """
         self.subject, self._engine = subject, engine
         self._has_average = has_average
         self._evaluations = [EVALUATIONS[each.name](each) for each in settings] if subject else []
+        for each in self._evaluations:
+            assert subject is not None
+            each.check(subject)
 
     def due(self, step: int, *, is_last: bool) -> bool:
         return any(_is_due(each.settings, step, is_last=is_last) for each in self._evaluations)

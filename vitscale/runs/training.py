@@ -126,6 +126,9 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
     names = [evaluation.name for evaluation in run.evaluate or ()]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
+    for name in names:
+        if not EVALUATIONS[name].in_training:
+            yield ("evaluate", f"{name} is for finetune/evaluate_model.py; remove it")
     if not getattr(run.model, "distillation_token", False):
         for name in names:
             if EVALUATIONS[name].needs == "heads":

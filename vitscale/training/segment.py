@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -84,11 +85,13 @@ class Segments:
         model = build_model(self.run, self.objective, arch)
         messages = initial_weights(model, arch) if initial_weights is not None else []
         engine = _build_engine(self.run, plan, self.world, arch, model)
-        evaluations = self._evaluations(plan, engine)
+        evaluations = self._evaluations(plan, arch, engine)
         segment = Segment(plan=plan, arch=arch, engine=engine, evaluations=evaluations)
         return segment, messages
 
-    def _evaluations(self, plan: TrainingPlan, engine: Engine) -> ScheduledEvaluations:
+    def _evaluations(
+        self, plan: TrainingPlan, arch: Architecture, engine: Engine
+    ) -> ScheduledEvaluations:
         subject = None
         if self.val_index is not None:
             subject = Subject(
@@ -98,6 +101,9 @@ class Segments:
                 data=self.run.data,
                 image_size=plan.image_size,
                 micro_batch=plan.max_micro_batch,
+                num_outputs=arch.num_classes,
+                classes=self.data.classes if arch.num_classes else None,
+                folder=Path(self.run.folder) / "evaluation",
             )
         return ScheduledEvaluations(
             self.objective.evaluations(self.run),

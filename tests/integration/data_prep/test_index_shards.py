@@ -24,7 +24,6 @@ import pytest
 from PIL import Image
 
 from data_prep.indexing import folder as index_folder
-from data_prep.labels.label_files import known_space
 from tests.support.corpora.external_tars import (
     hugging_face_layout,
     imagenet_22k_layout,
@@ -36,6 +35,7 @@ from tests.support.corpora.small_shards import make_shard_folder
 from tests.support.ranks.rank_processes import ROOT
 from vitscale.data.index import read_manifest, read_split
 from vitscale.data.index_keys import sample_keys
+from vitscale.data.label_spaces import known_space
 
 SCRIPT = ROOT / "data_prep/index_shards.py"
 VERIFY = ROOT / "data_prep/verify_shards.py"

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 import numpy as np
 from pydantic import Field
 
+from vitscale.config.errors import UserError
 from vitscale.config.section import NamedSection
 from vitscale.data.settings import DataSettings
 from vitscale.evaluation.features.rows import Features
@@ -121,6 +122,8 @@ class Subject:
                 write(self.folder / name)
             except OSError as caught:
                 error = f"{self.folder / name}: cannot be written ({caught.strerror})"
+            except UserError as caught:
+                error = caught.text()
         agree_no_error(error)
 
     def outputs(

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data_prep.labels.assignment import Labels, load_labels
-from data_prep.labels.label_files import LABEL_SPACES, known_space, read_pairs
+from data_prep.labels.label_files import read_pairs
 from data_prep.sources.protocol import means_no_label
 from vitscale.config.errors import UserError
+from vitscale.data.label_spaces import LABEL_SPACES, known_space
 from vitscale.runs.data_prep import LabelSettings
 
 SIZES = {
@@ -56,7 +57,7 @@ def test_known_spaces_differ_as_documented() -> None:
 def test_spaces_are_read_without_importing_timm() -> None:
     code = (
         "import sys\n"
-        "from data_prep.labels.assignment import known_space; known_space('imagenet_1k');"
+        "from vitscale.data.label_spaces import known_space; known_space('imagenet_1k');"
         "raise SystemExit('timm' in sys.modules or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

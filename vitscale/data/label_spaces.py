@@ -1,0 +1,55 @@
+"""Label spaces known by name: the classes of ImageNet's releases, from the files that timm ships.
+
+Needs no timm to be imported.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from functools import cache
+from pathlib import Path
+
+from vitscale.config.errors import UserError
+
+# Lists of WordNet ids in timm. Their lengths identify the releases: 1,000; 11,821; 21,843;
+# 21,841; 11,221 (21k-P of the autumn 2011 release) and 10,450 (of the winter 2021 release).
+LABEL_SPACES = {
+    "imagenet_1k": "imagenet_synsets.txt",
+    "imagenet_12k": "imagenet12k_synsets.txt",
+    "imagenet_21k_goog": "imagenet21k_goog_synsets.txt",
+    "imagenet_22k": "imagenet22k_synsets.txt",
+    "imagenet_21k_p": "imagenet21k_miil_synsets.txt",
+    "imagenet_21k_p_winter21": "imagenet21k_miil_w21_synsets.txt",
+}
+# The classes of evaluation sets, in the order of ImageNet-1k's.
+SUBSETS = {
+    "imagenet_a": "imagenet_a_synsets.txt",
+    "imagenet_r": "imagenet_r_synsets.txt",
+}
+
+
+@cache
+def known_space(name: str) -> tuple[str, ...]:
+    """Class names of one of LABEL_SPACES or SUBSETS, in the order of labels. Raises UserError."""
+    file = (LABEL_SPACES | SUBSETS)[name]
+    return tuple(timm_file(file, where="labels.space").read_text().split())
+
+
+def space_of_length(num_classes: int) -> str | None:
+    """The name of the label space with so many classes."""
+    sizes = {len(known_space(name)): name for name in LABEL_SPACES}
+    return sizes.get(num_classes)
+
+
+def timm_file(name: str, *, where: str) -> Path:
+    """A file of timm's lists. Raises UserError if the installed timm lacks it."""
+    spec = importlib.util.find_spec("timm")
+    for folder in [] if spec is None else list(spec.submodule_search_locations or ()):
+        path = Path(folder, "data", "_info", name)
+        if path.is_file():
+            return path
+    raise UserError(
+        f"{name} comes with timm, and the installed timm has none",
+        where=where,
+        next_step="pip install -U timm",
+    )

@@ -1,0 +1,116 @@
+"""The confusion matrix, and pictures of the images that the worst classes lose."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from vitscale.distributed.atomic_files import write_text
+from vitscale.evaluation.interface.evaluation import EvaluationSettingsBase, Outputs, Subject
+from vitscale.evaluation.interface.one_pass import LogitsEvaluation
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ConfusionSettings(EvaluationSettingsBase):
+    name: Literal["confusion"] = "confusion"
+    """Metric: val/worst_classes_top1, the mean of the worst classes. Files: confusion.csv (cells of
+    the matrix that are not 0, the most frequent confusions first), worst_classes.png."""
+    num_classes: int = Field(default=10, gt=0)
+    """How many classes are the worst ones."""
+    num_examples: int = Field(default=8, gt=0)
+    """Pictures of each of them."""
+
+
+class Prediction(NamedTuple):
+    """Arrays of one entry per image."""
+
+    label: np.ndarray
+    guess: np.ndarray
+    sample: np.ndarray
+
+
+class Confusion(LogitsEvaluation):
+    Settings = ConfusionSettings
+
+    def start(self, subject: Subject) -> None:
+        self._subject = subject
+        self._rows: list[torch.Tensor] = []
+
+    def add(self, outputs: Outputs) -> None:
+        import torch
+
+        guesses_B = outputs.values_BX.argmax(dim=1)
+        samples_B = torch.from_numpy(outputs.samples_B).to(guesses_B.device)
+        is_real_B = outputs.weights_B.long()
+        self._rows.append(torch.stack([outputs.labels_B, guesses_B, samples_B, is_real_B], dim=1))
+
+    def finish(self) -> dict[str, float]:
+        import torch
+
+        from vitscale.distributed.world import gather_rows
+
+        rows_N4 = gather_rows(torch.cat(self._rows)).cpu().numpy()
+        self._rows = []
+        label, guess, sample = rows_N4[rows_N4[:, 3] > 0, :3].T
+        found, classes = Prediction(label, guess, sample), self._subject.val.classes
+        shares = class_shares(found)
+        worst = sorted(shares, key=lambda each: (shares[each], each))[: self.settings.num_classes]
+        self._subject.write("confusion.csv", lambda path: _write_cells(path, found, classes))
+        self._subject.write("worst_classes.png", lambda path: self._draw(path, found, worst))
+        return {"worst_classes_top1": float(np.mean([shares[each] for each in worst]))}
+
+    def _draw(self, path: Path, found: Prediction, worst: list[int]) -> None:
+        """One row for each of the worst classes: images of it that were taken for others."""
+        from vitscale.evaluation.logits.pictures import draw_samples
+
+        classes, shares, rows = self._subject.val.classes, class_shares(found), []
+        for label in worst:
+            chosen = examples(found, label, count=self.settings.num_examples)
+            titles = [classes[int(found.guess[each])] for each in chosen]
+            name = f"{classes[label]}\n{shares[label]:.0%} right"
+            rows.append((name, found.sample[chosen].tolist(), titles))
+        draw_samples(self._subject, rows, path=path)
+
+
+def class_shares(found: Prediction) -> dict[int, float]:
+    """Accuracy of each class that has images."""
+    images = np.bincount(found.label)
+    right = np.bincount(found.label[found.label == found.guess], minlength=len(images))
+    return {int(each): float(right[each] / images[each]) for each in np.flatnonzero(images)}
+
+
+def cells(found: Prediction) -> list[tuple[int, int, int]]:
+    """(class, predicted class, images) of every cell that is not 0: confusions first, the most
+    frequent ones first."""
+    pairs, counts = np.unique(np.stack([found.label, found.guess]), axis=1, return_counts=True)
+    rows = [(int(a), int(b), int(n)) for a, b, n in zip(*pairs, counts, strict=True)]
+    return sorted(rows, key=lambda row: (row[0] == row[1], -row[2], row[:2]))
+
+
+def examples(found: Prediction, label: int, *, count: int) -> np.ndarray:
+    """Positions of wrong images of a class: one for each wrong class, the most frequent wrong class
+    first, then a second one for each, and so on."""
+    wrong = np.flatnonzero((found.label == label) & (found.guess != label))
+    wrong = wrong[np.argsort(found.sample[wrong])]
+    guesses, first, counts = np.unique(found.guess[wrong], return_inverse=True, return_counts=True)
+    seen = np.zeros(len(guesses), np.int64)
+    turn = np.empty(len(wrong), np.int64)
+    for position, guess in enumerate(first):
+        turn[position] = seen[guess]
+        seen[guess] += 1
+    return wrong[np.lexsort((first, -counts[first], turn))][:count]
+
+
+def _write_cells(path: Path, found: Prediction, classes: tuple[str, ...]) -> None:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(["class", "predicted", "images"])
+    writer.writerows((classes[a], classes[b], n) for a, b, n in cells(found))
+    write_text(path, file.getvalue())
