@@ -146,7 +146,7 @@ class StudyRun(Run):
     """Result of a cell: the value of this metric after the last step."""
     other_metrics: tuple[str, ...] = Field(default=(), strict=False)
     """Further metrics after the last step, for the tables, for example
-    [val/mean_per_class]."""
+    [val/class_mean_top1]."""
     table: TableSettings | None = None
     figures: tuple[FigureSettings, ...] = Field(default=(), strict=False)
     """The figures to draw."""
@@ -154,6 +154,12 @@ class StudyRun(Run):
     @property
     def folder(self) -> str:
         return self.output or f"runs/{self.name}"
+
+    @property
+    def pretrains(self) -> bool:
+        """Whether any transfer starts from a pre-training of the study."""
+        given = [[v.init or v.from_scratch for v in axis.values] for axis in self.axes]
+        return self.init is None and not any(all(values) for values in given)
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -244,7 +250,7 @@ def _select_problems(study: StudyRun) -> Iterator[tuple[str, str]]:
     for value in study.axis(select.axis).values:
         if value.from_scratch or value.init is not None:
             yield ("select.axis", f"{value.label}: where a transfer starts from is not chosen")
-        if study.finetune is None or study.init is not None:
+        if study.finetune is None or not study.pretrains:
             continue
         if value.overrides or value.pretrain != StageChange():
             what = "changes the pre-training, which has no trials"

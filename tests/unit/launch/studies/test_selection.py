@@ -218,6 +218,18 @@ def test_what_cannot_be_chosen_is_refused(study: Path, override: str, message: s
         study_of(study, override)
 
 
+def test_weights_can_be_an_axis(study: Path) -> None:
+    axis = """axes:
+  - name: model
+    values: [{label: B, init: runs/b}, {label: H, init: runs/h}]
+"""
+    study.write_text(SELECTING.replace("init: runs/before\n", "").replace("axes:\n", axis))
+    grid = grid_of(study)
+    assert grid.trainings["trial_h_pets_low_seed0"].run.model_dump()["init"] == "runs/h"
+    assert len(grid.trainings) == 2 * (5 + 4) and len(selections(*resolve(grid))) == 4
+    assert collect(grid, states_of(grid))[0].pretrain is None
+
+
 def test_trials_are_never_on_the_test_images(study: Path) -> None:
     study.write_text(SELECTING.replace("data.dev_percent=10, ", ""))
     with pytest.raises(UserError, match="(?s)same images, 'test'.*trial_pets.*data.dev_percent"):
@@ -235,7 +247,9 @@ def test_a_cut_without_training_samples_is_one_error(study: Path) -> None:
     assert "in: trial_pets_low_seed0, trial_pets_high_seed0" in text
 
 
-def test_the_recipe_of_mae_is_chosen_by_config(study: Path, monkeypatch) -> None:
+def test_the_recipe_of_mae_is_chosen_by_config(
+    study: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """AdamW with layer decay, rates and decays as one axis."""
     monkeypatch.chdir(ROOT)
     text = SELECTING.replace("finetune.yaml", "configs/finetune/mae_b16.yaml").replace(
@@ -245,3 +259,30 @@ def test_the_recipe_of_mae_is_chosen_by_config(study: Path, monkeypatch) -> None
     grid = grid_of(study)
     run = grid.trainings["trial_pets_high_seed0"].run
     assert (run.optim.name, run.optim.lr, run.optim.layer_decay) == ("adamw", 0.002, 0.75)
+
+
+def test_table_4_is_the_papers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dosovitskiy et al. 2021, table 4: rates, and the share held out of each set."""
+    monkeypatch.chdir(ROOT)
+    study = study_of(ROOT / "configs/studies/transfer_vit.yaml")
+    rates = {
+        value.label: [
+            rate.label
+            for rate in study.axis("learning rate").values
+            if value.label in rate.only.get("set", (value.label,))
+        ]
+        for value in study.axis("set").values
+    }
+    small = ["0.001", "0.003", "0.01", "0.03"]
+    assert rates.pop("ImageNet") == ["0.003", "0.01", "0.03", "0.06"]
+    assert rates == dict.fromkeys(("CIFAR-10", "CIFAR-100", "Pets", "Flowers"), small)
+    held_out = [value.finetune.overrides for value in study.axis("set").values]
+    assert [each for (each,) in held_out] == [f"data.dev_percent={n}" for n in (1, 2, 2, 10, 10)]
+
+
+def test_vtab_has_its_19_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    study = study_of(ROOT / "configs/studies/vtab1k.yaml")
+    groups = [value.group for value in study.axis("task").values]
+    assert [groups.count(name) for name in ("Natural", "Specialized", "Structured")] == [7, 4, 8]
+    assert study.select is not None and study.select.mean_over == ("task",)
