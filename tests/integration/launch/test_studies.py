@@ -162,7 +162,7 @@ def check_mlflow(database: Path, page: str) -> None:
     assert tags[parent, "mlflow.note.content"] == page
     assert {name: tags.get((run, "study.selected")) for name, run in runs.items()} == {
         "trial_digits_0_seed0": "false",
-        "trial_digits_0.02_seed0": "true",
+        "trial_digits_0.002_seed0": "true",
         "final_digits_seed3": None,
         "final_digits_seed4": None,
     }
