@@ -99,17 +99,8 @@ def load_model(run: ModelRun) -> LoadedModel:
     network = _build(settings, arch)
     if "pos_embed" in network.state_dict():
         weights |= fixed_positions(checkpoint.description["architecture"], grid=(rows, columns))
-    transfer_weights(
-        network,
-        weights=weights,
-        source_grid=(rows, columns),
-        target_grid=arch.grid,
-        num_prefix_tokens=arch.num_prefix_tokens,
-        convention=run.position_embedding,
-        where=str(checkpoint.folder),
-        keep_head=True,
-        resize_patches=run.patch_size is not None,
-    )
+    where = str(checkpoint.folder)
+    _fill(network, arch, run, weights=weights, source_grid=(rows, columns), where=where)
     return LoadedModel(
         network=network,
         settings=settings,
@@ -136,17 +127,8 @@ def _from_external(run: ModelRun) -> LoadedModel:
     arch = inferred.architecture(num_classes=num_classes)
     settings, arch = _at_size(inferred, arch, run)
     network = _build(settings, arch)
-    transfer_weights(
-        network,
-        weights=external.weights,
-        source_grid=external.grid,
-        target_grid=arch.grid,
-        num_prefix_tokens=arch.num_prefix_tokens,
-        convention=run.position_embedding,
-        where=run.init,
-        keep_head=True,
-        resize_patches=run.patch_size is not None,
-    )
+    weights = external.weights
+    _fill(network, arch, run, weights=weights, source_grid=external.grid, where=run.init)
     return LoadedModel(
         network=network,
         settings=settings,
@@ -158,6 +140,29 @@ def _from_external(run: ModelRun) -> LoadedModel:
         source=f"{run.init}, {external.format}{_assumed(external, run)}{said}",
         trained=None,
         step=None,
+    )
+
+
+def _fill(
+    network: nn.Module,
+    arch: Architecture,
+    run: ModelRun,
+    *,
+    weights: dict[str, torch.Tensor],
+    source_grid: tuple[int, int],
+    where: str,
+) -> None:
+    """Put the weights into the model, head included."""
+    transfer_weights(
+        network,
+        weights=weights,
+        source_grid=source_grid,
+        target_grid=arch.grid,
+        num_prefix_tokens=arch.num_prefix_tokens,
+        convention=run.position_embedding,
+        where=where,
+        keep_head=True,
+        resize_patches=run.patch_size is not None,
     )
 
 
