@@ -86,8 +86,8 @@ def test_every_setting_and_group_has_a_docstring() -> None:
 
 
 def test_configuration_page_is_up_to_date() -> None:
-    command = [sys.executable, str(ROOT / "launch/configuration.py")]
+    command = [sys.executable, "-m", "launch.planning.configuration"]
     page = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert (ROOT / "docs/configuration.md").read_text() == page, (
-        "renew the page: python launch/configuration.py > docs/configuration.md"
+        "renew the page: python -m launch.planning.configuration > docs/configuration.md"
     )

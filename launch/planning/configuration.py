@@ -1,26 +1,21 @@
 """Print docs/configuration.md: every setting with what it may hold, its default and its meaning.
 
-python launch/configuration.py > docs/configuration.md
+python -m launch.planning.configuration > docs/configuration.md
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 
-try:
-    from finetune.exporting.settings import ExportRun
-    from finetune.inference.prediction.settings import PredictRun
-    from finetune.inference.settings import EvaluateRun
-    from finetune.inspection.settings import VisualizeRun
-    from launch.jobs.preparation import RUN_TYPES
-    from launch.studies.settings import StudyRun
-    from vitscale.config.reference import as_markdown, settings_reference
-except ModuleNotFoundError as error:
-    print(f"{error}. Run: pip install -e .", file=sys.stderr)
-    raise SystemExit(2) from None
+from finetune.exporting.settings import ExportRun
+from finetune.inference.prediction.settings import PredictRun
+from finetune.inference.settings import EvaluateRun
+from finetune.inspection.settings import VisualizeRun
+from launch.jobs.preparation import RUN_TYPES
+from launch.studies.settings import StudyRun
+from vitscale.config.reference import as_markdown, settings_reference
 
-COMMAND = "python launch/configuration.py > docs/configuration.md"
+COMMAND = "python -m launch.planning.configuration > docs/configuration.md"
 INTRODUCTION = f"""\
 # Configuration
 A run is one YAML file, validated before anything heavy is imported:
