@@ -15,6 +15,8 @@ from hypothesis import settings
 # a shared machine may stall.
 settings.register_profile("fixed", derandomize=True, deadline=None)
 settings.register_profile("explore", deadline=None)
+# The developer's own site file has no effect on the tests.
+os.environ["VITSCALE_SITE"] = ""
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 

@@ -23,6 +23,7 @@ from typing import Any
 from launch.jobs.scontrol import is_ended_by_slurm, requeue, restart_count
 from launch.jobs.submission import Task, resubmission, start_task
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, skip_teardown
+from vitscale.config.site import SITE_VARIABLE
 from vitscale.distributed.atomic_files import write_json
 from vitscale.tracking.source_version import code_version
 
@@ -143,6 +144,8 @@ def run_in_process(script: str, *, arguments: list[str]) -> int:
     """Run a script in this process as `python script arguments` would. Return its exit code."""
     argv = sys.argv
     sys.argv = [script, *arguments]
+    # The configuration is complete; a site file edited since must not change it.
+    os.environ[SITE_VARIABLE] = ""
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as end:

@@ -24,8 +24,11 @@ python pretrain/main.py --config configs/vit_b16.yaml optim.lr=3e-4 data.val_spl
 python pretrain/main.py --config configs/vit_b16.yaml --print-config  # values, sources
 python pretrain/main.py --help                                        # this list
 ```
-- **Precedence**: command line > file > `base:` file > default. `base:` names one YAML file,
-  relative to the file that holds it. Groups are merged key by key, lists are replaced.
+- **Precedence**: command line > file > `base:` file > site file > default. `base:` names one
+  YAML file, relative to the file that holds it. Groups are merged key by key, lists are replaced.
+- **Site file**: your defaults of `launch` and `tracking` for all runs, in
+  `~/.config/vitscale/site.yaml` or the file that `$VITSCALE_SITE` names; empty: none
+  ([slurm.md](slurm.md#your-site-in-one-file)).
 - **Command line**: any key as `group.key=value`; lists as `data.crop_area=[0.2,1]`, nothing as
   `key=null`.
 - **Choices**: where a key can hold one of several groups, `name` chooses one:

@@ -29,7 +29,8 @@ COMMON_SWITCHES = {
 IGNORED = ("--local_rank", "--local-rank")
 EPILOG = """\
 Any setting can be given as key=value, for example optim.lr=1e-3 data.val_split=null
-data.crop_area=[0.2,1]. Command line > file > base > default; --print-config shows all.
+data.crop_area=[0.2,1]. Command line > file > base > site file > default; --print-config
+shows all. The site file is $VITSCALE_SITE, or ~/.config/vitscale/site.yaml.
 """
 
 

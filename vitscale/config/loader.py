@@ -19,6 +19,7 @@ from pydantic import BaseModel, ValidationError
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.inheritance import merge, read_layers, shown_path
 from vitscale.config.section import Run
+from vitscale.config.site import read_site
 from vitscale.config.validation_errors import explain, where_is, without_bad_values
 from vitscale.config.wording import show_value
 from vitscale.config.yaml_source import (
@@ -51,10 +52,12 @@ def load_run(
     *,
     overrides: Sequence[str] = (),
     errors: Sequence[UserError] = (),
+    with_site: bool = True,
 ) -> Loaded[RunT]:
     """Read, merge and validate. Raises UserErrors with all errors, including `errors`.
 
     path: None: the overrides alone.
+    with_site: take defaults from the site file.
     """
     found = list(errors)
     file = COMMAND_LINE
@@ -69,6 +72,8 @@ def load_run(
             layers.append(reduce(merge, given))
         run_type = _choose_type(run_types, reduce(merge, layers), file=file, errors=found)
         if run_type is not None:
+            site = read_site(run_type.model_fields, errors=found) if with_site else None
+            layers = layers if site is None else [site, *layers]
             root = reduce(lambda under, over: merge(under, over, run_type, file=file), layers)
             run = _validate(run_type, root, file=file, errors=found)
             if run is not None and not found:
@@ -77,8 +82,11 @@ def load_run(
 
 
 def load_run_file(run_types: RunTypes[RunT], path: FilePath | str) -> RunT:
-    """Validate a configuration file, for example the resolved config.yaml of a run folder."""
-    return load_run(run_types, path).run
+    """Validate a resolved configuration, such as config.yaml of a run folder.
+
+    A site file has no effect on it.
+    """
+    return load_run(run_types, path, with_site=False).run
 
 
 def _read_override(text: str, *, errors: list[UserError]) -> Node | None:
