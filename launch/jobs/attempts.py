@@ -1,0 +1,250 @@
+"""Record the attempts of a run: when each started and ended, why, and what it gained.
+
+Owns: `attempts.jsonl` in the run folder, which is only ever appended to.
+Leaves out: deciding whether to start again (`restarts`).
+
+Each attempt has two lines, one at its start and one at its end. An attempt whose machine died has
+no second line: the next attempt writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from vitscale.checkpoint.folders import MANIFEST, step_folders, step_of
+from vitscale.tracking.journal import JOURNAL_NAME, decode
+
+ATTEMPTS_NAME = "attempts.jsonl"
+CHECKPOINTS_NAME = "checkpoints"
+# Longer than any line of a journal.
+JOURNAL_TAIL_BYTES = 1 << 16
+
+
+class Ending(StrEnum):
+    """Why an attempt ended."""
+
+    DONE = "done"
+    STOPPED = "stopped"
+    """By a signal, after a checkpoint or before the first step: time limit, preemption, pause."""
+    ENDED_BY_SLURM = "ended by SLURM"
+    """Cancelled, requeued or preempted without time for a checkpoint."""
+    BAD_INPUT = "bad input"
+    FAILED = "failed"
+    KILLED = "killed"
+    """A rank ended by a signal that it does not handle: SIGKILL, out of memory, SIGSEGV."""
+    NODE_FAILED = "node failed"
+    LOST = "lost"
+    """Without a record of its end: the node of the batch script died."""
+
+
+FAILURES = (Ending.FAILED, Ending.KILLED, Ending.NODE_FAILED, Ending.LOST)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """One start of a run. Times are unix seconds; steps count from 1, 0 is before the first."""
+
+    number: int
+    """1 for the first attempt of the run."""
+    cluster: str
+    """slurm or local."""
+    job_id: str
+    restart: int
+    """How often this job had been requeued: 0 for its first start."""
+    nodes: tuple[str, ...]
+    num_tasks: int
+    started: float
+    first_step: int
+    """Step of the newest checkpoint at the start."""
+    ended: float | None = None
+    """None while it runs."""
+    ending: Ending | None = None
+    reason: str = ""
+    """What happened, as a sentence that names rank, node and signal where they are known."""
+    exit_code: int | None = None
+    failed_nodes: tuple[str, ...] = ()
+    """Nodes that died or whose rank failed."""
+    checkpoint_step: int | None = None
+    """Step of the newest checkpoint at the end."""
+    last_step: int | None = None
+    """Last step in the journal at the end."""
+    seconds_lost: float | None = None
+    """Time since the newest checkpoint of this attempt, or since its start: to be repeated."""
+
+    @property
+    def steps_gained(self) -> int:
+        """Steps by which the newest checkpoint advanced."""
+        return max(0, (self.checkpoint_step or 0) - self.first_step)
+
+    @property
+    def steps_lost(self) -> int:
+        """Logged steps after the newest checkpoint."""
+        return max(0, (self.last_step or 0) - (self.checkpoint_step or 0))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Progress:
+    """How far a run folder is."""
+
+    checkpoint_step: int
+    """0 without a checkpoint."""
+    committed: float | None
+    """When that checkpoint was committed, unix seconds."""
+    last_step: int
+    """Last step in the journal; 0 without one."""
+
+
+def read_attempts(run_folder: Path | str) -> list[Attempt]:
+    """All attempts, oldest first; empty without the file. Unreadable lines are skipped."""
+    attempts: dict[int, Attempt] = {}
+    try:
+        lines = (Path(run_folder) / ATTEMPTS_NAME).read_bytes().splitlines()
+    except FileNotFoundError:
+        return []
+    for line in lines:
+        attempt = _decode(line)
+        if attempt is not None:
+            attempts[attempt.number] = attempt
+    return [attempts[number] for number in sorted(attempts)]
+
+
+def begin_attempt(
+    run_folder: Path | str,
+    *,
+    cluster: str,
+    job_id: str,
+    restart: int,
+    nodes: Sequence[str],
+    num_tasks: int,
+    started: float | None = None,
+) -> Attempt:
+    """Record the start of an attempt, now or at `started`. Closes an attempt without an end."""
+    folder = Path(run_folder)
+    before = read_attempts(folder)
+    if before and before[-1].ended is None:
+        _append(folder, _closed(before[-1], folder))
+    attempt = Attempt(
+        number=before[-1].number + 1 if before else 1,
+        cluster=cluster,
+        job_id=job_id,
+        restart=restart,
+        nodes=tuple(nodes),
+        num_tasks=num_tasks,
+        started=time.time() if started is None else started,
+        first_step=read_progress(folder).checkpoint_step,
+    )
+    _append(folder, attempt)
+    return attempt
+
+
+def end_attempt(
+    attempt: Attempt,
+    run_folder: Path | str,
+    *,
+    ending: Ending,
+    reason: str,
+    exit_code: int | None,
+    failed_nodes: Sequence[str] = (),
+) -> Attempt:
+    """Record the end of an attempt, now."""
+    folder, now = Path(run_folder), time.time()
+    ended = replace(
+        attempt,
+        ended=now,
+        ending=ending,
+        reason=reason,
+        exit_code=exit_code,
+        failed_nodes=tuple(failed_nodes),
+        **_gains(attempt, read_progress(folder), now=now),
+    )
+    _append(folder, ended)
+    return ended
+
+
+def read_progress(run_folder: Path) -> Progress:
+    """The newest checkpoint by name, unverified, and the last step in the journal."""
+    folders = step_folders(run_folder / CHECKPOINTS_NAME)
+    committed = None
+    if folders:
+        try:
+            committed = (folders[0] / MANIFEST).stat().st_mtime
+        except FileNotFoundError:  # removed meanwhile
+            folders = []
+    return Progress(
+        checkpoint_step=step_of(folders[0]) if folders else 0,
+        committed=committed,
+        last_step=_last_row(run_folder / JOURNAL_NAME)[0],
+    )
+
+
+def _last_row(path: Path) -> tuple[int, float | None]:
+    """Step and time of the last readable line of a journal; (0, None) without one."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - JOURNAL_TAIL_BYTES))
+            lines = file.readlines()
+    except FileNotFoundError:
+        return 0, None
+    rows = (decode(line) for line in reversed(lines))
+    return next(((row.step, row.time) for row in rows if row is not None), (0, None))
+
+
+def _gains(attempt: Attempt, progress: Progress, *, now: float) -> dict[str, Any]:
+    kept = attempt.started
+    if progress.committed is not None and progress.checkpoint_step > attempt.first_step:
+        kept = progress.committed
+    return {
+        "checkpoint_step": progress.checkpoint_step,
+        "last_step": max(progress.last_step, progress.checkpoint_step),
+        "seconds_lost": round(max(0.0, now - kept), 3),
+    }
+
+
+def _closed(attempt: Attempt, folder: Path) -> Attempt:
+    """An attempt that left no record of its end; its last sign of life counts as the end."""
+    progress = read_progress(folder)
+    signs = (attempt.started, progress.committed, _last_row(folder / JOURNAL_NAME)[1])
+    ended = max(sign for sign in signs if sign is not None)
+    return replace(
+        attempt,
+        ended=ended,
+        ending=Ending.LOST,
+        reason="no record of its end: the node of the batch script died, or SLURM ended the job",
+        **_gains(attempt, progress, now=ended),
+    )
+
+
+def _append(folder: Path, attempt: Attempt) -> None:
+    """Add one line and flush it to disk."""
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {key: value for key, value in asdict(attempt).items() if value not in (None, (), "")}
+    line = (json.dumps(values) + "\n").encode()
+    with open(folder / ATTEMPTS_NAME, "a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":  # a write was cut off
+                line = b"\n" + line
+        file.write(line)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _decode(line: bytes) -> Attempt | None:
+    try:
+        values: dict[str, Any] = json.loads(line)
+        known = {field.name for field in fields(Attempt)}
+        values = {key: value for key, value in values.items() if key in known}
+        for key in ("nodes", "failed_nodes"):
+            values[key] = tuple(map(str, values.get(key, ())))
+        if "ending" in values:
+            values["ending"] = Ending(values["ending"])
+        return Attempt(**values)
+    except (ValueError, TypeError, AttributeError):
+        return None
