@@ -13,6 +13,7 @@ from vitscale.data.remote.settings import RemoteSettings
 from vitscale.evaluation.features.settings import FeatureSettings
 from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.images.size import ImageSize, ImageSizeSetting, rows_and_columns
+from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.tracking.settings import TrackingSettings
 
 
@@ -51,6 +52,7 @@ class EvaluateRun(ModelRun):
     features: FeatureSettings = FeatureSettings()
     """What kNN, few-shot and linear probes read."""
     tracking: TrackingSettings = TrackingSettings()
+    launch: LaunchSettings = LaunchSettings()
 
     @property
     def sizes(self) -> tuple[ImageSize | None, ...]:
@@ -75,3 +77,4 @@ class EvaluateRun(ModelRun):
         for each in self.evaluate:
             if each.every_steps is not None:
                 yield ("evaluate", f"{each.name}: every_steps is for trainings; remove it")
+        yield from launch_problems(self.launch)

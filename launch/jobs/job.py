@@ -33,6 +33,7 @@ STAGE_SCRIPTS = {
     "data_prep": "data_prep/make_shards.py",
     "pretrain": "pretrain/main.py",
     "finetune": "finetune/main.py",
+    "evaluate": "finetune/evaluate_model.py",
 }
 # Their tasks share work through files; none waits for another.
 INDEPENDENT_STAGES = ("data_prep",)

@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from finetune.inference.settings import EvaluateRun
 from finetune.run import FinetuneRun
 from launch.jobs.job import StageJob, stage_job
 from pretrain.run import PretrainRun
@@ -27,14 +28,15 @@ from vitscale.runs.training import TrainingRun
 RUN_TYPES: dict[str, type[Run]] = {
     "pretrain": PretrainRun,
     "finetune": FinetuneRun,
+    "evaluate": EvaluateRun,
     "data_prep": DataPrepRun,
 }
-LaunchableRun = PretrainRun | FinetuneRun | DataPrepRun
+LaunchableRun = PretrainRun | FinetuneRun | EvaluateRun | DataPrepRun
 
 
 def launchable(run: Run) -> LaunchableRun:
     """Narrow the type: `RUN_TYPES` admits no other."""
-    assert isinstance(run, PretrainRun | FinetuneRun | DataPrepRun)
+    assert isinstance(run, LaunchableRun)
     return run
 
 
@@ -74,7 +76,7 @@ def check_job(run: LaunchableRun, *, num_tasks: int, cluster: str) -> None:
 
 
 def _size_problems(run: LaunchableRun, *, num_tasks: int) -> Iterator[UserError]:
-    if isinstance(run, DataPrepRun):
+    if not isinstance(run, TrainingRun):
         return  # any number of tasks can share the work
     batch = run.data.global_batch
     if batch % num_tasks:

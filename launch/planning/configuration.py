@@ -9,7 +9,6 @@ import argparse
 
 from finetune.exporting.settings import ExportRun
 from finetune.inference.prediction.settings import PredictRun
-from finetune.inference.settings import EvaluateRun
 from finetune.inspection.settings import VisualizeRun
 from launch.jobs.preparation import RUN_TYPES
 from launch.studies.settings import StudyRun
@@ -48,7 +47,6 @@ def main() -> None:
         usage=COMMAND, description="Print the reference of all settings as Markdown."
     ).parse_args()
     stages = RUN_TYPES | {
-        "evaluate": EvaluateRun,
         "predict": PredictRun,
         "export": ExportRun,
         "visualize": VisualizeRun,

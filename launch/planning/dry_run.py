@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.inference.settings import EvaluateRun
 from finetune.run import FinetuneRun
 from launch.jobs.preparation import LaunchableRun, job_folder, run_name
 from launch.jobs.submission import sbatch_text
@@ -133,7 +134,7 @@ def check_data(run: PretrainRun | FinetuneRun) -> None:
 def describe(run: LaunchableRun, *, show_script: bool) -> str:
     """Everything `--dry-run` prints."""
     parts = [f"# Resolved run\n{run_to_yaml(run).rstrip()}"]
-    rows = list(_data_prep_rows(run) if isinstance(run, DataPrepRun) else plan_rows(run))
+    rows = list(_rows(run))
     width = max(len(name) for name, _ in rows)
     parts.append("\n".join(["# Plan", *(f"{name:<{width}}  {value}" for name, value in rows)]))
     if show_script:
@@ -141,6 +142,18 @@ def describe(run: LaunchableRun, *, show_script: bool) -> str:
         script = sbatch_text(run.launch, name=name, folder=job_folder(run, cluster="slurm"))
         parts.append(f"# Batch script\n{script.rstrip()}")
     return "\n\n".join(parts)
+
+
+def _rows(run: LaunchableRun) -> Rows:
+    if isinstance(run, DataPrepRun):
+        return _data_prep_rows(run)
+    return _evaluation_rows(run) if isinstance(run, EvaluateRun) else plan_rows(run)
+
+
+def _evaluation_rows(run: EvaluateRun) -> Rows:
+    yield "model", run.init
+    yield "data", f"split {run.data.val_split!r} of {run.data.path}"
+    yield "evaluation", ", ".join(each.name for each in run.evaluate)
 
 
 def _data_prep_rows(run: DataPrepRun) -> Rows:

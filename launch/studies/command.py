@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.comparison.text import plain_text
+from launch.jobs.foreground import EXIT_INTERRUPTED
 from launch.jobs.monitor import StopFlag
 from launch.jobs.submission import require_slurm
 from launch.planning.dry_run import check_data
@@ -38,7 +39,6 @@ from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
 from vitscale.tracking.parent_run import ParentRun
 
 STUDY = "--study"
-EXIT_INTERRUPTED = 130
 SWITCHES = {
     "--dry-run": "list the trainings with their costs and states; train nothing",
     "--results": "tabulate and draw what is finished; train nothing",

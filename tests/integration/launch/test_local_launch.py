@@ -21,12 +21,12 @@ pytestmark = pytest.mark.distributed
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from launch import local
+from launch.jobs import foreground
 from launch.jobs import monitor
 from launch.jobs.job import StageJob
 from vitscale.runs.launching import LaunchSettings
 monitor.GRACE_SECONDS, monitor.RESEND_STOP_SECONDS = 1.0, 0.3
-local.CONTROLLER_SECONDS = monitor.CONTROLLER_SECONDS = 2.0
+foreground.CONTROLLER_SECONDS = monitor.CONTROLLER_SECONDS = 2.0
 {before}
 folder = Path("jobs").absolute()
 folder.mkdir()
@@ -34,7 +34,11 @@ job = StageJob(
     script=str(Path("stage.py").absolute()), config="c", max_requeues=0, independent={independent}
 )
 launch = LaunchSettings(timeout_min=5, signal_delay_s=30)
-sys.exit(local.start_and_watch(job, launch=launch, num_procs=2, folder=folder))
+sys.exit(
+    foreground.start_and_watch(
+        job, launch=launch, num_procs=2, folder=folder, stop=monitor.StopFlag()
+    )
+)
 """
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -257,12 +261,12 @@ def test_sigterm_while_the_job_starts_stops_it(tmp_path: Path) -> None:
         tmp_path,
         WAITING,
         before="""
-        start_locally = local.start_locally
+        start_locally = foreground.start_locally
         def start_and_be_stopped(*args, **kwargs):
             submission = start_locally(*args, **kwargs)
             os.kill(os.getpid(), signal.SIGTERM)
             return submission
-        local.start_locally = start_and_be_stopped
+        foreground.start_locally = start_and_be_stopped
         """,
     )
     output, _ = process.communicate(timeout=PATIENCE_S)

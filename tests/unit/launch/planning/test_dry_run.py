@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.planning.dry_run import check_data, plan_rows
+from finetune.inference.settings import EvaluateRun
+from launch.planning.dry_run import check_data, describe, plan_rows
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import write_shard_folder
@@ -106,3 +107,11 @@ def test_the_cut_for_choosing_is_counted_exactly(tmp_path: Path) -> None:
     data["dev_percent"] = 1.0
     with pytest.raises(UserError, match=r"data.dev_percent: 1 % of 8 training samples is 0"):
         plan(data=data)
+
+
+def test_an_evaluation_can_be_submitted() -> None:
+    overrides = ["launch.tasks_per_node=2"]
+    run = load_run(EvaluateRun, ROOT / "configs/eval/demo.yaml", overrides=overrides).run
+    text = describe(run, show_script=True)
+    assert "evaluation  classification, knn" in text
+    assert "#SBATCH --ntasks-per-node=2" in text and "#SBATCH --job-name=demo-evaluation" in text

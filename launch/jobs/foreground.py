@@ -1,0 +1,57 @@
+"""Run a job on this machine in the foreground: its output shown, its exit code returned.
+
+Leaves out: starting (`submission`) and following the tasks (`monitor`).
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+from launch.jobs.job import StageJob
+from launch.jobs.monitor import CONTROLLER_SECONDS, StopFlag, end, failure_report, follow
+from launch.jobs.submission import Submission, start_locally
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
+from vitscale.runs.launching import LaunchSettings
+
+EXIT_INTERRUPTED = 130
+
+
+def start_and_watch(
+    job: StageJob, *, launch: LaunchSettings, num_procs: int, folder: Path, stop: StopFlag
+) -> int:
+    """Run the job to its end and return its exit code. SIGTERM stops it with a checkpoint."""
+    submission = start_locally(
+        job, launch=launch, num_procs=num_procs, folder=folder, independent=job.independent
+    )
+    return watch(submission, stop=stop)
+
+
+def watch(submission: Submission, *, stop: StopFlag) -> int:
+    """Follow the job. Ctrl-C ends it at once. No process is left, however this ends."""
+    try:
+        print(
+            f"running {submission.num_tasks} process(es); logs in {submission.folder}", flush=True
+        )
+        result = follow(submission, output=sys.stdout, stop=stop)
+    except KeyboardInterrupt:
+        # A second Ctrl-C would leave processes running.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        with suppress(OSError):
+            print("\ninterrupted: ending all processes", file=sys.stderr, flush=True)
+        end(submission, wait_first=CONTROLLER_SECONDS)
+        return EXIT_INTERRUPTED
+    except BaseException:
+        # For example: the reader of our output has closed the pipe, or the disk is full.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        assert submission.controller is not None
+        submission.controller.send_signal(signal.SIGINT)
+        end(submission, wait_first=CONTROLLER_SECONDS)
+        raise
+    if result.exit_code == EXIT_STOPPED_RESUMABLE:
+        print("stopped; the same command resumes the run", flush=True)
+    elif result.exit_code:
+        print(failure_report(submission, result), file=sys.stderr, flush=True)
+    return result.exit_code
