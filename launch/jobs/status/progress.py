@@ -1,0 +1,109 @@
+"""Read how far a training run is, from the ends of its journal and its log.
+
+Leaves out: whether it still runs (`reading`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from vitscale.tracking.console import LOG_NAME
+from vitscale.tracking.journal import JOURNAL_NAME, Row, decode
+
+# Holds thousands of lines: the last evaluation is among them.
+TAIL_BYTES = 1 << 18
+STEP_LINE = re.compile(r"\bstep (\d+)/(\d+) .*\beta (\d+):(\d\d):(\d\d)")
+# Metrics of speed and state; the rest is a result.
+NO_RESULTS = ("train", "perf", "system", "data", "storage")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoggedProgress:
+    """What a run has logged. Times are unix seconds."""
+
+    step: int
+    """Of the last line in the journal."""
+    total_steps: int | None
+    """None before the first line of the log."""
+    eta_s: float | None
+    """Seconds left, as the log said at `time`."""
+    time: float | None
+    """Of the last line in the journal."""
+    images_per_s: float | None
+    mfu: float | None
+    """Model FLOP/s utilisation, 0 to 1; None where the device's rate is unknown."""
+    loss: float | None
+    results: dict[str, float]
+    """Last values of the evaluations' metrics, by name."""
+
+    @property
+    def is_complete(self) -> bool:
+        return self.total_steps is not None and self.step >= self.total_steps
+
+
+def read_logged(run_folder: Path) -> LoggedProgress:
+    """The state of journal and log. Missing files and unreadable lines count as not logged."""
+    rows = _rows(tail(run_folder / JOURNAL_NAME))
+    last: dict[str, float] = {}
+    for row in rows:
+        last |= row.metrics
+    total, eta = _last_step_line(tail(run_folder / LOG_NAME))
+    return LoggedProgress(
+        step=rows[-1].step if rows else 0,
+        total_steps=total,
+        eta_s=eta,
+        time=rows[-1].time if rows else None,
+        images_per_s=_named(last, "images_per_s"),
+        mfu=_named(last, "mfu"),
+        loss=last.get("train/loss"),
+        results={key: value for key, value in last.items() if _is_result(key)},
+    )
+
+
+def log_age(paths: list[Path], *, now: float) -> float | None:
+    """Seconds since one of the files was written; None if none exists."""
+    times = []
+    for path in paths:
+        try:
+            times.append(path.stat().st_mtime)
+        except OSError:
+            continue
+    return max(0.0, now - max(times)) if times else None
+
+
+def tail(path: Path, *, num_bytes: int = TAIL_BYTES) -> list[bytes]:
+    """The last whole lines of a file; none if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            start = max(0, file.seek(0, os.SEEK_END) - num_bytes)
+            file.seek(start)
+            lines = file.readlines()
+    except OSError:
+        return []
+    return lines[1:] if start else lines
+
+
+def _rows(lines: list[bytes]) -> list[Row]:
+    return [row for row in map(decode, lines) if row is not None]
+
+
+def _last_step_line(lines: list[bytes]) -> tuple[int | None, float | None]:
+    """Total steps and seconds left in the last line of a step."""
+    for line in reversed(lines):
+        found = STEP_LINE.search(line.decode(errors="replace"))
+        if found:
+            _, total, hours, minutes, seconds = map(int, found.groups())
+            return total, float(3600 * hours + 60 * minutes + seconds)
+    return None, None
+
+
+def _named(metrics: dict[str, float], name: str) -> float | None:
+    """The value of a metric by its name without the group."""
+    return next((v for key, v in metrics.items() if key.rpartition("/")[2] == name), None)
+
+
+def _is_result(key: str) -> bool:
+    return "/" in key and key.split("/")[0] not in NO_RESULTS

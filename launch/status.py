@@ -1,0 +1,89 @@
+"""Show whether runs are queued, running, paused, stopped, finished or failed, and why.
+
+    python launch/status.py [RUN ...] [--watch | --follow | --json]
+
+RUN: a run folder, its name below runs/, or a folder of runs; default: all below runs/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+try:
+    from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
+    from launch.jobs.status.finding import find_runs
+    from launch.jobs.status.reading import ACTIVE, RunStatus, read_status
+    from launch.jobs.status.text import as_text, as_values
+    from vitscale.config.errors import run_script
+except ModuleNotFoundError as error:
+    print(f"{error}. Run: pip install -e .", file=sys.stderr)
+    raise SystemExit(2) from None
+
+# squeue loads the controller of the whole site.
+WATCH_SECONDS = 10.0
+CLEAR_SCREEN = "\x1b[2J\x1b[H"
+EXIT_INTERRUPTED = 130
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.watch:
+        watch(arguments.runs)
+        return
+    runs, now = read_all(find_runs(arguments.runs))
+    if arguments.json:
+        print(json.dumps([as_values(run) for run in runs], indent=2))
+    else:
+        print(as_text(runs, now=now))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        usage="python launch/status.py [RUN ...] [--watch | --json]",
+        description="Show whether runs are queued, running, paused, stopped, finished or failed.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "runs", nargs="*", metavar="RUN", help="run folder, name below runs/, or folder of runs"
+    )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument(
+        "--watch", action="store_true", help="show again every 10 s until nothing runs or waits"
+    )
+    mode.add_argument("--json", action="store_true", help="print a list of objects")
+    return parser.parse_args()
+
+
+def watch(names: Sequence[str]) -> None:
+    """Show the states again and again. Ends when no run is active, or by Ctrl-C."""
+    try:
+        while True:
+            runs, now = read_all(find_runs(names))
+            start = CLEAR_SCREEN if sys.stdout.isatty() else f"\n{time.strftime('%H:%M:%S')}\n"
+            print(start + as_text(runs, now=now), flush=True)
+            if not any(run.state in ACTIVE for run in runs):
+                return
+            time.sleep(WATCH_SECONDS)
+    except KeyboardInterrupt:
+        raise SystemExit(EXIT_INTERRUPTED) from None
+
+
+def read_all(folders: Sequence[Path]) -> tuple[list[RunStatus], float]:
+    """The states of all runs, and the time of asking. SLURM is asked once."""
+    jobs: list[QueuedJob] | None = None
+    note = None
+    try:
+        jobs = user_jobs()
+    except NoAnswerError as error:
+        note = f"as its records say; SLURM does not answer: {error}"
+    now = time.time()
+    return [read_status(folder, jobs=jobs, note=note, now=now) for folder in folders], now
+
+
+if __name__ == "__main__":
+    run_script(main)

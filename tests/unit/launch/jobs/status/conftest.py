@@ -1,0 +1,68 @@
+"""A run folder with what its stages write, and jobs as SLURM reports them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.jobs.attempts import Ending, begin_attempt, end_attempt
+from launch.jobs.job import TaskRecord, task_record_path, write_record
+from launch.jobs.queue import QueuedJob
+from vitscale.tracking.journal import Row, encode
+
+NOW = 1_700_000_000.0
+JOB = "4711"
+SCRIPT = "submission_file_1a2b.sh"
+
+
+class RunFolder:
+    """Writes the files of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "slurm" / JOB).mkdir(parents=True)
+        (folder / "slurm" / SCRIPT).touch()
+
+    def log(self, step: int, *, total: int = 100, ago: float = 10.0, **metrics: float) -> None:
+        """One interval: a line in the journal and one in the log."""
+        (self.folder / "logs").mkdir(exist_ok=True)
+        row = Row(step=step, time=NOW - ago, metrics={"train/loss": 1.25, **metrics})
+        with open(self.folder / "journal.jsonl", "ab") as file:
+            file.write(encode(row))
+        with open(self.folder / "logs/rank0.log", "a") as log:
+            log.write(f"step {step}/{total} loss 1.2500 img/s 812 wait 3% eta 0:01:20\n")
+
+    def attempt(self, ending: Ending | None, reason: str = "", **more: Any) -> None:
+        started = begin_attempt(
+            self.folder, cluster="slurm", job_id=JOB, restart=0, nodes=("n1", "n2"), num_tasks=2,
+            started=NOW - 60,
+        )  # fmt: skip
+        if ending is not None:
+            end_attempt(started, self.folder, ending=ending, reason=reason, exit_code=None, **more)
+
+    def checkpoint(self, step: int) -> None:
+        folder = self.folder / f"checkpoints/step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+
+    def task(self, rank: int, exit_code: int | None, *log: str, ended: float | None = None) -> None:
+        """A task of the job, with its log. A process that has not ended is gone."""
+        folder = self.folder / "slurm" / JOB
+        record = TaskRecord(rank=rank, pid=2**22 + 1, exit_code=exit_code, ended=ended)
+        write_record(task_record_path(folder, job_id=JOB, rank=rank), record)
+        (folder / f"{JOB}_{rank}_log.out").write_text("".join(f"{line}\n" for line in log))
+
+
+def job(state: str, *, reason: str | None = None, **more: Any) -> QueuedJob:
+    values: dict[str, Any] = {
+        "job_id": JOB, "submitted_id": JOB, "state": state, "reason": reason, "start": None,
+        "nodes": None, "submitted": NOW - 720, "script": f"/else/where/{SCRIPT}",
+    }  # fmt: skip
+    return QueuedJob(**values | more)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "vit")

@@ -1,0 +1,53 @@
+"""Which run folders names mean."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launch.jobs.status.finding import find_runs
+from vitscale.config.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs: one trained, one submitted, two of a study; and what is none."""
+    monkeypatch.chdir(tmp_path)
+    for path in ("vit/config.yaml", "study/a/journal.jsonl", "study/b/attempts.jsonl"):
+        file = tmp_path / "runs" / path
+        file.parent.mkdir(parents=True)
+        file.touch()
+    for folder in ("runs/submitted/slurm", "runs/study/slurm/12", "runs/mlartifacts/1", "images"):
+        (tmp_path / folder).mkdir(parents=True)
+    return tmp_path
+
+
+def test_all_runs_below_runs_are_found() -> None:
+    names = ["study/a", "study/b", "submitted", "vit"]
+    assert find_runs([]) == [Path("runs") / name for name in names]
+
+
+def test_names_are_paths_or_runs_or_folders_of_runs() -> None:
+    assert find_runs(["vit", "runs/vit"]) == [Path("runs/vit")]
+    assert find_runs(["study"]) == [Path("runs/study/a"), Path("runs/study/b")]
+
+
+@pytest.mark.parametrize(
+    ("names", "report"),
+    [
+        (["images"], "images is no run folder"),
+        (["vitt"], r"no such run: vitt\n.*\n.*did you mean vit\?"),
+        (["x", "y"], r"(?s)no such run: x.*no such run: y"),
+        (["runs/vit/config.yaml"], "is a file, not a run folder"),
+    ],
+)
+def test_a_name_that_is_no_run_is_an_error(names: list[str], report: str) -> None:
+    with pytest.raises(UserError, match=report):
+        find_runs(names)
+
+
+def test_a_folder_without_runs_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(here / "images")
+    with pytest.raises(UserError, match="no run folder below"):
+        find_runs([])
