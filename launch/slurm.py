@@ -1,6 +1,7 @@
 """Submit any stage to SLURM after checking its configuration and data.
 
-    python launch/slurm.py --config configs/vit_h14.yaml [key=value ...] [--dry-run]
+    python launch/slurm.py --config configs/vit_h14.yaml [key=value ...]
+        [--dry-run | --replace | --after]
     python launch/slurm.py --study configs/studies/vit_subsets.yaml [--dry-run | --results]
 
 --study submits a grid of runs as arrays.
@@ -9,26 +10,49 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 try:
     from launch.jobs.preparation import (
         RUN_TYPES,
         LaunchableRun,
         check_job,
+        job_folder,
         launchable,
+        make_private,
         prepare_job,
+        removed_if_refused,
         run_name,
         with_num_workers,
     )
-    from launch.jobs.submission import Submission, require_slurm, submit_to_slurm
+    from launch.jobs.queue import (
+        NoAnswerError,
+        QueuedJob,
+        after,
+        already_queued,
+        cancel,
+        jobs_of,
+        submitted_ids,
+    )
+    from launch.jobs.snapshot import read_code, store_code
+    from launch.jobs.submission import Submission, folder_lock, require_slurm, submit_to_slurm
     from launch.planning.dry_run import check_data, describe
+    from launch.planning.partitions import partition_problems
     from launch.studies.command import names_a_study, run_study_on_slurm
     from vitscale.config.command_line import load_command
-    from vitscale.config.errors import run_script
+    from vitscale.config.errors import UserError, UserErrors, run_script
+    from vitscale.runs.data_prep import DataPrepRun
     from vitscale.runs.training import TrainingRun
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
+
+
+SWITCHES = {
+    "--dry-run": "print the run, its plan and the batch script; submit nothing",
+    "--replace": "cancel the queued or running job of this run, and start after it",
+    "--after": "start when the queued or running job of this run has ended",
+}
 
 
 def main() -> None:
@@ -38,8 +62,10 @@ def main() -> None:
         RUN_TYPES,
         script="launch/slurm.py",
         description="Submit a stage to SLURM. The job requeues itself and resumes.",
-        switches={"--dry-run": "print the run, its plan and the batch script; submit nothing"},
+        switches=SWITCHES,
     )
+    if {"--replace", "--after"} <= command.switches:
+        raise UserError("--replace and --after exclude each other", where="command line")
     run = launchable(command.run)
     run = with_num_workers(run, num_cores=run.launch.cpus_per_task)
     check_job(run, num_tasks=run.launch.nodes * run.launch.tasks_per_node, cluster="slurm")
@@ -49,9 +75,78 @@ def main() -> None:
     if isinstance(run, TrainingRun):
         check_data(run)
     require_slurm()
-    job, folder = prepare_job(run, cluster="slurm")
-    submission = submit_to_slurm(job, launch=run.launch, name=run_name(run), folder=folder)
+    if problems := partition_problems(run.launch):
+        raise UserErrors(problems)
+    submission, earlier = submit(run, switches=command.switches)
     print_next_steps(run, submission)
+    if "--replace" in command.switches and earlier:
+        end(earlier)
+
+
+def submit(run: LaunchableRun, *, switches: frozenset[str]) -> tuple[Submission, list[QueuedJob]]:
+    """Submit the run; also return its earlier jobs that the new one waits for.
+
+    A job that replaces another one waits for it too: if sbatch refuses it, nothing is lost.
+    """
+    folder = job_folder(run, cluster="slurm")
+    with removed_if_refused(folder):
+        make_private(folder)
+        with folder_lock(folder.parent):
+            earlier = earlier_jobs(run, folder.parent, switches=switches)
+            code = read_code() if run.launch.snapshot else None
+            if run.launch.snapshot and code is None:
+                warn("no git checkout, so no snapshot: the job runs the code on disk at its start")
+            code_folder = None if code is None else store_code(code, folder)
+            job, _ = prepare_job(run, cluster="slurm", code=code_folder)
+            submission = submit_to_slurm(
+                job,
+                launch=after(run.launch, submitted_ids(earlier)),
+                name=run_name(run),
+                folder=folder,
+                code=code_folder,
+            )
+    return submission, earlier
+
+
+def earlier_jobs(
+    run: LaunchableRun, run_folder: Path, *, switches: frozenset[str]
+) -> list[QueuedJob]:
+    """Jobs of this run that the new one waits for. Raises UserError if it may not."""
+    asked = sorted({"--replace", "--after"} & switches)
+    try:
+        jobs = jobs_of(run_folder)
+    except NoAnswerError as error:
+        if asked:
+            raise UserError(
+                f"SLURM does not say which job {asked[0]} means: {error}",
+                next_step="try again later, or leave it out",
+            ) from None
+        warn(f"SLURM does not say whether a job of this run is queued: {error}")
+        return []
+    if asked:
+        return jobs
+    # Tasks of data preparation share the work, whichever job they belong to.
+    if jobs and not isinstance(run, DataPrepRun):
+        raise already_queued(jobs, run_folder=run_folder)
+    return []
+
+
+def end(jobs: list[QueuedJob]) -> None:
+    ids = " ".join(submitted_ids(jobs))
+    print(f"cancelling job {ids}", flush=True)
+    try:
+        left = cancel(jobs)
+    except NoAnswerError as error:
+        warn(f"SLURM did not confirm it: {error}. The new job waits; try: scancel {ids}")
+        return
+    for job in left:
+        warn(f"job {job.job_id} is still {job.state}; the new one starts when it has ended")
+    if not left:
+        print(f"job {ids} has ended")
+
+
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def print_next_steps(run: LaunchableRun, submission: Submission) -> None:

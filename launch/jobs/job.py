@@ -25,10 +25,8 @@ from launch.jobs.submission import Task, resubmission, start_task
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, skip_teardown
 from vitscale.config.site import SITE_VARIABLE
 from vitscale.distributed.atomic_files import write_json
-from vitscale.tracking.source_version import code_version
+from vitscale.tracking.source_version import PROJECT_ROOT, code_version
 
-# Contains the stages: the checkout, or site-packages.
-PROJECT_ROOT = Path(__file__).resolve().parents[2]
 STAGE_SCRIPTS = {
     "data_prep": "data_prep/make_shards.py",
     "pretrain": "pretrain/main.py",
@@ -61,7 +59,7 @@ class StageJob:
     """Absolute path of the resolved configuration."""
     max_requeues: int
     code_version: str | None = None
-    """Git commit at submission. The job runs the code on disk at its start."""
+    """Git commit at submission. Without a snapshot, the job runs the code on disk at its start."""
     independent: bool = False
     """Each task is a job of its own instead of a rank of one job."""
 
@@ -130,10 +128,13 @@ class StageJob:
         return True
 
 
-def stage_job(stage: str, *, config: Path, max_requeues: int) -> StageJob:
-    """The job that runs a stage with a resolved configuration on disk."""
+def stage_job(stage: str, *, config: Path, max_requeues: int, code: Path | None = None) -> StageJob:
+    """The job that runs a stage with a resolved configuration on disk.
+
+    code: the snapshot that contains the stage; None: the code that runs now.
+    """
     return StageJob(
-        script=str(PROJECT_ROOT / STAGE_SCRIPTS[stage]),
+        script=str((code or PROJECT_ROOT) / STAGE_SCRIPTS[stage]),
         config=str(config.resolve()),
         max_requeues=max_requeues,
         code_version=code_version(),

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from finetune.inference.settings import EvaluateRun
@@ -70,6 +72,7 @@ def check_job(run: LaunchableRun, *, num_tasks: int, cluster: str) -> None:
         *_size_problems(run, num_tasks=num_tasks),
         *(_device_problems(run, run.launch) if cluster == "slurm" else ()),
         *_folder_problems(job_folder(run, cluster=cluster)),
+        *(_snapshot_problems(run) if cluster == "slurm" else ()),
     ]
     if problems:
         raise UserErrors(problems)
@@ -118,15 +121,53 @@ def _folder_problems(folder: Path) -> Iterator[UserError]:
         )
 
 
-def prepare_job(run: LaunchableRun, *, cluster: str) -> tuple[StageJob, Path]:
-    """Create the job folder with the resolved configuration. Return (job, folder)."""
+def _snapshot_problems(run: LaunchableRun) -> Iterator[UserError]:
+    folder = job_folder(run, cluster="slurm")
+    if run.launch.snapshot and ":" in str(folder):
+        yield UserError(
+            f"Python cannot import from {str(folder)!r}, because ':' separates entries of "
+            "PYTHONPATH",
+            where="output",
+            next_step="choose another output, or set launch.snapshot=false",
+        )
+
+
+def prepare_job(
+    run: LaunchableRun, *, cluster: str, code: Path | None = None
+) -> tuple[StageJob, Path]:
+    """Create the job folder with the resolved configuration. Return (job, folder).
+
+    code: see `stage_job`.
+    """
     folder = job_folder(run, cluster=cluster)
     make_private(folder)
     text = run_to_yaml(run)
     # Named by content, so that earlier jobs keep their own configuration.
     config = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
     write_text(config, text)
-    return stage_job(run.stage, config=config, max_requeues=run.launch.max_requeues), folder
+    job = stage_job(run.stage, config=config, max_requeues=run.launch.max_requeues, code=code)
+    return job, folder
+
+
+@contextmanager
+def removed_if_refused(folder: Path) -> Iterator[None]:
+    """On a UserError in the block, remove what `prepare_job` and a snapshot have added."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    before = set(_prepared_files(folder))
+    try:
+        yield
+    except UserError:
+        for path in set(_prepared_files(folder)) - before:
+            path.unlink() if path.is_file() else shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):  # a folder with other files stays
+            for each in missing:
+                each.rmdir()
+        raise
+
+
+def _prepared_files(folder: Path) -> Iterator[Path]:
+    yield from folder.glob("config-*.yaml")
+    yield from folder.glob("code-*")
 
 
 def make_private(folder: Path) -> None:

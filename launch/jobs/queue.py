@@ -1,6 +1,7 @@
 """Jobs of a run folder that SLURM knows: queued, running, and for minutes after their end.
 
-Leaves out: what a job did (its task records and log), and ending or submitting jobs.
+Owns: finding them, refusing a second job of the same run, cancelling, and waiting for one another.
+Leaves out: what a job did (its task records and log), and submitting (`submission`).
 
 Works without accounting, and asks once for all jobs of the user. A job belongs to the folder that
 holds its batch script: the name has a random part, so that neither job ids that start again at 1
@@ -11,11 +12,17 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vitscale.config.errors import UserError
+from vitscale.runs.launching import LaunchSettings
+
 SLURM_SECONDS = 60
+# Above KillWait (30 s by default) and the time in which a large job ends.
+CANCEL_SECONDS, CANCEL_PAUSE_S = 300.0, 1.0
 # The batch script's path is last: it may contain the separator.
 FIELDS = ("%i", "%F", "%T", "%r", "%S", "%N", "%V", "%o")
 # JOB STATE CODES of `man squeue`: states that a job does not leave.
@@ -73,6 +80,52 @@ def jobs_of(
     ]
 
 
+def submitted_ids(jobs: Iterable[QueuedJob]) -> list[str]:
+    """The id of each job or array, once."""
+    return list(dict.fromkeys(job.submitted_id for job in jobs))
+
+
+def already_queued(jobs: Sequence[QueuedJob], *, run_folder: Path) -> UserError:
+    """The error for submitting a run whose `jobs` are queued or running."""
+    ids = submitted_ids(jobs)
+    shown = ", ".join(f"{job.job_id} ({_shown_state(job)})" for job in jobs[:3])
+    more = f" and {len(jobs) - 3} more" if len(jobs) > 3 else ""
+    return UserError(
+        f"job {shown}{more} of this run has not ended; a second one would fail when it starts",
+        where=str(run_folder),
+        next_step=f"wait for it, or add --replace (cancels {' '.join(ids)}) or --after (starts "
+        "when it has ended)",
+    )
+
+
+def after(launch: LaunchSettings, job_ids: Iterable[str]) -> LaunchSettings:
+    """The same resources, waiting for the end of jobs, however they end.
+
+    Added to a dependency that `launch.sbatch` may have.
+    """
+    if not (waited := sorted(set(job_ids))):
+        return launch
+    own = launch.sbatch.get("dependency")
+    dependency = ":".join(["afterany", *waited])
+    dependency = f"{own},{dependency}" if own else dependency
+    return launch.model_copy(update={"sbatch": {**launch.sbatch, "dependency": dependency}})
+
+
+def cancel(jobs: Sequence[QueuedJob]) -> list[QueuedJob]:
+    """Cancel jobs and wait until they have ended. Returns those that have not, after minutes.
+
+    Raises NoAnswerError.
+    """
+    ids = submitted_ids(jobs)
+    ask_slurm("scancel", *ids)
+    deadline = time.monotonic() + CANCEL_SECONDS
+    while left := [job for job in user_jobs() if job.submitted_id in ids and not job.has_ended]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(CANCEL_PAUSE_S)
+    return left
+
+
 def user_jobs() -> list[QueuedJob]:
     """All jobs of this user that SLURM remembers, by submission. Raises NoAnswerError."""
     command = ["squeue", "--noheader", "--array", "--states=all", f"--user={os.getuid()}"]
@@ -111,6 +164,13 @@ def ask_slurm(*command: str) -> str:
         message = " ".join(done.stderr.split())
         raise NoAnswerError(message or f"{command[0]} ended with code {done.returncode}")
     return done.stdout
+
+
+def _shown_state(job: QueuedJob) -> str:
+    """For example RUNNING on n[1-2], or PENDING: Resources."""
+    if job.nodes:
+        return f"{job.state} on {job.nodes}"
+    return f"{job.state}: {job.reason}" if job.reason else job.state
 
 
 def _job(line: str) -> QueuedJob:

@@ -11,7 +11,9 @@ stateless: the position to resume from is in the run folder, never in the pickle
 from __future__ import annotations
 
 import fcntl
+import io
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -19,7 +21,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,8 +89,13 @@ class _TextExecutor(SlurmExecutor):
         return 2
 
 
-def slurm_parameters(launch: LaunchSettings, *, name: str) -> dict[str, Any]:
-    """submitit's parameters for validated settings."""
+def slurm_parameters(
+    launch: LaunchSettings, *, name: str, code: Path | None = None
+) -> dict[str, Any]:
+    """submitit's parameters for validated settings.
+
+    code: the snapshot to import from; None: whatever the interpreter finds.
+    """
     # Since SLURM 22.05, srun does not inherit --cpus-per-task from sbatch.
     # After one rank failed, the others would wait in a collective: end them at once.
     srun_args = [f"--cpus-per-task={launch.cpus_per_task}", "--kill-on-bad-exit=1"]
@@ -117,9 +124,18 @@ def slurm_parameters(launch: LaunchSettings, *, name: str) -> dict[str, Any]:
             parameters[field] = value
     if launch.reservation is not None:
         parameters["additional_parameters"]["reservation"] = launch.reservation
-    if launch.setup:
-        parameters["setup"] = list(launch.setup)
+    if setup := [*launch.setup, *(_imports_from(code) if code else ())]:
+        parameters["setup"] = setup
     return parameters
+
+
+def _imports_from(code: Path) -> list[str]:
+    """Shell lines that put a snapshot before the installed code, but after what setup adds."""
+    return [
+        f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
+        # Otherwise `python -m` imports from the current folder first: often the checkout.
+        "export PYTHONSAFEPATH=1",
+    ]
 
 
 def _gpu_parameters(launch: LaunchSettings) -> dict[str, str]:
@@ -133,10 +149,12 @@ def _gpu_parameters(launch: LaunchSettings) -> dict[str, str]:
     }[launch.gpu_request]
 
 
-def sbatch_text(launch: LaunchSettings, *, name: str, folder: Path) -> str:
+def sbatch_text(
+    launch: LaunchSettings, *, name: str, folder: Path, code: Path | None = None
+) -> str:
     """The batch script that `submit_to_slurm` would submit. Needs no SLURM."""
     executor = _TextExecutor(_submission_folder(launch, folder), python=launch.python)
-    executor.update_parameters(**slurm_parameters(launch, name=name))
+    executor.update_parameters(**slurm_parameters(launch, name=name, code=code))
     if launch.num_tasks > 1:
         # submitit adds this when it submits an array.
         executor.parameters["map_count"] = launch.num_tasks
@@ -160,15 +178,23 @@ def require_slurm() -> None:
 
 
 def submit_to_slurm(
-    job: Callable[[], int], *, launch: LaunchSettings, name: str, folder: Path
+    job: Callable[[], int],
+    *,
+    launch: LaunchSettings,
+    name: str,
+    folder: Path,
+    code: Path | None = None,
 ) -> Submission:
     """Submit one job, or an array of `launch.num_tasks` equal jobs, through sbatch.
 
+    code: the snapshot that the tasks import from; None: the code on disk.
     Raises UserError if sbatch refuses, and removes submitit's files.
     """
     # An array of one is submitted as a plain job.
     jobs = [job] * launch.num_tasks
-    return submit_array(jobs, launch=launch, name=name, folder=folder, independent=len(jobs) > 1)
+    return submit_array(
+        jobs, launch=launch, name=name, folder=folder, code=code, independent=len(jobs) > 1
+    )
 
 
 def submit_array(
@@ -177,11 +203,12 @@ def submit_array(
     launch: LaunchSettings,
     name: str,
     folder: Path,
+    code: Path | None = None,
     independent: bool = False,
 ) -> Submission:
     """Submit `launch.num_tasks` jobs as one array; a single one as a plain job.
 
-    independent: see `Submission`.
+    code: see `submit_to_slurm`; independent: see `Submission`.
     Raises UserError if sbatch refuses, and removes submitit's files.
     """
     assert len(jobs) == launch.num_tasks
@@ -190,17 +217,21 @@ def submit_array(
         max_num_timeout=launch.max_requeues,
         python=launch.python,
     )
-    executor.update_parameters(**slurm_parameters(launch, name=name))
-    with _submission_lock(folder):
+    executor.update_parameters(**slurm_parameters(launch, name=name, code=code))
+    with folder_lock(folder):
         before = set(_unaccepted_files(folder))
         try:
-            with _outside_any_job():
+            # submitit prints sbatch's message, which the error contains as well.
+            with _outside_any_job(), redirect_stderr(io.StringIO()):
                 submitted = executor.submit_array(list(jobs))
         except (FailedJobError, FailedSubmissionError) as error:
             for path in set(_unaccepted_files(folder)) - before:
                 path.unlink()
+            message = "; ".join(
+                line.removeprefix("sbatch: error: ") for line in str(error).strip().splitlines()
+            )
             raise UserError(
-                f"sbatch refused the job: {str(error).strip()}",
+                f"sbatch refused the job: {message}",
                 next_step="compare the launch section with what sinfo and sacctmgr show",
             ) from error
     is_array = len(submitted) > 1
@@ -215,7 +246,7 @@ def submit_array(
 
 
 @contextmanager
-def _submission_lock(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """Serialize submissions in one folder: their temporary files have the same names."""
     fd = os.open(folder, os.O_RDONLY)
     try:

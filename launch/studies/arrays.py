@@ -15,6 +15,7 @@ from pathlib import Path
 
 from launch.jobs.job import StageJob
 from launch.jobs.preparation import make_private, prepare_job
+from launch.jobs.queue import after
 from launch.jobs.submission import Submission, sbatch_text, submit_array
 from launch.studies.grid import FINAL, TRIAL, Grid, StudyTraining
 from launch.studies.selection import SelectingJob
@@ -87,7 +88,7 @@ def submit(grid: Grid, states: Mapping[str, TrainingState]) -> list[tuple[str, S
         needed = {array_of[name] for name in names if name in array_of}
         jobs = [_job(grid, training) for training in array.trainings]
         submission = submit_array(
-            jobs, launch=_after(array.launch, needed), name=job_name(grid, array), folder=folder
+            jobs, launch=after(array.launch, needed), name=job_name(grid, array), folder=folder
         )
         array_of |= {training.name: submission.job_id for training in array.trainings}
         submitted.append((job_name(grid, array), submission))
@@ -111,16 +112,6 @@ def _job(grid: Grid, training: StudyTraining) -> StageJob | SelectingJob:
             for each in training.candidates
         },
     )
-
-
-def _after(launch: LaunchSettings, job_ids: set[str]) -> LaunchSettings:
-    """The same resources, with a dependency added to what `launch.sbatch` may have."""
-    if not job_ids:
-        return launch
-    own = launch.sbatch.get("dependency")
-    dependency = ":".join(["afterany", *sorted(job_ids)])
-    dependency = f"{own},{dependency}" if own else dependency
-    return launch.model_copy(update={"sbatch": {**launch.sbatch, "dependency": dependency}})
 
 
 def _folder(grid: Grid) -> Path:

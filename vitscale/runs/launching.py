@@ -64,6 +64,8 @@ class LaunchSettings(Section):
     """Further options of srun, for example --cpu-bind=none."""
     python: str | None = None
     """Interpreter command on the nodes, for example a container call; null: this interpreter."""
+    snapshot: bool = True
+    """SLURM only: the job runs a copy of the code as submitted; false: the code on disk."""
     sbatch: dict[str, str | int | bool] = {}
     """Further sbatch options, passed unchanged."""
 

@@ -1,0 +1,134 @@
+"""Copy the submitted code into the job folder, so that later edits do not reach the job.
+
+Owns: which files, the limit of their size, and the folder code-HASH, named by its content.
+Leaves out: making a job import from it (`submission`), and git (`source_version`).
+
+Equal submissions share a snapshot. It contains the code folders' tracked files as they are on disk,
+untracked files that git does not ignore, compiled extensions, and a record of the version.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+import blake3
+
+from vitscale.config.errors import UserError
+from vitscale.distributed.atomic_files import commit_folder, json_text
+from vitscale.tracking.source_version import (
+    PROJECT_ROOT,
+    RECORD_NAME,
+    list_files,
+    source_version,
+)
+
+MAX_BYTES = 64_000_000
+NUM_SHOWN = 5
+# Ignored by git and needed by the code.
+EXTENSIONS = "vitscale/**/*.so"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Code:
+    """The code at one moment."""
+
+    files: dict[str, bytes]
+    """Path below the root -> content, with the record."""
+    executable: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        """Name of its folder, from all paths and contents."""
+        digest = blake3.blake3()
+        for path, content in sorted(self.files.items()):
+            digest.update(f"{path}\0{path in self.executable}\0{len(content)}\0".encode())
+            digest.update(content)
+        return f"code-{digest.hexdigest()[:12]}"
+
+
+def read_code(root: Path = PROJECT_ROOT) -> Code | None:
+    """Read the code that jobs run. None without git: an installed package, or a tarball.
+
+    Raises UserError if it is larger than MAX_BYTES.
+    """
+    version = source_version(root)
+    if (root / RECORD_NAME).is_file():
+        names = [str(path.relative_to(root)) for path in root.rglob("*") if _is_source(path)]
+    else:
+        names = list_files("--cached", "--others", root=root) or []
+        names += [str(path.relative_to(root)) for path in root.glob(EXTENSIONS)]
+    if version is None or not names:
+        return None
+    # git lists deleted files, and modules as folders.
+    paths = {name: root / name for name in names if (root / name).is_file()}
+    _check_size({name: path.stat().st_size for name, path in paths.items()})
+    files = {name: path.read_bytes() for name, path in paths.items()}
+    files[RECORD_NAME] = json_text(version.record()).encode()
+    executable = frozenset(name for name, path in paths.items() if os.access(path, os.X_OK))
+    return Code(files=files, executable=executable)
+
+
+def store_code(code: Code, folder: Path) -> Path:
+    """Write a snapshot into `folder`, or find the one of an equal submission. Returns its path.
+
+    Raises UserError if files of that one were changed.
+    """
+    final = folder / code.name
+    if not final.exists():
+        temporary = folder / f".{code.name}.{uuid.uuid4().hex[:8]}.tmp"
+        try:
+            _write(code, temporary)
+            commit_folder(temporary, final)
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            # Another submission may have been faster.
+            if not final.exists():
+                raise UserError(
+                    f"cannot write the snapshot of the code into {folder}: {error.strerror}",
+                    where="launch.snapshot",
+                    next_step="free space, or set launch.snapshot=false to run the code on disk",
+                ) from error
+    if changed := [name for name in code.files if not _is_same(final / name, code.files[name])]:
+        raise UserError(
+            f"{len(changed)} file(s) of the snapshot were changed, first {changed[0]}",
+            where=str(final),
+            next_step="remove this folder once no queued or running job uses it",
+        )
+    return final
+
+
+def _is_source(path: Path) -> bool:
+    return path.is_file() and path.suffix != ".pyc"
+
+
+def _is_same(path: Path, content: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == content
+
+
+def _check_size(sizes: dict[str, int]) -> None:
+    total = sum(sizes.values())
+    if total <= MAX_BYTES:
+        return
+    largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:NUM_SHOWN]
+    shown = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
+    raise UserError(
+        f"the code to copy for the job has {total / 1e6:.0f} MB; largest: {shown}",
+        where="launch.snapshot",
+        allowed=f"at most {MAX_BYTES / 1e6:.0f} MB",
+        next_step="move data out of the code folders or add it to .gitignore, or set "
+        "launch.snapshot=false to run the code on disk",
+    )
+
+
+def _write(code: Code, folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    for name, content in code.files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Without fsync, which would take seconds: an equal submission compares the contents.
+        path.write_bytes(content)
+        path.chmod(0o555 if name in code.executable else 0o444)
