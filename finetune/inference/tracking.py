@@ -8,10 +8,8 @@ from finetune.inference.settings import EvaluateRun
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
-from vitscale.config.redaction import redact
 from vitscale.distributed.world import World
-from vitscale.tracking.mlflow_store import read_link
-from vitscale.tracking.run_facts import absolute_uri
+from vitscale.tracking.parent_run import origin_tags
 from vitscale.tracking.tracker import Tracker
 
 
@@ -42,10 +40,7 @@ def open_tracker(run: EvaluateRun, loaded: LoadedModel, world: World) -> Tracker
 def tags_of(run: EvaluateRun, loaded: LoadedModel) -> dict[str, str]:
     """What was evaluated; MLflow's parent too, where the same store has the training."""
     tags = {"vitscale.evaluated": loaded.source}
-    link = None if loaded.trained is None else read_link(loaded.trained.run_folder)
-    if link is not None:
-        tags["vitscale.evaluated_run_id"] = link["run_id"]
-        uri = run.tracking.uri
-        if uri is not None and link.get("uri") == redact(absolute_uri(uri)):
-            tags["mlflow.parentRunId"] = link["run_id"]
+    if loaded.trained is not None:
+        uri, folder = run.tracking.uri, loaded.trained.run_folder
+        tags |= origin_tags(folder, uri=uri, tag="vitscale.evaluated_run_id")
     return tags

@@ -31,7 +31,7 @@ COLOURS = ("#1f83c9", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 INK = "#0a0b0c"  # placeholder, replaced by the page's text colour when the SVG is embedded
 
-GROUP_ORDER = {"val": 0, "train": 1, "perf": 2}
+GROUP_ORDER = {"val": 0, "train": 1, "vitals": 2}
 MAX_POINTS = 1000
 SMOOTH_FROM_POINTS = 120
 MAX_PICTURES_PER_RUN = 12

@@ -11,13 +11,13 @@ from tests.contract.tree import ROOT, parsed
 from vitscale.data.remote.store import COUNTS
 
 LOGGING = ("vitscale/data", "vitscale/evaluation", "vitscale/training", "pretrain", "finetune")
-METRIC = re.compile(r"(train|val|perf|data)/[a-z0-9_]*[a-z0-9]")
+METRIC = re.compile(r"(train|val|vitals)/[a-z0-9_]*[a-z0-9]")
 
 
 def test_the_docs_list_every_metric() -> None:
     rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/tracking.md").read_text(), re.MULTILINE)
     documented = {name for name in rows if METRIC.fullmatch(name)}
-    logged = {f"data/remote_{name}" for name in COUNTS}
+    logged = {f"vitals/remote_{name}" for name in COUNTS}
     for folder in LOGGING:
         for path in (ROOT / folder).rglob("*.py"):
             logged |= set(_metrics_in(path))

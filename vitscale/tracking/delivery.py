@@ -18,7 +18,9 @@ from pathlib import Path
 
 from vitscale.config.redaction import redact
 from vitscale.tracking.journal import read_rows
-from vitscale.tracking.mlflow_store import MlflowRun, RunDescription, Say, open_run
+from vitscale.tracking.mlflow_client import Say
+from vitscale.tracking.mlflow_store import MlflowRun, open_run
+from vitscale.tracking.run_facts import RunDescription, experiment_page
 
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 60.0
@@ -38,6 +40,8 @@ class Delivery:
         self._final_status: str | None = None
         self._outage_start: float | None = None
         self.run_id: str | None = None
+        self.page: str | None = None
+        """Where the run is seen; None before the first connection."""
         self.is_complete = False
         self._thread = threading.Thread(target=self._work, name="mlflow-delivery", daemon=True)
 
@@ -91,6 +95,9 @@ class Delivery:
         if self._run is None:
             self._run = open_run(self._description, say=self._say)
             self.run_id, self._offset = self._run.run_id, 0
+            if self.page is None:
+                self.page = experiment_page(self._description.uri, self._run.experiment)
+                self._say(f"MLflow: {self.page}")
         self._settled.set()
         while chunk := list(
             islice(read_rows(self._journal_path, offset=self._offset), ROWS_PER_ROUND)
@@ -109,7 +116,7 @@ class Delivery:
         """Upload a file. A failure is a warning: later metrics are still sent."""
         assert self._run is not None
         try:
-            self._run.upload(path)
+            self._run.upload(path, folder=self._description.folder)
         except Exception as error:
             self._say(f"warning: {path.name} was not uploaded to MLflow ({_short(error)})")
 

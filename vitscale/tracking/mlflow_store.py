@@ -1,31 +1,38 @@
-"""Read and write MLflow runs. No other module imports mlflow.
+"""Read and write MLflow runs.
 
-Owns: the client (explicit, no global active run), experiments, the MLflow run of a run folder
-across resumes, writing each point once, and reading runs for comparisons.
-Leaves out: threads and outages (`delivery`), the journal (`journal`). Every call here may block or
-raise; none belongs in a training loop.
-
-mlflow is imported on first use: it takes two seconds, and only one rank needs it.
+Owns: the MLflow run of a run folder across resumes, writing each point once, replaying a journal,
+and reading runs for comparisons.
+Leaves out: connections (`mlflow_client`), threads and outages (`delivery`), the journal
+(`journal`). Every call here may block or raise; none belongs in a training loop.
 """
 
 from __future__ import annotations
 
 import json
-import logging
-import os
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitscale.config.redaction import redact
-from vitscale.distributed.atomic_files import write_json
-from vitscale.tracking.journal import Row
+from vitscale.tracking.journal import Row, present_name
+from vitscale.tracking.mlflow_client import (
+    STATUS_TAG,
+    Say,
+    experiment_id,
+    linked_run,
+    open_client,
+    read_link,
+    set_status,
+    write_link,
+)
 from vitscale.tracking.run_facts import (
+    CONFIG_ARTIFACT,
     MAX_TAG_CHARS,
+    NOTE_TAG,
+    DatasetFacts,
+    RunDescription,
     flatten_params,
-    process_tags,
     redact_yaml,
     sqlite_path,
 )
@@ -33,94 +40,23 @@ from vitscale.tracking.run_facts import (
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-LINK_NAME = "mlflow.json"
-CONFIG_ARTIFACT = "config.yaml"
+# MLflow cuts longer notes without a word, and refuses longer digests (3.17).
+MAX_NOTE_CHARS = 8000
+MAX_DIGEST_CHARS = 36
 PARAMS_PER_BATCH = 100
 METRICS_PER_BATCH = 1000
 SEARCHED_RUNS = 5000
-
-# Defaults for variables that the user has not set. With MLflow's own, 120 s and 7 retries, a call
-# can block for 20 minutes. Telemetry would contact a third party from compute nodes.
-ENVIRONMENT = {
-    "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
-    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
-    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
-    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
-    "MLFLOW_DISABLE_TELEMETRY": "true",
+# Of the nodes, written by `system_metrics`: they are not in the journal.
+SYSTEM_PREFIX = "system/"
+# Counts of what may never happen. MLflow has them from the first event on.
+EVENT_COUNTS = {
+    "train/skipped_steps",
+    "train/loss_spikes",
+    "vitals/unreadable",
+    "vitals/remote_retries",
+    "vitals/remote_cache_hits",
+    "vitals/remote_cache_failures",
 }
-
-Say = Callable[[str], None]
-
-
-def open_client(uri: str, *, say: Say) -> MlflowClient:
-    """A client of an absolute URI. Creates a missing SQLite database, with a message."""
-    for name, value in ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    database = sqlite_path(uri)
-    is_new = False
-    if database is not None and not database.exists():
-        is_new = True
-        say(f"creating the MLflow database {database}; the first use takes some seconds")
-        database.parent.mkdir(parents=True, exist_ok=True)
-    start = time.monotonic()
-    from mlflow.tracking import MlflowClient
-
-    # Failures are raised and `delivery` reports them once; these loggers would repeat them.
-    logging.getLogger("mlflow").setLevel(logging.CRITICAL)
-    logging.getLogger("alembic").setLevel(logging.ERROR)
-    logging.getLogger("urllib3.connectionpool").setLevel(logging.ERROR)
-    client = _locked_client(MlflowClient, uri, database)
-    if is_new:
-        say(f"MLflow database ready after {time.monotonic() - start:.1f} s")
-    return client
-
-
-def _locked_client(client_type: type[MlflowClient], uri: str, database: Path | None) -> Any:
-    """Open the store. SQLite: one process at a time, since first uses race to create tables."""
-    if database is None:
-        return client_type(tracking_uri=uri)
-    import fcntl
-
-    with open(database.with_name(f".{database.name}.lock"), "ab") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:  # a file system without locks
-            pass
-        return client_type(tracking_uri=uri)
-
-
-def experiment_id(client: MlflowClient, name: str, *, uri: str) -> str:
-    """Id of the experiment, created if needed. Safe for concurrent processes."""
-    from mlflow.exceptions import MlflowException
-
-    found = client.get_experiment_by_name(name)
-    if found is None:
-        database = sqlite_path(uri)
-        # By default, MLflow puts artifacts into ./mlruns of the current folder.
-        location = None if database is None else (database.parent / "mlflow-artifacts").as_uri()
-        try:
-            return client.create_experiment(name, artifact_location=location)
-        except MlflowException:
-            found = client.get_experiment_by_name(name)  # another process was faster
-            if found is None:
-                raise
-    return found.experiment_id
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunDescription:
-    """Everything needed to find or create the MLflow run of a run folder."""
-
-    folder: Path
-    uri: str
-    experiment: str
-    run_name: str
-    params: dict[str, Any]
-    tags: dict[str, str]
-    config_yaml: str
-    resume_step: int
-    start_time: float
-    """Unix seconds of the first journal line."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -129,6 +65,8 @@ class MlflowRun:
 
     client: Any
     run_id: str
+    experiment: str
+    """Its id."""
     present: dict[str, set[int]] = field(default_factory=dict)
 
     def write(self, rows: Iterable[Row]) -> None:
@@ -136,98 +74,130 @@ class MlflowRun:
         from mlflow.entities import Metric
 
         batch: list[Metric] = []
-        fresh: list[tuple[str, int]] = []
         for row in rows:
             for key, value in row.metrics.items():
-                if row.step not in self.present.get(key, ()):
+                if self._lacks(key, value, step=row.step):
                     batch.append(Metric(key, value, int(row.time * 1000), row.step))
-                    fresh.append((key, row.step))
+                    self.present.setdefault(key, set()).add(row.step)
         for i in range(0, len(batch), METRICS_PER_BATCH):
             self.client.log_batch(self.run_id, metrics=batch[i : i + METRICS_PER_BATCH])
-        for key, step in fresh:
-            self.present.setdefault(key, set()).add(step)
 
-    def set_status(self, status: str) -> None:
-        if status == "RUNNING":
-            self.client.update_run(self.run_id, status=status)
-        else:
-            self.client.set_terminated(self.run_id, status=status)
+    def _lacks(self, key: str, value: float, *, step: int) -> bool:
+        steps = self.present.get(key)
+        if value == 0 and key in EVENT_COUNTS:
+            return steps is not None and min(steps) < step and step not in steps
+        return steps is None or step not in steps
 
-    def upload(self, path: Path) -> None:
-        self.client.log_artifact(self.run_id, str(path))
+    def set_status(self, status: str, *, end_time: float | None = None) -> None:
+        set_status(self.client, self.run_id, status, end_time=end_time)
+
+    def upload(self, path: Path, *, folder: Path) -> None:
+        """Upload a file of the run folder, into the same subfolder."""
+        place = path.relative_to(folder).parent if path.is_relative_to(folder) else Path()
+        where = None if place == Path() else place.as_posix()
+        self.client.log_artifact(self.run_id, str(path), where)
 
 
 def open_run(description: RunDescription, *, say: Say) -> MlflowRun:
-    """Find or create the run of this folder, set it RUNNING, and write its description."""
+    """Find or create the run of this folder, set it RUNNING, and write its description.
+
+    A run that it replaces and that was left open is closed.
+    """
     client = open_client(description.uri, say=say)
     params = flatten_params(description.params)
-    tags = process_tags() | description.tags
+    tags = dict(description.record.tags)
     tags["vitscale.run_folder"] = str(description.folder.absolute())
     known = linked_run(client, description.folder, uri=description.uri)
     tags |= _resume_tags(known, params, description)
     if known is not None and not _is_same(known, params, tags, description):
         say(f"MLflow run {known.info.run_id} belongs to a different earlier run; creating another")
         tags["vitscale.replaces_run"] = known.info.run_id
+        _close(client, known)
         known = None
-    tags = {key: redact(value)[:MAX_TAG_CHARS] for key, value in tags.items()}
+    tags = _clean(tags)
     if known is None:
         created = client.create_run(
-            experiment_id(client, description.experiment, uri=description.uri),
-            run_name=description.run_name,
+            experiment_id(client, description.record.experiment, uri=description.uri),
+            run_name=description.record.name,
             start_time=int(description.start_time * 1000),
-            tags=tags,
+            tags=tags | {STATUS_TAG: "running"},
         )
-        run = MlflowRun(client=client, run_id=created.info.run_id)
+        run = MlflowRun(
+            client=client, run_id=created.info.run_id, experiment=created.info.experiment_id
+        )
         write_link(
             description.folder,
             uri=description.uri,
-            experiment=description.experiment,
+            experiment=description.record.experiment,
             run_id=created.info.run_id,
         )
-        stored_params: dict[str, str] = {}
     else:
-        run = MlflowRun(client=client, run_id=known.info.run_id)
-        run.present = {
-            key: {point.step for point in client.get_metric_history(run.run_id, key)}
-            for key in known.data.metrics
-        }
-        stored_params = known.data.params
+        run = _reopened(client, known)
         run.set_status("RUNNING")
         _log_tags(client, run.run_id, tags)
-    _log_params(client, run.run_id, params, stored_params)
-    if CONFIG_ARTIFACT not in {file.path for file in client.list_artifacts(run.run_id)}:
-        client.log_text(run.run_id, redact_yaml(description.config_yaml), CONFIG_ARTIFACT)
+    _describe(run, known, params, description)
     return run
 
 
-def linked_run(client: MlflowClient, folder: Path, *, uri: str) -> Any | None:
-    """The run named in the folder's link file; None if there is none or it was deleted."""
-    from mlflow.exceptions import MlflowException
-
-    link = read_link(folder)
-    if link is None or link.get("uri") != redact(uri):
-        return None
-    try:
-        run = client.get_run(link["run_id"])
-    except MlflowException as error:
-        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-            return None
-        raise
-    return run if run.info.lifecycle_stage == "active" else None
+def _clean(tags: Mapping[str, str]) -> dict[str, str]:
+    return {key: redact(value)[:MAX_TAG_CHARS] for key, value in tags.items()}
 
 
-def read_link(folder: Path) -> dict[str, str] | None:
-    """Content of `mlflow.json`; None if absent or unreadable."""
-    try:
-        link = json.loads((folder / LINK_NAME).read_bytes())
-    except (OSError, ValueError):
-        return None
-    return link if isinstance(link, dict) and "run_id" in link else None
+def _reopened(client: MlflowClient, known: Any) -> MlflowRun:
+    run = MlflowRun(client=client, run_id=known.info.run_id, experiment=known.info.experiment_id)
+    run.present = {
+        key: {point.step for point in client.get_metric_history(run.run_id, key)}
+        for key in known.data.metrics
+        if not key.startswith(SYSTEM_PREFIX)
+    }
+    return run
 
 
-def write_link(folder: Path, *, uri: str, experiment: str, run_id: str) -> None:
-    link = {"uri": redact(uri), "experiment": experiment, "run_id": run_id}
-    write_json(folder / LINK_NAME, link)
+def _describe(
+    run: MlflowRun, known: Any | None, params: dict[str, str], description: RunDescription
+) -> None:
+    """Write what the store lacks: parameters, description, datasets, configuration."""
+    client, run_id = run.client, run.run_id
+    _log_params(client, run_id, params, {} if known is None else known.data.params)
+    # A description that somebody edited stays.
+    if description.record.note and (known is None or NOTE_TAG not in known.data.tags):
+        client.set_tag(run_id, NOTE_TAG, redact(description.record.note)[:MAX_NOTE_CHARS])
+    _log_datasets(run, known, description.record.datasets)
+    if CONFIG_ARTIFACT not in {file.path for file in client.list_artifacts(run_id)}:
+        client.log_text(run_id, redact_yaml(description.config_yaml), CONFIG_ARTIFACT)
+
+
+def _log_datasets(run: MlflowRun, known: Any | None, datasets: Sequence[DatasetFacts]) -> None:
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    stored = () if known is None else known.inputs.dataset_inputs
+    present = {(each.dataset.name, each.dataset.digest) for each in stored}
+    inputs = [
+        DatasetInput(
+            Dataset(
+                name=each.name,
+                digest=each.digest[:MAX_DIGEST_CHARS],
+                source_type="vitscale-shards",
+                source=json.dumps({"uri": redact(each.source)}),
+                profile=json.dumps(each.counts()),
+            ),
+            [InputTag("mlflow.data.context", each.context)],
+        )
+        for each in datasets
+        if (each.name, each.digest[:MAX_DIGEST_CHARS]) not in present
+    ]
+    if inputs:
+        run.client.log_inputs(run.run_id, datasets=inputs)
+
+
+def _close(client: MlflowClient, known: Any) -> None:
+    """End a run that was left open, at the time of its last point."""
+    if known.info.status not in ("RUNNING", "SCHEDULED"):
+        return
+    keys = [key for key in known.data.metrics if not key.startswith(SYSTEM_PREFIX)]
+    points = client.get_metric_history(known.info.run_id, keys[0]) if keys else []
+    last = max((point.timestamp for point in points), default=known.info.start_time)
+    set_status(client, known.info.run_id, "KILLED", end_time=last / 1000)
 
 
 def _is_same(
@@ -259,15 +229,16 @@ def _resume_tags(
         if read_link(description.folder) is not None:
             tags["vitscale.restored_from_journal"] = "true"
         return tags
-    stored = known.data.params
+    return tags | _changed_params(known.data.params, params)
+
+
+def _changed_params(stored: Mapping[str, str], params: Mapping[str, str]) -> dict[str, str]:
     changed = [
         f"{key}: {stored[key]} -> {value}"
         for key, value in params.items()
         if key in stored and stored[key] != value
     ]
-    if changed:
-        tags["vitscale.changed_params"] = "; ".join(changed)
-    return tags
+    return {"vitscale.changed_params": "; ".join(changed)} if changed else {}
 
 
 def _log_tags(client: MlflowClient, run_id: str, tags: dict[str, str]) -> None:
@@ -339,11 +310,14 @@ def find_stored_run(uri: str, name_or_id: str, *, say: Say) -> tuple[StoredRun |
     else:
         return None, names
     points = chain.from_iterable(
-        client.get_metric_history(run.info.run_id, key) for key in run.data.metrics
+        client.get_metric_history(run.info.run_id, key)
+        for key in run.data.metrics
+        if not key.startswith(SYSTEM_PREFIX)
     )
     by_step: dict[int, tuple[float, dict[str, float]]] = {}
     for point in sorted(points, key=lambda point: (point.step, point.timestamp)):
-        by_step.setdefault(point.step, (point.timestamp / 1000, {}))[1][point.key] = point.value
+        by_step.setdefault(point.step, (point.timestamp / 1000, {}))
+        by_step[point.step][1][present_name(point.key)] = point.value
     rows = [Row(step=step, time=at, metrics=values) for step, (at, values) in by_step.items()]
     return StoredRun(
         run_id=run.info.run_id,

@@ -1,7 +1,7 @@
-"""The MLflow run above the runs of a study: created once, tagged on its children, with the results.
+"""Parents of MLflow runs: that of a study with its results, and the run that weights come from.
 
-Owns: the link between parent and children, and what the parent holds.
-Leaves out: the children's own metrics (`delivery`), connections (`mlflow_store`).
+Owns: the link between parent and children, and what the parent of a study holds.
+Leaves out: the children's own metrics (`delivery`), connections (`mlflow_client`).
 
 Every call may block or raise: it belongs into a launcher, not into a training loop.
 """
@@ -13,20 +13,42 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vitscale.tracking.mlflow_store import (
-    CONFIG_ARTIFACT,
+from vitscale.config.redaction import redact
+from vitscale.tracking.mlflow_client import (
     Say,
     experiment_id,
     linked_run,
     open_client,
+    read_link,
+    set_status,
     write_link,
 )
-from vitscale.tracking.run_facts import process_tags, redact_yaml
+from vitscale.tracking.mlflow_store import MAX_NOTE_CHARS
+from vitscale.tracking.run_facts import (
+    CONFIG_ARTIFACT,
+    NOTE_TAG,
+    absolute_uri,
+    process_tags,
+    redact_yaml,
+)
 
 PARENT_TAG = "mlflow.parentRunId"
-NOTE_TAG = "mlflow.note.content"
-# MLflow cuts longer notes without a word (3.17).
-MAX_NOTE_CHARS = 8000
+
+
+def origin_tags(path: str | Path, *, uri: str | None, tag: str) -> dict[str, str]:
+    """Tags of a run that uses the weights of another: `tag` with its MLflow run, and the parent.
+
+    path: a run folder or one of its checkpoints. uri: the store of the run that is tagged; only a
+    run of the same store can be its parent.
+    """
+    path = Path(path)
+    link = read_link(path) or read_link(path.parent.parent)
+    if link is None:
+        return {}
+    tags = {tag: link["run_id"]}
+    if uri is not None and link.get("uri") == redact(absolute_uri(uri)):
+        tags[PARENT_TAG] = link["run_id"]
+    return tags
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,10 +79,7 @@ class ParentRun:
             self.client.log_artifact(self.run_id, str(file))
 
     def set_status(self, status: str) -> None:
-        if status == "RUNNING":
-            self.client.update_run(self.run_id, status=status)
-        else:
-            self.client.set_terminated(self.run_id, status=status)
+        set_status(self.client, self.run_id, status)
 
 
 def open_parent(

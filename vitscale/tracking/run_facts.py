@@ -1,7 +1,7 @@
-"""Describe a run to MLflow: parameters, tags, tracking URI.
+"""Describe a run to MLflow: parameters, tags, datasets, tracking URI.
 
-Owns: flattening a configuration to parameters, removing secrets, tags about this process, and
-the supported tracking URIs.
+Owns: flattening a configuration to parameters, removing secrets, tags about this process, the
+record of all this in the run folder, and the supported tracking URIs.
 Leaves out: sending (`mlflow_store`). Environment variables are never sent.
 """
 
@@ -13,12 +13,21 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vitscale.config.errors import UserError, nearest
+from vitscale.config.inheritance import shown_path
 from vitscale.config.redaction import redact
-from vitscale.tracking.source_version import git_commit
+from vitscale.distributed.atomic_files import write_text
+from vitscale.tracking.source_version import source_version
+
+RECORD_NAME = "tracking.json"
+CONFIG_ARTIFACT = "config.yaml"
+NOTE_TAG = "mlflow.note.content"
 
 # MLflow's limits (mlflow/utils/validation.py, 3.17).
 MAX_KEY_CHARS = 250
@@ -31,6 +40,78 @@ _SECRET_NAME = r"(?:[\w-]*_)?(?:password|passwd|secret|token|api_?key|credential
 _SECRET_KEY = re.compile(rf"(?:^|\.){_SECRET_NAME}$", re.IGNORECASE)
 _SECRET_LINE = re.compile(rf"^(?P<key>\s*{_SECRET_NAME}:[ ]+)\S.*$", re.IGNORECASE | re.MULTILINE)
 _ODD_KEY_CHARS = re.compile(r"[^\w\-. :/]")
+
+
+Status = Literal["RUNNING", "PAUSED", "FINISHED", "FAILED", "KILLED"]
+
+
+class DatasetFacts(BaseModel):
+    """One split that a run reads."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    digest: str
+    """Fingerprint of its samples and their order."""
+    source: str
+    """Folder or URL of the shards."""
+    context: str
+    """training or validation."""
+    num_samples: int
+    num_classes: int
+    """0: without labels."""
+
+    def counts(self) -> dict[str, int]:
+        return {"num_samples": self.num_samples, "num_classes": self.num_classes}
+
+
+class RunRecord(BaseModel):
+    """`tracking.json` in a run folder: what MLflow is told beside metrics and configuration."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    experiment: str
+    tags: dict[str, str] = {}
+    note: str = ""
+    """Description of the run, in Markdown."""
+    datasets: tuple[DatasetFacts, ...] = ()
+    files: tuple[str, ...] = ()
+    """Uploaded files of the run folder, relative to it."""
+    status: Status = "RUNNING"
+    """A process that was killed outright leaves RUNNING."""
+    ended: float | None = None
+    """Unix seconds; None while it is RUNNING."""
+
+    def write(self, folder: Path) -> None:
+        write_text(folder / RECORD_NAME, self.model_dump_json(indent=2) + "\n")
+
+
+def read_record(folder: Path) -> RunRecord | None:
+    """The record of a run folder; None if there is none. Raises UserError for another content."""
+    path = folder / RECORD_NAME
+    try:
+        return RunRecord.model_validate_json(path.read_bytes())
+    except OSError:
+        return None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        what = f"is no record of a run: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise UserError(what, where=str(path), next_step="remove the file") from None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunDescription:
+    """Everything needed to find or create the MLflow run of a run folder."""
+
+    folder: Path
+    uri: str
+    record: RunRecord
+    params: dict[str, Any]
+    config_yaml: str
+    resume_step: int
+    start_time: float
+    """Unix seconds of the first journal line."""
 
 
 def redact_yaml(text: str) -> str:
@@ -72,9 +153,9 @@ def process_tags() -> dict[str, str]:
         "mlflow.source.type": "LOCAL",
         "vitscale.world_size": os.environ.get("WORLD_SIZE", "1"),
     }
-    commit = git_commit()
-    if commit:
-        tags["mlflow.source.git.commit"] = commit
+    if (version := source_version()) is not None:
+        tags["mlflow.source.git.commit"] = version.commit
+        tags["mlflow.source.git.dirty"] = str(version.is_dirty).lower()
     job = os.environ.get("SLURM_JOB_ID")
     if job:
         tags["mlflow.source.type"] = "JOB"
@@ -111,6 +192,19 @@ def absolute_uri(uri: str, *, where: str = "tracking.uri") -> str:
             allowed="sqlite:///relative/path.db, sqlite:////absolute/path.db",
         )
     return "sqlite:///" + str(Path(rest[3:]).absolute())
+
+
+def experiment_page(uri: str, experiment: str) -> str:
+    """Where to see the charts of an experiment: its address, for a database with the command.
+
+    uri: absolute. experiment: its id. MLflow 3 starts in its view for generative models otherwise.
+    """
+    page = f"#/experiments/{experiment}/runs?workflowType=machine_learning&compareRunsMode=CHART"
+    if uri.startswith("http"):
+        return f"{redact(uri).rstrip('/')}/{page}"
+    database = sqlite_path(uri)
+    shown = redact(uri) if database is None else f"sqlite:///{shown_path(str(database))}"
+    return f"http://127.0.0.1:5000/{page} after: mlflow ui --backend-store-uri {shown}"
 
 
 def sqlite_path(uri: str) -> Path | None:

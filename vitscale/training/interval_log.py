@@ -40,10 +40,15 @@ class IntervalLog:
     """FLOP/s of one device, by the metric that is a share of it."""
     profile: Callable[[], None]
     """To be called after every step."""
+    is_warm: bool = False
+    """Whether a step ended since the start, or since the image size changed."""
 
     def advance(self, step: int) -> None:
-        """After every step: the live line, and the profiler."""
+        """After every step: the live line, the clock of the first interval, and the profiler."""
         self.progress.advance(step)
+        if not self.is_warm:
+            self.is_warm = True
+            self.meter.end_warm_up()
         self.profile()
 
     def begin(self, plan: TrainingPlan, flops_per_image: float) -> None:
@@ -51,6 +56,7 @@ class IntervalLog:
         self.plan = self.skipped.plan = plan
         self.flops_per_image = flops_per_image
         self.meter.restart_clock()
+        self.is_warm = False
 
     def write(self, step: int, *, lr: float, engine: Engine, metrics: dict[str, float]) -> None:
         """Log the interval that ends with `step`. Collective.
@@ -60,13 +66,13 @@ class IntervalLog:
         """
         self._report_unreadable(step)
         metrics = self.meter.read() | metrics
-        loss, speed = metrics["train/loss"], metrics["perf/images_per_s"]
+        loss, speed = metrics["train/loss"], metrics["vitals/images_per_s"]
         metrics |= {"train/lr": lr, "train/grad_norm": engine.gradient_norm()}
         health = engine.health()
         spike = self.spikes.update(loss)
         metrics["train/skipped_steps"] = float(health.skipped)
         metrics["train/loss_spikes"] = float(self.spikes.num_spikes)
-        metrics["perf/memory_gib"] = peak_memory_gib(self.world.device)
+        metrics["vitals/memory_gib"] = peak_memory_gib(self.world.device)
         if (scale := engine.loss_scale) is not None:
             metrics["train/loss_scale"] = scale
         if not self.plan.has_one_image_size:
@@ -77,7 +83,7 @@ class IntervalLog:
         metrics |= {name: flops / rate for name, rate in self.rates.items()}
         metrics |= _storage_metrics()
         self.tracker.log(metrics, step=step)
-        wait = metrics["perf/data_wait"]
+        wait = metrics["vitals/data_wait"]
         self.progress.update(step, loss=loss, lr=lr, images_per_s=speed, data_wait=wait)
         if spike is not None:
             self.progress.message(f"step {step}: {spike}")
@@ -88,7 +94,7 @@ class IntervalLog:
         for message in messages:
             self.progress.message(message)
         if messages:
-            self.tracker.log({"data/unreadable": float(self.unreadable.num_replaced)}, step=step)
+            self.tracker.log({"vitals/unreadable": float(self.unreadable.num_replaced)}, step=step)
             seen = (step - self.start_step) * self.plan.global_batch
             self.unreadable.check_limit(seen, num_samples=self.plan.num_samples)
 

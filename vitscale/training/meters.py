@@ -149,6 +149,19 @@ class IntervalMeter:
     def restart_clock(self) -> None:
         """Start the time of an interval now."""
         self._start, self._wait_s, self._num_images = time.perf_counter(), 0.0, 0
+        self._warm_up = self._start, self._wait_s, self._num_images
+
+    def end_warm_up(self) -> None:
+        """Leave the time and images until now out of the interval's throughput.
+
+        For the first step, which starts workers and compiles. They count where the interval has no
+        other step.
+        """
+        if self._losses.device.type == "cuda":
+            torch.cuda.synchronize(self._losses.device)
+        so_far = self._start, self._wait_s, self._num_images
+        self.restart_clock()
+        self._warm_up = so_far
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Add the mean loss of one micro-batch of this rank, without synchronising.
@@ -170,6 +183,8 @@ class IntervalMeter:
         `train/loss` is NaN when no loss was finite.
         """
         own = self._losses.tolist()  # waits for the device, so the time is measured correctly
+        if not self._num_images:
+            self._start, self._wait_s, self._num_images = self._warm_up
         elapsed = time.perf_counter() - self._start
         own += [self._num_images, self._wait_s]
         loss_sum, num_losses, num_images, wait_s = sum_over_ranks(
@@ -180,8 +195,8 @@ class IntervalMeter:
         self.restart_clock()
         return {
             "train/loss": loss_sum / num_losses if num_losses else math.nan,
-            "perf/images_per_s": num_images / elapsed,
-            "perf/data_wait": wait_s / ranks / elapsed,
+            "vitals/images_per_s": num_images / elapsed,
+            "vitals/data_wait": wait_s / ranks / elapsed,
         }
 
     def state(self) -> list[list[float]]:

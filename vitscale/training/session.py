@@ -191,10 +191,10 @@ def _open_log(
 
 
 def _rates(world: World) -> dict[str, float]:
-    """FLOP/s of one device where they are known; `perf/mfu` is a share of the datasheet's."""
+    """FLOP/s of one device where they are known; `vitals/mfu` is a share of the datasheet's."""
     rates = {
-        "perf/mfu": peak_flops(world.device),
-        "perf/mfu_of_matmul": matmul_flops(world.device),
+        "vitals/mfu": peak_flops(world.device),
+        "vitals/mfu_of_matmul": matmul_flops(world.device),
     }
     return {name: rate for name, rate in rates.items() if rate is not None}
 

@@ -82,8 +82,8 @@ def test_every_layout_gives_the_batches_of_local_shards(
     for number, (first, second) in enumerate(LAYOUTS[: 1 if fault else None]):
         assert same_run(run, first, second, stop=1 + number, steps=STEPS) == undisturbed
     change = {name: value - before.get(name, 0) for name, value in remote_metrics().items()}
-    assert (change["data/remote_retries"] > 0) == (fault is not None)
-    assert (change["data/remote_cache_hits"] > 0) == cached
+    assert (change["vitals/remote_retries"] > 0) == (fault is not None)
+    assert (change["vitals/remote_cache_hits"] > 0) == cached
     files = {path.name for path in (tmp_path / "cache").iterdir()} if cached else set()
     assert len(files) > 15 if cached else not files
 

@@ -155,7 +155,7 @@ def test_every_log_line_has_the_wait_for_data(uninterrupted: Finished) -> None:
     lines = (uninterrupted.folder / "journal.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "train/loss" in row]
     assert len(rows) == STEPS // 5
-    assert all(0 < row["perf/data_wait"] < 1 for row in rows)
+    assert all(0 < row["vitals/data_wait"] < 1 for row in rows)
 
 
 def test_profiled_steps_are_traced(uninterrupted: Finished) -> None:

@@ -18,7 +18,7 @@ from vitscale.checkpoint.folders import newest_checkpoint
 from vitscale.training.resume import PROVENANCE
 
 # These differ between equal runs.
-TIMES = ("time", "perf/")
+TIMES = ("time", "vitals/")
 SHOWN = 6
 # (rank, step, micro-step) -> hashes of the samples
 Batches = dict[tuple[int, int, int], tuple[str, ...]]

@@ -67,10 +67,10 @@ def remote_counts() -> RemoteCounts:
 
 
 def remote_metrics() -> dict[str, float]:
-    """`data/remote_...` since the start of this process; empty if all shards are local."""
+    """`vitals/remote_...` since the start of this process; empty if all shards are local."""
     if not remote_counts.cache_info().currsize:
         return {}
-    return {f"data/remote_{name}": value for name, value in remote_counts().total().items()}
+    return {f"vitals/remote_{name}": value for name, value in remote_counts().total().items()}
 
 
 class RemoteStore:

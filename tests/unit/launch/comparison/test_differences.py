@@ -43,13 +43,13 @@ def test_changes_follow_the_direction_of_the_metric() -> None:
             run("a", {"train/loss": 2.0, "val/top1": 0.5}),
             run("b", {"train/loss": 1.5, "val/top1": 0.5}),
             run("c", {"train/loss": math.nan, "val/top1": 0.25}),
-            run("d", {"perf/mfu": 0.5}),
+            run("d", {"vitals/mfu": 0.5}),
         ]
     )
     changes = {line.key: [line.change(delta) for delta in line.deltas] for line in compared.metrics}
     assert changes["train/loss"] == [None, "better", None, None]
     assert changes["val/top1"] == [None, "equal", "worse", None]
-    assert changes["perf/mfu"] == [None] * 4
+    assert changes["vitals/mfu"] == [None] * 4
 
 
 def test_only_differing_parameters_are_listed() -> None:

@@ -16,14 +16,11 @@ import pytest
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import write_json
 from vitscale.tracking import run_facts
-from vitscale.tracking.mlflow_store import (
-    experiment_id,
-    open_client,
-    read_link,
-    upload_to_linked_run,
-)
+from vitscale.tracking.mlflow_client import experiment_id, open_client, read_link
+from vitscale.tracking.mlflow_store import upload_to_linked_run
 from vitscale.tracking.parent_run import ParentRun, open_parent
 from vitscale.tracking.settings import TrackingSettings
+from vitscale.tracking.source_version import SourceVersion
 from vitscale.tracking.tracker import Tracker, final_status
 
 PARAMS = {"optim": {"lr": 0.001}, "data": {"path": "http://me:hunter2@host/x"}}
@@ -77,7 +74,7 @@ def test_a_resumed_run_is_one_run_with_each_step_once(
         run_id = first.run_id
         raise SystemExit(75)
     status = "select status from runs where run_uuid = ?"
-    assert query(database, status, str(run_id)) == [("KILLED",)]
+    assert query(database, status, str(run_id)) == [("SCHEDULED",)]
 
     second = open_tracker(resume_step=6)  # the checkpoint was older than the last line
     assert query(database, status, str(run_id)) == [("RUNNING",)]
@@ -160,7 +157,8 @@ def test_a_fresh_start_continues_a_run_of_the_same_commit(
 ) -> None:
     run_ids = []
     for commit in ("a" * 40, "a" * 40, "b" * 40):
-        monkeypatch.setattr(run_facts, "git_commit", lambda commit=commit: commit)
+        version = SourceVersion(commit=commit, diff="", untracked=())
+        monkeypatch.setattr(run_facts, "source_version", lambda version=version: version)
         tracker = open_tracker()
         run_ids.append(str(tracker.run_id))
         tracker.close(status="KILLED")
@@ -182,7 +180,8 @@ def test_without_uri_only_the_journal_is_written(
 ) -> None:
     with open_tracker(settings=TrackingSettings(uri=None)) as tracker:
         log_steps(tracker, range(1, 3))
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["journal.jsonl"]
+    names = {path.name for path in (tmp_path / "run").iterdir() if path.suffix != ".diff"}
+    assert names == {"journal.jsonl", "tracking.json"}
 
 
 def test_a_missing_artifact_does_not_block_metrics(
@@ -253,7 +252,7 @@ def test_an_invalid_uri_is_refused_before_any_write(
     [
         (None, "FINISHED"),
         (SystemExit(0), "FINISHED"),
-        (SystemExit(75), "KILLED"),
+        (SystemExit(75), "PAUSED"),
         (KeyboardInterrupt(), "KILLED"),
         (SystemExit(2), "FAILED"),
         (RuntimeError(), "FAILED"),

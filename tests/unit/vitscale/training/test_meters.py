@@ -48,11 +48,29 @@ def test_interval_means_are_over_ranks_and_finite_losses(monkeypatch: pytest.Mon
     meter.add_images(6, wait_s=1.0)
     assert meter.read() == {
         "train/loss": 2.0,
-        "perf/images_per_s": 3.0,
-        "perf/data_wait": 0.25,
+        "vitals/images_per_s": 3.0,
+        "vitals/data_wait": 0.25,
     }
     again = meter.read()
     assert math.isnan(again.pop("train/loss")) and set(again.values()) == {0.0}
+
+
+def test_the_first_step_does_not_count_for_throughput(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the interval has no other."""
+    seconds = iter([0.0, 90.0, 92.0, 92.0, 93.0, 95.0, 95.0])
+    monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    monkeypatch.setattr(meters, "sum_over_ranks", lambda own: own)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    meter = IntervalMeter(CPU)
+    read = []
+    for after_warm_up in (6, 0):
+        meter.add_images(6, wait_s=0.5)
+        meter.end_warm_up()
+        if after_warm_up:
+            meter.add_images(after_warm_up, wait_s=0.5)
+        read.append(meter.read())
+    assert [values["vitals/images_per_s"] for values in read] == [3.0, 2.0]
+    assert [values["vitals/data_wait"] for values in read] == [0.25, 0.5 / 3]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

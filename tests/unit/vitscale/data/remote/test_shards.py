@@ -64,10 +64,10 @@ def test_samples_are_read_by_range_if_the_cache_disk_fails(
     remote_settings = RemoteSettings(cache_path=str(tmp_path / "cache"))
     reader = SplitReader(read_split(server.url, split="train", remote_settings=remote_settings))
     monkeypatch.setattr(ShardCache, "read", fail)
-    before = remote_metrics()["data/remote_cache_failures"]
+    before = remote_metrics()["vitals/remote_cache_failures"]
     plain = SplitReader(read_split(server.url, split="train"))
     assert reader.bytes_of(5) == plain.bytes_of(5)
-    assert remote_metrics()["data/remote_cache_failures"] == before + 1
+    assert remote_metrics()["vitals/remote_cache_failures"] == before + 1
 
 
 class Fetches:
