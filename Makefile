@@ -42,8 +42,9 @@ constraints:
 FORCE:
 
 # An own corpus, one sub-folder per class: make demo DATA=/path/to/folder
+# With the report in the browser at the end: make demo OPEN=1
 demo: install
-	$(BIN)/python launch/demo.py $(if $(DATA),--data '$(DATA)')
+	$(BIN)/python launch/demo.py $(if $(DATA),--data '$(DATA)') $(if $(OPEN),--open)
 
 check: install
 	$(BIN)/ruff check .

@@ -198,7 +198,12 @@ class Storm:
         """The same command every time."""
         place.mkdir(exist_ok=True)
         command = [ROOT / "tests/support/ranks/recorded_rank.py", ROOT / "pretrain/main.py"]
-        command += ["--config", ROOT / "configs/demo/pretrain.yaml", *SETTINGS, *VARIANTS[variant]]
+        command += [
+            "--config",
+            ROOT / "configs/digits/pretrain.yaml",
+            *SETTINGS,
+            *VARIANTS[variant],
+        ]
         command += [f"schedule.steps={self.options.steps}", f"data.path={self.shards}"]
         ranks = starter.start(
             [*command, f"output={place / 'run'}"],

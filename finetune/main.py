@@ -1,6 +1,6 @@
 """Fine-tune: checkpoint -> model for other labels, usually at a higher resolution.
 
-    deepspeed finetune/main.py --config configs/finetune/demo.yaml init=runs/demo-pretrain
+    deepspeed finetune/main.py --config configs/demo/finetune.yaml init=runs/demo-pretrain
 
 Position embeddings are resampled to the new grid, the old head is dropped, a zero head attached.
 Source: Dosovitskiy et al. 2021, sec. 3.2. This file is the training loop.
@@ -40,7 +40,7 @@ def main() -> None:
         FinetuneRun,
         script="finetune/main.py",
         description="Fine-tune a pre-trained Vision Transformer on a folder of shards.",
-        default_config="configs/finetune/demo.yaml",
+        default_config="configs/demo/finetune.yaml",
     )
     train(command.run)
 

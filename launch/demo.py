@@ -1,9 +1,10 @@
 """Run the whole chain on a small corpus: shard, pre-train, fine-tune, compare.
 
-    python launch/demo.py                     handwritten digits that come with scikit-learn
+    python launch/demo.py                     letters, rendered from the fonts in matplotlib's wheel
     python launch/demo.py --data FOLDER       any folder with one sub-folder of images per class
 
 Every step is one of the project's own commands, printed before it runs. Run it again to resume.
+--open shows the report in the browser at the end.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shlex
 import subprocess
 import sys
 import time
+import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,8 @@ MAX_PROCESSES = 2
 # Lines of the deepspeed launcher, left out of the output.
 LAUNCHER_LINE = re.compile(r"^(\[rank\d\]:)?(\[\d{4}-|W\d{4}).*(INFO|WARNING|No CUDA runtime)")
 FOLDER_STEPS = 600
+# 53 accented letters, in the fonts of matplotlib's wheel.
+LETTERS = shlex.split("--sets western --grey-levels fixed --num-train 160 --num-test 40")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +41,8 @@ class Corpus:
 
     name: str
     data: Path | None
+    image_sizes: tuple[int, int]
+    """Of pre-training and of fine-tuning, in pixels."""
 
     @property
     def shards(self) -> str:
@@ -52,7 +58,7 @@ class Corpus:
 
 def corpus_of(data: str | None) -> Corpus:
     if data is None:
-        return Corpus(name="demo", data=None)
+        return Corpus(name="demo", data=None, image_sizes=(8, 16))
     folder = Path(data).resolve()
     if not folder.is_dir():
         raise UserError(
@@ -61,7 +67,7 @@ def corpus_of(data: str | None) -> Corpus:
             allowed="a folder with one sub-folder of JPEG, PNG or WebP images per class",
         )
     slug = re.sub(r"[^A-Za-z0-9_-]+", "-", folder.name).strip("-") or "folder"
-    return Corpus(name=f"demo-{slug}"[:60], data=folder)
+    return Corpus(name=f"demo-{slug}"[:60], data=folder, image_sizes=(16, 24))
 
 
 def num_processes() -> int:
@@ -74,8 +80,19 @@ def data_commands(corpus: Corpus) -> list[list[str]]:
     make_shards = [sys.executable, "data_prep/make_shards.py", "--config"]
     if corpus.data is None:
         return [
-            [sys.executable, "data_prep/make_corpus.py", "digits", "runs/demo/images"],
-            [*make_shards, "configs/data/digits.yaml"],
+            [
+                sys.executable,
+                "data_prep/make_corpus.py",
+                "characters",
+                "runs/demo/images",
+                *LETTERS,
+            ],
+            [
+                *make_shards,
+                "configs/data/characters.yaml",
+                "source.path=runs/demo/images",
+                f"output={corpus.shards}",
+            ],
         ]
     return [
         [
@@ -97,7 +114,8 @@ def training_command(corpus: Corpus, script: str, config: str, part: str, *more:
 
 
 def training_commands(corpus: Corpus) -> list[list[str]]:
-    pretrain, finetune = "configs/demo/pretrain.yaml", "configs/finetune/demo.yaml"
+    configs = "configs/demo" if corpus.data is None else "configs/digits"
+    pretrain, finetune = f"{configs}/pretrain.yaml", f"{configs}/finetune.yaml"
     # The size of a folder is unknown: a fixed number of steps bounds the demo's time.
     length = (
         [] if corpus.data is None else ["schedule.epochs=null", f"schedule.steps={FOLDER_STEPS}"]
@@ -139,9 +157,10 @@ def last_value(run: str, metric: str) -> float:
 
 
 def print_summary(corpus: Corpus, *, seconds: float) -> None:
+    low, high = corpus.image_sizes
     parts = {
-        "pretrain": "pre-trained at 16 px",
-        "finetune": "fine-tuned from it at 24 px",
+        "pretrain": f"pre-trained at {low} px",
+        "finetune": f"fine-tuned from it at {high} px",
         "scratch": "the same fine-tuning from random weights",
     }
     print(f"\n=== Done in {seconds / 60:.1f} minutes\n\nAccuracy (top-1 on the test images):")
@@ -153,11 +172,12 @@ def print_summary(corpus: Corpus, *, seconds: float) -> None:
 Made:
   {corpus.shards}/    WebDataset tars, index.parquet, ledger.parquet (one row per input file)
   runs/{corpus.run("pretrain")}/    config.yaml, journal.jsonl, logs/, checkpoints/
-  {corpus.report}    the runs compared, with curves and pictures; open it in a browser
-  runs/mlflow.db    the same runs in MLflow
+
+Look at the runs:
+  {corpus.report}    compared in one page, with curves and pictures: open it in a browser
+  .venv/bin/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db    the same runs in MLflow
 
 Try next:
-  .venv/bin/mlflow ui --backend-store-uri sqlite:///runs/mlflow.db
   .venv/bin/python launch/slurm.py --config configs/vit_h14.yaml --dry-run
   .venv/bin/deepspeed --num_gpus 2 pretrain/main.py name=demo-deeper model.depth=6
   make demo DATA=/path/to/folder    # your own images, one sub-folder per class"""
@@ -167,7 +187,9 @@ Try next:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Run the whole chain on a small corpus.")
     parser.add_argument("--data", help="folder with one sub-folder of images per class")
-    corpus = corpus_of(parser.parse_args().data)
+    parser.add_argument("--open", action="store_true", help="show the report in the browser")
+    arguments = parser.parse_args()
+    corpus = corpus_of(arguments.data)
     start = time.monotonic()
     titles = ["images", "shards"] if corpus.data is None else ["shards"]
     titles += ["pre-train", "fine-tune at a higher resolution", "the same from scratch", "compare"]
@@ -177,6 +199,8 @@ def main() -> None:
     for number, (title, command) in enumerate(zip(titles, commands, strict=True), start=1):
         run_command(f"{number}/{len(commands)} {title}", command)
     print_summary(corpus, seconds=time.monotonic() - start)
+    if arguments.open and not webbrowser.open((ROOT / corpus.report).as_uri()):
+        print(f"no browser found; open {corpus.report} yourself", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ def train(runs: FaultRuns, folder: Path, combination: Mapping[str, Any], source:
         changes["init"] = str(source)
     places = {"output": str(folder / "run"), "data": {"path": str(runs.shards)}}
     values = merged(merged(values, changes), places)
-    base = "demo/pretrain" if stage == "pretrain" else "finetune/demo"
+    base = "digits/pretrain" if stage == "pretrain" else "digits/finetune"
     folder.mkdir(exist_ok=True)
     text = yaml.safe_dump({"base": str(ROOT / f"configs/{base}.yaml")} | values)
     (folder / "run.yaml").write_text(text)

@@ -151,7 +151,7 @@ def test_timm_reads_external_tars_through_our_index(tmp_path: Path) -> None:
 
 def train(shards: Path, folder: Path, *overrides: str) -> list[float]:
     """A few steps of a tiny model; the losses."""
-    config = ROOT / "configs/demo/pretrain.yaml"
+    config = ROOT / "configs/digits/pretrain.yaml"
     settings = [
         f"data.path={shards}",
         f"output={folder}",

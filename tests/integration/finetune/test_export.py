@@ -25,7 +25,7 @@ from tests.support.ranks.warm_ranks import ROOT
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 RUN = {
-    "base": str(ROOT / "configs/finetune/demo.yaml"),
+    "base": str(ROOT / "configs/digits/finetune.yaml"),
     "model": {"width": 24, "depth": 2, "mlp_width": 48, "drop_path": 0.0, "head_std": 0.01},
     "engine": {"device": "cpu", "num_threads": 1, "zero_stage": 0, "max_micro_batch": 16},
     "schedule": {"steps": 6, "warmup_steps": 1},

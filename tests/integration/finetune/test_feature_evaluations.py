@@ -78,7 +78,7 @@ class Evaluations:
             objective = {**objective, "teacher": {"weights": str(teacher)}}
         size = {"width": 24, "depth": 4, "mlp_width": 48, "drop_path": 0.0}
         values = {
-            "base": str(ROOT / "configs/demo/pretrain.yaml"),
+            "base": str(ROOT / "configs/digits/pretrain.yaml"),
             "output": str(folder / "run"),
             "data": {"path": str(self.runs.shards), "global_batch": 16, "num_workers": 0},
             "model": {**size, **model},

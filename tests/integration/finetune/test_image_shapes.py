@@ -54,9 +54,9 @@ def test_wide_images_train_from_a_square_checkpoint_and_resume(
     warm_starter: WarmStarter, digits_shards: Path, tmp_path: Path
 ) -> None:
     square, wide, again = (tmp_path / name for name in ("square", "wide", "again"))
-    trained(warm_starter, square, digits_shards, "pretrain", "demo/pretrain.yaml")
+    trained(warm_starter, square, digits_shards, "pretrain", "digits/pretrain.yaml")
     options = (WIDE, *AUGMENTED, f"init={square / 'run'}", "position_embedding=dinov2")
-    tune = ("finetune", "finetune/demo.yaml", *options)
+    tune = ("finetune", "digits/finetune.yaml", *options)
     printed = trained(warm_starter, wide, digits_shards, *tune)
     assert "at 16 x 32 px" in printed and f"starting from {square / 'run'}" in printed
     saved, _ = newest_checkpoint(wide / "run/checkpoints")
@@ -94,7 +94,7 @@ def test_masked_objectives_train_on_wide_images(
     folder = tmp_path / "masked"
     folder.mkdir()
     config = folder / "config.yaml"
-    config.write_text(f"base: {ROOT}/configs/demo/pretrain.yaml\nobjective: {objective}\n")
+    config.write_text(f"base: {ROOT}/configs/digits/pretrain.yaml\nobjective: {objective}\n")
     trained(warm_starter, folder, digits_shards, "pretrain", str(config), WIDE, "evaluate=[]")
     saved, _ = newest_checkpoint(folder / "run/checkpoints")
     assert saved is not None and saved.description["grid"] == [4, 8]

@@ -17,7 +17,7 @@ from vitscale.checkpoint.folders import resolve_weights
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 RUN = {
-    "base": str(ROOT / "configs/finetune/demo.yaml"),
+    "base": str(ROOT / "configs/digits/finetune.yaml"),
     "objective": {"name": "linear_probe"},
     "optim": {"name": "lars", "lr": 1.0, "clip_norm": None},
     "model": {"width": 24, "depth": 2, "mlp_width": 48, "drop_path": 0.0, "head_std": 0.01},

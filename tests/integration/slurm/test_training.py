@@ -53,7 +53,7 @@ def test_the_demo_model_trains_on_two_nodes(slurm, tmp_path) -> None:
         cwd=tmp_path, environment=slurm.environment,
     )  # fmt: skip
     output = script(
-        ROOT / "launch/slurm.py", "--config", ROOT / "configs/demo/pretrain.yaml",
+        ROOT / "launch/slurm.py", "--config", ROOT / "configs/digits/pretrain.yaml",
         "name=slurm-demo", "output=runs/slurm-demo", "data.path=shards", "data.global_batch=8",
         "tracking.uri=sqlite:///runs/mlflow.db", "tracking.log_every_steps=2",
         "schedule.epochs=null", f"schedule.steps={STEPS}", "schedule.warmup_steps=2",

@@ -44,7 +44,7 @@ def run(fault_runs: FaultRuns, folder: Path, stage: str, expected: int = 0, **ch
         both = isinstance(value, dict) and name in values
         values[name] = {**values[name], **value} if both else value
     values["data"] = {**values["data"], "path": str(fault_runs.shards)}
-    base = "demo/pretrain" if stage == "pretrain" else "finetune/demo"
+    base = "digits/pretrain" if stage == "pretrain" else "digits/finetune"
     values["base"] = str(ROOT / f"configs/{base}.yaml")
     (folder / "run.yaml").write_text(yaml.safe_dump(values))
     command: list[str | Path] = [ROOT / f"{stage}/main.py", "--config", folder / "run.yaml"]

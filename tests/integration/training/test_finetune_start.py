@@ -24,7 +24,7 @@ SETTINGS = [
 def finetune(fault_runs: FaultRuns, folder: Path, *settings: str) -> str:
     """Run on one rank and return its output."""
     command: list[str | Path] = [ROOT / "finetune/main.py"]
-    command += ["--config", ROOT / "configs/finetune/demo.yaml", *SETTINGS, *settings]
+    command += ["--config", ROOT / "configs/digits/finetune.yaml", *SETTINGS, *settings]
     command.append(f"data.path={fault_runs.shards}")
     folder.mkdir()
     ranks = fault_runs.starter.start(command, num_ranks=1, folder=folder)

@@ -40,7 +40,7 @@ def train(
     starter: WarmStarter, folder: Path, shards: Path, stage: str, model: str, *more: str
 ) -> str:
     """Run the script of `stage` on two ranks, with its demo's settings; returns the output."""
-    base = {"pretrain": "demo/pretrain.yaml", "finetune": "finetune/demo.yaml"}[stage]
+    base = {"pretrain": "digits/pretrain.yaml", "finetune": "digits/finetune.yaml"}[stage]
     folder.mkdir(exist_ok=True)
     config = folder / "config.yaml"
     config.write_text(f"base: {ROOT}/configs/{base}\nmodel: {model}\n")

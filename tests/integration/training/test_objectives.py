@@ -32,7 +32,7 @@ class Case:
     """An objective as a small run."""
 
     config: Mapping[str, Any] = field(default_factory=dict)
-    """What it changes in configs/demo/pretrain.yaml, by section."""
+    """What it changes in configs/digits/pretrain.yaml, by section."""
     model: Mapping[str, Any] = field(default_factory=dict)
     """What it changes in the model, for fine-tuning too."""
     left_out: str = ""
@@ -144,7 +144,7 @@ class Runs:
         faults: Sequence[Mapping[str, Any]] = (),
     ) -> Sequence[int]:
         folder.mkdir(parents=True, exist_ok=True)
-        base = "demo/pretrain" if stage == "pretrain" else "finetune/demo"
+        base = "digits/pretrain" if stage == "pretrain" else "digits/finetune"
         places = {"output": str(folder / "run"), "data": {"path": str(self.shards)}}
         values = merged({"base": str(ROOT / f"configs/{base}.yaml")}, values, places)
         (folder / f"{stage}.yaml").write_text(yaml.safe_dump(values))

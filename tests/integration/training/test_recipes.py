@@ -33,7 +33,7 @@ AT_ONCE = 2
 TURNS = ("pretrain", "distillation", "finetune")
 TEACHER = "deit/s16"
 # Its length depends on shards that are made first.
-UNPLANNED = "demo/pretrain"
+UNPLANNED = "digits/pretrain"
 
 SHORT = [
     *("schedule.epochs=null", "schedule.steps=2", "schedule.warmup_epochs=0"),

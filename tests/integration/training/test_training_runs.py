@@ -55,7 +55,7 @@ StartWarm = Callable[..., list[WarmRank]]
 
 
 def command(shards: Path, folder: Path, *more: str) -> list[str | Path]:
-    config = ROOT / "configs/demo/pretrain.yaml"
+    config = ROOT / "configs/digits/pretrain.yaml"
     places = [f"data.path={shards}", f"output={folder}"]
     return [PRETRAIN, "--config", config, *SETTINGS, *places, *more]
 
@@ -240,7 +240,7 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
             f"--master_port={free_port()}",
             FINETUNE,
             "--config",
-            ROOT / "configs/finetune/demo.yaml",
+            ROOT / "configs/digits/finetune.yaml",
             *overrides,
         ],
         cwd=tmp_path,
@@ -300,7 +300,7 @@ def test_without_a_launcher_there_is_one_rank(uninterrupted: Finished, tmp_path:
 def test_wrong_init_leaves_no_run_folder(
     uninterrupted: Finished, start_warm: StartWarm, tmp_path: Path
 ) -> None:
-    config = ROOT / "configs/finetune/demo.yaml"
+    config = ROOT / "configs/digits/finetune.yaml"
     overrides = [f"data.path={uninterrupted.shards}", f"output={tmp_path / 'run'}", "init=nowhere"]
     finished = outcome(start_warm([FINETUNE, "--config", config, *overrides], num_ranks=2))
     assert [code for code, _ in finished] == [2, 2]

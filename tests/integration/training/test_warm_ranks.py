@@ -19,7 +19,7 @@ pytestmark = pytest.mark.distributed
 
 @pytest.mark.slow
 def test_warm_start_equals_cold_start(fault_runs: FaultRuns, tmp_path: Path) -> None:
-    config = ROOT / "configs/demo/pretrain.yaml"
+    config = ROOT / "configs/digits/pretrain.yaml"
     places = [f"data.path={fault_runs.shards}", f"output={tmp_path / 'run'}"]
     command = [ROOT / "pretrain/main.py", "--config", config, *SETTINGS, *places]
     environment = {"OMP_NUM_THREADS": "1"}

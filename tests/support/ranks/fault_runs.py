@@ -65,7 +65,7 @@ class FaultRuns:
         """Start the same command every time, with other faults (by rank)."""
         folder.mkdir(parents=True, exist_ok=True)
         script = ROOT / "pretrain/main.py"
-        command: list[str | Path] = [script, "--config", ROOT / "configs/demo/pretrain.yaml"]
+        command: list[str | Path] = [script, "--config", ROOT / "configs/digits/pretrain.yaml"]
         command += [*SETTINGS, f"data.path={shards or self.shards}", f"output={folder / 'run'}"]
         environment = {"VITSCALE_HOLD": str(folder)}
         if faults or mutant:

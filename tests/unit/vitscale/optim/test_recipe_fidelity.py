@@ -288,7 +288,7 @@ CIFAR10 = {
     "cifar10/b3": 85_163_530,
     "cifar10/b2": 85_271_818,
 }
-NO_RECIPE = {*CIFAR10, "demo/pretrain", "finetune/demo"}
+NO_RECIPE = {*CIFAR10, *(f"{c}/{s}" for c in ("demo", "digits") for s in ("pretrain", "finetune"))}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
