@@ -1,7 +1,7 @@
 """Submit any stage to SLURM after checking its configuration and data.
 
     python launch/slurm.py --config configs/vit_h14.yaml [key=value ...]
-        [--dry-run | --replace | --after]
+        [--dry-run | --replace | --after] [--follow]
     python launch/slurm.py --study configs/studies/vit_subsets.yaml [--dry-run | --results]
 
 --study submits a grid of runs as arrays.
@@ -35,6 +35,8 @@ try:
         submitted_ids,
     )
     from launch.jobs.snapshot import read_code, store_code
+    from launch.jobs.status.following import follow_run
+    from launch.jobs.status.text import shown_folder
     from launch.jobs.submission import Submission, folder_lock, require_slurm, submit_to_slurm
     from launch.planning.dry_run import check_data, describe
     from launch.planning.partitions import partition_problems
@@ -52,6 +54,7 @@ SWITCHES = {
     "--dry-run": "print the run, its plan and the batch script; submit nothing",
     "--replace": "cancel the queued or running job of this run, and start after it",
     "--after": "start when the queued or running job of this run has ended",
+    "--follow": "show the job's state and log until the run ends; Ctrl-C leaves the job alone",
 }
 
 
@@ -67,6 +70,12 @@ def main() -> None:
     if {"--replace", "--after"} <= command.switches:
         raise UserError("--replace and --after exclude each other", where="command line")
     run = launchable(command.run)
+    if "--follow" in command.switches and run.launch.num_tasks > 1:
+        raise UserError(
+            f"--follow shows the log of one job, and this is an array of {run.launch.num_tasks}",
+            where="command line",
+            next_step="submit without it; then python launch/status.py --watch",
+        )
     run = with_num_workers(run, num_cores=run.launch.cpus_per_task)
     check_job(run, num_tasks=run.launch.nodes * run.launch.tasks_per_node, cluster="slurm")
     if "--dry-run" in command.switches:
@@ -81,6 +90,9 @@ def main() -> None:
     print_next_steps(run, submission)
     if "--replace" in command.switches and earlier:
         end(earlier)
+    if "--follow" in command.switches:
+        print(flush=True)
+        raise SystemExit(follow_run(job_folder(run, cluster="slurm").parent, output=sys.stdout))
 
 
 def submit(run: LaunchableRun, *, switches: frozenset[str]) -> tuple[Submission, list[QueuedJob]]:
@@ -152,17 +164,17 @@ def warn(text: str) -> None:
 def print_next_steps(run: LaunchableRun, submission: Submission) -> None:
     job_id = submission.job_id
     if submission.is_array:
-        kind, pause = "array", "finished shards are kept, then requeue"
+        kind, pause, watch = "array", "finished shards are kept, then requeue", "--watch"
         log = f"{submission.log('TASK')}, TASK from 0 to {submission.num_tasks - 1}"
-        watch = submission.log("*")
     else:
-        kind, pause = "job", "checkpoint, then requeue"
-        log = str(watch := submission.log(0))
+        kind, pause, watch = "job", "checkpoint, then requeue", "--follow"
+        log = str(submission.log(0))
+    status = f"python launch/status.py {shown_folder(job_folder(run, cluster='slurm').parent)}"
     print(
         f"submitted {kind} {job_id}: {run_name(run)}, {submission.num_tasks} task(s)\n"
         f"  log      {log}\n"
-        f"  watch    tail -F {watch}\n"
-        f"  state    squeue -j {job_id}\n"
+        f"  state    {status}\n"
+        f"  watch    {status} {watch}\n"
         f"  cancel   scancel {job_id}\n"
         f"  pause    scancel --signal=USR2 {job_id}   ({pause})"
     )

@@ -17,9 +17,10 @@ from pathlib import Path
 try:
     from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
     from launch.jobs.status.finding import find_runs
+    from launch.jobs.status.following import EXIT_INTERRUPTED, follow_run
     from launch.jobs.status.reading import ACTIVE, RunStatus, read_status
     from launch.jobs.status.text import as_text, as_values
-    from vitscale.config.errors import run_script
+    from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -27,11 +28,12 @@ except ModuleNotFoundError as error:
 # squeue loads the controller of the whole site.
 WATCH_SECONDS = 10.0
 CLEAR_SCREEN = "\x1b[2J\x1b[H"
-EXIT_INTERRUPTED = 130
 
 
 def main() -> None:
     arguments = parse()
+    if arguments.follow:
+        raise SystemExit(follow(find_runs(arguments.runs)))
     if arguments.watch:
         watch(arguments.runs)
         return
@@ -44,7 +46,7 @@ def main() -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        usage="python launch/status.py [RUN ...] [--watch | --json]",
+        usage="python launch/status.py [RUN ...] [--watch | --follow | --json]",
         description="Show whether runs are queued, running, paused, stopped, finished or failed.",
         allow_abbrev=False,
     )
@@ -55,8 +57,22 @@ def parse() -> argparse.Namespace:
     mode.add_argument(
         "--watch", action="store_true", help="show again every 10 s until nothing runs or waits"
     )
+    mode.add_argument(
+        "--follow", action="store_true", help="show the log of one run until the run ends"
+    )
     mode.add_argument("--json", action="store_true", help="print a list of objects")
     return parser.parse_args()
+
+
+def follow(folders: Sequence[Path]) -> int:
+    """Follow the only run of `folders`. Returns its exit code."""
+    if len(folders) > 1:
+        raise UserError(
+            f"--follow shows one run, but these are {len(folders)}",
+            where="command line",
+            allowed=", ".join(map(str, folders[:10])),
+        )
+    return follow_run(folders[0], output=sys.stdout)
 
 
 def watch(names: Sequence[str]) -> None:

@@ -16,8 +16,7 @@ from vitscale.tracking.journal import JOURNAL_NAME, Row, decode
 # Holds thousands of lines: the last evaluation is among them.
 TAIL_BYTES = 1 << 18
 STEP_LINE = re.compile(r"\bstep (\d+)/(\d+) .*\beta (\d+):(\d\d):(\d\d)")
-# Metrics of speed and state; the rest is a result.
-NO_RESULTS = ("train", "perf", "system", "data", "storage")
+RESULT_PREFIX = "val/"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,7 +58,7 @@ def read_logged(run_folder: Path) -> LoggedProgress:
         images_per_s=_named(last, "images_per_s"),
         mfu=_named(last, "mfu"),
         loss=last.get("train/loss"),
-        results={key: value for key, value in last.items() if _is_result(key)},
+        results={key: value for key, value in last.items() if key.startswith(RESULT_PREFIX)},
     )
 
 
@@ -103,7 +102,3 @@ def _last_step_line(lines: list[bytes]) -> tuple[int | None, float | None]:
 def _named(metrics: dict[str, float], name: str) -> float | None:
     """The value of a metric by its name without the group."""
     return next((v for key, v in metrics.items() if key.rpartition("/")[2] == name), None)
-
-
-def _is_result(key: str) -> bool:
-    return "/" in key and key.split("/")[0] not in NO_RESULTS

@@ -44,6 +44,12 @@ class RunState(StrEnum):
 ACTIVE = (RunState.RUNNING, RunState.QUEUED, RunState.PAUSED)
 
 
+def current_job(jobs: Sequence[QueuedJob]) -> QueuedJob | None:
+    """The job that runs, else the one that waits longest."""
+    running = (job for job in jobs if job.state not in WAITING_STATES)
+    return next(running, jobs[0] if jobs else None)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restarts:
     """The attempts that another one followed or will follow."""
@@ -66,7 +72,7 @@ class RunStatus:
     since: float | None
     """Since when it is queued, paused or running, or when it ended."""
     jobs: tuple[QueuedJob, ...]
-    """Its jobs in the queue, queued or running."""
+    """Its jobs in the queue, queued or running, oldest first."""
     pid: int | None
     """Process that holds the run folder on this machine."""
     logged: LoggedProgress
@@ -79,6 +85,10 @@ class RunStatus:
     """State -> number, of a job whose tasks share work (data preparation); else empty."""
     note: str | None = None
     """What could not be found out."""
+
+    @property
+    def job(self) -> QueuedJob | None:
+        return current_job(self.jobs)
 
     @property
     def is_starting(self) -> bool:
@@ -103,7 +113,7 @@ def read_status(
     tasks = newest_tasks(folder)
     pid = lock_holder(folder) or tasks.local_pid
     is_done = logged.is_complete and _newest_step(folder) >= logged.step
-    state = _live_state(live, last) or (RunState.RUNNING if pid is not None else None)
+    state = _live_state(live, last, tasks) or (RunState.RUNNING if pid is not None else None)
     if state is None:
         is_open = last is not None and last.ended is None and last.cluster == "slurm"
         state = RunState.RUNNING if is_open and jobs is None else None
@@ -139,13 +149,17 @@ def _own_jobs(folder: Path, jobs: Sequence[QueuedJob], last: Attempt | None) -> 
     return own
 
 
-def _live_state(live: Sequence[QueuedJob], last: Attempt | None) -> RunState | None:
+def _live_state(
+    live: Sequence[QueuedJob], last: Attempt | None, tasks: JobTasks
+) -> RunState | None:
     if not live:
         return None
     if any(job.state not in WAITING_STATES for job in live):
         return RunState.RUNNING
+    started = {last.job_id} if last is not None else set()
+    started |= {tasks.folder.name} if tasks.folder is not None else set()
     ids = {job.job_id for job in live}
-    return RunState.PAUSED if last is not None and last.job_id in ids else RunState.QUEUED
+    return RunState.PAUSED if ids & started else RunState.QUEUED
 
 
 def _ended_state(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 REASONS = {
     "AssociationJobLimit": "your account has reached its limit of jobs",
-    "BeginTime": "waits for its start time; after a requeue SLURM holds a job back for up to two "
-    "minutes, until its old credential has expired",
+    # cred_expire in slurm.conf: until the old credential has expired.
+    "BeginTime": "waits for its start time; SLURM holds a requeued job back for two minutes",
     "Cleaning": "SLURM still cleans up after the last attempt",
     "Dependency": "waits for another job",
     "DependencyNeverSatisfied": "waits for a job that has failed: it will never start",

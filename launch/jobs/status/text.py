@@ -63,8 +63,8 @@ def _steps(run: RunStatus) -> str:
 def _details(run: RunStatus, *, now: float) -> Iterator[str]:
     if run.tasks:
         yield "tasks: " + ", ".join(f"{num} {state}" for state, num in run.tasks.items())
-    if run.state in (RunState.QUEUED, RunState.PAUSED):
-        yield waiting(run.jobs[0], now=now)
+    if run.state in (RunState.QUEUED, RunState.PAUSED) and run.job is not None:
+        yield waiting(run.job, now=now)
     if run.state is RunState.RUNNING:
         yield _place(run)
         yield _speed(run)
@@ -94,8 +94,7 @@ def waiting(job: QueuedJob, *, now: float) -> str:
 
 
 def _place(run: RunStatus) -> str:
-    if run.jobs:
-        job = next((job for job in run.jobs if job.nodes), run.jobs[0])
+    if (job := run.job) is not None:
         place = f"job {job.job_id}" + (f" on {job.nodes}" if job.nodes else "")
     elif run.pid is not None:
         place = f"process {run.pid} on this machine"

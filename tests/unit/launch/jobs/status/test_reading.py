@@ -28,7 +28,7 @@ def test_a_started_job_is_running(run: RunFolder) -> None:
     run.attempt(None)
     found = status(run, job("RUNNING", nodes="n[1-2]"))
     assert (found.state, found.since, found.is_starting) == (RunState.RUNNING, NOW - 60, True)
-    run.log(4, **{"perf/images_per_s": 812.0, "perf/mfu": 0.4})
+    run.log(4, **{"vitals/images_per_s": 812.0, "perf/mfu": 0.4})
     found = status(run, job("RUNNING", nodes="n[1-2]"))
     assert not found.is_starting
     logged = found.logged

@@ -23,7 +23,7 @@ def test_a_queued_run_says_why_and_until_when(run: RunFolder) -> None:
 def test_a_running_run_says_how_far_and_how_fast(run: RunFolder) -> None:
     run.attempt(Ending.KILLED)
     run.attempt(None)
-    run.log(40, **{"perf/images_per_s": 8120.0, "perf/mfu": 0.412})
+    run.log(40, **{"vitals/images_per_s": 8120.0, "perf/mfu": 0.412})
     found = read_status(run.folder, jobs=[job("RUNNING", nodes="n[1-2]")], now=NOW)
     head, place, speed, restarts = lines_of(found, now=NOW)
     assert head.endswith(": running, step 40 of 100 (40%), 0:01:10 left")
