@@ -28,13 +28,13 @@ try:
     from launch.jobs.queue import (
         NoAnswerError,
         QueuedJob,
-        after,
         already_queued,
         cancel,
+        depending_on,
         jobs_of,
         submitted_ids,
     )
-    from launch.jobs.snapshot import read_code, store_code
+    from launch.jobs.snapshot import kept_code
     from launch.jobs.status.following import follow_run
     from launch.jobs.status.text import shown_folder
     from launch.jobs.submission import Submission, folder_lock, require_slurm, submit_to_slurm
@@ -105,17 +105,14 @@ def submit(run: LaunchableRun, *, switches: frozenset[str]) -> tuple[Submission,
         make_private(folder)
         with folder_lock(folder.parent):
             earlier = earlier_jobs(run, folder.parent, switches=switches)
-            code = read_code() if run.launch.snapshot else None
-            if run.launch.snapshot and code is None:
-                warn("no git checkout, so no snapshot: the job runs the code on disk at its start")
-            code_folder = None if code is None else store_code(code, folder)
-            job, _ = prepare_job(run, cluster="slurm", code=code_folder)
+            code = kept_code(run.launch, folder)
+            job, _ = prepare_job(run, cluster="slurm", code=code)
             submission = submit_to_slurm(
                 job,
-                launch=after(run.launch, submitted_ids(earlier)),
+                launch=depending_on(run.launch, submitted_ids(earlier)),
                 name=run_name(run),
                 folder=folder,
-                code=code_folder,
+                code=code,
             )
     return submission, earlier
 

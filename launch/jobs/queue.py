@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from vitscale.config.errors import UserError
 from vitscale.runs.launching import LaunchSettings
@@ -98,17 +99,25 @@ def already_queued(jobs: Sequence[QueuedJob], *, run_folder: Path) -> UserError:
     )
 
 
-def after(launch: LaunchSettings, job_ids: Iterable[str]) -> LaunchSettings:
-    """The same resources, waiting for the end of jobs, however they end.
+def depending_on(
+    launch: LaunchSettings,
+    job_ids: Iterable[str],
+    *,
+    how: Literal["afterany", "afterok"] = "afterany",
+) -> LaunchSettings:
+    """The same resources, with a dependency added to what `launch.sbatch` may have.
 
-    Added to a dependency that `launch.sbatch` may have.
+    afterok: SLURM cancels the job when one of those that it waits for has failed.
     """
     if not (waited := sorted(set(job_ids))):
         return launch
     own = launch.sbatch.get("dependency")
-    dependency = ":".join(["afterany", *waited])
-    dependency = f"{own},{dependency}" if own else dependency
-    return launch.model_copy(update={"sbatch": {**launch.sbatch, "dependency": dependency}})
+    dependency = ":".join([how, *waited])
+    added = {"dependency": f"{own},{dependency}" if own else dependency}
+    if how == "afterok":
+        # Otherwise it would stay in the queue as DependencyNeverSatisfied.
+        added["kill-on-invalid-dep"] = "yes"
+    return launch.model_copy(update={"sbatch": {**launch.sbatch, **added}})
 
 
 def cancel(jobs: Sequence[QueuedJob]) -> list[QueuedJob]:

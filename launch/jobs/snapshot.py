@@ -11,14 +11,17 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 import uuid
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import blake3
 
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import commit_folder, json_text
+from vitscale.runs.launching import LaunchSettings
 from vitscale.tracking.source_version import (
     PROJECT_ROOT,
     RECORD_NAME,
@@ -48,6 +51,38 @@ class Code:
             digest.update(f"{path}\0{path in self.executable}\0{len(content)}\0".encode())
             digest.update(content)
         return f"code-{digest.hexdigest()[:12]}"
+
+
+def kept_code(launch: LaunchSettings, folder: Path) -> Path | None:
+    """The snapshot of the code in a job folder, written if it is not there yet.
+
+    None if `launch` wants none, or without git: an installed package, or a tarball. Then the job
+    runs the code on disk, of which a warning is printed.
+    Raises UserError if it cannot be written.
+    """
+    if not launch.snapshot:
+        return None
+    code = read_code()
+    if code is None:
+        _warn_without_git()
+        return None
+    return store_code(code, folder)
+
+
+def planned_folder(launch: LaunchSettings, folder: Path) -> Path | None:
+    """Where `kept_code` would put the snapshot. Writes nothing."""
+    code = read_code() if launch.snapshot else None
+    return None if code is None else folder / code.name
+
+
+@lru_cache(maxsize=1)
+def _warn_without_git() -> None:
+    print(
+        f"warning: {PROJECT_ROOT} is no git checkout, so the job gets no copy of the code: it runs "
+        "what is there when it starts",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def read_code(root: Path = PROJECT_ROOT) -> Code | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from finetune.inference.settings import EvaluateRun
 from finetune.run import FinetuneRun
 from launch.jobs.preparation import LaunchableRun, job_folder, run_name
-from launch.jobs.snapshot import read_code
+from launch.jobs.snapshot import planned_folder
 from launch.jobs.submission import sbatch_text
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
@@ -140,12 +140,11 @@ def describe(run: LaunchableRun, *, show_script: bool) -> str:
     parts.append("\n".join(["# Plan", *(f"{name:<{width}}  {value}" for name, value in rows)]))
     if show_script:
         folder = job_folder(run, cluster="slurm")
-        code = read_code() if run.launch.snapshot else None
         script = sbatch_text(
             run.launch,
             name=run_name(run),
             folder=folder,
-            code=None if code is None else folder / code.name,
+            code=planned_folder(run.launch, folder),
         )
         parts.append(f"# Batch script\n{script.rstrip()}")
     return "\n\n".join(parts)

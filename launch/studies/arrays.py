@@ -15,7 +15,8 @@ from pathlib import Path
 
 from launch.jobs.job import StageJob
 from launch.jobs.preparation import make_private, prepare_job
-from launch.jobs.queue import after
+from launch.jobs.queue import depending_on
+from launch.jobs.snapshot import kept_code, planned_folder
 from launch.jobs.submission import Submission, sbatch_text, submit_array
 from launch.studies.grid import FINAL, TRIAL, Grid, StudyTraining
 from launch.studies.selection import SelectingJob
@@ -64,7 +65,12 @@ def batch_scripts(grid: Grid, states: Mapping[str, TrainingState]) -> Iterator[s
     """The batch script of every array, as `submit` would submit it. Needs no SLURM."""
     for array in arrays(grid, states):
         folder = _folder(grid).absolute()
-        text = sbatch_text(array.launch, name=job_name(grid, array), folder=folder)
+        text = sbatch_text(
+            array.launch,
+            name=job_name(grid, array),
+            folder=folder,
+            code=planned_folder(array.launch, folder),
+        )
         after = ", after the pre-trainings" if any(t.needs for t in array.trainings) else ""
         after = ", after the trials" if any(t.candidates for t in array.trainings) else after
         yield f"# Array of {len(array.trainings)} x {array.kind}{after}\n{text.rstrip()}\n"
@@ -86,9 +92,13 @@ def submit(grid: Grid, states: Mapping[str, TrainingState]) -> list[tuple[str, S
     for array in arrays(grid, states):
         names = {name for training in array.trainings for name in training.waits_for}
         needed = {array_of[name] for name in names if name in array_of}
-        jobs = [_job(grid, training) for training in array.trainings]
+        code = kept_code(array.launch, folder)
         submission = submit_array(
-            jobs, launch=after(array.launch, needed), name=job_name(grid, array), folder=folder
+            [_job(grid, training, code=code) for training in array.trainings],
+            launch=depending_on(array.launch, needed),
+            name=job_name(grid, array),
+            folder=folder,
+            code=code,
         )
         array_of |= {training.name: submission.job_id for training in array.trainings}
         submitted.append((job_name(grid, array), submission))
@@ -97,9 +107,9 @@ def submit(grid: Grid, states: Mapping[str, TrainingState]) -> list[tuple[str, S
     return submitted
 
 
-def _job(grid: Grid, training: StudyTraining) -> StageJob | SelectingJob:
+def _job(grid: Grid, training: StudyTraining, *, code: Path | None) -> StageJob | SelectingJob:
     if not training.candidates:
-        return prepare_job(training.run, cluster="slurm")[0]
+        return prepare_job(training.run, cluster="slurm", code=code)[0]
     return SelectingJob(
         name=training.name,
         metric=grid.study.select_metric,
@@ -108,7 +118,7 @@ def _job(grid: Grid, training: StudyTraining) -> StageJob | SelectingJob:
             for each in training.candidates
         },
         jobs={
-            each.label: prepare_job(each.training.run, cluster="slurm")[0]
+            each.label: prepare_job(each.training.run, cluster="slurm", code=code)[0]
             for each in training.candidates
         },
     )

@@ -38,7 +38,10 @@ URI_SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "datab
 
 _SECRET_NAME = r"(?:[\w-]*_)?(?:password|passwd|secret|token|api_?key|credentials?)"
 _SECRET_KEY = re.compile(rf"(?:^|\.){_SECRET_NAME}$", re.IGNORECASE)
-_SECRET_LINE = re.compile(rf"^(?P<key>\s*{_SECRET_NAME}:[ ]+)\S.*$", re.IGNORECASE | re.MULTILINE)
+# With the sign of a line in a patch.
+_SECRET_LINE = re.compile(
+    rf"^(?P<key>[+-]?\s*{_SECRET_NAME}:[ ]+)\S.*$", re.IGNORECASE | re.MULTILINE
+)
 _ODD_KEY_CHARS = re.compile(r"[^\w\-. :/]")
 
 
@@ -146,16 +149,17 @@ def _spell(value: Any) -> str:
 
 
 def process_tags() -> dict[str, str]:
-    """Tags about this process: user, commit, world size, job."""
+    """Tags about this process: user, version of the code, world size, job."""
     tags = {
         "mlflow.user": _user(),
         "mlflow.source.name": Path(sys.argv[0]).name or "python",
         "mlflow.source.type": "LOCAL",
         "vitscale.world_size": os.environ.get("WORLD_SIZE", "1"),
     }
-    if (version := source_version()) is not None:
+    if version := source_version():
         tags["mlflow.source.git.commit"] = version.commit
         tags["mlflow.source.git.dirty"] = str(version.is_dirty).lower()
+        tags["vitscale.code"] = version.short
     job = os.environ.get("SLURM_JOB_ID")
     if job:
         tags["mlflow.source.type"] = "JOB"

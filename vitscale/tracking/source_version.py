@@ -5,6 +5,7 @@ All functions return None outside a checkout and a snapshot, and where git is mi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ CODE_FOLDERS = ("configs", "data_prep", "finetune", "launch", "pretrain", "vitsc
 # In the root of a snapshot, which lies in a run folder that may be inside a checkout.
 RECORD_NAME = "source.json"
 TIMEOUT_S = 30
-SHORT_CHARS = 12
+SHORT_CHARS, DIFF_HASH_CHARS = 12, 8
 MAX_DIFF_CHARS = 1_000_000
 
 
@@ -39,8 +40,16 @@ class SourceVersion:
 
     @property
     def short(self) -> str:
-        """The commit in 12 characters, with '+' if the code differs from it."""
-        return self.commit[:SHORT_CHARS] + ("+" if self.is_dirty else "")
+        """The commit in 12 characters; if the code differs from it, + and a hash of how."""
+        if not self.is_dirty:
+            return self.commit[:SHORT_CHARS]
+        changes = hashlib.sha256("\0".join([self.diff, *self.untracked]).encode()).hexdigest()
+        return f"{self.commit[:SHORT_CHARS]}+{changes[:DIFF_HASH_CHARS]}"
+
+    @property
+    def patch(self) -> str:
+        """The edits, with the names of untracked files first. Empty for a clean commit."""
+        return "".join(f"# untracked: {name}\n" for name in self.untracked) + self.diff
 
     def record(self) -> dict[str, Any]:
         """For the record of a snapshot."""

@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any
 
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
-from vitscale.config.redaction import redact
 from vitscale.distributed.atomic_files import write_text
 from vitscale.tracking.delivery import Delivery
 from vitscale.tracking.journal import JOURNAL_NAME, Journal, read_rows
@@ -29,9 +28,10 @@ from vitscale.tracking.run_facts import (
     absolute_uri,
     process_tags,
     read_record,
+    redact_yaml,
 )
 from vitscale.tracking.settings import TrackingSettings
-from vitscale.tracking.source_version import SHORT_CHARS, source_version
+from vitscale.tracking.source_version import source_version
 
 # Limit of the wait for the first connection, which imports mlflow (2 s) and may create the database
 # (2.5 s; 2 cores, November 2026).
@@ -117,11 +117,11 @@ class Tracker:
             self._say(f"MLflow did not answer for {OPEN_WAIT_S:.0f} s; training starts")
 
     def _keep_diff(self) -> None:
-        """Write the edits of the checkout beside the run, named after the commit."""
+        """Write the edits of the checkout beside the run, named after its version."""
         version = source_version()
-        if version is not None and version.diff:
-            path = self.folder / f"source-{version.commit[:SHORT_CHARS]}.diff"
-            write_text(path, redact(version.diff))
+        if version is not None and version.is_dirty:
+            path = self.folder / f"source-{version.short}.diff"
+            write_text(path, redact_yaml(version.patch))
             self.artifact(path)
 
     @property

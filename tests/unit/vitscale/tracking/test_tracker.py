@@ -16,6 +16,7 @@ import pytest
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import write_json
 from vitscale.tracking import run_facts
+from vitscale.tracking import tracker as tracker_module
 from vitscale.tracking.mlflow_client import experiment_id, open_client, read_link
 from vitscale.tracking.mlflow_store import upload_to_linked_run
 from vitscale.tracking.parent_run import ParentRun, open_parent
@@ -165,6 +166,24 @@ def test_a_fresh_start_continues_a_run_of_the_same_commit(
     assert run_ids[0] == run_ids[1] != run_ids[2]
     tags = dict(query(database, "select key, value from tags where run_uuid = ?", run_ids[2]))
     assert tags["vitscale.replaces_run"] == run_ids[0]
+
+
+def test_edits_of_the_code_are_an_artifact_without_secrets(
+    open_tracker: Callable[..., Tracker], database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diff = "+lr = 2\n+  api_key: abc\n+uri: http://me:pw@host/x\n"
+    version = SourceVersion(commit="a" * 40, diff=diff, untracked=("vitscale/new.py",))
+    for module in (run_facts, tracker_module):
+        monkeypatch.setattr(module, "source_version", lambda: version)
+    with open_tracker() as tracker:
+        run_id = str(tracker.run_id)
+    tags = dict(query(database, "select key, value from tags where run_uuid = ?", run_id))
+    assert tags["mlflow.source.git.dirty"] == "true"
+    assert tags["vitscale.code"] == version.short and version.short.startswith("a" * 12 + "+")
+    artifacts = database.parent / "mlflow-artifacts" / run_id / "artifacts"
+    assert (artifacts / f"source-{version.short}.diff").read_text() == (
+        "# untracked: vitscale/new.py\n+lr = 2\n+  api_key: '***'\n+uri: http://host/x\n"
+    )
 
 
 def test_other_ranks_write_nothing(open_tracker: Callable[..., Tracker], tmp_path: Path) -> None:
