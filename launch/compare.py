@@ -13,7 +13,7 @@ import sys
 
 try:
     from launch.comparison.differences import compare
-    from launch.comparison.report import default_output, write_report
+    from launch.comparison.page.write import default_output, write_report
     from launch.comparison.runs import load_runs
     from launch.comparison.text import print_comparison
     from vitscale.config.errors import UserError, run_script

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.comparison.report import COLOURS, DASHES
 from launch.studies.results import Result, is_share
 from launch.studies.settings import COMPUTE, IMAGES, AxisValue, FigureSettings, StudyRun, slug
 
+# Okabe and Ito's palette for colour-blind readers, without black and yellow and with a lighter
+# blue, so that it is readable on light and dark backgrounds. Further series get dashed lines.
+COLOURS = ("#1f83c9", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
+DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
 MARKERS = ("o", "s", "^", "D", "v", "P")
 X_LABELS = {IMAGES: "pre-training images", COMPUTE: "pre-training compute [FLOPs]"}
 INK, MUTED = "#22272e", "#6b7480"

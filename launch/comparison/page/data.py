@@ -1,0 +1,148 @@
+"""Gather what the page shows, as one structure for JSON.
+
+Leaves out: reducing curves (`curves`), who is better (`verdict`), and the page itself (`write`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from launch.comparison.differences import Comparison, MetricLine
+from launch.comparison.page.curves import Packer, points_per_curve, reduced
+from launch.comparison.page.pictures import pictures
+from launch.comparison.page.verdict import LAST_RESORT, PREFERRED, verdict
+from launch.comparison.progress import Progress, progress_of
+from launch.comparison.runs import RunRecord
+from launch.jobs.attempts import Attempt, read_attempts
+
+# Of the table that converts steps to hours and FLOPs; the page interpolates between them.
+MAX_KNOTS = 512
+GROUP_ORDER = {"val": 0, "train": 1}
+FIRST = (*PREFERRED, LAST_RESORT)
+
+Series = tuple[list[int], list[float]]
+
+
+def page_data(comparison: Comparison) -> dict[str, Any]:
+    """Everything the page shows. Numbers that are not finite are strings, as in the journal."""
+    runs = comparison.runs
+    packer = Packer()
+    progress = [progress_of(run) for run in runs]
+    lines, empty = [], []
+    for line in comparison.metrics:
+        series = [run.series(line.key) for run in runs]
+        if any(value != 0 for _, values in series for value in values):
+            lines.append((line, series))
+        else:
+            empty.append(line.key)
+    lines.sort(key=lambda pair: _place(pair[0].key))
+    lengths = [len(steps) for _, series in lines for steps, _ in series]
+    max_points = points_per_curve(lengths)
+    return {
+        "runs": [_run(*pair, packer) for pair in zip(runs, progress, strict=True)],
+        "metrics": [_metric(line, series, packer, max_points) for line, series in lines],
+        "constant": empty,
+        "params": _params(runs),
+        "verdict": verdict([line for line, _ in lines], runs, progress),
+        "pictures": pictures(runs),
+        "arrays": packer.texts,
+    }
+
+
+def group_of(key: str) -> str:
+    """The part of a metric's name before the last slash."""
+    return key.rsplit("/", 1)[0] if "/" in key else "other"
+
+
+def _place(key: str) -> tuple[int, str, int, str]:
+    group = group_of(key)
+    rank = FIRST.index(key) if key in FIRST else len(FIRST)
+    return GROUP_ORDER.get(group, len(GROUP_ORDER)), group, rank, key
+
+
+def number(value: float | None) -> float | str | None:
+    """A number as JSON has it: NaN and infinity are strings that JavaScript's Number() reads."""
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _run(run: RunRecord, progress: Progress, packer: Packer) -> dict[str, Any]:
+    count = len(progress.steps)
+    knots = np.unique(np.linspace(0, count - 1, min(count, MAX_KNOTS)).astype(int))
+    axes = {}
+    for axis in ("steps", "samples", "hours", "flops"):
+        totals = progress.along(axis)
+        axes[axis] = None if totals is None else packer.add(np.asarray(totals)[knots])
+    last = progress.steps[-1]
+    return {
+        "label": run.label,
+        "source": run.source,
+        "status": run.status,
+        "axes": axes,
+        "totals": {axis: progress.at(axis, last) for axis in axes},
+        "attempts": [] if run.folder is None else [_attempt(a) for a in read_attempts(run.folder)],
+    }
+
+
+def _attempt(attempt: Attempt) -> dict[str, Any]:
+    hours = None if attempt.ended is None else (attempt.ended - attempt.started) / 3600
+    return {
+        "number": attempt.number,
+        "started": attempt.started,
+        "hours": number(hours),
+        "ending": None if attempt.ending is None else str(attempt.ending),
+        "reason": attempt.reason,
+        "job": attempt.job_id,
+        "nodes": list(attempt.nodes),
+        "steps_gained": attempt.steps_gained,
+        "seconds_lost": number(attempt.seconds_lost),
+    }
+
+
+def _metric(
+    line: MetricLine, series: Sequence[Series], packer: Packer, max_points: int
+) -> dict[str, Any]:
+    return {
+        "key": line.key,
+        "group": group_of(line.key),
+        "better": line.better,
+        "final": [number(value) for value in line.final],
+        "best": [number(value) for value in line.best],
+        "curves": [_curve(steps, values, packer, max_points) for steps, values in series],
+    }
+
+
+def _curve(
+    steps: Sequence[int], values: Sequence[float], packer: Packer, max_points: int
+) -> dict[str, Any] | None:
+    finite = [(step, value) for step, value in zip(steps, values, strict=True) if _finite(value)]
+    if not finite:
+        return None
+    x, y = zip(*finite, strict=True)
+    curve = reduced(x, y, max_points=max_points)
+    means = len(curve.mean_x) > 0
+    return {
+        "x": packer.add(curve.x),
+        "y": packer.add(curve.y),
+        "mean_x": packer.add(curve.mean_x) if means else None,
+        "mean_y": packer.add(curve.mean_y) if means else None,
+        "num_points": len(finite),
+        "num_not_finite": len(values) - len(finite),
+    }
+
+
+def _finite(value: float) -> bool:
+    return math.isfinite(value)
+
+
+def _params(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    rows = []
+    for key in sorted({key for run in runs for key in run.params}):
+        values = [run.params.get(key) for run in runs]
+        rows.append({"key": key, "values": values, "differs": len(set(values)) > 1})
+    return rows
