@@ -18,10 +18,11 @@ except ModuleNotFoundError as error:
 
 def export(run: ExportRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
-    from finetune.exporting.folder import check_folder, write_folder
+    from finetune.exporting.folder import check_folder, check_packages, write_folder
     from finetune.loading.loaded_model import load_model
 
     check_folder(run.output)
+    check_packages(run.to)
     for line in write_folder(run, load_model(run)):
         print(line)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import uuid
@@ -33,6 +34,17 @@ def check_folder(output: str) -> None:
     if folder.exists() or folder.is_symlink():
         what = "is not empty" if folder.is_dir() else "is a file"
         raise UserError(what, where=output, allowed="a new or an empty folder")
+
+
+def check_packages(to: str) -> None:
+    """Raise UserError where a package is missing that writes the format."""
+    missing = [name for name in EXPORTS[to].needs if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"needs {' and '.join(missing)}",
+            where=f"to={to}",
+            next_step=f"pip install -e '.[{to}]'",
+        )
 
 
 def write_folder(run: ExportRun, loaded: LoadedModel) -> Iterator[str]:

@@ -16,6 +16,8 @@ class Format:
 
     library: ClassVar[str]
     """Who reads it, in words."""
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Packages that write it, beyond those of every installation."""
 
     def problems(self, loaded: LoadedModel) -> Iterator[str]:
         """What the model has that the format cannot hold."""
@@ -26,7 +28,7 @@ class Format:
         yield from ()
 
     def write(self, loaded: LoadedModel, folder: Path) -> None:
-        """Write all files into an empty folder. Raises UserError where a package is missing."""
+        """Write all files into an empty folder."""
         raise NotImplementedError
 
     def logits(

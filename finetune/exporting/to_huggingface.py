@@ -1,4 +1,4 @@
-"""Export for transformers: a ViT or DeiT folder that its Auto classes load.
+"""Export for transformers: a ViT, DeiT or DINOv2 folder that its Auto classes load.
 
 Owns: config.json and preprocessor_config.json. Leaves out: names of tensors (`names.huggingface`).
 """
@@ -23,6 +23,13 @@ from vitscale.models.vit.settings import ViTSettings
 from vitscale.models.weights.names.huggingface import to_huggingface
 
 ACTIVATIONS = {"tanh": "gelu_pytorch_tanh", "erf": "gelu"}
+CLASSES = {
+    "vit": "ViTForImageClassification",
+    "deit": "DeiTForImageClassificationWithTeacher",
+    "dinov2": "Dinov2ForImageClassification",
+    "dinov2_with_registers": "Dinov2WithRegistersForImageClassification",
+}
+MAX_MLP_RATIO = 32
 # Pillow's numbers of filters; box averages areas.
 FILTERS = {"bilinear": 2, "bicubic": 3, "area": 4}
 
@@ -35,10 +42,7 @@ class HuggingFaceFormat(Format):
         if not isinstance(settings, ViTSettings):
             yield f"a model of the family {settings.name}"
             return
-        if settings.pool != "cls":
-            yield f"pool={settings.pool}"
-        if settings.mlp != "gelu":
-            yield f"mlp={settings.mlp}"
+        yield from _pool_problems(settings)
         if settings.representation_layer:
             yield "a representation layer"
         rows, columns = rows_and_columns(loaded.preprocessing.image_size)
@@ -48,10 +52,11 @@ class HuggingFaceFormat(Format):
             yield "attention heads of a width of their own"
         if not loaded.num_classes:
             yield "no head"
-        if settings.pool == "cls" and not settings.representation_layer:
-            names = [name for name in _weights(loaded) if not name.startswith(_prefixes(loaded))]
-            if names:
-                yield f"tensors without a name there, such as {sorted(names)[0]}"
+        if _model_type(loaded).startswith("dinov2"):
+            yield from _dinov2_problems(loaded)
+        elif _model_type(loaded) == "deit":
+            if settings.layer_scale is not None or settings.mlp != "gelu":
+                yield "a distillation token beside layer scale or SwiGLU"
 
     def write(self, loaded: LoadedModel, folder: Path) -> None:
         save_file(_weights(loaded), folder / "model.safetensors", metadata={"format": "pt"})
@@ -77,40 +82,87 @@ class HuggingFaceFormat(Format):
         )
 
 
+def _pool_problems(settings: ViTSettings) -> Iterator[str]:
+    if settings.pool == "map":
+        yield "pool=map"
+    elif settings.pool == "gap" and settings.pool_norm:
+        yield "pool_norm"
+    elif settings.pool == "gap" and not settings.class_token:
+        yield "pool=gap without a class token"
+
+
+def _dinov2_problems(loaded: LoadedModel) -> Iterator[str]:
+    arch: Any = loaded.arch
+    rows, columns = arch.grid
+    if rows != columns:  # transformers resizes the positions of these as a square
+        yield f"{rows} x {columns} patches beside layer scale, registers, SwiGLU or pooled patches"
+    if _mlp_ratio(loaded) is None:
+        yield (
+            f"an MLP of {arch.mlp_width} hidden channels for {arch.width} (a whole ratio is needed)"
+        )
+
+
 def _model_type(loaded: LoadedModel) -> str:
-    return "deit" if getattr(loaded.settings, "distillation_token", False) else "vit"
+    """The plainest of transformers' models that holds it. DINOv2's head sees the class token and
+    the mean of the patches, so that it also holds heads that see one of the two.
+    """
+    settings: Any = loaded.settings
+    if settings.distillation_token:
+        return "deit"
+    if settings.num_registers:
+        return "dinov2_with_registers"
+    is_plain = settings.pool == "cls" and settings.layer_scale is None and settings.mlp == "gelu"
+    return "vit" if is_plain else "dinov2"
 
 
-def _prefixes(loaded: LoadedModel) -> tuple[str, ...]:
-    if _model_type(loaded) == "deit":
-        return ("deit.", "cls_classifier.", "distillation_classifier.")
-    return ("vit.", "classifier.")
+def _mlp_ratio(loaded: LoadedModel) -> int | None:
+    """DINOv2's `mlp_ratio`, from which transformers computes the hidden channels; None: none."""
+    arch: Any = loaded.arch
+    for ratio in range(1, MAX_MLP_RATIO + 1):
+        hidden = arch.width * ratio
+        if arch.mlp == "swiglu":
+            hidden = (int(hidden * 2 / 3) + 7) // 8 * 8
+        if hidden == arch.mlp_width:
+            return ratio
+    return None
 
 
 def _weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:
     """Under transformers' names. A class token without a position gets one of zeros."""
-    weights = weights_of(loaded)
+    weights, model_type = weights_of(loaded), _model_type(loaded)
     rows, columns = loaded.arch.grid
     if weights["pos_embed"].shape[1] == rows * columns:
         none_11D = torch.zeros_like(weights["pos_embed"][:, :1])
         weights["pos_embed"] = torch.cat([none_11D, weights["pos_embed"]], dim=1)
-    return to_huggingface(weights, _model_type(loaded))
+    if not model_type.startswith("dinov2"):
+        return to_huggingface(weights, model_type)
+    settings: Any = loaded.settings
+    arch: Any = loaded.arch
+    width = arch.width
+    for name in [f"blocks.{n}.ls{part}.gamma" for n in range(arch.depth) for part in (1, 2)]:
+        weights.setdefault(name, torch.ones(width))
+    head_CD = weights["head.weight"]
+    none_CD = torch.zeros_like(head_CD)
+    if settings.pool == "cls":
+        weights["head.weight"] = torch.cat([head_CD, none_CD], dim=1)
+    elif settings.pool == "gap":
+        weights["head.weight"] = torch.cat([none_CD, head_CD], dim=1)
+    # What masked patches of a pre-training there would be.
+    mask = {f"{model_type}.embeddings.mask_token": torch.zeros(1, width)}
+    return to_huggingface(weights, model_type, gated=arch.mlp == "swiglu") | mask
 
 
 def _config(loaded: LoadedModel) -> dict[str, Any]:
     arch: Any = loaded.arch
     settings: Any = loaded.settings
-    distilled = _model_type(loaded) == "deit"
+    model_type = _model_type(loaded)
     names = loaded.classes or tuple(f"class {label}" for label in range(loaded.num_classes))
-    return {
-        "model_type": _model_type(loaded),
-        "architectures": [
-            "DeiTForImageClassificationWithTeacher" if distilled else "ViTForImageClassification"
-        ],
+    config = {
+        "model_type": model_type,
+        "architectures": [CLASSES[model_type]],
         "hidden_size": arch.width,
         "num_hidden_layers": arch.depth,
         "num_attention_heads": arch.num_heads,
-        "intermediate_size": arch.mlp_width,
         "image_size": list(rows_and_columns(loaded.preprocessing.image_size)),
         "patch_size": arch.patch_size,
         "num_channels": 3,
@@ -123,6 +175,10 @@ def _config(loaded: LoadedModel) -> dict[str, Any]:
         "id2label": {str(label): name for label, name in enumerate(names)},
         "label2id": {name: label for label, name in enumerate(names)},
     }
+    if not model_type.startswith("dinov2"):
+        return config | {"intermediate_size": arch.mlp_width}
+    config |= {"mlp_ratio": _mlp_ratio(loaded), "use_swiglu_ffn": arch.mlp == "swiglu"}
+    return config | ({"num_register_tokens": arch.num_registers} if arch.num_registers else {})
 
 
 def _preprocessor(preprocessing: Preprocessing) -> dict[str, Any]:

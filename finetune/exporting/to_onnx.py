@@ -16,7 +16,6 @@ from torch import nn
 from finetune.exporting.description import write_description
 from finetune.exporting.format import Format
 from finetune.loading.loaded_model import LoadedModel
-from vitscale.config.errors import UserError
 from vitscale.images.size import rows_and_columns
 
 GRAPH_NAME = "model.onnx"
@@ -27,15 +26,9 @@ TRACED_IMAGES = 2
 
 class OnnxFormat(Format):
     library = "onnxruntime"
+    needs = ("onnx", "onnxscript")
 
     def write(self, loaded: LoadedModel, folder: Path) -> None:
-        missing = [n for n in ("onnx", "onnxscript") if importlib.util.find_spec(n) is None]
-        if missing:
-            raise UserError(
-                f"needs {' and '.join(missing)}",
-                where="to=onnx",
-                next_step="pip install -e '.[onnx]'",
-            )
         sides = rows_and_columns(loaded.preprocessing.image_size)
         num_bytes = sum(4 * p.numel() for p in loaded.network.parameters())
         # The exporter prints and warns about its own parts.

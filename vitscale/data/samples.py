@@ -207,28 +207,37 @@ class EvaluationResize:
         """Write the image into `out`, uint8 [3, rows, columns]. Raises OSError or ValueError."""
         if self.settings.eval_interpolation == "area":
             out.copy_(self._averaged(self.decoder.whole(data)))
+        elif self.settings.eval_resize == "center_crop":
+            plan = self._center(*self.decoder.size(data))
+            request = self._request(plan.box, plan.resized)
+            out.copy_(_cut(self.decoder.crop(data, request), plan, out))
         else:
-            request = self._request(*self.decoder.size(data))
+            width, height = self.decoder.size(data)
+            request = self._request(crops.CropBox(0, 0, width, height), self.image_size)
             self.decoder.crop(data, request, out=out)
 
     def of_pixels(self, pixels_HW3: torch.Tensor, out: torch.Tensor) -> None:
         """The same for a decoded image, uint8 [H, W, 3]."""
+        height, width, _ = pixels_HW3.shape
         if self.settings.eval_interpolation == "area":
             out.copy_(self._averaged(pixels_HW3))
+        elif self.settings.eval_resize == "center_crop":
+            plan = self._center(width, height)
+            request = self._request(plan.box, plan.resized)
+            out.copy_(_cut(crops.crop_and_resize(pixels_HW3, request), plan, out))
         else:
-            height, width, _ = pixels_HW3.shape
-            out.copy_(crops.crop_and_resize(pixels_HW3, self._request(width, height)))
+            request = self._request(crops.CropBox(0, 0, width, height), self.image_size)
+            out.copy_(crops.crop_and_resize(pixels_HW3, request))
 
-    def _request(self, width: int, height: int) -> crops.CropRequest:
+    def _center(self, width: int, height: int) -> crops.CenterCrop:
+        fraction = self.settings.eval_crop_fraction
+        return crops.center_crop(width, height, size=self.image_size, fraction=fraction)
+
+    def _request(self, box: crops.CropBox, size: ImageSize) -> crops.CropRequest:
         settings = self.settings
-        box = crops.CropBox(0, 0, width, height)
-        if settings.eval_resize == "center_crop":
-            box = crops.center_crop_box(
-                width, height, size=self.image_size, fraction=settings.eval_crop_fraction
-            )
         return crops.CropRequest(
             box=box,
-            size=self.image_size,
+            size=size,
             interpolation=settings.eval_interpolation or settings.interpolation,
             antialias=settings.eval_antialias,
             flip=False,
@@ -242,6 +251,11 @@ class EvaluationResize:
             factor = max(round(rows / fraction) / height, round(columns / fraction) / width)
             resized = round(height * factor), round(width * factor)
         return crops.area_resized(pixels_HW3, resized=resized, size=self.image_size)
+
+
+def _cut(resized_3RC: torch.Tensor, plan: crops.CenterCrop, out: torch.Tensor) -> torch.Tensor:
+    _, rows, columns = out.shape
+    return resized_3RC[:, plan.top : plan.top + rows, plan.left : plan.left + columns]
 
 
 class EvaluationSamples:

@@ -25,6 +25,7 @@ FORMATS = ("JPEG", "PNG", "WEBP")
 CROP_ATTEMPTS = 10
 TF_CROP_ATTEMPTS = 100
 PLAIN_CROP_PADDING = 4  # px of the output; DeiT's augment.py
+MAX_ASPECT = 16  # of what a centre is cut from; memory for what is cut away grows with it
 # Pillow takes a larger image for a decompression bomb.
 MAX_PIXELS = 178_956_970
 
@@ -58,6 +59,19 @@ class CropRequest:
     antialias: bool
     flip: bool
     """Mirror left and right."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CenterCrop:
+    """The centre of a resized image."""
+
+    box: CropBox
+    """What is resized: the whole image, unless it is very long."""
+    resized: tuple[int, int]
+    """Rows and columns of the resized box."""
+    top: int
+    left: int
+    """Where the crop starts in the resized box."""
 
 
 @contextmanager
@@ -198,10 +212,24 @@ def reflected(image_3RC: torch.Tensor, *, right: int, down: int) -> torch.Tensor
     return image_3RC[:, sources(rows, down)][:, :, sources(columns, right)]
 
 
-def center_crop_box(width: int, height: int, *, size: ImageSize, fraction: float) -> CropBox:
-    """The centre box of the output's shape whose sides are `fraction` of the largest one's."""
-    w, h = (max(1, round(side * fraction)) for side in _largest_sides(width, height, size))
-    return CropBox((width - w) // 2, (height - h) // 2, w, h)
+def center_crop(width: int, height: int, *, size: ImageSize, fraction: float) -> CenterCrop:
+    """Resize until `size` / `fraction` is covered, then cut the centre; rounded as by timm's
+    `create_transform` and torchvision, so that both see the same pixels.
+
+    The ends of an image that is longer than `MAX_ASPECT` times its short side are left out.
+    """
+    w, h = min(width, MAX_ASPECT * height), min(height, MAX_ASPECT * width)
+    box = CropBox((width - w) // 2, (height - h) // 2, w, h)
+    rows, columns = rows_and_columns(size)
+    covered = math.floor(rows / fraction), math.floor(columns / fraction)
+    if rows == columns:  # torchvision's `Resize`
+        short = covered[0]
+        resized = (int(short * h / w), short) if w <= h else (short, int(short * w / h))
+    else:  # timm's `ResizeKeepRatio`
+        ratio = min(h / covered[0], w / covered[1])
+        resized = round(h / ratio), round(w / ratio)
+    top, left = round((resized[0] - rows) / 2), round((resized[1] - columns) / 2)
+    return CenterCrop(box=box, resized=resized, top=top, left=left)
 
 
 def area_resized(

@@ -21,7 +21,8 @@ def vit_logits(
 ) -> np.ndarray:
     """Logits [B, classes] in float64 of timm's names: Dosovitskiy et al. 2021, eq. 1 to 4.
 
-    pool: `cls` or `gap`. A distillation token (Touvron et al. 2021) averages two heads.
+    pool: `cls`, `gap`, `cls_mean` or `map`. A distillation token (Touvron et al. 2021)
+    averages two heads.
     """
     w = {name: values.astype(np.float64) for name, values in weights.items()}
     tokens_BLD = _patches(w, images_B3HW.astype(np.float64))
@@ -48,10 +49,14 @@ def vit_logits(
         tokens_BLD = tokens_BLD + _mlp(of, normed, gelu) * of.get("ls2.gamma", 1.0)
     if "norm.weight" in w:
         tokens_BLD = _norm(tokens_BLD, w["norm.weight"], w["norm.bias"], eps)
+    patches_BLD = tokens_BLD[:, -num_patches:]
+    features_BD = tokens_BLD[:, 0]
     if pool == "gap":
-        features_BD = tokens_BLD[:, -num_patches:].mean(axis=1)
-    else:
-        features_BD = tokens_BLD[:, 0]
+        features_BD = patches_BLD.mean(axis=1)
+    elif pool == "cls_mean":
+        features_BD = np.concatenate([features_BD, patches_BLD.mean(axis=1)], axis=-1)
+    elif pool == "map":
+        features_BD = _map_head(w, patches_BLD, num_heads=num_heads, gelu=gelu, eps=eps)
     if "fc_norm.weight" in w:
         features_BD = _norm(features_BD, w["fc_norm.weight"], w["fc_norm.bias"], eps)
     if "head.0.weight" in w:
@@ -90,6 +95,24 @@ def _norm(x: np.ndarray, scale: np.ndarray, bias: np.ndarray, eps: float) -> np.
 
 def _attention(of: Weights, x_BLD: np.ndarray, num_heads: int) -> np.ndarray:
     queries, keys, values = np.split(_dense(of, "attn.qkv", x_BLD), 3, axis=-1)
+    return _dense(of, "attn.proj", _attended(queries, keys, values, num_heads))
+
+
+def _map_head(
+    w: Weights, x_BLD: np.ndarray, *, num_heads: int, gelu: str, eps: float
+) -> np.ndarray:
+    """One learned query attends to the patches, then an MLP: Zhai et al. 2022, sec. 3.3."""
+    of = {n.removeprefix("attn_pool."): v for n, v in w.items()}
+    query_B1D = np.repeat(_dense(of, "q", of["latent"]), len(x_BLD), axis=0)
+    keys, values = np.split(_dense(of, "kv", x_BLD), 2, axis=-1)
+    x_B1D = _dense(of, "proj", _attended(query_B1D, keys, values, num_heads))
+    normed = _norm(x_B1D, of["norm.weight"], of["norm.bias"], eps)
+    return (x_B1D + _mlp(of, normed, gelu))[:, 0]
+
+
+def _attended(
+    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, num_heads: int
+) -> np.ndarray:
     width = queries.shape[-1] // num_heads
     heads = []
     for head in range(num_heads):
@@ -97,11 +120,14 @@ def _attention(of: Weights, x_BLD: np.ndarray, num_heads: int) -> np.ndarray:
         scores = queries[..., part] @ keys[..., part].swapaxes(1, 2) / math.sqrt(width)
         shares = np.exp(scores - scores.max(axis=-1, keepdims=True))
         heads.append(shares / shares.sum(axis=-1, keepdims=True) @ values[..., part])
-    return _dense(of, "attn.proj", np.concatenate(heads, axis=-1))
+    return np.concatenate(heads, axis=-1)
 
 
 def _mlp(of: Weights, x_BLD: np.ndarray, gelu: str) -> np.ndarray:
     x = _dense(of, "mlp.fc1", x_BLD)
+    if x.shape[-1] > of["mlp.fc2.weight"].shape[-1]:  # SwiGLU: Shazeer 2020
+        gates, x = np.split(x, 2, axis=-1)
+        return _dense(of, "mlp.fc2", gates / (1 + np.exp(-gates)) * x)
     if gelu == "tanh":
         inner = np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
     else:

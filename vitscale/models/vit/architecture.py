@@ -68,6 +68,12 @@ class ViTArchitecture(Architecture):
         return self.num_heads * (self.head_width or self.width // self.num_heads)
 
     @property
+    def mlp_ratio(self) -> float:
+        """`mlp_width` / `width`, with which timm's rounding down gives `mlp_width` again."""
+        ratio = self.mlp_width / self.width
+        return ratio if int(self.width * ratio) == self.mlp_width else ratio + 0.25 / self.width
+
+    @property
     def has_class_token(self) -> bool:
         return self.pool in ("cls", "cls_mean") or self.pooled_class_token
 

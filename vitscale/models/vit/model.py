@@ -233,10 +233,9 @@ def build_transformer(
 def _mlp_options(settings: TransformerSettings, arch: ViTArchitecture) -> dict[str, Any]:
     """timm's arguments. It counts gates as hidden channels."""
     if settings.mlp == "swiglu":
-        ratio = 2 * arch.mlp_width / arch.width
-        return {"mlp_ratio": ratio, "mlp_layer": SwiGLUPacked, "act_layer": nn.SiLU}
+        return {"mlp_ratio": 2 * arch.mlp_ratio, "mlp_layer": SwiGLUPacked, "act_layer": nn.SiLU}
     gelu = partial(nn.GELU, approximate="tanh" if settings.gelu == "tanh" else "none")
-    return {"mlp_ratio": arch.mlp_width / arch.width, "act_layer": gelu}
+    return {"mlp_ratio": arch.mlp_ratio, "act_layer": gelu}
 
 
 def _pool_both(model: ViT, arch: ViTArchitecture) -> None:

@@ -7,9 +7,6 @@ from pathlib import Path
 import timm
 from torch import nn
 
-# Of timm's layer norms; it has no option for another.
-NORM_EPS = 1e-6
-
 
 def read_timm_folder(folder: Path) -> nn.Module:
     """The model of a folder that was written here, in eval mode. Downloads nothing."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from finetune.exporting.folder import check_folder, write_folder
+from finetune.exporting.folder import check_folder, check_packages, write_folder
+from finetune.exporting.registry import EXPORTS
 from finetune.exporting.settings import ExportRun
 from finetune.exporting.to_safetensors import SafetensorsFormat
 from tests.support.engine.small_models import small_model
@@ -27,6 +29,17 @@ def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
         check_folder(str(tmp_path / "out"))
     with pytest.raises(UserError, match="is a file"):
         check_folder(str(tmp_path / "out/README.md"))
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for to in EXPORTS:
+        check_packages(to)
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    for to in ("timm", "huggingface", "npz", "safetensors"):
+        check_packages(to)
+    with pytest.raises(UserError, match="to=onnx: needs onnx") as caught:
+        check_packages("onnx")
+    assert caught.value.next_step == "pip install -e '.[onnx]'"
 
 
 def test_other_logits_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

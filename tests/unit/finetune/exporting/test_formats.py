@@ -30,6 +30,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "fixed_positions": {"positions": "sincos2d"},
     "distilled": {"distillation_token": True},
     "not_square": {"image_size": (16, 24)},
+    "map": {"pool": "map"},
+    "map_beside_class_token": {"pool": "map", "class_token": True, "num_registers": 1},
+    "swiglu": {"mlp": "swiglu", "layer_scale": 0.1},
 }
 
 
@@ -39,8 +42,8 @@ def export(loaded: LoadedModel, to: str, folder: Path) -> Path:
     return folder
 
 
-def images(columns: int = 16) -> torch.Tensor:
-    return torch.randn(2, 3, 16, columns, generator=torch.Generator().manual_seed(2))
+def images(columns: int = 16, *, rows: int = 16) -> torch.Tensor:
+    return torch.randn(2, 3, rows, columns, generator=torch.Generator().manual_seed(2))
 
 
 def expected(loaded: LoadedModel, images_B3HW: torch.Tensor) -> np.ndarray:
@@ -130,9 +133,18 @@ def test_weights_are_read_back_as_they_are(
         ("timm", {"representation_layer": True}, "a representation layer"),
         ("timm", {"layer_norm_eps": 1e-5}, "layer_norm_eps 1e-05"),
         ("timm", {"head_width": 6}, "heads of a width of their own"),
-        ("huggingface", {"pool": "gap"}, "pool=gap"),
-        ("huggingface", {"num_registers": 2}, "reg_token"),
-        ("huggingface", {"layer_scale": 0.1}, "blocks.0.ls1.gamma"),
+        ("timm", {"pool": "cls_mean"}, "pool=cls_mean"),
+        ("timm", {"mlp": "swiglu", "distillation_token": True}, "token beside mlp=swiglu"),
+        ("huggingface", {"pool": "map"}, "pool=map"),
+        ("huggingface", {"pool": "gap"}, "pool=gap without a class token"),
+        ("huggingface", {**KINDS["mae"]}, "pool_norm"),
+        ("huggingface", {"layer_scale": 0.1}, "an MLP of 40 hidden channels for 24"),
+        (
+            "huggingface",
+            {"num_registers": 1, "image_size": (16, 24), "mlp_width": 48},
+            "4 x 6 patches beside",
+        ),
+        ("huggingface", {"distillation_token": True, "layer_scale": 1.0}, "beside layer scale"),
         ("npz", {"layer_scale": 0.1}, "blocks.0.ls1.gamma"),
         ("npz", {"pool": "gap", "class_token": True}, "a class token that no head reads"),
     ],
@@ -145,6 +157,56 @@ def test_what_does_not_fit_is_refused(
     assert problem in caught.value.what
     assert "--to safetensors" in str(caught.value.allowed)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("family", "to", "problem"),
+    [
+        ("hybrid", "timm", "a ResNet of [1, 1] units with 32 channels"),
+        ("bit_resnet", "timm", "(timm has resnetv2_50x1_bit, resnetv2_50x3_bit,"),
+        ("hybrid", "huggingface", "a model of the family hybrid"),
+        ("bit_resnet", "huggingface", "a model of the family bit_resnet"),
+    ],
+)
+def test_networks_without_a_place_are_refused(
+    tmp_path: Path, family: str, to: str, problem: str
+) -> None:
+    with pytest.raises(UserError, match=f"{to} cannot hold this model") as caught:
+        export(small_model(family), to, tmp_path / "out")
+    assert problem in caught.value.what
+    assert caught.value.allowed == "--to npz, --to onnx, --to safetensors"
+
+
+SMALL_KERNELS = 1e-4
+"""Factor of kernels of convolutions, with which an epsilon shows in the logits."""
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("hybrid", {"stage_depths": [], "root_width": 64}),
+        pytest.param(
+            "hybrid",
+            {"stage_depths": [2, 2, 2, 2], "root_width": 64},
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            "bit_resnet", {"preset": "R50x1", "root_width": 64}, marks=pytest.mark.exhaustive
+        ),
+    ],
+)
+def test_timm_gives_the_logits_of_resnets(
+    tmp_path: Path, family: str, settings: dict[str, Any]
+) -> None:
+    """The export compares them; timm's epsilons are others."""
+    loaded = small_model(family, **{"image_size": 32, "stage_depths": None, **settings})
+    with torch.no_grad():
+        for name, value in loaded.network.named_parameters():
+            if value.ndim == 4 and not name.startswith(("patch_embed.proj", "head")):
+                value *= SMALL_KERNELS
+    assert loaded.network(images(32, rows=32)).abs().max() > 0.1
+    run = ExportRun(init="x", to="timm", output=str(tmp_path / "out"))
+    assert "checked: the same logits in timm" in "\n".join(write_folder(run, loaded))
 
 
 def test_formats_are_the_choices_of_the_settings() -> None:

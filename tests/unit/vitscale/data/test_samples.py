@@ -120,9 +120,11 @@ def test_evaluation_resamples_as_its_settings_say(
     center = {"eval_resize": "center_crop" if center else "squash", "decoder": decoder, **center}
     pixels = crops.decode(evaluation(shards).reader.bytes_of(2))
     height, width, _ = pixels.shape
-    box = crops.CropBox(0, 0, width, height)
+    resized, inside = (SIZE, SIZE), (slice(None), slice(None))
     if fraction is not None:
-        box = crops.center_crop_box(width, height, size=SIZE, fraction=fraction)
+        plan = crops.center_crop(width, height, size=SIZE, fraction=fraction)
+        resized = plan.resized
+        inside = slice(plan.top, plan.top + SIZE), slice(plan.left, plan.left + SIZE)
     found = set()
     for filter_name in (None, "bilinear", "bicubic"):
         for antialias in (False, True):
@@ -131,13 +133,13 @@ def test_evaluation_resamples_as_its_settings_say(
             )
             samples.fill(2, OUT)
             request = crops.CropRequest(
-                box=box,
-                size=SIZE,
+                box=crops.CropBox(0, 0, width, height),
+                size=resized,
                 interpolation=filter_name or "bilinear",
                 antialias=antialias,
                 flip=False,
             )
-            assert torch.equal(OUT, crops.crop_and_resize(pixels, request))
+            assert torch.equal(OUT, crops.crop_and_resize(pixels, request)[:, *inside])
             found.add(OUT.numpy().tobytes())
     assert len(found) == 4
     evaluation(shards, eval_interpolation="area", **center).fill(2, OUT)
@@ -149,10 +151,13 @@ def test_evaluation_resamples_as_its_settings_say(
 
 @pytest.mark.parametrize("decoder", [name for name in DECODERS if missing(name) is None])
 def test_wide_evaluation_pixels_equal_those_of_pillow(shards: Path, decoder: str) -> None:
-    """Squashed, and cut out of the centre: 0.8 of the 40 x 20 px that fit into 40 x 32 px."""
+    """Squashed, and cut out of the centre of 30 x 24 px, which cover 24 / 0.8 columns."""
     out = torch.empty(3, 12, 24, dtype=torch.uint8)
     options = {"eval_interpolation": "bicubic", "decoder": decoder}
-    for resize, box in (("squash", (0, 0, 40, 32)), ("center_crop", (4, 8, 36, 24))):
+    for resize, size, box in (
+        ("squash", (24, 12), (0, 0, 24, 12)),
+        ("center_crop", (30, 24), (3, 6, 27, 18)),
+    ):
         data = DataSettings(
             path=str(shards),
             global_batch=4,
@@ -165,7 +170,7 @@ def test_wide_evaluation_pixels_equal_those_of_pillow(shards: Path, decoder: str
         samples.fill(0, out)
         image = Image.open(io.BytesIO(samples.reader.bytes_of(0)))
         assert image.size == (40, 32)
-        expected = image.crop(box).resize((24, 12), Image.Resampling.BICUBIC)
+        expected = image.resize(size, Image.Resampling.BICUBIC).crop(box)
         difference = out.permute(1, 2, 0).numpy().astype(int) - np.asarray(expected).astype(int)
         assert np.abs(difference).max() <= 1
 

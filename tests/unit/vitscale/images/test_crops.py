@@ -17,7 +17,7 @@ from vitscale.images.crops import (
     CropBox,
     CropRequest,
     area_resized,
-    center_crop_box,
+    center_crop,
     crop_and_resize,
     decode,
     open_image,
@@ -236,8 +236,13 @@ def test_squash_crop_has_its_share_at_every_place() -> None:
     assert squash_crop_box(7, 5, share=1.0, random=CounterRandom(0)) == CropBox(0, 0, 7, 5)
 
 
-def test_center_crop_is_centred() -> None:
-    assert center_crop_box(100, 50, size=7, fraction=0.8) == CropBox(30, 5, 40, 40)
+def test_the_centre_of_a_very_long_image_is_cut_first() -> None:
+    """Resized whole, 20,000 x 2 pixels would become 2,240,000 x 224."""
+    plan = center_crop(20_000, 2, size=224, fraction=1.0)
+    assert plan.box == CropBox(9984, 0, 32, 2)
+    assert plan.resized == (224, 16 * 224)
+    assert (plan.top, plan.left) == (0, 1680)
+    assert center_crop(2, 20_000, size=224, fraction=1.0).resized == (16 * 224, 224)
 
 
 @pytest.mark.parametrize("size", [7, 40])

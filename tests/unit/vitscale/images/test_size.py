@@ -16,7 +16,7 @@ from vitscale.images.crops import (
     CropBox,
     CropRequest,
     area_resized,
-    center_crop_box,
+    center_crop,
     crop_and_resize,
     plain_crop_box,
     reflected,
@@ -102,11 +102,16 @@ def test_resized_pixels_equal_those_of_pillow(size: tuple[int, int]) -> None:
     assert np.abs(difference).max() <= 1
 
 
-def test_the_centre_box_has_the_shape_of_the_output() -> None:
-    assert center_crop_box(100, 50, size=(10, 20), fraction=0.8) == CropBox(10, 5, 80, 40)
-    assert center_crop_box(100, 50, size=(20, 10), fraction=1.0) == CropBox(37, 0, 25, 50)
-    assert center_crop_box(50, 100, size=(10, 20), fraction=1.0) == CropBox(0, 37, 50, 25)
-    assert center_crop_box(3, 1, size=(1, 100), fraction=0.1) == CropBox(1, 0, 1, 1)
+def test_the_centre_has_the_shape_of_the_output() -> None:
+    """100 x 50 px to 25 x 12 (of 10 / 0.8 = 12.5 rows), 80 x 40, 20 x 10."""
+    found = [
+        center_crop(100, 50, size=(10, 20), fraction=0.8),
+        center_crop(100, 50, size=(20, 10), fraction=0.5),
+        center_crop(50, 100, size=(10, 20), fraction=1.0),
+    ]
+    assert [plan.resized for plan in found] == [(12, 25), (40, 80), (40, 20)]
+    assert [(plan.top, plan.left) for plan in found] == [(1, 2), (10, 35), (15, 0)]
+    assert all(plan.box.width * plan.box.height == 5000 for plan in found)
 
 
 @pytest.mark.parametrize(("width", "height"), [(83, 61), (40, 90), (48, 16)])

@@ -60,6 +60,17 @@ def test_formula_counts_what_is_built(pool: str, representation_layer: bool) -> 
     assert model(torch.zeros(2, 3, 16, 16)).shape == (2, 5)
 
 
+@pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
+@pytest.mark.parametrize(("width", "mlp_width"), [(88, 120), (104, 240), (24, 96)])
+def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int, mlp: str) -> None:
+    """timm rounds the product of width and ratio down."""
+    settings = SMALL.model_copy(
+        update={"width": width, "num_heads": 2, "mlp_width": mlp_width, "mlp": mlp}
+    )
+    model = build_model(settings, settings.architecture(num_classes=5), seed=0)
+    assert model.get_submodule("blocks.0.mlp.fc2").in_features == mlp_width
+
+
 @pytest.mark.parametrize("pool", ["cls", "gap"])
 @pytest.mark.parametrize("representation_layer", [False, True])
 def test_features_are_what_the_head_sees(pool: str, representation_layer: bool) -> None:

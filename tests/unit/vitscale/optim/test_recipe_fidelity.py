@@ -22,7 +22,7 @@ from vitscale.config.loader import load_run_file
 from vitscale.data.loader import Batch
 from vitscale.data.mixing import mix_batch
 from vitscale.data.settings import DataSettings, MixingSettings
-from vitscale.images.crops import center_crop_box
+from vitscale.images.crops import center_crop
 from vitscale.models.costs import num_parameters
 from vitscale.models.vit.model import build_model
 from vitscale.models.vit.settings import ViTSettings
@@ -367,13 +367,13 @@ def test_quirk_09_pixels_reach_from_minus_one_to_one() -> None:
 
 @pytest.mark.parametrize("width, height", [(500, 375), (375, 500), (300, 300), (800, 256)])
 def test_quirk_10_the_centre_is_224_of_256(width: int, height: int) -> None:
-    """big_vision: short side to 256, then the centre 224 of both sides; back in source pixels."""
+    """big_vision: short side to 256, then the centre 224 of both sides."""
     scale = min(width, height) / 256
-    sides = [round(length / scale) for length in (width, height)]
-    left, top = ((side - 224) / 2 * scale for side in sides)
-    box = center_crop_box(width, height, size=224, fraction=0.875)
-    assert (box.left, box.top) == pytest.approx((left, top), abs=1)
-    assert box.width == box.height == pytest.approx(224 * scale, abs=0.5)
+    sides = [round(length / scale) for length in (height, width)]
+    plan = center_crop(width, height, size=224, fraction=0.875)
+    assert plan.resized == pytest.approx(sides, abs=1)
+    assert [plan.top, plan.left] == pytest.approx([(side - 224) / 2 for side in sides], abs=1)
+    assert (plan.box.width, plan.box.height) == (width, height)
 
 
 def test_quirk_15_pairs_mix_every_image_once() -> None:

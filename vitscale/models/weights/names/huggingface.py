@@ -100,12 +100,17 @@ def from_huggingface(
     return joined(found), left_out
 
 
-def to_huggingface(weights: Mapping[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+def to_huggingface(
+    weights: Mapping[str, torch.Tensor], model_type: str, *, gated: bool = False
+) -> dict[str, torch.Tensor]:
     """Our tensors under the names that transformers reads; the inverse of `from_huggingface`.
 
-    What has no name there keeps its own. Raises KeyError as `from_huggingface`.
+    gated: the MLPs are SwiGLU. What has no name there keeps its own. Raises KeyError as
+    `from_huggingface`.
     """
     prefix, below, beside = FAMILIES[model_type]
+    if gated:
+        below = tuple(pair for pair in below if ".mlp.fc" not in pair[0])
     # The first name wins where two have the same meaning.
     renames = [
         *((_pattern(ours), prefix + theirs) for theirs, ours in below),

@@ -1,0 +1,96 @@
+"""transformers and onnxruntime give the logits of exported models, of every kind they hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from finetune.exporting.folder import write_folder
+from finetune.exporting.settings import ExportRun
+from finetune.loading.loaded_model import LoadedModel, load_model
+from tests.support.engine.numpy_vit import vit_logits
+from tests.support.engine.small_models import small_model
+
+pytestmark = pytest.mark.slow
+
+WIDE = {"mlp_width": 48}
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("ViTForImageClassification", {}),
+    "not_square": ("ViTForImageClassification", {"image_size": (16, 24)}),
+    "no_class_position": ("ViTForImageClassification", {"class_position": False}),
+    "distilled": ("DeiTForImageClassificationWithTeacher", {"distillation_token": True}),
+    "layer_scale": ("Dinov2ForImageClassification", {"layer_scale": 0.1, **WIDE}),
+    "pooled": ("Dinov2ForImageClassification", {"pool": "gap", "class_token": True, **WIDE}),
+    "dinov2": (
+        "Dinov2ForImageClassification",
+        {"pool": "cls_mean", "layer_scale": 0.1, "gelu": "erf", **WIDE},
+    ),
+    "swiglu": (
+        "Dinov2ForImageClassification",
+        {"pool": "cls_mean", "layer_scale": 0.1, "mlp": "swiglu", "mlp_width": 64},
+    ),
+    "registers": (
+        "Dinov2WithRegistersForImageClassification",
+        {"num_registers": 3, "pool": "cls_mean", "layer_scale": 0.1, **WIDE},
+    ),
+    "registers_alone": ("Dinov2WithRegistersForImageClassification", {"num_registers": 2, **WIDE}),
+}
+
+
+def images(loaded: LoadedModel) -> torch.Tensor:
+    rows, columns = loaded.arch.image_shape
+    return torch.randn(2, 3, rows, columns, generator=torch.Generator().manual_seed(2))
+
+
+def reference(loaded: LoadedModel) -> np.ndarray:
+    settings: Any = loaded.settings
+    return vit_logits(
+        {name: value.numpy() for name, value in loaded.network.state_dict().items()},
+        images(loaded).numpy(),
+        num_heads=settings.num_heads,
+        gelu=settings.gelu,
+        pool=settings.pool,
+        eps=settings.layer_norm_eps,
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_gives_equal_logits(tmp_path: Path, kind: str) -> None:
+    from transformers import AutoModelForImageClassification
+
+    name, settings = KINDS[kind]
+    loaded = small_model(**settings, layer_norm_eps=1e-5)
+    list(write_folder(ExportRun(init="x", to="huggingface", output=str(tmp_path / "out")), loaded))
+    model: Any
+    model, info = AutoModelForImageClassification.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert type(model).__name__ == name
+    assert not any(info.values()), info
+    with torch.no_grad():
+        found = model.eval()(pixel_values=images(loaded)).logits.numpy()
+    assert np.abs(found - reference(loaded)).max() < 1e-4
+    again = load_model(ExportRun(init=str(tmp_path / "out"), to="npz", output="x"))
+    with torch.no_grad():
+        read = again.network(images(loaded)).numpy()
+    assert np.abs(read - reference(loaded)).max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["hybrid", "bit_resnet"])
+def test_onnxruntime_gives_the_logits_of_resnets(tmp_path: Path, family: str) -> None:
+    import onnxruntime
+
+    loaded = small_model(family)
+    list(write_folder(ExportRun(init="x", to="onnx", output=str(tmp_path / "out")), loaded))
+    session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx")
+    rows, columns = loaded.arch.image_shape
+    for batch in (1, 2, 5):
+        pixels = torch.randn(batch, 3, rows, columns)
+        (found,) = session.run(None, {"images": pixels.numpy()})
+        with torch.no_grad():
+            own = loaded.network(pixels).numpy()
+        assert np.abs(found - own).max() < 1e-4
