@@ -1,7 +1,8 @@
 """Record the attempts of a run: when each started and ended, why, and what it gained.
 
-Owns: `attempts.jsonl` in the run folder, which is only ever appended to.
-Leaves out: deciding whether to start again (`restarts`).
+Owns: `attempts.jsonl` in the run folder, which is only ever appended to, and the record of each
+task, a file beside its log.
+Leaves out: deciding whether to start again (`supervision`).
 
 Each attempt has two lines, one at its start and one at its end. An attempt whose machine died has
 no second line: the next attempt writes it.
@@ -11,18 +12,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from vitscale.checkpoint.folders import MANIFEST, step_folders, step_of
+from vitscale.distributed.atomic_files import write_json
 from vitscale.tracking.journal import JOURNAL_NAME, decode
 
 ATTEMPTS_NAME = "attempts.jsonl"
 CHECKPOINTS_NAME = "checkpoints"
+RECORD_SUFFIX = "_task.json"
 # Longer than any line of a journal.
 JOURNAL_TAIL_BYTES = 1 << 16
 
@@ -41,10 +45,10 @@ class Ending(StrEnum):
     """A rank ended by a signal that it does not handle: SIGKILL, out of memory, SIGSEGV."""
     NODE_FAILED = "node failed"
     LOST = "lost"
-    """Without a record of its end: the node of the batch script died."""
+    """Without a record of its end, and all its nodes answer."""
 
 
-FAILURES = (Ending.FAILED, Ending.KILLED, Ending.NODE_FAILED, Ending.LOST)
+FAILURES = (Ending.FAILED, Ending.KILLED, Ending.NODE_FAILED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,12 +128,16 @@ def begin_attempt(
     nodes: Sequence[str],
     num_tasks: int,
     started: float | None = None,
+    dead_nodes: Callable[[Sequence[str]], list[str]] = lambda nodes: [],
 ) -> Attempt:
-    """Record the start of an attempt, now or at `started`. Closes an attempt without an end."""
+    """Record the start of an attempt, now or at `started`. Closes an attempt without an end.
+
+    dead_nodes: which of these nodes do not answer; asked about the nodes of that attempt.
+    """
     folder = Path(run_folder)
     before = read_attempts(folder)
     if before and before[-1].ended is None:
-        _append(folder, _closed(before[-1], folder))
+        _append(folder, _closed(before[-1], folder, dead_nodes(before[-1].nodes)))
     attempt = Attempt(
         number=before[-1].number + 1 if before else 1,
         cluster=cluster,
@@ -207,16 +215,20 @@ def _gains(attempt: Attempt, progress: Progress, *, now: float) -> dict[str, Any
     }
 
 
-def _closed(attempt: Attempt, folder: Path) -> Attempt:
+def _closed(attempt: Attempt, folder: Path, dead: Sequence[str]) -> Attempt:
     """An attempt that left no record of its end; its last sign of life counts as the end."""
+    reason = "no record of its end: SLURM ended it at once, or the node of the batch script died"
+    if dead:
+        reason = f"{', '.join(dead)} died (does not answer SLURM)"
     progress = read_progress(folder)
     signs = (attempt.started, progress.committed, _last_row(folder / JOURNAL_NAME)[1])
     ended = max(sign for sign in signs if sign is not None)
     return replace(
         attempt,
         ended=ended,
-        ending=Ending.LOST,
-        reason="no record of its end: the node of the batch script died, or SLURM ended the job",
+        ending=Ending.NODE_FAILED if dead else Ending.LOST,
+        reason=reason,
+        failed_nodes=tuple(dead),
         **_gains(attempt, progress, now=ended),
     )
 
@@ -248,3 +260,50 @@ def _decode(line: bytes) -> Attempt | None:
         return Attempt(**values)
     except (ValueError, TypeError, AttributeError):
         return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskRecord:
+    """State of one task in one attempt."""
+
+    rank: int
+    pid: int
+    node: str = ""
+    exit_code: int | None = None
+    """None while the task runs, and after it was killed."""
+    ended: float | None = None
+    """Seconds since the epoch."""
+
+
+def task_record_path(folder: Path, *, job_id: str, rank: int) -> Path:
+    """The record of a task's newest attempt."""
+    return folder / f"{job_id}_{rank}{RECORD_SUFFIX}"
+
+
+def read_task_record(path: Path) -> TaskRecord | None:
+    """The record; None before the task has started."""
+    try:
+        return TaskRecord(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+
+
+def read_task_records(folder: Path, *, job_id: str) -> list[TaskRecord]:
+    """The records of all tasks of the job in its newest attempt."""
+    records = map(read_task_record, _record_paths(folder, job_id))
+    return [record for record in records if record is not None]
+
+
+def set_aside_task_records(folder: Path, *, job_id: str, restart: int) -> None:
+    """Keep the records of the attempt before this restart: 17_0_task.json as 17_0_task_1.json."""
+    for path in _record_paths(folder, job_id):
+        path.rename(path.with_name(f"{path.stem}_{restart}.json"))
+
+
+def _record_paths(folder: Path, job_id: str) -> list[Path]:
+    name = re.compile(rf"{re.escape(job_id)}_\d+{re.escape(RECORD_SUFFIX)}")
+    return sorted(path for path in folder.glob(f"*{RECORD_SUFFIX}") if name.fullmatch(path.name))
+
+
+def write_record(path: Path, record: TaskRecord) -> None:
+    write_json(path, asdict(record))

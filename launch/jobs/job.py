@@ -1,30 +1,29 @@
 """Run a stage as a job, locally or under SLURM.
 
-Owns: `StageJob`, the stages' scripts, the record of how each task ended, and requeueing.
-Leaves out: submitting (`submission`), signals and checkpoints inside a stage (its script).
+Owns: `StageJob`, the stages' scripts, and stop signals before a script handles them.
+Leaves out: submitting (`submission`), signals and checkpoints inside a stage (its script), and
+requeueing (`supervision`).
 
 A stage stopped by a signal commits a checkpoint on all ranks and ends with EXIT_STOPPED_RESUMABLE.
-Only then does rank 0 ask SLURM to requeue the job. submitit's own mechanism, a checkpoint inside
-rank 0's signal handler, cannot save a model that is sharded over all ranks.
-Each task of an array is a job with one rank and requeues itself.
+submitit's own mechanism, a checkpoint inside rank 0's signal handler, cannot save a model that is
+sharded over all ranks.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import runpy
+import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from launch.jobs.scontrol import is_ended_by_slurm, requeue, restart_count
-from launch.jobs.submission import Task, resubmission, start_task
+from launch.jobs.attempts import TaskRecord, task_record_path, write_record
+from launch.jobs.scontrol import restart_count
+from launch.jobs.submission import Task, start_task
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, skip_teardown
 from vitscale.config.site import SITE_VARIABLE
-from vitscale.distributed.atomic_files import write_json
 from vitscale.tracking.source_version import PROJECT_ROOT, code_version
 
 STAGE_SCRIPTS = {
@@ -33,20 +32,9 @@ STAGE_SCRIPTS = {
     "finetune": "finetune/main.py",
     "evaluate": "finetune/evaluate_model.py",
 }
+STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 # Their tasks share work through files; none waits for another.
 INDEPENDENT_STAGES = ("data_prep",)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskRecord:
-    """State of one task, stored as a JSON file beside its log."""
-
-    rank: int
-    pid: int
-    exit_code: int | None = None
-    """None while the task runs."""
-    ended: float | None = None
-    """Seconds since the epoch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,38 +45,43 @@ class StageJob:
     """Absolute path of the stage's script."""
     config: str
     """Absolute path of the resolved configuration."""
-    max_requeues: int
     code_version: str | None = None
     """Git commit at submission. Without a snapshot, the job runs the code on disk at its start."""
+    run_folder: str | None = None
+    """Has its checkpoints and the record of its attempts; None: the job's folder."""
     independent: bool = False
     """Each task is a job of its own instead of a rank of one job."""
 
     def __call__(self) -> int:
         task = start_task(independent=self.independent)
-        record_path = task_record_path(task.folder, job_id=task.job_id, rank=task.rank)
-        running = TaskRecord(rank=task.rank, pid=os.getpid())
-        write_record(record_path, running)
+        record = TaskRecord(rank=task.rank, pid=os.getpid(), node=task.node)
+        path = task_record_path(task.folder, job_id=task.job_id, rank=task.rank)
+        write_record(path, record)
+
+        def write_end(code: int) -> None:
+            write_record(path, replace(record, exit_code=code, ended=time.time()))
+
+        def stop_early(number: int, _: object) -> None:
+            # Nothing to save: the script has not set its own handlers yet.
+            name = signal.Signals(number).name
+            print(f"stopped by {name} before training started", flush=True)
+            write_end(EXIT_STOPPED_RESUMABLE)
+            os._exit(EXIT_STOPPED_RESUMABLE)
+
+        for number in STOP_SIGNALS:
+            signal.signal(number, stop_early)
         if task.rank == 0 or self.independent:
             self._announce(task)
         code = 1
         try:
             code = run_in_process(self.script, arguments=["--config", self.config])
         finally:
-            ended = TaskRecord(rank=task.rank, pid=os.getpid(), exit_code=code, ended=time.time())
-            write_record(record_path, ended)
-        if code == EXIT_STOPPED_RESUMABLE and task.cluster == "slurm":
-            if self._requeue(task):
-                skip_teardown(0)
-                return code
+            write_end(code)
         skip_teardown(code)
         if code:
             # The script has reported its error; no traceback is needed.
             raise SystemExit(code)
         return code
-
-    def checkpoint(self) -> Any:
-        """Called by submitit if a signal comes before the script has set its own handlers."""
-        return resubmission(self)
 
     def _announce(self, task: Task) -> None:
         attempt = restart_count() + 1
@@ -107,28 +100,10 @@ class StageJob:
                 flush=True,
             )
 
-    def _requeue(self, task: Task) -> bool:
-        """Requeue from rank 0. True on every rank if the job is to run again."""
-        requeues = restart_count()
-        if requeues >= self.max_requeues:
-            if task.rank == 0:
-                print(
-                    f"stopped, resumable, but not requeued: launch.max_requeues="
-                    f"{self.max_requeues} is reached. Submit the same command again to resume.",
-                    flush=True,
-                )
-            return False
-        if task.rank != 0:
-            return True
-        if is_ended_by_slurm(task.job_id):
-            print(f"SLURM is ending job {task.job_id}: not requeued from here", flush=True)
-            return True
-        print(f"requeueing job {task.job_id} ({requeues + 1} of {self.max_requeues})", flush=True)
-        requeue(task.job_id)
-        return True
 
-
-def stage_job(stage: str, *, config: Path, max_requeues: int, code: Path | None = None) -> StageJob:
+def stage_job(
+    stage: str, *, config: Path, run_folder: Path | None = None, code: Path | None = None
+) -> StageJob:
     """The job that runs a stage with a resolved configuration on disk.
 
     code: the snapshot that contains the stage; None: the code that runs now.
@@ -136,7 +111,7 @@ def stage_job(stage: str, *, config: Path, max_requeues: int, code: Path | None 
     return StageJob(
         script=str((code or PROJECT_ROOT) / STAGE_SCRIPTS[stage]),
         config=str(config.resolve()),
-        max_requeues=max_requeues,
+        run_folder=None if run_folder is None else str(run_folder.absolute()),
         code_version=code_version(),
         independent=stage in INDEPENDENT_STAGES,
     )
@@ -158,27 +133,3 @@ def run_in_process(script: str, *, arguments: list[str]) -> int:
     finally:
         sys.argv = argv
     return 0
-
-
-def task_record_path(folder: Path, *, job_id: str, rank: int) -> Path:
-    return folder / f"{job_id}_{rank}_task.json"
-
-
-def read_task_record(path: Path) -> TaskRecord | None:
-    """The record; None before the task has started."""
-    try:
-        return TaskRecord(**json.loads(path.read_text()))
-    except FileNotFoundError:
-        return None
-
-
-def write_record(path: Path, record: TaskRecord) -> None:
-    write_json(
-        path,
-        {
-            "rank": record.rank,
-            "pid": record.pid,
-            "exit_code": record.exit_code,
-            "ended": record.ended,
-        },
-    )

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from launch.jobs.job import TaskRecord, read_task_record, task_record_path
+from launch.jobs.attempts import TaskRecord, read_task_record, task_record_path
 from launch.jobs.submission import RESTART_EXIT, Submission
 from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_STOPPED_RESUMABLE
 from vitscale.distributed.processes import is_alive

@@ -145,8 +145,9 @@ def prepare_job(
     # Named by content, so that earlier jobs keep their own configuration.
     config = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
     write_text(config, text)
-    job = stage_job(run.stage, config=config, max_requeues=run.launch.max_requeues, code=code)
-    return job, folder
+    # Tasks that share work have no folder of their own.
+    run_folder = None if isinstance(run, DataPrepRun) else folder.parent
+    return stage_job(run.stage, config=config, run_folder=run_folder, code=code), folder
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Query and control SLURM from inside a job, through `scontrol`.
 
-Owns: requeueing, job state, restart count, node addresses.
-Leaves out: submitting (`submission`) and deciding when to requeue (`job`).
+Owns: requeueing, changes of a queued job, job state, restart count, state and address of nodes.
+Leaves out: submitting (`submission`) and deciding when to requeue (`supervision`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ import re
 import signal
 import socket
 import subprocess
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 SCONTROL_SECONDS = 60
+CONNECT_SECONDS = 5.0
+# Of SLURM's default configuration.
+SLURMD_PORT = 6818
 REQUEUE_SECONDS, REQUEUE_PAUSE_S = 60.0, 5.0
 # ESLURM_JOB_PENDING; SLURM does not translate its messages.
 ALREADY_QUEUED = "Job is pending execution"
@@ -31,12 +35,84 @@ def is_ended_by_slurm(job_id: str) -> bool:
     A job that is being cancelled could still be requeued, against the user's intent.
     False if SLURM does not answer.
     """
+    fields = job_fields(job_id)
+    ends = fields.get("JobState") in ("COMPLETING", "CANCELLED")
+    return ends and fields.get("Reason") != "TimeLimit"
+
+
+def job_fields(job_id: str) -> dict[str, str]:
+    """The controller's fields of a job, such as JobState; empty if SLURM does not answer."""
     try:
         words = _scontrol("--oneliner", "show", "job", job_id).stdout.split()
     except (OSError, subprocess.TimeoutExpired):
-        return False
-    ends = any(f"JobState={state}" in words for state in ("COMPLETING", "CANCELLED"))
-    return ends and "Reason=TimeLimit" not in words
+        return {}
+    return dict(word.split("=", 1) for word in words if "=" in word)
+
+
+def host_names(node_list: str) -> tuple[str, ...]:
+    """The nodes of a list such as n[1-3,7]."""
+    if "[" not in node_list and "," not in node_list:
+        return (node_list,)
+    return tuple(_scontrol("show", "hostnames", node_list).stdout.split())
+
+
+def silent_nodes(nodes: Sequence[str]) -> list[str]:
+    """Those of the nodes that are down or whose slurmd does not answer.
+
+    SLURM itself notices a dead node late: SlurmdTimeout is 5 minutes by default.
+    None if SLURM does not answer.
+    """
+    if not nodes:
+        return []
+    try:
+        text = _scontrol("--oneliner", "show", "node", ",".join(nodes)).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = (dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines())
+    return [fields["NodeName"] for fields in found if "NodeName" in fields and _is_silent(fields)]
+
+
+def _is_silent(fields: Mapping[str, str]) -> bool:
+    state = fields.get("State", "")
+    if "*" in state or state.startswith(("DOWN", "FAIL")):
+        return True
+    try:
+        address = fields["NodeAddr"], int(fields.get("Port", SLURMD_PORT))
+        socket.create_connection(address, timeout=CONNECT_SECONDS).close()
+    except (KeyError, ValueError, socket.gaierror):
+        return False  # unknown
+    except OSError:
+        return True
+    return False
+
+
+def leave_nodes(job_id: str, kept: Sequence[str]) -> None:
+    """Shrink this running job to the nodes `kept`.
+
+    A job that is requeued with a dead node stays COMPLETING until SLURM gives the node up.
+    """
+    # SLURM writes scripts with new environment variables into the current folder.
+    with tempfile.TemporaryDirectory() as folder:
+        _update(job_id, {"NodeList": ",".join(kept)}, folder=folder)
+
+
+def update_queued(job_id: str, changes: Mapping[str, str]) -> None:
+    """Change fields of a job in the queue, such as NumNodes and ExcNodeList."""
+    _update(job_id, changes)
+
+
+def _update(job_id: str, changes: Mapping[str, str], *, folder: str | None = None) -> None:
+    words = [f"{name}={value}" for name, value in changes.items()]
+    try:
+        done = _scontrol("update", f"JobId={job_id}", *words, folder=folder)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"warning: job {job_id} was not changed ({' '.join(words)}): {error}", flush=True)
+        return
+    if done.returncode:
+        print(
+            f"warning: job {job_id} was not changed ({' '.join(words)}): {done.stderr.strip()}",
+            flush=True,
+        )
 
 
 def requeue(job_id: str) -> None:
@@ -67,7 +143,7 @@ def _refusal(job_id: str) -> str | None:
     return done.stderr.strip() or f"scontrol ended with code {done.returncode}"
 
 
-def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _scontrol(*arguments: str, folder: str | None = None) -> subprocess.CompletedProcess[str]:
     """Run scontrol with SIGTERM blocked.
 
     SLURM signals every process of a job that it requeues, which would end this call before the
@@ -76,7 +152,11 @@ def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     try:
         return subprocess.run(
-            ["scontrol", *arguments], capture_output=True, text=True, timeout=SCONTROL_SECONDS
+            ["scontrol", *arguments],
+            capture_output=True,
+            text=True,
+            timeout=SCONTROL_SECONDS,
+            cwd=folder,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

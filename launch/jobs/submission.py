@@ -1,8 +1,9 @@
 """Submit jobs through submitit. No other module imports it.
 
-Owns: the batch script, submitting to SLURM or to this machine, and a running task's environment
-(rank, addresses, files).
-Leaves out: what a task runs (`job`) and what is printed (`slurm.py`, `local.py`).
+Owns: submitting to SLURM or to this machine, and a running task's environment (rank, addresses,
+files).
+Leaves out: what the batch script asks for (`batch_script`), what a task runs (`job`), and what is
+printed (`slurm.py`, `local.py`).
 
 submitit replays the original pickle after every requeue and node failure. The job is therefore
 stateless: the position to resume from is in the run folder, never in the pickle.
@@ -13,7 +14,6 @@ from __future__ import annotations
 import fcntl
 import io
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -32,6 +32,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, LocalExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
+from launch.jobs.batch_script import slurm_parameters, submission_folder, supervised
 from launch.jobs.scontrol import reachable_address
 from vitscale.config.errors import UserError
 from vitscale.runs.launching import LaunchSettings
@@ -54,6 +55,8 @@ class Task:
     job_id: str
     rank: int
     world_size: int
+    node: str
+    """Its name in SLURM; elsewhere its host name."""
     folder: Path
     """Folder of the job's logs, pickles and records."""
     array_index: int | None = None
@@ -81,7 +84,31 @@ class Submission:
         return self.folder / f"{self.job_id}_{rank}_log.out"
 
 
-class _TextExecutor(SlurmExecutor):
+class _Executor(SlurmExecutor):
+    """submitit's executor, with a batch script whose srun is supervised."""
+
+    def __init__(
+        self,
+        launch: LaunchSettings,
+        *,
+        name: str,
+        folder: Path,
+        code: Path | None,
+        run_folders: Sequence[str | None],
+    ) -> None:
+        super().__init__(submission_folder(launch, folder), python=launch.python)
+        self._launch, self._run_folders = launch, run_folders
+        self.update_parameters(**slurm_parameters(launch, name=name, code=code))
+
+    @property
+    def _submitit_command_str(self) -> str:
+        task = str(super()._submitit_command_str)
+        return supervised(
+            task, launch=self._launch, folder=self.folder, run_folders=self._run_folders
+        )
+
+
+class _TextExecutor(_Executor):
     """Writes batch scripts on machines without SLURM."""
 
     @classmethod
@@ -89,82 +116,24 @@ class _TextExecutor(SlurmExecutor):
         return 2
 
 
-def slurm_parameters(
-    launch: LaunchSettings, *, name: str, code: Path | None = None
-) -> dict[str, Any]:
-    """submitit's parameters for validated settings.
-
-    code: the snapshot to import from; None: whatever the interpreter finds.
-    """
-    # Since SLURM 22.05, srun does not inherit --cpus-per-task from sbatch.
-    # After one rank failed, the others would wait in a collective: end them at once.
-    srun_args = [f"--cpus-per-task={launch.cpus_per_task}", "--kill-on-bad-exit=1"]
-    parameters: dict[str, Any] = {
-        "job_name": name,
-        "time": launch.timeout_min,
-        "nodes": launch.nodes,
-        "ntasks_per_node": launch.tasks_per_node,
-        "cpus_per_task": launch.cpus_per_task,
-        "signal_delay_s": launch.signal_delay_s,
-        "stderr_to_stdout": True,
-        "srun_args": [*srun_args, *launch.srun_args],
-        # Sites that check accounting keys refuse submitit's default key.
-        "wckey": None,
-        "additional_parameters": {
-            "requeue": True,
-            **{key: value for key, value in launch.sbatch.items() if value is not False},
-        },
-        "array_parallelism": launch.max_running_tasks or launch.num_tasks,
-        **_gpu_parameters(launch),
-    }
-    if launch.mem_gb is not None:
-        parameters["mem"] = f"{launch.mem_gb}GB"
-    for field in ("partition", "account", "qos", "constraint", "exclude", "comment"):
-        if (value := getattr(launch, field)) is not None:
-            parameters[field] = value
-    if launch.reservation is not None:
-        parameters["additional_parameters"]["reservation"] = launch.reservation
-    if setup := [*launch.setup, *(_imports_from(code) if code else ())]:
-        parameters["setup"] = setup
-    return parameters
-
-
-def _imports_from(code: Path) -> list[str]:
-    """Shell lines that put a snapshot before the installed code, but after what setup adds."""
-    return [
-        f"export PYTHONPATH={shlex.quote(str(code))}${{PYTHONPATH:+:$PYTHONPATH}}",
-        # Otherwise `python -m` imports from the current folder first: often the checkout.
-        "export PYTHONSAFEPATH=1",
-    ]
-
-
-def _gpu_parameters(launch: LaunchSettings) -> dict[str, str]:
-    if not launch.gpus_per_node:
-        return {}
-    kind = f"{launch.gpu_type}:" if launch.gpu_type else ""
-    return {
-        "gpus_per_node": {"gpus_per_node": f"{kind}{launch.gpus_per_node}"},
-        "gres": {"gres": f"gpu:{kind}{launch.gpus_per_node}"},
-        "none": {},
-    }[launch.gpu_request]
-
-
 def sbatch_text(
-    launch: LaunchSettings, *, name: str, folder: Path, code: Path | None = None
+    launch: LaunchSettings,
+    *,
+    name: str,
+    folder: Path,
+    code: Path | None = None,
+    run_folders: Sequence[str | None] = (),
 ) -> str:
-    """The batch script that `submit_to_slurm` would submit. Needs no SLURM."""
-    executor = _TextExecutor(_submission_folder(launch, folder), python=launch.python)
-    executor.update_parameters(**slurm_parameters(launch, name=name, code=code))
+    """The batch script that `submit_array` would submit. Needs no SLURM.
+
+    run_folders: of each task of the array, or of the job.
+    """
+    executor = _TextExecutor(launch, name=name, folder=folder, code=code, run_folders=run_folders)
     if launch.num_tasks > 1:
         # submitit adds this when it submits an array.
         executor.parameters["map_count"] = launch.num_tasks
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
     return text
-
-
-def _submission_folder(launch: LaunchSettings, folder: Path) -> Path:
-    """One folder per submission, named after the job or the whole array."""
-    return folder / ("%A" if launch.num_tasks > 1 else "%j")
 
 
 def require_slurm() -> None:
@@ -212,12 +181,9 @@ def submit_array(
     Raises UserError if sbatch refuses, and removes submitit's files.
     """
     assert len(jobs) == launch.num_tasks
-    executor = SlurmExecutor(
-        _submission_folder(launch, folder),
-        max_num_timeout=launch.max_requeues,
-        python=launch.python,
-    )
-    executor.update_parameters(**slurm_parameters(launch, name=name, code=code))
+    # Only jobs of runs have a run folder.
+    run_folders = [getattr(job, "run_folder", None) for job in jobs]
+    executor = _Executor(launch, name=name, folder=folder, code=code, run_folders=run_folders)
     with folder_lock(folder):
         before = set(_unaccepted_files(folder))
         try:
@@ -345,13 +311,13 @@ def start_task(*, independent: bool = False) -> Task:
     independent: every task is a job of its own with one rank.
     """
     environment = JobEnvironment()
+    # submitit logs every SIGCONT, which SLURM sends before SIGTERM.
+    signal.signal(signal.SIGCONT, signal.SIG_DFL)
     exported = helpers.TorchDistributedEnvironment().export(
         set_cuda_visible_devices=False, overwrite=True
     )
     if environment.cluster == "local":
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-        # submitit ignores SIGTERM. Until the script handles it, ending loses nothing.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         devices = os.environ.pop(VISIBLE_DEVICES_KEPT, ALL_DEVICES)
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         if devices != ALL_DEVICES:
@@ -371,6 +337,7 @@ def start_task(*, independent: bool = False) -> Task:
         job_id=environment.job_id,
         rank=environment.global_rank,
         world_size=environment.num_tasks,
+        node=os.environ.get("SLURMD_NODENAME", environment.hostname),
         folder=environment.paths.folder,
         array_index=array_index,
         array_size=array_size,
@@ -383,8 +350,3 @@ def _array_position(environment: JobEnvironment) -> tuple[int, int]:
     # Both are unset for an array of one task, which is submitted as a plain job.
     index = os.environ.get("SLURM_ARRAY_TASK_ID", "0")
     return int(index), int(os.environ.get("SLURM_ARRAY_TASK_COUNT", "1"))
-
-
-def resubmission(job: Callable[[], int]) -> helpers.DelayedSubmission:
-    """The answer to submitit's signal handler: submit the same job again."""
-    return helpers.DelayedSubmission(job)

@@ -145,6 +145,7 @@ def describe(run: LaunchableRun, *, show_script: bool) -> str:
             name=run_name(run),
             folder=folder,
             code=planned_folder(run.launch, folder),
+            run_folders=[] if isinstance(run, DataPrepRun) else [str(folder.parent)],
         )
         parts.append(f"# Batch script\n{script.rstrip()}")
     return "\n\n".join(parts)

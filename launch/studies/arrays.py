@@ -70,6 +70,7 @@ def batch_scripts(grid: Grid, states: Mapping[str, TrainingState]) -> Iterator[s
             name=job_name(grid, array),
             folder=folder,
             code=planned_folder(array.launch, folder),
+            run_folders=[str(Path(each.run.folder).absolute()) for each in array.trainings],
         )
         after = ", after the pre-trainings" if any(t.needs for t in array.trainings) else ""
         after = ", after the trials" if any(t.candidates for t in array.trainings) else after

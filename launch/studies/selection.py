@@ -15,12 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from launch.comparison.differences import better_direction
 from launch.comparison.text import ABSENT, Table
 from launch.jobs.job import StageJob
-from launch.jobs.submission import resubmission
 from launch.studies.grid import Grid, StudyTraining, in_runs
 from launch.studies.results import last_value, shown_value
 from launch.studies.states import Progress, TrainingState, states_of
@@ -199,6 +197,11 @@ class SelectingJob:
     jobs: dict[str, StageJob]
     """Label -> the final run with this value."""
 
+    @property
+    def run_folder(self) -> str | None:
+        """The same for every value."""
+        return next(iter(self.jobs.values())).run_folder
+
     def chosen(self) -> str:
         """Raises UserError if a trial has no result."""
         means = {
@@ -215,7 +218,3 @@ class SelectingJob:
             raise SystemExit(EXIT_BAD_INPUT) from None
         print(f"{self.name}: {label} is the best of {', '.join(self.jobs)}", flush=True)
         return self.jobs[label]()
-
-    def checkpoint(self) -> Any:
-        """Called by submitit if a signal comes before the script has set its own handlers."""
-        return resubmission(self)

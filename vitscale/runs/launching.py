@@ -43,7 +43,11 @@ class LaunchSettings(Section):
     signal_delay_s: int = Field(default=120, gt=0)
     """How long before its end a job is warned, to save and requeue."""
     max_requeues: int = Field(default=100, ge=0)
-    """Times that a job is requeued before it stops for good."""
+    """Times that a job is requeued, for any reason, before it stops for good."""
+    max_fruitless_restarts: int = Field(default=3, ge=0)
+    """Restarts in a row that may fail without a newer checkpoint; 0: a failure is final."""
+    exclude_failed_nodes: bool = False
+    """Whether a restart avoids nodes that failed twice; false: they are named in the log."""
     partition: str | None = None
     """SLURM partition, or several with commas; null: the site's default."""
     account: str | None = None

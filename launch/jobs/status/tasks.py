@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.jobs.attempts import Attempt
-from launch.jobs.job import TaskRecord, read_task_record
+from launch.jobs.attempts import Attempt, TaskRecord, read_task_record
 from launch.jobs.monitor import NO_FAILURE, first_failure
 from launch.jobs.queue import QueuedJob
 from launch.jobs.status.progress import tail

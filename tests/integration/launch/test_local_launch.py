@@ -31,7 +31,7 @@ foreground.CONTROLLER_SECONDS = monitor.CONTROLLER_SECONDS = 2.0
 folder = Path("jobs").absolute()
 folder.mkdir()
 job = StageJob(
-    script=str(Path("stage.py").absolute()), config="c", max_requeues=0, independent={independent}
+    script=str(Path("stage.py").absolute()), config="c", independent={independent}
 )
 launch = LaunchSettings(timeout_min=5, signal_delay_s=30)
 sys.exit(

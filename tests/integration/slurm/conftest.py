@@ -17,10 +17,11 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -68,6 +69,8 @@ class SlurmCluster:
 
     folder: Path
     environment: dict[str, str]
+    slurmds: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """By node."""
 
     def run(self, command: Sequence[str], *, cwd: Path | None = None) -> str:
         """Standard output of a command. Raises with its errors."""
@@ -95,6 +98,31 @@ class SlurmCluster:
             every_s=0.2,
         )
         return self.job(job_id)
+
+    def kill_node(self, name: str) -> None:
+        """End everything of a node at once, as a loss of power does."""
+        self.slurmds[name].kill()
+        self.slurmds[name].wait()
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                own = process.environ()
+                if (own.get("SLURM_CONF"), own.get("SLURMD_NODENAME")) == (
+                    self.environment["SLURM_CONF"],
+                    name,
+                ):
+                    parent = process.parent()
+                    if parent is not None and parent.name() == "slurmstepd":
+                        parent.kill()
+                    process.kill()
+
+    def start_node(self, name: str) -> None:
+        """Start the node's daemon, again if it was killed."""
+        program = _program("slurmd")
+        assert program is not None
+        with open(self.folder / f"slurmd-{name}-out.log", "ab") as output:
+            self.slurmds[name] = subprocess.Popen(
+                [program, "-D", "-N", name], env=self.environment, stdout=output, stderr=output
+            )
 
     def logs(self) -> str:
         """The last lines of every daemon's log."""
@@ -137,12 +165,16 @@ def _daemon(
     try:
         yield process
     finally:
-        process.terminate()
-        try:
-            process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _write_configuration(folder: Path) -> Path:
@@ -211,12 +243,8 @@ def slurm_cluster() -> Iterator[SlurmCluster]:
             )
         )
         for name in NODES:
-            stack.enter_context(
-                _daemon(
-                    "slurmd", "-D", "-N", name, environment=environment,
-                    log=folder / f"slurmd-{name}-out.log",
-                )
-            )  # fmt: skip
+            cluster.start_node(name)
+            stack.callback(lambda name=name: _end(cluster.slurmds[name]))
         # Runs first at the end: jobs end before the daemons.
         stack.callback(_end_jobs, cluster)
         _wait_for(lambda: _num_idle(cluster) == len(NODES), cluster, "two idle nodes")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs.job import StageJob, read_task_record, task_record_path
+from launch.jobs.attempts import read_task_record, task_record_path
+from launch.jobs.job import StageJob
 from launch.jobs.submission import Submission, submit_to_slurm
 from tests.support.waiting import wait_until
 from vitscale.config.errors import UserError
@@ -18,7 +19,12 @@ pytestmark = pytest.mark.slurm
 
 # Two tasks fill one of the nodes, which have four cores.
 LAUNCH = LaunchSettings(
-    num_tasks=4, cpus_per_task=2, timeout_min=5, signal_delay_s=30, max_requeues=3
+    num_tasks=4,
+    cpus_per_task=2,
+    timeout_min=5,
+    signal_delay_s=30,
+    max_requeues=3,
+    max_fruitless_restarts=0,
 )
 FINAL_STATES = ("COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL")
 
@@ -78,7 +84,6 @@ def submit(slurm, tmp_path, monkeypatch):
         job = StageJob(
             script=str(script),
             config=str(config),
-            max_requeues=launch.max_requeues,
             independent=True,
         )
         return submit_to_slurm(job, launch=launch, name="stand-in", folder=folder)

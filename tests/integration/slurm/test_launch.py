@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs.job import StageJob, read_task_record, task_record_path
+from launch.jobs.attempts import read_task_record, task_record_path
+from launch.jobs.job import StageJob
 from launch.jobs.submission import Submission, sbatch_text, submit_to_slurm
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.config.errors import UserError
@@ -19,7 +20,14 @@ from vitscale.runs.launching import LaunchSettings
 
 pytestmark = pytest.mark.slurm
 
-LAUNCH = LaunchSettings(nodes=2, tasks_per_node=1, timeout_min=5, signal_delay_s=30, max_requeues=3)
+LAUNCH = LaunchSettings(
+    nodes=2,
+    tasks_per_node=1,
+    timeout_min=5,
+    signal_delay_s=30,
+    max_requeues=3,
+    max_fruitless_restarts=0,
+)
 
 # Behaves as a stage: its own handlers, a flag read between steps, 75 after the checkpoint.
 STOPPABLE = """
@@ -55,7 +63,7 @@ def submit(slurm, tmp_path, monkeypatch):
         script.write_text(textwrap.dedent(text))
         config = folder / "config.yaml"
         config.touch()
-        job = StageJob(script=str(script), config=str(config), max_requeues=launch.max_requeues)
+        job = StageJob(script=str(script), config=str(config))
         return submit_to_slurm(job, launch=launch, name="stand-in", folder=folder)
 
     return submit_script

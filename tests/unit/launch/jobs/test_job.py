@@ -6,12 +6,9 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from launch.jobs import job as job_module
 from launch.jobs.job import STAGE_SCRIPTS, StageJob, run_in_process, stage_job
 from launch.jobs.preparation import RUN_TYPES
 
@@ -44,38 +41,19 @@ def test_the_script_sees_its_own_arguments(tmp_path: Path) -> None:
 def test_every_launchable_stage_has_a_script() -> None:
     assert set(STAGE_SCRIPTS) == set(RUN_TYPES)
     for stage in STAGE_SCRIPTS:
-        assert Path(stage_job(stage, config=Path("c.yaml"), max_requeues=1).script).is_file()
+        assert Path(stage_job(stage, config=Path("c.yaml")).script).is_file()
 
 
 def test_only_data_preparation_has_independent_tasks() -> None:
-    jobs = {stage: stage_job(stage, config=Path("c"), max_requeues=1) for stage in STAGE_SCRIPTS}
+    jobs = {stage: stage_job(stage, config=Path("c")) for stage in STAGE_SCRIPTS}
     assert [stage for stage, job in jobs.items() if job.independent] == ["data_prep"]
 
 
 def test_a_job_is_small_and_survives_pickling() -> None:
-    job = StageJob(script="/p/main.py", config="/r/config.yaml", max_requeues=3)
+    job = StageJob(script="/p/main.py", config="/r/config.yaml")
     text = pickle.dumps(job)
     assert pickle.loads(text) == job
     assert len(text) < 500
-
-
-def test_an_early_signal_resubmits_the_same_job() -> None:
-    job = StageJob(script="/p/main.py", config="/r/config.yaml", max_requeues=3)
-    again = job.checkpoint()
-    assert again.function == job and not again.args and not again.kwargs
-
-
-def test_requeues_end_at_their_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-    monkeypatch.setattr(job_module, "is_ended_by_slurm", lambda job_id: False)
-    monkeypatch.setattr(job_module, "requeue", calls.append)
-    job = StageJob(script="/p/main.py", config="/r/config.yaml", max_requeues=2)
-    answers = []
-    for rank, restarts in ((0, 1), (1, 1), (0, 2), (1, 2)):
-        monkeypatch.setattr(job_module, "restart_count", lambda restarts=restarts: restarts)
-        task: Any = SimpleNamespace(rank=rank, job_id="17")
-        answers.append(job._requeue(task))
-    assert answers == [True, True, False, False] and calls == ["17"]
 
 
 def test_launching_needs_no_torch() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from launch.jobs import monitor
-from launch.jobs.job import TaskRecord, task_record_path, write_record
+from launch.jobs.attempts import TaskRecord, task_record_path, write_record
 from launch.jobs.submission import Submission
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from submitit.local import local as submitit_local
 
-from launch.jobs.job import task_record_path
+from launch.jobs.attempts import task_record_path
 from launch.jobs.submission import Submission, sbatch_text, start_locally, submit_to_slurm
 from vitscale.config.errors import UserError
 from vitscale.runs.launching import LaunchSettings

@@ -176,7 +176,7 @@ def test_arrays_choose_when_they_start(study: Path) -> None:
         name=final.name,
         metric="val/top1",
         trials={c.label: tuple(grid.trainings[n] for n in c.trials) for c in final.candidates},
-        jobs={c.label: StageJob(script="", config="", max_requeues=0) for c in final.candidates},
+        jobs={c.label: StageJob(script="", config="") for c in final.candidates},
     )
     with pytest.raises(SystemExit, match="2"):
         job()

@@ -92,6 +92,7 @@ def test_signal_delay_fits_the_time_limit(
     assert keys == ([] if accepted else ["launch.signal_delay_s"])
 
 
+ROOT = Path(__file__).resolve().parents[4]
 TEXT = st.text(min_size=1, max_size=40)
 
 
@@ -119,7 +120,11 @@ def test_quoting_survives_a_shell(tmp_path: Path) -> None:
     text = sbatch_text(LaunchSettings(comment=comment), name="run", folder=tmp_path)
     (tmp_path / "srun").write_text("#!/bin/sh\nexit 0\n")
     (tmp_path / "srun").chmod(0o755)
+    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "PYTHONPATH": str(ROOT)}
     subprocess.run(
-        ["bash", "-c", text], cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True
+        ["bash", "-c", text],
+        cwd=tmp_path,
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **job},
+        check=True,
     )
     assert not (tmp_path / "canary").exists()

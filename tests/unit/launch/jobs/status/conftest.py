@@ -7,8 +7,14 @@ from typing import Any
 
 import pytest
 
-from launch.jobs.attempts import Ending, begin_attempt, end_attempt
-from launch.jobs.job import TaskRecord, task_record_path, write_record
+from launch.jobs.attempts import (
+    Ending,
+    TaskRecord,
+    begin_attempt,
+    end_attempt,
+    task_record_path,
+    write_record,
+)
 from launch.jobs.queue import QueuedJob
 from vitscale.tracking.journal import Row, encode
 

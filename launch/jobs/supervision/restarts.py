@@ -1,0 +1,93 @@
+"""Decide whether a job starts again after an attempt ended.
+
+Owns: which endings are restarted, the limits of restarts, and nodes that failed repeatedly.
+Leaves out: recognising how an attempt ended (`supervisor`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch.jobs.attempts import FAILURES, Attempt, Ending
+
+# A node is suspected after this many failures.
+FAILURES_OF_A_NODE = 2
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RestartLimits:
+    """When a job is no longer restarted."""
+
+    max_requeues: int
+    """Restarts of one job for any reason."""
+    max_fruitless_restarts: int
+    """Restarts in a row that failed without a newer checkpoint; 0: a failure is final."""
+
+
+def refusal(attempts: Sequence[Attempt], *, limits: RestartLimits) -> str | None:
+    """Why the job of the last attempt, which has ended, is not to start again; None: it is."""
+    last = attempts[-1]
+    if last.ending is Ending.BAD_INPUT:
+        return "bad input: a restart would fail in the same way. Correct it and submit again."
+    if last.ending in FAILURES:
+        fruitless = fruitless_restarts(attempts)
+        if len(fruitless) >= limits.max_fruitless_restarts:
+            return _crash_loop_text(attempts, fruitless, limits=limits)
+    if last.restart >= limits.max_requeues:
+        return limit_text(limits)
+    return None
+
+
+def limit_text(limits: RestartLimits) -> str:
+    return (
+        f"launch.max_requeues={limits.max_requeues} is reached. "
+        "Submit the same command again to resume."
+    )
+
+
+def fruitless_restarts(attempts: Sequence[Attempt]) -> list[Attempt]:
+    """The latest restarts of the last job that failed in a row without a newer checkpoint.
+
+    Attempts that a signal or SLURM ended neither count nor end the row.
+    """
+    found: list[Attempt] = []
+    for attempt in reversed(attempts):
+        if attempt.job_id != attempts[-1].job_id or attempt.steps_gained:
+            break
+        if attempt.ending in FAILURES and attempt.restart:
+            found.append(attempt)
+    return found[::-1]
+
+
+def _crash_loop_text(
+    attempts: Sequence[Attempt], fruitless: Sequence[Attempt], *, limits: RestartLimits
+) -> str:
+    number = limits.max_fruitless_restarts
+    if not fruitless:
+        return f"launch.max_fruitless_restarts={number}: a failure is final."
+    lines = [
+        f"{len(fruitless)} restarts in a row brought no newer checkpoint "
+        f"(launch.max_fruitless_restarts={number}):"
+    ]
+    shown = [a for a in attempts if a.number == fruitless[0].number - 1 and a.ending in FAILURES]
+    for attempt in [*shown, *fruitless]:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.ended))
+        lines.append(
+            f"  attempt {attempt.number}, ended {at} at step {attempt.last_step}: {attempt.reason}"
+        )
+    lines.append("Submit the same command again when the cause is removed.")
+    return "\n".join(lines)
+
+
+def suspected_nodes(attempts: Sequence[Attempt]) -> list[str]:
+    """Nodes that failed in several attempts of the run, sorted."""
+    failures = Counter(
+        node
+        for attempt in attempts
+        if attempt.ending in FAILURES
+        for node in set(attempt.failed_nodes)
+    )
+    return sorted(node for node, number in failures.items() if number >= FAILURES_OF_A_NODE)
