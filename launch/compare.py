@@ -1,6 +1,7 @@
 """Compare runs: differing parameters, metrics, and an HTML report with curves.
 
-    python launch/compare.py runs/a runs/b [--output FILE.html] [--uri URI]
+    python launch/compare.py runs/a runs/b [--at samples] [--output FILE.html] [--csv FILE.csv]
+    python launch/compare.py --filter "params.model.depth = '12'" --uri URI
 
 Owns: the command line. Leaves out: reading runs, comparing, printing and the HTML report
 (`launch/comparison`).
@@ -10,11 +11,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
 try:
+    from launch.comparison.budget import parse_budget
     from launch.comparison.differences import compare
+    from launch.comparison.files import write_csv, write_json
     from launch.comparison.page.write import default_output, write_report
-    from launch.comparison.runs import load_runs
+    from launch.comparison.runs import RunRecord, load_runs, search_runs
     from launch.comparison.text import print_comparison
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
@@ -33,7 +37,21 @@ def parse_arguments() -> argparse.Namespace:
         help="run folder, name of a folder under runs/, or id or name of an MLflow run; "
         "differences are relative to the first",
     )
+    parser.add_argument(
+        "--filter",
+        metavar="TEXT",
+        help="runs of the MLflow store that its filter finds: \"params.seed = '0'\"",
+    )
+    parser.add_argument(
+        "--at",
+        metavar="AXIS[=TOTAL]",
+        help="compare at equal steps, samples, hours or flops: TOTAL, or the most that all runs "
+        "have reached",
+    )
     parser.add_argument("--output", metavar="FILE.html", help="report to write")
+    parser.add_argument("--csv", metavar="FILE", help="write one row per run and metric")
+    parser.add_argument("--json", metavar="FILE", help="write the whole comparison")
+    parser.add_argument("--markdown", action="store_true", help="print tables of Markdown")
     parser.add_argument(
         "--uri",
         help="MLflow tracking URI to search first; default: runs/mlflow.db, searched last",
@@ -43,18 +61,30 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    if not arguments.runs:
-        raise UserError(
-            "no run given",
-            where="RUN",
-            allowed="one or more run folders, names under runs/, or MLflow runs",
-            next_step="python launch/compare.py runs/FIRST runs/SECOND",
-        )
-    runs = load_runs(arguments.runs, uri=arguments.uri)
-    comparison = compare(runs)
-    print_comparison(comparison)
+    runs = chosen_runs(arguments)
+    axis, total = (None, None) if arguments.at is None else parse_budget(arguments.at)
+    comparison = compare(runs, axis=axis, total=total)
+    print_comparison(comparison, as_markdown=arguments.markdown)
+    for path, write in ((arguments.csv, write_csv), (arguments.json, write_json)):
+        if path is not None:
+            write(comparison, Path(path))
+            print(f"wrote {path}")
     output = write_report(comparison, path=arguments.output or default_output(runs))
     print(f"report: {output}")
+
+
+def chosen_runs(arguments: argparse.Namespace) -> list[RunRecord]:
+    """The runs named, or those that the filter finds. Raises UserError for none, or for both."""
+    if bool(arguments.runs) == (arguments.filter is not None):
+        raise UserError(
+            "no run given" if not arguments.runs else "both runs and --filter given",
+            where="RUN",
+            allowed="one or more run folders, names under runs/, or MLflow runs; or --filter",
+            next_step="python launch/compare.py runs/FIRST runs/SECOND",
+        )
+    if arguments.filter is not None:
+        return search_runs(arguments.filter, uri=arguments.uri)
+    return load_runs(arguments.runs, uri=arguments.uri)
 
 
 if __name__ == "__main__":

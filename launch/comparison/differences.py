@@ -1,4 +1,4 @@
-"""Compare runs: differing parameters, final and best metrics.
+"""Compare runs: differing parameters; metrics at the end, at equal budgets, and at their best.
 
 Leaves out: reading runs (`runs`), printing (`text`), the HTML report (`report`).
 """
@@ -9,7 +9,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from launch.comparison.budget import Budget, equal_budget, have_equal_length, value_at
 from launch.comparison.runs import RunRecord
+from launch.comparison.seeds import SeedGroup, seed_groups
 
 # Which direction is better, by the suffix of a metric's name.
 BETTER = {
@@ -32,19 +34,25 @@ def better_direction(key: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricLine:
-    """One metric over all runs; None where a run lacks it. Deltas are against the first run."""
+    """One metric over all runs; None where a run lacks it.
+
+    Deltas are against the first run, at the equal budget if there is one.
+    """
 
     key: str
     better: str | None
     final: tuple[float | None, ...]
     best: tuple[float | None, ...]
+    equal: tuple[float | None, ...] | None = None
+    """At `Comparison.budget`; None without one."""
 
     @property
     def deltas(self) -> tuple[float | None, ...]:
-        first = self.final[0]
+        values = self.final if self.equal is None else self.equal
+        first = values[0]
         return tuple(
             None if value is None or first is None or i == 0 else value - first
-            for i, value in enumerate(self.final)
+            for i, value in enumerate(values)
         )
 
     def change(self, delta: float | None) -> str | None:
@@ -63,10 +71,23 @@ class Comparison:
     """Parameters that differ between runs."""
     num_equal_params: int
     metrics: tuple[MetricLine, ...]
+    budget: Budget | None = None
+    """Where metrics are compared; None: at the end of the runs, which are equally long."""
+    seeds: tuple[SeedGroup, ...] = ()
 
 
-def compare(runs: Sequence[RunRecord]) -> Comparison:
-    """Compare runs. Of a single run, all parameters are listed."""
+def compare(
+    runs: Sequence[RunRecord], *, axis: str | None = None, total: float | None = None
+) -> Comparison:
+    """Compare runs. Of a single run, all parameters are listed.
+
+    Metrics are compared at `total` of an axis (`progress.AXES`), by default at the largest that all
+    runs have reached. Without an axis, runs of different lengths are compared at equal steps.
+    Raises UserError if that is not possible.
+    """
+    if axis is None and not have_equal_length(runs):
+        axis = "steps"
+    budget = None if axis is None else equal_budget(runs, axis, total)
     keys = sorted({key for run in runs for key in run.params})
     rows = [(key, tuple(run.params.get(key) for run in runs)) for key in keys]
     differing = [row for row in rows if len(runs) == 1 or len(set(row[1])) > 1]
@@ -75,11 +96,13 @@ def compare(runs: Sequence[RunRecord]) -> Comparison:
         runs=tuple(runs),
         params=tuple(differing),
         num_equal_params=len(rows) - len(differing),
-        metrics=tuple(_metric_line(key, runs) for key in metric_keys),
+        metrics=tuple(_metric_line(key, runs, budget) for key in metric_keys),
+        budget=budget,
+        seeds=seed_groups(runs),
     )
 
 
-def _metric_line(key: str, runs: Sequence[RunRecord]) -> MetricLine:
+def _metric_line(key: str, runs: Sequence[RunRecord], budget: Budget | None) -> MetricLine:
     better = better_direction(key)
     values = [run.series(key)[1] for run in runs]
     return MetricLine(
@@ -87,6 +110,9 @@ def _metric_line(key: str, runs: Sequence[RunRecord]) -> MetricLine:
         better=better,
         final=tuple(column[-1] if column else None for column in values),
         best=tuple(_best(column, better) for column in values),
+        equal=None
+        if budget is None
+        else tuple(value_at(run, key, step) for run, step in zip(runs, budget.steps, strict=True)),
     )
 
 

@@ -6,19 +6,24 @@ Leaves out: comparing (`differences`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
+from launch.jobs.queue import NoAnswerError, user_jobs
+from launch.jobs.status.reading import read_status
 from vitscale.config.errors import UserError, UserErrors, nearest
 from vitscale.config.redaction import redact
 from vitscale.config.yaml_source import parse_yaml, plain_value
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
-from vitscale.tracking.mlflow_store import find_stored_run
+from vitscale.tracking.mlflow_store import StoredRun, find_stored_run, find_stored_runs
 from vitscale.tracking.run_facts import absolute_uri, flatten_params, sqlite_path
 
 RUNS_FOLDER = Path("runs")
 DEFAULT_URI = "sqlite:///runs/mlflow.db"
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +62,20 @@ def load_runs(names: Sequence[str], *, uri: str | None) -> list[RunRecord]:
             errors.append(error)
     if errors:
         raise errors[0] if len(errors) == 1 else UserErrors(errors)
+    return _with_distinct_labels(runs)
+
+
+def search_runs(query: str, *, uri: str | None) -> list[RunRecord]:
+    """Runs of an MLflow store that its filter finds, newest first, at most 50.
+
+    query: MLflow's filter string, see `MlflowClient.search_runs`.
+    Raises UserError if none is found.
+    """
+    uri = DEFAULT_URI if uri is None else uri
+    stored = _asked(uri, lambda uri: find_stored_runs(uri, query, say=lambda text: None))
+    runs = [_record(run) for run in stored or [] if run.rows]
+    if not runs:
+        raise UserError(f"no run with metrics matches {query!r}", where="--filter")
     return _with_distinct_labels(runs)
 
 
@@ -107,10 +126,18 @@ def _read_folder(folder: Path) -> RunRecord:
         label=folder.resolve().name,
         source=str(folder),
         folder=folder,
-        status=None,
+        status=_status(folder),
         params=_read_params(folder / "config.yaml"),
         rows=rows,
     )
+
+
+def _status(folder: Path) -> str:
+    try:
+        jobs = user_jobs()
+    except NoAnswerError:
+        jobs = None
+    return str(read_status(folder.resolve(), jobs=jobs, now=time.time()).state)
 
 
 def _read_params(path: Path) -> dict[str, str]:
@@ -129,12 +156,25 @@ def _read_params(path: Path) -> dict[str, str]:
 
 
 def _read_mlflow(name: str, uri: str) -> tuple[RunRecord | None, list[str]]:
+    found = _asked(uri, lambda uri: find_stored_run(uri, name, say=lambda text: None))
+    if found is None:
+        return None, []
+    stored, known = found
+    if stored is None:
+        return None, known
+    if not stored.rows:
+        raise UserError(f"the MLflow run {name!r} has no metrics", where="RUN")
+    return _record(stored), known
+
+
+def _asked(uri: str, ask: Callable[[str], Answer]) -> Answer | None:
+    """The store's answer; None if there is no store. Raises UserError for one that fails."""
     uri = absolute_uri(uri, where="--uri")
     database = sqlite_path(uri)
     if database is not None and not database.exists():
-        return None, []
+        return None
     try:
-        stored, known = find_stored_run(uri, name, say=lambda text: None)
+        return ask(uri)
     # Any failure of the server or its database is reported as a problem of the address.
     except Exception as error:
         reason = redact(str(error)).strip().splitlines() or [type(error).__name__]
@@ -143,16 +183,14 @@ def _read_mlflow(name: str, uri: str) -> tuple[RunRecord | None, list[str]]:
             where="--uri",
             next_step="check the address, or give run folders instead",
         ) from None
-    if stored is None:
-        return None, known
-    if not stored.rows:
-        raise UserError(f"the MLflow run {name!r} has no metrics", where="RUN")
-    record = RunRecord(
+
+
+def _record(stored: StoredRun) -> RunRecord:
+    return RunRecord(
         label=stored.name,
         source=f"MLflow run {stored.run_id}",
         folder=None,
-        status=stored.status,
+        status=stored.status.lower(),
         params=stored.params,
         rows=tuple(stored.rows),
     )
-    return record, known

@@ -6,13 +6,16 @@ Leaves out: comparing (`differences`) and the HTML report (`report`).
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import dataclass
 
 from launch.comparison.differences import Comparison
+from launch.comparison.seeds import Spread, spread
 from vitscale.tracking.console import format_duration
 
 ABSENT = "-"
+GROUP_ORDER = ("val", "train")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,7 +30,7 @@ def format_value(value: float | None) -> str:
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """Overview, differing parameters, metrics; empty tables are left out."""
+    """Overview, differing parameters, metrics, spread over seeds; empty tables are left out."""
     labels = tuple(run.label for run in comparison.runs)
     overview = Table(
         title="Runs",
@@ -55,17 +58,46 @@ def tables(comparison: Comparison) -> list[Table]:
         ),
     )
     metrics = Table(
-        title="Metrics: final, difference to the first run, best",
+        title=_metrics_title(comparison),
         header=("metric", "", *labels),
         rows=tuple(_metric_rows(comparison)),
     )
-    return [table for table in (overview, params, metrics) if table.rows]
+    found = [overview, params, metrics, _seeds_table(comparison)]
+    return [table for table in found if table.rows]
+
+
+def _metrics_title(comparison: Comparison) -> str:
+    if comparison.budget is None:
+        return "Metrics: final, difference to the first run, best"
+    return f"Metrics: final, {comparison.budget.title}, difference to the first run there, best"
+
+
+def _seeds_table(comparison: Comparison) -> Table:
+    """Metrics of evaluations and the loss at the end of each run, over seeds."""
+    rows = []
+    for line in comparison.metrics:
+        groups = [spread([line.final[i] for i in group.members]) for group in comparison.seeds]
+        if line.better is not None and any(groups):
+            rows.append((line.key, *map(format_spread, groups)))
+    return Table(
+        title="Over seeds: final, mean and standard deviation",
+        header=("metric", *(group.label for group in comparison.seeds)),
+        rows=tuple(rows),
+    )
+
+
+def format_spread(value: Spread | None) -> str:
+    return ABSENT if value is None else f"{value.mean:.5g} +- {value.deviation:.2g} ({value.count})"
 
 
 def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     rows = []
-    for line in comparison.metrics:
+    for line in sorted(comparison.metrics, key=lambda line: _place(line.key)):
+        if not any(line.final + line.best):
+            continue
         rows.append((line.key, "final", *map(format_value, line.final)))
+        if line.equal is not None and line.equal != line.final:
+            rows.append(("", "equal", *map(format_value, line.equal)))
         if len(line.final) > 1:
             cells = [
                 ABSENT if delta is None else f"{delta:+.5g} {line.change(delta) or ''}".strip()
@@ -77,26 +109,44 @@ def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     return rows
 
 
-def print_comparison(comparison: Comparison) -> None:
+def _place(key: str) -> tuple[int, str]:
+    """Results first, then the training, then the rest."""
+    group = key.split("/")[0]
+    return GROUP_ORDER.index(group) if group in GROUP_ORDER else len(GROUP_ORDER), key
+
+
+def print_comparison(comparison: Comparison, *, as_markdown: bool = False) -> None:
     for table in tables(comparison):
-        if sys.stdout.isatty():
+        if as_markdown:
+            print(markdown(table))
+        elif sys.stdout.isatty():
             _print_rich(table)
         else:
             print(plain_text(table))
 
 
+def markdown(table: Table) -> str:
+    """A table of GitHub's Markdown under a bold title."""
+    lines = [table.header, ("---",) * len(table.header), *table.rows]
+    cells = [[re.sub(r"([|\\`*_<>\[\]])", r"\\\1", cell) for cell in row] for row in lines]
+    cells[1] = list(lines[1])
+    text = "\n".join(f"| {' | '.join(_printable(cell) for cell in row)} |" for row in cells)
+    return f"**{table.title}**\n\n{text}\n"
+
+
 def plain_text(table: Table) -> str:
     """Columns padded to their widest cell; control characters are replaced."""
-    cells = [
-        tuple("".join(c if c.isprintable() else "?" for c in cell) for cell in row)
-        for row in (table.header, *table.rows)
-    ]
+    cells = [tuple(_printable(cell) for cell in row) for row in (table.header, *table.rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(table.header))]
     lines = [table.title]
     for row in cells:
         padded = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         lines.append(f"  {padded}".rstrip())
     return "\n".join(lines) + "\n"
+
+
+def _printable(text: str) -> str:
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _print_rich(table: Table) -> None:

@@ -45,6 +45,7 @@ MAX_NOTE_CHARS = 8000
 MAX_DIGEST_CHARS = 36
 PARAMS_PER_BATCH = 100
 METRICS_PER_BATCH = 1000
+FILTERED_RUNS = 50
 SEARCHED_RUNS = 5000
 # Of the nodes, written by `system_metrics`: they are not in the journal.
 SYSTEM_PREFIX = "system/"
@@ -296,33 +297,44 @@ class StoredRun:
 
 def find_stored_run(uri: str, name_or_id: str, *, say: Say) -> tuple[StoredRun | None, list[str]]:
     """Find a run by id or name (the newest of that name). Returns (run, all names)."""
-    from itertools import chain
-
-    client = open_client(uri, say=say)
-    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
-    found = client.search_runs(
-        experiments, order_by=["attributes.start_time DESC"], max_results=SEARCHED_RUNS
-    )
-    names = sorted({run.info.run_name for run in found})
+    client, found = _search(uri, "", SEARCHED_RUNS, say=say)
     for run in found:
         if name_or_id in (run.info.run_id, run.info.run_name):
-            break
-    else:
-        return None, names
-    points = chain.from_iterable(
-        client.get_metric_history(run.info.run_id, key)
+            return _stored(client, run), []
+    return None, sorted({run.info.run_name for run in found})
+
+
+def find_stored_runs(uri: str, query: str, *, say: Say) -> list[StoredRun]:
+    """Runs that MLflow's filter finds, newest first, at most FILTERED_RUNS."""
+    client, found = _search(uri, query, FILTERED_RUNS, say=say)
+    return [_stored(client, run) for run in found]
+
+
+def _search(uri: str, query: str, limit: int, *, say: Say) -> tuple[MlflowClient, Sequence[Any]]:
+    client = open_client(uri, say=say)
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    order = ["attributes.start_time DESC"]
+    return client, client.search_runs(
+        experiments, filter_string=query, order_by=order, max_results=limit
+    )
+
+
+def _stored(client: MlflowClient, run: Any) -> StoredRun:
+    """The run with the history of its metrics."""
+    by_step: dict[int, tuple[float, dict[str, float]]] = {}
+    points = (
+        point
         for key in run.data.metrics
         if not key.startswith(SYSTEM_PREFIX)
+        for point in client.get_metric_history(run.info.run_id, key)
     )
-    by_step: dict[int, tuple[float, dict[str, float]]] = {}
     for point in sorted(points, key=lambda point: (point.step, point.timestamp)):
         by_step.setdefault(point.step, (point.timestamp / 1000, {}))
         by_step[point.step][1][present_name(point.key)] = point.value
-    rows = [Row(step=step, time=at, metrics=values) for step, (at, values) in by_step.items()]
     return StoredRun(
         run_id=run.info.run_id,
         name=run.info.run_name,
         status=run.info.status,
         params=dict(run.data.params),
-        rows=rows,
-    ), names
+        rows=[Row(step=step, time=at, metrics=each) for step, (at, each) in by_step.items()],
+    )

@@ -132,13 +132,19 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path) -> None:
     done = run_compare(tmp_path, "stored", run_id, "--uri", uri)
     assert done.returncode == 0, done.stderr
     assert "0.875" in done.stdout and f"MLflow run {run_id}" in done.stdout
-    assert "stored (2)" in done.stdout and "FINISHED" in done.stdout
+    assert "stored (2)" in done.stdout and "finished" in done.stdout
+    found = run_compare(tmp_path, "--filter", "params.optim.lr = '0.125'", "--uri", uri)
+    assert found.returncode == 0, found.stderr
+    assert f"MLflow run {run_id}" in found.stdout and "0.875" in found.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ((), "no run given"),
+        (("small-lr", "--filter", "params.seed = '7'"), "both runs and --filter"),
+        (("--filter", "params.seed = '7'"), "no run with metrics matches"),
+        (("small-lr", "--at", "epochs"), "is no budget"),
         (("smal-lr", "larg-lr"), "did you mean small-lr?"),
         (("runs/empty",), "journal.jsonl does not exist"),
         (("small-lr", "--uri", "htp://x"), "is not a tracking URI"),

@@ -1,0 +1,59 @@
+"""Group runs that differ in their seed alone, and tell how far their results spread."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from launch.comparison.runs import RunRecord
+
+# Settings that differ between repetitions of one run and cannot change its result, but the seed.
+NOT_COMPARED = ("seed", "name", "output", "init", "tracking", "launch", "checkpoint")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeedGroup:
+    """Runs of equal settings with different seeds."""
+
+    members: tuple[int, ...]
+    """Places in the list of runs, at least two."""
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Mean and sample standard deviation over the seeds."""
+
+    mean: float
+    deviation: float
+    count: int
+
+
+def seed_groups(runs: Sequence[RunRecord]) -> tuple[SeedGroup, ...]:
+    """Groups in the order of their first run. Runs without a seed are in none."""
+    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for i, run in enumerate(runs):
+        if "seed" in run.params:
+            kept = (item for item in run.params.items() if not _left_out(item[0]))
+            groups.setdefault(tuple(sorted(kept)), []).append(i)
+    return tuple(
+        SeedGroup(
+            members=tuple(members), label=f"{runs[members[0]].label} and {len(members) - 1} more"
+        )
+        for members in groups.values()
+        if len({runs[i].params["seed"] for i in members}) > 1
+    )
+
+
+def spread(values: Sequence[float | None]) -> Spread | None:
+    """None with fewer than two finite values."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if len(known) < 2:
+        return None
+    return Spread(mean=statistics.fmean(known), deviation=statistics.stdev(known), count=len(known))
+
+
+def _left_out(key: str) -> bool:
+    return key.split(".")[0] in NOT_COMPARED
