@@ -38,13 +38,14 @@ try:
     from launch.jobs.status.following import follow_run
     from launch.jobs.status.text import shown_folder
     from launch.jobs.submission import Submission, folder_lock, require_slurm, submit_to_slurm
-    from launch.planning.dry_run import check_data, describe
-    from launch.planning.partitions import partition_problems
+    from launch.planning.checks import raise_errors
+    from launch.planning.cluster_checks import cluster_checks
+    from launch.planning.dry_run import describe
+    from launch.planning.run_checks import run_checks
     from launch.studies.command import names_a_study, run_study_on_slurm
     from vitscale.config.command_line import load_command
-    from vitscale.config.errors import UserError, UserErrors, run_script
+    from vitscale.config.errors import UserError, run_script
     from vitscale.runs.data_prep import DataPrepRun
-    from vitscale.runs.training import TrainingRun
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -81,11 +82,8 @@ def main() -> None:
     if "--dry-run" in command.switches:
         print(describe(run, show_script=True))
         return
-    if isinstance(run, TrainingRun):
-        check_data(run)
+    check(run)
     require_slurm()
-    if problems := partition_problems(run.launch):
-        raise UserErrors(problems)
     submission, earlier = submit(run, switches=command.switches)
     print_next_steps(run, submission)
     if "--replace" in command.switches and earlier:
@@ -93,6 +91,15 @@ def main() -> None:
     if "--follow" in command.switches:
         print(flush=True)
         raise SystemExit(follow_run(job_folder(run, cluster="slurm").parent, output=sys.stdout))
+
+
+def check(run: LaunchableRun) -> None:
+    """The checks of launch/doctor.py: print the warnings, raise UserErrors with the errors."""
+    checks = [*run_checks(run), *cluster_checks(run)]
+    raise_errors(checks)
+    for each in checks:
+        if each.result == "warning":
+            warn(f"{each.name}: {each.detail}\n  next: {each.next_step}")
 
 
 def submit(run: LaunchableRun, *, switches: frozenset[str]) -> tuple[Submission, list[QueuedJob]]:

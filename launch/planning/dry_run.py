@@ -22,7 +22,8 @@ from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest, read_split
 from vitscale.data.remote.urls import Location, location_of
 from vitscale.data.training_set import select
-from vitscale.models.costs import memory_estimate
+from vitscale.models.costs import MemoryEstimate, memory_estimate
+from vitscale.models.interface.architecture import Architecture
 from vitscale.optim.schedules import ENDLESS
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan, training_plans
@@ -188,7 +189,7 @@ def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     )
     yield "objective", "; ".join([run.objective.name, *run.make_objective().notes()])
     yield "evaluation", _evaluation_text(run, facts)
-    plans = _known_plans(run, facts, world_size=world_size)
+    plans = known_plans(run, facts, world_size=world_size)
     if not plans:
         yield "schedule", "unknown: epochs need a number of images (data.planned_num_samples)"
     else:
@@ -223,7 +224,7 @@ def _evaluation_text(run: PretrainRun | FinetuneRun, facts: DataFacts) -> str:
     return f"{', '.join(each)}; all after the last step, on {run.data.evaluated}{count}"
 
 
-def _known_plans(run: TrainingRun, facts: DataFacts, *, world_size: int) -> Plans:
+def known_plans(run: TrainingRun, facts: DataFacts, *, world_size: int) -> Plans:
     """One for each image size; none while the number of steps is unknown."""
     if facts.num_samples is None and run.schedule.steps is None:
         return ()
@@ -267,12 +268,7 @@ def _cost_rows(
     yield "model", f"{count:,} parameters, {arch.summary}, {classes}"
     flops = objective.train_flops_per_image(arch)
     total = ""
-    archs = [
-        run.model.model_copy(update={"image_size": plan.image_size}).architecture(
-            num_classes=num_classes
-        )
-        for plan in plans
-    ]
+    archs = _archs(run, plans, num_classes=num_classes)
     if plans:
         spent = sum(
             objective.train_flops_per_image(each) * plan.global_batch * (plan.stop - plan.start)
@@ -283,12 +279,37 @@ def _cost_rows(
     if not plans:
         yield "memory", "unknown without a plan"
         return
-    precision = run.engine.precision
+    memory, precision = peak_memory(run, plans, num_classes=num_classes, world_size=world_size)
+    yield (
+        f"memory per {'GPU' if run.launch.gpus_per_node else 'process'}",
+        f"{_gib(memory.total)} = {_gib(memory.parameters)} parameters + "
+        f"{_gib(memory.gradients)} gradients + {_gib(memory.optimizer)} optimiser + "
+        f"{_gib(memory.activations)} activations",
+    )
+    yield "", f"(ZeRO {run.engine.zero_stage}, {precision}; estimate without buffers and slack)"
+
+
+def _archs(run: PretrainRun | FinetuneRun, plans: Plans, *, num_classes: int) -> list[Architecture]:
+    """The model at the image size of each plan."""
+    return [
+        run.model.model_copy(update={"image_size": plan.image_size}).architecture(
+            num_classes=num_classes
+        )
+        for plan in plans
+    ]
+
+
+def peak_memory(
+    run: PretrainRun | FinetuneRun, plans: Plans, *, num_classes: int, world_size: int
+) -> tuple[MemoryEstimate, str]:
+    """(memory of one rank at the image size that needs most, precision)."""
+    precision: str = run.engine.precision
     if precision == "auto":
         precision = "bf16" if run.launch.gpus_per_node else "fp32"
+    objective = run.make_objective()
     estimates = [
         memory_estimate(
-            each,
+            arch,
             zero_stage=run.engine.zero_stage,
             world_size=world_size,
             precision=precision,
@@ -298,16 +319,9 @@ def _cost_rows(
             costs=objective,
             frozen_bytes=objective.frozen_bytes(),
         )
-        for each, plan in zip(archs, plans, strict=True)
+        for arch, plan in zip(_archs(run, plans, num_classes=num_classes), plans, strict=True)
     ]
-    memory = max(estimates, key=lambda estimate: estimate.total)
-    yield (
-        f"memory per {'GPU' if run.launch.gpus_per_node else 'process'}",
-        f"{_gib(memory.total)} = {_gib(memory.parameters)} parameters + "
-        f"{_gib(memory.gradients)} gradients + {_gib(memory.optimizer)} optimiser + "
-        f"{_gib(memory.activations)} activations",
-    )
-    yield "", f"(ZeRO {run.engine.zero_stage}, {precision}; estimate without buffers and slack)"
+    return max(estimates, key=lambda estimate: estimate.total), precision
 
 
 def _count(number: int | None) -> str:

@@ -12,7 +12,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from vitscale.config.errors import RankError, UserError
-from vitscale.distributed.processes import num_cores
+from vitscale.distributed.threads import rank_cpus, thread_count
 
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 
@@ -34,6 +34,8 @@ class World:
     local_rank: int
     local_world_size: int
     device: torch.device
+    threads_from: str = "the configuration"
+    """What set the number of CPU threads."""
 
     @property
     def is_first(self) -> bool:
@@ -85,6 +87,7 @@ def process_group(
     """Join the other ranks inside the block. gloo on CPU, NCCL on GPU.
 
     timeout_min: for collectives; init_timeout_min: for all ranks to start.
+    num_threads: CPU threads of every rank; None: see `thread_count`.
     Raises UserError naming the ranks that did not start.
     """
     _complete_environment()
@@ -99,8 +102,6 @@ def process_group(
     )
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    cores = num_cores()
-    torch.set_num_threads(num_threads or max(1, cores // local_world))
     store = None
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the launcher has joined the ranks
         store = _rendezvous(world, timeout_min=init_timeout_min)
@@ -112,9 +113,17 @@ def process_group(
         store=store,
     )
     try:
-        yield world
+        yield _set_num_threads(world, num_threads)
     finally:
         dist.destroy_process_group()
+
+
+def _set_num_threads(world: World, num_threads: int | None) -> World:
+    if num_threads is None:
+        num_threads, source = thread_count(gather_objects(rank_cpus()), rank=world.rank)
+        world = replace(world, threads_from=source)
+    torch.set_num_threads(num_threads)
+    return world
 
 
 def _rendezvous(world: World, *, timeout_min: float) -> dist.TCPStore:

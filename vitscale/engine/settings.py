@@ -66,7 +66,8 @@ class EngineSettings(Section):
     profile_steps: int = Field(default=0, ge=0)
     """Steps to trace with torch's profiler, after the first five: RUN/profile.json on rank 0."""
     num_threads: int | None = Field(default=None, gt=0)
-    """CPU threads per rank; null: the usable cores divided by the ranks of the node."""
+    """CPU threads per rank; null: the least of OMP_NUM_THREADS, SLURM_CPUS_PER_TASK and the usable
+    cores. Cores that several ranks may use are divided among them."""
 
 
 def raw_problems(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

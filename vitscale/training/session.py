@@ -5,9 +5,12 @@ Leaves out: what happens in a step (`loop`), and what a checkpoint must agree on
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
+
+import torch
 
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
@@ -16,6 +19,7 @@ from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.training_set import TrainingSet, open_training_set
 from vitscale.distributed.atomic_files import write_json, write_text
 from vitscale.distributed.heartbeat import Heartbeat
+from vitscale.distributed.node_check import check_nodes
 from vitscale.distributed.world import (
     PreemptionFlag,
     World,
@@ -69,6 +73,7 @@ def _open(
 ) -> TrainingSession:
     world = stack.enter_context(_join(run.engine))
     heartbeat = stack.enter_context(Heartbeat(world, timeout_min=run.engine.timeout_min))
+    node_lines = _check_nodes(run, world)
     data, val_index = _read_data(run)
     num_classes = len(data.classes)
     check_objective(objective, num_classes=num_classes, views=run.data.views, path=run.data.path)
@@ -95,7 +100,7 @@ def _open(
         restore(engine, arch, objective, meter, spikes, checkpoint=checkpoint, world=world)
         messages += changes(checkpoint.description, facts)
     log = _open_log(stack, run, objective, segment, data, start_step, meter, spikes)
-    for line in [*messages, *_opening_lines(run, objective, segment, start_step)]:
+    for line in [*node_lines, *messages, *_opening_lines(run, objective, segment, start_step)]:
         log.progress.message(line)
     loader = stack.enter_context(ExitStack())
     return TrainingSession(
@@ -135,6 +140,14 @@ def _join(settings: EngineSettings) -> AbstractContextManager[World]:
         num_threads=settings.num_threads,
         init_timeout_min=settings.init_timeout_min,
     )
+
+
+def _check_nodes(run: TrainingRun, world: World) -> list[str]:
+    """Lines for the log; none outside SLURM, where a launcher's ranks share one machine."""
+    seconds = run.launch.doctor_seconds
+    if seconds == 0 or world.world_size == 1 or "SLURM_JOB_ID" not in os.environ:
+        return []
+    return list(check_nodes(world, seconds=seconds))
 
 
 def _open_log(
@@ -219,7 +232,8 @@ def _opening_lines(
         f"at {show_size(arch.image_size)} px, "
         f"{plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "
         f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
-        f"ZeRO {run.engine.zero_stage}; decoder {resolve_decoder(run.data.decoder)}"
+        f"ZeRO {run.engine.zero_stage}; decoder {resolve_decoder(run.data.decoder)}; "
+        f"CPU threads per rank: {torch.get_num_threads()}, from {engine.world.threads_from}"
     )
 
 

@@ -1,0 +1,295 @@
+"""Check what a run needs: shards, loader, memory, and room for its checkpoints.
+
+Leaves out: this machine, servers and SLURM (`cluster_checks`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from finetune.run import FinetuneRun
+from launch.jobs.preparation import LaunchableRun, check_job
+from launch.planning.checks import Check, caught, failed, ok, warning
+from launch.planning.dry_run import (
+    DataFacts,
+    Plans,
+    check_data,
+    data_facts,
+    known_plans,
+    peak_memory,
+    planned_classes,
+)
+from pretrain.run import PretrainRun
+from vitscale.checkpoint.folders import step_folders
+from vitscale.config.errors import UserError
+from vitscale.data.index import MANIFEST_NAME, read_manifest, read_split
+from vitscale.data.remote.urls import location_of
+from vitscale.images.size import rows_and_columns
+from vitscale.models.costs import MemoryEstimate
+from vitscale.runs.data_prep import DataPrepRun
+from vitscale.runs.training import TrainingRun
+
+# GB of one GPU, by what its type's name contains; the smaller where a type exists in two sizes.
+GPU_MEMORY_GB = {
+    **{"b200": 180, "gh200": 96, "h200": 141, "h100": 80, "h800": 80, "a100": 40, "v100": 16},
+    **{"l40": 48, "a40": 48, "a6000": 48, "l4": 24, "a30": 24, "a10": 24, "t4": 16},
+    **{"mi300x": 192, "mi250": 64, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32},
+}
+_GB_IN_NAME = re.compile(r"(\d+)gb?(?![a-z0-9])")
+# What the estimate leaves out: allocator slack, communication buffers, the CUDA context.
+USABLE_SHARE = 0.9
+# Host memory of a rank beside tensors (November 2026: 0.9 GiB on CPU with MLflow; more with CUDA),
+# and of a loader worker.
+PROCESS_GIB, CUDA_PROCESS_GIB, WORKER_GIB = 1.0, 3.0, 0.25
+PREFETCH = 2
+GIB = 2**30
+NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+
+
+def run_checks(run: LaunchableRun) -> list[Check]:
+    """Rows about the configuration, data, memory and files of a run, none of them heavy."""
+    num_tasks = run.launch.nodes * run.launch.tasks_per_node
+
+    def configuration() -> Iterator[Check]:
+        check_job(run, num_tasks=num_tasks, cluster="slurm")
+        if isinstance(run, PretrainRun | FinetuneRun) and _knows_data(run):
+            check_data(run)
+        tasks = run.launch.num_tasks if isinstance(run, DataPrepRun) else num_tasks
+        yield ok("configuration", f"{run.stage}, {tasks} task(s)")
+
+    rows = caught("configuration", configuration)
+    rows += caught("data", lambda: _data(run))
+    if isinstance(run, FinetuneRun):
+        rows += caught("weights", lambda: _weights(run))
+    if isinstance(run, PretrainRun | FinetuneRun):
+        rows += _training_checks(run, num_tasks=num_tasks)
+    return rows
+
+
+def _training_checks(run: PretrainRun | FinetuneRun, *, num_tasks: int) -> Iterator[Check]:
+    """Rows that follow from the size of the data; none where that is unknown."""
+    try:
+        facts = data_facts(run)
+        plans = known_plans(run, facts, world_size=num_tasks)
+        num_classes = planned_classes(run, facts)
+    except UserError:
+        return  # reported with the data
+    if facts.num_samples is None:
+        return
+    yield from caught("loader", lambda: _loader(run, facts, num_tasks=num_tasks))
+    if num_classes is None or not plans:
+        return
+    memory, precision = peak_memory(run, plans, num_classes=num_classes, world_size=num_tasks)
+    checkpoint = checkpoint_bytes(run, num_classes=num_classes)
+    if run.launch.gpus_per_node:
+        yield _gpu_memory(run, memory, precision)
+    yield _host_memory(run, memory, plans, checkpoint=checkpoint)
+    yield from caught("disk", lambda: [_disk(run, checkpoint)])
+
+
+def _knows_data(run: TrainingRun) -> bool:
+    """Whether there are shards, here or at a URL, or a planned number of samples."""
+    folder = location_of(run.data.path)
+    here = not isinstance(folder, Path) or (folder / MANIFEST_NAME).exists()
+    return here or run.data.planned_num_samples is not None
+
+
+def _data(run: LaunchableRun) -> Iterator[Check]:
+    """What the run needs of its data; names, sizes and counts of the files of its splits."""
+    if isinstance(run, DataPrepRun):
+        return
+    wanted = {(run.data.path, run.data.val_split)}
+    planned = None
+    if isinstance(run, PretrainRun | FinetuneRun):
+        if not _knows_data(run):
+            check_data(run)
+        planned = run.data.planned_num_samples
+        wanted.add((run.data.path, run.data.train_split))
+        wanted |= {(part.path, part.train_split) for part in run.data.mixture}
+        if run.data.dev_percent:
+            wanted.discard((run.data.path, run.data.val_split))
+    found = []
+    for path, split in sorted((path, split) for path, split in wanted if split is not None):
+        folder = location_of(path)
+        if not isinstance(folder, Path):
+            # Sizes of thousands of remote files would take minutes; the job asks for them.
+            manifest = read_manifest(folder, remote_settings=run.data.remote)
+            num_shards = len(manifest.splits[split].shards) if split in manifest.splits else 0
+            found.append(f"{split}: {num_shards:,} shards by the manifest at {path}")
+            continue
+        if planned is not None and not (folder / MANIFEST_NAME).exists():
+            yield warning(
+                "data",
+                f"no {MANIFEST_NAME} in {path} here; assumed: {planned:,} samples",
+                next_step="none if only the nodes see the folder: the job checks it",
+            )
+            return
+        index = read_split(folder, split=split)
+        found.append(f"{split}: {index.num_samples:,} samples in {len(index.shard_paths):,} shards")
+    yield ok("data", "; ".join(found) + "; as in the manifest")
+
+
+def _weights(run: FinetuneRun) -> Iterator[Check]:
+    if run.init is None:
+        return
+    if Path(run.init).exists():
+        yield ok("weights", run.init)
+    else:
+        yield warning(
+            "weights",
+            f"{run.init} does not exist here",
+            next_step="correct init=, unless another job writes it before this one starts",
+        )
+
+
+def _loader(run: TrainingRun, facts: DataFacts, *, num_tasks: int) -> Iterator[Check]:
+    """Shards and samples of each loader process, and cores for all processes."""
+    workers = run.data.num_workers
+    processes = num_tasks * max(1, workers)
+    each = f"{num_tasks} rank(s) x {max(1, workers)} loader process(es)"
+    samples = facts.num_samples or 0
+    num_shards = _num_shards(run)
+    text = f"{samples / processes:,.0f} samples for each of {each}"
+    if num_shards is not None:
+        text = f"{num_shards / processes:,.1f} shards and {text}"
+    if samples < run.data.global_batch:
+        yield warning(
+            "loader",
+            f"{samples:,} samples are less than one batch of {run.data.global_batch:,}",
+            next_step="lower data.global_batch, or use more samples",
+        )
+    elif num_shards is not None and num_shards < processes:
+        yield warning(
+            "loader",
+            f"{num_shards:,} shards for {each}: several processes read one file at a time",
+            next_step="make more shards (shards.min_shards) if the storage is slow at this",
+        )
+    else:
+        yield ok("loader", text)
+    needed, cpus = 1 + workers, run.launch.cpus_per_task
+    if cpus < needed:
+        yield warning(
+            "cores",
+            f"{cpus} core(s) per task for 1 training and {workers} loader process(es)",
+            next_step=f"launch.cpus_per_task={needed}, or fewer data.num_workers",
+        )
+    else:
+        yield ok("cores", f"{cpus} per task for 1 training and {workers} loader process(es)")
+
+
+def _num_shards(run: TrainingRun) -> int | None:
+    """Training shards of `data.path`; None if they are not visible here."""
+    folder = location_of(run.data.path)
+    try:
+        manifest = read_manifest(folder, remote_settings=run.data.remote)
+    except UserError:
+        return None
+    split = manifest.splits.get(run.data.train_split)
+    return None if split is None else len(split.shards)
+
+
+def gpu_memory_gb(gpu_type: str | None) -> int | None:
+    """GB of a GPU of the site's type, by a size in its name or a known model; None if unknown."""
+    name = (gpu_type or "").lower()
+    if sizes := _GB_IN_NAME.findall(name):
+        return int(sizes[-1])
+    plain = name.replace("_", "").replace("-", "")
+    known = [model for model in GPU_MEMORY_GB if model in plain]
+    return GPU_MEMORY_GB[max(known, key=len)] if known else None
+
+
+def _local_gpu_gb() -> int | None:
+    """GB of the smallest GPU of this machine; None without one."""
+    try:
+        done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) for line in done.stdout.split() if line.isdecimal()]
+    return min(sizes) // 1024 if sizes and done.returncode == 0 else None
+
+
+def _gpu_memory(run: PretrainRun | FinetuneRun, memory: MemoryEstimate, precision: str) -> Check:
+    name, gpu_type = "GPU memory", run.launch.gpu_type
+    offloaded = memory.optimizer if run.engine.offload_optimizer else 0
+    total = memory.total - offloaded
+    states = total - memory.activations
+    text = f"about {total / GIB:.1f} GiB (ZeRO {run.engine.zero_stage}, {precision})"
+    size_gb, source = gpu_memory_gb(gpu_type), f"launch.gpu_type={gpu_type}"
+    if size_gb is None:
+        size_gb, source = _local_gpu_gb(), "the GPU of this machine"
+    if size_gb is None:
+        next_step = "set launch.gpu_type, for example h100 or a100_80gb, or compare it yourself"
+        return warning(name, f"{text}; the size of the GPU is not known", next_step=next_step)
+    text += f" of {size_gb} GB ({source})"
+    less = "lower engine.max_micro_batch, or set engine.activation_checkpointing=true"
+    if states > size_gb * GIB:
+        what = f"model and optimiser alone need {states / GIB:.1f} GiB of {size_gb} GB ({source})"
+        error = UserError(
+            what,
+            where="engine.zero_stage",
+            next_step="raise engine.zero_stage, use more GPUs, or engine.offload_optimizer=true",
+        )
+        return next(failed(name, error))
+    if total > USABLE_SHARE * size_gb * GIB:
+        return warning(name, f"{text}; buffers add to this", next_step=less)
+    return ok(name, text)
+
+
+def _host_memory(
+    run: PretrainRun | FinetuneRun, memory: MemoryEstimate, plans: Plans, *, checkpoint: int
+) -> Check:
+    """An estimate: processes, batches prepared ahead, and what a save copies to the host."""
+    launch, workers = run.launch, run.data.num_workers
+    largest = max(plans, key=lambda plan: rows_and_columns(plan.image_size))
+    rows, columns = rows_and_columns(largest.image_size)
+    batches = (workers * PREFETCH + 1) * largest.micro_batch * 3 * rows * columns
+    per_rank = batches + int(WORKER_GIB * GIB) * workers
+    if launch.gpus_per_node:
+        per_rank += int(CUDA_PROCESS_GIB * GIB)
+        per_rank += memory.optimizer if run.engine.offload_optimizer else 0
+    else:
+        per_rank += int(PROCESS_GIB * GIB) + memory.total
+    needed = (per_rank * launch.tasks_per_node + checkpoint // launch.nodes) / GIB
+    text = f"about {needed:,.1f} GiB per node"
+    if launch.mem_gb is None:
+        return ok("host memory", f"{text}; launch.mem_gb is not set: the site's default")
+    if needed > launch.mem_gb:
+        return warning(
+            "host memory",
+            f"{text}, launch.mem_gb={launch.mem_gb}",
+            next_step=f"launch.mem_gb={int(needed) + 1}, or fewer data.num_workers",
+        )
+    return ok("host memory", f"{text} of launch.mem_gb={launch.mem_gb}")
+
+
+def checkpoint_bytes(run: PretrainRun | FinetuneRun, *, num_classes: int) -> int:
+    """Bytes of one checkpoint: weights in fp32, optimiser states, average of the weights."""
+    arch = run.model.architecture(num_classes=num_classes)
+    average = 4 if run.optim.ema else 0
+    each = 4 + run.optim.state_bytes_per_parameter + average
+    return run.make_objective().num_parameters(arch) * each
+
+
+def _disk(run: PretrainRun | FinetuneRun, checkpoint: int) -> Check:
+    """Room for two checkpoints: a new one is complete before an old one is removed."""
+    folder = Path(run.folder).absolute()
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(
+            f"cannot write to {there}", where="output", next_step="choose another output"
+        )
+    num_there = min(1, len(step_folders(folder / "checkpoints")))
+    free, needed = shutil.disk_usage(there).free, (2 - num_there) * checkpoint
+    text = f"a checkpoint has {checkpoint / GIB:,.2f} GiB; {free / GIB:,.1f} GiB free in {there}"
+    if free < needed:
+        raise UserError(
+            f"{text}; {needed / GIB:,.2f} GiB needed",
+            where="output",
+            next_step="free some space, or choose another output",
+        )
+    return ok("disk", text)
