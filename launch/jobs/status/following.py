@@ -1,6 +1,7 @@
 """Follow a run to its end: rank 0's log over all attempts, and every change of state.
 
-Owns: what is announced between the lines of the log, and the exit code.
+Owns: what is announced between the lines of the log, and the exit code. The log itself announces
+attempts.
 Leaves out: the state itself (`reading`). Nothing here affects the run.
 """
 
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from launch.jobs.attempts import Attempt, Ending
+from launch.jobs.attempts import Ending
 from launch.jobs.monitor import LogTail
 from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
 from launch.jobs.status.reading import ACTIVE, RunState, RunStatus, read_status
@@ -57,9 +58,8 @@ class _Follower:
     folder: Path
     output: TextIO
     told: str = ""
-    """The last state announced."""
-    attempts: int | None = None
-    """Attempts announced; None before the first look at the run."""
+    """Key of the last announcement."""
+    has_looked: bool = False
     tail: LogTail | None = None
     job: QueuedJob | None = None
     """In the queue at the last look."""
@@ -84,7 +84,7 @@ class _Follower:
             jobs = user_jobs()
         except NoAnswerError as error:
             if self.job is not None:
-                self._announce(f"SLURM does not answer: {error}")
+                self._announce(f"SLURM does not answer: {error}", key="no answer")
                 return None
         run = read_status(self.folder, jobs=jobs, now=time.time())
         self.job = run.job
@@ -95,33 +95,23 @@ class _Follower:
                 next_step=f"python launch/status.py {shown_folder(self.folder)} --watch",
             )
         self._copy_log()
-        self._announce_attempts(run)
-        self._announce(_state_text(run))
+        self.has_looked = True
+        text, key = _state_text(run)
+        self._announce(text, key=key)
         return run
 
-    def _announce_attempts(self, run: RunStatus) -> None:
-        """The end of an attempt, and the start of the next."""
-        last = run.attempt
-        before, self.attempts = self.attempts, 0 if last is None else last.number
-        if last is None or before is None:
-            return
-        if last.number > before and last.number > 1:
-            self._announce(_start_text(last))
-        if last.ended is not None and run.state in ACTIVE:
-            self._announce(_end_text(last))
-
-    def _announce(self, text: str) -> None:
-        """Say it once, between two lines of the log."""
-        if text and text != self.told:
-            self.told = text
-            self._write(f"[{time.strftime('%H:%M:%S')}] {text}")
+    def _announce(self, text: str, *, key: str) -> None:
+        """Say it between two lines of the log, once while `key` stays the same."""
+        if text and key != self.told:
+            self.told = key
+            self._write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
 
     def _copy_log(self) -> None:
         path = self._log()
         if path is None:
             return
         if self.tail is None or self.tail.path != path:
-            is_first = self.tail is None and self.attempts is None
+            is_first = self.tail is None and not self.has_looked
             self.tail = LogTail(path, output=self.output)
             self.tail.position = _start_of_last_lines(path) if is_first else 0
         self.tail.copy()
@@ -148,28 +138,18 @@ class _Follower:
         self._write(f"\n{what}\nfollow it again: {again}")
 
 
-def _state_text(run: RunStatus) -> str:
+def _state_text(run: RunStatus) -> tuple[str, str]:
+    """What to say of a job's state, without its attempts, which the log announces; and a key,
+    which stays the same while only SLURM's estimate of the start changes."""
     job = run.job
     if job is None:
-        return ""
+        return "", ""
+    key = f"{run.state} {job.job_id} {job.reason} {job.nodes}"
     if run.state in (RunState.QUEUED, RunState.PAUSED):
-        return f"{run.state}: {waiting(job, now=time.time())}"
+        return f"{run.state}: {waiting(job, now=time.time())}", key
     if run.state is RunState.RUNNING and job.state == "RUNNING":
-        return f"running: job {job.job_id}" + (f" on {job.nodes}" if job.nodes else "")
-    return ""
-
-
-def _start_text(attempt: Attempt) -> str:
-    where = ", ".join(attempt.nodes)
-    return f"attempt {attempt.number} on {where}, from step {attempt.first_step:,}"
-
-
-def _end_text(attempt: Attempt) -> str:
-    text = f"attempt {attempt.number} ended: {attempt.reason or attempt.ending}"
-    kept, lost = attempt.checkpoint_step, attempt.steps_lost
-    if kept:
-        text += f"; checkpoint of step {kept:,}" + (f", {lost:,} steps lost" if lost else "")
-    return text
+        return f"running: job {job.job_id}" + (f" on {job.nodes}" if job.nodes else ""), key
+    return "", key
 
 
 def _start_of_last_lines(path: Path) -> int:

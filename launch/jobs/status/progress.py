@@ -1,4 +1,4 @@
-"""Read how far a training run is, from the ends of its journal and its log.
+"""Read how far a training run is, from its checkpoints and the ends of its journal and log.
 
 Leaves out: whether it still runs (`reading`).
 """
@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from vitscale.checkpoint.folders import step_folders, step_of
 from vitscale.tracking.console import LOG_NAME
 from vitscale.tracking.journal import JOURNAL_NAME, Row, decode
 
@@ -24,7 +25,9 @@ class LoggedProgress:
     """What a run has logged. Times are unix seconds."""
 
     step: int
-    """Of the last line in the journal."""
+    """Of the last line in the journal, or of the newest checkpoint if that is later."""
+    checkpoint_step: int
+    """0 without a checkpoint."""
     total_steps: int | None
     """None before the first line of the log."""
     eta_s: float | None
@@ -39,8 +42,9 @@ class LoggedProgress:
     """Last values of the evaluations' metrics, by name."""
 
     @property
-    def is_complete(self) -> bool:
-        return self.total_steps is not None and self.step >= self.total_steps
+    def is_done(self) -> bool:
+        """The last step is saved, which is the last thing that a run does."""
+        return self.total_steps is not None and self.checkpoint_step >= self.total_steps
 
 
 def read_logged(run_folder: Path) -> LoggedProgress:
@@ -50,8 +54,10 @@ def read_logged(run_folder: Path) -> LoggedProgress:
     for row in rows:
         last |= row.metrics
     total, eta = _last_step_line(tail(run_folder / LOG_NAME))
+    saved = next(map(step_of, step_folders(run_folder / "checkpoints")), 0)
     return LoggedProgress(
-        step=rows[-1].step if rows else 0,
+        step=max(rows[-1].step if rows else 0, saved),
+        checkpoint_step=saved,
         total_steps=total,
         eta_s=eta,
         time=rows[-1].time if rows else None,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from launch.jobs.attempts import FAILURES, Attempt, Ending, read_attempts
 from launch.jobs.queue import QueuedJob, jobs_of
 from launch.jobs.status.progress import LoggedProgress, log_age, read_logged
 from launch.jobs.status.tasks import Failure, JobTasks, find_failure, newest_tasks
-from vitscale.checkpoint.folders import step_folders, step_of
 from vitscale.tracking.console import LOG_NAME
 from vitscale.tracking.journal import JOURNAL_NAME
 
@@ -108,11 +107,11 @@ def read_status(
     """
     attempts, logged = read_attempts(folder), read_logged(folder)
     last = attempts[-1] if attempts else None
-    own = _own_jobs(folder, jobs or (), last)
-    live = tuple(job for job in own if not job.has_ended)
     tasks = newest_tasks(folder)
+    live = tuple(job for job in _own_jobs(folder, jobs or (), last) if not job.has_ended)
+    if not live and last is None and not logged.step and not tasks.records:
+        live = _jobs_of_study(folder, jobs or ())
     pid = lock_holder(folder) or tasks.local_pid
-    is_done = logged.is_complete and _newest_step(folder) >= logged.step
     state = _live_state(live, last, tasks) or (RunState.RUNNING if pid is not None else None)
     if state is None:
         is_open = last is not None and last.ended is None and last.cluster == "slurm"
@@ -122,7 +121,7 @@ def read_status(
         note = None
     failure = None
     if state is None:
-        state, failure = _ended_state(folder, last, tasks, is_done=is_done)
+        state, failure = _ended_state(folder, last, tasks, is_done=logged.is_done)
     return RunStatus(
         folder=folder,
         state=state,
@@ -147,6 +146,15 @@ def _own_jobs(folder: Path, jobs: Sequence[QueuedJob], last: Attempt | None) -> 
         known = {job.job_id for job in own}
         own += [j for j in jobs if j.job_id == last.job_id and j.job_id not in known]
     return own
+
+
+def _jobs_of_study(folder: Path, jobs: Sequence[QueuedJob]) -> tuple[QueuedJob, ...]:
+    """The oldest array in the queue of the study that this run belongs to.
+
+    Which of its tasks will be this run is known only when that task starts.
+    """
+    waiting = [job for job in jobs_of(folder.parent, jobs=jobs) if job.state in WAITING_STATES]
+    return tuple(replace(job, job_id=job.submitted_id) for job in waiting[:1])
 
 
 def _live_state(
@@ -176,10 +184,6 @@ def _ended_state(
     if failure is not None:
         return RunState.FAILED, failure
     return (RunState.FINISHED if tasks.all_done else RunState.STOPPED), None
-
-
-def _newest_step(folder: Path) -> int:
-    return next(map(step_of, step_folders(folder / "checkpoints")), 0)
 
 
 def _since(

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.jobs.attempts import Attempt, TaskRecord, read_task_record
+from launch.jobs.attempts import RECORD_SUFFIX, Attempt, TaskRecord, read_task_record
 from launch.jobs.monitor import NO_FAILURE, first_failure
 from launch.jobs.queue import QueuedJob
 from launch.jobs.status.progress import tail
 from vitscale.distributed.processes import is_alive
 
 LOCAL = "local"
-RECORD_SUFFIX, LOG_SUFFIX = "_task.json", "_log.out"
+LOG_SUFFIX = "_log.out"
 JOB_FOLDERS = ("slurm/*", f"{LOCAL}/*")
 # The last line of a traceback, or of our own report.
 ERROR_LINE = re.compile(r"^(\[?rank ?\d+\]?: ?)?([\w.]*(Error|Exception)\b|error: |srun: error: )")
@@ -115,7 +115,8 @@ def find_failure(tasks: JobTasks, attempt: Attempt | None, *, folder: Path) -> F
         what = "no record of its end: its node died, or SLURM ended the job"
     else:
         how = "was killed" if failed.exit_code is None else f"ended with code {failed.exit_code}"
-        what = f"rank {failed.rank} {how}"
+        node = f" on {failed.node}" if failed.node else ""
+        what = f"rank {failed.rank}{node} {how}"
     log = None
     if failed is not None:
         path = next(path for path, record in tasks.records.items() if record is failed)
