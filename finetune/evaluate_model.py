@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 try:
-    from finetune.inference.settings import EvaluateRun
+    from finetune.inference.settings import EvaluateRun, steps_of
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import run_rank_script
 except ModuleNotFoundError as error:
@@ -37,7 +37,6 @@ def evaluate(run: EvaluateRun) -> None:
     from finetune.loading.loaded_model import load_model
     from vitscale.checkpoint.store import run_folder_lock
     from vitscale.distributed.world import process_group
-    from vitscale.images.size import rows_and_columns
 
     compute, folder = run.compute, Path(run.folder)
     check_folder(folder)
@@ -53,10 +52,11 @@ def evaluate(run: EvaluateRun) -> None:
         with run_folder_lock(folder, world=world), open_tracker(run, loaded, world) as tracker:
             if world.is_first:
                 shutil.rmtree(folder / FILES, ignore_errors=True)
-            for rows in evaluate_sizes(run, loaded, world, train=train, val=val, say=say):
+            steps = steps_of([size or loaded.preprocessing.image_size for size in run.sizes])
+            sizes = evaluate_sizes(run, loaded, world, train=train, val=val, say=say)
+            for step, rows in zip(steps, sizes, strict=True):
                 found += rows
-                metrics = {f"val/{row.metric}": row.value for row in rows}
-                tracker.log(metrics, step=max(rows_and_columns(rows[0].image_size)))
+                tracker.log({f"val/{row.metric}": row.value for row in rows}, step=step)
             if world.is_first:
                 description = describe(run, loaded, val)
                 for path in write_results(folder, found, description=description):

@@ -21,6 +21,8 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
+from vitscale.images.orientation import TAG, UPRIGHT, upright
+
 NUM_FREQUENCIES = 64
 SIDE_PX = 32
 DESCRIPTOR = np.dtype(
@@ -52,8 +54,6 @@ HASHES = ("phash", "mirrored")
 CORRELATED_ROWS = 1 << 11
 FORMATS = ("JPEG", "PNG", "WEBP")
 DEEP_GREY = {"I": 256, "I;16": 256, "I;16B": 256, "I;16L": 256, "I;16N": 256, "F": 1}
-ORIENTATION_TAG = 0x0112
-MIRROR, UPSIDE_DOWN = (slice(None), slice(None, None, -1)), (slice(None, None, -1), slice(None))
 
 
 def image_descriptor(content: bytes) -> np.void:
@@ -82,7 +82,7 @@ def grey_picture(content: bytes, *, max_pixels: int | None = None) -> np.ndarray
             # JPEG decoders downscale by 2, 4 or 8 at almost no cost. The last block may be partly
             # filled, hence the box, which is the true extent of the picture.
             drafted = image.draft("L", (2 * SIDE_PX, 2 * SIDE_PX))
-            orientation = image.getexif().get(ORIENTATION_TAG, 1)
+            orientation = image.getexif().get(TAG, UPRIGHT)
             grey = _grey(image)
             small = grey.resize(
                 (SIDE_PX, SIDE_PX),
@@ -95,7 +95,7 @@ def grey_picture(content: bytes, *, max_pixels: int | None = None) -> np.ndarray
     except Exception:
         # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on broken content.
         return None
-    return _upright(np.asarray(small), orientation)
+    return np.asarray(upright(small, orientation))
 
 
 def _grey(image: Image.Image) -> Image.Image:
@@ -111,20 +111,6 @@ def _grey(image: Image.Image) -> Image.Image:
         return Image.alpha_composite(white, image).convert("L")
     # Palette entries must become colours first.
     return (image.convert("RGB") if image.mode == "P" else image).convert("L")
-
-
-def _upright(picture: np.ndarray, orientation: object) -> np.ndarray:
-    """Undo an EXIF orientation, 2 to 8."""
-    turned = {
-        2: picture[MIRROR],
-        3: picture[MIRROR][UPSIDE_DOWN],
-        4: picture[UPSIDE_DOWN],
-        5: picture.T,
-        6: picture[UPSIDE_DOWN].T,
-        7: picture[MIRROR][UPSIDE_DOWN].T,
-        8: picture[MIRROR].T,
-    }
-    return turned.get(orientation, picture) if isinstance(orientation, int) else picture
 
 
 def picture_descriptors(pictures: np.ndarray) -> np.ndarray:

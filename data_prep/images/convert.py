@@ -21,6 +21,7 @@ from data_prep.images.header import (
     Header,
     critical_chunks,
 )
+from vitscale.images.orientation import upright
 from vitscale.images.strict_jpeg import decode_strictly
 
 PILLOW_FORMATS = {"jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
@@ -29,16 +30,6 @@ WHITE = (255, 255, 255)
 JPEG_MAX_SIDE = 65_500
 # 16-bit samples are rounded in strips, so that the scratch memory does not grow with the image.
 STRIP_ROWS = 256
-# EXIF 2.32, tag 274.
-ROTATIONS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 # Unpackers for the high and the low bytes of 16-bit samples: "L" is a name of byte order.
 DEEP_COLOUR_BYTES = {"RGB": ("RGB;16B", "RGB;16L"), "RGBA": ("RGBA;16B", "RGBA;16L")}
 
@@ -113,8 +104,7 @@ def convert(
     image = _plain(file, data, header)
     if size != image.size:
         image = image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
-    if header.orientation in ROTATIONS:
-        image = image.transpose(ROTATIONS[header.orientation])
+    image = upright(image, header.orientation)
     as_jpeg = short_side is not None or (header.format != "png" and header.lossy)
     content, extension = _encoded(image, as_jpeg=as_jpeg, jpeg_quality=jpeg_quality)
     return content, extension, *image.size

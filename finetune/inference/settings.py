@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from pydantic import Field
@@ -56,10 +56,11 @@ class EvaluateRun(ModelRun):
 
     @property
     def sizes(self) -> tuple[ImageSize | None, ...]:
-        """Image sizes to evaluate at, by their longer side; None: the model's own."""
+        """Image sizes to evaluate at, in the order of `steps_of`; None: the model's own."""
         if self.image_sizes is None:
             return (self.image_size,)
-        return tuple(sorted(self.image_sizes, key=lambda size: max(rows_and_columns(size))))
+        steps = dict(zip(self.image_sizes, steps_of(self.image_sizes), strict=True))
+        return tuple(sorted(self.image_sizes, key=steps.__getitem__))
 
     @property
     def folder(self) -> str:
@@ -78,3 +79,14 @@ class EvaluateRun(ModelRun):
             if each.every_steps is not None:
                 yield ("evaluate", f"{each.name}: every_steps is for trainings; remove it")
         yield from launch_problems(self.launch)
+
+
+def steps_of(sizes: Sequence[ImageSize]) -> list[int]:
+    """The step of each image size in charts: its longer side, in px. Sizes that share it have
+    rows * 10,000 + columns, such as 1920384, but for the square."""
+    pairs = [rows_and_columns(size) for size in sizes]
+    longer = [max(pair) for pair in pairs]
+    return [
+        side if longer.count(side) == 1 or rows == columns else rows * 10_000 + columns
+        for side, (rows, columns) in zip(longer, pairs, strict=True)
+    ]

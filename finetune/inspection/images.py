@@ -6,6 +6,7 @@ means (`subject`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +123,7 @@ class ImageReader:
     def _class_name(self, number: int, label: int) -> str | None:
         if isinstance(self.inputs, Shards):
             return self.inputs.label_name(label)
-        folder = Path(self.inputs.paths[number]).absolute().parent
+        folder = Path(os.fsdecode(self.inputs.paths[number])).absolute().parent
         return folder.name if self._roots & {*folder.parents} else None
 
     def _title(self, number: int, class_name: str | None) -> str:

@@ -20,7 +20,7 @@ from launch.jobs.snapshot import kept_code, planned_folder
 from launch.jobs.submission import Submission, sbatch_text, submit_array
 from launch.studies.grid import FINAL, TRIAL, Grid, StudyTraining
 from launch.studies.selection import SelectingJob
-from launch.studies.states import Progress, TrainingState
+from launch.studies.states import FINISHED, TrainingState
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import write_json
 from vitscale.runs.launching import LaunchSettings
@@ -44,7 +44,7 @@ def arrays(grid: Grid, states: Mapping[str, TrainingState]) -> list[TrainingArra
     """The arrays to submit, each after those that it waits for."""
     groups: dict[tuple[str, str], list[StudyTraining]] = {}
     for name, training in grid.trainings.items():
-        if states[name].progress is not Progress.DONE:
+        if states[name].progress not in FINISHED:
             resources = training.run.launch.model_dump_json()
             groups.setdefault((training.kind, resources), []).append(training)
     found = [_array(grid, trainings) for trainings in groups.values()]

@@ -21,7 +21,7 @@ from launch.studies.arrays import batch_scripts, submit
 from launch.studies.figure import draw
 from launch.studies.grid import Grid, expand
 from launch.studies.overview import overview
-from launch.studies.results import collect, collect_trials, table, write_csv
+from launch.studies.results import check_metrics, collect, collect_trials, table, write_csv
 from launch.studies.running import LocalTrainings, report
 from launch.studies.selection import (
     check_held_out,
@@ -31,7 +31,7 @@ from launch.studies.selection import (
     write_selected,
 )
 from launch.studies.settings import StudyRun
-from launch.studies.states import Progress, TrainingState, check_unchanged, states_of
+from launch.studies.states import FINISHED, TrainingState, check_unchanged, states_of
 from launch.studies.tables import markdown_page, paper_table, printed, write_tables
 from launch.studies.tracking import as_children, close_study_parent, open_study_parent, publish
 from vitscale.config.command_line import load_command
@@ -144,7 +144,7 @@ def run_study_on_slurm(argv: Sequence[str]) -> int:
             print(text)
     if states is None:
         return 0
-    if all(state.progress is Progress.DONE for state in states.values()):
+    if all(state.progress in FINISHED for state in states.values()):
         parent = open_study_parent(grid, say=say)
         show_results(grid, states, parent)
         close_study_parent(parent, "FINISHED", say=say)
@@ -171,6 +171,7 @@ def say(text: str) -> None:
 def read_grid(command: StudyCommand, *, cluster: str, num_tasks: int | None = None) -> Grid:
     grid = expand(command.study, cluster=cluster, num_tasks=num_tasks)
     check_held_out(grid)
+    check_metrics(grid)
     return grid
 
 
@@ -187,7 +188,7 @@ def show_states(grid: Grid, command: StudyCommand) -> tuple[Grid, dict[str, Trai
         return grid, None
     errors = []
     for name, training in grid.trainings.items():
-        if states[name].progress is not Progress.DONE:
+        if states[name].progress not in FINISHED:
             try:
                 check_data(training.run)
             except UserError as error:

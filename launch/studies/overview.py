@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from launch.comparison.text import ABSENT, Table, plain_text
 from launch.studies.grid import Grid
-from launch.studies.states import Progress, TrainingState
+from launch.studies.states import FINISHED, Progress, TrainingState
 
 
 def overview(grid: Grid, states: Mapping[str, TrainingState]) -> str:
@@ -31,7 +31,7 @@ def overview(grid: Grid, states: Mapping[str, TrainingState]) -> str:
     )
     header = ("training", "state", "images", "steps", "parameters", "FLOPs")
     parts = [plain_text(Table(title=title, header=header, rows=tuple(rows)))]
-    left = [t for name, t in grid.trainings.items() if states[name].progress is not Progress.DONE]
+    left = [t for name, t in grid.trainings.items() if states[name].progress not in FINISHED]
     known = [training.flops for training in left if training.flops is not None]
     unknown = f", {len(left) - len(known)} of unknown cost" if len(known) < len(left) else ""
     parts.append(f"to train: {len(left)} trainings, {_flops(sum(known))} FLOPs{unknown}\n")

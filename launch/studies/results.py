@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.comparison.text import ABSENT, Table
-from launch.studies.grid import Cell, Grid, StudyTraining
+from launch.studies.grid import Cell, Grid, StudyTraining, in_runs
 from launch.studies.settings import AxisValue
-from launch.studies.states import Progress, TrainingState
-from vitscale.config.errors import UserError
+from launch.studies.states import Progress, TrainingState, has_diverged
+from vitscale.config.errors import UserError, UserErrors
 from vitscale.distributed.atomic_files import write_text
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
 
@@ -116,6 +117,47 @@ def last_value(training: StudyTraining, metric: str) -> float:
     return values[-1]
 
 
+def trial_value(training: StudyTraining, metric: str) -> float:
+    """As `last_value`; NaN for a trial that has diverged."""
+    return math.nan if has_diverged(training) else last_value(training, metric)
+
+
+def check_metrics(grid: Grid) -> None:
+    """Raise UserErrors for metrics of the study that its runs do not log after their last step."""
+    found: dict[str, tuple[str, list[str]]] = {}
+    cells = [(cell, grid.study.metrics) for cell in grid.cells]
+    cells += [(cell, (grid.study.select_metric,)) for cell in grid.trials]
+    for cell, metrics in cells:
+        training = grid.trainings[cell.result]
+        logged = _evaluated(training)
+        for metric in metrics:
+            if metric.startswith("val/") and metric not in logged:
+                allowed = ", ".join(logged) or "none, the runs evaluate nothing"
+                found.setdefault(metric, (allowed, []))[1].append(training.name)
+    errors = [
+        UserError(
+            in_runs(f"{metric} is no result of these runs", names).text(),
+            where="metric",
+            allowed=allowed,
+            next_step="correct the name, or add the evaluation to `evaluate` of the run files",
+        )
+        for metric, (allowed, names) in found.items()
+    ]
+    if errors:
+        raise UserErrors(errors)
+
+
+def _evaluated(training: StudyTraining) -> list[str]:
+    """Metrics of its evaluations, which all run after the last step."""
+    run = training.run
+    if run.data.evaluated is None:
+        return []
+    evaluations = run.make_objective().evaluations(run)
+    names = [name for each in evaluations for name in each.metric_names()]
+    averaged = [f"ema_{name}" for name in names] if run.optim.ema is not None else []
+    return [f"val/{name}" for name in [*names, *averaged]]
+
+
 def table(grid: Grid, results: list[Result]) -> Table:
     """The results to print: one line per combination, mean and spread over seeds."""
     header = (
@@ -164,6 +206,8 @@ def is_share(metric: str) -> bool:
 def shown_value(mean: float | None, spread: float | None, *, metric: str) -> str:
     if mean is None:
         return ABSENT
+    if math.isnan(mean):
+        return Progress.DIVERGED.value
     scale, digits, unit = (100.0, 2, " %") if is_share(metric) else (1.0, 4, "")
     text = f"{mean * scale:.{digits}f}"
     return text + (f" ± {spread * scale:.{digits}f}" if spread is not None else "") + unit

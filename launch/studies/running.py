@@ -20,9 +20,16 @@ from launch.jobs.monitor import CONTROLLER_SECONDS, JobResult, StopFlag, end, fa
 from launch.jobs.preparation import prepare_job
 from launch.jobs.submission import Submission, start_locally
 from launch.studies.grid import TRIAL, Grid, StudyTraining
-from launch.studies.results import last_value, shown_value
+from launch.studies.results import shown_value, trial_value
 from launch.studies.selection import chosen
-from launch.studies.states import Progress, TrainingState, changed_error, state_of
+from launch.studies.states import (
+    FINISHED,
+    Progress,
+    TrainingState,
+    changed_error,
+    has_diverged,
+    state_of,
+)
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.distributed.processes import num_cores
 from vitscale.tracking.console import format_duration
@@ -62,7 +69,7 @@ class LocalTrainings:
 
     def train(self, states: Mapping[str, TrainingState]) -> None:
         """Train everything that is missing or resumable. Ends no later than its processes."""
-        self._done = {n for n, state in states.items() if state.progress is Progress.DONE}
+        self._done = {n for n, state in states.items() if state.progress in FINISHED}
         self._waiting = [name for name in self.grid.trainings if name not in self._done]
         self._total = len(self._waiting)
         try:
@@ -163,6 +170,9 @@ class LocalTrainings:
         elif result.exit_code == EXIT_STOPPED_RESUMABLE:
             self._stopped.add(name)
             self.say(f"stopped {name} after {duration}, resumable")
+        elif has_diverged(self.grid.trainings[name]):
+            self._done.add(name)
+            self.say(f"diverged {name} after {duration}: counted as the worst")
         else:
             what = failure_report(job.submission, result, streamed=False)
             self.failures.append(Failure(name=name, what=what, command=job.command))
@@ -173,7 +183,7 @@ class LocalTrainings:
         study, training = self.grid.study, self.grid.trainings[name]
         metric = study.select_metric if training.kind == TRIAL else study.metric
         try:
-            value = last_value(training, metric)
+            value = trial_value(training, metric)
         except UserError:
             return ""
         return f": {metric} {shown_value(value, None, metric=metric)}"

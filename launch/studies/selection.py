@@ -20,8 +20,8 @@ from launch.comparison.differences import better_direction
 from launch.comparison.text import ABSENT, Table
 from launch.jobs.job import StageJob
 from launch.studies.grid import Grid, StudyTraining, in_runs
-from launch.studies.results import last_value, shown_value
-from launch.studies.states import Progress, TrainingState, states_of
+from launch.studies.results import shown_value, trial_value
+from launch.studies.states import FINISHED, TrainingState, states_of
 from vitscale.config.errors import EXIT_BAD_INPUT, UserError, UserErrors
 from vitscale.distributed.atomic_files import write_text
 
@@ -69,7 +69,15 @@ def check_held_out(grid: Grid) -> None:
 
 
 def best(means: Mapping[str, float], *, metric: str) -> str:
-    """The label with the best mean, the first of equal ones; NaN is worse than any number."""
+    """The label with the best mean, the first of equal ones; NaN, of trials that diverged, is
+    worse than any number. Raises UserError where all are NaN.
+    """
+    if all(math.isnan(mean) for mean in means.values()):
+        raise UserError(
+            f"the trials of all values have diverged: {', '.join(means)}",
+            where="select",
+            next_step="add values to the axis, such as lower learning rates",
+        )
     sign = 1 if better_direction(metric) == "higher" else -1
     scores = {
         label: -math.inf if math.isnan(mean) else sign * mean for label, mean in means.items()
@@ -102,19 +110,20 @@ def _selection(
 ) -> Selection:
     means = {
         label: _mean(grid, names)
-        if all(states[name].progress is Progress.DONE for name in names)
+        if all(states[name].progress in FINISHED for name in names)
         else None
         for label, names in trials.items()
     }
     known = {label: mean for label, mean in means.items() if mean is not None}
     metric = grid.study.select_metric
-    label = best(known, metric=metric) if len(known) == len(means) else None
+    is_known = len(known) == len(means) and not all(map(math.isnan, known.values()))
+    label = best(known, metric=metric) if is_known else None
     return Selection(others=others, trials=trials, means=means, label=label)
 
 
 def _mean(grid: Grid, trials: Sequence[str]) -> float:
     metric = grid.study.select_metric
-    return fmean(last_value(grid.trainings[name], metric) for name in trials)
+    return fmean(trial_value(grid.trainings[name], metric) for name in trials)
 
 
 def chosen(grid: Grid, training: StudyTraining) -> StudyTraining:
@@ -127,7 +136,7 @@ def chosen(grid: Grid, training: StudyTraining) -> StudyTraining:
 def resolve(grid: Grid) -> tuple[Grid, dict[str, TrainingState]]:
     """The grid with every choice made that can be made, and the states of its trainings."""
     states = states_of(grid)
-    done = {name for name, state in states.items() if state.progress is Progress.DONE}
+    done = {name for name, state in states.items() if state.progress in FINISHED}
     trainings = {
         name: chosen(grid, training) if set(training.trials) <= done else training
         for name, training in grid.trainings.items()
@@ -203,9 +212,9 @@ class SelectingJob:
         return next(iter(self.jobs.values())).run_folder
 
     def chosen(self) -> str:
-        """Raises UserError if a trial has no result."""
+        """Raises UserError if a trial has no result, or all have diverged."""
         means = {
-            label: fmean(last_value(trial, self.metric) for trial in trials)
+            label: fmean(trial_value(trial, self.metric) for trial in trials)
             for label, trials in self.trials.items()
         }
         return best(means, metric=self.metric)

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from launch.studies.grid import RUN_TYPES, Grid, StudyTraining
+from launch.studies.grid import RUN_TYPES, TRIAL, Grid, StudyTraining
 from vitscale.checkpoint.folders import looks_whole, step_folders, step_of
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run_file, run_leaves, yaml_flow
 from vitscale.config.section import Run
+from vitscale.runs.training import DIVERGED_NAME
 
 # Changing these changes where and how fast a run trains, not its result.
 WITHOUT_EFFECT = (
@@ -30,10 +31,16 @@ class Progress(Enum):
     MISSING = "missing"
     RESUMABLE = "resumable"
     DONE = "done"
+    DIVERGED = "diverged"
+    """A trial that ended because its updates were not finite: the worst of its choice."""
     CHANGED = "changed"
     """Trained, wholly or in part, with other settings than the study has now."""
     WAITING = "waiting"
     """A final run whose value is not chosen yet."""
+
+
+FINISHED = (Progress.DONE, Progress.DIVERGED)
+"""What is not trained again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,13 +76,21 @@ def state_of(training: StudyTraining) -> TrainingState:
         return TrainingState(progress=Progress.WAITING)
     whole = (path for path in step_folders(training.folder / "checkpoints") if looks_whole(path))
     step = next(map(step_of, whole), 0)
-    if not step:
+    diverged = has_diverged(training)
+    if not step and not diverged:
         return TrainingState(progress=Progress.MISSING)
     changes = tuple(_changes(training))
     if changes:
         return TrainingState(progress=Progress.CHANGED, step=step, changes=changes)
+    if diverged:
+        return TrainingState(progress=Progress.DIVERGED, step=step)
     is_done = training.steps is not None and step >= training.steps
     return TrainingState(progress=Progress.DONE if is_done else Progress.RESUMABLE, step=step)
+
+
+def has_diverged(training: StudyTraining) -> bool:
+    """Of a trial alone: any other training is tried again."""
+    return training.kind == TRIAL and (training.folder / DIVERGED_NAME).exists()
 
 
 def _changes(training: StudyTraining) -> Iterator[str]:

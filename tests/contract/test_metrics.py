@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.contract.tree import ROOT, parsed
 from vitscale.data.remote.store import COUNTS
+from vitscale.evaluation.registry import EVALUATIONS
 
 LOGGING = ("vitscale/data", "vitscale/evaluation", "vitscale/training", "pretrain", "finetune")
 METRIC = re.compile(r"(train|val|vitals)/[a-z0-9_]*[a-z0-9]")
@@ -22,6 +23,15 @@ def test_the_docs_list_every_metric() -> None:
         for path in (ROOT / folder).rglob("*.py"):
             logged |= set(_metrics_in(path))
     assert documented == logged
+
+
+def test_evaluations_declare_their_metrics() -> None:
+    """A study checks the names before its runs."""
+    declared = {f"val/{name}" for each in EVALUATIONS.values() for name in each.Settings.metrics}
+    logged = {
+        name for path in (ROOT / "vitscale/evaluation").rglob("*.py") for name in _metrics_in(path)
+    }
+    assert declared == {name for name in logged if METRIC.fullmatch(name)}
 
 
 def _metrics_in(path: Path) -> Iterator[str]:

@@ -19,6 +19,7 @@ from vitscale.images.size import rows_and_columns
 class ThroughputSettings(EvaluationSettingsBase):
     name: Literal["throughput"] = "throughput"
     """Metric: val/images_per_s, the sum over ranks."""
+    metrics: ClassVar[tuple[str, ...]] = ("images_per_s",)
     num_batches: int = Field(default=20, gt=0)
     """Batches that are timed."""
     warmup_batches: int = Field(default=3, ge=0)

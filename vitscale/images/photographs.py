@@ -11,18 +11,8 @@ import torch
 from PIL import Image
 
 from vitscale.images.crops import PILLOW_ERRORS, open_image
+from vitscale.images.orientation import TAG, TURNS, UPRIGHT, upright
 
-# EXIF 2.32, tag 274.
-ORIENTATION, UPRIGHT = 274, 1
-TURNS = {
-    2: Image.Transpose.FLIP_LEFT_RIGHT,
-    3: Image.Transpose.ROTATE_180,
-    4: Image.Transpose.FLIP_TOP_BOTTOM,
-    5: Image.Transpose.TRANSPOSE,
-    6: Image.Transpose.ROTATE_270,
-    7: Image.Transpose.TRANSVERSE,
-    8: Image.Transpose.ROTATE_90,
-}
 JPEG_START = b"\xff\xd8\xff"
 
 
@@ -36,15 +26,13 @@ def converted_pixels(data: bytes) -> torch.Tensor | None:
         if data.startswith(JPEG_START) and orientation == UPRIGHT:
             return None
         image.load()
-        plain = _opaque(image)
-        if orientation in TURNS:
-            plain = plain.transpose(TURNS[orientation])
+        plain = upright(_opaque(image), orientation)
         return torch.from_numpy(np.array(plain.convert("RGB")))
 
 
 def _orientation(image: Image.Image) -> int:
     try:
-        found = image.getexif().get(ORIENTATION, UPRIGHT)
+        found = image.getexif().get(TAG, UPRIGHT)
     except (OSError, ValueError, *PILLOW_ERRORS):
         return UPRIGHT  # broken metadata does not make an image unreadable
     return found if found in TURNS else UPRIGHT

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from vitscale.config.errors import UserError
 from vitscale.data.remote.store import remote_metrics
+from vitscale.distributed.atomic_files import write_json
 from vitscale.distributed.world import World, sum_over_ranks
 from vitscale.engine.engine import Engine
-from vitscale.runs.training import TrainingPlan
+from vitscale.runs.training import DIVERGED_NAME, TrainingPlan
 from vitscale.tracking.console import ProgressLine
 from vitscale.tracking.tracker import Tracker
 from vitscale.training.detectors import (
@@ -25,6 +28,8 @@ from vitscale.training.meters import IntervalMeter, peak_memory_gib
 class IntervalLog:
     """Journal, MLflow, console, and what watches the metrics on the way there."""
 
+    folder: Path
+    """Of the run."""
     world: World
     plan: TrainingPlan
     start_step: int
@@ -87,7 +92,12 @@ class IntervalLog:
         self.progress.update(step, loss=loss, lr=lr, images_per_s=speed, data_wait=wait)
         if spike is not None:
             self.progress.message(f"step {step}: {spike}")
-        self.skipped.update(health, loss_scale=scale, say=self.progress.message)
+        try:
+            self.skipped.update(health, loss_scale=scale, say=self.progress.message)
+        except UserError as error:
+            if self.world.is_first:
+                write_json(self.folder / DIVERGED_NAME, {"step": step, "why": error.what})
+            raise
 
     def _report_unreadable(self, step: int) -> None:
         messages = self.unreadable.collect(step)

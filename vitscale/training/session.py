@@ -29,7 +29,7 @@ from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.models.trained_model import CLASSES_NAME
 from vitscale.images.decoders import resolve_decoder
 from vitscale.images.size import show_size
-from vitscale.runs.training import TrainingRun
+from vitscale.runs.training import DIVERGED_NAME, TrainingRun
 from vitscale.tracking.console import ProgressLine
 from vitscale.tracking.tracker import Tracker
 from vitscale.training.detectors import (
@@ -162,6 +162,7 @@ def _open_log(
 ) -> IntervalLog:
     folder, plan, world = Path(run.folder), segment.plan, segment.engine.world
     if world.is_first:
+        (folder / DIVERGED_NAME).unlink(missing_ok=True)
         write_text(folder / "config.yaml", run_to_yaml(run))
         if objective.trains_classifier:
             write_json(folder / CLASSES_NAME, list(data.classes))
@@ -175,6 +176,7 @@ def _open_log(
         )
     )
     return IntervalLog(
+        folder=folder,
         world=world,
         plan=plan,
         start_step=start_step,

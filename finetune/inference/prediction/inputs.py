@@ -8,10 +8,11 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from finetune.inference.prediction.settings import PredictRun
@@ -76,15 +77,31 @@ def find_inputs(run: PredictRun) -> Inputs:
 # ---- files --------------------------------------------------------------------------------------
 
 
+class Paths:
+    """Paths as one string of bytes: a fourth of the memory of a list, and worker processes share
+    it, while every look at an item of a list copies its page."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        encoded = [os.fsencode(path) for path in paths]
+        self._bytes = b"".join(encoded)
+        self._ends = np.cumsum([0, *map(len, encoded)])
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, number: int) -> bytes:
+        return self._bytes[self._ends[number] : self._ends[number + 1]]
+
+
 class Files:
     """Image files."""
 
-    def __init__(self, paths: list[str], *, num_left_out: int) -> None:
+    def __init__(self, paths: Paths, *, num_left_out: int) -> None:
         self.paths, self.num_images, self.num_left_out = paths, len(paths), num_left_out
 
     def names(self, numbers: Sequence[int]) -> list[str]:
         # A name that is no UTF-8 would break the table.
-        return [os.fsencode(self.paths[n]).decode(errors="backslashreplace") for n in numbers]
+        return [self.paths[number].decode(errors="backslashreplace") for number in numbers]
 
     def label_name(self, label: int) -> str | None:
         return None
@@ -115,7 +132,7 @@ def find_files(given: Sequence[str]) -> Files:
     if not paths:
         what = f"no images in {', '.join(map(repr, given))}; {num_left_out:,} other files"
         raise UserError(what, where="images", allowed=f"names in .{', .'.join(sorted(SUFFIXES))}")
-    return Files(paths, num_left_out=num_left_out)
+    return Files(Paths(paths), num_left_out=num_left_out)
 
 
 def _walk(folder: str) -> Iterator[str]:
@@ -137,7 +154,7 @@ def _is_image_name(path: str) -> bool:
 class FileSamples:
     """Photographs as they are: also rotated by EXIF, transparent or with 16 bits per sample."""
 
-    def __init__(self, paths: list[str], *, settings: DataSettings, image_size: ImageSize) -> None:
+    def __init__(self, paths: Paths, *, settings: DataSettings, image_size: ImageSize) -> None:
         self.paths, self.image_size = paths, image_size
         self.resize = EvaluationResize(settings, image_size=image_size)
 
@@ -145,7 +162,7 @@ class FileSamples:
         pass
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        path = self.paths[position]
+        path = os.fsdecode(self.paths[position])
         try:
             data = _bounded_bytes(path)
             pixels_HW3 = converted_pixels(data)

@@ -6,7 +6,7 @@ Source: Guo et al. 2017, "On calibration of modern neural networks", sec. 2.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,7 @@ from vitscale.evaluation.interface.one_pass import LogitsEvaluation
 class CalibrationSettings(EvaluationSettingsBase):
     name: Literal["calibration"] = "calibration"
     """Metrics: val/ece, val/nll. File: calibration.csv, one row per bin."""
+    metrics: ClassVar[tuple[str, ...]] = ("ece", "nll")
     num_bins: int = Field(default=15, gt=0)
     """Bins of equal width over the confidence, 0 to 1."""
 

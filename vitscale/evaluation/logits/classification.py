@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from vitscale.evaluation.interface.evaluation import (
     EvaluationSettingsBase,
@@ -16,6 +16,7 @@ from vitscale.evaluation.interface.one_pass import LogitsEvaluation
 class ClassificationSettings(EvaluationSettingsBase):
     name: Literal["classification"] = "classification"
     """Metrics: val/top1, val/loss, and val/top5 of more than five classes."""
+    metrics: ClassVar[tuple[str, ...]] = ("top1", "top5", "loss")
 
 
 class Classification(LogitsEvaluation):

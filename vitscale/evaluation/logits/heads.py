@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from vitscale.evaluation.interface.evaluation import (
     EvaluationSettingsBase,
@@ -16,6 +16,7 @@ from vitscale.evaluation.interface.one_pass import LogitsEvaluation
 class HeadsSettings(EvaluationSettingsBase):
     name: Literal["heads"] = "heads"
     """Metrics: val/cls_top1, val/dist_top1, and val/softmax_top1 of their summed softmaxes."""
+    metrics: ClassVar[tuple[str, ...]] = ("cls_top1", "dist_top1", "softmax_top1")
 
 
 class Heads(LogitsEvaluation):

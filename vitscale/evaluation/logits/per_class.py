@@ -10,7 +10,7 @@ import csv
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from vitscale.distributed.atomic_files import write_text
 from vitscale.evaluation.interface.evaluation import EvaluationSettingsBase, Outputs, Subject
@@ -20,6 +20,7 @@ from vitscale.evaluation.interface.one_pass import LogitsEvaluation
 class PerClassSettings(EvaluationSettingsBase):
     name: Literal["per_class"] = "per_class"
     """Metric: val/class_mean_top1, over classes that have images. File: per_class.csv."""
+    metrics: ClassVar[tuple[str, ...]] = ("class_mean_top1",)
 
 
 class PerClass(LogitsEvaluation):

@@ -6,7 +6,7 @@ A super-class is a hypernym in WordNet; the classes of the shards are synsets su
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
@@ -26,6 +26,7 @@ class SuperClassesSettings(EvaluationSettingsBase):
     name: Literal["super_classes"] = "super_classes"
     """Metrics: val/super_top1, val/super_mean_top1 (mean over super-classes). File:
     super_classes.csv."""
+    metrics: ClassVar[tuple[str, ...]] = ("super_top1", "super_mean_top1")
     wordnet: str = "/usr/share/wordnet/data.noun"
     """WordNet's nouns; Debian's package wordnet-base puts them here."""
     depth: int = Field(default=6, gt=0)

@@ -7,7 +7,7 @@ not on the split that is reported. The objective `linear_probe` is MAE's protoco
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -28,8 +28,15 @@ RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2,
 
 class LinearHeadsSettings(EvaluationSettingsBase):
     name: Literal["linear_heads"] = "linear_heads"
-    """Metrics: val/linear_top1 of the best head, val/linear_dev_top1, by which it was chosen, and
-    val/linear_lr, its learning rate."""
+    """Metrics: val/linear_top1 of the best head, val/linear_dev_top1, by which it was chosen,
+    val/linear_lr, its learning rate, and val/linear_lr_at_end, 1 if that is the first or the last
+    of the list."""
+    metrics: ClassVar[tuple[str, ...]] = (
+        "linear_top1",
+        "linear_dev_top1",
+        "linear_lr",
+        "linear_lr_at_end",
+    )
     learning_rates: tuple[Annotated[float, Field(gt=0)], ...] = Field(
         default=RATES, min_length=1, strict=False
     )
@@ -77,6 +84,7 @@ class LinearHeads(Evaluation):
         from vitscale.evaluation.features.linear_training import train_heads
 
         settings, device = self.settings, subject.model.world.device
+        rates = settings.learning_rates
         output: Output = settings.inputs
         train, val = subject.train_features(output=output), subject.val_features(output=output)
         fit, dev = dev_split(subject.num_train, settings.dev_fraction, seed=settings.seed)
@@ -109,6 +117,8 @@ class LinearHeads(Evaluation):
             "linear_top1": Share(on_val, subject.val.num_samples),
             "linear_dev_top1": Share(on_dev, len(dev)),
             "linear_lr": rate,
+            # Then a longer list may have a better one.
+            "linear_lr_at_end": float(rate in (min(rates), max(rates))),
         }
 
 

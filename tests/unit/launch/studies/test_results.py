@@ -6,13 +6,14 @@ import csv
 from pathlib import Path
 
 import pytest
+from pytest import MonkeyPatch
 
 from launch.comparison.text import plain_text
 from launch.studies.grid import Grid
-from launch.studies.results import collect, shown_value, table, write_csv
+from launch.studies.results import check_metrics, collect, shown_value, table, write_csv
 from launch.studies.states import states_of
 from tests.support.study_runs import grid_of, write_all, write_study, write_training
-from vitscale.config.errors import UserError
+from vitscale.config.errors import UserError, UserErrors
 
 
 @pytest.fixture
@@ -62,6 +63,20 @@ def test_an_absent_metric_names_those_there_are(tmp_path: Path, grid: Grid) -> N
     other = grid_of(tmp_path / "study.yaml", "metric=val/top9")
     with pytest.raises(UserError, match="(?s)no val/top9 at the last step.*allowed: val/loss, val"):
         collect(other, states_of(other))
+
+
+def test_metrics_are_checked_before_any_run(tmp_path: Path, monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    study = write_study(tmp_path)
+    check_metrics(grid_of(study, "metric=val/loss", "other_metrics=[val/top5,train/loss]"))
+    with pytest.raises(UserErrors, match=r"(?s)val/topp1 is no result.*in: .*val/top1, val/top5"):
+        check_metrics(grid_of(study, "metric=val/topp1"))
+    for name in ("knn_top1", "knn9_top1", "few_shot2_std", "ema_few_shot2_std"):
+        with pytest.raises(UserErrors, match=f"val/{name} is no result"):
+            check_metrics(grid_of(study, f"other_metrics=[val/{name}]"))
+        probes = "evaluate=[{name: knn, also_k: [9]}, {name: few_shot, shots: [2]}]"
+        overrides = f"finetune.overrides=['{probes}', 'optim.ema={{decay: 0.9}}']"
+        check_metrics(grid_of(study, f"metric=val/{name}", overrides))
 
 
 def test_a_metric_of_an_earlier_step_does_not_count(tmp_path: Path, grid: Grid) -> None:

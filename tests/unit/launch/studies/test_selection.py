@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,9 @@ from launch.studies.selection import (
     SelectingJob,
     best,
     check_held_out,
+    chosen,
     resolve,
+    selected_table,
     selections,
     write_selected,
 )
@@ -24,6 +27,8 @@ from launch.studies.states import Progress, states_of
 from tests.contract.tree import ROOT
 from tests.support.study_runs import grid_of, study_of, write_study, write_training
 from vitscale.config.errors import UserError
+from vitscale.config.loader import run_to_yaml
+from vitscale.runs.training import DIVERGED_NAME
 
 SELECTING = """\
 stage: study
@@ -127,6 +132,48 @@ def test_the_direction_comes_from_the_metric() -> None:
     assert best(means, metric="val/top1") == "c"
     assert best(means, metric="val/loss") == "a"
     assert best({"b": float("nan"), "a": 0.0}, metric="val/top1") == "a"
+
+
+def diverge(grid: Grid, name: str) -> None:
+    """As a training that skipped too many updates leaves its folder."""
+    training = grid.trainings[name]
+    training.folder.mkdir(parents=True)
+    (training.folder / "config.yaml").write_text(run_to_yaml(training.run))
+    (training.folder / DIVERGED_NAME).write_text('{"step": 3}')
+
+
+def test_a_diverged_trial_is_the_worst_of_its_choice(study: Path) -> None:
+    grid = grid_of(study)
+    write_trials(grid, {"trial_pets_low_seed0": 0.0})
+    diverge(grid, "trial_pets_high_seed0")
+    grid, states = resolve(grid)
+    assert states["trial_pets_high_seed0"].progress is Progress.DIVERGED
+    assert grid.trainings["final_pets_seed5"].labels["rate"] == "low"
+    pets, _ = found = selections(grid, states)
+    assert pets.label == "low" and math.isnan(pets.means["high"] or 0.0)
+    assert ("Pets", "low", "0.00 %", "diverged", "") in selected_table(grid, found).rows
+    left = [training.name for array in arrays(grid, states) for training in array.trainings]
+    assert "trial_pets_high_seed0" not in left
+
+
+def test_only_the_same_trial_counts_as_diverged(study: Path) -> None:
+    grid = grid_of(study)
+    diverge(grid, "trial_pets_high_seed0")
+    for name in ("final_pets_seed5", "final_pets_seed6"):
+        diverge(grid, name)
+    changed = grid_of(study, "finetune.overrides=[optim.weight_decay=0.5]")
+    assert states_of(changed)["trial_pets_high_seed0"].progress is Progress.CHANGED
+    write_trials(grid, {"trial_pets_low_seed0": 0.5})
+    assert resolve(grid)[1]["final_pets_seed5"].progress is Progress.MISSING
+
+
+def test_a_choice_among_diverged_trials_is_an_error(study: Path) -> None:
+    grid = grid_of(study)
+    for name in PETS:
+        diverge(grid, name)
+    assert [each.label for each in selections(grid, states_of(grid))] == [None, None]
+    with pytest.raises(UserError, match="the trials of all values have diverged: low, high"):
+        chosen(grid, grid.trainings["final_pets_seed5"])
 
 
 def test_a_final_run_of_another_choice_is_changed(study: Path) -> None:

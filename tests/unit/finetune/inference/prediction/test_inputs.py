@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import pickle
 from pathlib import Path
 
 import pytest
 import torch
 
-from finetune.inference.prediction.inputs import Files, find_files, find_inputs
+from finetune.inference.prediction.inputs import Files, Paths, find_files, find_inputs
 from finetune.inference.prediction.settings import PredictRun
 from tests.support.corpora.photographs import jpeg, photograph
 from tests.support.corpora.small_shards import make_shard_folder
@@ -30,7 +31,7 @@ def test_folders_are_read_below_and_in_order(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     found = find_files([str(tmp_path), str(tmp_path / "notes.txt")])
-    assert [os.path.relpath(path, tmp_path) for path in found.paths] == [
+    assert [os.path.relpath(path, tmp_path) for path in found.names(range(4))] == [
         "a.webp",
         "b/1.PNG",
         "b/2.jpg",
@@ -63,7 +64,16 @@ def test_an_unreadable_file_is_a_blank_row_with_a_reason(tmp_path: Path) -> None
 
 
 def test_names_that_are_no_utf8_are_escaped() -> None:
-    assert Files([os.fsdecode(b"\xff.jpg")], num_left_out=0).names([0]) == ["\\xff.jpg"]
+    path = os.fsdecode(b"\xff.jpg")
+    files = Files(Paths([path, "b.jpg"]), num_left_out=0)
+    assert files.names([1, 0]) == ["b.jpg", "\\xff.jpg"]
+    assert os.fsdecode(files.paths[0]) == path
+
+
+def test_paths_take_little_memory_when_they_are_copied() -> None:
+    """A worker process is given what is pickled, or shares it."""
+    paths = Paths(f"/photographs/2026/{number:07d}.jpg" for number in range(10_000))
+    assert len(pickle.dumps(paths)) < 10_000 * (len("/photographs/2026/0000000.jpg") + 9)
 
 
 def test_shards_come_alone(tmp_path: Path) -> None:

@@ -37,7 +37,21 @@ def probe(**settings: Any) -> LinearHeads:
 @pytest.mark.usefixtures("group")
 def test_the_best_head_separates_clusters() -> None:
     found = probe().metrics(array_subject(clusters(name="train"), clusters(name="test")))
-    assert found == {"linear_top1": 1.0, "linear_dev_top1": 1.0, "linear_lr": 1.0}
+    assert found == {
+        "linear_top1": 1.0,
+        "linear_dev_top1": 1.0,
+        "linear_lr": 1.0,
+        "linear_lr_at_end": 1.0,
+    }
+
+
+@pytest.mark.usefixtures("group")
+def test_a_best_rate_inside_the_list_is_no_end() -> None:
+    rates = (1e-6, 1.0, 1e-7)
+    subject = array_subject(clusters(name="train"), clusters(name="test"))
+    assert probe(learning_rates=rates).metrics(subject)["linear_lr_at_end"] == 1.0
+    found = probe(learning_rates=(*rates, 1e6)).metrics(subject)
+    assert (found["linear_lr"], found["linear_lr_at_end"]) == (1.0, 0.0)
 
 
 @pytest.mark.usefixtures("group")
@@ -46,7 +60,7 @@ def test_the_reported_split_does_not_choose() -> None:
     train, test = clusters(name="train"), clusters(name="test")
     test.label = (test.label + 1) % 3
     found = probe().metrics(array_subject(train, test))
-    assert found == {"linear_top1": 0.0, "linear_dev_top1": 1.0, "linear_lr": 1.0}
+    assert (found["linear_top1"], found["linear_dev_top1"], found["linear_lr"]) == (0.0, 1.0, 1.0)
 
 
 def test_the_part_that_chooses_is_not_trained_on() -> None:
