@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from launch.jobs.preparation import check_job, job_folder, run_name
 from launch.jobs.submission import sbatch_text
+from vitscale.config.errors import UserError
+from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.launching import FIELD_PATTERNS, LaunchSettings, launch_problems
 
 
@@ -92,7 +97,6 @@ def test_signal_delay_fits_the_time_limit(
     assert keys == ([] if accepted else ["launch.signal_delay_s"])
 
 
-ROOT = Path(__file__).resolve().parents[4]
 TEXT = st.text(min_size=1, max_size=40)
 
 
@@ -113,18 +117,71 @@ def test_accepted_values_stay_on_their_option_line(
     assert len(lines) == len(plain) + 3
 
 
-def test_quoting_survives_a_shell(tmp_path: Path) -> None:
-    # Run as a plain script, the batch script must do nothing but call srun.
-    comment = "'; touch canary; echo $(touch canary) `touch canary`"
-    assert keys_of(comment=comment) == []
-    text = sbatch_text(LaunchSettings(comment=comment), name="run", folder=tmp_path)
-    (tmp_path / "srun").write_text("#!/bin/sh\nexit 0\n")
-    (tmp_path / "srun").chmod(0o755)
-    job = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "n1", "PYTHONPATH": str(ROOT)}
+# Fields whose text is no shell. `setup` and `python` are shell by design, on one line.
+QUOTED_FIELDS = (
+    "gpu_type", "partition", "account", "qos", "constraint", "reservation", "exclude", "comment",
+    "srun_args", "sbatch value", "sbatch option", "run name",
+)  # fmt: skip
+HOSTILE = (
+    "$(touch canary)", "`touch canary`", "; touch canary", "x & touch canary #", "x | touch canary",
+    "'; touch canary; '", '"; touch canary; "', "x\ntouch canary", "> canary",
+)  # fmt: skip
+
+
+def script_with(field: str, text: str) -> str | None:
+    """The batch script with a hostile text in one field; None if it is refused."""
+    values: dict[str, dict[str, object]] = {
+        "srun_args": {"srun_args": [f"--x={text}"]},
+        "sbatch value": {"sbatch": {"mail-user": text}},
+        "sbatch option": {"sbatch": {text: True}},
+        "run name": {},
+    }
+    launch = LaunchSettings.model_validate(values.get(field, {field: text}))
+    # Its name is that of the output, and is also in the path of the job folder.
+    output = text if field == "run name" else "shards"
+    run = DataPrepRun.model_validate({"output": output, "source": {"path": "images"}})
+    if list(launch_problems(launch)):
+        return None
+    try:
+        check_job(run, num_tasks=1, cluster="slurm")
+    except UserError:
+        return None
+    folder = job_folder(run, cluster="slurm")
+    return sbatch_text(launch, name=run_name(run), folder=folder, code=folder / "code-1")
+
+
+def test_no_field_runs_as_shell(tmp_path: Path) -> None:
+    scripts = {
+        (field, text): script_with(field, text) for field in QUOTED_FIELDS for text in HOSTILE
+    }
+    accepted = {key: script for key, script in scripts.items() if script is not None}
+    # Free text and paths are quoted, the rest is refused.
+    assert {field for field, _ in accepted} == {
+        "comment", "srun_args", "sbatch value", "run name"
+    }  # fmt: skip
+    assert not [text for _, text in accepted if "\n" in text]
+    for script in accepted.values():
+        options = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
+        assert all(len(shlex.split(line.removeprefix("#SBATCH "))) == 1 for line in options)
+    # As SLURM does: bash runs the whole script. The last one shows that a canary would be seen.
+    control = sbatch_text(LaunchSettings(setup=("touch control",)), name="run", folder=tmp_path)
+    # The interpreter would start what it gets as words, without a shell.
+    (tmp_path / "python").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "python").chmod(0o755)
+    for number, script in enumerate([*accepted.values(), control]):
+        text = script.replace(sys.executable, str(tmp_path / "python"))
+        (tmp_path / f"{number:03}.sh").write_text(text)
     subprocess.run(
-        ["bash", "-c", text],
-        cwd=tmp_path,
-        env={"PATH": f"{tmp_path}:/usr/bin:/bin", **job},
-        check=True,
-    )
-    assert not (tmp_path / "canary").exists()
+        ["bash", "-c", "for each in *.sh; do bash -e $each || exit; done"],
+        cwd=tmp_path, env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, check=True,
+    )  # fmt: skip
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"control", "python", *(f"{n:03}.sh" for n in range(len(accepted) + 1))}
+
+
+@pytest.mark.parametrize("field", ["python", "setup"])
+def test_fields_that_are_shell_stay_on_one_line(field: str) -> None:
+    for end in ("\n", "\r", "\x0b", "\x85", "\u2028"):
+        text = f"true{end}touch canary"
+        where = "launch.setup[0]" if field == "setup" else "launch.python"
+        assert keys_of(**{field: [text] if field == "setup" else text}) == [where]

@@ -1,0 +1,166 @@
+"""launch/slurm.py on a real SLURM: snapshots of the code, second jobs of a run, limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sqlite3
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.integration.slurm.conftest import SlurmCluster
+from tests.support.corpora.small_shards import make_shard_folder
+from tests.support.waiting import PATIENCE_S
+from vitscale.tracking.source_version import CODE_FOLDERS
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[3]
+RUN = """\
+stage: pretrain
+name: tiny
+data: {path: shards, global_batch: 2, num_workers: 0}
+model: {image_size: 8, patch_size: 4, width: 8, depth: 1, num_heads: 1, mlp_width: 8}
+optim: {lr: 0.001}
+schedule: {steps: 2}
+engine: {device: cpu, zero_stage: 0, num_threads: 1}
+tracking: {uri: "sqlite:///runs/mlflow.db"}
+launch: {timeout_min: 10}
+"""
+HOLD = "launch.sbatch={hold: true}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkout:
+    """A copy of this project with a commit of its own, which a test can edit."""
+
+    slurm: SlurmCluster
+    folder: Path
+
+    def submit(self, *arguments: str, programs: Path | None = None) -> tuple[str, str]:
+        """Job id, or '' if refused, and what launch/slurm.py prints."""
+        environment = self.slurm.environment | {"PYTHONPATH": str(self.folder)}
+        if programs is not None:
+            environment["PATH"] = f"{programs}{os.pathsep}{environment['PATH']}"
+        done = subprocess.run(
+            [sys.executable, "launch/slurm.py", "--config", "run.yaml", *arguments],
+            cwd=self.folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_S,
+        )  # fmt: skip
+        output = done.stdout + done.stderr
+        assert done.returncode in (0, 2), output
+        found = re.search(r"^submitted job (\d+)", output, re.M)
+        assert (found is not None) == (done.returncode == 0), output
+        return found[1] if found else "", output
+
+    def edit(self, name: str, line: str) -> None:
+        path = self.folder / name
+        path.write_text(f"{path.read_text()}{line}\n")
+
+    def names(self, pattern: str) -> list[str]:
+        """Names in the job folder of the run."""
+        return sorted(path.name for path in (self.folder / "runs/tiny/slurm").glob(pattern))
+
+    def log(self, job_id: str) -> str:
+        return (self.folder / f"runs/tiny/slurm/{job_id}/{job_id}_0_log.out").read_text()
+
+
+@pytest.fixture
+def checkout(slurm: SlurmCluster, tmp_path: Path) -> Checkout:
+    folder = tmp_path / "checkout"
+    for name in CODE_FOLDERS:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    # As in the usual case, the runs are inside the checkout.
+    (folder / ".gitignore").write_text("*.so\n__pycache__/\n/runs/\n")
+    for arguments in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "all"]):
+        identity = ["-c", "user.name=n", "-c", "user.email=e@example.org"]
+        subprocess.run(["git", "-C", folder, *identity, *arguments], check=True)
+    make_shard_folder(folder / "shards")
+    (folder / "run.yaml").write_text(RUN)
+    return Checkout(slurm=slurm, folder=folder)
+
+
+def test_a_job_runs_the_code_as_it_was_submitted(slurm: SlurmCluster, checkout: Checkout) -> None:
+    checkout.edit("pretrain/main.py", "# edited before the submission")
+    first, _ = checkout.submit(HOLD)
+    # The job imports it, the submission does not.
+    checkout.edit("vitscale/training/loop.py", "raise SystemExit('edited while queued')")
+    refused, output = checkout.submit()
+    assert not refused and f"job {first} (PENDING: JobHeldUser) of this run has not ended" in output
+    second, output = checkout.submit("--after")
+    assert second, output
+    assert slurm.job(second)["Dependency"].startswith(f"afterany:{first}")
+    slurm.run(["scontrol", "release", first])
+    assert slurm.wait(first, states=["COMPLETED", "FAILED"])["JobState"] == "COMPLETED", (
+        checkout.log(first)
+    )
+    assert slurm.wait(second, states=["COMPLETED", "FAILED"])["JobState"] == "FAILED"
+    assert "edited while queued" in checkout.log(second)
+    assert len(checkout.names("code-*")) == 2
+
+    with sqlite3.connect(checkout.folder / "runs/mlflow.db") as connection:
+        tags = dict(connection.execute("select key, value from tags"))
+    head = slurm.run(["git", "rev-parse", "HEAD"], cwd=checkout.folder).strip()
+    assert tags["mlflow.source.git.commit"] == head
+    assert tags["mlflow.source.git.dirty"] == "true"
+    (diff,) = (checkout.folder / "runs/mlflow-artifacts").rglob("source-*.diff")
+    assert "+# edited before the submission" in diff.read_text()
+    assert "while queued" not in diff.read_text()
+
+
+def test_a_run_has_one_job_unless_asked_otherwise(
+    slurm: SlurmCluster, checkout: Checkout, tmp_path: Path
+) -> None:
+    first, _ = checkout.submit(HOLD, "launch.snapshot=false")
+    assert not checkout.names("code-*")
+    files = checkout.names("*") + checkout.names(".*")
+    # A replacement that sbatch refuses leaves the first job and no files.
+    refused, output = checkout.submit("--replace", "launch.partition=nowhere")
+    assert not refused and output.lower().count("invalid partition specified: nowhere") == 1, output
+    assert checkout.names("*") + checkout.names(".*") == files
+    assert slurm.job(first)["JobState"] == "PENDING"
+
+    second, output = checkout.submit("--replace", HOLD)
+    assert f"job {first} has ended" in output
+    assert slurm.job(first)["JobState"] == "CANCELLED"
+    assert slurm.job(second)["JobState"] == "PENDING"
+
+    silent = tmp_path / "silent"
+    silent.mkdir()
+    (silent / "squeue").write_text("#!/bin/sh\necho 'Unable to contact controller' >&2\nexit 1\n")
+    (silent / "squeue").chmod(0o755)
+    refused, output = checkout.submit("--after", programs=silent)
+    assert not refused and "does not say which job --after means" in output
+    third, output = checkout.submit(HOLD, programs=silent)
+    assert third and "warning: SLURM does not say" in output and "Unable to contact" in output
+    # Both have the same code.
+    (snapshot,) = checkout.names("code-*")
+    record = json.loads((checkout.folder / f"runs/tiny/slurm/{snapshot}/source.json").read_text())
+    assert record["dirty"] is False
+    slurm.run(["scancel", second, third])
+
+
+def test_what_a_partition_never_allows_is_refused(checkout: Checkout) -> None:
+    # Limits of the cluster's configuration: 60 minutes, 2 nodes, 4 cores and 2000 MB each.
+    allowed = {
+        "launch.timeout_min=61": "at most 60 minutes in test",
+        "launch.cpus_per_task=5": "at most 4 cores per task in test",
+        "launch.mem_gb=2": "at most 1 GB per node in test",
+    }
+    refused, output = checkout.submit(*allowed)
+    assert not refused and output.startswith("3 errors:\n")
+    for setting, limit in allowed.items():
+        assert f"{setting.partition('=')[0]}: " in output and limit in output
+    refused, output = checkout.submit("launch.nodes=3", "data.global_batch=6")
+    assert not refused and "at most 2 node(s) of this size in test" in output
+    assert not (checkout.folder / "runs").exists()
+    largest = ["launch.timeout_min=60", "launch.cpus_per_task=4", "launch.mem_gb=1"]
+    accepted, output = checkout.submit(*largest, HOLD)
+    assert accepted, output
+    checkout.slurm.run(["scancel", accepted])
