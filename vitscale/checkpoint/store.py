@@ -126,6 +126,9 @@ class CheckpointStore:
         self, save: Save, tensors: Mapping[str, torch.Tensor], ready: torch.cuda.Event | None
     ) -> None:
         try:
+            if self.world.device.type == "cuda":
+                # A thread starts on GPU 0, where every rank of the node would open a context.
+                torch.cuda.set_device(self.world.device)
             pieces = self._host_copy.take(tensors, after=ready)
             self._copied.set()
             self._commit = commit_save(save, self._finite(save, pieces), exchange=self._exchange)

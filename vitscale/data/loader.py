@@ -164,6 +164,8 @@ def _loader(
         collate_fn=_identity,
         pin_memory=pin_memory,
         worker_init_fn=_start_worker,
+        # Other methods would pickle the index for every worker.
+        multiprocessing_context="fork" if settings.num_workers else None,
         timeout=settings.timeout_s / TIMEOUT_PARTS if settings.num_workers else 0,
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -88,6 +89,14 @@ def cutmix_box(share: float, random: CounterRandom, *, image_size: ImageSize) ->
     return Blend(1 - area / (rows * columns), (top, left, bottom, right))
 
 
+def _on_device(values: list[Any], device: torch.device) -> torch.Tensor:
+    """A tensor of numbers of the host. A GPU gets it without being waited for."""
+    tensor = torch.tensor(values)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def mix_images(images_B3SS: torch.Tensor, blends: list[Blend]) -> torch.Tensor:
     """Mix each image with its partner; float32, same value range, not rounded.
 
@@ -95,11 +104,11 @@ def mix_images(images_B3SS: torch.Tensor, blends: list[Blend]) -> torch.Tensor:
     """
     device = images_B3SS.device
     rows, columns = images_B3SS.shape[-2:]
-    keep_P = torch.tensor([1.0 if blend.box else blend.share for blend in blends], device=device)
+    keep_P = _on_device([1.0 if blend.box else blend.share for blend in blends], device)
     keep_P11SS = keep_P.view(-1, 1, 1, 1, 1)
     if any(blend.box for blend in blends):
         # Made on the device: copying a mask per pair would be slow.
-        boxes_P4 = torch.tensor([blend.box or (0, 0, 0, 0) for blend in blends], device=device)
+        boxes_P4 = _on_device([blend.box or (0, 0, 0, 0) for blend in blends], device)
         top, left, bottom, right = boxes_P4[:, :, None].unbind(1)
         row_R, column_C = (torch.arange(side, device=device) for side in (rows, columns))
         rows_PR = (row_R >= top) & (row_R < bottom)

@@ -67,6 +67,8 @@ def _complete_environment() -> None:
 def _pick_device(wanted: Literal["auto", "cuda", "cpu"], local_rank: int) -> torch.device:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
+    if torch.cuda.device_count() == 1 and _sees_one_gpu_of_its_own():
+        return torch.device("cuda", 0)
     if local_rank >= torch.cuda.device_count():
         raise UserError(
             f"local rank {local_rank} has no GPU: torch finds {torch.cuda.device_count()} here",
@@ -74,6 +76,12 @@ def _pick_device(wanted: Literal["auto", "cuda", "cpu"], local_rank: int) -> tor
             next_step="start as many processes per node as it has GPUs, or set engine.device=cpu",
         )
     return torch.device("cuda", local_rank)
+
+
+def _sees_one_gpu_of_its_own() -> bool:
+    """Whether SLURM shows each task one GPU (`--gpu-bind=single`, `--gpus-per-task=1`)."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return "SLURM_PROCID" in os.environ and bool(visible) and "," not in visible
 
 
 @contextmanager

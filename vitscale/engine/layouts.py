@@ -21,6 +21,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.runtime import bf16_optimizer
+from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.utils import is_invalid_grad_norm
 from deepspeed.runtime.zero import parameter_offload, stage3, stage_1_and_2
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
@@ -56,9 +57,11 @@ def initialize_deepspeed(
 ) -> Any:
     """The DeepSpeed engine, which neither clips nor checks gradients; the guard does both."""
     deepspeed_logger.setLevel(logging.WARNING)
-    # DeepSpeed's CPU collectives through shared memory are compiled at first use, spin on the
-    # cores that train, and collide with leftovers of a killed run of the same name. gloo does not.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if not torch.cuda.is_available():
+        # DeepSpeed's CPU collectives through shared memory are compiled at first use, spin on the
+        # cores that train, and collide with leftovers of a killed run of the same name. gloo does
+        # not. On a GPU reading this dict would probe every compiler.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed calls these at every ZeRO 3 step; newer versions of torch warn each time.
     deprecated = (
         r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
@@ -75,7 +78,28 @@ def initialize_deepspeed(
     check = is_invalid_grad_norm if dtype == torch.float16 else lambda norm: False
     for module in (bf16_optimizer, stage_1_and_2, stage3):
         module.is_invalid_grad_norm = check
+    # Its own builds a tensor on the device from a number of the host, which stops a GPU, too.
+    for module in (deepspeed_utils, stage_1_and_2, stage3):
+        module.mask_nan_or_inf_with_val_inplace = _mask_not_finite
+    _cast_fixed_tables(engine.module)
     return engine
+
+
+def _mask_not_finite(tensor: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
+    tensor.copy_(torch.where(tensor.isfinite(), tensor, val))
+
+
+def _cast_fixed_tables(model: nn.Module) -> None:
+    """Give fixed position embeddings the dtype of the parameters, which DeepSpeed casts alone.
+
+    A table in fp32 would promote all activations after it, which bf16 weights do not take.
+    """
+    for module in model.modules():
+        dtype = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+        for name in module._non_persistent_buffers_set:
+            table = module._buffers[name]
+            if dtype is not None and table is not None and table.is_floating_point():
+                module._buffers[name] = table.to(dtype)
 
 
 def destroy_deepspeed(engine: Any) -> None:

@@ -82,6 +82,10 @@ def raw_problems(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             close = nearest(key, (*RAW_GROUPS, *RAW_VALUES))
             hint = f"did you mean {close!r}?" if close else "see DeepSpeed's configuration page"
             yield (where, f"DeepSpeed has no such key; {hint}")
+    compile_ = raw.get("compile")
+    if isinstance(compile_, Mapping) and compile_.get("deepcompile"):
+        what = "is never used: blocks are compiled by torch"
+        yield ("deepspeed.compile.deepcompile", f"{what}; remove the key, or set engine.compile")
     zero = raw.get("zero_optimization")
     if isinstance(zero, Mapping) and "stage" in zero:
         yield ("deepspeed.zero_optimization.stage", "cannot be set here; set engine.zero_stage")

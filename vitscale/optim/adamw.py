@@ -16,7 +16,7 @@ def decayed_bf16(kept: torch.Tensor, decay: float) -> torch.Tensor:
     So in JAX, where a Python number takes the type of the array it meets: a decay of 0.9 is
     0.8984375.
     """
-    return kept * torch.tensor(decay, dtype=torch.bfloat16, device=kept.device)
+    return kept * torch.full((), decay, dtype=torch.bfloat16, device=kept.device)
 
 
 def build(

@@ -40,7 +40,7 @@ SHORT = [
     *("schedule.warmup_steps=1", "checkpoint.every_steps=2", "checkpoint.keep=1"),
     *("data.global_batch=8", "data.num_workers=0", "data.val_split=train"),
     "model.num_classes=null",
-    *("engine.device=cpu", "engine.precision=auto", "engine.num_threads=1"),
+    *("engine.device=auto", "engine.precision=bf16", "engine.num_threads=1"),
     *("engine.max_micro_batch=4", "tracking.uri=null", "tracking.log_every_steps=1"),
 ]
 

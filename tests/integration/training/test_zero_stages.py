@@ -102,7 +102,9 @@ def test_update_not_finite_on_one_rank_is_skipped_on_all(
 
 @pytest.mark.parametrize("run", [*(f"{stage} adamw" for stage in range(4)), "1 half", "0 lamb"])
 def test_step_never_synchronises_with_the_device(results: dict[str, Any], run: str) -> None:
-    assert results[f"waits {run}"] == []
+    # DeepSpeed's stage 3 sends one number to the device for every group of parameters.
+    known = "deepspeed/runtime/zero/stage3.py" if run.startswith("3") else None
+    assert not [place for place in results[f"waits {run}"] if not known or known not in place]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
