@@ -44,9 +44,8 @@ def points_per_curve(lengths: Sequence[int]) -> int:
     return most
 
 
-def reduced(x: Sequence[float], y: Sequence[float], *, max_points: int) -> Curve:
+def reduced(xs: Floats, ys: Floats, *, max_points: int) -> Curve:
     """The curve of finite values with at most `max_points` points: extremes, first and last."""
-    xs, ys = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     none = np.empty(0)
     if len(xs) <= max_points:
         return Curve(x=xs, y=ys, mean_x=none, mean_y=none)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ import numpy as np
 from launch.comparison.differences import Comparison, MetricLine
 from launch.comparison.page.curves import Packer, points_per_curve, reduced
 from launch.comparison.page.pictures import pictures
-from launch.comparison.page.verdict import LAST_RESORT, PREFERRED, verdict
+from launch.comparison.page.verdict import LAST_RESORT, PREFERRED, values_compared, verdict
 from launch.comparison.progress import Progress, progress_of
 from launch.comparison.runs import RunRecord
+from launch.comparison.seeds import SeedGroup, spread
 from launch.jobs.attempts import Attempt, read_attempts
 
 # Of the table that converts steps to hours and FLOPs; the page interpolates between them.
@@ -44,10 +46,14 @@ def page_data(comparison: Comparison) -> dict[str, Any]:
     max_points = points_per_curve(lengths)
     return {
         "runs": [_run(*pair, packer) for pair in zip(runs, progress, strict=True)],
-        "metrics": [_metric(line, series, packer, max_points) for line, series in lines],
+        "metrics": [_metric(*pair, comparison.seeds, packer, max_points) for pair in lines],
         "constant": empty,
+        "budget": None if comparison.budget is None else comparison.budget.title,
+        "seeds": [
+            {"label": group.label, "members": list(group.members)} for group in comparison.seeds
+        ],
         "params": _params(runs),
-        "verdict": verdict([line for line, _ in lines], runs, progress),
+        "verdict": verdict([line for line, _ in lines], comparison, progress),
         "pictures": pictures(runs),
         "arrays": packer.texts,
     }
@@ -105,39 +111,45 @@ def _attempt(attempt: Attempt) -> dict[str, Any]:
 
 
 def _metric(
-    line: MetricLine, series: Sequence[Series], packer: Packer, max_points: int
+    line: MetricLine,
+    series: Sequence[Series],
+    seeds: Sequence[SeedGroup],
+    packer: Packer,
+    max_points: int,
 ) -> dict[str, Any]:
     return {
         "key": line.key,
         "group": group_of(line.key),
         "better": line.better,
         "final": [number(value) for value in line.final],
+        "compared": [number(value) for value in values_compared(line)],
         "best": [number(value) for value in line.best],
+        "seeds": [_spread(line, group) for group in seeds],
         "curves": [_curve(steps, values, packer, max_points) for steps, values in series],
     }
+
+
+def _spread(line: MetricLine, group: SeedGroup) -> dict[str, Any] | None:
+    found = spread([values_compared(line)[i] for i in group.members])
+    return None if found is None else asdict(found)
 
 
 def _curve(
     steps: Sequence[int], values: Sequence[float], packer: Packer, max_points: int
 ) -> dict[str, Any] | None:
-    finite = [(step, value) for step, value in zip(steps, values, strict=True) if _finite(value)]
-    if not finite:
+    x, y = np.asarray(steps, dtype=np.float64), np.asarray(values, dtype=np.float64)
+    finite = np.isfinite(y)
+    if not finite.any():
         return None
-    x, y = zip(*finite, strict=True)
-    curve = reduced(x, y, max_points=max_points)
+    curve = reduced(x[finite], y[finite], max_points=max_points)
     means = len(curve.mean_x) > 0
     return {
         "x": packer.add(curve.x),
         "y": packer.add(curve.y),
         "mean_x": packer.add(curve.mean_x) if means else None,
         "mean_y": packer.add(curve.mean_y) if means else None,
-        "num_points": len(finite),
-        "num_not_finite": len(values) - len(finite),
+        "num_not_finite": int((~finite).sum()),
     }
-
-
-def _finite(value: float) -> bool:
-    return math.isfinite(value)
 
 
 def _params(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from launch.comparison.differences import MetricLine
+from launch.comparison.differences import Comparison, MetricLine
 from launch.comparison.progress import Progress
 from launch.comparison.runs import RunRecord
+from launch.comparison.seeds import spread
 
 # The metric that decides: the first of these that the most runs have, then any of val, then loss.
 PREFERRED = ("val/top1", "val/knn_top1", "val/linear_top1", "val/class_mean_top1", "val/loss")
@@ -23,35 +24,82 @@ SAME_BUDGET = 0.01
 
 
 def verdict(
-    lines: Sequence[MetricLine], runs: Sequence[RunRecord], progress: Sequence[Progress]
+    lines: Sequence[MetricLine], comparison: Comparison, progress: Sequence[Progress]
 ) -> dict[str, Any] | None:
     """The deciding metric, the runs from best to worst, and what differs; None for nothing.
 
+    "sides": the best two, which are means over seeds where two groups of runs have several.
     "headline": metrics to show beside it. "reasons": parameters that differ between any two runs,
     the likeliest causes first. "against_second": those that differ between the best two.
-    "unequal_budget": samples or steps, if some runs were longer than others.
+    "unequal": samples or steps, if the values compared were reached with different numbers of them.
+    "seed_deviation": the largest standard deviation of the deciding metric over seeds.
     """
     line = _deciding(lines)
     if line is None:
         return None
+    runs, values = comparison.runs, values_compared(line)
     sign = 1 if line.better == "lower" else -1
     ranked = sorted(
-        (i for i, value in enumerate(line.final) if _known(value)),
-        key=lambda i: (sign * (line.final[i] or 0.0), i),
+        (i for i, value in enumerate(values) if _known(value)),
+        key=lambda i: (sign * (values[i] or 0.0), i),
     )
-    first = runs[ranked[0]].params
-    second = runs[ranked[1]].params if len(ranked) > 1 else first
+    sides = _groups(line, comparison) or [
+        {"label": runs[i].label, "run": i, "value": values[i], "seeds": 1, "deviation": None}
+        for i in ranked
+    ]
+    pair = [runs[side["run"]].params for side in sides[:2]]
     reasons = _reasons(runs)
-    against_second = [key for key in reasons if first.get(key) != second.get(key)]
-    reasons = list(dict.fromkeys([*against_second, *reasons]))
+    against_second = [key for key in reasons if pair[0].get(key) != pair[-1].get(key)]
+    if sides[0]["seeds"] > 1:
+        against_second = [key for key in against_second if key != "seed"]
     return {
         "metric": line.key,
         "ranked": ranked,
+        "sides": sides[:2],
         "headline": _headline(lines, line),
-        "reasons": reasons,
+        "reasons": list(dict.fromkeys([*against_second, *reasons])),
         "against_second": against_second,
-        "unequal_budget": _unequal_budget([progress[i] for i in ranked]),
+        "unequal": _unequal([progress[i] for i in ranked], _steps(comparison, ranked)),
+        "seed_deviation": _seed_deviation(line, comparison),
     }
+
+
+def _groups(line: MetricLine, comparison: Comparison) -> list[dict[str, Any]]:
+    """Means over seeds from best to worst; empty with fewer than two groups."""
+    values = values_compared(line)
+    found: list[dict[str, Any]] = []
+    for group in comparison.seeds:
+        over_seeds = spread([values[i] for i in group.members])
+        if over_seeds is not None:
+            found.append(
+                {
+                    "label": group.label,
+                    "run": group.members[0],
+                    "value": over_seeds.mean,
+                    "seeds": over_seeds.count,
+                    "deviation": over_seeds.deviation,
+                }
+            )
+    found.sort(key=lambda side: side["value"], reverse=line.better == "higher")
+    return found if len(found) > 1 else []
+
+
+def _seed_deviation(line: MetricLine, comparison: Comparison) -> float | None:
+    values = values_compared(line)
+    spreads = [spread([values[i] for i in group.members]) for group in comparison.seeds]
+    return max((each.deviation for each in spreads if each), default=None)
+
+
+def values_compared(line: MetricLine) -> tuple[float | None, ...]:
+    """The values at equal budgets, or the last ones of runs that are equally long."""
+    return line.final if line.equal is None else line.equal
+
+
+def _steps(comparison: Comparison, ranked: Sequence[int]) -> list[int]:
+    """The steps whose values are compared."""
+    if comparison.budget is None:
+        return [comparison.runs[i].last_step for i in ranked]
+    return [comparison.budget.steps[i] or 0 for i in ranked]
 
 
 def _known(value: float | None) -> bool:
@@ -60,12 +108,12 @@ def _known(value: float | None) -> bool:
 
 def _deciding(lines: Sequence[MetricLine]) -> MetricLine | None:
     def place(line: MetricLine) -> tuple[int, int, bool, str]:
-        count = sum(map(_known, line.final))
+        count = sum(map(_known, values_compared(line)))
         known = line.key in PREFERRED
         rank = PREFERRED.index(line.key) if known else len(PREFERRED)
         return -count, rank, line.better != "higher", line.key
 
-    quality = [line for line in lines if line.better and any(map(_known, line.final))]
+    quality = [line for line in lines if line.better and any(map(_known, values_compared(line)))]
     evaluated = [line for line in quality if line.key.startswith("val/")]
     trained = [line for line in quality if line.key == LAST_RESORT]
     return min(evaluated or trained, key=place, default=None)
@@ -95,10 +143,10 @@ def _reasons(runs: Sequence[RunRecord]) -> list[str]:
     return sorted((k for k in differing if k.split(".")[0] not in NO_REASON), key=place)
 
 
-def _unequal_budget(progress: Sequence[Progress]) -> str | None:
-    """The axis on which the runs have different lengths; None if they are as long as each other."""
+def _unequal(progress: Sequence[Progress], steps: Sequence[int]) -> str | None:
+    """What the runs have spent different amounts of at these steps; None for nothing."""
     for axis in BUDGETS:
-        totals = [each.at(axis, each.steps[-1]) for each in progress]
+        totals = [each.at(axis, step) for each, step in zip(progress, steps, strict=True)]
         known = [total for total in totals if total is not None]
         if len(known) == len(totals):
             return axis if min(known) < (1 - SAME_BUDGET) * max(known) else None

@@ -44,7 +44,7 @@ class Chart {
       "aria-label": `Enlarge ${this.title}`, onclick: () => this.enlarge(),
     });
     const head = make("figcaption", {},
-      make("h3", { id, text: this.title }),
+      this.heading = make("h3", { id, text: this.title }),
       make("span", { class: "soft", text: this.note || "" }),
       this.wide);
     return make("figure", { class: "card chart", "data-chart": this.key },
@@ -55,6 +55,10 @@ class Chart {
     const large = this.card.classList.toggle("large");
     this.wide.setAttribute("aria-pressed", String(large));
     this.wide.textContent = large ? "Shrink" : "Enlarge";
+  }
+
+  setTitle(title) {
+    this.title = this.heading.textContent = title;
   }
 
   height() {
@@ -143,7 +147,7 @@ class Chart {
           ...axis, label: this.unit().name, labelSize: 20, size: 28, space: 60, values: texts,
           ...logTicks(logX),
         },
-        { ...axis, size: (_, values) => widthOf(values), space: 34, values: texts, ...logTicks(logY) },
+        { ...axis, size: (_, values) => widthOf(values), space: 28, values: texts, ...logTicks(logY) },
       ],
       series: [{}, ...this.series.map((each) => this.seriesOptions(each))],
       cursor: {
@@ -224,20 +228,22 @@ class Chart {
       make("td", { text: formatNumber(value.y) }),
       make("td", { class: "soft", text: value.rawY === null ? "" : formatNumber(value.rawY) }),
       make("td", { class: "soft", text: `@ ${formatTick(value.x)}` })));
-    const head = `${formatTick(x)} ${this.unit().name}`;
+    const counted = this.view.axis === "steps" || this.view.axis === "samples";
+    const head = `${formatTick(counted ? Math.round(x) : x)} ${this.unit().name}`;
     this.tip.replaceChildren(make("div", { class: "soft", text: head }), make("table", {}, ...rows));
     this.tip.hidden = false;
     this.placeTip(left);
   }
 
-  // Beside the cursor, on the side with more room.
+  // Below the plot, where it hides no curve; above it where there is no room, or a finger.
   placeTip(left) {
     const { over } = this.plot;
-    const x = over.offsetLeft + left;
-    const room = this.area.clientWidth;
-    const width = this.tip.offsetWidth;
-    const wanted = left < over.clientWidth / 2 ? x + 14 : x - width - 14;
-    this.tip.style.left = `${Math.max(0, Math.min(room - width, wanted))}px`;
+    const { offsetWidth: width, offsetHeight: height } = this.tip;
+    const wanted = over.offsetLeft + left - width / 2;
+    this.tip.style.left = `${Math.max(0, Math.min(this.area.clientWidth - width, wanted))}px`;
+    const room = innerHeight - over.getBoundingClientRect().bottom;
+    const above = this.touched || room < height + 12;
+    this.tip.style.top = `${over.offsetTop + (above ? -height - 6 : over.clientHeight + 6)}px`;
   }
 
   hideTip() {

@@ -6,7 +6,10 @@ const KEY_STEP = 1 / 40;
 // Called for every new uPlot of a chart.
 function addGestures(chart) {
   const { over } = chart.plot;
-  over.addEventListener("pointerenter", () => { chart.active = true; });
+  over.addEventListener("pointerenter", (event) => {
+    chart.active = true;
+    chart.touched = event.pointerType !== "mouse";
+  });
   over.addEventListener("pointerleave", (event) => {
     if (event.pointerType === "mouse") {
       chart.active = false;

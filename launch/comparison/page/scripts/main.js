@@ -15,7 +15,7 @@ for (const section of document.querySelectorAll("main > section")) {
   sectionOf("sections").append(make("a", { href: `#${section.id}`, text: title }));
 }
 
-const notes = ["Final values are those of the last logged step. Hours are from the first to the last " +
+const notes = ["Hours are from the first to the last " +
   "logged line, without recorded waits between attempts. Long curves are reduced to their extremes; smoothing averages all points."];
 if (page.constant.length > 0) notes.push(`Always 0, left out: ${page.constant.join(", ")}.`);
 sectionOf("notes").textContent = notes.join(" ");

@@ -1,6 +1,6 @@
 // The sections of the page, from the top.
 
-const MAX_REASONS = 4;
+const MAX_REASONS = 4, MAX_REASON_COLUMNS = 3;
 
 function metricOf(key) {
   return page.metrics.find((metric) => metric.key === key);
@@ -32,18 +32,22 @@ function fillVerdict(section) {
     return table;
   }
   const metric = metricOf(found.metric);
-  const [first, second] = found.ranked;
-  const margin = Math.abs(metric.final[first] - metric.final[second]);
+  const [first, second] = found.sides;
+  const [best, next] = [first.value, second.value].map(Number);
+  const where = page.budget ? ` ${page.budget}` : "";
   const title = make("h2", { id: "verdict-title", class: "verdict" });
-  if (margin === 0) {
-    title.append(bold(runs[first].label), ` and `, bold(runs[second].label),
-      ` are level on ${metric.key}: ${formatNumber(metric.final[first])}`);
+  if (best === next) {
+    title.append(bold(first.label), ` and `, bold(second.label),
+      ` are level on ${metric.key}${where}: ${formatNumber(best)}`);
   } else {
-    title.append(swatch(first), " ", bold(runs[first].label), ` has the ${metric.better === "higher" ? "highest" : "lowest"} `,
-      `${metric.key}: `, bold(formatNumber(metric.final[first])),
-      ` (${formatDelta(metric.final[first] - metric.final[second])} against ${runs[second].label})`);
+    const kind = metric.better === "higher" ? "highest" : "lowest";
+    const spread = first.deviation === null ? "" : ` ± ${formatNumber(first.deviation)}`;
+    title.append(swatch(first.run), " ", bold(first.label),
+      first.seeds > 1 ? ` have the ${kind} mean ` : ` has the ${kind} `,
+      `${metric.key}${where}: `, bold(formatNumber(best)),
+      `${spread} (${formatDelta(best - next)} against ${second.label})`);
   }
-  section.append(title, ...reservations(found).filter(Boolean), table.element);
+  section.append(title, ...reservations(found, Math.abs(best - next)).filter(Boolean), table.element);
   return table;
 }
 
@@ -52,8 +56,8 @@ function bold(text) {
 }
 
 // Why it may be so, and why that is not certain.
-function reservations(found) {
-  const [first, second] = found.ranked;
+function reservations(found, margin) {
+  const [first, second] = found.sides.map((side) => side.run);
   const keys = found.against_second;
   const value = (key, run) => {
     const param = page.params.find((each) => each.key === key);
@@ -62,12 +66,17 @@ function reservations(found) {
   const items = keys.slice(0, MAX_REASONS).map((key) => make("li", {}, make("code", { text: key }),
     " ", make("b", { text: value(key, first) }), ` instead of ${value(key, second)}`));
   const doubts = [];
-  if (keys.length === 0) doubts.push("No setting of the training differs between these two.");
+  if (keys.length === 0) doubts.push("No setting of the training differs between the two.");
+  if (keys.length === 1) doubts.push("It is the only setting that differs.");
   if (keys.length > MAX_REASONS) doubts.push(`${keys.length - MAX_REASONS} more settings differ.`);
   if (keys.length > 1) doubts.push("Several settings differ, so the cause may be any of them.");
-  if (found.unequal_budget) {
-    doubts.push(`The runs saw different numbers of ${found.unequal_budget}: compare the curves at ` +
-      `equal ${found.unequal_budget}.`);
+  if (found.unequal) {
+    doubts.push(`They were reached with different numbers of ${found.unequal}: --at ${found.unequal} ` +
+      "compares at equal ones.");
+  }
+  if (found.seed_deviation !== null && margin < 2 * found.seed_deviation) {
+    doubts.push("The margin is within two standard deviations over seeds " +
+      `(${formatNumber(found.seed_deviation)}).`);
   }
   return [
     keys.length > 0 ? make("ul", { class: "reasons" }, ...items) : null,
@@ -81,11 +90,11 @@ function shorten(text, most) {
 
 function runsTable(found) {
   const metrics = (found ? found.headline : []).map(metricOf);
-  const reasons = found && runs.length > 1 ? found.reasons.slice(0, MAX_REASONS) : [];
+  const reasons = found && runs.length > 1 ? found.reasons.slice(0, MAX_REASON_COLUMNS) : [];
   const hasStatus = runs.some((run) => run.status);
   const columns = [
     { name: "run" },
-    ...metrics.map((metric) => ({ name: metric.key + arrowOf(metric), group: "Final value", numeric: true })),
+    ...metrics.map((metric) => ({ name: metric.key + arrowOf(metric), group: page.budget ? capital(page.budget) : "Final value", numeric: true })),
     ...reasons.map((key) => ({ name: key, group: "What differs" })),
     ...AXES.map((axis) => ({ name: AXIS_NAMES[axis].replace(/^[SH]/, (c) => c.toLowerCase()), group: "Spent", numeric: true })),
     ...(hasStatus ? [{ name: "status", group: "Ended" }] : []),
@@ -104,10 +113,19 @@ function runsTable(found) {
   return new SortedTable({ caption: "Runs: results, what differs, and what they spent", columns, rows });
 }
 
+// The value that is compared; the last one is noted where it is another.
 function metricCell(metric, run) {
-  const value = metric.final[run];
-  const isBest = value !== null && Number(value) === bestRun(metric, metric.final);
-  return { text: formatNumber(value), value: value === null ? null : Number(value), kind: isBest ? "best" : null };
+  const value = metric.compared[run];
+  const last = metric.final[run];
+  const isBest = value !== null && Number(value) === bestRun(metric, metric.compared);
+  return {
+    text: formatNumber(value), value: value === null ? null : Number(value), kind: isBest ? "best" : null,
+    notes: last === null || last === value ? [] : [{ text: `end ${formatNumber(last)}`, kind: "soft" }],
+  };
+}
+
+function capital(text) {
+  return text.charAt(0).toUpperCase() + text.slice(1);
 }
 
 function paramCell(value) {
@@ -245,16 +263,18 @@ function fillCompute(section) {
     metric: metricOf(page.verdict?.metric) || quality[0], axis: axes[0], logX: true, logY: false, range: null,
     setRange: (range) => { chosen.range = range; chart.applyRange(); },
   };
+  const titleOf = () => `${chosen.metric.key} against ${AXIS_NAMES[chosen.axis]}`;
   const update = (values) => {
     Object.assign(chosen, values, { range: null });
+    chart.setTitle(titleOf());
     chart.draw();
   };
   const select = (label, values, names, current, onpick) => make("label", {}, make("span", { text: label }),
     make("select", { onchange: (event) => onpick(event.target.selectedIndex) },
       ...values.map((value, i) => make("option", { text: names[i], selected: value === current }))));
   const chart = new Chart({
-    key: "compute", title: "Quality reached for what was spent", view: chosen, link: null,
-    note: "of each run alone, without the training it started from",
+    key: "compute", title: titleOf(), view: chosen, link: null,
+    note: "each run alone, without the training it started from",
     curves: () => shownCurves(chosen.metric, chosen.axis, 0),
     extent: () => extentOf([chosen.metric], chosen.axis, chosen.logX),
   });
@@ -271,23 +291,44 @@ function fillCompute(section) {
 
 // Final and best values of all metrics.
 function fillMetrics(section) {
-  const columns = [{ name: "metric" }, ...runs.map((run, i) => ({ name: run.label, run: i, numeric: true }))];
+  const columns = [
+    { name: "metric" }, ...runs.map((run, i) => ({ name: run.label, run: i, numeric: true })),
+    ...page.seeds.map((group) => ({ name: `mean of ${group.label}`, numeric: true })),
+  ];
   const rows = page.metrics.map((metric) => ({
     cells: [
       { text: metric.key + arrowOf(metric), kind: "mono" },
-      ...runs.map((_, run) => ({ ...metricCell(metric, run), notes: metricNotes(metric, run) })),
+      ...runs.map((_, run) => {
+        const cell = metricCell(metric, run);
+        return { ...cell, notes: [...metricNotes(metric, run), ...cell.notes] };
+      }),
+      ...page.seeds.map((_, group) => spreadCell(metric.seeds[group])),
     ],
   }));
   const table = new SortedTable({ caption: "Final and best metrics", columns, rows, filter: "Filter metrics" });
   section.append(make("div", { class: "head" }, heading("metrics", "Metrics"), table.filter, table.count),
-    make("p", { class: "soft", text: "Last logged value; below it the difference to the first run and the best value." }),
+    make("p", { class: "soft", text: metricsNote() }),
     table.element);
   return table;
 }
 
+function metricsNote() {
+  const value = page.budget ? `Last value logged ${page.budget}` : "Last value logged";
+  const seeds = page.seeds.length > 0 ? " Means have the standard deviation over seeds." : "";
+  return `${value}; below it the difference to the first run and the best value.${seeds}`;
+}
+
+function spreadCell(spread) {
+  if (!spread) return { text: ABSENT };
+  return {
+    text: formatNumber(spread.mean), value: spread.mean,
+    notes: [{ text: `± ${formatNumber(spread.deviation)}, ${spread.count} seeds`, kind: "soft" }],
+  };
+}
+
 function metricNotes(metric, run) {
   const notes = [];
-  const [value, first, best] = [metric.final[run], metric.final[0], metric.best[run]].map(
+  const [value, first, best] = [metric.compared[run], metric.compared[0], metric.best[run]].map(
     (each) => each === null ? NaN : Number(each));
   const delta = value - first;
   if (run > 0 && Number.isFinite(delta)) {

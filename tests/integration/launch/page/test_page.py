@@ -80,10 +80,11 @@ def wide(chromium: Browser, page: Path) -> Browser:
 
 
 def plot(tab: Browser, chart: str = "train/loss") -> dict[str, float]:
-    """The box of a chart's plotting area."""
-    box = f"document.querySelector('[data-chart=\"{chart}\"] .u-over')"
-    tab.value(f"{box}.scrollIntoView({{block: 'center'}})")
-    return dict(tab.value(f"{box}.getBoundingClientRect().toJSON()"))
+    """The box of a chart's plotting area, scrolled into view."""
+    card = f"document.querySelector('[data-chart=\"{chart}\"]')"
+    tab.value(f"{card}.scrollIntoView({{block: 'center'}})")
+    tab.wait(f"{card}.querySelector('.u-over')")
+    return dict(tab.value(f"{card}.querySelector('.u-over').getBoundingClientRect().toJSON()"))
 
 
 def x_label(tab: Browser, chart: str = "train/loss") -> Any:

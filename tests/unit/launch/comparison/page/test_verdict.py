@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
+
 from launch.comparison.differences import compare
 from launch.comparison.page.verdict import verdict
 from launch.comparison.progress import progress_of
@@ -19,7 +21,8 @@ def run(label: str, metrics: dict[str, float], *, steps: int = 10, **params: str
 
 
 def found(*runs: RunRecord) -> dict[str, Any]:
-    result = verdict(compare(runs).metrics, runs, [progress_of(each) for each in runs])
+    compared = compare(runs)
+    result = verdict(compared.metrics, compared, [progress_of(each) for each in runs])
     assert result is not None
     return result
 
@@ -42,7 +45,7 @@ def test_training_loss_decides_without_evaluations() -> None:
     best = found(run("a", {"train/loss": 2.0}), run("b", {"train/loss": 1.5, "other/mfu": 0.5}))
     assert (best["metric"], best["ranked"]) == ("train/loss", [1, 0])
     only = run("a", {"train/lr": 0.5})
-    assert verdict(compare([only]).metrics, [only], [progress_of(only)]) is None
+    assert verdict(compare([only]).metrics, compare([only]), [progress_of(only)]) is None
 
 
 def test_reasons_are_what_differs_from_the_second() -> None:
@@ -56,13 +59,38 @@ def test_reasons_are_what_differs_from_the_second() -> None:
     assert best["reasons"] == ["optim.lr", "model.width", "data.crop"]
 
 
-def test_runs_of_unequal_length_are_reported() -> None:
-    equal = found(run("a", {"val/top1": 0.9}), run("b", {"val/top1": 0.8}))
-    assert equal["unequal_budget"] is None
-    short = found(run("a", {"val/top1": 0.9}), run("b", {"val/top1": 0.8}, steps=5))
-    assert short["unequal_budget"] == "steps"
-    samples = found(
-        run("a", {"val/top1": 0.9}, steps=10, data__global_batch="8"),
-        run("b", {"val/top1": 0.8}, steps=20, data__global_batch="4"),
+def test_runs_are_compared_at_equal_budgets() -> None:
+    long = RunRecord(
+        label="long",
+        source="",
+        folder=None,
+        status=None,
+        params={"data.global_batch": "8"},
+        rows=tuple(Row(step=s, time=0.0, metrics={"val/top1": s / 100}) for s in (10, 20, 90)),
     )
-    assert samples["unequal_budget"] is None
+    short = run("short", {"val/top1": 0.5}, steps=20, data__global_batch="8")
+    best = found(long, short)
+    assert best["ranked"] == [1, 0]  # at 20 steps, though the longer one ends higher
+    assert best["unequal"] is None
+    wide = run("wide", {"val/top1": 0.9}, steps=20, data__global_batch="16")
+    assert found(long, wide)["unequal"] == "samples"
+
+
+def test_groups_of_seeds_are_ranked_by_their_means() -> None:
+    def seeded(value: float, seed: int, rate: str) -> RunRecord:
+        return run(f"{rate}-{seed}", {"val/top1": value}, seed=str(seed), optim__lr=rate)
+
+    low = [seeded(value, seed, "1") for seed, value in enumerate((0.2, 0.9))]
+    high = [seeded(value, seed, "2") for seed, value in enumerate((0.6, 0.7))]
+    best = found(*low, *high)
+    assert [(side["label"], side["seeds"]) for side in best["sides"]] == [
+        ("2-0 and 1 more", 2),
+        ("1-0 and 1 more", 2),
+    ]
+    assert [side["value"] for side in best["sides"]] == pytest.approx([0.65, 0.55])
+    assert best["against_second"] == ["optim.lr"]
+    assert best["seed_deviation"] == pytest.approx(0.7 / 2**0.5)
+    assert best["ranked"] == [1, 3, 2, 0]
+    alone = found(*low)
+    assert [side["label"] for side in alone["sides"]] == ["1-1", "1-0"]
+    assert alone["against_second"] == ["seed"]
