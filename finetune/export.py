@@ -1,6 +1,7 @@
 """Export a trained model to a folder that another library loads.
 
 python finetune/export.py init=runs/demo-finetune --to timm exported/demo
+python finetune/export.py init=runs/demo-finetune --to safetensors exported/demo mlflow=true
 """
 
 from __future__ import annotations
@@ -20,11 +21,17 @@ def export(run: ExportRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
     from finetune.exporting.folder import check_folder, check_packages, write_folder
     from finetune.loading.loaded_model import load_model
+    from finetune.serving.logged_model import log_model, trained_run
 
     check_folder(run.output)
     check_packages(run.to)
-    for line in write_folder(run, load_model(run)):
+    loaded = load_model(run)
+    if run.mlflow:
+        trained_run(loaded)
+    for line in write_folder(run, loaded):
         print(line)
+    if run.mlflow:
+        print(log_model(run, loaded))
 
 
 def main() -> None:

@@ -39,6 +39,9 @@ class FinetuneRun(TrainingRun):
     """resize: `init` may have another patch size; its patch embedding is resized to the model's.
     Beyer et al. 2023 (FlexiViT)."""
 
+    def starts_from(self) -> str | None:
+        return self.init
+
     def make_objective(self) -> Objective:
         return OBJECTIVES[self.objective.name](self.objective, seed=self.seed)
 

@@ -2,6 +2,7 @@
 
     python launch/compare.py runs/a runs/b [--at samples] [--output FILE.html] [--csv FILE.csv]
     python launch/compare.py --filter "params.model.depth = '12'" --uri URI
+    python launch/compare.py sync runs/a runs/b [--uri URI]
 
 Owns: the command line. Leaves out: reading runs, comparing, printing and the HTML report
 (`launch/comparison`).
@@ -19,6 +20,7 @@ try:
     from launch.comparison.files import write_csv, write_json
     from launch.comparison.page.write import default_output, write_report
     from launch.comparison.runs import RunRecord, load_runs, search_runs
+    from launch.comparison.sync import sync
     from launch.comparison.text import print_comparison
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
@@ -28,7 +30,8 @@ except ModuleNotFoundError as error:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description="Compare runs: differing parameters, metrics, and an HTML report with curves."
+        description="Compare runs: differing parameters, metrics, and an HTML report with curves.",
+        epilog="To copy runs into an MLflow store: python launch/compare.py sync --help",
     )
     parser.add_argument(
         "runs",
@@ -60,6 +63,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["sync"]:
+        sync(sys.argv[2:])
+        return
     arguments = parse_arguments()
     runs = chosen_runs(arguments)
     axis, total = (None, None) if arguments.at is None else parse_budget(arguments.at)

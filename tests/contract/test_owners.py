@@ -7,7 +7,13 @@ from tests.contract.tree import imports_of, module_files, top_level_imports_of
 OWNERS: dict[str, set[str]] = {
     "fsspec": {"vitscale.data.remote.store"},
     "deepspeed": {"vitscale.engine.layouts"},
-    "mlflow": {"vitscale.tracking.mlflow_client", "vitscale.tracking.mlflow_store"},
+    "mlflow": {
+        "finetune.serving.logged_model",
+        "vitscale.tracking.mlflow_client",
+        "vitscale.tracking.mlflow_store",
+        "vitscale.tracking.replay",
+        "vitscale.tracking.system_metrics",
+    },
     "submitit": {"launch.jobs.submission"},
     # Tests and benchmarks read our shards with it.
     "webdataset": set(),

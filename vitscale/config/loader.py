@@ -6,6 +6,7 @@ Leaves out: files and merging (`inheritance`), the wording of errors (`validatio
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -61,10 +62,12 @@ def load_run(
     """
     found = list(errors)
     file = COMMAND_LINE
+    card = ""
     layers: list[Node] | None = [Node({}, COMMAND_LINE)]
     if path is not None:
         file = shown_path(str(path))
         layers = read_layers(str(path), chain=(), errors=found)
+        card = "" if layers is None else _card(path)
     read = [_read_override(text, errors=found) for text in overrides]
     given = [node for node in read if node is not None]
     if layers is not None:
@@ -77,8 +80,15 @@ def load_run(
             root = reduce(lambda under, over: merge(under, over, run_type, file=file), layers)
             run = _validate(run_type, root, file=file, errors=found)
             if run is not None and not found:
-                return Loaded(run=run, sources=dict(_sources(run, root)))
+                return Loaded(run=run.with_card(card), sources=dict(_sources(run, root)))
     raise UserErrors(found)
+
+
+def _card(path: FilePath | str) -> str:
+    """The comment that a readable file starts with."""
+    with open(path, encoding="utf-8-sig") as file:
+        lines = itertools.takewhile(lambda line: line.startswith("#"), file)
+        return "\n".join(line.removeprefix("#").removeprefix(" ").rstrip() for line in lines)
 
 
 def load_run_file(run_types: RunTypes[RunT], path: FilePath | str) -> RunT:
@@ -211,10 +221,14 @@ def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def run_to_yaml(run: Run, *, sources: Mapping[str, str] | None = None) -> str:
-    """The resolved run as YAML that `load_run_file` reads back; with a `# source` per value."""
+    """The resolved run as YAML that `load_run_file` reads back, its card as a comment on top.
+
+    sources: where each value came from, as a comment beside it.
+    """
+    card = "".join(f"# {line}".rstrip() + "\n" for line in run.card.splitlines())
     text = _dump(run.model_dump(mode="python"))
     if sources is None:
-        return text
+        return card + text
     lines = text.split("\n")
     root = parse_yaml(text, name="", errors=[])
     assert root is not None
@@ -222,7 +236,7 @@ def run_to_yaml(run: Run, *, sources: Mapping[str, str] | None = None) -> str:
         node, _ = node_at(root, path)
         number = int(node.place.removeprefix(":")) - 1
         lines[number] = f"{lines[number]:<48}  # {sources['.'.join(path)]}"
-    return "\n".join(lines)
+    return card + "\n".join(lines)
 
 
 def yaml_flow(value: Any) -> str:

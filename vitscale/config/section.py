@@ -7,9 +7,9 @@ Leaves out: loading (`loader`), and the sections themselves (`settings.py` of ea
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
 from vitscale.config.schema import NAME, DefaultName, groups_in
 
@@ -50,6 +50,18 @@ class Section(BaseModel):
 
 class Run(Section):
     """A whole configuration file. Its `problems` are conflicts between values of valid type."""
+
+    _card: str = PrivateAttr(default="")
+
+    @property
+    def card(self) -> str:
+        """The comment at the top of the file, without its `#`: what the run is, and its sources."""
+        return self._card
+
+    def with_card(self, card: str) -> Self:
+        run = self.model_copy()
+        run._card = card
+        return run
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Yield (dotted key, what is wrong and what to do); every one is reported."""

@@ -74,6 +74,10 @@ class TrainingRun(Run):
         for each in self.schedule.resolutions or (self.model,):
             yield self.model.model_copy(update={"image_size": each.image_size})
 
+    def starts_from(self) -> str | None:
+        """Path of the weights that a new run starts from; None: random ones."""
+        return None
+
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self.model.problems()
         yield from remote_problems(self.data)

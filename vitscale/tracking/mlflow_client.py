@@ -113,13 +113,18 @@ def set_status(
 
 def linked_run(client: MlflowClient, folder: Path, *, uri: str) -> Any | None:
     """The run named in the folder's link file; None if there is none or it was deleted."""
-    from mlflow.exceptions import MlflowException
-
     link = read_link(folder)
     if link is None or link.get("uri") != redact(uri):
         return None
+    return active_run(client, link["run_id"])
+
+
+def active_run(client: MlflowClient, run_id: str) -> Any | None:
+    """The run of this id; None if there is none or it was deleted."""
+    from mlflow.exceptions import MlflowException
+
     try:
-        run = client.get_run(link["run_id"])
+        run = client.get_run(run_id)
     except MlflowException as error:
         if error.error_code == "RESOURCE_DOES_NOT_EXIST":
             return None

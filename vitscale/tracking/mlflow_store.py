@@ -1,7 +1,7 @@
 """Read and write MLflow runs.
 
-Owns: the MLflow run of a run folder across resumes, writing each point once, replaying a journal,
-and reading runs for comparisons.
+Owns: the MLflow run of a run folder across resumes, writing each point once, and reading runs for
+comparisons.
 Leaves out: connections (`mlflow_client`), threads and outages (`delivery`), the journal
 (`journal`). Every call here may block or raise; none belongs in a training loop.
 """
@@ -29,6 +29,7 @@ from vitscale.tracking.mlflow_client import (
 from vitscale.tracking.run_facts import (
     CONFIG_ARTIFACT,
     MAX_TAG_CHARS,
+    NODE_PREFIX,
     NOTE_TAG,
     DatasetFacts,
     RunDescription,
@@ -47,8 +48,6 @@ PARAMS_PER_BATCH = 100
 METRICS_PER_BATCH = 1000
 FILTERED_RUNS = 50
 SEARCHED_RUNS = 5000
-# Of the nodes, written by `system_metrics`: they are not in the journal.
-SYSTEM_PREFIX = "system/"
 # Counts of what may never happen. MLflow has them from the first event on.
 EVENT_COUNTS = {
     "train/skipped_steps",
@@ -92,11 +91,30 @@ class MlflowRun:
     def set_status(self, status: str, *, end_time: float | None = None) -> None:
         set_status(self.client, self.run_id, status, end_time=end_time)
 
+    @property
+    def num_points(self) -> int:
+        return sum(map(len, self.present.values()))
+
     def upload(self, path: Path, *, folder: Path) -> None:
         """Upload a file of the run folder, into the same subfolder."""
-        place = path.relative_to(folder).parent if path.is_relative_to(folder) else Path()
-        where = None if place == Path() else place.as_posix()
-        self.client.log_artifact(self.run_id, str(path), where)
+        self.client.log_artifact(self.run_id, str(path), _place(path, folder))
+
+    def upload_new(self, path: Path, *, folder: Path) -> bool:
+        """Upload it unless the store has a file of this name and size; whether it was done."""
+        place = _place(path, folder)
+        name = path.name if place is None else f"{place}/{path.name}"
+        stored = {
+            each.path: each.file_size for each in self.client.list_artifacts(self.run_id, place)
+        }
+        if stored.get(name) == path.stat().st_size:
+            return False
+        self.upload(path, folder=folder)
+        return True
+
+
+def _place(path: Path, folder: Path) -> str | None:
+    place = path.relative_to(folder).parent if path.is_relative_to(folder) else Path()
+    return None if place == Path() else place.as_posix()
 
 
 def open_run(description: RunDescription, *, say: Say) -> MlflowRun:
@@ -115,7 +133,7 @@ def open_run(description: RunDescription, *, say: Say) -> MlflowRun:
         tags["vitscale.replaces_run"] = known.info.run_id
         _close(client, known)
         known = None
-    tags = _clean(tags)
+    tags = clean_tags(tags)
     if known is None:
         created = client.create_run(
             experiment_id(client, description.record.experiment, uri=description.uri),
@@ -133,28 +151,28 @@ def open_run(description: RunDescription, *, say: Say) -> MlflowRun:
             run_id=created.info.run_id,
         )
     else:
-        run = _reopened(client, known)
+        run = reopened(client, known)
         run.set_status("RUNNING")
-        _log_tags(client, run.run_id, tags)
-    _describe(run, known, params, description)
+        log_tags(client, run.run_id, tags)
+    describe(run, known, params, description)
     return run
 
 
-def _clean(tags: Mapping[str, str]) -> dict[str, str]:
+def clean_tags(tags: Mapping[str, str]) -> dict[str, str]:
     return {key: redact(value)[:MAX_TAG_CHARS] for key, value in tags.items()}
 
 
-def _reopened(client: MlflowClient, known: Any) -> MlflowRun:
+def reopened(client: MlflowClient, known: Any) -> MlflowRun:
     run = MlflowRun(client=client, run_id=known.info.run_id, experiment=known.info.experiment_id)
     run.present = {
         key: {point.step for point in client.get_metric_history(run.run_id, key)}
         for key in known.data.metrics
-        if not key.startswith(SYSTEM_PREFIX)
+        if not key.startswith(NODE_PREFIX)
     }
     return run
 
 
-def _describe(
+def describe(
     run: MlflowRun, known: Any | None, params: dict[str, str], description: RunDescription
 ) -> None:
     """Write what the store lacks: parameters, description, datasets, configuration."""
@@ -195,7 +213,7 @@ def _close(client: MlflowClient, known: Any) -> None:
     """End a run that was left open, at the time of its last point."""
     if known.info.status not in ("RUNNING", "SCHEDULED"):
         return
-    keys = [key for key in known.data.metrics if not key.startswith(SYSTEM_PREFIX)]
+    keys = [key for key in known.data.metrics if not key.startswith(NODE_PREFIX)]
     points = client.get_metric_history(known.info.run_id, keys[0]) if keys else []
     last = max((point.timestamp for point in points), default=known.info.start_time)
     set_status(client, known.info.run_id, "KILLED", end_time=last / 1000)
@@ -230,10 +248,10 @@ def _resume_tags(
         if read_link(description.folder) is not None:
             tags["vitscale.restored_from_journal"] = "true"
         return tags
-    return tags | _changed_params(known.data.params, params)
+    return tags | changed_params(known.data.params, params)
 
 
-def _changed_params(stored: Mapping[str, str], params: Mapping[str, str]) -> dict[str, str]:
+def changed_params(stored: Mapping[str, str], params: Mapping[str, str]) -> dict[str, str]:
     changed = [
         f"{key}: {stored[key]} -> {value}"
         for key, value in params.items()
@@ -242,7 +260,7 @@ def _changed_params(stored: Mapping[str, str], params: Mapping[str, str]) -> dic
     return {"vitscale.changed_params": "; ".join(changed)} if changed else {}
 
 
-def _log_tags(client: MlflowClient, run_id: str, tags: dict[str, str]) -> None:
+def log_tags(client: MlflowClient, run_id: str, tags: dict[str, str]) -> None:
     from mlflow.entities import RunTag
 
     entries = [RunTag(key, value) for key, value in tags.items()]
@@ -325,7 +343,7 @@ def _stored(client: MlflowClient, run: Any) -> StoredRun:
     points = (
         point
         for key in run.data.metrics
-        if not key.startswith(SYSTEM_PREFIX)
+        if not key.startswith(NODE_PREFIX)
         for point in client.get_metric_history(run.info.run_id, key)
     )
     for point in sorted(points, key=lambda point: (point.step, point.timestamp)):

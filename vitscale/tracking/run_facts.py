@@ -28,6 +28,8 @@ from vitscale.tracking.source_version import source_version
 RECORD_NAME = "tracking.json"
 CONFIG_ARTIFACT = "config.yaml"
 NOTE_TAG = "mlflow.note.content"
+# Metrics of the nodes, which are not in the journal.
+NODE_PREFIX = "vitals/nodes/"
 
 # MLflow's limits (mlflow/utils/validation.py, 3.17).
 MAX_KEY_CHARS = 250
@@ -208,7 +210,7 @@ def experiment_page(uri: str, experiment: str) -> str:
         return f"{redact(uri).rstrip('/')}/{page}"
     database = sqlite_path(uri)
     shown = redact(uri) if database is None else f"sqlite:///{shown_path(str(database))}"
-    return f"http://127.0.0.1:5000/{page} after: mlflow ui --backend-store-uri {shown}"
+    return f"mlflow ui --backend-store-uri {shown}, then open\n  http://127.0.0.1:5000/{page}"
 
 
 def sqlite_path(uri: str) -> Path | None:

@@ -18,3 +18,6 @@ class TrackingSettings(Section):
     """Steps between log lines; metrics are means over these steps."""
     tags: dict[str, str] = {}
     """Extra MLflow tags."""
+    system_metrics: bool = True
+    """Send the use of CPU, memory, disk, network and GPUs of each node to MLflow, a point every
+    30 s."""

@@ -31,7 +31,6 @@ from vitscale.images.decoders import resolve_decoder
 from vitscale.images.size import show_size
 from vitscale.runs.training import DIVERGED_NAME, TrainingRun
 from vitscale.tracking.console import ProgressLine
-from vitscale.tracking.tracker import Tracker
 from vitscale.training.detectors import (
     LossSpikeDetector,
     SkippedUpdateMonitor,
@@ -49,6 +48,7 @@ from vitscale.training.resume import (
     restore,
 )
 from vitscale.training.segment import InitialWeights, Segment, Segments
+from vitscale.training.tracking import open_tracker
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def _open(
     if checkpoint is not None:
         restore(engine, arch, objective, meter, spikes, checkpoint=checkpoint, world=world)
         messages += changes(checkpoint.description, facts)
-    log = _open_log(stack, run, objective, segment, data, start_step, meter, spikes)
+    log = _open_log(stack, run, objective, segment, data, val_index, start_step, meter, spikes)
     for line in [*node_lines, *messages, *_opening_lines(run, objective, segment, start_step)]:
         log.progress.message(line)
     loader = stack.enter_context(ExitStack())
@@ -156,11 +156,13 @@ def _open_log(
     objective: Objective,
     segment: Segment,
     data: TrainingSet,
+    val_index: SplitIndex | None,
     start_step: int,
     meter: IntervalMeter,
     spikes: LossSpikeDetector,
 ) -> IntervalLog:
     folder, plan, world = Path(run.folder), segment.plan, segment.engine.world
+    facts = _facts(run, objective, segment)
     if world.is_first:
         (folder / DIVERGED_NAME).unlink(missing_ok=True)
         write_text(folder / "config.yaml", run_to_yaml(run))
@@ -180,7 +182,7 @@ def _open_log(
         world=world,
         plan=plan,
         start_step=start_step,
-        tracker=stack.enter_context(_open_tracker(run, world, progress, start_step)),
+        tracker=open_tracker(stack, run, world, progress, start_step, data, val_index, facts=facts),
         progress=progress,
         meter=meter,
         spikes=spikes,
@@ -225,32 +227,20 @@ def _read_data(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
 def _opening_lines(
     run: TrainingRun, objective: Objective, segment: Segment, start_step: int
 ) -> Iterator[str]:
-    plan, arch, engine = segment.plan, segment.arch, segment.engine
     if start_step:
         yield f"resuming {run.folder} at step {start_step}"
+    yield f"{run.name}: {_facts(run, objective, segment)}"
+
+
+def _facts(run: TrainingRun, objective: Objective, segment: Segment) -> str:
+    """Size of model, data and schedule, and how it is computed, in a line."""
+    plan, arch, engine = segment.plan, segment.arch, segment.engine
     dtype = str(engine.dtype).removeprefix("torch.")
-    yield (
-        f"{run.name}: {objective.num_parameters(arch) / 1e6:.1f} M parameters "
+    return (
+        f"{objective.num_parameters(arch) / 1e6:.1f} M parameters "
         f"at {show_size(arch.image_size)} px, "
         f"{plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "
         f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
         f"ZeRO {run.engine.zero_stage}; decoder {resolve_decoder(run.data.decoder)}; "
         f"CPU threads per rank: {torch.get_num_threads()}, from {engine.world.threads_from}"
-    )
-
-
-def _open_tracker(
-    run: TrainingRun, world: World, progress: ProgressLine, start_step: int
-) -> Tracker:
-    return Tracker.open(
-        folder=run.folder,
-        settings=run.tracking,
-        run_name=run.name,
-        stage=run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
-        params=run.model_dump(mode="json"),
-        tags={"vitscale.model": run.model.preset or "custom"},
-        config_yaml=run_to_yaml(run),
-        resume_step=start_step,
-        is_writer=world.is_first,
-        say=progress.message,
     )

@@ -9,62 +9,21 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.support.engine.mlflow_store import log_steps, points, query, tags_of
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import write_json
 from vitscale.tracking import run_facts
 from vitscale.tracking import tracker as tracker_module
 from vitscale.tracking.mlflow_client import experiment_id, open_client, read_link
 from vitscale.tracking.mlflow_store import upload_to_linked_run
-from vitscale.tracking.parent_run import ParentRun, open_parent
+from vitscale.tracking.parent_run import ParentRun, open_parent, origin_tags
+from vitscale.tracking.run_facts import DatasetFacts
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.source_version import SourceVersion
 from vitscale.tracking.tracker import Tracker, final_status
-
-PARAMS = {"optim": {"lr": 0.001}, "data": {"path": "http://me:hunter2@host/x"}}
-
-
-@pytest.fixture(scope="module")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("store") / "mlflow.db"  # made once: its first use takes seconds
-
-
-@pytest.fixture
-def open_tracker(database: Path, tmp_path: Path) -> Callable[..., Tracker]:
-    def open_it(**changes: Any) -> Tracker:
-        arguments: dict[str, Any] = {
-            "folder": tmp_path / "run",
-            "settings": TrackingSettings(uri=f"sqlite:///{database}"),
-            "run_name": "digits",
-            "stage": "pretrain",
-            "params": PARAMS,
-            "tags": {},
-            "config_yaml": "path: http://me:hunter2@host/x\n",
-            "resume_step": 0,
-            "is_writer": True,
-            "say": lambda text: None,
-        }
-        return Tracker.open(**(arguments | changes))
-
-    return open_it
-
-
-def log_steps(tracker: Tracker, steps: range) -> None:
-    for step in steps:
-        tracker.log({"train/loss": 1 / step, "train/lr": 0.1}, step=step)
-
-
-def query(database: Path, sql: str, *values: str) -> list[tuple[Any, ...]]:
-    with sqlite3.connect(database) as connection:
-        return connection.execute(sql, values).fetchall()
-
-
-def points(database: Path, run_id: str | None) -> list[tuple[Any, ...]]:
-    sql = "select key, step from metrics where run_uuid = ? order by key, step"
-    return query(database, sql, str(run_id))
 
 
 def test_a_resumed_run_is_one_run_with_each_step_once(
@@ -91,6 +50,77 @@ def test_a_resumed_run_is_one_run_with_each_step_once(
     third = open_tracker()
     assert third.run_id not in (None, run_id)
     third.close(status="FINISHED")
+
+
+def test_a_pause_and_a_replaced_run_are_not_left_open(
+    open_tracker: Callable[..., Tracker], database: Path
+) -> None:
+    with pytest.raises(SystemExit), open_tracker() as first:
+        log_steps(first, range(1, 3))
+        run_id = first.run_id
+        raise SystemExit(75)
+    assert tags_of(database, run_id)["vitscale.status"] == "paused"
+    open_tracker(params={"optim": {"lr": 1.0}}).close(status="FINISHED")
+    run = "select status, end_time - max(timestamp) from runs join metrics using (run_uuid) "
+    assert query(database, run + "where run_uuid = ?", str(run_id)) == [("KILLED", 0)]
+
+
+def test_event_counts_appear_with_the_first_event(
+    open_tracker: Callable[..., Tracker], database: Path
+) -> None:
+    with open_tracker() as tracker:
+        for step, count in enumerate([0, 0, 2, 2, 0], start=1):
+            tracker.log({"train/skipped_steps": count, "train/lr": 0, "never": 0}, step=step)
+        run_id = tracker.run_id
+    steps: dict[str, list[int]] = {}
+    for key, step in points(database, run_id):
+        steps.setdefault(key, []).append(step)
+    assert steps == {"train/skipped_steps": [3, 4, 5]} | dict.fromkeys(
+        ("train/lr", "never"), [1, 2, 3, 4, 5]
+    )
+
+
+def test_a_run_has_datasets_a_description_and_its_edits(
+    open_tracker: Callable[..., Tracker],
+    database: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    version = SourceVersion(commit="c" * 40, diff="+ http://me:pass@host/x\n", untracked=())
+    for module in (run_facts, tracker_module):
+        monkeypatch.setattr(module, "source_version", lambda: version)
+    facts = DatasetFacts(
+        name="digits/train", digest="d" * 64, source="shards", context="training",
+        num_samples=7, num_classes=2,
+    )  # fmt: skip
+    said: list[str] = []
+    with open_tracker(note="**What:** digits", datasets=[facts], say=said.append) as tracker:
+        run_id = str(tracker.run_id)
+    tags = tags_of(database, run_id)
+    assert tags["mlflow.note.content"] == "**What:** digits"
+    assert tags["mlflow.source.git.commit"] == "c" * 40
+    assert tags["mlflow.source.git.dirty"] == "true"
+    sql = (
+        "select d.name, digest, dataset_profile, t.value from datasets d "
+        "join inputs i on source_id = dataset_uuid join input_tags t using (input_uuid) "
+        "where destination_id = ?"
+    )
+    profile = '{"num_samples": 7, "num_classes": 2}'
+    assert query(database, sql, run_id) == [("digits/train", "d" * 36, profile, "training")]
+    diff = database.parent / f"mlflow-artifacts/{run_id}/artifacts/source-cccccccccccc.diff"
+    assert diff.read_text() == "+ http://host/x\n"
+    page = "#/experiments/1/runs?workflowType=machine_learning&compareRunsMode=CHART"
+    assert sum(page in text for text in said) == 2  # at the start and at the end
+
+
+def test_the_origin_of_the_weights_is_the_parent(database: Path, tmp_path: Path) -> None:
+    uri = f"sqlite:///{database}"
+    (tmp_path / "run").mkdir()
+    write_json(tmp_path / "run/mlflow.json", {"uri": uri, "run_id": "x", "experiment": "y"})
+    for path in (tmp_path / "run", tmp_path / "run/checkpoints/step-00000010"):
+        assert origin_tags(path, uri=uri, tag="from") == {"from": "x", "mlflow.parentRunId": "x"}
+    assert origin_tags(tmp_path / "run", uri="http://other", tag="from") == {"from": "x"}
+    assert origin_tags(tmp_path, uri=uri, tag="from") == {}
 
 
 def test_tags_and_params_are_stored_without_secrets(

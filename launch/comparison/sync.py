@@ -1,0 +1,211 @@
+"""Copy runs from their folders into an MLflow store, as often as wanted.
+
+    python launch/compare.py sync RUN ... [--uri URI] [--experiment NAME]
+
+Owns: the command line, what of a run folder is copied, and how a run ended that could not say so.
+Leaves out: MLflow (`vitscale.tracking.replay`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.comparison.runs import DEFAULT_URI
+from launch.jobs.attempts import Attempt, Ending
+from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
+from launch.jobs.status.finding import find_runs
+from launch.jobs.status.reading import RunState, RunStatus, read_status
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.redaction import redact
+from vitscale.config.yaml_source import parse_yaml, plain_value
+from vitscale.tracking.journal import JOURNAL_NAME, read_rows
+from vitscale.tracking.replay import replay_run
+from vitscale.tracking.run_facts import (
+    CONFIG_ARTIFACT,
+    RunDescription,
+    RunRecord,
+    Status,
+    absolute_uri,
+    experiment_page,
+    read_record,
+)
+from vitscale.tracking.settings import TrackingSettings
+
+PICTURES = "pictures/*.png"
+LIVE: dict[RunState, Status] = {
+    RunState.RUNNING: "RUNNING",
+    RunState.QUEUED: "PAUSED",
+    RunState.PAUSED: "PAUSED",
+}
+KILLED = (Ending.KILLED, Ending.NODE_FAILED, Ending.LOST, Ending.ENDED_BY_SLURM)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A run folder to copy."""
+
+    description: RunDescription
+    files: tuple[Path, ...]
+    status: Status
+    ended: float
+    """Unix seconds."""
+
+
+def sync(arguments: Sequence[str]) -> None:
+    """Copy the runs. Raises UserErrors before anything is written where a folder is no run."""
+    given = _parse(arguments)
+    if not given.runs:
+        raise UserError(
+            "no run given",
+            where="RUN",
+            allowed="run folders, names under runs/, or folders of runs",
+            next_step="python launch/compare.py sync runs/FIRST --uri http://HOST:PORT",
+        )
+    uri = absolute_uri(given.uri, where="--uri")
+    for source in _read_all(given.runs, uri=uri, experiment=given.experiment):
+        folder = source.description.folder
+        try:
+            done = replay_run(
+                source.description,
+                journal=folder / JOURNAL_NAME,
+                files=source.files,
+                status=source.status,
+                ended=source.ended,
+                say=print,
+            )
+        # Any failure of a server or its database is reported as a problem of the address.
+        except Exception as error:
+            reason = redact(str(error)).strip().splitlines() or [type(error).__name__]
+            raise UserError(
+                f"MLflow at {redact(uri)} did not take {folder}: {reason[0][:200]}",
+                where="--uri",
+                next_step="run the same command again; it sends what is missing",
+            ) from None
+        print(
+            f"{folder}: sent {done.num_points} points, {done.num_files} files; "
+            f"{source.status.lower()}; run {done.run_id}"
+        )
+    print(f"MLflow: {experiment_page(uri, done.experiment)}")
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python launch/compare.py sync",
+        description="Copy runs from their folders into an MLflow store. Sends what is missing: a "
+        "second time, nothing.",
+        allow_abbrev=False,
+    )
+    help_text = "run folder, name under runs/, or folder of runs"
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=help_text)
+    parser.add_argument("--uri", default=DEFAULT_URI, help=f"MLflow store; default: {DEFAULT_URI}")
+    parser.add_argument("--experiment", help="of new MLflow runs; default: that of each run")
+    return parser.parse_args(arguments)
+
+
+def _read_all(names: Sequence[str], *, uri: str, experiment: str | None) -> list[Source]:
+    jobs: list[QueuedJob] | None = None
+    try:
+        jobs = user_jobs()
+    except NoAnswerError:
+        pass  # no SLURM here; locks, attempts and records still say how a run ended
+    sources: list[Source] = []
+    errors: list[UserError] = []
+    for folder in find_runs(names):
+        try:
+            status = read_status(folder, jobs=jobs, now=time.time())
+            sources.append(_read(folder, status, uri=uri, experiment=experiment))
+        except UserError as error:
+            errors.append(error)
+        except UserErrors as error:
+            errors += error.errors
+    if errors:
+        raise UserErrors(errors)
+    # A parent starts before its children, which name it.
+    return sorted(sources, key=lambda source: source.description.start_time)
+
+
+def _read(folder: Path, status: RunStatus, *, uri: str, experiment: str | None) -> Source:
+    journal, config = folder / JOURNAL_NAME, folder / CONFIG_ARTIFACT
+    rows = itertools.islice(read_rows(journal), 1) if journal.is_file() else iter(())
+    first = next(rows, None)
+    if first is None:
+        raise UserError("has no metrics", where=str(journal), next_step="give a run that has")
+    text = _read_text(config)
+    params = _params(text, name=str(config))
+    record = read_record(folder)
+    how, ended = _ending(status, record)
+    if record is None:
+        record = RunRecord(
+            name=str(params.get("name") or folder.resolve().name),
+            experiment=TrackingSettings().experiment,
+            tags={"vitscale.stage": str(params.get("stage"))},
+        )
+    if experiment is not None:
+        record = record.model_copy(update={"experiment": experiment})
+    description = RunDescription(
+        folder=folder,
+        uri=uri,
+        record=record,
+        params=params,
+        config_yaml=text,
+        resume_step=0,
+        start_time=first[0].time,
+    )
+    files = tuple(dict.fromkeys(_files(folder, record)))
+    last = status.logged.time or first[0].time
+    return Source(description=description, files=files, status=how, ended=ended or last)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read ({error})", where=str(path)) from None
+
+
+def _params(text: str, *, name: str) -> dict[str, Any]:
+    errors: list[UserError] = []
+    node = parse_yaml(text, name=name, errors=errors)
+    if errors:
+        raise UserErrors(errors)
+    values = None if node is None else plain_value(node)
+    if not isinstance(values, dict):
+        raise UserError("is no configuration of a run", where=name)
+    return values
+
+
+def _files(folder: Path, record: RunRecord) -> Iterator[Path]:
+    """Uploaded files and pictures. Nothing outside the folder, whatever the record says."""
+    root = folder.resolve()
+    named = [folder / name for name in record.files]
+    for path in [*named, *sorted(folder.glob(PICTURES))]:
+        if path.resolve().is_relative_to(root):
+            found = sorted(path.rglob("*")) if path.is_dir() else [path]
+            yield from (each for each in found if each.is_file() and not each.is_symlink())
+
+
+def _ending(status: RunStatus, record: RunRecord | None) -> tuple[Status, float | None]:
+    """How the run ended, and when; None: with the last line of its journal."""
+    if status.state in LIVE:
+        return LIVE[status.state], None
+    attempt = status.attempt
+    if record is not None and record.ended is not None and not _is_later(attempt, record.ended):
+        return record.status, record.ended
+    ended = None if attempt is None else attempt.ended
+    if status.state is RunState.FINISHED:
+        return "FINISHED", ended
+    if attempt is not None and attempt.ending is Ending.STOPPED:
+        return "PAUSED", ended
+    if attempt is None or attempt.ended is None or attempt.ending in KILLED:
+        return "KILLED", ended
+    return "FAILED", ended
+
+
+def _is_later(attempt: Attempt | None, moment: float) -> bool:
+    return attempt is not None and attempt.started > moment

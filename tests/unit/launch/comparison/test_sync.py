@@ -1,0 +1,136 @@
+"""Which runs are copied into a store, which files, and how a run is said to have ended."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.comparison.sync import _ending, _files, sync
+from launch.jobs.attempts import Ending, begin_attempt, end_attempt
+from launch.jobs.status.reading import read_status
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.tracking.run_facts import RunRecord
+from vitscale.tracking.settings import TrackingSettings
+from vitscale.tracking.tracker import Tracker
+
+
+def record(**changes: Any) -> RunRecord:
+    return RunRecord(**({"name": "a", "experiment": "b"} | changes))
+
+
+def ending_of(folder: Path, found: RunRecord | None) -> str:
+    return _ending(read_status(folder, jobs=[], now=time.time()), found)[0]
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"), [("PAUSED", "PAUSED"), ("FAILED", "FAILED"), ("RUNNING", "KILLED")]
+)
+def test_a_run_ended_as_it_says(tmp_path: Path, status: str, expected: str) -> None:
+    """One that still says that it runs was killed."""
+    ended = None if status == "RUNNING" else 10.0
+    assert ending_of(tmp_path, record(status=status, ended=ended)) == expected
+
+
+@pytest.mark.parametrize(
+    ("ending", "expected"),
+    [
+        (Ending.STOPPED, "PAUSED"),
+        (Ending.FAILED, "FAILED"),
+        (Ending.KILLED, "KILLED"),
+        (Ending.NODE_FAILED, "KILLED"),
+        (Ending.DONE, "FINISHED"),
+        (None, "KILLED"),
+    ],
+)
+def test_a_later_attempt_says_more(tmp_path: Path, ending: Ending | None, expected: str) -> None:
+    attempt = begin_attempt(
+        tmp_path, cluster="local", job_id="1", restart=0, nodes=["n1"], num_tasks=1
+    )
+    if ending is not None:
+        end_attempt(attempt, tmp_path, ending=ending, reason="", exit_code=1)
+    assert ending_of(tmp_path, record(status="PAUSED", ended=10.0)) == expected
+    assert ending_of(tmp_path, None) == expected
+
+
+def test_no_file_outside_the_folder_is_sent(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "pictures").mkdir(parents=True)
+    for path in (tmp_path / "secret", folder / "pictures/a.png", folder / "results.csv"):
+        path.write_bytes(b"x")
+    (folder / "link").symlink_to(tmp_path / "secret")
+    names = ("../secret", str(tmp_path / "secret"), "link", "results.csv", "pictures", "gone")
+    found = set(_files(folder, record(files=names)))
+    assert found == {folder / "pictures/a.png", folder / "results.csv"}
+
+
+def test_what_is_no_run_is_refused_before_any_write(tmp_path: Path) -> None:
+    good = run_folder(tmp_path / "good")
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad/config.yaml").write_text("stage: pretrain\n")
+    (tmp_path / "odd").mkdir()
+    for name in ("journal.jsonl", "config.yaml"):
+        (tmp_path / "odd" / name).write_bytes((good / name).read_bytes())
+    (tmp_path / "odd/tracking.json").write_text('{"name": 1}')
+    store = tmp_path / "store.db"
+    names = [str(good), str(tmp_path / "bad"), str(tmp_path / "odd")]
+    with pytest.raises(UserErrors) as caught:
+        sync([*names, "--uri", f"sqlite:///{store}"])
+    text = caught.value.text()
+    assert "bad/journal.jsonl" in text and "odd/tracking.json" in text
+    assert not store.exists()
+    with pytest.raises(UserError, match="no run given"):
+        sync([])
+    with pytest.raises(UserError, match="not a tracking URI"):
+        sync([str(good), "--uri", "nonsense"])
+
+
+def run_folder(folder: Path) -> Path:
+    with Tracker.open(
+        folder=folder,
+        settings=TrackingSettings(uri=None),
+        run_name="a",
+        stage="pretrain",
+        params={},
+        tags={},
+        config_yaml="",
+        resume_step=0,
+        is_writer=True,
+    ) as tracker:
+        tracker.log({"train/loss": 1.0}, step=1)
+    (folder / "config.yaml").write_text("stage: pretrain\nname: a\n")
+    return folder
+
+
+@pytest.fixture
+def failing_server() -> Iterator[str]:
+    """Answers 500 to everything."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(500)
+
+        do_POST = do_GET
+
+        def log_message(self, *arguments: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@pytest.mark.slow
+def test_a_failing_server_gives_one_message(tmp_path: Path, failing_server: str) -> None:
+    folder = run_folder(tmp_path / "run")
+    before = {path.name for path in folder.iterdir()}
+    with pytest.raises(UserError) as caught:
+        sync([str(folder), "--uri", failing_server])
+    assert "did not take" in caught.value.text() and "same command again" in caught.value.text()
+    assert {path.name for path in folder.iterdir()} == before
