@@ -23,7 +23,7 @@ from vitscale.runs.launching import LaunchSettings
 
 SLURM_SECONDS = 60
 # Above KillWait (30 s by default) and the time in which a large job ends.
-CANCEL_SECONDS, CANCEL_PAUSE_S = 300.0, 1.0
+CANCEL_SECONDS, CANCEL_PAUSE_S = 300.0, 2.0
 # The batch script's path is last: it may contain the separator.
 FIELDS = ("%i", "%F", "%T", "%r", "%S", "%N", "%V", "%o")
 # JOB STATE CODES of `man squeue`: states that a job does not leave.

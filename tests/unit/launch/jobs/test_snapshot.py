@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from launch.jobs import snapshot
-from launch.jobs.snapshot import Code, read_code, store_code
+from launch.jobs.snapshot import Code, kept_code, read_code, store_code
 from vitscale.config.errors import UserError
+from vitscale.runs.launching import LaunchSettings
 from vitscale.tracking.source_version import RECORD_NAME, source_version
 
 
@@ -111,3 +112,16 @@ def test_files_ignored_by_an_outer_checkout_are_no_code(root: Path) -> None:
     (root / "env/vitscale").mkdir(parents=True)
     (root / "env/vitscale/model.py").touch()
     assert read_code(root / "env") is None
+
+
+def test_code_without_a_version_is_warned_of_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(snapshot, "read_code", lambda: None)
+    snapshot._warn_without_git.cache_clear()
+    assert kept_code(LaunchSettings(snapshot=False), tmp_path) is None
+    assert not capsys.readouterr().err
+    for _ in range(2):
+        assert kept_code(LaunchSettings(), tmp_path) is None
+    assert capsys.readouterr().err.count("is no git checkout") == 1
+    assert not list(tmp_path.iterdir())
