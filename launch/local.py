@@ -12,6 +12,8 @@ import argparse
 import sys
 
 try:
+    from launch.chains.command import names_a_chain, run_chain_locally
+    from launch.chains.sweeps import names_a_sweep, run_sweep_locally
     from launch.jobs.foreground import start_and_watch
     from launch.jobs.monitor import StopFlag
     from launch.jobs.preparation import (
@@ -33,6 +35,10 @@ except ModuleNotFoundError as error:
 def main() -> None:
     if names_a_study(sys.argv[1:]):
         raise SystemExit(run_study_locally(sys.argv[1:]))
+    if names_a_chain(sys.argv[1:]):
+        raise SystemExit(run_chain_locally(sys.argv[1:]))
+    if names_a_sweep(sys.argv[1:]):
+        raise SystemExit(run_sweep_locally(sys.argv[1:]))
     num_procs, argv = parse_num_procs()
     command = load_command(
         RUN_TYPES,

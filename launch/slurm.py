@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 try:
+    from launch.chains.command import names_a_chain, run_chain_on_slurm
+    from launch.chains.sweeps import names_a_sweep, run_sweep_on_slurm
     from launch.jobs.preparation import (
         RUN_TYPES,
         LaunchableRun,
@@ -62,6 +64,10 @@ SWITCHES = {
 def main() -> None:
     if names_a_study(sys.argv[1:]):
         raise SystemExit(run_study_on_slurm(sys.argv[1:]))
+    if names_a_chain(sys.argv[1:]):
+        raise SystemExit(run_chain_on_slurm(sys.argv[1:]))
+    if names_a_sweep(sys.argv[1:]):
+        raise SystemExit(run_sweep_on_slurm(sys.argv[1:]))
     command = load_command(
         RUN_TYPES,
         script="launch/slurm.py",

@@ -10,6 +10,7 @@ import argparse
 from finetune.exporting.settings import ExportRun
 from finetune.inference.prediction.settings import PredictRun
 from finetune.inspection.settings import VisualizeRun
+from launch.chains.settings import ChainRun
 from launch.jobs.preparation import RUN_TYPES
 from launch.studies.settings import StudyRun
 from vitscale.config.reference import as_markdown, settings_reference
@@ -51,6 +52,7 @@ def main() -> None:
         "export": ExportRun,
         "visualize": VisualizeRun,
         "study": StudyRun,
+        "chain": ChainRun,
     }
     print(INTRODUCTION + as_markdown(settings_reference(stages)), end="")
 

@@ -39,6 +39,7 @@ from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
 from vitscale.tracking.parent_run import ParentRun
 
 STUDY = "--study"
+LOCAL_COUNTS = ("--num-procs", "--parallel")
 SWITCHES = {
     "--dry-run": "list the trainings with their costs and states; train nothing",
     "--results": "tabulate and draw what is finished; train nothing",
@@ -50,7 +51,8 @@ class StudyCommand:
     """The command line of a study."""
 
     study: StudyRun
-    file: str
+    again: str
+    """The arguments that name the study, for messages."""
     switches: frozenset[str]
     num_procs: int = 1
     parallel: int = 1
@@ -62,21 +64,10 @@ def names_a_study(argv: Sequence[str]) -> bool:
 
 def parse(argv: Sequence[str], *, script: str, counts: Sequence[str]) -> StudyCommand:
     """counts: the options that take a number of processes, with their meaning in `StudyCommand`."""
-    own = " ".join(f"[{name} N]" for name in counts)
-    parser = argparse.ArgumentParser(
-        usage=f"python {script} {STUDY} FILE [key=value ...] {own}", add_help=False,
-        allow_abbrev=False,
-    )  # fmt: skip
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(STUDY, nargs="?", const="", dest="file")
-    for name in counts:
-        parser.add_argument(name, default="1")
     found, others = parser.parse_known_args(argv)
-    numbers = {
-        name.removeprefix("--").replace("-", "_"): _number(
-            getattr(found, name.removeprefix("--").replace("-", "_")), where=name
-        )
-        for name in counts
-    }
+    numbers, others = parse_counts(others, counts)
     if any(word.partition("=")[0] == "--config" for word in others):
         raise UserError(
             "a study has no --config", where="command line", next_step=f"give {STUDY} alone"
@@ -88,18 +79,36 @@ def parse(argv: Sequence[str], *, script: str, counts: Sequence[str]) -> StudyCo
         argv=["--config", found.file, *others] if found.file else list(others),
         switches=SWITCHES,
     )
-    return StudyCommand(study=command.run, file=found.file, switches=command.switches, **numbers)
+    again = f"{STUDY} {found.file}"
+    return StudyCommand(study=command.run, again=again, switches=command.switches, **numbers)
 
 
-def _number(text: str, *, where: str) -> int:
-    if not text.isdecimal() or int(text) == 0:
-        raise UserError(f"{text!r} is not a number above 0", where=where, allowed="1, 2, …")
-    return int(text)
+def parse_counts(argv: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int], list[str]]:
+    """({"num_procs": 2}, the other arguments) for options such as --num-procs; 1 by default."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        parser.add_argument(name, nargs="?", const="", default="1", metavar="N")
+    found, others = parser.parse_known_args(argv)
+    numbers = {}
+    for name in names:
+        key = name.removeprefix("--").replace("-", "_")
+        text = getattr(found, key)
+        if not text.isdecimal() or int(text) == 0:
+            raise UserError(f"{text!r} is not a number above 0", where=name, allowed="1, 2, …")
+        numbers[key] = int(text)
+    return numbers, others
 
 
 def run_study_locally(argv: Sequence[str]) -> int:
+    return train_study(parse(argv, script="launch/local.py", counts=LOCAL_COUNTS))
+
+
+def run_study_on_slurm(argv: Sequence[str]) -> int:
+    return submit_study(parse(argv, script="launch/slurm.py", counts=()))
+
+
+def train_study(command: StudyCommand) -> int:
     """Train what is missing on this machine, then show the results. Returns the exit code."""
-    command = parse(argv, script="launch/local.py", counts=("--num-procs", "--parallel"))
     # First of all: a signal that comes while the grid is read must not be missed.
     stop = StopFlag()
     grid = read_grid(command, cluster="local", num_tasks=command.num_procs)
@@ -127,7 +136,7 @@ def run_study_locally(argv: Sequence[str]) -> int:
     finally:
         close_study_parent(parent, status, say=say)
     if trainings.failures:
-        print(report(trainings.failures, study_file=command.file), file=sys.stderr, flush=True)
+        print(report(trainings.failures, again=command.again), file=sys.stderr, flush=True)
         return 1
     if trainings.was_stopped:
         print("stopped; the same command resumes the study", flush=True)
@@ -135,9 +144,8 @@ def run_study_locally(argv: Sequence[str]) -> int:
     return 0
 
 
-def run_study_on_slurm(argv: Sequence[str]) -> int:
+def submit_study(command: StudyCommand) -> int:
     """Submit what is missing, or show the results if nothing is. Returns the exit code."""
-    command = parse(argv, script="launch/slurm.py", counts=())
     grid, states = show_states(read_grid(command, cluster="slurm"), command)
     if "--dry-run" in command.switches:
         for text in batch_scripts(grid, states_of(grid)):
@@ -158,7 +166,7 @@ def run_study_on_slurm(argv: Sequence[str]) -> int:
     print(
         f"  state    squeue -j {job_ids}\n"
         f"  cancel   scancel {job_ids.replace(',', ' ')}\n"
-        f"  results  python launch/slurm.py {STUDY} {command.file} --results\n"
+        f"  results  python launch/slurm.py {command.again} --results\n"
         "When the jobs have ended, the same command submits what is still missing."
     )
     return 0

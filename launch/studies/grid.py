@@ -223,7 +223,7 @@ class _Expansion:
             training = StudyTraining(
                 name=place.name, run=run, labels=place.labels, kind=place.kind, needs=place.needs
             )
-            return _with_costs(training, num_tasks=num_tasks)
+            return with_costs(training, num_tasks=num_tasks)
         except UserError as error:
             errors = error.errors if isinstance(error, UserErrors) else (error,)
             for each in errors:
@@ -361,7 +361,7 @@ class _Place:
         yield f"name={yaml_flow(name)}"
         yield f"output={yaml_flow(str(Path(study.folder) / name))}"
         yield f"seed={self.seed}"
-        yield f"tracking.experiment={yaml_flow(study.name)}"
+        yield f"tracking.experiment={yaml_flow(study.experiment or study.name)}"
         yield f"tracking.tags={yaml_flow(tags)}"
 
     def _init(self, source: StudyTraining | None) -> Iterator[str]:
@@ -376,7 +376,7 @@ class _Place:
             yield f"init={yaml_flow([each for each in given if each is not None][-1])}"
 
 
-def _with_costs(training: StudyTraining, *, num_tasks: int) -> StudyTraining:
+def with_costs(training: StudyTraining, *, num_tasks: int) -> StudyTraining:
     """Size, steps, parameters and compute, as far as the data is known."""
     run, facts = training.run, data_facts(training.run)
     steps, parameters, flops = None, None, None

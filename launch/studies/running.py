@@ -12,7 +12,6 @@ import signal
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 
@@ -208,12 +207,12 @@ class _Job:
     since: float
 
 
-def report(failures: list[Failure], *, study_file: Path | str) -> str:
+def report(failures: list[Failure], *, again: str) -> str:
     """The failed trainings, each with its error, its log and the command to run it alone."""
     lines = [f"{len(failures)} training(s) failed:"]
     for failure in failures:
         lines.append(f"  {failure.name}: {failure.what}")
         if failure.command is not None:
             lines.append(f"    alone: {failure.command}")
-    lines.append(f"then repeat the study; it trains what is missing (--study {study_file})")
+    lines.append(f"then repeat the study; it trains what is missing ({again})")
     return "\n".join(lines)

@@ -24,7 +24,7 @@ OWN_KEYS = {
     "output": "the name of the run",
     "seed": "seeds",
     "init": "the cell's pre-training, or `init` of the study or an axis",
-    "tracking.experiment": "the name of the study",
+    "tracking.experiment": "experiment, or the name of the study",
 }
 
 
@@ -125,7 +125,9 @@ class StudyRun(Run):
     stage: Literal["study"] = "study"
     """What this file is; run by launch/local.py --study and launch/slurm.py --study."""
     name: str
-    """Name of the study, of its MLflow experiment and of its folder."""
+    """Name of the study and of its folder."""
+    experiment: str | None = None
+    """MLflow experiment; null: the name of the study."""
     output: str | None = None
     """Folder of all runs and results; null: runs/NAME."""
     overrides: tuple[str, ...] = Field(default=(), strict=False)

@@ -97,17 +97,17 @@ def _changes(training: StudyTraining) -> Iterator[str]:
     """Settings with an effect that differ from the configuration in the run folder."""
     path = training.folder / "config.yaml"
     try:
-        saved = _effective(load_run_file(RUN_TYPES, path))
+        saved = effective_settings(load_run_file(RUN_TYPES, path))
     except UserError:
         yield f"{path} cannot be read by this version"
         return
-    now = _effective(training.run)
+    now = effective_settings(training.run)
     for key in sorted(saved.keys() | now.keys()):
         if saved.get(key) != now.get(key):
             yield f"{key}: trained with {_shown(saved, key)}, now {_shown(now, key)}"
 
 
-def _effective(run: Run) -> dict[str, Any]:
+def effective_settings(run: Run) -> dict[str, Any]:
     keys = {".".join(path): value for path, value in run_leaves(run)}
     return {key: value for key, value in keys.items() if not _is_without_effect(key)}
 

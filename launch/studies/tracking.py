@@ -38,7 +38,7 @@ def open_study_parent(grid: Grid, *, say: Say) -> ParentRun | None:
         parent = open_parent(
             Path(study.folder),
             uri=absolute_uri(uri),
-            experiment=study.name,
+            experiment=study.experiment or study.name,
             name=study.name,
             tags={"study": study.name, "vitscale.stage": study.stage},
             config_yaml=run_to_yaml(study),

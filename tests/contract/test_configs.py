@@ -11,6 +11,7 @@ from finetune.inference.prediction.settings import PredictRun
 from finetune.inference.settings import EvaluateRun
 from finetune.inspection.settings import VisualizeRun
 from finetune.run import FinetuneRun
+from launch.chains.settings import ChainRun
 from launch.studies.settings import StudyRun
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
@@ -29,6 +30,7 @@ RUN_TYPES: dict[str, type[Run]] = {
     "export": ExportRun,
     "visualize": VisualizeRun,
     "study": StudyRun,
+    "chain": ChainRun,
 }
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*") if p.suffix in (".yaml", ".yml"))
 CARD = ("What", "Command", "Hardware", "Expect", "Source")

@@ -1,9 +1,11 @@
-"""A small study, and run folders as its trainings would leave them, without training."""
+"""A small study and a small chain, and folders as their runs would leave them, without running."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from launch.chains.graph import Chain, load_chain
+from launch.chains.settings import ChainRun
 from launch.studies.grid import Grid, StudyTraining, expand
 from launch.studies.settings import StudyRun
 from tests.support.light_checkpoints import light_save
@@ -75,3 +77,44 @@ def write_all(grid: Grid, values: dict[str, float]) -> None:
     for name, training in grid.trainings.items():
         assert training.steps is not None
         write_training(training, step=training.steps, value=values.get(name, 0.5))
+
+
+DATA = """\
+stage: data_prep
+output: shards
+source: {path: images}
+"""
+EVALUATE = """\
+stage: evaluate
+name: evaluation
+init: none
+data: {path: none}
+evaluate: [{name: classification}]
+"""
+CHAIN = """\
+stage: chain
+name: small
+stages:
+  - {name: comparison, compare: [pretrain, finetune]}
+  - {name: shards, config: data.yaml, overrides: [launch.num_tasks=2]}
+  - {name: pretrain, config: pretrain.yaml, inputs: {data.path: shards}}
+  - name: finetune
+    config: finetune.yaml
+    inputs: {data.path: shards, init: pretrain}
+    sweep: {optim.lr: [0.01, 0.001], seed: [3, 4]}
+  - {name: evaluate, config: evaluate.yaml, inputs: {data.path: shards, init: finetune}}
+"""
+
+
+def write_chain(folder: Path, text: str = CHAIN) -> Path:
+    """The chain's file beside its run files. Run files are found from the current folder."""
+    files = {"data": DATA, "pretrain": PRETRAIN, "finetune": FINETUNE, "evaluate": EVALUATE}
+    for name, content in files.items():
+        (folder / f"{name}.yaml").write_text(content)
+    path = folder / "chain.yaml"
+    path.write_text(text)
+    return path
+
+
+def chain_of(path: Path, *overrides: str) -> Chain:
+    return load_chain(load_run(ChainRun, path, overrides=overrides).run, cluster="local")

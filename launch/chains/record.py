@@ -1,0 +1,92 @@
+"""Read and write chain.json: the stages of a chain, their run folders and SLURM jobs.
+
+Leaves out: what is done, which the run folders tell (`states`).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.chains.graph import Chain, Stage
+from vitscale.config.errors import UserError
+from vitscale.distributed.atomic_files import write_json
+
+RECORD_NAME = "chain.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """One run."""
+
+    name: str
+    """Of the stage, or STAGE/RUN."""
+    folder: str
+    """Run folder, or folder of the shards; absolute."""
+    job: str | None = None
+    """Its last SLURM job, such as 4711 or 4711_3; of a data preparation that of the whole array.
+    None on this machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageRecord:
+    """One stage, after those that it needs."""
+
+    name: str
+    kind: str
+    """data_prep, pretrain, finetune, evaluate or comparison."""
+    needs: tuple[str, ...]
+    jobs_folder: str
+    """Folder of the logs and batch scripts of its SLURM jobs; absolute."""
+    steps: tuple[StepRecord, ...]
+
+
+def write_record(chain: Chain, jobs: dict[str, str]) -> None:
+    """jobs: name of a step -> its last SLURM job."""
+    chain.folder.mkdir(parents=True, exist_ok=True)
+    stages = [asdict(_record(stage, jobs)) for stage in chain.stages]
+    write_json(chain.folder / RECORD_NAME, {"chain": chain.settings.name, "stages": stages})
+
+
+def _record(stage: Stage, jobs: dict[str, str]) -> StageRecord:
+    steps = tuple(
+        StepRecord(
+            name=step.name,
+            folder=str(step.folder.expanduser().absolute()),
+            job=jobs.get(step.name),
+        )
+        for step in stage.steps
+    )
+    return StageRecord(
+        name=stage.name,
+        kind=stage.kind,
+        needs=stage.needs,
+        jobs_folder=str(stage.jobs_folder),
+        steps=steps,
+    )
+
+
+def read_record(folder: Path) -> tuple[StageRecord, ...]:
+    """The stages in order; empty before the chain was started. Raises UserError."""
+    path = folder / RECORD_NAME
+    try:
+        stages = json.loads(path.read_text())["stages"]
+        return tuple(_stage(each) for each in stages)
+    except FileNotFoundError:
+        return ()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        what = f"cannot be read ({type(error).__name__})"
+        raise UserError(what, where=str(path), next_step="remove it") from None
+
+
+def _stage(values: dict[str, Any]) -> StageRecord:
+    steps = tuple(StepRecord(**each) for each in values["steps"])
+    return StageRecord(**(values | {"needs": tuple(values["needs"]), "steps": steps}))
+
+
+def recorded_jobs(folder: Path) -> dict[str, str]:
+    """Name of a step -> its last SLURM job."""
+    steps = [step for stage in read_record(folder) for step in stage.steps]
+    return {step.name: step.job for step in steps if step.job is not None}

@@ -1,0 +1,123 @@
+"""The run type of a chain: stages that use what earlier stages have made. Needs no torch.
+
+Owns: the file's settings, and conflicts between stages: names, references, circles.
+Leaves out: the run files of the stages (`graph`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from vitscale.config.errors import nearest
+from vitscale.config.section import Run, Section
+from vitscale.runs.launching import LaunchSettings, launch_problems
+from vitscale.runs.training import RUN_NAME
+
+# Overrides that a chain makes itself.
+OWN_KEYS = {"stage": "the run file", "name": "the names of chain and stage"}
+
+
+class ChainStage(Section):
+    """One stage: the run of a file, a sweep of such runs, or a comparison of earlier runs."""
+
+    name: str
+    """Name of the stage: letters, digits, dot, dash, underscore."""
+    config: str | None = None
+    """Run file, relative to the current folder. Its `stage:` says what is run."""
+    overrides: tuple[str, ...] = Field(default=(), strict=False)
+    """Settings as on the command line, for example [launch.nodes=4]."""
+    inputs: dict[str, str] = {}
+    """Key of the run -> stage whose folder it is, for example {data.path: shards, init: pretrain}.
+    The folder of a data preparation is that of its shards. If that stage has several runs, this
+    stage has one for each of them."""
+    after: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Further stages that must be done before."""
+    sweep: dict[str, Annotated[tuple[Any, ...], Field(min_length=1, strict=False)]] = {}
+    """Key -> values, for example {optim.lr: [0.003, 0.03]}: a training for every combination."""
+    compare: tuple[str, ...] = Field(default=(), strict=False)
+    """Instead of `config`: stages whose runs are compared in a page."""
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """Stages that must be done before this one, each once."""
+        return tuple(dict.fromkeys([*self.inputs.values(), *self.compare, *self.after]))
+
+
+class ChainRun(Run):
+    """Stages from images to a comparison of models, run or submitted by one command."""
+
+    stage: Literal["chain"] = "chain"
+    """What this file is; run by launch/local.py --chain and launch/slurm.py --chain."""
+    name: str
+    """Name of the chain and of its folder."""
+    output: str | None = None
+    """Folder of all runs but the shards, whose folder is that of their file; null: runs/NAME."""
+    overrides: tuple[str, ...] = Field(default=(), strict=False)
+    """Settings of every run that has them, as on the command line, for example
+    [launch.partition=NAME]."""
+    stages: tuple[ChainStage, ...] = Field(min_length=1, strict=False)
+    """The stages, in any order."""
+
+    @property
+    def folder(self) -> str:
+        return self.output or f"runs/{self.name}"
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        allowed = "use letters, digits, '.', '-', '_', at most 100"
+        if not RUN_NAME.fullmatch(self.name):
+            yield ("name", f"{self.name!r}: {allowed}")
+        names = [stage.name for stage in self.stages]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield ("stages", f"two stages have the name {name!r}; rename one")
+        for stage in self.stages:
+            if not RUN_NAME.fullmatch(stage.name):
+                yield ("stages", f"{stage.name!r}: {allowed}")
+            for text in _stage_problems(stage):
+                yield ("stages", f"{stage.name}: {text}")
+            for name in stage.needs:
+                if name not in names:
+                    close = nearest(name, names)
+                    advice = f"did you mean {close}?" if close else f"one of {', '.join(names)}"
+                    yield ("stages", f"{stage.name}: there is no stage {name!r}; {advice}")
+        try:
+            TopologicalSorter({stage.name: stage.needs for stage in self.stages}).prepare()
+        except CycleError as error:
+            # graphlib lists each stage before those that need it.
+            shown = " -> ".join(reversed(error.args[1]))
+            yield ("stages", f"need each other in a circle: {shown}; remove one reference")
+
+
+def _stage_problems(stage: ChainStage) -> Iterator[str]:
+    if bool(stage.config) == bool(stage.compare):
+        yield "give either config, a run file, or compare, a list of stages"
+    if stage.compare and (stage.inputs or stage.sweep):
+        yield "a comparison has neither inputs nor a sweep; list stages in compare"
+    given = [text.partition("=")[0].strip() for text in stage.overrides]
+    for key in given:
+        if key in OWN_KEYS:
+            yield f"{key}: the chain sets it itself, from {OWN_KEYS[key]}"
+    for key in sorted({*stage.inputs} & {*stage.sweep} | {*given} & {*stage.inputs, *stage.sweep}):
+        yield f"{key} is given twice; keep one of overrides, inputs and sweep"
+
+
+class ComparisonRun(Run):
+    """Finished runs -> a page that compares them."""
+
+    stage: Literal["comparison"] = "comparison"
+    name: str
+    output: str
+    """Folder of the page."""
+    runs: tuple[str, ...] = Field(min_length=1, strict=False)
+    """Run folders; differences are relative to the first."""
+    launch: LaunchSettings = LaunchSettings()
+
+    @property
+    def folder(self) -> str:
+        return self.output
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from launch_problems(self.launch)

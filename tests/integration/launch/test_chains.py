@@ -1,0 +1,65 @@
+"""A chain through launch/local.py with real trainings: stopped, resumed, with a failing stage."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.launch.test_studies import RUN
+from tests.support.corpora.small_shards import make_shard_folder
+from tests.support.waiting import PATIENCE_S
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+ROOT = Path(__file__).resolve().parents[3]
+CHAIN = """\
+stage: chain
+name: small
+overrides: [data.path=shards]
+stages:
+  - {name: pretrain, config: pretrain.yaml}
+  - {name: alone, compare: [pretrain]}
+  # Found to be missing when the training starts.
+  - name: lost
+    config: finetune.yaml
+    inputs: {init: pretrain}
+    overrides: [data.path=lost, data.planned_num_samples=9]
+  - {name: both, compare: [pretrain, lost]}
+"""
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, ROOT / "launch/local.py", "--chain", "chain.yaml"],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+
+
+def test_a_stopped_chain_resumes_and_reports_failures(tmp_path: Path) -> None:
+    make_shard_folder(tmp_path / "shards")
+    for stage in ("pretrain", "finetune"):
+        (tmp_path / f"{stage}.yaml").write_text(RUN.format(stage=stage))
+    (tmp_path / "chain.yaml").write_text(CHAIN)
+
+    chain = start(tmp_path)
+    assert chain.stdout is not None
+    next(line for line in iter(chain.stdout.readline, "") if line.startswith("running 1 process"))
+    chain.send_signal(signal.SIGTERM)
+    output, _ = chain.communicate(timeout=PATIENCE_S)
+    assert chain.returncode == 75, output
+    assert "the same command resumes the chain" in output and "[2/4]" not in output
+
+    for times in (1, 2):
+        chain = start(tmp_path)
+        output, _ = chain.communicate(timeout=PATIENCE_S)
+        assert chain.returncode == 1, output
+        assert ("[1/4] pretrain: done before" in output) == (times == 2), output
+        assert "lost: ended with code 2" in output
+        assert "both: not started: stage lost is not done" in output
+        assert (tmp_path / "runs/small/alone/compare.html").exists()

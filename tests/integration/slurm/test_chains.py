@@ -1,0 +1,131 @@
+"""A chain on a real SLURM: one stage fails, what needs it is cancelled, and a repeat continues."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.waiting import PATIENCE_S
+
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+
+ROOT = Path(__file__).resolve().parents[3]
+ENDED = ("COMPLETED", "FAILED", "CANCELLED")
+DATA = """\
+stage: data_prep
+output: shards
+num_workers: 1
+source: {path: images, holdout_fraction: 0.5}
+shards: {min_shards: 2}
+launch: {timeout_min: 10, num_tasks: 2}
+"""
+RUN = """\
+stage: {stage}
+name: tiny
+data: {{path: none, global_batch: 2, num_workers: 0}}
+model: {{image_size: 8, patch_size: 4, width: 8, depth: 1, num_heads: 1, mlp_width: 8}}
+optim: {{lr: 0.001}}
+schedule: {{epochs: 1}}
+engine: {{device: cpu, zero_stage: 0, num_threads: 1}}
+tracking: {{uri: null}}
+launch: {{timeout_min: 10}}
+"""
+EVALUATE = """\
+stage: evaluate
+name: tiny
+init: none
+data: {path: none, num_workers: 0}
+compute: {device: cpu, num_threads: 1}
+evaluate: [{name: classification}]
+tracking: {uri: null}
+launch: {timeout_min: 10}
+"""
+CHAIN = """\
+stage: chain
+name: small
+stages:
+  - name: shards
+    config: data.yaml
+    overrides: ["launch.setup=[until test -e FOLDER/begin; do sleep 0.1; done]"]
+  - name: pretrain
+    config: pretrain.yaml
+    inputs: {data.path: shards}
+    overrides: ["launch.setup=[test -e FOLDER/allowed || exit 1]"]
+  - name: finetune
+    config: finetune.yaml
+    inputs: {data.path: shards, init: pretrain}
+    sweep: {optim.lr: [0.01, 0.001]}
+  - {name: evaluate, config: evaluate.yaml, inputs: {data.path: shards, init: finetune}}
+  - name: comparison
+    compare: [pretrain, finetune]
+    after: [evaluate]
+    overrides: [launch.timeout_min=10]
+"""
+STAGES = ["shards", "pretrain", "finetune", "evaluate", "comparison"]
+
+
+def write_inputs(folder: Path) -> None:
+    from PIL import Image
+
+    for label in ("dark", "light"):
+        (folder / "images" / label).mkdir(parents=True)
+        for number in range(4):
+            grey = number if label == "dark" else 255 - number
+            Image.new("RGB", (8, 8), (grey, grey, grey)).save(
+                folder / "images" / label / f"{number}.png"
+            )
+    files = {
+        "data": DATA,
+        "pretrain": RUN.format(stage="pretrain"),
+        "finetune": RUN.format(stage="finetune"),
+        "evaluate": EVALUATE,
+        "chain": CHAIN.replace("FOLDER", str(folder)),
+    }
+    for name, text in files.items():
+        (folder / f"{name}.yaml").write_text(text)
+
+
+def test_a_chain_continues_after_a_failure(slurm, tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+
+    def chain() -> tuple[dict[str, str], str]:
+        """({stage: new job}, output)."""
+        done = subprocess.run(
+            [sys.executable, ROOT / "launch/slurm.py", "--chain", "chain.yaml"],
+            cwd=tmp_path, env=slurm.environment, capture_output=True, text=True,
+            timeout=PATIENCE_S,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        new = re.findall(r"submitted (\w+): (?:job|array of 2 tasks) (\d+)", done.stdout)
+        return dict(new), done.stdout
+
+    def logs(stage: str) -> str:
+        return "\n".join(p.read_text() for p in tmp_path.glob(f"runs/small/{stage}/**/*.out"))
+
+    first, output = chain()
+    assert list(first) == STAGES, output
+    _, output = chain()
+    assert "submitted" not in output and output.count("kept ") == 7, output
+    (tmp_path / "begin").touch()
+    assert slurm.wait(first["pretrain"], states=ENDED)["JobState"] == "FAILED"
+    for stage in STAGES[2:]:
+        assert slurm.wait(first[stage], states=ENDED)["JobState"] == "CANCELLED"
+    made = (tmp_path / "shards/manifest.json").stat().st_mtime_ns
+
+    (tmp_path / "allowed").touch()
+    second, output = chain()
+    assert list(second) == STAGES[1:] and "skipped   shards: done" in output, output
+    ended = slurm.wait(second["comparison"], states=ENDED)
+    assert ended["JobState"] == "COMPLETED", [logs(stage) for stage in STAGES]
+    assert (tmp_path / "shards/manifest.json").stat().st_mtime_ns == made
+    for lr in ("0.01", "0.001"):
+        results = tmp_path / f"runs/small/evaluate/finetune_lr-{lr}_seed0/results.json"
+        assert f"finetune_lr-{lr}_seed0" in json.loads(results.read_text())["model"]["source"]
+    assert "<html" in (tmp_path / "runs/small/comparison/compare.html").read_text()
+    third, output = chain()
+    assert not third and output.count("1 of 1") == 2, output

@@ -1,0 +1,100 @@
+"""Lists on the command line: values of a sweep, or one value of a key that takes a list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.chains.sweeps import _split, names_a_sweep, sweep_command
+from launch.studies.grid import expand
+from tests.support.study_runs import FINETUNE, PRETRAIN
+from vitscale.config.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pretrain.yaml").write_text(PRETRAIN)
+    (tmp_path / "finetune.yaml").write_text(FINETUNE)
+    (tmp_path / "data.yaml").write_text("stage: data_prep\n")
+    return tmp_path
+
+
+def runs_of(*words: str, stage: str = "pretrain") -> dict[str, Any]:
+    argv = ["--config", f"{stage}.yaml", *words]
+    study = sweep_command(argv, script="launch/local.py", counts=("--num-procs",)).study
+    grid = expand(study, cluster="local")
+    return {name: training.run for name, training in grid.trainings.items()}
+
+
+@pytest.mark.parametrize(
+    ("word", "values"),
+    [
+        ("optim.lr=[1e-3,0.01]", [1e-3, 0.01]),
+        ("seed=[0, 1]", [0, 1]),
+        ("optim.name=[adamw, sgd]", ["adamw", "sgd"]),
+        ("engine.zero_stage=[0,1]", [0, 1]),
+        ("data.val_split=[test,null]", ["test", None]),
+        ("data.crop_area=[[0.2,1],[0.5,1]]", [[0.2, 1], [0.5, 1]]),
+        ("data.crop_area=[0.2,1]", None),
+        ("model.image_size=[8,16]", None),
+        ("model.image_size=[[8,8],[16,16]]", [[8, 8], [16, 16]]),
+        ("evaluate=[{name: knn}]", None),
+        ("launch.setup=[a,b]", None),
+        ("optim.lr=0.1", None),
+        ("optim.rate=[1,2]", None),
+        ("optim=[1,2]", None),
+        ("optim.lr=[1,", None),
+    ],
+)
+def test_a_list_for_a_scalar_key_is_a_sweep(word: str, values: list[Any] | None) -> None:
+    found, others = _split(["--config", "pretrain.yaml", word])
+    assert found == ({} if values is None else {word.partition("=")[0]: values})
+    assert (word in others) == (values is None)
+
+
+def test_a_chosen_group_decides_its_keys() -> None:
+    words = ["--config", "pretrain.yaml", "objective.mask_ratio=[0.5,0.75]"]
+    assert not names_a_sweep(words)
+    assert names_a_sweep([*words, "objective.name=mae"])
+
+
+def test_other_stages_have_no_sweep() -> None:
+    assert not names_a_sweep(["--config", "data.yaml", "seed=[0,1]"])
+    assert not names_a_sweep(["--config", "lost.yaml", "seed=[0,1]"])
+
+
+def test_names_say_what_differs() -> None:
+    runs = runs_of("optim.lr=[1e-3,0.01]", "seed=[2,3]", "model.width=32", "name=x")
+    assert list(runs) == [
+        *("pretrain_lr-0.001_seed2", "pretrain_lr-0.01_seed2"),
+        *("pretrain_lr-0.001_seed3", "pretrain_lr-0.01_seed3"),
+    ]
+    run = runs["pretrain_lr-0.01_seed3"]
+    assert (run.optim.lr, run.seed, run.model.width) == (0.01, 3, 32)
+    assert run.folder == "runs/x/pretrain_lr-0.01_seed3"
+
+
+def test_seeds_alone_are_a_sweep() -> None:
+    assert list(runs_of("seed=[5,6]")) == ["pretrain_seed5", "pretrain_seed6"]
+    assert list(runs_of("seed=[5,6]", stage="finetune")) == [
+        *("finetune_run_seed5", "finetune_run_seed6")
+    ]
+
+
+def test_transfers_start_from_what_the_command_names() -> None:
+    runs = runs_of("optim.lr=[1e-3,0.01]", "init=runs/a", stage="finetune")
+    assert {run.init for run in runs.values()} == {"runs/a"}
+    runs = runs_of("optim.lr=[1e-3,0.01]", stage="finetune")
+    assert {run.init for run in runs.values()} == {None}
+    runs = runs_of("init=[runs/a,runs/b]", stage="finetune")
+    assert [run.init for run in runs.values()] == ["runs/a", "runs/b"]
+
+
+def test_wrong_values_name_their_runs() -> None:
+    with pytest.raises(UserError, match="(?s)optim.lr.*in: pretrain_lr-fast_seed0"):
+        runs_of("optim.lr=[0.1,fast]")
+    with pytest.raises(UserError, match="two labels have the same name"):
+        runs_of("optim.lr=[0.1,0.1]")
