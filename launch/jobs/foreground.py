@@ -6,17 +6,33 @@ Leaves out: starting (`submission`) and following the tasks (`monitor`).
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
 
+from launch.jobs.attempts import Ending, TaskRecord, begin_attempt, end_attempt
 from launch.jobs.job import StageJob
-from launch.jobs.monitor import CONTROLLER_SECONDS, StopFlag, end, failure_report, follow
+from launch.jobs.monitor import (
+    CONTROLLER_SECONDS,
+    StopFlag,
+    end,
+    failure_report,
+    first_failure,
+    follow,
+    records,
+)
 from launch.jobs.submission import Submission, start_locally
-from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
+from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_STOPPED_RESUMABLE
 from vitscale.runs.launching import LaunchSettings
 
 EXIT_INTERRUPTED = 130
+ENDINGS = {
+    0: (Ending.DONE, "done"),
+    EXIT_BAD_INPUT: (Ending.BAD_INPUT, "bad input"),
+    EXIT_STOPPED_RESUMABLE: (Ending.STOPPED, "stopped by a signal"),
+    EXIT_INTERRUPTED: (Ending.STOPPED, "interrupted by Ctrl-C"),
+}
 
 
 def start_and_watch(
@@ -26,7 +42,31 @@ def start_and_watch(
     submission = start_locally(
         job, launch=launch, num_procs=num_procs, folder=folder, independent=job.independent
     )
-    return watch(submission, stop=stop)
+    if job.run_folder is None:
+        return watch(submission, stop=stop)
+    attempt = begin_attempt(
+        job.run_folder,
+        cluster="local",
+        job_id=submission.job_id,
+        restart=0,
+        nodes=[socket.gethostname()],
+        num_tasks=num_procs,
+    )
+    code = 1
+    try:
+        code = watch(submission, stop=stop)
+    finally:
+        ending, reason = ENDINGS.get(code, (Ending.FAILED, f"ended with code {code}"))
+        if ending in (Ending.FAILED, Ending.BAD_INPUT) and (first := _first_failure(submission)):
+            killed = first.exit_code is None
+            how = "was killed" if killed else f"ended with code {first.exit_code}"
+            ending, reason = Ending.KILLED if killed else ending, f"rank {first.rank} {how}"
+        end_attempt(attempt, job.run_folder, ending=ending, reason=reason, exit_code=code)
+    return code
+
+
+def _first_failure(submission: Submission) -> TaskRecord | None:
+    return first_failure(records(submission), stopping=False)
 
 
 def watch(submission: Submission, *, stop: StopFlag) -> int:

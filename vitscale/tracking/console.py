@@ -4,7 +4,8 @@ Owns: progress of a training loop (with `logs/rank0.log`), of a count of items, 
 without a known end; the plain format of each.
 Leaves out: metrics (`tracker`).
 
-A plain line of training: step 120/2000 loss 1.2345 lr 1.0e-03 img/s 812 wait 3% eta 0:01:20
+A plain line of training, after the clock time:
+step 120/2000 loss 1.2345 lr 1.0e-03 img/s 812 wait 3% eta 0:01:20
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 LOG_NAME = "logs/rank0.log"
+CLOCK_FORMAT = "%Y-%m-%d %H:%M:%S"
 PLAIN_INTERVAL_S = 5.0
 # On a terminal, a step of unknown length is not shown before.
 SHORT_S = 1.0
@@ -133,22 +135,25 @@ class ProgressLine:
             data_wait=data_wait,
             eta_s=elapsed / done * (self._total - step) if done > 0 else 0.0,
         )
-        self._write_log(line)
         if self._live.is_live:
+            self._write_log(line)
             facts = line.split(" ", 2)[2]  # the bar itself shows the step
             self._live.update(completed=step, facts=facts)
         else:
-            self._live.print(line)
+            self._live.print(self._write_log(line))
 
     def message(self, text: str) -> None:
         """Log and print a sentence."""
         if self._live is not None:
-            self._write_log(text)
-            self._live.print(text)
+            line = self._write_log(text)
+            self._live.print(text if self._live.is_live else line)
 
-    def _write_log(self, text: str) -> None:
+    def _write_log(self, text: str) -> str:
+        """Write a line with its clock time. Returns the line."""
+        line = f"{time.strftime(CLOCK_FORMAT)} {text}"
         if self._log is not None and not self._log.closed:
-            self._log.write(text + "\n")
+            self._log.write(line + "\n")
+        return line
 
     def close(self) -> None:
         """Restore the terminal and close the log. A second call does nothing."""

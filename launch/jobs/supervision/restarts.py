@@ -68,16 +68,14 @@ def _crash_loop_text(
     number = limits.max_fruitless_restarts
     if not fruitless:
         return f"launch.max_fruitless_restarts={number}: a failure is final."
-    lines = [
-        f"{len(fruitless)} restarts in a row brought no newer checkpoint "
-        f"(launch.max_fruitless_restarts={number}):"
-    ]
+    lines = [f"{len(fruitless)} restarts in a row brought no newer checkpoint:"]
     shown = [a for a in attempts if a.number == fruitless[0].number - 1 and a.ending in FAILURES]
     for attempt in [*shown, *fruitless]:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(attempt.ended))
         lines.append(
             f"  attempt {attempt.number}, ended {at} at step {attempt.last_step}: {attempt.reason}"
         )
+    lines.append(f"launch.max_fruitless_restarts={number} is reached.")
     lines.append("Submit the same command again when the cause is removed.")
     return "\n".join(lines)
 

@@ -173,7 +173,8 @@ def _next(
         return code
     say(f"requeueing job {ended.job_id} ({ended.restart + 1} of {limits.max_requeues})")
     if dead:
-        leave_nodes(ended.job_id, [node for node in ended.nodes if node not in dead])
+        own = os.environ.get("SLURMD_NODENAME")  # without it, this script would end
+        leave_nodes(ended.job_id, [n for n in ended.nodes if n not in dead or n == own])
     requeue(ended.job_id)
     changes = {}
     if dead:

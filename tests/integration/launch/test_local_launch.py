@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from launch.jobs.attempts import Ending, read_attempts
 from tests.support.levels import by_level
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -31,7 +32,10 @@ foreground.CONTROLLER_SECONDS = monitor.CONTROLLER_SECONDS = 2.0
 folder = Path("jobs").absolute()
 folder.mkdir()
 job = StageJob(
-    script=str(Path("stage.py").absolute()), config="c", independent={independent}
+    script=str(Path("stage.py").absolute()),
+    config="c",
+    independent={independent},
+    run_folder=None if {independent} else str(Path.cwd()),
 )
 launch = LaunchSettings(timeout_min=5, signal_delay_s=30)
 sys.exit(
@@ -137,6 +141,9 @@ def test_one_failing_rank_ends_the_others_and_is_named(tmp_path: Path, death: st
     assert code == 1
     assert "rank 1" in errors and "rank 1 was here" in errors
     assert ("out of ideas" in errors) == ("out of ideas" in death)
+    (attempt,) = read_attempts(tmp_path)
+    assert attempt.ending is (Ending.KILLED if "KILL" in death else Ending.FAILED)
+    assert attempt.reason.startswith("rank 1 ")
 
 
 def test_independent_tasks_continue_when_one_fails(tmp_path: Path) -> None:
@@ -174,6 +181,7 @@ def test_sigterm_stops_with_a_checkpoint(tmp_path: Path) -> None:
     assert process.returncode == 75
     assert "the same command resumes the run" in output
     await_end(tasks)
+    assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.STOPPED]
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:

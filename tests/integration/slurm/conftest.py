@@ -177,7 +177,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _write_configuration(folder: Path) -> Path:
+def _write_configuration(folder: Path, *, more: str) -> Path:
     host = socket.gethostname().split(".")[0]
     ctld_port, *node_ports = _free_ports(1 + len(NODES))
     nodes = [
@@ -194,6 +194,7 @@ def _write_configuration(folder: Path) -> Path:
             nodes="\n".join(nodes),
             names=",".join(NODES),
         )
+        + more
     )
     return path
 
@@ -222,15 +223,18 @@ def _start_munge(stack: ExitStack, folder: Path, environment: dict[str, str]) ->
 
 
 @contextmanager
-def slurm_cluster() -> Iterator[SlurmCluster]:
-    """A cluster of two idle nodes, removed completely when the block ends."""
+def slurm_cluster(*, more: str = "") -> Iterator[SlurmCluster]:
+    """A cluster of two idle nodes, removed completely when the block ends.
+
+    more: lines added to slurm.conf.
+    """
     # Short, since the munge socket's path must stay below 108 characters.
     folder = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     folder.chmod(0o755)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         (folder / "state").mkdir()
-        configuration = _write_configuration(folder)
+        configuration = _write_configuration(folder, more=more)
         environment = {
             name: value for name, value in os.environ.items() if not name.startswith("SLURM")
         } | {"SLURM_CONF": str(configuration)}
@@ -257,10 +261,11 @@ def _wait_for(condition: Callable[[], bool], cluster: SlurmCluster, what: str) -
 
 def _num_idle(cluster: SlurmCluster) -> int:
     done = subprocess.run(
-        ["sinfo", "--noheader", "--Node", "--format=%T"],
+        ["sinfo", "--noheader", "--Node", "--format=%N %T"],
         env=cluster.environment, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
-    return done.stdout.split().count("idle")
+    # A node is listed once for each partition.
+    return sum(line.endswith(" idle") for line in set(done.stdout.splitlines()))
 
 
 def _end_jobs(cluster: SlurmCluster) -> None:

@@ -1,0 +1,85 @@
+"""Which endings are restarted, how often, and which nodes are suspected."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.jobs.attempts import Attempt, Ending
+from launch.jobs.supervision.restarts import RestartLimits, refusal, suspected_nodes
+
+LIMITS = RestartLimits(max_requeues=9, max_fruitless_restarts=2)
+
+
+def attempts(*endings: tuple[Ending, int], job_id: str = "17", first: int = 1) -> list[Attempt]:
+    """One attempt for each (ending, steps gained)."""
+    found, step = [], 0
+    for restart, (ending, gained) in enumerate(endings):
+        found.append(
+            Attempt(
+                number=first + restart,
+                cluster="slurm",
+                job_id=job_id,
+                restart=restart,
+                nodes=("n1", "n2"),
+                num_tasks=2,
+                started=0.0,
+                ended=1.0,
+                first_step=step,
+                ending=ending,
+                reason=f"reason {first + restart}",
+                failed_nodes=("n2",),
+                checkpoint_step=step + gained,
+                last_step=step + gained,
+            )
+        )
+        step += gained
+    return found
+
+
+KILLED, STOPPED = (Ending.KILLED, 0), (Ending.STOPPED, 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "restarted"),
+    [
+        ([KILLED], True),
+        ([KILLED, KILLED], True),
+        ([KILLED, KILLED, KILLED], False),
+        ([KILLED, KILLED, (Ending.FAILED, 5)], True),
+        ([KILLED, (Ending.NODE_FAILED, 5), KILLED], True),
+        # A preemption neither counts nor ends the row.
+        ([KILLED, KILLED, STOPPED, KILLED], False),
+        ([STOPPED] * 9, True),
+        ([STOPPED] * 10, False),
+        ([(Ending.FAILED, 5)] * 10, False),
+        ([(Ending.BAD_INPUT, 5)], False),
+        ([(Ending.ENDED_BY_SLURM, 0)] * 4, True),
+    ],
+)
+def test_restarts_have_limits(row: list[tuple[Ending, int]], restarted: bool) -> None:
+    assert (refusal(attempts(*row), limits=LIMITS) is None) is restarted
+
+
+def test_a_new_job_starts_counting_anew() -> None:
+    before = attempts(KILLED, KILLED, KILLED)
+    now = attempts(KILLED, KILLED, job_id="18", first=4)
+    assert refusal(before, limits=LIMITS) is not None
+    assert refusal(before + now, limits=LIMITS) is None
+
+
+def test_a_crash_loop_names_the_reason_of_each() -> None:
+    text = refusal(attempts((Ending.KILLED, 5), KILLED, KILLED), limits=LIMITS)
+    assert text is not None and "2 restarts in a row" in text
+    assert [f"reason {number}" in text for number in (1, 2, 3)] == [True, True, True]
+
+
+def test_without_fruitless_restarts_a_failure_is_final() -> None:
+    limits = RestartLimits(max_requeues=9, max_fruitless_restarts=0)
+    assert "is final" in (refusal(attempts((Ending.KILLED, 5)), limits=limits) or "")
+    assert refusal(attempts(STOPPED), limits=limits) is None
+
+
+def test_nodes_that_failed_twice_are_suspected() -> None:
+    assert suspected_nodes(attempts(KILLED)) == []
+    assert suspected_nodes(attempts(KILLED, STOPPED)) == []
+    assert suspected_nodes(attempts(KILLED, (Ending.FAILED, 9))) == ["n2"]
