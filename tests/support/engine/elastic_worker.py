@@ -13,15 +13,15 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
 # Beside this file; a script's own folder is on the path.
-from zero_worker import (  # type: ignore[import-not-found]  # see above
-    STEPS,
+from engine_training import (  # type: ignore[import-not-found]  # see above
     engine_losses,
     new_engine,
     whole_state,
 )
+from plain_training import STEPS  # type: ignore[import-not-found]  # see above
+from safetensors.torch import load_file, save_file
 
 from vitscale.config.errors import run_rank_script
 from vitscale.distributed.world import World, agree_no_error, process_group

@@ -51,6 +51,7 @@ def logits(model: LoadedModel) -> torch.Tensor:
     [
         ("ViT", {"hidden_act": "gelu"}),
         ("ViT", {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}),
+        ("ViT", {"hidden_act": "gelu_new"}),
         ("ViTMSN", {}),
         ("DeiT", {}),
     ],
@@ -171,6 +172,22 @@ def test_timms_folders_give_its_logits(tmp_path: Path, name: str, more: dict[str
     assert ours.preprocessing.mean == theirs.pretrained_cfg["mean"]
     counted = MODELS["vit"].num_parameters(ours.arch)
     assert counted == sum(parameter.numel() for parameter in ours.network.parameters())
+
+
+def test_descriptions_are_read_instead_of_synsets(tmp_path: Path) -> None:
+    theirs = timm.create_model("vit_tiny_patch16_224", **TIMM)
+    labels = [f"n{label}" for label in range(5)]
+    config = {"label_names": labels, "label_descriptions": {"n1": "tench, Tinca tinca"}}
+    save_for_hf(theirs, tmp_path, model_config=config, model_args=TIMM)
+    assert loaded(tmp_path).classes == ("n0", "tench, Tinca tinca", "n2", "n3", "n4")
+
+
+@pytest.mark.parametrize("fraction", [0.9, 1.0])
+def test_the_crop_comes_with_timms_folder(tmp_path: Path, fraction: float) -> None:
+    theirs: Any = timm.create_model("vit_tiny_patch16_224", **TIMM)
+    theirs.pretrained_cfg["crop_pct"] = fraction
+    save_for_hf(theirs, tmp_path, model_args=TIMM)
+    assert loaded(tmp_path).preprocessing.eval_crop_fraction == fraction
 
 
 @pytest.mark.parametrize("name", ["deit3_small_patch16_224", "vit_small_patch14_reg4_dinov2"])
