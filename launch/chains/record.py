@@ -8,11 +8,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from launch.chains.graph import Chain, Stage
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import write_json
+
+if TYPE_CHECKING:
+    # Reading a record, which a status does, needs no run types.
+    from launch.chains.graph import Chain, Stage
 
 RECORD_NAME = "chain.json"
 

@@ -218,7 +218,7 @@ def _gpu_memory(run: PretrainRun | FinetuneRun, memory: MemoryEstimate, precisio
     offloaded = memory.optimizer if run.engine.offload_optimizer else 0
     total = memory.total - offloaded
     states = total - memory.activations
-    text = f"about {total / GIB:.1f} GiB (ZeRO {run.engine.zero_stage}, {precision})"
+    text = f"about {total / GIB:.3g} GiB (ZeRO {run.engine.zero_stage}, {precision})"
     size_gb, source = gpu_memory_gb(gpu_type), f"launch.gpu_type={gpu_type}"
     if size_gb is None:
         size_gb, source = _local_gpu_gb(), "the GPU of this machine"
@@ -255,7 +255,7 @@ def _host_memory(
     else:
         per_rank += int(PROCESS_GIB * GIB) + memory.total
     needed = (per_rank * launch.tasks_per_node + checkpoint // launch.nodes) / GIB
-    text = f"about {needed:,.1f} GiB per node"
+    text = f"about {needed:.3g} GiB per node"
     if launch.mem_gb is None:
         return ok("host memory", f"{text}; launch.mem_gb is not set: the site's default")
     if needed > launch.mem_gb:
@@ -285,10 +285,10 @@ def _disk(run: PretrainRun | FinetuneRun, checkpoint: int) -> Check:
         )
     num_there = min(1, len(step_folders(folder / "checkpoints")))
     free, needed = shutil.disk_usage(there).free, (2 - num_there) * checkpoint
-    text = f"a checkpoint has {checkpoint / GIB:,.2f} GiB; {free / GIB:,.1f} GiB free in {there}"
+    text = f"a checkpoint has {checkpoint / GIB:.3g} GiB; {free / GIB:,.1f} GiB free in {there}"
     if free < needed:
         raise UserError(
-            f"{text}; {needed / GIB:,.2f} GiB needed",
+            f"{text}; {needed / GIB:.3g} GiB needed",
             where="output",
             next_step="free some space, or choose another output",
         )

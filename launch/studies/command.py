@@ -164,7 +164,7 @@ def submit_study(command: StudyCommand) -> int:
         print(f"submitted {name}: job {submission.job_id}, log {log}")
     job_ids = ",".join(submission.job_id for _, submission in submitted)
     print(
-        f"  state    squeue -j {job_ids}\n"
+        f"  state    python launch/status.py {grid.study.folder} --watch\n"
         f"  cancel   scancel {job_ids.replace(',', ' ')}\n"
         f"  results  python launch/slurm.py {command.again} --results\n"
         "When the jobs have ended, the same command submits what is still missing."

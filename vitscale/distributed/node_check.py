@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median_high
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 
 from vitscale.config.errors import RankError, UserError
-from vitscale.distributed.world import World, gather_objects
+from vitscale.distributed.world import World, gather_objects, process_group
 
 # Equal GPUs at equal clocks differ by a few percent; a throttled or shared one by far more.
 SLOW_SHARE = 0.8
@@ -54,6 +55,12 @@ def check_nodes(world: World, *, seconds: float) -> Iterator[str]:
     check_results(reports)
     yield from summary(reports, seconds=seconds)
     yield from slow_ranks(reports)
+
+
+def check_alone(*, device: Literal["auto", "cuda", "cpu"], seconds: float) -> list[str]:
+    """`check_nodes` in a job that does nothing else."""
+    with process_group(device=device, timeout_min=5, num_threads=None) as world:
+        return list(check_nodes(world, seconds=seconds))
 
 
 def measure(world: World, *, seconds: float) -> RankReport:

@@ -1,4 +1,4 @@
-"""Find the run folders that names on the command line mean."""
+"""Find the folders of runs and chains that names on the command line mean."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ RUNS_FOLDER = Path("runs")
 # A run of a study in a chain is three levels below.
 MAX_DEPTH = 3
 RUN_FILES = ("config.yaml", JOURNAL_NAME, ATTEMPTS_NAME)
+CHAIN_FILE = "chain.json"
 # All that a run has that was submitted, or started, and has not trained yet.
 JOB_FOLDERS = ("slurm", "local")
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
     """The run folders of each name: itself, or all below it; without names all below runs/.
+
+    The folder of a chain stands for all its runs.
 
     Raises UserErrors for every name that means none.
     """
@@ -50,8 +53,8 @@ def _named(name: str) -> list[Path]:
 
 
 def _below(folder: Path, *, depth: int) -> Iterator[Path]:
-    """The folder if it is a run, else the runs in it."""
-    if any((folder / name).is_file() for name in RUN_FILES):
+    """The folder if it is a run or a chain, else those in it."""
+    if any((folder / name).is_file() for name in (*RUN_FILES, CHAIN_FILE)):
         yield folder
         return
     found = []

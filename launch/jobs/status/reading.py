@@ -37,6 +37,7 @@ class RunState(StrEnum):
     FAILED = "failed"
     STOPPED = "stopped"
     """Nothing runs or waits; submitting again resumes."""
+    NOT_STARTED = "not started"
     FINISHED = "finished"
 
 
@@ -98,17 +99,23 @@ class RunStatus:
 
 
 def read_status(
-    folder: Path, *, jobs: Sequence[QueuedJob] | None, note: str | None = None, now: float
+    folder: Path,
+    *,
+    jobs: Sequence[QueuedJob] | None,
+    note: str | None = None,
+    now: float,
+    job_id: str | None = None,
 ) -> RunStatus:
     """The state of the run in `folder`.
 
     jobs: all jobs of the user, from `user_jobs`; None: SLURM was not asked or did not answer.
     note: why.
+    job_id: a job, or array, that is known to be of this run.
     """
     attempts, logged = read_attempts(folder), read_logged(folder)
     last = attempts[-1] if attempts else None
     tasks = newest_tasks(folder)
-    live = tuple(job for job in _own_jobs(folder, jobs or (), last) if not job.has_ended)
+    live = tuple(job for job in _own_jobs(folder, jobs or (), last, job_id) if not job.has_ended)
     if not live and last is None and not logged.step and not tasks.records:
         live = _jobs_of_study(folder, jobs or ())
     pid = lock_holder(folder) or tasks.local_pid
@@ -121,7 +128,7 @@ def read_status(
         note = None
     failure = None
     if state is None:
-        state, failure = _ended_state(folder, last, tasks, is_done=logged.is_done)
+        state, failure = _ended_state(folder, last, tasks, logged)
     return RunStatus(
         folder=folder,
         state=state,
@@ -138,13 +145,16 @@ def read_status(
     )
 
 
-def _own_jobs(folder: Path, jobs: Sequence[QueuedJob], last: Attempt | None) -> list[QueuedJob]:
+def _own_jobs(
+    folder: Path, jobs: Sequence[QueuedJob], last: Attempt | None, job_id: str | None
+) -> list[QueuedJob]:
     """Those submitted for this run, and that of the attempt that runs: a task of a study's array
     has its script in the study's folder."""
     own = jobs_of(folder, jobs=jobs, ended=True)
+    known, more = {job.job_id for job in own}, {job_id}
     if last is not None and last.ended is None and last.cluster == "slurm":
-        known = {job.job_id for job in own}
-        own += [j for j in jobs if j.job_id == last.job_id and j.job_id not in known]
+        more.add(last.job_id)
+    own += [j for j in jobs if {j.job_id, j.submitted_id} & more and j.job_id not in known]
     return own
 
 
@@ -171,10 +181,10 @@ def _live_state(
 
 
 def _ended_state(
-    folder: Path, last: Attempt | None, tasks: JobTasks, *, is_done: bool
+    folder: Path, last: Attempt | None, tasks: JobTasks, logged: LoggedProgress
 ) -> tuple[RunState, Failure | None]:
     """The state of a run without a job or process."""
-    if is_done or (last is not None and last.ending is Ending.DONE):
+    if logged.is_done or (last is not None and last.ending is Ending.DONE):
         return RunState.FINISHED, None
     failure = find_failure(tasks, last, folder=folder)
     if last is not None:
@@ -183,7 +193,10 @@ def _ended_state(
         return RunState.STOPPED, None
     if failure is not None:
         return RunState.FAILED, failure
-    return (RunState.FINISHED if tasks.all_done else RunState.STOPPED), None
+    if tasks.all_done:
+        return RunState.FINISHED, None
+    has_started = logged.step or tasks.records
+    return (RunState.STOPPED if has_started else RunState.NOT_STARTED), None
 
 
 def _since(

@@ -20,8 +20,12 @@ from vitscale.distributed.processes import is_alive
 LOCAL = "local"
 LOG_SUFFIX = "_log.out"
 JOB_FOLDERS = ("slurm/*", f"{LOCAL}/*")
-# The last line of a traceback, or of our own report.
-ERROR_LINE = re.compile(r"^(\[?rank ?\d+\]?: ?)?([\w.]*(Error|Exception)\b|error: |srun: error: )")
+# In order: the last line of a traceback or of our own report, else what SLURM says.
+ERROR_LINES = (
+    re.compile(r"^(\[?rank ?\d+\]?: ?)?([\w.]*(Error|Exception)\b|error: )"),
+    re.compile(r"^(srun|slurmstepd\S*): error: "),
+)
+ATTEMPT_LINE = re.compile(r" attempt \d+ of the run, job ")
 LAST_LINES = 400
 
 
@@ -135,12 +139,17 @@ def find_failure(tasks: JobTasks, attempt: Attempt | None, *, folder: Path) -> F
 
 
 def last_error(log: Path) -> str | None:
-    """The last line of a log that names an error; without one, its last line, called so."""
+    """The last line of the log's last attempt that names an error; else its last line, called so.
+
+    None for an empty log.
+    """
     lines = [line.decode(errors="replace").strip() for line in tail(log)[-LAST_LINES:]]
-    lines = [line for line in lines if line]
-    for number in range(len(lines) - 1, -1, -1):
-        if lines[number] in ("error:", "errors:") and number + 1 < len(lines):
-            return lines[number + 1]
-        if ERROR_LINE.match(lines[number]):
-            return lines[number]
+    starts = [number for number, line in enumerate(lines) if ATTEMPT_LINE.search(line)]
+    lines = [line for line in lines[starts[-1] if starts else 0 :] if line]
+    for pattern in ERROR_LINES:
+        for number in range(len(lines) - 1, -1, -1):
+            if lines[number] == "error:" and number + 1 < len(lines):
+                return lines[number + 1]
+            if pattern.match(lines[number]):
+                return lines[number]
     return f"last line: {lines[-1]}" if lines else None

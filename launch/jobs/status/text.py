@@ -31,8 +31,13 @@ def as_text(runs: Sequence[RunStatus], *, now: float) -> str:
 
 def lines_of(run: RunStatus, *, now: float) -> list[str]:
     """The paragraph of one run; its first line names it."""
-    lines = [line for line in _details(run, now=now) if line]
+    lines = details_of(run, now=now)
     return [f"{shown_folder(run.folder)}: {headline(run, now=now)}", *(f"  {x}" for x in lines)]
+
+
+def details_of(run: RunStatus, *, now: float) -> list[str]:
+    """The lines below the first one."""
+    return [line for line in _details(run, now=now) if line]
 
 
 def headline(run: RunStatus, *, now: float) -> str:
@@ -82,7 +87,7 @@ def _details(run: RunStatus, *, now: float) -> Iterator[str]:
     elif run.state is RunState.STOPPED:
         if run.attempt is not None and run.attempt.reason:
             yield run.attempt.reason
-        yield "the same command resumes it" if run.logged.step else "no job, and no step was logged"
+        yield "the same command resumes it"
 
 
 def waiting(job: QueuedJob, *, now: float) -> str:

@@ -116,7 +116,7 @@ def test_a_held_lock_means_running(run: RunFolder) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert lock_holder(run.folder) == os.getpid()
         assert status(run, jobs=None).state is RunState.RUNNING
-    assert status(run, jobs=None).state is RunState.STOPPED
+    assert status(run, jobs=None).state is RunState.NOT_STARTED
 
 
 def test_tasks_of_an_array_are_counted(run: RunFolder) -> None:

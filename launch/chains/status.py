@@ -1,0 +1,118 @@
+"""Find out and show the states of a chain's stages, in order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launch.chains.record import StageRecord, StepRecord, read_record
+from launch.jobs.queue import QueuedJob
+from launch.jobs.status.reading import ACTIVE, RunState, RunStatus, read_status
+from launch.jobs.status.text import ORDER, as_values, details_of, headline, shown_folder
+
+# What a stage without training writes last.
+RESULTS = {"data_prep": "manifest.json", "evaluate": "results.json", "comparison": "compare.html"}
+SHOWN_IN_FULL = (RunState.RUNNING, RunState.PAUSED, RunState.FAILED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageStatus:
+    """One stage: one run, or those of a sweep."""
+
+    name: str
+    kind: str
+    needs: tuple[str, ...]
+    """Names of the stages before it."""
+    runs: dict[str, RunStatus]
+    """By name within the stage."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChainStatus:
+    folder: Path
+    stages: tuple[StageStatus, ...]
+
+    @property
+    def runs(self) -> list[RunStatus]:
+        return [run for stage in self.stages for run in stage.runs.values()]
+
+    @property
+    def is_active(self) -> bool:
+        return any(run.state in ACTIVE for run in self.runs)
+
+
+def read_chain(
+    folder: Path, *, jobs: Sequence[QueuedJob] | None, note: str | None = None, now: float
+) -> ChainStatus:
+    """The states of all runs of a chain. Arguments as of `read_status`."""
+    stages = [
+        StageStatus(
+            name=stage.name,
+            kind=stage.kind,
+            needs=stage.needs,
+            runs={
+                step.name.rpartition("/")[2]: _read(stage, step, jobs=jobs, note=note, now=now)
+                for step in stage.steps
+            },
+        )
+        for stage in read_record(folder)
+    ]
+    return ChainStatus(folder=folder, stages=tuple(stages))
+
+
+def _read(
+    stage: StageRecord,
+    step: StepRecord,
+    *,
+    jobs: Sequence[QueuedJob] | None,
+    note: str | None,
+    now: float,
+) -> RunStatus:
+    is_training = stage.kind not in RESULTS
+    # The jobs of a data preparation are not in the folder of its shards.
+    folder = Path(stage.jobs_folder).parent if stage.kind == "data_prep" else Path(step.folder)
+    run = read_status(folder, jobs=jobs, note=note, now=now, job_id=step.job)
+    if run.state in ACTIVE or run.state is RunState.FAILED or is_training:
+        return run
+    result = Path(step.folder) / RESULTS[stage.kind]
+    return replace(run, state=RunState.FINISHED if result.exists() else RunState.NOT_STARTED)
+
+
+def chain_lines(chain: ChainStatus, *, now: float) -> list[str]:
+    """The chain, then each stage with what is active or failed in it."""
+    lines = [f"{shown_folder(chain.folder)}: chain of {len(chain.stages)} stages"]
+    for stage in chain.stages:
+        after = f" (after {', '.join(stage.needs)})" if stage.needs else ""
+        if len(stage.runs) == 1:
+            [run] = stage.runs.values()
+            lines.append(f"  {stage.name}{after}: {headline(run, now=now)}")
+            lines += [f"    {line}" for line in details_of(run, now=now)]
+            continue
+        counts = Counter(run.state for run in stage.runs.values())
+        listed = ", ".join(f"{counts[state]} {state}" for state in ORDER if counts[state])
+        lines.append(f"  {stage.name}{after}: {len(stage.runs)} runs, {listed}")
+        for name, run in stage.runs.items():
+            if run.state in SHOWN_IN_FULL:
+                lines.append(f"    {name}: {headline(run, now=now)}")
+                lines += [f"      {line}" for line in details_of(run, now=now)]
+    return lines
+
+
+def chain_values(chain: ChainStatus) -> dict[str, Any]:
+    """Plain values for JSON."""
+    return {
+        "name": chain.folder.name,
+        "folder": str(chain.folder),
+        "stages": [
+            {
+                "name": stage.name,
+                "kind": stage.kind,
+                "needs": list(stage.needs),
+                "runs": {name: as_values(run) for name, run in stage.runs.items()},
+            }
+            for stage in chain.stages
+        ],
+    }
