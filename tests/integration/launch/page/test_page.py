@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if chromium_path() is None:
+        if os.environ.get("VITSCALE_REQUIRE_CHROMIUM") == "1":
+            pytest.fail("no chromium on this machine")
         pytest.skip("no chromium on this machine")
     with browser(tmp_path_factory.mktemp("chromium")) as opened:
         yield opened
