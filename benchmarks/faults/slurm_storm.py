@@ -273,6 +273,7 @@ def run_storm(cluster: SlurmCluster, work: Path, options: argparse.Namespace) ->
         f"tracking.uri=sqlite:///{work}/mlflow.db", "launch.partition=low", "launch.nodes=2",
         "launch.tasks_per_node=1", f"launch.timeout_min={LIMIT_MIN}",
         f"launch.signal_delay_s={SIGNAL_DELAY_S}", "launch.max_requeues=1000",
+        "launch.doctor_seconds=0",
         work=work, environment=cluster.environment,
     )  # fmt: skip
     found = re.search(r"submitted job (\d+)", output)

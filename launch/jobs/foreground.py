@@ -11,16 +11,15 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from launch.jobs.attempts import Ending, TaskRecord, begin_attempt, end_attempt
+from launch.jobs.attempts import Ending, begin_attempt, end_attempt
 from launch.jobs.job import StageJob
 from launch.jobs.monitor import (
     CONTROLLER_SECONDS,
+    JobResult,
     StopFlag,
     end,
     failure_report,
-    first_failure,
     follow,
-    records,
 )
 from launch.jobs.submission import Submission, start_locally
 from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_STOPPED_RESUMABLE
@@ -43,7 +42,7 @@ def start_and_watch(
         job, launch=launch, num_procs=num_procs, folder=folder, independent=job.independent
     )
     if job.run_folder is None:
-        return watch(submission, stop=stop)
+        return watch(submission, stop=stop).exit_code
     attempt = begin_attempt(
         job.run_folder,
         cluster="local",
@@ -52,12 +51,13 @@ def start_and_watch(
         nodes=[socket.gethostname()],
         num_tasks=num_procs,
     )
-    code = 1
+    result = JobResult(exit_code=1, failure=None)
     try:
-        code = watch(submission, stop=stop)
+        result = watch(submission, stop=stop)
     finally:
+        code = result.exit_code
         ending, reason = ENDINGS.get(code, (Ending.FAILED, f"ended with code {code}"))
-        if ending in (Ending.FAILED, Ending.BAD_INPUT) and (first := _first_failure(submission)):
+        if ending in (Ending.FAILED, Ending.BAD_INPUT) and (first := result.failure):
             killed = first.exit_code is None
             how = "was killed" if killed else f"ended with code {first.exit_code}"
             ending, reason = Ending.KILLED if killed else ending, f"rank {first.rank} {how}"
@@ -65,11 +65,7 @@ def start_and_watch(
     return code
 
 
-def _first_failure(submission: Submission) -> TaskRecord | None:
-    return first_failure(records(submission), stopping=False)
-
-
-def watch(submission: Submission, *, stop: StopFlag) -> int:
+def watch(submission: Submission, *, stop: StopFlag) -> JobResult:
     """Follow the job. Ctrl-C ends it at once. No process is left, however this ends."""
     try:
         print(
@@ -82,7 +78,7 @@ def watch(submission: Submission, *, stop: StopFlag) -> int:
         with suppress(OSError):
             print("\ninterrupted: ending all processes", file=sys.stderr, flush=True)
         end(submission, wait_first=CONTROLLER_SECONDS)
-        return EXIT_INTERRUPTED
+        return JobResult(exit_code=EXIT_INTERRUPTED, failure=None)
     except BaseException:
         # For example: the reader of our output has closed the pipe, or the disk is full.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -94,4 +90,4 @@ def watch(submission: Submission, *, stop: StopFlag) -> int:
         print("stopped; the same command resumes the run", flush=True)
     elif result.exit_code:
         print(failure_report(submission, result), file=sys.stderr, flush=True)
-    return result.exit_code
+    return result

@@ -160,7 +160,7 @@ def test_metrics_in_training_equal_those_outside(
         if metric[0].startswith("val/")
     ]
     outside = evaluations.evaluate(tmp_path / "outside", run, evaluate)
-    assert outside is not None and len(outside) == 2 + 4 + 3
+    assert outside is not None and len(outside) == 2 + 4 + 4
     for (ours, value), (theirs, expected) in zip(logged, outside, strict=True):
         assert ours == f"val/{theirs}"
         assert value == pytest.approx(expected, abs=TOLERANCE), ours

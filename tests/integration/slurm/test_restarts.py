@@ -15,7 +15,7 @@ from launch.jobs.submission import Submission, submit_to_slurm
 from tests.support.waiting import wait_until
 from vitscale.runs.launching import LaunchSettings
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 LAUNCH = LaunchSettings(nodes=2, tasks_per_node=1, timeout_min=5, signal_delay_s=30)
 FINAL_STATES = ["COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL"]

@@ -22,7 +22,7 @@ from launch.jobs.submission import submit_to_slurm
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.runs.launching import LaunchSettings
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 
 ROOT = Path(__file__).resolve().parents[3]
 LAUNCH = LaunchSettings(timeout_min=5, signal_delay_s=30, sbatch={"hold": True})
@@ -72,7 +72,13 @@ def following(log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """`status.py vit --follow`, with its output in a file."""
     with open(log, "wb") as output:
         command = [sys.executable, str(ROOT / "launch/status.py"), "vit", "--follow"]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            # Shells start background jobs with SIGINT ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
     try:
         yield process
     finally:

@@ -25,7 +25,7 @@ from vitscale.models.resnet.units import feature_stride
 
 RUN_TYPES = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 CONFIGS = ROOT / "configs"
-NOT_TRAINING = ("data", "eval", "studies")
+NOT_TRAINING = ("chains", "data", "eval", "studies")
 # The card's command names the run folder of another recipe.
 INIT = re.compile(r"\binit=runs/(\S+)")
 AT_ONCE = 2

@@ -109,7 +109,8 @@ def test_a_run_has_datasets_a_description_and_its_edits(
     assert query(database, sql, run_id) == [("digits/train", "d" * 36, profile, "training")]
     diff = database.parent / f"mlflow-artifacts/{run_id}/artifacts/source-{version.short}.diff"
     assert diff.read_text().startswith("+ http://host/x\n")
-    page = "#/experiments/1/runs?workflowType=machine_learning&compareRunsMode=CHART"
+    (experiment,) = query(database, "select experiment_id from runs where run_uuid = ?", run_id)[0]
+    page = f"#/experiments/{experiment}/runs?workflowType=machine_learning&compareRunsMode=CHART"
     assert sum(page in text for text in said) == 2  # at the start and at the end
 
 
