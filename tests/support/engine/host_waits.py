@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,14 +17,14 @@ ASKING = ("__bool__", "__float__", "__int__", "item", "tolist", "cpu", "numpy", 
 
 @contextmanager
 def host_waits(*, leave_out: str) -> Iterator[list[str]]:
-    """Places ("file:line") that would wait for a GPU; `leave_out`: file of the caller's own."""
+    """Places ("file:line") that would wait for a GPU; `leave_out`: folder of the caller's own."""
     places: list[str] = []
 
     def counted(own: Callable[..., Any], *, only_with: str | None = None) -> Callable[..., Any]:
         def ask(*values: Any, **options: Any) -> Any:
             frame = sys._getframe(1)
             is_wait = only_with is None or options.get(only_with) is not None
-            if is_wait and frame.f_code.co_filename != leave_out:
+            if is_wait and os.path.dirname(frame.f_code.co_filename) != leave_out:
                 places.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
             return own(*values, **options)
 
