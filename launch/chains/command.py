@@ -9,7 +9,6 @@ Leaves out: running (`running`) and submitting (`submission`).
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from launch.jobs.submission import require_slurm
 from launch.planning.checks import caught
 from launch.planning.cluster_checks import slurm_limits
 from launch.planning.dry_run import check_data
-from launch.studies.command import parse_counts
+from launch.studies.command import split_option
 from vitscale.config.command_line import load_command
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
 from vitscale.runs.data_prep import DataPrepRun
@@ -54,23 +53,16 @@ def names_a_chain(argv: Sequence[str]) -> bool:
 
 
 def parse(argv: Sequence[str], *, script: str, counts: Sequence[str]) -> ChainCommand:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(CHAIN, nargs="?", const="", dest="file")
-    found, others = parser.parse_known_args(argv)
-    numbers, others = parse_counts(others, counts)
-    if any(word.partition("=")[0] == "--config" for word in others):
-        raise UserError(
-            "a chain has no --config", where="command line", next_step=f"give {CHAIN} alone"
-        )
+    others, numbers, file = split_option(argv, CHAIN, counts=counts)
     command = load_command(
         ChainRun,
         script=f"{script} {CHAIN}",
         description="Run a chain: stages that use what earlier stages have made.",
-        argv=["--config", found.file, *others] if found.file else list(others),
+        argv=others,
         switches={"--dry-run": "show the stages with their runs and states; start nothing"},
     )
     is_dry = "--dry-run" in command.switches
-    return ChainCommand(chain=command.run, file=found.file, is_dry=is_dry, **numbers)
+    return ChainCommand(chain=command.run, file=file, is_dry=is_dry, **numbers)
 
 
 def run_chain_locally(argv: Sequence[str]) -> int:

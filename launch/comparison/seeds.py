@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 from launch.comparison.runs import RunRecord
 
 # Settings that differ between repetitions of one run and cannot change its result, but the seed.
-NOT_COMPARED = ("seed", "name", "output", "init", "tracking", "launch", "checkpoint")
+NOT_COMPARED = ("seed", "name", "output", "tracking", "launch", "checkpoint")
+# Of a path such as runs/pretrain_seed0, in which the repetitions differ, too.
+SEED = re.compile(r"seed[-_=]?\d+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +39,11 @@ def seed_groups(runs: Sequence[RunRecord]) -> tuple[SeedGroup, ...]:
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for i, run in enumerate(runs):
         if "seed" in run.params:
-            kept = (item for item in run.params.items() if not _left_out(item[0]))
+            kept = (
+                (key, SEED.sub("seed", value))
+                for key, value in run.params.items()
+                if not _left_out(key)
+            )
             groups.setdefault(tuple(sorted(kept)), []).append(i)
     return tuple(
         SeedGroup(

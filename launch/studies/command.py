@@ -64,23 +64,36 @@ def names_a_study(argv: Sequence[str]) -> bool:
 
 def parse(argv: Sequence[str], *, script: str, counts: Sequence[str]) -> StudyCommand:
     """counts: the options that take a number of processes, with their meaning in `StudyCommand`."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument(STUDY, nargs="?", const="", dest="file")
-    found, others = parser.parse_known_args(argv)
-    numbers, others = parse_counts(others, counts)
-    if any(word.partition("=")[0] == "--config" for word in others):
-        raise UserError(
-            "a study has no --config", where="command line", next_step=f"give {STUDY} alone"
-        )
+    others, numbers, file = split_option(argv, STUDY, counts=counts)
     command = load_command(
         StudyRun,
         script=f"{script} {STUDY}",
         description="Train, tabulate and draw a study: a grid of runs.",
-        argv=["--config", found.file, *others] if found.file else list(others),
+        argv=others,
         switches=SWITCHES,
     )
-    again = f"{STUDY} {found.file}"
+    again = f"{STUDY} {file}"
     return StudyCommand(study=command.run, again=again, switches=command.switches, **numbers)
+
+
+def split_option(
+    argv: Sequence[str], option: str, *, counts: Sequence[str]
+) -> tuple[list[str], dict[str, int], str]:
+    """(arguments with --config for `option FILE`, numbers of processes, FILE).
+
+    Raises UserError if --config is given too.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(option, nargs="?", const="", dest="file")
+    found, others = parser.parse_known_args(argv)
+    numbers, others = parse_counts(others, counts)
+    if any(word.partition("=")[0] == "--config" for word in others):
+        raise UserError(
+            f"--config together with {option}",
+            where="command line",
+            next_step=f"give {option} alone",
+        )
+    return (["--config", found.file, *others] if found.file else others), numbers, found.file
 
 
 def parse_counts(argv: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int], list[str]]:

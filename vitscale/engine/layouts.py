@@ -20,6 +20,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.utils import is_invalid_grad_norm
@@ -57,7 +58,7 @@ def initialize_deepspeed(
 ) -> Any:
     """The DeepSpeed engine, which neither clips nor checks gradients; the guard does both."""
     deepspeed_logger.setLevel(logging.WARNING)
-    if not torch.cuda.is_available():
+    if get_accelerator().device_name() == "cpu":
         # DeepSpeed's CPU collectives through shared memory are compiled at first use, spin on the
         # cores that train, and collide with leftovers of a killed run of the same name. gloo does
         # not. On a GPU reading this dict would probe every compiler.

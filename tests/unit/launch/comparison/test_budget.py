@@ -94,6 +94,16 @@ def test_runs_that_differ_in_the_seed_alone_are_one_group() -> None:
     assert table.rows == (("val/top1", "0.6 +- 0.1 (3)"),)
 
 
+def test_other_initial_weights_are_another_group() -> None:
+    starts = ("runs/pretrain_seed{}", "null")
+    runs = [
+        run(f"{start}-{seed}", [0.5], seed=str(seed), init=start.format(seed))
+        for start in starts
+        for seed in (0, 1)
+    ]
+    assert [group.members for group in compare(runs).seeds] == [(0, 1), (2, 3)]
+
+
 def test_tables_leave_out_what_is_always_zero() -> None:
     text = "".join(map(plain_text, tables(compare([run("a", [0.2]), run("b", [0.3])]))))
     assert "val/top1" in text and "val/zero" not in text
