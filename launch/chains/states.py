@@ -14,6 +14,7 @@ from typing import Any
 from finetune.inference.settings import EvaluateRun
 from launch.chains.graph import Chain, Stage, Step
 from launch.chains.settings import ComparisonRun
+from launch.jobs.status.reading import RESULTS_NAME
 from launch.studies.states import (
     Progress,
     TrainingState,
@@ -27,7 +28,7 @@ from vitscale.config.loader import load_run_file
 from vitscale.data.index import MANIFEST_NAME, read_manifest
 from vitscale.runs.data_prep import DataPrepRun
 
-RESULTS_NAME, PAGE_NAME = "results.json", "compare.html"
+PAGE_NAME = "compare.html"
 # Settings of a data preparation that do not change the shards.
 EXECUTION = ("output", "num_workers", "launch", "source.path")
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from launch.chains.record import StageRecord, StepRecord, read_record
 from launch.jobs.queue import QueuedJob
-from launch.jobs.status.reading import ACTIVE, RunState, RunStatus, read_status
+from launch.jobs.status.reading import ACTIVE, RESULTS_NAME, RunState, RunStatus, read_status
 from launch.jobs.status.text import ORDER, as_values, details_of, headline, shown_folder
 
 # What a stage without training writes last.
-RESULTS = {"data_prep": "manifest.json", "evaluate": "results.json", "comparison": "compare.html"}
+RESULTS = {"data_prep": "manifest.json", "evaluate": RESULTS_NAME, "comparison": "compare.html"}
 SHOWN_IN_FULL = (RunState.RUNNING, RunState.PAUSED, RunState.FAILED)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import select
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
@@ -72,6 +73,19 @@ def run_script(main: Callable[[], None]) -> None:
             heading = "error" if num == 1 else f"{num} errors"
             print(f"{heading}:\n{error.text()}", file=sys.stderr, flush=True)
         raise SystemExit(EXIT_BAD_INPUT) from None
+    except BrokenPipeError:
+        if _stdout_has_reader():
+            raise
+        # The reader, such as `head`, has enough. The flush at exit must not fail either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+def _stdout_has_reader() -> bool:
+    """False for a pipe whose other end is closed."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return not poll.poll(0)
 
 
 def run_rank_script(main: Callable[[], None]) -> None:

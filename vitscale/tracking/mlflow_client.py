@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from vitscale.config.redaction import redact
 from vitscale.distributed.atomic_files import write_json
-from vitscale.tracking.run_facts import sqlite_path
+from vitscale.tracking.run_facts import ARTIFACTS_FOLDER, sqlite_path
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -84,7 +84,7 @@ def experiment_id(client: MlflowClient, name: str, *, uri: str) -> str:
     if found is None:
         database = sqlite_path(uri)
         # By default, MLflow puts artifacts into ./mlruns of the current folder.
-        location = None if database is None else (database.parent / "mlflow-artifacts").as_uri()
+        location = None if database is None else (database.parent / ARTIFACTS_FOLDER).as_uri()
         try:
             return client.create_experiment(name, artifact_location=location)
         except MlflowException:

@@ -26,6 +26,8 @@ from vitscale.distributed.atomic_files import write_text
 from vitscale.tracking.source_version import source_version
 
 RECORD_NAME = "tracking.json"
+# Beside a local database.
+ARTIFACTS_FOLDER = "mlflow-artifacts"
 CONFIG_ARTIFACT = "config.yaml"
 NOTE_TAG = "mlflow.note.content"
 # Metrics of the nodes, which are not in the journal.

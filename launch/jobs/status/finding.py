@@ -8,6 +8,7 @@ from pathlib import Path
 from launch.jobs.attempts import ATTEMPTS_NAME
 from vitscale.config.errors import UserError, UserErrors, nearest
 from vitscale.tracking.journal import JOURNAL_NAME
+from vitscale.tracking.run_facts import ARTIFACTS_FOLDER
 
 RUNS_FOLDER = Path("runs")
 # A run of a study in a chain is three levels below.
@@ -16,6 +17,8 @@ RUN_FILES = ("config.yaml", JOURNAL_NAME, ATTEMPTS_NAME)
 CHAIN_FILE = "chain.json"
 # All that a run has that was submitted, or started, and has not trained yet.
 JOB_FOLDERS = ("slurm", "local")
+# Copies of config.yaml are among the artifacts.
+NO_RUNS = (*JOB_FOLDERS, ARTIFACTS_FOLDER)
 
 
 def find_runs(names: Sequence[str]) -> list[Path]:
@@ -59,7 +62,7 @@ def _below(folder: Path, *, depth: int) -> Iterator[Path]:
         return
     found = []
     if depth:
-        inner = sorted(path for path in _folders(folder) if path.name not in JOB_FOLDERS)
+        inner = sorted(path for path in _folders(folder) if path.name not in NO_RUNS)
         found = [run for path in inner for run in _below(path, depth=depth - 1)]
     yield from found
     # A study's folder has jobs too, but its runs are below it.

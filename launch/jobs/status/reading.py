@@ -24,6 +24,8 @@ from vitscale.tracking.journal import JOURNAL_NAME
 
 LOCK_NAME = ".lock"
 LOCKS = Path("/proc/locks")
+# Of an evaluation, whose journal has image sizes as steps.
+RESULTS_NAME = "results.json"
 # JOB STATE CODES of `man squeue`, of jobs that have nodes or wait for them.
 WAITING_STATES = ("PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "SUSPENDED")
 
@@ -85,6 +87,10 @@ class RunStatus:
     """State -> number, of a job whose tasks share work (data preparation); else empty."""
     note: str | None = None
     """What could not be found out."""
+
+    @property
+    def is_evaluation(self) -> bool:
+        return (self.folder / RESULTS_NAME).is_file()
 
     @property
     def job(self) -> QueuedJob | None:
@@ -184,7 +190,8 @@ def _ended_state(
     folder: Path, last: Attempt | None, tasks: JobTasks, logged: LoggedProgress
 ) -> tuple[RunState, Failure | None]:
     """The state of a run without a job or process."""
-    if logged.is_done or (last is not None and last.ending is Ending.DONE):
+    is_evaluated = last is None and (folder / RESULTS_NAME).is_file()
+    if logged.is_done or is_evaluated or (last is not None and last.ending is Ending.DONE):
         return RunState.FINISHED, None
     failure = find_failure(tasks, last, folder=folder)
     if last is not None:

@@ -56,7 +56,8 @@ def headline(run: RunStatus, *, now: float) -> str:
         return f"{run.state}{since}" + (f" at {_steps(run)}" if logged.step else "")
     ago = "" if run.since is None else f", {age(now - run.since)} ago"
     if run.state is RunState.FINISHED:
-        return "finished" + (f", {logged.step:,} steps" if logged.step else "") + ago
+        has_steps = logged.step and not run.is_evaluation
+        return "finished" + (f", {logged.step:,} steps" if has_steps else "") + ago
     return f"{run.state}" + (f" at {_steps(run)}" if logged.step else "") + ago
 
 

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from vitscale.config.errors import run_script
+
 ENDINGS = {
     "pass": (0, ""),
     "raise SystemExit": (0, ""),
@@ -37,3 +39,27 @@ run_rank_script(main)
     expected, stderr = ENDINGS[ending]
     assert (done.returncode, done.stdout) == (expected, "buffered exit handler\n")
     assert done.stderr.endswith(stderr)
+
+
+def test_a_reader_that_has_enough_is_no_error() -> None:
+    code = (
+        "from vitscale.config.errors import run_script\n"
+        "run_script(lambda: [print('x' * 1000) for _ in range(10_000)])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait() == 1
+    assert process.stderr.read() == ""
+    process.stderr.close()
+
+
+def test_a_pipe_other_than_the_output_still_fails() -> None:
+    def fail() -> None:
+        raise BrokenPipeError("of a worker")
+
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        run_script(fail)

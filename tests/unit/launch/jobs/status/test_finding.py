@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.status.finding import find_runs
+from launch.jobs.status.reading import read_status
+from launch.jobs.status.text import headline
 from vitscale.config.errors import UserError
 
 
@@ -21,6 +23,21 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for folder in ("runs/submitted/slurm", "runs/study/slurm/12", "runs/mlartifacts/1", "images"):
         (tmp_path / folder).mkdir(parents=True)
     return tmp_path
+
+
+def test_results_and_artifacts_are_told_from_runs(tmp_path: Path) -> None:
+    found = tmp_path / "found"
+    evaluation = found / "evaluation"
+    artifact = found / "mlflow-artifacts/0123/artifacts/config.yaml"
+    for folder in (evaluation, artifact.parent):
+        folder.mkdir(parents=True)
+    artifact.write_text("name: vit\n")
+    (evaluation / "journal.jsonl").write_text('{"step": 16, "time": 1.0, "val/top1": 0.5}\n')
+    (evaluation / "results.json").write_text("{}")
+    assert find_runs([str(found)]) == [evaluation]
+    status = read_status(evaluation, jobs=(), now=2.0)
+    assert headline(status, now=62.0).startswith("finished, ")
+    assert "step" not in headline(status, now=62.0)
 
 
 def test_all_runs_below_runs_are_found() -> None:
