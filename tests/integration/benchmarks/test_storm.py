@@ -1,4 +1,4 @@
-"""benchmarks/kill_storm.py: it passes, keeps its ledger, and its comparison can fail."""
+"""benchmarks/faults/kill_storm.py: it passes, keeps its ledger, and its comparison can fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.ranks.warm_ranks import ROOT
 def test_a_small_storm_passes(digits_shards: Path, tmp_path: Path) -> None:
     ledger = tmp_path / "ledger.jsonl"
     options = ["--kills", "2", "--steps", "16", "--seed", "3"]
-    command = [sys.executable, ROOT / "benchmarks/kill_storm.py", *options]
+    command = [sys.executable, ROOT / "benchmarks/faults/kill_storm.py", *options]
     places = ["--ledger", ledger, "--shards", digits_shards, "--work", tmp_path / "work"]
     done = subprocess.run([*command, *places], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr

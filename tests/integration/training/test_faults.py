@@ -3,7 +3,7 @@
 Each case injects one fault at one known place, then runs the same command again. The final state
 (weights, moments, average, counters, journal) must equal an uninterrupted training's bit by bit.
 Left out: faults of files and folders (test_storage_faults), of every system call of a save
-(test_checkpoint_faults), at random moments (benchmarks/kill_storm.py).
+(test_checkpoint_faults), at random moments (benchmarks/faults/kill_storm.py).
 """
 
 from __future__ import annotations

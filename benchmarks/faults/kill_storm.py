@@ -1,6 +1,6 @@
 """Kill training runs at random moments and compare their results with undisturbed runs.
 
-    python benchmarks/kill_storm.py --kills 200 --seed 1 --ledger storm.jsonl
+    python benchmarks/faults/kill_storm.py --kills 200 --seed 1 --ledger storm.jsonl
 
 Every run is tiny and real: pretrain/main.py on two ranks, with loader workers, augmentation, mixup,
 dropout, drop path, an average of the weights and accumulation, under each ZeRO stage in turn. A
@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 
 try:
     from benchmarks.faults.injection import (
