@@ -57,7 +57,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--markdown", action="store_true", help="print tables of Markdown")
     parser.add_argument(
         "--uri",
-        help="MLflow tracking URI to search first; default: runs/mlflow.db, searched last",
+        help="MLflow store to search first; default: that of the site file, else runs/mlflow.db, "
+        "searched last",
     )
     return parser.parse_args()
 

@@ -16,6 +16,7 @@ from launch.jobs.queue import NoAnswerError, user_jobs
 from launch.jobs.status.reading import read_status
 from vitscale.config.errors import UserError, UserErrors, nearest
 from vitscale.config.redaction import redact
+from vitscale.config.site import read_site
 from vitscale.config.yaml_source import parse_yaml, plain_value
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.mlflow_store import StoredRun, find_stored_run, find_stored_runs
@@ -52,6 +53,19 @@ class RunRecord:
         return [step for step, _ in points], [value for _, value in points]
 
 
+def default_uri() -> str:
+    """The MLflow store without --uri: `tracking.uri` of the site file, else runs/mlflow.db.
+
+    Raises UserErrors if the site file has errors.
+    """
+    errors: list[UserError] = []
+    site = read_site(("tracking",), errors=errors)
+    if errors:
+        raise UserErrors(errors)
+    uri = plain_value(site).get("tracking", {}).get("uri") if site else None
+    return uri if isinstance(uri, str) else DEFAULT_URI
+
+
 def load_runs(names: Sequence[str], *, uri: str | None) -> list[RunRecord]:
     """Find and read every run. Raises UserErrors that name all runs not found."""
     runs, errors = [], []
@@ -71,7 +85,7 @@ def search_runs(query: str, *, uri: str | None) -> list[RunRecord]:
     query: MLflow's filter string, see `MlflowClient.search_runs`.
     Raises UserError if none is found.
     """
-    uri = DEFAULT_URI if uri is None else uri
+    uri = default_uri() if uri is None else uri
     stored = _asked(uri, lambda uri: find_stored_runs(uri, query, say=lambda text: None))
     runs = [_record(run) for run in stored or [] if run.rows]
     if not runs:
@@ -98,7 +112,7 @@ def _load_run(name: str, *, uri: str | None) -> RunRecord:
         if folder.is_dir():
             return _read_folder(folder)
     if uri is None:
-        record, known = _read_mlflow(name, DEFAULT_URI)
+        record, known = _read_mlflow(name, default_uri())
         if record is not None:
             return record
     known += sorted(path.parent.name for path in RUNS_FOLDER.glob(f"*/{JOURNAL_NAME}"))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.comparison.runs import DEFAULT_URI
+from launch.comparison.runs import default_uri
 from launch.jobs.attempts import Attempt, Ending
 from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
 from launch.jobs.status.finding import find_runs
@@ -67,7 +67,7 @@ def sync(arguments: Sequence[str]) -> None:
             allowed="run folders, names under runs/, or folders of runs",
             next_step="python launch/compare.py sync runs/FIRST --uri http://HOST:PORT",
         )
-    uri = absolute_uri(given.uri, where="--uri")
+    uri = absolute_uri(given.uri or default_uri(), where="--uri")
     for source in _read_all(given.runs, uri=uri, experiment=given.experiment):
         folder = source.description.folder
         try:
@@ -103,7 +103,9 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     help_text = "run folder, name under runs/, or folder of runs"
     parser.add_argument("runs", nargs="*", metavar="RUN", help=help_text)
-    parser.add_argument("--uri", default=DEFAULT_URI, help=f"MLflow store; default: {DEFAULT_URI}")
+    parser.add_argument(
+        "--uri", help="MLflow store; default: that of the site file, else runs/mlflow.db"
+    )
     parser.add_argument("--experiment", help="of new MLflow runs; default: that of each run")
     return parser.parse_args(arguments)
 

@@ -55,6 +55,18 @@ WAITING = (
 """
 )
 
+# Fails wherever its first attempt runs.
+FAILING_ON_ONE_NODE = (
+    BEGINNING
+    + """
+    bad = run / "bad"
+    if attempt == 1:
+        bad.write_text(os.environ["SLURMD_NODENAME"])
+    if os.environ["SLURMD_NODENAME"] == bad.read_text():
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
 
 @pytest.fixture
 def submit(slurm, tmp_path, monkeypatch):
@@ -98,6 +110,18 @@ def test_a_crash_loop_ends_with_the_reason_of_each(slurm, submit, tmp_path) -> N
     assert sorted(path.name for path in job.folder.glob("*_1_task*")) == [
         f"{job.job_id}_1_task.json", f"{job.job_id}_1_task_1.json", f"{job.job_id}_1_task_2.json"
     ]  # fmt: skip
+
+
+def test_a_node_that_failed_twice_is_excluded(slurm, submit, tmp_path) -> None:
+    job = submit(FAILING_ON_ONE_NODE, nodes=1, exclude_failed_nodes=True)
+    ended = slurm.wait(job.job_id, states=["FAILED", "COMPLETED"])
+    log = job.log(0).read_text()
+    bad = (tmp_path / "bad").read_text()
+    assert (ended["JobState"], ended["ExcNodeList"]) == ("COMPLETED", bad), log
+    attempts = read_attempts(tmp_path)
+    assert [attempt.failed_nodes for attempt in attempts] == [(bad,), (bad,), ()]
+    assert attempts[-1].nodes == ({"n1": "n2", "n2": "n1"}[bad],)
+    assert f"nodes excluded from now on: {bad}" in log
 
 
 def test_bad_input_is_not_retried(slurm, submit, tmp_path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from launch.comparison.runs import DEFAULT_URI, default_uri
 from launch.comparison.sync import _ending, _files, sync
 from launch.jobs.attempts import Ending, begin_attempt, end_attempt
 from launch.jobs.status.reading import read_status
@@ -134,3 +135,15 @@ def test_a_failing_server_gives_one_message(tmp_path: Path, failing_server: str)
         sync([str(folder), "--uri", failing_server])
     assert "did not take" in caught.value.text() and "same command again" in caught.value.text()
     assert {path.name for path in folder.iterdir()} == before
+
+
+def test_the_site_file_names_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    site = tmp_path / "site.yaml"
+    monkeypatch.setenv("VITSCALE_SITE", str(site))
+    site.write_text("tracking: {uri: http://mlflow:5000}")
+    assert default_uri() == "http://mlflow:5000"
+    site.write_text("launch: {partition: gpu}")
+    assert default_uri() == DEFAULT_URI
+    site.write_text("tracking: 3")
+    with pytest.raises(UserErrors, match="tracking is a whole number"):
+        default_uri()
