@@ -193,21 +193,16 @@ def read_manifest(
 
 
 def _check_is_shard_folder(folder: Path) -> None:
-    next_step = MAKE_SHARDS.format(folder=folder)
+    make = f"set data.path, or run: {MAKE_SHARDS.format(folder=folder)}"
     if not folder.is_dir():
         what = "is a file, not a shard folder" if folder.exists() else "no such folder"
-        raise UserError(what, where=str(folder), next_step=f"set data.path, or run: {next_step}")
+        raise UserError(what, where=str(folder), next_step=make)
     if not (folder / MANIFEST_NAME).is_file():
         tars = sum(1 for _ in folder.glob("*.tar"))
-        what = (
-            f"has {tars} tar files but no {MANIFEST_NAME}"
-            if tars
-            else f"is not a shard folder: it has no {MANIFEST_NAME}"
-        )
-        if tars:
-            next_step = INDEX_SHARDS.format(folder=folder) + ", then set data.path=INDEX"
-            raise UserError(what, where=str(folder), next_step=next_step)
-        raise UserError(what, where=str(folder), next_step=f"set data.path, or run: {next_step}")
+        what = f"has {tars} tar files but no" if tars else "is not a shard folder: it has no"
+        index = INDEX_SHARDS.format(folder=folder) + ", then set data.path=INDEX"
+        next_step = index if tars else make
+        raise UserError(f"{what} {MANIFEST_NAME}", where=str(folder), next_step=next_step)
 
 
 def _parsed_manifest(text: bytes, *, where: str) -> Manifest:
@@ -216,7 +211,7 @@ def _parsed_manifest(text: bytes, *, where: str) -> Manifest:
         version = raw["format_version"]
         if version == FORMAT_VERSION:
             return _manifest_from_json(raw)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"is not a valid manifest ({type(error).__name__}: {error})",
             where=where,
@@ -328,9 +323,12 @@ def _read_columns(
     try:
         source: Any = path
         if isinstance(path, Url):
-            blake3_hex, num_bytes = manifest.index_blake3, manifest.index_bytes
             source = remote_index(
-                path, num_bytes=num_bytes, blake3_hex=blake3_hex, remote_settings=remote_settings
+                path,
+                num_bytes=manifest.index_bytes,
+                num_rows=sum(entry.num_samples for entry in manifest.splits.values()),
+                blake3_hex=manifest.index_blake3,
+                remote_settings=remote_settings,
             )
         # The filter skips row groups of other splits.
         return pq.read_table(source, columns=columns, filters=[("split", "==", split)])

@@ -24,7 +24,10 @@ from vitscale.data.remote.urls import Url
 if TYPE_CHECKING:
     import pyarrow as pa
 
-MAX_MANIFEST_BYTES = 1 << 28
+# About 300,000 tars.
+MAX_MANIFEST_BYTES = 1 << 26
+# A row of the index has about 80 bytes; keys may be long. An index is read into memory.
+MAX_INDEX_BYTES, MAX_INDEX_ROW_BYTES, INDEX_FOOTER_BYTES = 1 << 34, 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +75,12 @@ def read_remote_manifest(url: Url, *, remote_settings: RemoteSettings) -> bytes:
             next_step="correct data.path; upload the whole shard folder, with index and manifest",
         )
     if num_bytes > MAX_MANIFEST_BYTES:
-        raise UserError(f"has {num_bytes} bytes, too many for a manifest", where=str(url))
+        raise UserError(
+            f"has {num_bytes:,} bytes, too many for a manifest",
+            where=str(url),
+            allowed=f"at most {MAX_MANIFEST_BYTES:,}",
+            next_step="check the address; make fewer, larger shards",
+        )
     return store.read(url, offset=0, num_bytes=num_bytes)
 
 
@@ -84,13 +92,24 @@ def remote_sizes(
 
 
 def remote_index(
-    url: Url, *, num_bytes: int, blake3_hex: str, remote_settings: RemoteSettings
+    url: Url, *, num_bytes: int, num_rows: int, blake3_hex: str, remote_settings: RemoteSettings
 ) -> Path | pa.BufferReader:
     """The verified index: in the cache if it fits there, else in memory.
 
-    blake3_hex: expected hash. Raises DamagedError if the bytes never have it.
+    num_rows: samples of all splits by the manifest. blake3_hex: expected hash.
+    Raises UserError for an index too large for its rows, DamagedError if the bytes never have the
+    hash.
     """
     import pyarrow as pa
+
+    allowed = min(MAX_INDEX_BYTES, INDEX_FOOTER_BYTES + num_rows * MAX_INDEX_ROW_BYTES)
+    if num_bytes > allowed:
+        raise UserError(
+            f"has {num_bytes:,} bytes, too many for an index of {num_rows:,} samples",
+            where=str(url),
+            allowed=f"at most {allowed:,}",
+            next_step="check the address; make the shards again",
+        )
 
     store, cache = _store(remote_settings), _cache(remote_settings)
 

@@ -1,6 +1,7 @@
 """Read byte ranges of remote files, with retries.
 
-Owns: requests, retries and their counts. The only module that calls fsspec.
+Owns: requests, retries and their counts. The only module that calls fsspec. Over HTTP it keeps at
+most one byte more than it asked for, whatever the server sends.
 Leaves out: which URLs are allowed (`urls`), caching (`cache`), samples (`shards`).
 """
 
@@ -25,8 +26,11 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
 # The same wrong bytes in this many reads are damaged where they are stored.
 DAMAGED_READS = 3
 # A server serves no ranges if it sends the whole file this often; some do so once under load.
+# Likewise a server that encodes its answers.
 RANGE_TRIES = 3
+NO_ENCODING = ("", "identity")
 SIZE_THREADS = 16
+READ_BYTES = 1 << 18
 COUNTS = ("retries", "requests", "bytes", "cache_hits", "cache_failures")
 # Rows for all processes of a rank, indexed by process id.
 COUNT_ROWS = 251
@@ -40,6 +44,10 @@ class DamagedError(OSError):
 
 class NoRangesError(OSError):
     """The server sent more than the requested range."""
+
+
+class EncodedError(OSError):
+    """The server compressed its answer, so ranges count other bytes."""
 
 
 class StorageError(UserError):
@@ -99,9 +107,18 @@ class RemoteStore:
         Raises StorageError if they cannot be read in time, DamagedError if they stay wrong.
         """
         wrong: list[bytes] = []
+        num_encoded = 0
 
         def attempt(timeout_s: float) -> bytes:
-            data = _range(url, offset=offset, num_bytes=num_bytes, timeout_s=timeout_s)
+            nonlocal num_encoded
+            try:
+                data = _range(url, offset=offset, num_bytes=num_bytes, timeout_s=timeout_s)
+            except EncodedError as encoded:
+                num_encoded += 1
+                if num_encoded < RANGE_TRIES:
+                    raise
+                next_step = "switch compression off for these files (nginx: gzip off)"
+                raise _final(encoded, url, next_step=next_step) from None
             self.counts.add("bytes", len(data))
             if not is_valid(data):
                 wrong[:] = [*wrong, data] if data in wrong else [data]
@@ -126,9 +143,7 @@ class RemoteStore:
                 if tries < RANGE_TRIES:
                     raise
                 next_step = "use a server that supports range requests (nginx, S3, ...)"
-                raise _NotRetryable(
-                    UserError(str(error), where=str(url), next_step=next_step)
-                ) from None
+                raise _final(error, url, next_step=next_step) from None
 
         self._retry(attempt, url, patience_s=self.patience_s)
 
@@ -199,6 +214,10 @@ class _NotRetryable(Exception):
         self.error = error
 
 
+def _final(error: Exception, url: Url, *, next_step: str) -> _NotRetryable:
+    return _NotRetryable(UserError(str(error), where=str(url), next_step=next_step))
+
+
 def _unreachable(url: Url, error: Exception, *, tries: int, patience_s: float) -> StorageError:
     text = redact_queries(str(error)) or "no answer"
     return StorageError(
@@ -217,14 +236,63 @@ def _status(error: BaseException) -> int | None:
 
 
 def _range(url: Url, *, offset: int, num_bytes: int, timeout_s: float) -> bytes:
-    span = {"start": offset, "end": offset + num_bytes}
-    data = _call(url, "cat_file", timeout_s=timeout_s, **span) if num_bytes else b""
+    if url.scheme in ("http", "https"):
+        data = _http_range(url, offset=offset, num_bytes=num_bytes, timeout_s=timeout_s)
+    else:
+        span = {"start": offset, "end": offset + num_bytes}
+        data = _call(url, "cat_file", timeout_s=timeout_s, **span) if num_bytes else b""
     if len(data) > num_bytes:
-        raise NoRangesError(
-            f"answers a request for {num_bytes} bytes with {len(data)}: no range requests"
-        )
+        raise NoRangesError(f"answers a request for {num_bytes} bytes with more: no range requests")
     if len(data) < num_bytes:
         raise OSError(f"ends after {offset + len(data)} bytes")
+    return bytes(data)
+
+
+def _http_range(url: Url, *, offset: int, num_bytes: int, timeout_s: float) -> bytes:
+    """At most one byte more than asked for; fsspec's own method reads whatever the server sends."""
+    from fsspec.asyn import sync
+
+    if not num_bytes:
+        return b""
+    filesystem = _filesystem(url.scheme, os.getpid())
+    arguments = dict(filesystem.kwargs)
+    span = {"Range": f"bytes={offset}-{offset + num_bytes - 1}"}
+    headers = arguments.pop("headers", {}) | span
+
+    async def read() -> bytes:
+        session = await filesystem.set_session()
+        request = session.get(
+            filesystem.encode_url(url.text), headers=headers, auto_decompress=False, **arguments
+        )
+        async with request as answer:
+            try:
+                answer.raise_for_status()
+                return await _bounded(answer, offset=offset, num_bytes=num_bytes)
+            finally:
+                if not answer.content.at_eof():
+                    answer.close()  # else the connection would be drained for reuse
+
+    data: bytes = sync(filesystem.loop, read, timeout=timeout_s)
+    return data
+
+
+async def _bounded(answer: Any, *, offset: int, num_bytes: int) -> bytes:
+    """The body of an answer, up to one byte more than asked for."""
+    encoding = answer.headers.get("Content-Encoding", "").strip().lower()
+    if encoding not in NO_ENCODING:
+        raise EncodedError(
+            f"answers with Content-Encoding {encoding[:40]!r}, although identity was asked for"
+        )
+    if offset and answer.status != 206:
+        raise NoRangesError(
+            f"answers a request for a range with status {answer.status}: no range requests"
+        )
+    data = bytearray()
+    while len(data) <= num_bytes:
+        part = await answer.content.read(min(READ_BYTES, num_bytes + 1 - len(data)))
+        if not part:
+            break
+        data += part
     return bytes(data)
 
 

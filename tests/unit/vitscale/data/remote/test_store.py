@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.range_server import served
+from tests.support.peak_memory import peak_mib
+from tests.support.range_server import HOSTILE, MORE_BYTES, served
 from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import UserError
 from vitscale.config.redaction import redact
 from vitscale.data.index import read_manifest
 from vitscale.data.remote import store as remote_store
+from vitscale.data.remote.index import MAX_MANIFEST_BYTES, remote_index
+from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.store import (
     DamagedError,
     RemoteStore,
@@ -267,8 +270,91 @@ def test_a_server_that_ignores_some_ranges_is_asked_again(folder: Path) -> None:
         store.check_ranges(url)
         assert store.read(url, offset=5, num_bytes=2) == bytes([5, 6])
         server.fault = lambda path, number: "no_ranges"
-        with pytest.raises(StorageError, match="for 2 bytes with 10240"):
+        with pytest.raises(StorageError, match="status 200: no range requests"):
             RemoteStore(patience_s=2.0).read(url, offset=5, num_bytes=2)
+
+
+@pytest.mark.parametrize("fault", ["endless", "more"])
+def test_only_one_byte_more_than_asked_for_is_read(folder: Path, fault: str) -> None:
+    with served(folder, fault=lambda path, number: fault) as server:
+        before = remote_counts().total()
+        with pytest.raises(StorageError, match="for 9 bytes with more"):
+            RemoteStore(patience_s=2.0).read(Url(server.url) / "a.bin", offset=5, num_bytes=9)
+        assert remote_counts().total()["bytes"] == before["bytes"]
+        # Per request what fits into the buffers of the connection.
+        assert server.sent["a.bin"] < server.requests["a.bin"] * MORE_BYTES / 8
+
+
+@pytest.mark.parametrize("fault", ["gzip", "endless_gzip"])
+def test_an_encoded_answer_is_one_error(folder: Path, fault: str) -> None:
+    with served(folder, fault=lambda path, number: fault) as server:
+        with pytest.raises(UserError, match="Content-Encoding 'gzip'.*\n.*gzip off") as caught:
+            RemoteStore(patience_s=PATIENCE_S).read(
+                Url(server.url) / "a.bin", offset=5, num_bytes=9
+            )
+        assert not isinstance(caught.value, StorageError)
+        assert server.requests["a.bin"] == 3
+        server.fault = lambda path, number: fault if number % 3 else None
+        data = RemoteStore(patience_s=PATIENCE_S).read(
+            Url(server.url) / "a.bin", offset=5, num_bytes=2
+        )
+        assert data == bytes([5, 6])
+
+
+def test_a_manifest_and_an_index_have_a_size_limit(folder: Path) -> None:
+    with open(folder / "manifest.json", "wb") as file:
+        file.truncate(MAX_MANIFEST_BYTES + 1)
+    with served(folder) as server:
+        with pytest.raises(UserError, match="too many for a manifest"):
+            read_manifest(server.url)
+        assert server.requests["manifest.json"] == 1  # its size alone
+        with pytest.raises(UserError, match="too many for an index of 10 samples"):
+            remote_index(
+                Url(server.url) / "index.parquet",
+                num_bytes=2 << 20,
+                num_rows=10,
+                blake3_hex="0" * 64,
+                remote_settings=RemoteSettings(),
+            )
+        (folder / "manifest.json").write_bytes(b"[" * 100_000)
+        with pytest.raises(UserError, match="is not a valid manifest"):
+            read_manifest(server.url)
+
+
+HOSTILE_READS = """
+from pathlib import Path
+from vitscale.config.errors import UserError
+from vitscale.data.index import read_manifest
+from vitscale.data.remote.store import RemoteStore
+from vitscale.data.remote.urls import Url
+server = Url("{url}")
+store = RemoteStore(patience_s=0.5)
+store.read(server / "a.bin", offset=1, num_bytes=1)
+"""
+HOSTILE_WORK = """
+for name in ("endless", "more", "gzip", "endless_gzip"):
+    for read in (
+        lambda: store.read(server / name / "manifest.json", offset=5, num_bytes=9),
+        lambda: read_manifest(server / name),
+    ):
+        try:
+            read()
+        except UserError as error:
+            continue
+        raise AssertionError(name)
+"""
+
+
+@pytest.mark.slow
+def test_a_hostile_server_does_not_fill_the_memory(folder: Path) -> None:
+    """Endless bodies, bodies longer than asked for, and 256 MiB in a small gzip."""
+    for name in HOSTILE:
+        (folder / name).mkdir()
+        (folder / name / "manifest.json").write_bytes(bytes(100))
+    with served(folder) as server:
+        server.fault = lambda path, number: path.partition("/")[0] if "/" in path else None
+        imports = HOSTILE_READS.format(url=server.url)
+        assert peak_mib(imports=imports, work=HOSTILE_WORK) < 64
 
 
 def test_sizes_distinguish_missing_files_from_failing_servers(folder: Path) -> None:
