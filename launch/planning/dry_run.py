@@ -23,6 +23,7 @@ from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest, read_split
 from vitscale.data.remote.urls import Location, location_of
+from vitscale.data.settings import TrainingShards
 from vitscale.data.training_set import select
 from vitscale.models.costs import MemoryEstimate, memory_estimate
 from vitscale.models.interface.architecture import Architecture
@@ -91,10 +92,10 @@ def _facts(
 def _num_taken(run: TrainingRun, folder: Location, num_samples: int) -> int:
     """As many as `vitscale.data.training_set` takes of `data.path`; reads labels if it must."""
     data = run.data
-    if not data.only_classes:
+    if not data.only_classes and data.only_keys is None:
         return data.num_first(num_samples)
     index = read_split(folder, split=data.train_split, remote_settings=data.remote)
-    return select(index, data, where="data").num_samples
+    return select(index, data, where="data")[0].num_samples
 
 
 def _share(run: TrainingRun) -> str:
@@ -189,6 +190,7 @@ def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
         "data",
         f"{_count(facts.num_samples)} training images{unlabelled}{held_out}, from {facts.source}",
     )
+    yield from _key_rows(run)
     yield "objective", "; ".join([run.objective.name, *run.make_objective().notes()])
     yield "evaluation", _evaluation_text(run, facts)
     plans = known_plans(run, facts, world_size=world_size)
@@ -231,6 +233,18 @@ def known_plans(run: TrainingRun, facts: DataFacts, *, world_size: int) -> Plans
     if facts.num_samples is None and run.schedule.steps is None:
         return ()
     return training_plans(run, world_size=world_size, num_samples=facts.num_samples or 0)
+
+
+def _key_rows(run: TrainingRun) -> Rows:
+    """What each `only_keys` chooses; nothing of shards that this machine cannot see."""
+    parts: list[tuple[str, TrainingShards]] = [("data", run.data)]
+    parts += [(f"data.mixture[{number}]", part) for number, part in enumerate(run.data.mixture)]
+    for where, part in parts:
+        folder = location_of(part.path)
+        if part.only_keys is None or _manifest(run, folder) is None:
+            continue
+        index = read_split(folder, split=part.train_split, remote_settings=run.data.remote)
+        yield "keys", f"{select(index, part, where=where)[1]}, {part.only_keys.path}"
 
 
 def _plan_rows(run: TrainingRun, facts: DataFacts, plans: Plans) -> Rows:

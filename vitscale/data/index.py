@@ -269,7 +269,7 @@ def read_split(
             remote_settings=remote_settings,
         )
         columns.append("blake3")
-    table = _read_columns(folder, manifest, split, columns, remote_settings=remote_settings)
+    table = read_columns(folder, manifest, split, columns, remote_settings=remote_settings)
     positions = {shard.name: position for position, shard in enumerate(entry.shards)}
     shard_column = table.column("shard").combine_chunks()
     stored_names = shard_column.dictionary.to_pylist()
@@ -308,7 +308,7 @@ def location_of_tars(folder: Location, manifest: Manifest) -> Location:
     return folder / named
 
 
-def _read_columns(
+def read_columns(
     folder: Location,
     manifest: Manifest,
     split: str,
@@ -316,6 +316,7 @@ def _read_columns(
     *,
     remote_settings: RemoteSettings,
 ) -> pa.Table:
+    """Some columns of a split, in stored order. Raises UserError if they cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

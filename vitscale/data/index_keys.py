@@ -1,24 +1,122 @@
-"""Read the keys of a few samples from an index, for messages.
+"""Read keys of an index: of a few samples for messages, of all to choose by a list of keys.
 
-Reads only the row groups it needs: all keys of 14 million samples would take 2 GB.
+A few: only their row groups are read. All: as Arrow strings, about 30 bytes per sample while
+choosing; as Python's they would take 2 GB for 14 million.
 Leaves out: the columns that training needs (`index`).
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from vitscale.config.errors import UserError
-from vitscale.data.index import INDEX_NAME, SplitIndex
+from vitscale.data.index import INDEX_NAME, SplitIndex, read_columns, read_manifest
 from vitscale.data.remote.index import RangeFile
 from vitscale.data.remote.urls import Url
+from vitscale.data.settings import KeyList
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenByKey:
+    """The samples of a split that a list of keys leaves."""
+
+    index: SplitIndex
+    sha256: str
+    """Hash of the chosen rows of the stored split; the same for every file that lists them."""
+    num_listed: int
+    """Different keys of the file, of those with a sufficient score."""
+    num_missing: int
+    """Keys that no sample of the stored split has."""
+    num_before: int
+    """Samples before choosing."""
+
+    def __str__(self) -> str:
+        missing = f"; {self.num_missing:,} keys are not in {self.index.split!r}"
+        return (
+            f"{self.index.num_samples:,} of {self.num_before:,} samples by {self.num_listed:,} "
+            f"keys{missing if self.num_missing else ''}"
+        )
+
+
+def choose_by_key(index: SplitIndex, listed: KeyList, *, where: str) -> ChosenByKey:
+    """The samples of an index whose keys are listed.
+
+    Raises UserError if the file cannot be read, or no sample has one of its keys.
+    """
+    import pyarrow.compute as pc
+
+    wanted = _listed_keys(listed, where=where)
+    manifest = read_manifest(index.folder, remote_settings=index.remote_settings)
+    table = read_columns(
+        index.folder, manifest, index.split, ["key"], remote_settings=index.remote_settings
+    )
+    keys = table.column("key").cast(wanted.type)
+    is_listed = pc.is_in(keys, value_set=wanted).to_numpy()
+    stored = np.arange(len(keys)) if index.stored is None else index.stored
+    rows = np.flatnonzero(is_listed[stored])
+    if not len(rows):
+        examples = f"such as {keys[0].as_py()!r}"
+        raise UserError(
+            f"none of the {index.num_samples:,} samples has one of the {len(wanted):,} keys of "
+            f"{listed.path}" + (f", such as {wanted[0].as_py()!r}" if len(wanted) else ""),
+            where=f"{where}.only_keys",
+            allowed=f"keys of {index.split!r} of {index.folder}, {examples}",
+            next_step="correct the file, the column or the threshold",
+        )
+    digest = hashlib.sha256(stored[rows].astype("<i8").tobytes()).hexdigest()
+    num_found = len(pc.unique(keys.filter(pc.is_in(keys, value_set=wanted))))
+    return ChosenByKey(
+        index=index.subset(rows, name=f"keys {digest}"),
+        sha256=digest,
+        num_listed=len(wanted),
+        num_missing=len(wanted) - num_found,
+        num_before=index.num_samples,
+    )
+
+
+def _listed_keys(listed: KeyList, *, where: str) -> pa.Array:
+    """large_string: the different keys of a file. Raises UserError."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+    import pyarrow.parquet as pq
+
+    path = Path(listed.path).expanduser()
+    try:
+        if not listed.is_parquet:
+            text = pa.array([path.read_bytes().decode("utf-8")], pa.large_string())
+            lines = pc.utf8_rtrim(pc.split_pattern(text, "\n").flatten(), "\r")
+            return pc.unique(lines.filter(pc.not_equal(lines, "")))
+        names = [listed.column] + ([listed.score] if listed.score is not None else [])
+        found = pq.ParquetFile(path).schema_arrow.names
+        for name in names:
+            if name not in found:
+                key = "column" if name == listed.column else "score"
+                raise UserError(
+                    f"no column {name!r} in {path}",
+                    where=f"{where}.only_keys.{key}",
+                    allowed=", ".join(found[:20]),
+                )
+        table = pq.read_table(path, columns=names)
+        if listed.score is not None:
+            scores = table.column(listed.score).cast(pa.float64())
+            table = table.filter(pc.greater_equal(scores, listed.at_least))
+        return pc.unique(table.column(listed.column).cast(pa.large_string()).drop_null())
+    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        raise UserError(
+            f"{path} cannot be read ({error})",
+            where=f"{where}.only_keys.path",
+            allowed="UTF-8 text with one key per line, or Parquet with a column of keys",
+        ) from None
 
 
 def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:

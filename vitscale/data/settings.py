@@ -28,6 +28,23 @@ class MixingSettings(Section):
     """batch: one draw per global batch, as in AugReg. pair: one draw per two images."""
 
 
+class KeyList(Section):
+    """Keys of the samples to train on."""
+
+    path: str
+    """Text file with one key per line, or Parquet file (`.parquet`)."""
+    column: str = "key"
+    """Parquet: column of keys."""
+    score: str | None = None
+    """Parquet: column of numbers; null: all keys of the file."""
+    at_least: float | None = None
+    """Smallest score of a key that is taken."""
+
+    @property
+    def is_parquet(self) -> bool:
+        return self.path.endswith(".parquet")
+
+
 class TrainingShards(Section):
     """One set of shards, or a part of it."""
 
@@ -41,6 +58,9 @@ class TrainingShards(Section):
     subset; tars indexed in place keep their own order."""
     only_classes: tuple[str, ...] = Field(default=(), strict=False)
     """Only samples of these classes; labels do not change. Empty: all classes."""
+    only_keys: KeyList | None = None
+    """Only samples whose keys a file lists, or scores high enough; chosen after `first_percent` and
+    `only_classes`. The shards stay as they are. null: all keys."""
 
     def num_first(self, num_samples: int) -> int:
         """Samples of `first_percent`."""
@@ -156,6 +176,20 @@ def remote_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
             f"{data.remote.patience_s:g} s: must be below data.timeout_s ({data.timeout_s:g} s), "
             "after which a worker counts as hung",
         )
+
+
+def selection_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
+    """Scores without a threshold, and scores of a text file."""
+    parts = {"data": data.only_keys} | {
+        f"data.mixture[{number}]": part.only_keys for number, part in enumerate(data.mixture)
+    }
+    for where, listed in parts.items():
+        if listed is None:
+            continue
+        if (listed.score is None) != (listed.at_least is None):
+            yield (f"{where}.only_keys", "give both score and at_least, or neither")
+        if not listed.is_parquet and (listed.score is not None or listed.column != "key"):
+            yield (f"{where}.only_keys.path", f"{listed.path!r}: only a .parquet file has columns")
 
 
 def augment_problems(data: DataSettings) -> Iterator[tuple[str, str]]:

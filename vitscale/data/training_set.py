@@ -15,6 +15,7 @@ import numpy as np
 
 from vitscale.config.errors import UserError, nearest
 from vitscale.data.index import SplitIndex, read_split
+from vitscale.data.index_keys import ChosenByKey, choose_by_key
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.urls import location_of
@@ -31,6 +32,8 @@ class TrainingSet:
     """Hash of everything that determines the order, except the seed."""
     dev: SplitIndex | None = None
     """The samples that `data.dev_percent` holds out; no part has them."""
+    key_hashes: tuple[str | None, ...] = ()
+    """For each part the hash of the rows that `only_keys` chose; None: not set."""
 
     @property
     def num_samples(self) -> int:
@@ -49,11 +52,11 @@ class TrainingSet:
 def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
     """Read every index. Raises UserError for damaged folders and incompatible label maps."""
     remote_settings = settings.remote
-    whole = _read_part(settings, where="data", remote_settings=remote_settings)
+    whole, key_hash = _read_part(settings, where="data", remote_settings=remote_settings)
     first, dev = _cut(whole, settings.num_dev(whole.num_samples))
-    parts = [first]
+    parts, key_hashes = [first], [key_hash]
     for number, mixed_in in enumerate(settings.mixture):
-        part = _read_part(
+        part, key_hash = _read_part(
             mixed_in, where=f"data.mixture[{number}]", remote_settings=remote_settings
         )
         if part.label_map_sha256 != parts[0].label_map_sha256:
@@ -64,6 +67,7 @@ def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
                 next_step="prepare both with the same labels.space",
             )
         parts.append(part)
+        key_hashes.append(key_hash)
     _check_cache(parts, remote_settings)
     shares = [round(mixed_in.share * MILLION) for mixed_in in settings.mixture]
     order = TrainingOrder(
@@ -74,7 +78,13 @@ def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
         shares=(MILLION - sum(shares), *shares),
         views=settings.views,
     )
-    return TrainingSet(parts=tuple(parts), order=order, fingerprint=_fingerprint(order), dev=dev)
+    return TrainingSet(
+        parts=tuple(parts),
+        order=order,
+        fingerprint=_fingerprint(order),
+        dev=dev,
+        key_hashes=tuple(key_hashes),
+    )
 
 
 def _cut(whole: SplitIndex, num_dev: int) -> tuple[SplitIndex, SplitIndex | None]:
@@ -90,14 +100,19 @@ def _cut(whole: SplitIndex, num_dev: int) -> tuple[SplitIndex, SplitIndex | None
 
 def _read_part(
     settings: TrainingShards, *, where: str, remote_settings: RemoteSettings
-) -> SplitIndex:
+) -> tuple[SplitIndex, str | None]:
+    """What a part reads, and the hash of what `only_keys` chose."""
     folder = location_of(settings.path, where=f"{where}.path")
     index = read_split(folder, split=settings.train_split, remote_settings=remote_settings)
-    return select(index, settings, where=where)
+    index, by_key = select(index, settings, where=where)
+    return index, None if by_key is None else by_key.sha256
 
 
-def select(index: SplitIndex, settings: TrainingShards, *, where: str) -> SplitIndex:
-    """The samples that `first_percent` and `only_classes` leave of a split."""
+def select(
+    index: SplitIndex, settings: TrainingShards, *, where: str
+) -> tuple[SplitIndex, ChosenByKey | None]:
+    """The samples that `first_percent`, `only_classes` and `only_keys` leave of a split, and what
+    `only_keys` did."""
     if settings.first_percent < 100:
         num = settings.num_first(index.num_samples)
         index = index.subset(np.arange(num), name=f"first {num}")
@@ -117,7 +132,10 @@ def select(index: SplitIndex, settings: TrainingShards, *, where: str) -> SplitI
                 next_step="choose other classes, or a larger first_percent",
             )
         index = index.subset(rows, name=f"labels {sorted(set(labels))}")
-    return index
+    if settings.only_keys is None:
+        return index, None
+    by_key = choose_by_key(index, settings.only_keys, where=where)
+    return by_key.index, by_key
 
 
 def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -> None:

@@ -17,7 +17,12 @@ from pydantic import Field
 from vitscale.checkpoint.settings import CheckpointSettings
 from vitscale.config.errors import UserError
 from vitscale.config.section import Run
-from vitscale.data.settings import DataSettings, augment_problems, remote_problems
+from vitscale.data.settings import (
+    DataSettings,
+    augment_problems,
+    remote_problems,
+    selection_problems,
+)
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.evaluation.registry import EVALUATIONS, EvaluationSettings
 from vitscale.images.size import ImageSize, show_size
@@ -81,6 +86,7 @@ class TrainingRun(Run):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self.model.problems()
         yield from remote_problems(self.data)
+        yield from selection_problems(self.data)
         yield from augment_problems(self.data)
         yield from _section_problems(self)
         yield from schedule_problems(self.schedule)

@@ -38,6 +38,7 @@ LEGACY_DEFAULTS = {
     "weight_decay_mode": "coupled",
     "order_version": 1,
     "objective": "supervised",
+    "only_keys": None,
     "resolutions": None,
 }
 RECORDED_PACKAGES = ("torch", "deepspeed", "timm", "numpy", "pillow", "simplejpeg", "vitscale")
@@ -60,6 +61,7 @@ def compatibility_key(
         "weight_decay_mode": optim.weight_decay_mode,
         "ema": None if optim.ema is None else optim.ema.model_dump(mode="json"),
         "data_fingerprint": data.fingerprint,
+        "only_keys": list(data.key_hashes) if any(data.key_hashes) else None,
         "order_version": ORDER_VERSION,
         "label_map_sha256": data.label_map_sha256,
         "global_batch": run.data.global_batch,

@@ -14,6 +14,8 @@ from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.levels import by_level
 from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run
+from vitscale.data.index import read_split
+from vitscale.data.index_keys import sample_keys
 from vitscale.evaluation.probes.knn import KnnSettings
 
 
@@ -107,6 +109,17 @@ def test_the_cut_for_choosing_is_counted_exactly(tmp_path: Path) -> None:
     data["dev_percent"] = 1.0
     with pytest.raises(UserError, match=r"data.dev_percent: 1 % of 8 training samples is 0"):
         plan(data=data)
+
+
+def test_samples_chosen_by_key_are_counted(tmp_path: Path) -> None:
+    shards = write_shard_folder(tmp_path / "s", num_per_class=8, num_shards=1)
+    names = sample_keys(read_split(shards, split="train"), range(3))
+    (tmp_path / "keys.txt").write_text("\n".join([*names, "unknown"]))
+    data = {"path": str(shards), "global_batch": 2, "only_keys": {"path": f"{tmp_path}/keys.txt"}}
+    rows = plan(data=data)
+    assert rows["data"].startswith("3 training images, from ")
+    expected = "3 of 16 samples by 4 keys; 1 keys are not in 'train', "
+    assert rows["keys"] == expected + f"{tmp_path}/keys.txt"
 
 
 def test_an_evaluation_can_be_submitted() -> None:

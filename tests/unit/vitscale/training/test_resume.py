@@ -52,6 +52,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "weight_decay_mode": {"optim": {"weight_decay_mode": "independent"}},
     "ema": {"optim": {"ema": {"decay": 0.9}}},
     "data_fingerprint": {"shards": {"fingerprint": "other"}},
+    "only_keys": {"shards": {"key_hashes": ("hash",)}},
     "label_map_sha256": {"shards": {"label_map_sha256": "other"}},
     "order_version": {"version": 2},
     "global_batch": {"data": {"global_batch": 16}},
@@ -71,7 +72,8 @@ def run_with(change: Mapping[str, Any]) -> Any:
 
 def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
     run = run_with(change)
-    shards: Any = {"fingerprint": "f", "label_map_sha256": "l"} | change.get("shards", {})
+    shards: Any = {"fingerprint": "f", "label_map_sha256": "l", "key_hashes": (None,)}
+    shards |= change.get("shards", {})
     arch, data = run.model.architecture(num_classes=10), SimpleNamespace(**shards)
     return compatibility_key(run, arch, data, objective=change.get("objective", "supervised"))
 
