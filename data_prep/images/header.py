@@ -14,6 +14,11 @@ from dataclasses import dataclass
 MAX_SEGMENTS = 10_000
 MAX_CHUNKS = 1_000_000
 MAX_SCANS = 100
+# A scan visits every block, whatever its bytes, so scans times pixels bound the time of decoding.
+# Writers make about 10 scans; with more of them, the image must be small.
+ORDINARY_SCANS = 20
+MAX_SCAN_PIXELS = 400_000_000
+STRAY_PIECE_BYTES = 1 << 12
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 # Colour type -> (samples per pixel, bit depths): PNG specification, table 11.1.
@@ -94,18 +99,16 @@ def read_header(data: bytes | memoryview) -> Header:
 
 def _jpeg_header(data: bytes | memoryview) -> Header:
     position = 2
-    frame = width = height = components = bits = 0
+    frame = width = height = components = bits = scan_components = 0
     orientation = 0
-    has_codes = has_quantization = False
+    has_codes = has_quantization = has_stray = False
     for _ in range(MAX_SEGMENTS):
-        if data[position] != 0xFF:
-            raise HeaderError("bad_header")
-        marker = data[position + 1]
-        if marker == 0xFF:  # a fill byte
-            position += 1
+        if data[position] != 0xFF or not data[position + 1]:
+            position, has_stray = _next_marker(data, position + 1), True
             continue
-        if marker in _JPEG_ALONE:
-            position += 2
+        marker = data[position + 1]
+        if marker == 0xFF or marker in _JPEG_ALONE:  # a fill byte, or a marker without content
+            position += 1 if marker == 0xFF else 2
             continue
         if marker < 0xC0 or marker == 0xD9:
             raise HeaderError("bad_header")
@@ -125,13 +128,15 @@ def _jpeg_header(data: bytes | memoryview) -> Header:
             orientation = exif_orientation(bytes(data[position + 10 : position + 2 + length]))
         position += 2 + length
         if marker == 0xDA:
+            scan_components = data[position - length + 2]
             break
     else:
         raise HeaderError("bomb")
     if not (frame and width and height):
         raise HeaderError("bad_header")
-    if frame != 0xC0 and bytes(data[position:]).count(b"\xff\xda") >= MAX_SCANS:
-        raise HeaderError("bomb")
+    # A decoder stops after the first scan only if that holds all components of a baseline frame.
+    if frame != 0xC0 or scan_components < components:
+        _check_scans(1 + bytes(data[position:]).count(b"\xff\xda"), width * height)
     # The code of a block of 8 x 8 takes a bit at least.
     is_short = frame in _JPEG_ORDINARY_FRAMES and (len(data) - position) * 1024 < width * height
     # Coded pixels never contain these two bytes, so the end of the image is missing only if they do
@@ -144,11 +149,27 @@ def _jpeg_header(data: bytes | memoryview) -> Header:
         and components in (1, 3, 4)
         and has_codes
         and has_quantization
+        and not has_stray
     )
     changes: tuple[str, ...] = ("cmyk",) if components == 4 else ()
     if orientation > 1:
         changes += ("exif_rotation",)
     return Header("jpeg", width, height, fault, certain, changes, orientation or 1)
+
+
+def _next_marker(data: bytes | memoryview, position: int) -> int:
+    """Where the next 0xFF is. Raises IndexError if there is none."""
+    while piece := bytes(data[position : position + STRAY_PIECE_BYTES]):
+        if (found := piece.find(b"\xff")) >= 0:
+            return position + found
+        position += len(piece)
+    raise IndexError
+
+
+def _check_scans(num_scans: int, num_pixels: int) -> None:
+    too_long = num_scans > ORDINARY_SCANS and num_scans * num_pixels > MAX_SCAN_PIXELS
+    if num_scans > MAX_SCANS or too_long:
+        raise HeaderError("bomb")
 
 
 def exif_orientation(tiff: bytes | memoryview) -> int:

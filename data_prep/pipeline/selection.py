@@ -20,6 +20,7 @@ import numpy as np
 import pyarrow as pa
 
 from data_prep.duplicates.descriptors import DESCRIPTOR, image_descriptor
+from data_prep.images.check import MIB
 from data_prep.pipeline.image_reading import thread_results, validate_input
 from data_prep.pipeline.listing import bucket_path, num_inputs, scan_units
 from data_prep.pipeline.rejections import Rejections, check_so_far, rejected_so_far
@@ -350,7 +351,9 @@ def assign_splits(p: Preparation, unit: str) -> None:
         }
     )
     write_table(table, assignments_path(p, number), temporary=p.work.temporary("assignments"))
-    sizes = rows.column("num_bytes").to_pylist()
+    # Files that will be rejected unread need no space, however large they are.
+    max_bytes = p.run.images.max_file_mib * MIB
+    sizes = [size if size <= max_bytes else 0 for size in rows.column("num_bytes").to_pylist()]
     p.put_result(unit, _sums(splits, reasons, sizes))
 
 

@@ -49,7 +49,7 @@ SOURCE_FAULTS = {
     "split_sample": "members of one sample that are not adjacent in their tar",
     "no_image": "sample without an image",
     "no_label": "sample without a usable label",
-    "unreadable": "cannot be read (permission, read error, missing)",
+    "unreadable": "cannot be read (permission, read error, missing, path too long)",
     "packed": "packed with gzip inside its tar: only make_shards can repack it (index_shards)",
 }
 REASONS = EXTERNAL_REASONS | SELECTION_REASONS | SOURCE_FAULTS | FAULTS

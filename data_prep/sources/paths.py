@@ -7,6 +7,7 @@ Leaves out: which folders are classes, and the content of tars and tables (one m
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +24,10 @@ from vitscale.runs.data_prep import SourceSettings
 # Files with these names are opened and checked. Unsupported formats are included, so that a folder
 # of .bmp files is reported as unsupported images and not ignored as other files.
 IMAGE_SUFFIXES = frozenset(
-    "jpg jpeg jpe jfif png webp bmp gif tif tiff heic heif avif jp2 ppm".split()
+    "jpg jpeg jpe jfif mpo png apng webp bmp gif tif tiff heic heif avif jp2 ppm".split()
 )
+# No permission, or a path beyond the system's limit (PATH_MAX, 4,096 bytes on Linux).
+CLOSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +248,7 @@ def walk_folder(
                     continue
                 num_bytes = modified_ns = 0
                 if reason is None:
-                    status = stat_entry(entry, path)
-                    num_bytes, modified_ns = status.st_size, status.st_mtime_ns
-                    reason = file_reason(entry.name, status.st_mode, hidden=hidden)
+                    num_bytes, modified_ns, reason = _file_facts(entry, path, hidden=hidden)
                     if reason is None and class_name is None:
                         reason = "no_class"
                 name = prefix[name_start:] + stem_and_suffix(entry.name)[0]
@@ -256,11 +257,25 @@ def walk_folder(
                 )
 
 
+def _file_facts(entry: os.DirEntry[str], path: str, *, hidden: bool) -> tuple[int, int, str | None]:
+    """(size, modification time, why its type or name rejects it)."""
+    try:
+        status = stat_entry(entry, path)
+    except OSError as error:
+        if error.errno in CLOSED_ERRNOS:
+            return 0, 0, "unreadable"
+        raise
+    reason = file_reason(entry.name, status.st_mode, hidden=hidden)
+    return status.st_size, status.st_mtime_ns, reason
+
+
 def _open_folder(full: str, path: str) -> tuple[int, Entries | None]:
-    """(modification time before reading, entries); no entries without permission to read."""
+    """(modification time before reading, entries); no entries if it cannot be opened."""
     try:
         return os.stat(full).st_mtime_ns, os.scandir(full)
-    except PermissionError:
-        return 0, None
     except (FileNotFoundError, NotADirectoryError):
         raise changed_source_error(path) from None
+    except OSError as error:
+        if error.errno in CLOSED_ERRNOS:
+            return 0, None
+        raise

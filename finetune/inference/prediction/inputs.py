@@ -26,7 +26,9 @@ from vitscale.images.photographs import converted_pixels
 from vitscale.images.size import ImageSize
 
 # Files with these names are images; others in a folder are left out.
-SUFFIXES = frozenset("jpg jpeg jpe jfif png webp bmp gif tif tiff heic heif avif jp2 ppm".split())
+SUFFIXES = frozenset(
+    "jpg jpeg jpe jfif mpo png apng webp bmp gif tif tiff heic heif avif jp2 ppm".split()
+)
 MAX_FILE_BYTES = 512 * 2**20
 
 

@@ -17,7 +17,10 @@ import pytest
 from PIL import Image
 
 from benchmarks.corpora import glyph_drawing
+from benchmarks.corpora.photo_folder import noise_photos, write_photo_folder
 from benchmarks.corpora.planted_faults import FAULTS, REJECTED
+from benchmarks.sharding.output_checks import WrongOutput, check_shards
+from tests.support.corpora.preparing import prepare_here, run_of
 from tests.support.levels import by_level
 from vitscale.config.errors import UserError
 
@@ -90,6 +93,22 @@ def test_sharding_benchmark_measures_everything(tmp_path: Path) -> None:
     assert results["resume"]["trials"]
     assert "header / shardwriter" in text
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"], "left behind"
+
+
+def test_repaired_photographs_are_no_wrong_output(tmp_path: Path) -> None:
+    photos = noise_photos(width=40, height=30, num=4)
+    with Image.open(io.BytesIO(photos[0])) as image:
+        image.getexif()[0x0112] = 6
+        turned = io.BytesIO()
+        image.save(turned, "JPEG", exif=image.getexif())
+    photos[0] = turned.getvalue()
+    source = write_photo_folder(tmp_path / "photos", photos, total_bytes=20_000)
+    prepare_here(run_of(source.root, tmp_path / "shards"))
+    check_shards(tmp_path / "shards", digests=source.digests)
+    other = {path: source.digests[path] for path in source.paths}
+    other["n00000000/n00000000_0_0.JPEG"] = bytes(32)
+    with pytest.raises(WrongOutput, match="repaired from other bytes"):
+        check_shards(tmp_path / "shards", digests=other)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from data_prep.images.check import FAULTS, validate_image
-from data_prep.images.header import MAX_SCANS, HeaderError, exif_orientation, read_header
+from data_prep.images.header import (
+    MAX_SCANS,
+    ORDINARY_SCANS,
+    HeaderError,
+    exif_orientation,
+    read_header,
+)
 from tests.support.corpora.image_samples import (
     HEIGHT,
     WIDTH,
@@ -150,13 +156,26 @@ def test_unusual_kinds_are_decoded_to_be_believed() -> None:
                 assert verdict.reason is None
 
 
+@pytest.mark.parametrize("stray", [b"z", b"z" * 16, b"\xff\x00", b"\xff\x00z\xff", b"\0" * 9000])
+def test_stray_bytes_between_segments_are_decoded(stray: bytes) -> None:
+    data = SAMPLES["jpeg"]
+    places = [data.index(marker) for marker in (b"\xff\xdb", b"\xff\xc0", b"\xff\xc4", b"\xff\xda")]
+    for place in places:
+        odd = data[:place] + stray + data[place:]
+        assert np.array_equal(decoded(odd), decoded(data))
+        assert not read_header(odd).certain
+        for mode in (HEADER, DECODE):
+            assert validate_image(odd, settings=mode).reason is None
+        assert validate_image(odd, settings=ImageSettings(check="strict")).reason == "bad_pixels"
+
+
 def broken_headers() -> dict[str, bytes]:
     jpeg, png_, webp = SAMPLES["jpeg"], SAMPLES["png"], SAMPLES["webp"]
     frame = jpeg.index(b"\xff\xc0")
     return {
         "no segments": b"\xff\xd8\xff",
         "end at once": b"\xff\xd8\xff\xd9" + jpeg[2:],
-        "no marker": jpeg[:2] + b"\xff\xe0\x00\x04zz" + b"zz" + jpeg[2:],
+        "no marker": jpeg[:2] + b"\xff\xe0\x00\x04zz" + b"zz" * 9000,
         "two frames": jpeg[:frame] + jpeg[frame : frame + 19] + jpeg[frame:],
         "no frame": jpeg[:frame] + jpeg[frame + 19 :],
         "no lines": jpeg[: frame + 5] + b"\0\0" + jpeg[frame + 7 :],
@@ -189,6 +208,38 @@ def test_files_made_to_keep_a_reader_busy_are_rejected_at_once() -> None:
     many_chunks = png(2, 2, rows=bytes(14), after=chunk(b"teXt", b"") * 1_000_001)
     with pytest.raises(HeaderError, match="bomb"):
         read_header(many_chunks)
+
+
+def scanned(size: tuple[int, int], *, scans: int) -> bytes:
+    """A flat progressive JPEG whose last scan, of one bit per 32,767 blocks, is repeated."""
+    data = encoded(Image.new("L", size, 90), "JPEG", progressive=True)
+    last = data[data.rindex(b"\xff\xc4") : -2]
+    return data[:-2] + last * (scans - data.count(b"\xff\xda")) + b"\xff\xd9"
+
+
+@pytest.mark.parametrize("check", ["header", "decode", "strict"])
+def test_scans_are_limited_by_scans_times_pixels(check: str) -> None:
+    settings = ImageSettings.model_validate({"check": check})
+    for size, scans, is_bomb in [
+        ((64, 64), MAX_SCANS, False),
+        ((64, 64), MAX_SCANS + 1, True),
+        ((3000, 2000), ORDINARY_SCANS, False),
+        ((3000, 2000), 97, True),
+    ]:
+        reason = validate_image(scanned(size, scans=scans), settings=settings).reason
+        # Repeated scans make decoders warn, which the strict check takes for damage.
+        sound = "bad_pixels" if check == "strict" else None
+        assert reason == ("bomb" if is_bomb else sound), (size, scans)
+
+
+def test_scans_of_single_components_are_counted() -> None:
+    jpeg = SAMPLES["jpeg"]
+    scan = jpeg.index(b"\xff\xda")
+    one = b"\xff\xda\x00\x08\x01\x01\x00\x00\x3f\x00" + jpeg[scan + 14 : -2]
+    with pytest.raises(HeaderError, match="bomb"):
+        read_header(jpeg[:scan] + one * (MAX_SCANS + 1) + b"\xff\xd9")
+    # All components in one scan: a decoder stops after it.
+    read_header(jpeg[:-2] + jpeg[scan:-2] * MAX_SCANS + b"\xff\xd9")
 
 
 def check_any(data: bytes) -> None:

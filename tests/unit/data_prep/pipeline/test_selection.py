@@ -53,6 +53,20 @@ def test_one_of_equal_images_inside_a_split_is_kept(split: str, tmp_path: Path) 
             assert rows[path]["reason"] == "exact_duplicate" and rows[path]["detail"] in kept
 
 
+def test_files_that_will_be_refused_need_no_space(tmp_path: Path) -> None:
+    for number in range(NUM_PICTURES):
+        write(tmp_path / "images" / f"cat/{number}.png", seed=number)
+    with open(tmp_path / "images/cat/hole.png", "wb") as file:
+        file.truncate(1 << 42)  # sparse: 4 TiB that take no disk
+    images = {"max_file_mib": 1, "max_bad_fraction": 1}
+    prepare_here(run_of(tmp_path / "images", tmp_path / "shards", images=images))
+    rows = ledger(tmp_path / "shards")
+    assert rows["cat/hole.png"]["reason"] == "too_large"
+    assert len(rows) == NUM_PICTURES + 1
+    shards = read_manifest(tmp_path / "shards").splits["train"].shards
+    assert [shard.samples for shard in shards] == [NUM_PICTURES]
+
+
 def write(path: Path, *, seed: int) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(encoded("PNG", seed=seed))

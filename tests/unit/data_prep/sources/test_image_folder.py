@@ -46,7 +46,7 @@ def test_names_and_types_determine_the_reason(tmp_path: Path) -> None:
     touch(
         tmp_path,
         *("cat/1.JPG", "cat/a.b.png", "cat/notes.txt", "cat/none", "cat/.2.jpg", "cat/.h/3.jpg"),
-        *("loose.jpg", "README", ".git/4.jpg", "dog/5.bmp"),
+        *("loose.jpg", "README", ".git/4.jpg", "dog/5.bmp", "dog/6.mpo", "dog/7.apng"),
     )
     os.mkfifo(tmp_path / "cat/pipe.jpg")
     assert fates(tmp_path) == {
@@ -61,7 +61,29 @@ def test_names_and_types_determine_the_reason(tmp_path: Path) -> None:
         "README": "other_name",
         ".git/4.jpg": "hidden",
         "dog/5.bmp": None,
+        "dog/6.mpo": None,
+        "dog/7.apng": None,
     }
+
+
+def test_a_path_beyond_the_limit_is_one_row(tmp_path: Path) -> None:
+    touch(tmp_path, "cat/1.jpg")
+    part, limit = "n" * 200, os.pathconf(tmp_path, "PC_PATH_MAX")
+    full, here = str(tmp_path / "cat"), os.open(tmp_path / "cat", os.O_RDONLY)
+    while len(full) <= limit:
+        full += f"/{part}"
+        os.mkdir(part, dir_fd=here)
+        inner = os.open(part, os.O_RDONLY, dir_fd=here)
+        # The last file beside a folder that can be listed has a path that is too long itself.
+        os.close(os.open(f"{part}.jpg", os.O_CREAT, dir_fd=inner))
+        os.close(here)
+        here = inner
+    os.close(here)
+    rows = fates(tmp_path)
+    long = {path for path in rows if len(str(tmp_path / path)) >= limit}
+    assert long and {rows[path] for path in long} == {"unreadable"}
+    assert rows.pop("cat/1.jpg") is None
+    assert {reason for path, reason in rows.items() if path not in long} == {None}
 
 
 def test_links_are_followed_inside_the_source_only(tmp_path: Path) -> None:
