@@ -30,6 +30,8 @@ class RankCpus:
     """The task of srun, or without srun the job. Ranks of the same scope share its CPUs."""
     omp_threads: int | None = None
     """OMP_NUM_THREADS: a limit of each process, not shared."""
+    gpu_numa_node: int | None = None
+    """NUMA node of the rank's GPU, if known."""
 
 
 def rank_cpus(environment: Mapping[str, str] | None = None) -> RankCpus:

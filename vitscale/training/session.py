@@ -139,6 +139,7 @@ def _join(settings: EngineSettings) -> AbstractContextManager[World]:
         timeout_min=settings.timeout_min,
         num_threads=settings.num_threads,
         init_timeout_min=settings.init_timeout_min,
+        bind_cores=settings.bind_cores,
     )
 
 
@@ -236,6 +237,7 @@ def _facts(run: TrainingRun, objective: Objective, segment: Segment) -> str:
     """Size of model, data and schedule, and how it is computed, in a line."""
     plan, arch, engine = segment.plan, segment.arch, segment.engine
     dtype = str(engine.dtype).removeprefix("torch.")
+    cores = engine.world.bound_to
     return (
         f"{objective.num_parameters(arch) / 1e6:.1f} M parameters "
         f"at {show_size(arch.image_size)} px, "
@@ -243,4 +245,5 @@ def _facts(run: TrainingRun, objective: Objective, segment: Segment) -> str:
         f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
         f"ZeRO {run.engine.zero_stage}; decoder {resolve_decoder(run.data.decoder)}; "
         f"CPU threads per rank: {torch.get_num_threads()}, from {engine.world.threads_from}"
+        + (f"; rank 0 bound to cores {cores}" if cores else "")
     )
