@@ -6,7 +6,7 @@ from tests.contract.tree import imports_of, module_files, top_level_imports_of
 
 OWNERS: dict[str, set[str]] = {
     "fsspec": {"vitscale.data.remote.store"},
-    "deepspeed": {"vitscale.engine.layouts"},
+    "deepspeed": {"vitscale.engine.host_waits", "vitscale.engine.layouts"},
     "mlflow": {
         "finetune.serving.logged_model",
         "vitscale.tracking.mlflow_client",

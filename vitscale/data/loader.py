@@ -63,6 +63,11 @@ class Batch:
             self.unreadable,
         )
 
+    def keep_for(self, stream: torch.cuda.Stream) -> None:
+        """Once freed, a GPU's memory is used again only after what this stream does until then."""
+        for tensor in (self.images, self.labels, self.weights):
+            tensor.record_stream(stream)
+
 
 class Samples(Protocol):
     """Fills one image into a row of a batch; returns its label and unreadable samples."""

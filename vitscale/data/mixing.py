@@ -48,12 +48,12 @@ def mix_batch(
         first = first_position // 2
         keys = [stream_key("mix pair", seed, pair) for pair in range(first, first + num // 2)]
         blends = [draw_blend(settings, key, image_size=shape) for key in keys]
-    shares = torch.tensor([blend.share for blend in blends]).expand(num // 2)
+    shares = [blend.share for blend in blends] * (num // 2 // len(blends))
     return replace(
         batch,
         images=mix_images(batch.images, blends),
         mixed_labels=batch.labels.view(-1, 2).flip(1).flatten(),
-        mix_lambda=shares.repeat_interleave(2).to(batch.images.device, non_blocking=True),
+        mix_lambda=_on_device(shares, batch.images.device).repeat_interleave(2),
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -48,18 +48,21 @@ def resolve_precision(settings: EngineSettings, device: torch.device) -> torch.d
     return DTYPES[wanted]
 
 
-def resolve_compile(settings: EngineSettings, device: torch.device) -> bool:
-    """Whether to compile; if so, also sets the folder of compiled code unless one is set.
+def resolve_compile(
+    settings: EngineSettings, device: torch.device
+) -> Literal["blocks", "model"] | None:
+    """What to compile; if anything, also sets the folder of compiled code unless one is set.
 
     The cache is in the user's own folder: its content will be executed.
     """
     wanted = settings.compile
     if wanted == "auto":
         wanted = device.type == "cuda" and settings.zero_stage < 3
-    if wanted:
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(home, "vitscale/compiled"))
-    return wanted
+    if not wanted:
+        return None
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(home, "vitscale/compiled"))
+    return "model" if wanted == "model" else "blocks"
 
 
 def deepspeed_config(

@@ -1,10 +1,11 @@
 """Read and write weights and optimiser states where DeepSpeed keeps them.
 
-Owns: everything that touches private parts of DeepSpeed, one class per layout. `PlainLayout`: no
+Owns: the state in private parts of DeepSpeed, one class per layout. `PlainLayout`: no
 ZeRO, whole tensors on every rank. `FlatLayout`: ZeRO 1 and 2 and DeepSpeed's bf16 optimiser, one
 flat fp32 tensor per parameter group, of which each rank holds a slice. `PartitionedLayout`: ZeRO 3,
 each parameter in equal slices.
-Leaves out: what is trained, averaged, saved or compared (`engine`).
+Leaves out: what is trained, averaged, saved or compared (`engine`), and how its steps are kept from
+waiting for the device (`host_waits`).
 
 Written for DeepSpeed 0.19.5 to 0.19.8.
 """
@@ -21,10 +22,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import bf16_optimizer
-from deepspeed.runtime import utils as deepspeed_utils
-from deepspeed.runtime.utils import is_invalid_grad_norm
-from deepspeed.runtime.zero import parameter_offload, stage3, stage_1_and_2
+from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import (
     logger as deepspeed_logger,
@@ -41,6 +39,7 @@ from torch import nn
 
 from vitscale.distributed.world import World
 from vitscale.engine.agreement import checksum, num_unequal
+from vitscale.engine.host_waits import remove_host_waits
 
 # The state of DeepSpeed's dynamic loss scale.
 LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -74,20 +73,9 @@ def initialize_deepspeed(
         config=config | {"gradient_clipping": 0.0},
         dist_init_required=False,
     )
-    # DeepSpeed's optimisers ask the host at every step, for every parameter group, whether the
-    # norm is finite, which stops a GPU each time. fp16 needs the answer for its loss scale.
-    check = is_invalid_grad_norm if dtype == torch.float16 else lambda norm: False
-    for module in (bf16_optimizer, stage_1_and_2, stage3):
-        module.is_invalid_grad_norm = check
-    # Its own builds a tensor on the device from a number of the host, which stops a GPU, too.
-    for module in (deepspeed_utils, stage_1_and_2, stage3):
-        module.mask_nan_or_inf_with_val_inplace = _mask_not_finite
+    remove_host_waits(engine, dtype=dtype)
     _cast_fixed_tables(engine.module)
     return engine
-
-
-def _mask_not_finite(tensor: torch.Tensor, device: Any = None, val: float = -1.0) -> None:
-    tensor.copy_(torch.where(tensor.isfinite(), tensor, val))
 
 
 def _cast_fixed_tables(model: nn.Module) -> None:

@@ -50,10 +50,16 @@ class EngineSettings(Section):
     """Reduce gradients while the backward pass runs (GPU only)."""
     activation_checkpointing: bool = False
     """Recompute block activations in the backward pass: less memory, about a third more FLOPs."""
-    compile: bool | Literal["auto"] = "auto"
-    """Compile each block with torch.compile, and pixel normalisation with it; minutes at the first
-    start, then from the cache in TORCHINDUCTOR_CACHE_DIR (~/.cache/vitscale/compiled). Not with
-    ZeRO 3, whose hooks break the blocks apart. auto: on GPU. On CPU it needs a C++ compiler."""
+    compile: bool | Literal["auto", "model"] = "auto"
+    """Compile with torch.compile, and pixel normalisation too. true: each block; model: the whole
+    forward pass as one, which takes longer to compile. Minutes at the first start, then from the
+    cache in TORCHINDUCTOR_CACHE_DIR (~/.cache/vitscale/compiled). Not with ZeRO 3, whose hooks
+    break the blocks apart. auto: blocks, on GPU. On CPU it needs a C++ compiler."""
+    patch_embedding: Literal["convolution", "matmul"] = "convolution"
+    """How patches become tokens, with the same weights: matmul multiplies flattened patches."""
+    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
+    """Kernels of attention on GPU. auto: torch's choice; the fastest depends on the number of
+    tokens. Any other is used alone; where it cannot run, the first step fails."""
     timeout_min: float = Field(default=10.0, gt=0)
     """A collective that takes longer ends the run, and so does a rank without a heartbeat or whose
     checkpoint write stalls."""

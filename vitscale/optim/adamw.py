@@ -47,4 +47,5 @@ class Bf16MomentumAdamW(MaskedAdam):
     def _changed(
         self, parameter: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]
     ) -> torch.Tensor:
-        return parameter * (1 - group["lr"] * group["weight_decay"]) - group["lr"] * direction
+        change = direction.mul_(-group["lr"])
+        return change.add_(parameter * (1 - group["lr"] * group["weight_decay"]))

@@ -36,4 +36,4 @@ class Lamb(MaskedAdam):
             change = torch.linalg.vector_norm(direction)
             # Both sides are computed on the device: asking the host would stop it at every tensor.
             direction.mul_(torch.where((size > 0) & (change > 0), size / change, 1.0))
-        return parameter - group["lr"] * direction
+        return direction.mul_(-group["lr"]).add_(parameter)

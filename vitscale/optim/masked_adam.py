@@ -57,7 +57,7 @@ class MaskedAdam(MaskedOptimizer):
     def _changed(
         self, parameter: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]
     ) -> torch.Tensor:
-        """The new parameter. `direction`: Adam's, without rate and decay; may be overwritten."""
+        """The new parameter. `direction`: Adam's, without rate and decay; is overwritten."""
         raise NotImplementedError
 
     def _first_moment(
@@ -81,13 +81,20 @@ class MaskedAdam(MaskedOptimizer):
         # In fp64: 1 - 0.999 in fp32 is off by 5e-5.
         count = state["step"].add_(1.0 - skipped).double()
         mean = self._first_moment(state["exp_avg"], gradient, beta1)
-        square = torch.addcmul(state["exp_avg_sq"] * beta2, gradient, gradient, value=1 - beta2)
+        # Each copy of the size of the parameter is written in place or freed as soon as it can be.
+        square = (state["exp_avg_sq"] * beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        del gradient
         deviation = (square / (1 - beta2**count)).sqrt_().add_(group["eps"])
-        changed = self._changed(parameter, (mean / (1 - beta1**count)).div_(deviation), group)
         keep = skipped.bool()
-        for old, new in (
-            (parameter, changed),
-            (state["exp_avg"], mean.to(state["exp_avg"].dtype)),
-            (state["exp_avg_sq"], square),
-        ):
-            old.copy_(torch.where(keep, old, new))
+        _replace(state["exp_avg_sq"], square, keep)
+        del square
+        direction = (mean / (1 - beta1**count)).div_(deviation)
+        del deviation
+        _replace(state["exp_avg"], mean, keep)
+        del mean
+        _replace(parameter, self._changed(parameter, direction, group), keep)
+
+
+def _replace(old: torch.Tensor, new: torch.Tensor, keep: torch.Tensor) -> None:
+    """Give `old` the new values, rounded to its type, unless `keep`."""
+    torch.where(keep, old, new.to(old.dtype), out=old)

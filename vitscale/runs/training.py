@@ -122,7 +122,7 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
         yield ("data.mixture", "shares of 0.999 or more together leave nothing for data.path")
     if min(data.std) <= 0:
         yield ("data.std", f"{data.std} must be positive")
-    if engine.compile is True and engine.zero_stage == 3:
+    if engine.compile in (True, "model") and engine.zero_stage == 3:
         yield ("engine.compile", "ZeRO 3's hooks break blocks apart; use auto, or zero_stage<=2")
     if engine.precision in ("bf16", "fp16") and engine.device == "cpu":
         what = f"{engine.precision} is for GPUs"

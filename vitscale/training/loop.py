@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.heartbeat import Heartbeat
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import PreemptionFlag, World
+from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
 from vitscale.models.interface.architecture import Architecture
 from vitscale.optim.schedules import learning_rate
@@ -77,7 +78,7 @@ class TrainingSession:
     """What each checkpoint records of the run beyond what a resume must agree on."""
     loader: ExitStack
     """Closes what `batches` reads from."""
-    batches: Iterator[Batch]
+    batches: DeviceBatches[Batch]
     log: IntervalLog
     preemption: PreemptionFlag
     heartbeat: Heartbeat
@@ -148,21 +149,27 @@ class TrainingSession:
             yield batch
 
     def _next_batch(self, step: int, micro_step: int) -> Batch:
-        start = time.perf_counter()
-        self.heartbeat.mark("waiting for data")
-        batch = next(self.batches)
-        self.heartbeat.mark("training")
+        with self._waiting_for_data():
+            batch = next(self.batches)
         self.log.unreadable.add(batch.unreadable)
-        self.log.meter.add_images(len(batch.labels), wait_s=time.perf_counter() - start)
+        self.log.meter.add_images(len(batch.labels))
         mixing, plan = self.run.data.mixing, self.plan
         first = step * plan.global_batch + plan.micro_batch * (
             micro_step * self.world.world_size + self.world.rank
         )
         positions = np.arange(first, first + len(batch.labels))
-        batch = replace(batch.to(self.world.device), positions=positions)
+        batch = replace(batch, positions=positions)
         if mixing is None:
             return batch
         return mix_batch(batch, mixing, seed=self.run.seed, step=step, first_position=first)
+
+    @contextmanager
+    def _waiting_for_data(self) -> Iterator[None]:
+        start = time.perf_counter()
+        self.heartbeat.mark("waiting for data")
+        yield
+        self.heartbeat.mark("training")
+        self.log.meter.add_wait(time.perf_counter() - start)
 
     def update(self, loss: torch.Tensor) -> None:
         """Backward pass, and the optimiser's step at the end of an accumulation."""
@@ -172,6 +179,8 @@ class TrainingSession:
         # The caller keeps the loss, and with its graph the engine, beyond a change of image size.
         loss.detach_()
         self.log.meter.add_loss(loss)
+        with self._waiting_for_data():
+            self.batches.prefetch()
 
     def end_step(self, step: int) -> None:
         """Log, evaluate, compare and save what is due.

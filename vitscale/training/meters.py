@@ -172,10 +172,13 @@ class IntervalMeter:
         finite = torch.isfinite(value)
         self._losses += torch.stack([torch.where(finite, value, 0.0), finite.to(torch.float64)])
 
-    def add_images(self, count: int, *, wait_s: float) -> None:
-        """`count` images of this rank arrived after a wait of `wait_s` seconds."""
+    def add_images(self, count: int) -> None:
+        """`count` images of this rank arrived."""
         self._num_images += count
-        self._wait_s += wait_s
+
+    def add_wait(self, seconds: float) -> None:
+        """This rank waited for data."""
+        self._wait_s += seconds
 
     def read(self) -> dict[str, float]:
         """Means over all ranks since the last call, which starts the next interval. Collective.

@@ -7,7 +7,7 @@ Leaves out: the state that the next segment takes over (`resume`), and when it d
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,12 +20,16 @@ from vitscale.data.loader import Batch, open_loader, training_batches
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import World
+from vitscale.engine.attention import use_attention
 from vitscale.engine.configuration import deepspeed_config, resolve_compile, resolve_precision
+from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
 from vitscale.evaluation.interface.evaluation import Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.models.interface.architecture import Architecture
+from vitscale.models.interface.compilation import compile_forward
 from vitscale.models.registry import MODELS
+from vitscale.models.vit.patch_embedding import multiply_patches
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.training.objective import Objective
@@ -112,23 +116,24 @@ class Segments:
             has_average=self.run.optim.ema is not None,
         )
 
-    def open_batches(self, step: int) -> AbstractContextManager[Iterator[Batch]]:
-        """Micro-batches of this rank from a step to the end of its segment."""
+    @contextmanager
+    def open_batches(self, step: int) -> Iterator[DeviceBatches[Batch]]:
+        """Micro-batches of this rank from a step to the end of its segment, on its device."""
         plan = self.plan_at(step)
-        return open_loader(
-            training_batches(
-                self.data,
-                settings=self.run.data,
-                image_size=plan.image_size,
-                seed=self.run.seed,
-                start=step * plan.global_batch,
-                stop=plan.stop * plan.global_batch,
-                rank=self.world.rank,
-                world_size=self.world.world_size,
-                micro_batch=plan.micro_batch,
-                pin_memory=self.world.device.type == "cuda",
-            )
+        loader = training_batches(
+            self.data,
+            settings=self.run.data,
+            image_size=plan.image_size,
+            seed=self.run.seed,
+            start=step * plan.global_batch,
+            stop=plan.stop * plan.global_batch,
+            rank=self.world.rank,
+            world_size=self.world.world_size,
+            micro_batch=plan.micro_batch,
+            pin_memory=self.world.device.type == "cuda",
         )
+        with open_loader(loader) as batches:
+            yield DeviceBatches(batches, self.world.device)
 
 
 def build_model(run: TrainingRun, objective: Objective, arch: Architecture) -> nn.Module:
@@ -148,9 +153,14 @@ def _build_engine(
     dtype = resolve_precision(run.engine, world.device)
     if run.engine.activation_checkpointing:
         family.checkpoint_activations(model)
+    if run.engine.patch_embedding == "matmul":
+        multiply_patches(model)
+    use_attention(run.engine.attention)
     compiled = resolve_compile(run.engine, world.device)
-    if compiled:
+    if compiled == "blocks":
         family.compile_blocks(model)
+    elif compiled == "model":
+        compile_forward(model)
     model.to(world.device)
     groups = optimizer_groups(
         model.named_parameters(),
@@ -178,7 +188,7 @@ def _build_engine(
             mean=run.data.mean,
             std=run.data.std,
             ema=run.optim.ema,
-            compile_input=compiled,
+            compile_input=compiled is not None,
         )
     except (AssertionError, AttributeError, TypeError, ValueError) as error:
         if not run.deepspeed:

@@ -21,6 +21,7 @@ from vitscale.distributed.world import World, gather_objects, sum_over_ranks
 from vitscale.engine.configuration import deepspeed_config
 from vitscale.engine.engine import Engine
 from vitscale.engine.settings import EngineSettings
+from vitscale.models.interface.compilation import compile_forward
 from vitscale.models.vit.model import (
     checkpoint_activations,
     compile_blocks,
@@ -34,12 +35,14 @@ def new_engine(
     recipe: Recipe = ADAMW,
     dtype: torch.dtype = torch.float32,
     compiler: str | None = None,
+    whole: bool = False,
     offload: bool = False,
+    overlap: bool = False,
 ) -> Engine:
     vit = new_model(recipe)
     if compiler is not None:
         checkpoint_activations(vit)
-        compile_blocks(vit, backend=compiler)
+        (compile_forward if whole else compile_blocks)(vit, backend=compiler)
     config = deepspeed_config(
         EngineSettings(zero_stage=stage, offload_optimizer=offload),  # type: ignore[arg-type]  # 0 to 3
         micro_batch=BATCH // ACCUMULATION // world.world_size,
@@ -47,7 +50,7 @@ def new_engine(
         world_size=world.world_size,
         clip_norm=CLIP,
         dtype=dtype,
-        raw={},
+        raw={"zero_optimization": {"overlap_comm": True}} if overlap else {},
     )
     return Engine(
         vit,

@@ -9,16 +9,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+from contextlib import suppress
+from unittest.mock import patch
 
+import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from engine_training import engine_losses, equal, new_engine, whole_state  # type: ignore[import-not-found]  # beside this file
 
 # Beside this file, which is run as a script.
-from host_waits import host_waits  # type: ignore[import-not-found]  # see above
+from host_waits import cuda_branches, host_waits  # type: ignore[import-not-found]  # see above
 from plain_training import (  # type: ignore[import-not-found]  # beside this file
     ACCUMULATION,
     ADAMW,
+    BATCH,
     HALF,
     LAMB,
     LAYERED,
@@ -31,7 +35,14 @@ from plain_training import (  # type: ignore[import-not-found]  # beside this fi
 )
 
 from vitscale.config.errors import run_rank_script
+from vitscale.data.loader import Batch
+from vitscale.data.mixing import mix_batch
+from vitscale.data.settings import MixingSettings
 from vitscale.distributed.world import World, gather_objects, process_group
+from vitscale.engine.engine import Engine
+from vitscale.engine.layouts import initialize_deepspeed
+from vitscale.training.losses import softmax_loss
+from vitscale.training.meters import IntervalMeter
 
 
 def moved(
@@ -75,13 +86,64 @@ def left_out(world: World, *, stage: int, dtype: torch.dtype = torch.float32) ->
     return {"losses": losses, "nothing_changed": same, "health": rows}
 
 
-def waits(world: World, *, stage: int, recipe: Recipe) -> list[str]:
-    """Where two steps in bf16 wait for the device."""
-    engine = new_engine(world, stage=stage, recipe=recipe, dtype=torch.bfloat16)
-    engine_losses(engine, world, start=0, stop=2, recipe=recipe)
-    with host_waits(leave_out=os.path.dirname(__file__)) as places:
-        engine_losses(engine, world, start=2, stop=4, recipe=recipe)
+def waits(
+    world: World, *, stage: int, recipe: Recipe, dtype: torch.dtype = torch.bfloat16
+) -> list[str]:
+    """Where two steps, as the training loop makes them, wait for the device."""
+    meter = IntervalMeter(world.device)
+    with cuda_branches():
+        engine = new_engine(world, stage=stage, recipe=recipe, dtype=dtype, overlap=True)
+        mixed_steps(engine, world, meter, start=0, stop=2)
+        with host_waits(leave_out=os.path.dirname(__file__)) as places:
+            mixed_steps(engine, world, meter, start=2, stop=4)
     return places
+
+
+def mixed_steps(
+    engine: Engine, world: World, meter: IntervalMeter, *, start: int, stop: int
+) -> None:
+    """Steps with Mixup and CutMix, pair by pair, and the meter of a log interval."""
+    each = BATCH // ACCUMULATION // world.world_size
+    mixing = MixingSettings(mixup_alpha=0.8, cutmix_alpha=1.0, mode="pair")
+    for step in range(start, stop):
+        engine.set_learning_rate(1e-3)
+        images, labels = data(step)
+        for part in range(ACCUMULATION):
+            first = (part * world.world_size + world.rank) * each
+            rows = slice(first, first + each)
+            batch = Batch(images[rows], labels[rows], torch.ones(each)).to(world.device)
+            mixed = mix_batch(batch, mixing, seed=0, step=step, first_position=first)
+            loss = softmax_loss(
+                engine.logits(mixed.images),
+                mixed.labels,
+                0.1,
+                mixed_labels_B=mixed.mixed_labels,
+                mix_lambda_B=mixed.mix_lambda,
+            )
+            engine.backward(loss)
+            engine.step()
+            meter.add_loss(loss)
+
+
+def probed_operators() -> bool:
+    """Whether starting DeepSpeed on a GPU asks which of its operators can be compiled."""
+    asked: list[object] = []
+
+    class Operators(dict[str, bool]):
+        def __setitem__(self, name: str, value: bool) -> None:
+            asked.append(name)
+
+    accelerator, ops = get_accelerator(), deepspeed.ops
+    model = torch.nn.Linear(1, 1)
+    with (
+        patch.object(accelerator, "device_name", lambda *_: "cuda"),
+        patch.object(ops, "__compatible_ops__", Operators()),
+        patch.object(deepspeed, "initialize", side_effect=KeyboardInterrupt),
+        suppress(KeyboardInterrupt),
+    ):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        initialize_deepspeed(model, optimizer=optimizer, config={}, dtype=torch.float32)
+    return bool(asked)
 
 
 def averaged(world: World, *, stage: int, plain: Plain) -> dict[str, object]:
@@ -144,11 +206,11 @@ def clipped_in_bf16(world: World, *, stage: int) -> dict[str, float]:
     }
 
 
-def compiled(world: World, *, stage: int, compiler: str) -> dict[str, object]:
-    """Blocks compiled, activations recomputed, a pass without gradients in the middle."""
+def compiled(world: World, *, stage: int, compiler: str, whole: bool = False) -> dict[str, object]:
+    """Compiled blocks or model, activations recomputed, a pass without gradients in the middle."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    engine = new_engine(world, stage=stage, compiler=compiler)
+    engine = new_engine(world, stage=stage, compiler=compiler, whole=whole)
     losses = engine_losses(engine, world, start=0, stop=4)
     engine.eval()
     with torch.no_grad():
@@ -187,6 +249,7 @@ def main() -> None:
         compiler = sys.argv[1] if len(sys.argv) > 1 else "aot_eager"
         for stage in (0, 2):
             results[f"compiled {stage}"] = compiled(world, stage=stage, compiler=compiler)
+        results["compiled 1 whole"] = compiled(world, stage=1, compiler=compiler, whole=True)
         for name, recipe, stages in (
             ("adamw", ADAMW, (0, 1, 2, 3)),
             ("sgd", SGD, (1,)),
@@ -223,6 +286,8 @@ def main() -> None:
             results[f"waits {stage} adamw"] = waits(world, stage=stage, recipe=ADAMW)
         results["waits 1 half"] = waits(world, stage=1, recipe=HALF)
         results["waits 0 lamb"] = waits(world, stage=0, recipe=LAMB)
+        results["waits 1 fp32"] = waits(world, stage=1, recipe=ADAMW, dtype=torch.float32)
+        results["probed operators"] = probed_operators()
         for stage in (1, 2):  # DeepSpeed has other wrappers there than in fp32
             results[f"left out bf16 {stage}"] = left_out(world, stage=stage, dtype=torch.bfloat16)
         for stage in (1, 3):

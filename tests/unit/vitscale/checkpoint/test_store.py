@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ from vitscale.config.errors import UserError
 from vitscale.distributed import atomic_files
 from vitscale.distributed.heartbeat import SHARE_OF_TIMEOUT, Heartbeat
 from vitscale.distributed.world import World
+
+CPU = torch.device("cpu")
 
 
 def test_unfinished_save_is_ignored_and_removed(tmp_path: Path, world: World) -> None:
@@ -45,6 +48,24 @@ def test_full_disk_is_one_clear_error_and_loses_nothing(small_disk: Path, world:
         store.wait()
     checkpoint, complaints = newest_checkpoint(small_disk / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 1 and complaints == []
+
+
+def test_thread_that_writes_uses_the_gpu_of_its_rank(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread starts on GPU 0: the save would open a context there for every rank of the node."""
+    chosen: list[tuple[str, torch.device]] = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda d: chosen.append((threading.current_thread().name, d))
+    )
+    store = CheckpointStore(tmp_path, keep=2, world=world)
+    store.world = replace(world, device=torch.device("cuda", 3))
+    monkeypatch.setattr(
+        store._host_copy, "_beside", lambda after: contextlib.nullcontext(chosen.append(("", CPU)))
+    )
+    store.save({"model.a": torch.zeros(3)}, step=1, progress={}, description={})
+    assert store.wait() is not None
+    assert chosen == [("save step 1", torch.device("cuda", 3)), ("", CPU)]
 
 
 def test_save_returns_before_data_is_on_disk(

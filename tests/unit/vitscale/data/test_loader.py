@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from vitscale.config.errors import RankError
-from vitscale.data.loader import TIMEOUT_PARTS, Batch, _watched
+from vitscale.data.loader import _SLOTS, TIMEOUT_PARTS, Batch, _loader, _watched
+from vitscale.data.samples import Unreadable
+from vitscale.data.settings import DataSettings
 
 
 class Scripted:
@@ -48,3 +50,21 @@ def test_other_errors_of_the_loader_are_not_retried() -> None:
 
     with pytest.raises(RuntimeError, match="descriptors"):
         next(_watched(Broken(), timeout_s=4.0))
+
+
+def test_workers_are_forked_whatever_the_default() -> None:
+    """Another start method would pickle the index for every worker; Python 3.14 has another."""
+
+    class Samples:
+        image_size = 8
+
+        def prefetch(self, positions: Sequence[int]) -> None: ...
+
+        def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
+            return position, []
+
+    settings = DataSettings(path="unused", global_batch=2, num_workers=2)
+    loader = _loader(Samples(), [[0, 1]], batch=2, settings=settings, pin_memory=False)
+    _SLOTS.pop(loader.dataset.slots_id)  # type: ignore[attr-defined]  # of our own
+    context = loader.multiprocessing_context
+    assert context is not None and context.get_start_method() == "fork"

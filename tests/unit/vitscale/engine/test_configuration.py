@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from vitscale.engine.configuration import deepspeed_config
+from vitscale.engine.configuration import deepspeed_config, resolve_compile
 from vitscale.engine.settings import EngineSettings
 
 
@@ -47,3 +47,22 @@ def test_raw_keys_are_merged_over_the_generated_ones() -> None:
     found = config(torch.float32, raw={"zero_optimization": {"reduce_bucket_size": 7}})
     assert found["zero_optimization"]["reduce_bucket_size"] == 7
     assert found["zero_optimization"]["stage"] == 1
+
+
+@pytest.mark.parametrize(
+    "compiled, device, stage, expected",
+    [
+        ("auto", "cuda", 1, "blocks"),
+        ("auto", "cuda", 3, None),
+        ("auto", "cpu", 1, None),
+        (True, "cpu", 1, "blocks"),
+        ("model", "cuda", 2, "model"),
+        (False, "cuda", 1, None),
+    ],
+)
+def test_what_is_compiled(
+    compiled: Any, device: str, stage: Any, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "anywhere")
+    settings = EngineSettings(compile=compiled, zero_stage=stage)
+    assert resolve_compile(settings, torch.device(device)) == expected

@@ -19,6 +19,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
         "zero_optimization.compute_grad_norm",
         "remove the key",
     ),
+    ({"compile": {"deepcompile": True}}, "compile.deepcompile", "is never used"),
 ]
 
 

@@ -45,7 +45,8 @@ def test_interval_means_are_over_ranks_and_finite_losses(monkeypatch: pytest.Mon
     meter = IntervalMeter(CPU)
     for loss in (1.0, math.nan, 3.0):
         meter.add_loss(torch.tensor(loss))
-    meter.add_images(6, wait_s=1.0)
+    meter.add_images(6)
+    meter.add_wait(1.0)
     assert meter.read() == {
         "train/loss": 2.0,
         "vitals/images_per_s": 3.0,
@@ -64,10 +65,12 @@ def test_the_first_step_does_not_count_for_throughput(monkeypatch: pytest.Monkey
     meter = IntervalMeter(CPU)
     read = []
     for after_warm_up in (6, 0):
-        meter.add_images(6, wait_s=0.5)
+        meter.add_images(6)
+        meter.add_wait(0.5)
         meter.end_warm_up()
         if after_warm_up:
-            meter.add_images(after_warm_up, wait_s=0.5)
+            meter.add_images(after_warm_up)
+            meter.add_wait(0.5)
         read.append(meter.read())
     assert [values["vitals/images_per_s"] for values in read] == [3.0, 2.0]
     assert [values["vitals/data_wait"] for values in read] == [0.25, 0.5 / 3]
