@@ -40,10 +40,8 @@ try:
     from launch.jobs.status.following import follow_run
     from launch.jobs.status.text import shown_folder
     from launch.jobs.submission import Submission, folder_lock, require_slurm, submit_to_slurm
-    from launch.planning.checks import raise_errors
-    from launch.planning.cluster_checks import cluster_checks
+    from launch.planning.before_submitting import check, warn
     from launch.planning.dry_run import describe
-    from launch.planning.run_checks import run_checks
     from launch.studies.command import names_a_study, run_study_on_slurm
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, run_script
@@ -97,15 +95,6 @@ def main() -> None:
     if "--follow" in command.switches:
         print(flush=True)
         raise SystemExit(follow_run(job_folder(run, cluster="slurm").parent, output=sys.stdout))
-
-
-def check(run: LaunchableRun) -> None:
-    """The checks of launch/doctor.py: print the warnings, raise UserErrors with the errors."""
-    checks = [*run_checks(run), *cluster_checks(run)]
-    raise_errors(checks)
-    for each in checks:
-        if each.result == "warning":
-            warn(f"{each.name}: {each.detail}\n  next: {each.next_step}")
 
 
 def submit(run: LaunchableRun, *, switches: frozenset[str]) -> tuple[Submission, list[QueuedJob]]:
@@ -165,10 +154,6 @@ def end(jobs: list[QueuedJob]) -> None:
         warn(f"job {job.job_id} is still {job.state}; the new one starts when it has ended")
     if not left:
         print(f"job {ids} has ended")
-
-
-def warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def print_next_steps(run: LaunchableRun, submission: Submission) -> None:

@@ -16,7 +16,6 @@ import io
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import uuid
@@ -35,6 +34,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from launch.jobs.batch_script import slurm_parameters, submission_folder, supervised
 from launch.jobs.scontrol import reachable_address
 from vitscale.config.errors import UserError
+from vitscale.distributed.processes import free_port, node_name
 from vitscale.runs.launching import LaunchSettings
 
 # submitit hides the GPUs of local tasks; this variable keeps the shell's CUDA_VISIBLE_DEVICES.
@@ -264,11 +264,8 @@ def start_locally(
         signal_delay_s=launch.signal_delay_s,
         stderr_to_stdout=True,
     )
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     settings = {
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "SUBMITIT_LOG_LEVEL": os.environ.get("SUBMITIT_LOG_LEVEL", "ERROR"),
         VISIBLE_DEVICES_KEPT: os.environ.get("CUDA_VISIBLE_DEVICES", ALL_DEVICES),
     }
@@ -337,7 +334,7 @@ def start_task(*, independent: bool = False) -> Task:
         job_id=environment.job_id,
         rank=environment.global_rank,
         world_size=environment.num_tasks,
-        node=os.environ.get("SLURMD_NODENAME", environment.hostname),
+        node=node_name(),
         folder=environment.paths.folder,
         array_index=array_index,
         array_size=array_size,

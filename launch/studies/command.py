@@ -16,8 +16,9 @@ from launch.comparison.text import plain_text
 from launch.jobs.foreground import EXIT_INTERRUPTED
 from launch.jobs.monitor import StopFlag
 from launch.jobs.submission import require_slurm
+from launch.planning.before_submitting import check
 from launch.planning.dry_run import check_data
-from launch.studies.arrays import batch_scripts, submit
+from launch.studies.arrays import arrays, batch_scripts, submit
 from launch.studies.figure import draw
 from launch.studies.grid import Grid, expand
 from launch.studies.overview import overview
@@ -171,6 +172,9 @@ def submit_study(command: StudyCommand) -> int:
         close_study_parent(parent, "FINISHED", say=say)
         return 0
     require_slurm()
+    for array in arrays(grid, states):
+        # One stands for all: they ask for the same resources. Weights come from the study itself.
+        check(array.trainings[0].run, leave_out={"weights"})
     submitted = submit(as_children(grid, open_study_parent(grid, say=say)), states)
     for name, submission in submitted:
         log = submission.log("TASK" if submission.is_array else 0)

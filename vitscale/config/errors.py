@@ -1,6 +1,6 @@
 """User-facing errors, and the exit code of a script that raises one.
 
-Owns: the exception type for invalid input, its layout, and exit code 2.
+Owns: the exception type for invalid input, its layout, and exit codes.
 Leaves out: internal errors, which stay `assert` and show a traceback.
 """
 
@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
 
+EXIT_RANK_ERROR = 1
 EXIT_BAD_INPUT = 2
 # "Temporary failure, try again" (sysexits.h): stopped by a signal after committing a checkpoint.
 EXIT_STOPPED_RESUMABLE = 75
@@ -42,7 +43,10 @@ class UserError(ValueError):
 
 
 class RankError(UserError):
-    """An error that only some ranks see. Each of them prints it, with its number."""
+    """An error that only some ranks see. Each of them prints it, with its number.
+
+    Its cause may be the node, a port or a peer, so that the next start may succeed: exit code 1.
+    """
 
 
 class UserErrors(UserError):
@@ -61,7 +65,7 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's `main`; on a `UserError` print it (once per job, from rank 0) and exit 2."""
+    """Run a script's `main`; print a `UserError` (once per job, from rank 0) and exit with 2."""
     try:
         main()
     except UserError as error:
@@ -72,7 +76,8 @@ def run_script(main: Callable[[], None]) -> None:
             num = len(error.errors) if isinstance(error, UserErrors) else 1
             heading = "error" if num == 1 else f"{num} errors"
             print(f"{heading}:\n{error.text()}", file=sys.stderr, flush=True)
-        raise SystemExit(EXIT_BAD_INPUT) from None
+        code = EXIT_RANK_ERROR if isinstance(error, RankError) else EXIT_BAD_INPUT
+        raise SystemExit(code) from None
     except BrokenPipeError:
         if _stdout_has_reader():
             raise

@@ -9,8 +9,6 @@ Both results are known exactly. A wrong one ends the run; a slow rank is only na
 
 from __future__ import annotations
 
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from vitscale.config.errors import RankError, UserError
+from vitscale.distributed.processes import node_name
 from vitscale.distributed.world import World, gather_objects, process_group
 
 # Equal GPUs at equal clocks differ by a few percent; a throttled or shared one by far more.
@@ -65,7 +64,7 @@ def check_alone(*, device: Literal["auto", "cuda", "cpu"], seconds: float) -> li
 
 def measure(world: World, *, seconds: float) -> RankReport:
     """Half of the time for each measurement. Raises RankError if the device fails."""
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    node = node_name()
     try:
         product, is_right = _matmul(world.device, seconds=seconds / 2)
         reduced, sum_is_right = _all_reduce(world, seconds=seconds / 2)

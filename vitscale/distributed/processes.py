@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -31,6 +32,18 @@ STATES = {
     "T": "stopped",
     "Z": "zombie",
 }
+
+
+def node_name() -> str:
+    """This node's name in SLURM, which may differ from its host name; else the host name."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname().partition(".")[0]
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing uses at the moment."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return int(free.getsockname()[1])
 
 
 def num_cores() -> int:

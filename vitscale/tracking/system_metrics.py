@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vitscale.config.redaction import redact
+from vitscale.distributed.processes import node_name
 from vitscale.tracking.mlflow_client import open_client, read_link
 from vitscale.tracking.run_facts import NODE_PREFIX, absolute_uri, sqlite_path
 from vitscale.tracking.settings import TrackingSettings
@@ -107,7 +107,7 @@ class _Watch:
             run_id,
             sampling_interval=SAMPLE_S,
             samples_before_logging=SAMPLES_PER_POINT,
-            node_id=socket.gethostname().partition(".")[0],
+            node_id=node_name(),
             tracking_uri=self._uri,
         )
         # Its own prefix, system/, would put these charts before train/.

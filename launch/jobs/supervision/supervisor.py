@@ -43,6 +43,7 @@ from launch.jobs.scontrol import (
 from launch.jobs.supervision.restarts import RestartLimits, limit_text, refusal, suspected_nodes
 from launch.jobs.supervision.step import Step
 from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_STOPPED_RESUMABLE
+from vitscale.distributed.processes import free_port
 
 STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 OWN_LINES = ("srun:", "slurmstepd")
@@ -111,6 +112,8 @@ def supervise(options: argparse.Namespace) -> int:
     dead: list[str] = []
     if outcome is None:
         set_aside_task_records(job_folder, job_id=job_id, restart=attempt.restart)
+        # submitit would draw one from the job id, which may be in use, at every attempt again.
+        os.environ.setdefault("MASTER_PORT", str(free_port()))
         step = Step(options.command)
         code, dead = step.wait(nodes=attempt.nodes)
         outcome = classify(

@@ -59,6 +59,8 @@ WAITING = (
 FAILING_ON_ONE_NODE = (
     BEGINNING
     + """
+    with open(run / "ports", "a") as file:
+        print(os.environ["MASTER_PORT"], file=file)
     bad = run / "bad"
     if attempt == 1:
         bad.write_text(os.environ["SLURMD_NODENAME"])
@@ -122,6 +124,8 @@ def test_a_node_that_failed_twice_is_excluded(slurm, submit, tmp_path) -> None:
     assert [attempt.failed_nodes for attempt in attempts] == [(bad,), (bad,), ()]
     assert attempts[-1].nodes == ({"n1": "n2", "n2": "n1"}[bad],)
     assert f"nodes excluded from now on: {bad}" in log
+    # A port that another process took must not fail the next attempt too.
+    assert len(set((tmp_path / "ports").read_text().split())) == 3
 
 
 def test_bad_input_is_not_retried(slurm, submit, tmp_path) -> None:

@@ -47,14 +47,21 @@ def test_a_study_is_trained_as_two_arrays(slurm, tmp_path: Path) -> None:
         (tmp_path / f"{stage}.yaml").write_text(RUN.format(stage=stage))
     (tmp_path / "study.yaml").write_text(STUDY)
 
-    def study() -> str:
+    (tmp_path / "too_large.yaml").write_text(
+        STUDY.replace("model.width=16", "launch.cpus_per_task=99").replace("small", "too-large")
+    )
+
+    def study(file: str = "study.yaml") -> str:
         done = subprocess.run(
-            [sys.executable, ROOT / "launch/slurm.py", "--study", "study.yaml"],
+            [sys.executable, ROOT / "launch/slurm.py", "--study", file],
             cwd=tmp_path, env=slurm.environment, capture_output=True, text=True,
             timeout=PATIENCE_S,
         )  # fmt: skip
         return done.stdout + done.stderr
 
+    output = study("too_large.yaml")
+    assert "99 cores per node exceed the limit of partition" in output, output
+    assert "submitted" not in output
     output = study()
     submitted = re.findall(r"submitted small-(\w+): job (\d+)", output)
     assert [stage for stage, _ in submitted] == ["pretrain", "finetune"], output

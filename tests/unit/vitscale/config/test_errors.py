@@ -14,6 +14,8 @@ ENDINGS = {
     "raise SystemExit": (0, ""),
     "raise SystemExit(75)": (75, ""),
     "raise UserError('no such split')": (2, "error:\nno such split\n"),
+    # Another start may succeed, so SLURM's retries need another code than that of bad input.
+    "raise RankError('port in use')": (1, "error: rank 0: port in use\n"),
     "raise KeyError('lost')": (1, "KeyError: 'lost'\n"),
 }
 
@@ -23,7 +25,7 @@ def test_rank_script_exits_with_its_code_and_output(ending: str) -> None:
     # A thread that never ends, buffered output, and an object that aborts teardown.
     code = f"""
 import atexit, os, sys, threading
-from vitscale.config.errors import UserError, run_rank_script
+from vitscale.config.errors import RankError, UserError, run_rank_script
 class AbortAtTeardown:
     def __del__(self, abort=os.abort):
         abort()
