@@ -13,7 +13,7 @@ from finetune.loading.source import names_external_weights
 from finetune.run import FinetuneRun
 from vitscale.checkpoint.folders import resolve_weights
 from vitscale.config.errors import UserError
-from vitscale.data.index import read_manifest
+from vitscale.data.training_set import class_names
 from vitscale.evaluation.models.trained_model import read_trained_model, starting_weights
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.vit.position_embedding import fixed_positions
@@ -91,7 +91,7 @@ def _with_own_head(
     """With `keep_head=slice`: the head's rows of the classes that the run trains on."""
     if run.keep_head != "slice":
         return weights, []
-    wanted = read_manifest(run.data.path, remote_settings=run.data.remote).classes
+    wanted = class_names(run.data)
     found, missing = sliced_head(weights, source=classes, target=wanted, where=where)
     return found, [sliced_text(len(wanted), missing)]
 

@@ -24,6 +24,7 @@ from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest, read_split
 from vitscale.data.remote.urls import Location, location_of
 from vitscale.data.settings import TrainingShards
+from vitscale.data.tars.labels import TarLabels
 from vitscale.data.training_set import select
 from vitscale.models.costs import MemoryEstimate, memory_estimate
 from vitscale.models.interface.architecture import Architecture
@@ -48,7 +49,15 @@ class DataFacts:
 
 
 def data_facts(run: TrainingRun) -> DataFacts:
-    """Read from the shards' manifest if it exists, else from `data.planned_num_samples`."""
+    """Read from the shards' manifest if it exists, else from `data.planned_num_samples`; of tars
+    without an index from the settings."""
+    if run.data.reader == "webdataset":
+        tars = TarLabels.of(run.data.webdataset)
+        return DataFacts(
+            num_samples=run.data.webdataset.num_samples,
+            num_classes=len(tars.classes),
+            source="data.webdataset; tars without an index, no exact resume",
+        )
     folder = location_of(run.data.path)
     manifest = _manifest(run, folder)
     if manifest is not None:

@@ -29,6 +29,7 @@ from vitscale.checkpoint.folders import step_folders
 from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME, read_manifest, read_split
 from vitscale.data.remote.urls import location_of
+from vitscale.data.tars.names import tars_of_split
 from vitscale.images.size import rows_and_columns
 from vitscale.models.costs import MemoryEstimate
 from vitscale.runs.data_prep import DataPrepRun
@@ -94,6 +95,8 @@ def _training_checks(run: PretrainRun | FinetuneRun, *, num_tasks: int) -> Itera
 
 def _knows_data(run: TrainingRun) -> bool:
     """Whether there are shards, here or at a URL, or a planned number of samples."""
+    if run.data.reader == "webdataset":
+        return True
     folder = location_of(run.data.path)
     here = not isinstance(folder, Path) or (folder / MANIFEST_NAME).exists()
     return here or run.data.planned_num_samples is not None
@@ -102,6 +105,9 @@ def _knows_data(run: TrainingRun) -> bool:
 def _data(run: LaunchableRun) -> Iterator[Check]:
     """What the run needs of its data; names, sizes and counts of the files of its splits."""
     if isinstance(run, DataPrepRun):
+        return
+    if isinstance(run, PretrainRun | FinetuneRun) and run.data.reader == "webdataset":
+        yield from _tars(run)
         return
     wanted = {(run.data.path, run.data.val_split)}
     planned = None
@@ -132,6 +138,19 @@ def _data(run: LaunchableRun) -> Iterator[Check]:
         index = read_split(folder, split=split)
         found.append(f"{split}: {index.num_samples:,} samples in {len(index.shard_paths):,} shards")
     yield ok("data", "; ".join(found) + "; as in the manifest")
+
+
+def _tars(run: TrainingRun) -> Iterator[Check]:
+    """The tars of `data.reader=webdataset`, by name."""
+    splits = {"train_split": run.data.train_split, "val_split": run.data.val_split}
+    found = []
+    for key, split in splits.items():
+        if split is None:
+            continue
+        folder, where = location_of(run.data.path), f"data.{key}"
+        tars = tars_of_split(folder, split, where=where, remote_settings=run.data.remote)
+        found.append(f"{split}: {len(tars):,} tars")
+    yield ok("data", "; ".join(found) + "; no index: a resume is not exact")
 
 
 def _weights(run: FinetuneRun) -> Iterator[Check]:
@@ -186,11 +205,15 @@ def _num_shards(run: TrainingRun) -> int | None:
     """Training shards of `data.path`; None if they are not visible here."""
     folder = location_of(run.data.path)
     try:
+        if run.data.reader == "webdataset":
+            split, where = run.data.train_split, "data.train_split"
+            found = tars_of_split(folder, split, where=where, remote_settings=run.data.remote)
+            return len(found)
         manifest = read_manifest(folder, remote_settings=run.data.remote)
     except UserError:
         return None
-    split = manifest.splits.get(run.data.train_split)
-    return None if split is None else len(split.shards)
+    entry = manifest.splits.get(run.data.train_split)
+    return None if entry is None else len(entry.shards)
 
 
 def gpu_memory_gb(gpu_type: str | None) -> int | None:

@@ -15,8 +15,8 @@ OWNERS: dict[str, set[str]] = {
         "vitscale.tracking.system_metrics",
     },
     "submitit": {"launch.jobs.submission"},
-    # Tests and benchmarks read our shards with it.
-    "webdataset": set(),
+    # Tests and benchmarks read our shards with it, too.
+    "webdataset": {"vitscale.data.tars.scan", "vitscale.data.tars.stream"},
     "timm": {"vitscale.models"},
     "sklearn": {"data_prep.images.made.digits"},
     "simplejpeg": {"vitscale.images.decoders", "vitscale.images.strict_jpeg"},

@@ -21,7 +21,12 @@ from vitscale.config.errors import RankError, UserError
 from vitscale.data.batch_slots import PREFETCH, BatchSlots
 from vitscale.data.index import SplitIndex
 from vitscale.data.order import rank_batches
-from vitscale.data.samples import EvaluationSamples, TrainingSamples, Unreadable
+from vitscale.data.samples import (
+    EvaluationSamples,
+    StreamedSamples,
+    TrainingSamples,
+    Unreadable,
+)
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.processes import process_state
@@ -219,11 +224,26 @@ def training_batches(
     micro_batch: int,
     pin_memory: bool,
 ) -> DataLoader[Batch]:
-    """Micro-batches of one rank between two positions of training (samples seen)."""
+    """Micro-batches of one rank between two positions of training (samples seen).
+
+    The position decides which samples they have; of streamed tars only how many.
+    """
     positions = _PositionBatches(
         start=start, stop=stop, rank=rank, world_size=world_size, micro_batch=micro_batch
     )
-    samples = TrainingSamples(training_set, settings=settings, image_size=image_size, seed=seed)
+    samples: Samples
+    if training_set.streamed is None:
+        samples = TrainingSamples(training_set, settings=settings, image_size=image_size, seed=seed)
+    else:
+        samples = StreamedSamples(
+            training_set.streamed,
+            settings=settings,
+            image_size=image_size,
+            seed=seed,
+            start=start,
+            rank=rank,
+            world_size=world_size,
+        )
     return _loader(samples, positions, batch=micro_batch, settings=settings, pin_memory=pin_memory)
 
 

@@ -9,18 +9,22 @@ are the same for any number of ranks and workers.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
+from torch.utils.data import get_worker_info
 
 from vitscale.config.errors import UserError
-from vitscale.data.index import SplitIndex
+from vitscale.data.index import NO_LABEL, SplitIndex
 from vitscale.data.index_keys import sample_names
 from vitscale.data.order import Draw
 from vitscale.data.remote.shards import RemoteSamples, prefetch
 from vitscale.data.settings import DataSettings
-from vitscale.data.shard_files import ShardFiles
+from vitscale.data.tars.opening import StreamedTars
+from vitscale.data.tars.shard_files import ShardFiles
+from vitscale.data.tars.stream import TarSample, TarStream
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 from vitscale.images import crops
@@ -44,6 +48,8 @@ class Unreadable(NamedTuple):
     """Its number in that set; the trainer looks up the key, once."""
     shard: str
     error: str
+    key: str | None = None
+    """Its key where there is no index to look it up in."""
 
 
 class SplitReader:
@@ -54,7 +60,6 @@ class SplitReader:
         self.files = ShardFiles(index.shard_paths)
         self.remote: RemoteSamples | None = None
         if index.remote is not None:
-            assert index.hash_prefix is not None
             self.remote = RemoteSamples(
                 index.remote,
                 shard_of=index.shard_of,
@@ -95,68 +100,16 @@ class SplitReader:
         return UserError(what, where=unreadable.shard, next_step=next_step)
 
 
-class TrainingSamples:
-    """Augmented training samples, by position in training."""
+class Augmentation:
+    """Crop, flip and augment images of training."""
 
-    def __init__(
-        self, training_set: TrainingSet, *, settings: DataSettings, image_size: ImageSize, seed: int
-    ) -> None:
-        self.parts = [
-            SplitReader(index, part=part) for part, index in enumerate(training_set.parts)
-        ]
-        self.order, self.seed = training_set.order, seed
-        self.settings, self.image_size = settings, image_size
+    def __init__(self, settings: DataSettings, *, image_size: ImageSize, seed: int) -> None:
+        self.settings, self.image_size, self.seed = settings, image_size, seed
         self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
         self.augments = settings.augment != AugmentSettings()
 
-    def prefetch(self, positions: Sequence[int]) -> None:
-        """Fetch remote samples in the background while others are decoded."""
-        if not any(part.remote for part in self.parts):
-            return
-        draws = [self.order.at(position) for position in positions]
-        last = {draw.part: draw for draw in draws}
-        samples, shards = [], []
-        for number, part in enumerate(self.parts):
-            if part.remote is None or number not in last:
-                continue
-            samples += [(part.remote, draw.sample) for draw in draws if draw.part == number]
-            ahead = self.order.parts[number].shards_ahead(
-                epoch=last[number].epoch, shard=int(part.index.shard_of[last[number].sample])
-            )
-            shards += [(part.remote, shard) for shard in ahead]
-        prefetch(samples, shards=shards)
-
-    def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        """Write the image at `position` into `out`, uint8 [3, rows, columns].
-
-        Returns its label, and the unreadable samples that it substitutes.
-        Raises UserError if no substitute can be read either, or if the storage cannot be accessed:
-        outages are transient, and substituting would make runs non-deterministic.
-        """
-        draw = self.order.at(position)
-        reader = self.parts[draw.part]
-        unreadable: list[Unreadable] = []
-        for attempt in range(MAX_SUBSTITUTES + 1):
-            sample = self._substitute(draw, attempt) if attempt else draw.sample
-            try:
-                self._augmented(reader.bytes_of(sample), draw, out)
-                return reader.label(sample), unreadable
-            except UserError:
-                raise
-            except (OSError, ValueError) as error:
-                unreadable.append(reader.unreadable(sample, error))
-        raise reader.unreadable_error(
-            unreadable[0],
-            more=f", nor can {MAX_SUBSTITUTES} substitutes",
-            next_step="check the storage; data_prep/verify_shards.py names every damaged shard",
-        )
-
-    def _substitute(self, draw: Draw, attempt: int) -> int:
-        """Another sample of the same set; the same one on every layout and after every resume."""
-        key = stream_key("substitute", self.seed, draw.part, draw.epoch, draw.sample, attempt)
-        return key % self.parts[draw.part].index.num_samples
-
-    def _augmented(self, data: bytes, draw: Draw, out: torch.Tensor) -> None:
+    def write(self, data: bytes, draw: Draw, out: torch.Tensor) -> None:
+        """Write the image into `out`, uint8 [3, rows, columns]. Raises OSError or ValueError."""
         settings = self.settings
         random = CounterRandom(augmentation_key(self.seed, draw))
         width, height = self.decoder.size(data)
@@ -188,6 +141,129 @@ class TrainingSamples:
             random = CounterRandom(augmentation_key(self.seed, draw, purpose="augment2"))
             mean, std = settings.mean, settings.std
             out.copy_(augment(out, settings.augment, random, mean=mean, std=std))
+
+
+class TrainingSamples:
+    """Augmented training samples, by position in training."""
+
+    def __init__(
+        self, training_set: TrainingSet, *, settings: DataSettings, image_size: ImageSize, seed: int
+    ) -> None:
+        self.parts = [
+            SplitReader(index, part=part) for part, index in enumerate(training_set.parts)
+        ]
+        assert training_set.order is not None
+        self.order, self.seed, self.image_size = training_set.order, seed, image_size
+        self.augmentation = Augmentation(settings, image_size=image_size, seed=seed)
+
+    def prefetch(self, positions: Sequence[int]) -> None:
+        """Fetch remote samples in the background while others are decoded."""
+        if not any(part.remote for part in self.parts):
+            return
+        draws = [self.order.at(position) for position in positions]
+        last = {draw.part: draw for draw in draws}
+        samples, shards = [], []
+        for number, part in enumerate(self.parts):
+            if part.remote is None or number not in last:
+                continue
+            samples += [(part.remote, draw.sample) for draw in draws if draw.part == number]
+            ahead = self.order.parts[number].shards_ahead(
+                epoch=last[number].epoch, shard=int(part.index.shard_of[last[number].sample])
+            )
+            shards += [(part.remote, shard) for shard in ahead]
+        prefetch(samples, shards=shards)
+
+    def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
+        """Write the image at `position` into `out`, uint8 [3, rows, columns].
+
+        Returns its label, and the unreadable samples that it substitutes.
+        Raises UserError if no substitute can be read either, or if the storage cannot be accessed:
+        outages are transient, and substituting would make runs non-deterministic.
+        """
+        draw = self.order.at(position)
+        reader = self.parts[draw.part]
+        unreadable: list[Unreadable] = []
+        for attempt in range(MAX_SUBSTITUTES + 1):
+            sample = self._substitute(draw, attempt) if attempt else draw.sample
+            try:
+                self.augmentation.write(reader.bytes_of(sample), draw, out)
+                return reader.label(sample), unreadable
+            except UserError:
+                raise
+            except (OSError, ValueError) as error:
+                unreadable.append(reader.unreadable(sample, error))
+        raise reader.unreadable_error(
+            unreadable[0],
+            more=f", nor can {MAX_SUBSTITUTES} substitutes",
+            next_step="check the storage; data_prep/verify_shards.py names every damaged shard",
+        )
+
+    def _substitute(self, draw: Draw, attempt: int) -> int:
+        """Another sample of the same set; the same one on every layout and after every resume."""
+        key = stream_key("substitute", self.seed, draw.part, draw.epoch, draw.sample, attempt)
+        return key % self.parts[draw.part].index.num_samples
+
+
+class StreamedSamples:
+    """Augmented training samples of one rank, from tars without an index, in no certain order."""
+
+    def __init__(
+        self,
+        streamed: StreamedTars,
+        *,
+        settings: DataSettings,
+        image_size: ImageSize,
+        seed: int,
+        start: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        """start: position of training where the streams begin."""
+        self.streamed, self.image_size, self.seed, self.start = streamed, image_size, seed, start
+        self.rank, self.world_size = rank, world_size
+        self.augmentation = Augmentation(settings, image_size=image_size, seed=seed)
+
+    @cached_property
+    def _samples(self) -> Iterator[TarSample]:
+        """Opened in the process that reads them."""
+        worker = get_worker_info()
+        number, per_rank = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        stream = TarStream(
+            self.streamed,
+            seed=self.seed,
+            start=self.start,
+            process=self.rank * per_rank + number,
+            num_processes=self.world_size * per_rank,
+        )
+        return iter(stream)
+
+    def prefetch(self, positions: Sequence[int]) -> None:
+        """Nothing: tars are read ahead."""
+
+    def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
+        """Write the next image of this process into `out`, uint8 [3, rows, columns].
+
+        position: keys the augmentation. Returns the label, and the samples that were skipped.
+        Raises UserError if nothing can be read, or for a label outside the classes.
+        """
+        epoch, number = divmod(position, self.streamed.num_samples)
+        unreadable: list[Unreadable] = []
+        while len(unreadable) <= MAX_SUBSTITUTES:
+            sample, error = next(self._samples), None
+            try:
+                if sample.error is None:
+                    self.augmentation.write(sample.image, Draw(0, epoch, number, 0), out)
+                    return NO_LABEL if sample.label is None else sample.label, unreadable
+            except (OSError, ValueError) as caught:
+                error = str(caught)
+            unreadable.append(
+                Unreadable(0, number, sample.tar, sample.error or str(error), sample.key)
+            )
+        raise UserError(
+            f"{len(unreadable)} samples in a row cannot be read, the last: {unreadable[-1].error}",
+            where=unreadable[-1].shard,
+            next_step="check data.train_split, data.webdataset.label and the storage",
+        )
 
 
 def augmentation_key(seed: int, draw: Draw, *, purpose: str = "augment") -> int:

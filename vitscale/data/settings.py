@@ -12,6 +12,7 @@ from vitscale.config.errors import UserError
 from vitscale.config.section import Section
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.urls import is_url, url_problem
+from vitscale.data.tars.settings import WebdatasetSettings
 from vitscale.images.settings import AugmentSettings, RandAugmentSettings
 
 
@@ -77,6 +78,12 @@ class MixedInShards(TrainingShards):
 class DataSettings(TrainingShards):
     """Which samples, in what batches, and how images become tensors."""
 
+    reader: Literal["index", "webdataset"] = "index"
+    """index: shards with an index, in an order that resumes exactly on any layout. webdataset: tars
+    that nobody indexed, streamed by the webdataset library; a resume is not exact. `path` is their
+    folder or its URL, `train_split` and `val_split` are their names: `train` for `train-*.tar`, or
+    `train-{000000..000146}.tar`."""
+    webdataset: WebdatasetSettings = WebdatasetSettings()
     mixture: tuple[MixedInShards, ...] = Field(default=(), strict=False)
     """Further sets with the same label map; `path` provides the remaining samples."""
     views: int = Field(default=1, gt=0, le=16)
@@ -190,6 +197,30 @@ def selection_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
             yield (f"{where}.only_keys", "give both score and at_least, or neither")
         if not listed.is_parquet and (listed.score is not None or listed.column != "key"):
             yield (f"{where}.only_keys.path", f"{listed.path!r}: only a .parquet file has columns")
+
+
+def reader_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
+    """What only one of the readers can do."""
+    tars = data.webdataset
+    if data.reader == "index":
+        if tars != WebdatasetSettings():
+            yield ("data.webdataset", "has no effect on data.reader=index; remove it")
+        return
+    if tars.num_samples is None:
+        yield ("data.webdataset.num_samples", "missing; data.reader=webdataset cannot count them")
+    if tars.num_classes is not None and tars.class_names is not None:
+        yield ("data.webdataset", "give num_classes or class_names, not both")
+    if tars.label != "cls" and not (tars.label.startswith("json:") and tars.label[5:]):
+        yield ("data.webdataset.label", f"{tars.label!r} is not one of cls, json:FIELD")
+    names = ("first_percent", "only_classes", "only_keys", "mixture", "dev_percent", "views")
+    for name in (*names, "planned_num_samples"):
+        if getattr(data, name) != DataSettings.model_fields[name].default:
+            yield (
+                f"data.{name}",
+                "needs an index (data.reader=index); data_prep/index_shards.py makes one",
+            )
+    if data.remote.cache_path is not None:
+        yield ("data.remote.cache_path", "has no effect on data.reader=webdataset; remove it")
 
 
 def augment_problems(data: DataSettings) -> Iterator[tuple[str, str]]:

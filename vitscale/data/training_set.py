@@ -1,6 +1,6 @@
 """Open the training set of a run: one or several sets of shards, or subsets of them.
 
-Owns: subsets, mixtures, and the fingerprint of the whole.
+Owns: subsets, mixtures, the fingerprint of the whole, and what tars without an index give instead.
 Leaves out: the order (`order`) and reading (`loader`).
 """
 
@@ -10,16 +10,22 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from vitscale.config.errors import UserError, nearest
-from vitscale.data.index import SplitIndex, read_split
+from vitscale.data.index import SplitIndex, read_manifest, read_split
 from vitscale.data.index_keys import ChosenByKey, choose_by_key
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
+from vitscale.data.remote.index import open_remote_shards
 from vitscale.data.remote.settings import RemoteSettings
-from vitscale.data.remote.urls import location_of
+from vitscale.data.remote.urls import Url, location_of
 from vitscale.data.settings import DataSettings, TrainingShards
+from vitscale.data.tars.labels import TarLabels
+from vitscale.data.tars.names import tars_of_split
+from vitscale.data.tars.opening import StreamedTars, open_tars
+from vitscale.data.tars.scan import ScannedTars, scan_tars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,30 +33,42 @@ class TrainingSet:
     """The training samples of a run and their order."""
 
     parts: tuple[SplitIndex, ...]
-    order: TrainingOrder
+    """Empty for streamed tars."""
+    order: TrainingOrder | None
+    """None for streamed tars, which have no positions."""
     fingerprint: str
     """Hash of everything that determines the order, except the seed."""
     dev: SplitIndex | None = None
     """The samples that `data.dev_percent` holds out; no part has them."""
     key_hashes: tuple[str | None, ...] = ()
     """For each part the hash of the rows that `only_keys` chose; None: not set."""
+    streamed: StreamedTars | None = None
+    """With `reader: webdataset`."""
 
     @property
     def num_samples(self) -> int:
         """Samples of all parts: the length of an epoch."""
+        if self.streamed is not None:
+            return self.streamed.num_samples
         return sum(part.num_samples for part in self.parts)
 
     @property
     def classes(self) -> tuple[str, ...]:
+        if self.streamed is not None:
+            return self.streamed.labels.classes
         return self.parts[0].classes
 
     @property
     def label_map_sha256(self) -> str:
+        if self.streamed is not None:
+            return self.streamed.labels.sha256
         return self.parts[0].label_map_sha256
 
 
 def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
     """Read every index. Raises UserError for damaged folders and incompatible label maps."""
+    if settings.reader == "webdataset":
+        return _streamed_set(settings)
     remote_settings = settings.remote
     whole, key_hash = _read_part(settings, where="data", remote_settings=remote_settings)
     first, dev = _cut(whole, settings.num_dev(whole.num_samples))
@@ -84,6 +102,73 @@ def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
         fingerprint=_fingerprint(order),
         dev=dev,
         key_hashes=tuple(key_hashes),
+    )
+
+
+def class_names(settings: DataSettings) -> tuple[str, ...]:
+    """The classes of `data.path`, read without its index. Raises UserError."""
+    if settings.reader == "webdataset":
+        return TarLabels.of(settings.webdataset).classes
+    return read_manifest(settings.path, remote_settings=settings.remote).classes
+
+
+def scanned_split(settings: DataSettings, scanned: ScannedTars) -> SplitIndex:
+    """The evaluated split of tars that nobody indexed. Its samples have no hashes."""
+    assert settings.val_split is not None
+    labels = TarLabels.of(settings.webdataset)
+    urls = [tar for tar in scanned.tars if isinstance(tar, Url)]
+    remote = None
+    if urls:
+        remote = open_remote_shards(
+            urls, sizes=scanned.sizes, hashes=("",) * len(urls), remote_settings=settings.remote
+        )
+    return SplitIndex(
+        folder=location_of(settings.path),
+        split=settings.val_split,
+        shard_of=scanned.shard_of,
+        offset=scanned.offset,
+        length=scanned.length,
+        label=scanned.label,
+        shard_paths=tuple(tar for tar in scanned.tars if isinstance(tar, Path)),
+        shard_lengths=tuple(
+            np.bincount(scanned.shard_of, minlength=len(scanned.tars)).tolist(),
+        ),
+        classes=labels.classes,
+        fingerprint=scanned.fingerprint,
+        label_map_sha256=labels.sha256,
+        remote=remote,
+        remote_settings=settings.remote,
+    )
+
+
+def scan_val_split(settings: DataSettings) -> ScannedTars:
+    """The samples of `data.val_split` of tars that nobody indexed. Raises UserError."""
+    assert settings.val_split is not None
+    tars = tars_of_split(
+        location_of(settings.path),
+        settings.val_split,
+        where="data.val_split",
+        remote_settings=settings.remote,
+    )
+    labels = TarLabels.of(settings.webdataset)
+    return scan_tars(tars, labels=labels, remote_settings=settings.remote)
+
+
+def _streamed_set(settings: DataSettings) -> TrainingSet:
+    streamed = open_tars(
+        settings.path,
+        split=settings.train_split,
+        settings=settings.webdataset,
+        remote_settings=settings.remote,
+    )
+    names = [str(tar).rpartition("/")[2] for tar in streamed.tars]
+    facts = [names, settings.webdataset.label, streamed.num_samples, streamed.labels.sha256]
+    text = json.dumps(["webdataset", *facts])
+    return TrainingSet(
+        parts=(),
+        order=None,
+        fingerprint=hashlib.sha256(text.encode()).hexdigest(),
+        streamed=streamed,
     )
 
 

@@ -20,6 +20,7 @@ from vitscale.config.section import Run
 from vitscale.data.settings import (
     DataSettings,
     augment_problems,
+    reader_problems,
     remote_problems,
     selection_problems,
 )
@@ -87,6 +88,7 @@ class TrainingRun(Run):
         yield from self.model.problems()
         yield from remote_problems(self.data)
         yield from selection_problems(self.data)
+        yield from reader_problems(self.data)
         yield from augment_problems(self.data)
         yield from _section_problems(self)
         yield from schedule_problems(self.schedule)
@@ -141,6 +143,8 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
     for name in names:
         if not EVALUATIONS[name].in_training:
             yield ("evaluate", f"{name} is for finetune/evaluate_model.py; remove it")
+        elif data.reader == "webdataset" and EVALUATIONS[name].needs not in ("logits", "heads"):
+            yield ("evaluate", f"{name} needs training shards with an index; remove it")
     if not getattr(run.model, "distillation_token", False):
         for name in names:
             if EVALUATIONS[name].needs == "heads":

@@ -6,7 +6,7 @@ Leaves out: measuring (`meters`) and skipping updates (`engine.guard`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -140,7 +140,7 @@ class UnreadableSampleMonitor:
         if not num_new:
             return []
         shown = own[:UNREADABLE_SHOWN]
-        names = sample_names(self.data.parts, [(each.part, each.sample) for each in shown])
+        names = _names(self.data, shown)
         gathered = self.gather(list(zip(names, shown, strict=True)))
         lost = [each for found in gathered for each in found][:UNREADABLE_SHOWN]
         self.num_replaced += num_new
@@ -170,6 +170,12 @@ class UnreadableSampleMonitor:
         )
 
 
+def _names(data: TrainingSet, unreadable: Sequence[Unreadable]) -> list[str]:
+    if data.order is None:
+        return [repr(each.key) for each in unreadable]
+    return sample_names(data.parts, [(each.part, each.sample) for each in unreadable])
+
+
 def positions_of_step(
     plan: TrainingPlan, *, step: int, micro_steps: dict[int, tuple[int, ...]]
 ) -> list[int]:
@@ -188,6 +194,8 @@ def positions_of_step(
 
 def names_at(data: TrainingSet, positions: Iterable[int]) -> str:
     """Keys of the samples at these positions, at most `NAMES_SHOWN`."""
+    if data.order is None:
+        return "that are not known: streamed tars have no positions"
     draws = [data.order.at(position) for position in positions]
     shown = sample_names(data.parts, [(draw.part, draw.sample) for draw in draws[:NAMES_SHOWN]])
     more = f" and {len(draws) - NAMES_SHOWN} more" if len(draws) > NAMES_SHOWN else ""

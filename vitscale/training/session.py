@@ -14,15 +14,24 @@ import torch
 
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
+from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import SplitIndex, read_split
-from vitscale.data.training_set import TrainingSet, open_training_set
+from vitscale.data.tars.scan import ScannedTars
+from vitscale.data.training_set import (
+    TrainingSet,
+    open_training_set,
+    scan_val_split,
+    scanned_split,
+)
 from vitscale.distributed.atomic_files import write_json, write_text
 from vitscale.distributed.heartbeat import Heartbeat
 from vitscale.distributed.node_check import check_nodes
 from vitscale.distributed.world import (
     PreemptionFlag,
     World,
+    agree_no_error,
+    broadcast_object,
     process_group,
 )
 from vitscale.engine.settings import EngineSettings
@@ -74,7 +83,7 @@ def _open(
     world = stack.enter_context(_join(run.engine))
     heartbeat = stack.enter_context(Heartbeat(world, timeout_min=run.engine.timeout_min))
     node_lines = _check_nodes(run, world)
-    data, val_index = _read_data(run)
+    data, val_index = _read_data(run, world)
     num_classes = len(data.classes)
     check_objective(objective, num_classes=num_classes, views=run.data.views, path=run.data.path)
     check_evaluations(objective, run, num_classes=num_classes)
@@ -217,12 +226,27 @@ def _rates(world: World) -> dict[str, float]:
     return {name: rate for name, rate in rates.items() if rate is not None}
 
 
-def _read_data(run: TrainingRun) -> tuple[TrainingSet, SplitIndex | None]:
+def _read_data(run: TrainingRun, world: World) -> tuple[TrainingSet, SplitIndex | None]:
     training_set = open_training_set(run.data, seed=run.seed)
     val_split = run.data.val_split
     if training_set.dev is not None or val_split is None:
         return training_set, training_set.dev
+    if training_set.streamed is not None:
+        return training_set, scanned_split(run.data, _scanned(run, world))
     return training_set, read_split(run.data.path, split=val_split, remote_settings=run.data.remote)
+
+
+def _scanned(run: TrainingRun, world: World) -> ScannedTars:
+    """Rank 0 lists the evaluated samples for all: at a URL that is a request per sample."""
+    scanned, error = None, None
+    if world.is_first:
+        try:
+            scanned = scan_val_split(run.data)
+        except UserError as caught:
+            error = caught.text()
+    agree_no_error(error)
+    found: ScannedTars = broadcast_object(scanned)
+    return found
 
 
 def _opening_lines(
@@ -230,6 +254,11 @@ def _opening_lines(
 ) -> Iterator[str]:
     if start_step:
         yield f"resuming {run.folder} at step {start_step}"
+    if run.data.reader == "webdataset":
+        yield (
+            "tars without an index: a resume is not exact, it shuffles anew; "
+            "data_prep/index_shards.py makes an index, which resumes exactly"
+        )
     yield f"{run.name}: {_facts(run, objective, segment)}"
 
 

@@ -83,6 +83,16 @@ def _origin(run: TrainingRun) -> dict[str, str]:
 def _datasets(data: TrainingSet, val_index: SplitIndex | None) -> Iterator[DatasetFacts]:
     for part in data.parts:
         yield _facts(part, context="training")
+    if data.streamed is not None:
+        source = redact(str(data.streamed.tars[0]).rpartition("/")[0])
+        yield DatasetFacts(
+            name=source.rpartition("/")[2] or source,
+            digest=data.fingerprint,
+            source=source,
+            context="training",
+            num_samples=data.num_samples,
+            num_classes=len(data.classes),
+        )
     if val_index is not None:
         yield _facts(val_index, context="validation")
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 # About 300,000 tars.
 MAX_MANIFEST_BYTES = 1 << 26
+STREAM_BYTES = 4 << 20
 # A row of the index has about 80 bytes; keys may be long. An index is read into memory.
 MAX_INDEX_BYTES, MAX_INDEX_ROW_BYTES, INDEX_FOOTER_BYTES = 1 << 34, 1 << 10, 1 << 20
 
@@ -158,6 +160,36 @@ class RangeFile(io.RawIOBase):
         buffer[:num_bytes] = self.store.read(self.url, offset=self.at, num_bytes=num_bytes)
         self.at += num_bytes
         return num_bytes
+
+
+class RemoteFileStream(io.RawIOBase):
+    """A remote file read from its start to its end, one chunk ahead; nothing is verified.
+
+    Raises StorageError, or OSError if there is no such file.
+    """
+
+    def __init__(self, url: Url, *, remote_settings: RemoteSettings) -> None:
+        self.file = RangeFile(url, remote_settings=remote_settings)
+        self.pool = ThreadPoolExecutor(1)
+        self.ahead = self.pool.submit(self.file.read, STREAM_BYTES)
+        self.chunk, self.at = b"", 0
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self.at == len(self.chunk):
+            self.chunk, self.at = self.ahead.result() or b"", 0
+            if self.chunk:
+                self.ahead = self.pool.submit(self.file.read, STREAM_BYTES)
+        part = self.chunk[self.at : self.at + len(buffer)]
+        buffer[: len(part)] = part
+        self.at += len(part)
+        return len(part)
+
+    def close(self) -> None:
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        super().close()
 
 
 def hash_prefixes(hashes: pa.ChunkedArray) -> np.ndarray:

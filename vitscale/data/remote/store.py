@@ -175,6 +175,16 @@ class RemoteStore:
         finally:
             pool.shutdown(cancel_futures=True)
 
+    def names(self, folder: Url) -> list[str]:
+        """Names of the files directly below a URL. Raises StorageError."""
+
+        def attempt(timeout_s: float) -> list[str]:
+            found = _call(folder, "ls", timeout_s=timeout_s, detail=True)
+            files = [entry["name"] for entry in found if entry["type"] == "file"]
+            return [name.rpartition("/")[2] for name in files]
+
+        return self._retry(attempt, folder, patience_s=self.patience_s)
+
     def _retry(self, attempt: Callable[[float], T], url: Url, *, patience_s: float) -> T:
         self.connect(url)  # not counted: the first call imports a lot
         spent_s, pause_s, tries = 0.0, FIRST_PAUSE_S, 0

@@ -15,10 +15,10 @@ from PIL import Image
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.config.errors import UserError
-from vitscale.data import shard_files
 from vitscale.data.index import read_split
 from vitscale.data.samples import EvaluationSamples, TrainingSamples, augmentation_key
 from vitscale.data.settings import DataSettings
+from vitscale.data.tars import shard_files
 from vitscale.data.training_set import open_training_set
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images import crops
