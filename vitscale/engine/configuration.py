@@ -6,7 +6,6 @@ over it (`settings`), everything that runs (`engine`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -51,17 +50,12 @@ def resolve_precision(settings: EngineSettings, device: torch.device) -> torch.d
 def resolve_compile(
     settings: EngineSettings, device: torch.device
 ) -> Literal["blocks", "model"] | None:
-    """What to compile; if anything, also sets the folder of compiled code unless one is set.
-
-    The cache is in the user's own folder: its content will be executed.
-    """
+    """What to compile."""
     wanted = settings.compile
     if wanted == "auto":
         wanted = device.type == "cuda" and settings.zero_stage < 3
     if not wanted:
         return None
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(home, "vitscale/compiled"))
     return "model" if wanted == "model" else "blocks"
 
 

@@ -52,9 +52,16 @@ class EngineSettings(Section):
     """Recompute block activations in the backward pass: less memory, about a third more FLOPs."""
     compile: bool | Literal["auto", "model"] = "auto"
     """Compile with torch.compile, and pixel normalisation too. true: each block; model: the whole
-    forward pass as one, which takes longer to compile. Minutes at the first start, then from the
-    cache in TORCHINDUCTOR_CACHE_DIR (~/.cache/vitscale/compiled). Not with ZeRO 3, whose hooks
-    break the blocks apart. auto: blocks, on GPU. On CPU it needs a C++ compiler."""
+    forward pass as one, which takes longer to compile. Minutes at the first start, then from
+    `compile_cache`. Not with ZeRO 3, whose hooks break the blocks apart. auto: blocks, on GPU. On
+    CPU it needs a C++ compiler."""
+    compile_cache: str | None = None
+    """Private folder for compiled code on the disk of each node; null: in a SLURM job vitscale-UID
+    in $TMPDIR or /tmp, else ~/.cache/vitscale/compiled, without a seed. The variable
+    TORCHINDUCTOR_CACHE_DIR overrides it."""
+    compile_seed: str | None = None
+    """Archive of compiled code: written once, after the first compilation, and unpacked on nodes
+    whose `compile_cache` is empty; null: compiled.tar in the run folder."""
     patch_embedding: Literal["convolution", "matmul"] = "convolution"
     """How patches become tokens, with the same weights: matmul multiplies flattened patches."""
     attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"

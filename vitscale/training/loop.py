@@ -27,6 +27,7 @@ from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.heartbeat import Heartbeat
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import PreemptionFlag, World
+from vitscale.engine.compile_cache import CompileCache
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
 from vitscale.models.interface.architecture import Architecture
@@ -82,6 +83,8 @@ class TrainingSession:
     log: IntervalLog
     preemption: PreemptionFlag
     heartbeat: Heartbeat
+    compile_cache: CompileCache | None
+    """Until its seed is written; None: there is none to write."""
     start_step: int
     lr: float = 0.0
     """Of the current step."""
@@ -215,6 +218,11 @@ class TrainingSession:
     def _write_log(self, done: int) -> None:
         self._report(self.store.take_committed())
         self.log.write(done, lr=self.lr, engine=self.engine, metrics=self.objective.metrics())
+        if self.compile_cache is not None and self.world.is_first:
+            # The metrics were summed over ranks, so all have compiled.
+            if (said := self.compile_cache.write_seed()) is not None:
+                self.log.progress.message(said)
+            self.compile_cache = None
 
     def _evaluate(self, done: int, *, is_last: bool) -> None:
         self.heartbeat.mark("evaluating")

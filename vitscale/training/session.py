@@ -34,6 +34,8 @@ from vitscale.distributed.world import (
     broadcast_object,
     process_group,
 )
+from vitscale.engine.compile_cache import CompileCache, open_compile_cache
+from vitscale.engine.configuration import resolve_compile
 from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.models.trained_model import CLASSES_NAME
 from vitscale.images.decoders import resolve_decoder
@@ -98,6 +100,9 @@ def _open(
     checkpoint, messages = store.newest()
     start_step = checkpoint.step if checkpoint else 0
     _check_checkpoint(segments, checkpoint)
+    compile_cache = _compile_cache(run, world)
+    if compile_cache is not None:
+        messages.append(compile_cache.message)
     segment, said = segments.build(
         start_step, initial_weights=initial_weights if checkpoint is None else None
     )
@@ -128,8 +133,15 @@ def _open(
         loader=loader,
         batches=loader.enter_context(segments.open_batches(start_step)),
         heartbeat=heartbeat,
+        compile_cache=compile_cache,
         start_step=start_step,
     )
+
+
+def _compile_cache(run: TrainingRun, world: World) -> CompileCache | None:
+    if resolve_compile(run.engine, world.device) is None:
+        return None
+    return open_compile_cache(run.engine, run_folder=Path(run.folder), device=world.device)
 
 
 def _check_checkpoint(segments: Segments, checkpoint: Checkpoint | None) -> None:
