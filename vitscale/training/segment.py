@@ -146,21 +146,28 @@ def build_model(run: TrainingRun, objective: Objective, arch: Architecture) -> n
     return model
 
 
-def _build_engine(
-    run: TrainingRun, plan: TrainingPlan, world: World, arch: Architecture, model: nn.Module
-) -> Engine:
-    family = MODELS[arch.name].load()
-    dtype = resolve_precision(run.engine, world.device)
+def choose_kernels(run: TrainingRun, model: nn.Module, device: torch.device) -> bool:
+    """How a model computes what it computes, in place; whether anything of it is compiled."""
+    family = MODELS[run.model.name].load()
     if run.engine.activation_checkpointing:
         family.checkpoint_activations(model)
     if run.engine.patch_embedding == "matmul":
         multiply_patches(model)
     use_attention(run.engine.attention)
-    compiled = resolve_compile(run.engine, world.device)
+    compiled = resolve_compile(run.engine, device)
     if compiled == "blocks":
         family.compile_blocks(model)
     elif compiled == "model":
         compile_forward(model)
+    return compiled is not None
+
+
+def _build_engine(
+    run: TrainingRun, plan: TrainingPlan, world: World, arch: Architecture, model: nn.Module
+) -> Engine:
+    family = MODELS[arch.name].load()
+    dtype = resolve_precision(run.engine, world.device)
+    compiled = choose_kernels(run, model, world.device)
     model.to(world.device)
     groups = optimizer_groups(
         model.named_parameters(),
@@ -188,7 +195,7 @@ def _build_engine(
             mean=run.data.mean,
             std=run.data.std,
             ema=run.optim.ema,
-            compile_input=compiled is not None,
+            compile_input=compiled,
         )
     except (AssertionError, AttributeError, TypeError, ValueError) as error:
         if not run.deepspeed:

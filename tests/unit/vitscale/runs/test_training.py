@@ -49,6 +49,12 @@ def test_schedule_and_optimizer_conflicts_come_together() -> None:
     assert not list(run().problems())
 
 
+@pytest.mark.parametrize("compiled", [True, "model"])
+def test_compiling_under_zero_3_is_refused(compiled: object) -> None:
+    ((key, why),) = run(engine={"compile": compiled, "zero_stage": 3}).problems()
+    assert key == "engine.compile" and "hooks break blocks apart" in why
+
+
 def test_warmup_as_long_as_the_run_is_refused() -> None:
     with pytest.raises(UserError, match="100 warm-up steps leave nothing of 100 steps"):
         training_plan(run(schedule={"warmup_steps": 100}), world_size=1, num_samples=8)
