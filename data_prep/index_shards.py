@@ -3,8 +3,9 @@
     python data_prep/index_shards.py --config configs/data/index_shards.yaml \\
         source.path=TARS output=INDEX
 
-INDEX is used for training like a shard folder; the tars stay where they are. After a kill, the same
-command resumes. Formats: docs/data_format.md.
+INDEX is used for training like a shard folder; the tars stay where they are. TARS may be a URL
+(http, https, s3, gs). After a kill or an outage the same command resumes. On several machines, as
+an array, it shares the tars among them. Formats: docs/data_format.md.
 
 Owns: the order of the steps, and the output on the console.
 """
@@ -19,23 +20,26 @@ try:
     import json
     import os
     import shutil
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import contextmanager
     from pathlib import Path
-    from typing import Any
+    from typing import IO, Any
 
     from data_prep.indexing.folder import IndexedTars, root_of_tars, tar_listing, write_index_folder
-    from data_prep.indexing.tars import TarUnit, index_tar
+    from data_prep.indexing.remote import remote_containers
+    from data_prep.indexing.tars import TarUnit, index_if_free, index_when_free, stored_result
     from data_prep.pipeline.workspace import (
         content_config,
         preparation_folder,
         unchanged_config,
     )
     from data_prep.shards.index import training_command
+    from data_prep.sources.protocol import Container
     from data_prep.sources.registry import open_source
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, UserErrors, run_script
     from vitscale.data.index import Manifest, read_manifest
+    from vitscale.data.remote.urls import Location, Url, location_of
     from vitscale.distributed.atomic_files import commit_folder, write_json
     from vitscale.distributed.processes import ordered_results, workers_for
     from vitscale.runs.data_prep import DataPrepRun
@@ -54,44 +58,91 @@ def main() -> None:
     run = command.run
     start = time.monotonic()
     refuse_rewriting(run)
-    source = open_source(run.source, run.labels)
-    containers = source.containers()
+    root, containers = tars_to_index(run)
     output = Path(run.output).expanduser()
     config = content_config(run)
-    listing = tar_listing(source.root, containers)
+    listing = tar_listing(root, containers)
     done_message = f"{output}: already there, made from the same tars with the same settings"
     if is_already_indexed(output, config=config, listing=listing):
         print(done_message)
         return
     work = preparation_folder(output)
-    with locked(work, run, config=config, output=output):
+    with locked(work, run, config=config, output=output) as lock:
         # Another process may have finished and released the lock.
         if is_already_indexed(output, config=config, listing=listing):
             shutil.rmtree(work, ignore_errors=True)
             print(done_message)
             return
         units = [
-            TarUnit(run=run, folder=work, root=source.root, number=number, container=container)
+            TarUnit(run=run, folder=work, root=root, number=number, container=container)
             for number, container in enumerate(containers)
         ]
-        num_bytes = sum(unit.tar_path.stat().st_size for unit in units)
-        num_workers = workers_for(num_bytes, num_workers=run.num_workers)
-        indexed = IndexedTars()
-        with item_progress("index tars", total=len(units), unit="tars") as advance:
-            for unit, result in ordered_results(index_tar, units, num_workers=num_workers):
-                indexed.add(unit, result)
-                advance(1)
-        folder = work / "final"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        root = root_of_tars(source.root, output=output)
-        manifest = write_index_folder(
-            folder, run=run, config=config, indexed=indexed, root=source.root, shards_root=root
-        )
-        unchanged_config(config, run)
-        commit_folder(folder, output)
-        shutil.rmtree(work, ignore_errors=True)
+        index_all(units, run=run)
+        # Waits for the other processes of an array; one of them finishes.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_already_indexed(output, config=config, listing=listing):
+            print(done_message)
+            return
+        manifest = write_index(units, run=run, config=config, listing=listing, output=output)
     print_summary(output, manifest, seconds=time.monotonic() - start)
+
+
+def index_all(units: Sequence[TarUnit], *, run: DataPrepRun) -> None:
+    """Index all tars together with the other processes that do so, each beginning elsewhere."""
+    num_workers, local = run.num_workers, [unit.tar_path for unit in units]
+    if all(isinstance(path, Path) for path in local):
+        num_bytes = sum(path.stat().st_size for path in local if isinstance(path, Path))
+        num_workers = workers_for(num_bytes, num_workers=num_workers)
+    start = int(os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("SLURM_PROCID") or 0)
+    num = int(os.environ.get("SLURM_ARRAY_TASK_COUNT") or os.environ.get("SLURM_NTASKS") or 1)
+    first = start % num * len(units) // num
+    waiting = []
+    with item_progress("index tars", total=len(units), unit="tars") as advance:
+        order = [*units[first:], *units[:first]]
+        for unit, done in ordered_results(index_if_free, order, num_workers=num_workers):
+            waiting += [] if done else [unit]
+            advance(done)
+        for _ in ordered_results(index_when_free, waiting, num_workers=num_workers):
+            advance(1)
+
+
+def write_index(
+    units: Sequence[TarUnit],
+    *,
+    run: DataPrepRun,
+    config: dict[str, Any],
+    listing: str,
+    output: Path,
+) -> Manifest:
+    """Write and commit the output from the rows of all tars, and remove the rows."""
+    work, root = units[0].folder, units[0].root
+    indexed = IndexedTars()
+    for unit in units:
+        indexed.add(unit, stored_result(unit))
+    folder = work / "final"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    manifest = write_index_folder(
+        folder,
+        run=run,
+        config=config,
+        indexed=indexed,
+        listing=listing,
+        shards_root=root_of_tars(root, output=output),
+    )
+    unchanged_config(config, run)
+    commit_folder(folder, output)
+    shutil.rmtree(work, ignore_errors=True)
+    return manifest
+
+
+def tars_to_index(run: DataPrepRun) -> tuple[Location, list[Container]]:
+    """The folder or URL of the tars, and the tars in it."""
+    place = location_of(run.source.path, where="source.path")
+    if isinstance(place, Url):
+        return place, remote_containers(run.source, place)
+    source = open_source(run.source, run.labels)
+    return source.root, source.containers()
 
 
 def refuse_rewriting(run: DataPrepRun) -> None:
@@ -138,26 +189,21 @@ def is_already_indexed(output: Path, *, config: Mapping[str, Any], listing: str)
 @contextmanager
 def locked(
     work: Path, run: DataPrepRun, *, config: Mapping[str, Any], output: Path
-) -> Iterator[None]:
-    """Lock the folder `.OUTPUT.preparing`; keeps rows of an earlier run with equal settings."""
-    settings = {"source": str(Path(run.source.path).resolve()), **config}
-    note = work / "settings.json"
+) -> Iterator[IO[bytes]]:
+    """Share the folder `.OUTPUT.preparing` with processes of equal settings; yields its lock.
+
+    Keeps rows of an earlier run with equal settings. Raises UserError if a process with others
+    works there.
+    """
+    place = location_of(run.source.path, where="source.path")
+    source = str(place.resolve() if isinstance(place, Path) else place)
     try:
         work.mkdir(parents=True, exist_ok=True)
         with open(work / ".lock", "wb") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    "another process is writing this folder",
-                    where=str(output),
-                    next_step="wait for it, or choose another output",
-                ) from None
-            if not note.exists() or json.loads(note.read_text()) != settings:
-                for path in work.glob("*.json"):
-                    path.unlink()
-                write_json(note, settings)
-            yield
+            with open(work / ".settings.lock", "wb") as checking:
+                fcntl.flock(checking, fcntl.LOCK_EX)
+                _share(lock, work, settings={"source": source, **config}, output=output)
+            yield lock
     except OSError as error:
         raise UserError(
             f"cannot be written ({error.strerror or error}); the tars indexed so far are kept in "
@@ -165,6 +211,26 @@ def locked(
             where=str(output),
             next_step="fix this and run the same command again; it resumes",
         ) from None
+
+
+def _share(lock: IO[bytes], work: Path, *, settings: dict[str, Any], output: Path) -> None:
+    note = work / "settings.json"
+    same = note.exists() and json.loads(note.read_text()) == settings
+    # A task of an array that starts late waits for the one that finishes.
+    wait = 0 if "SLURM_ARRAY_TASK_ID" in os.environ else fcntl.LOCK_NB
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | wait if same else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            "another process is writing this folder",
+            where=str(output),
+            next_step="wait for it, or choose another output",
+        ) from None
+    if not same:
+        for path in work.glob("*.json"):
+            path.unlink()
+        write_json(note, settings)
+        fcntl.flock(lock, fcntl.LOCK_SH)
 
 
 def print_summary(output: Path, manifest: Manifest, *, seconds: float) -> None:

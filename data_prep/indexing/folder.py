@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from data_prep.indexing.remote import remote_sizes
 from data_prep.indexing.tars import TarResult, TarUnit
 from data_prep.labels.assignment import load_labels
 from data_prep.pipeline.row_tables import read_table
@@ -42,6 +43,7 @@ from vitscale.data.index import (
     SplitEntry,
     index_schema,
 )
+from vitscale.data.remote.urls import Location, Url
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.runs.data_prep import DataPrepRun
 
@@ -68,7 +70,7 @@ def write_index_folder(
     run: DataPrepRun,
     config: dict[str, Any],
     indexed: IndexedTars,
-    root: Path,
+    listing: str,
     shards_root: str,
 ) -> Manifest:
     """Write all files of the index folder. `config`: `content_config` from the start of the run.
@@ -99,7 +101,7 @@ def write_index_folder(
         tool_version=tool_version(),
         fingerprint=folder_fingerprint(splits, classes=classes),
         source_fingerprint=source,
-        source_listing=tar_listing(root, [unit.container for unit, _ in tars]),
+        source_listing=listing,
         label_map_sha256=label_map_sha256(classes),
         classes=classes,
         parents=labels.parents,
@@ -114,11 +116,16 @@ def write_index_folder(
     return manifest
 
 
-def tar_listing(root: Path, containers: Sequence[Container]) -> str:
+def tar_listing(root: Location, containers: Sequence[Container]) -> str:
     """Hash of the split, path and size of every tar."""
     digest = hashlib.sha256()
+    sizes = remote_sizes(root, list(containers)) if isinstance(root, Url) else None
     for container in containers:
-        num_bytes = watched(root, container.path).num_bytes
+        if isinstance(root, Url):
+            assert sizes is not None
+            num_bytes = sizes[container.path]
+        else:
+            num_bytes = watched(root, container.path).num_bytes
         digest.update(os.fsencode(f"{container.split}\0{container.path}\0{num_bytes}\0"))
     return digest.hexdigest()
 
@@ -142,11 +149,13 @@ def _write_ledger(ledger: LedgerWriter, tars: Tars) -> str:
     return digest.hexdigest()
 
 
-def root_of_tars(tars: Path, *, output: Path) -> str:
-    """The path of the tars' folder in the manifest.
+def root_of_tars(tars: Location, *, output: Path) -> str:
+    """The path or URL of the tars' folder in the manifest.
 
     Relative if one folder contains tars and output, so that both can be moved; else absolute.
     """
+    if isinstance(tars, Url):
+        return str(tars)
     real, parent = tars.resolve(), output.resolve().parent
     if real.is_relative_to(parent):
         return os.path.relpath(real, parent / output.name)

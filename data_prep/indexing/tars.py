@@ -12,22 +12,27 @@ from __future__ import annotations
 import json
 import os
 import stat
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from data_prep.images.check import validate_image
+from data_prep.indexing.remote import RemoteTar
 from data_prep.labels.assignment import Labels, load_labels
 from data_prep.pipeline.row_tables import write_table
+from data_prep.pipeline.work_units import LONGEST_WAIT_S, WorkFolder
+from data_prep.shards.tar_walk import TarFile
 from data_prep.sources.outages import changed_source_error, printable
 from data_prep.sources.protocol import Container, Input, read_exactly
 from data_prep.sources.registry import open_source
+from data_prep.sources.webdataset_tars import WebdatasetTars
+from vitscale.data.remote.urls import Location, Url
 from vitscale.distributed.atomic_files import blake3_of_file, write_json
 from vitscale.runs.data_prep import DataPrepRun, ImageSettings
 
@@ -56,8 +61,8 @@ class TarUnit:
 
     run: DataPrepRun
     folder: Path
-    root: Path
-    """The folder that the container's path is relative to."""
+    root: Location
+    """The folder or URL that the container's path is relative to."""
     number: int
     container: Container
 
@@ -70,7 +75,7 @@ class TarUnit:
         return self.folder / f"{self.number:06d}.json"
 
     @property
-    def tar_path(self) -> Path:
+    def tar_path(self) -> Location:
         return self.root / self.container.path
 
 
@@ -102,6 +107,8 @@ def index_tar(unit: TarUnit) -> TarResult:
 
     A folder gives rows for the files beside its tars.
     """
+    if isinstance(unit.tar_path, Url):
+        return _index_remote_tar(unit, unit.tar_path)
     status = os.stat(unit.tar_path)
     is_tar = stat.S_ISREG(status.st_mode)
     num_bytes = status.st_size if is_tar else 0
@@ -122,10 +129,60 @@ def index_tar(unit: TarUnit) -> TarResult:
     now = os.stat(unit.tar_path)
     if (now.st_mtime_ns, now.st_size) != (status.st_mtime_ns, status.st_size):
         raise changed_source_error(unit.container.path)
+    _write(unit, rows, result)
+    return result
+
+
+def _index_remote_tar(unit: TarUnit, url: Url) -> TarResult:
+    """The same through range requests; every byte is read once, in order, and none is kept."""
+    done = _earlier_result(unit)
+    with RemoteTar(url) as tar:
+        if done is not None and done.num_bytes == tar.num_bytes:
+            return done
+        source = WebdatasetTars(unit.run.source, unit.run.labels)
+        found = source.rows(tar, unit.container, num_bytes=tar.num_bytes, modified_ns=0)
+        unknown: Counter[str] = Counter()
+        rows = _rows(found, tar, unit, unknown)
+        result = TarResult(
+            num_bytes=tar.num_bytes,
+            modified_ns=0,
+            blake3=tar.blake3(),
+            num_kept=sum(1 for row in rows if row["reason"] is None),
+            classes=dict(Counter(row["class"] for row in rows if row["reason"] is None)),
+            unknown=dict(unknown),
+        )
+    _write(unit, rows, result)
+    return result
+
+
+def _write(unit: TarUnit, rows: list[dict[str, Any]], result: TarResult) -> None:
     temporary = unit.table_path.with_suffix(f".{os.getpid()}.tmp")
     table = pa.Table.from_pylist(rows, schema=TAR_SCHEMA)
     write_table(table, unit.table_path, temporary=temporary)
     write_json(unit.result_path, {name: getattr(result, name) for name in result.__slots__})
+
+
+def index_if_free(unit: TarUnit) -> bool:
+    """Index a tar unless another process, here or on another machine, is doing so."""
+    work = WorkFolder(unit.folder)
+    work.open()
+    with work.claim(f"{unit.number:06d}") as claimed:
+        if claimed:
+            index_tar(unit)
+        return claimed
+
+
+def index_when_free(unit: TarUnit) -> bool:
+    """Index a tar, or wait until another process has done it."""
+    while not index_if_free(unit):
+        time.sleep(LONGEST_WAIT_S)
+    return True
+
+
+def stored_result(unit: TarUnit) -> TarResult:
+    """The result of an indexed tar."""
+    result = _earlier_result(unit)
+    assert result is not None, unit.result_path
     return result
 
 
@@ -146,13 +203,20 @@ def _other_file_rows(unit: TarUnit) -> list[dict[str, Any]]:
 
 
 def _tar_rows(unit: TarUnit, unknown: Counter[str]) -> list[dict[str, Any]]:
+    assert isinstance(unit.tar_path, Path)
+    with open(unit.tar_path, "rb", buffering=0) as file:
+        return _rows(_inputs(unit), file.fileno(), unit, unknown)
+
+
+def _rows(
+    inputs: Iterable[Input], file: TarFile, unit: TarUnit, unknown: Counter[str]
+) -> list[dict[str, Any]]:
     labels = _labels(unit.run.labels)
     rows = []
-    with open(unit.tar_path, "rb", buffering=0) as file:
-        for item in _inputs(unit):
-            rows.append(_validated_row(item, file, unit, labels))
-            if rows[-1]["reason"] == "unknown_class":
-                unknown[item.class_name or ""] += 1
+    for item in inputs:
+        rows.append(_validated_row(item, file, unit, labels))
+        if rows[-1]["reason"] == "unknown_class":
+            unknown[item.class_name or ""] += 1
     return rows
 
 
@@ -163,7 +227,7 @@ def _earlier_result(unit: TarUnit) -> TarResult | None:
         return None
 
 
-def _validated_row(item: Input, file: FileIO, unit: TarUnit, labels: Labels) -> dict[str, Any]:
+def _validated_row(item: Input, file: TarFile, unit: TarUnit, labels: Labels) -> dict[str, Any]:
     """The row of one input, for the ledger, and for the index if `reason` is None."""
     row: dict[str, Any] = {
         "path": printable(item.path),
@@ -183,7 +247,10 @@ def _validated_row(item: Input, file: FileIO, unit: TarUnit, labels: Labels) -> 
     if row["reason"] is not None:
         return row
     try:
-        data = read_exactly(file.fileno(), offset=item.offset, num_bytes=item.num_bytes)
+        if isinstance(file, int):
+            data = read_exactly(file, offset=item.offset, num_bytes=item.num_bytes)
+        else:
+            data = file.pread(item.num_bytes, item.offset)
     except EOFError:
         raise changed_source_error(item.path) from None
     result = validate_image(data, settings=without_conversion(images))

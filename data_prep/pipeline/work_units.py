@@ -70,7 +70,7 @@ class WorkFolder:
             for unit in waiting:
                 if is_done(unit):
                     continue
-                with self._claim(unit) as claimed:
+                with self.claim(unit) as claimed:
                     if claimed and not is_done(unit):
                         do(unit)
                         progressed = True
@@ -82,7 +82,8 @@ class WorkFolder:
                 pause = min(WAIT_GROWTH * pause, LONGEST_WAIT_S)
 
     @contextmanager
-    def _claim(self, unit: str) -> Iterator[bool]:
+    def claim(self, unit: str) -> Iterator[bool]:
+        """Whether this process may do a unit; False: another one is doing it."""
         path = self._claims / unit
         if not self._take(path):
             yield False

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 from zlib import adler32
 
 BLOCK = 512
@@ -79,7 +79,28 @@ class _Extension:
     is_sparse: bool = False
 
 
-def walk_tar(fd: int, *, start: int = 0, end: int) -> Iterator[TarMember]:
+class RandomAccess(Protocol):
+    """A file that is not local."""
+
+    def pread(self, num_bytes: int, offset: int) -> bytes:
+        """Like `os.pread`."""
+        ...
+
+
+# A file descriptor, or a file elsewhere.
+TarFile = int | RandomAccess
+
+
+def pread(file: TarFile, num_bytes: int, offset: int) -> bytes:
+    """Up to `num_bytes` at `offset`."""
+    return (
+        os.pread(file, num_bytes, offset)
+        if isinstance(file, int)
+        else file.pread(num_bytes, offset)
+    )
+
+
+def walk_tar(fd: TarFile, *, start: int = 0, end: int) -> Iterator[TarMember]:
     """Members in bytes [start, end) of an open file, in order. Raises TarDefect."""
     window = _Window(fd, end)
     position = start
@@ -138,7 +159,7 @@ class _Window:
 
     __slots__ = ("fd", "end", "data", "start", "size")
 
-    def __init__(self, fd: int, end: int) -> None:
+    def __init__(self, fd: TarFile, end: int) -> None:
         self.fd, self.end, self.data, self.start = fd, end, b"", 0
         self.size = SMALLEST_WINDOW
 
@@ -161,9 +182,9 @@ class _Window:
 
     def read(self, offset: int, num_bytes: int, *, at_least: int) -> bytes:
         """Up to `num_bytes`; raises TarDefect if the file has shrunk below `at_least`."""
-        data = os.pread(self.fd, num_bytes, offset)
+        data = pread(self.fd, num_bytes, offset)
         while len(data) < at_least:
-            more = os.pread(self.fd, num_bytes - len(data), offset + len(data))
+            more = pread(self.fd, num_bytes - len(data), offset + len(data))
             if not more:
                 raise TarDefect("truncated", offset=offset + len(data))
             data += more

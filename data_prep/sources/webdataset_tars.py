@@ -9,12 +9,18 @@ Only the image and its label are read; other members, such as pickles, never are
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from data_prep.shards.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
+from data_prep.shards.tar_walk import (
+    CompressedTar,
+    TarDefect,
+    TarFile,
+    TarMember,
+    pread,
+    walk_tar,
+)
 from data_prep.sources.class_tars import MAX_MEMBERS, compressed_tar_error, tar_row
 from data_prep.sources.file_lists import FileList
 from data_prep.sources.outages import raise_if_outage
@@ -90,26 +96,31 @@ class WebdatasetTars:
         root, path = self.root, container.path
         status = stat_watched(root, path)
         yield Watched(path, status.st_size, status.st_mtime_ns)
-        reason = "truncated_tar"
+        size, modified_ns = status.st_size, status.st_mtime_ns
         try:
             with opened(root, path) as fd:
-                members = walk_tar(fd, end=status.st_size)
-                for row in _sample_rows(fd, members, container=container, label=self.label):
-                    row.modified_ns = status.st_mtime_ns
-                    if row.class_name is not None and means_no_label(row.class_name, self.labels):
-                        row.class_name, row.reason = None, row.reason or "no_label"
-                    if row.reason == "no_label" and not self.labels.need_source_class:
-                        row.reason = None  # the map has the label, or there are none
-                    yield row
-                return
-        except CompressedTar as defect:
-            raise compressed_tar_error(path, defect.method) from None
-        except TarDefect:
-            pass
+                yield from self.rows(fd, container, num_bytes=size, modified_ns=modified_ns)
         except OSError as error:
             raise_if_outage(error, path)
-            reason = "unreadable"
-        yield tar_row(container, reason, num_bytes=status.st_size, modified_ns=status.st_mtime_ns)
+            yield tar_row(container, "unreadable", num_bytes=size, modified_ns=modified_ns)
+
+    def rows(
+        self, file: TarFile, container: Container, *, num_bytes: int, modified_ns: int
+    ) -> Iterator[Input]:
+        """The samples of one tar, and a row for the tar itself if it is damaged."""
+        try:
+            members = walk_tar(file, end=num_bytes)
+            for row in _sample_rows(file, members, container=container, label=self.label):
+                row.modified_ns = modified_ns
+                if row.class_name is not None and means_no_label(row.class_name, self.labels):
+                    row.class_name, row.reason = None, row.reason or "no_label"
+                if row.reason == "no_label" and not self.labels.need_source_class:
+                    row.reason = None  # the map has the label, or there are none
+                yield row
+        except CompressedTar as defect:
+            raise compressed_tar_error(container.path, defect.method) from None
+        except TarDefect:
+            yield tar_row(container, "truncated_tar", num_bytes=num_bytes, modified_ns=modified_ns)
 
 
 def split_member_name(name: str) -> tuple[str, str] | None:
@@ -125,7 +136,11 @@ def split_member_name(name: str) -> tuple[str, str] | None:
 
 
 def _sample_rows(
-    fd: int, members: Iterator[TarMember], *, container: Container, label: tuple[str, str | None]
+    fd: TarFile,
+    members: Iterator[TarMember],
+    *,
+    container: Container,
+    label: tuple[str, str | None],
 ) -> Iterator[Input]:
     """Rows of one tar. In a truncated tar, the row of the last sample comes before the tar's."""
     seen: dict[int, int] = {}
@@ -173,7 +188,7 @@ def _until_defect(members: Iterator[TarMember]) -> Iterator[TarMember | TarDefec
 
 
 def _sample_row(
-    fd: int,
+    fd: TarFile,
     sample: _Sample,
     seen: dict[int, int],
     *,
@@ -204,12 +219,12 @@ def _sample_row(
     return _row(container, member, key=sample.key, class_name=class_name, reason=missing)
 
 
-def read_label(fd: int, member: TarMember, json_field: str | None) -> str | None:
+def read_label(fd: TarFile, member: TarMember, json_field: str | None) -> str | None:
     """A class as text: the member itself, or a string or integer in a field of its JSON."""
     limit = MAX_CLASS_BYTES if json_field is None else MAX_JSON_BYTES
     if member.num_bytes > limit:
         return None
-    data = os.pread(fd, member.num_bytes, member.offset)
+    data = pread(fd, member.num_bytes, member.offset)
     try:
         value: object = data.decode("utf-8")
         if json_field is not None:

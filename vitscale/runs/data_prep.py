@@ -39,9 +39,10 @@ class SourceSettings(Section):
     path: str
     """image_folder: folder with one sub-folder per class. class_tars: folder of tars, or one tar of
     tars, one inner tar per class, as ImageNet-21k comes. webdataset: folder of tars with images and
-    labels. parquet: folder or file with image bytes and labels (Hugging Face layout). path_table:
-    CSV or Parquet file with paths and labels; paths are relative to the file's folder. idx: folder
-    of NAME-images-idx3-ubyte and NAME-labels-idx1-ubyte, also .gz, as MNIST comes."""
+    labels; for index_shards.py also its URL. parquet: folder or file with image bytes and labels
+    (Hugging Face layout). path_table: CSV or Parquet file with paths and labels; paths are relative
+    to the file's folder. idx: folder of NAME-images-idx3-ubyte and NAME-labels-idx1-ubyte, also
+    .gz, as MNIST comes."""
     splits: dict[str, str] = {}
     """Split name -> sub-folder (or tar, or file name pattern) below `path`, such as {train: train,
     test: val}; idx: or NAME, such as {train: train, test: t10k}; empty: one split, `train`."""

@@ -24,6 +24,7 @@ import pytest
 from PIL import Image
 
 from data_prep.indexing import folder as index_folder
+from data_prep.indexing import remote as remote_indexing
 from tests.support.corpora.external_tars import (
     hugging_face_layout,
     imagenet_22k_layout,
@@ -32,10 +33,12 @@ from tests.support.corpora.external_tars import (
     write_tar,
 )
 from tests.support.corpora.small_shards import make_shard_folder
+from tests.support.range_server import served
 from tests.support.ranks.rank_processes import ROOT
 from vitscale.data.index import read_manifest, read_split
 from vitscale.data.index_keys import sample_keys
 from vitscale.data.label_spaces import known_space
+from vitscale.data.samples import SplitReader
 
 SCRIPT = ROOT / "data_prep/index_shards.py"
 VERIFY = ROOT / "data_prep/verify_shards.py"
@@ -55,16 +58,18 @@ def run(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess([], code, out.getvalue(), err.getvalue())
 
 
-def index_command(source: Path, output: Path, *overrides: str) -> list[object]:
+def index_command(source: object, output: Path, *overrides: str) -> list[object]:
     config = ROOT / "configs/data/index_shards.yaml"
     return ["--config", config, f"source.path={source}", f"output={output}", *overrides]
 
 
-def run_index(source: Path, output: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def run_index(
+    source: Path | str, output: Path, *overrides: str
+) -> subprocess.CompletedProcess[str]:
     return run(SCRIPT, *index_command(source, output, *overrides))
 
 
-def index(source: Path, output: Path, *overrides: str) -> str:
+def index(source: object, output: Path, *overrides: str) -> str:
     finished = run_index(source, output, *overrides)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     return finished.stdout
@@ -394,3 +399,52 @@ def test_a_late_run_finds_the_finished_index(
     assert "already there" in index(source, output)
     assert len(asked) == 2 and contents(output) == before
     assert sorted(os.listdir(tmp_path)) == ["index", "tars"]
+
+
+def test_tars_at_a_url_are_indexed_in_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An outage loses no tar; nothing is copied; the index equals the local one."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(remote_indexing, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(remote_indexing, "CHUNK_BYTES", 5000)
+    hugging_face_layout(tmp_path / "repo", tars=4, samples=6)
+    tars = tmp_path / "repo/data/train"
+    names = sorted(path.name for path in tars.glob("*.tar"))
+    index(tars, tmp_path / "local", "source.splits={train: '*.tar'}")
+    with served(tars) as server:
+        splits = f"source.splits={{train: '{{{','.join(names)}}}'}}"
+        server.fault = lambda path, number: "error" if path == names[2] and number > 2 else None
+        failed = run_index(server.url, tmp_path / "index", splits, "num_workers=1")
+        assert failed.returncode == 2 and f"{names[2]}: cannot be read" in failed.stderr
+        work = tmp_path / ".index.preparing"
+        assert len(list(work.glob("*.arrow"))) == 2 and not list(work.rglob("*.tar"))
+        server.fault = lambda path, number: None
+        server.requests.clear()
+        index(server.url, tmp_path / "index", splits)
+        # Only the sizes of what was done before.
+        assert server.requests[names[0]] == server.requests[names[1]] < server.requests[names[3]]
+        found, local = (read_manifest(tmp_path / name) for name in ("index", "local"))
+        assert found.splits == local.splits and found.shards_root == server.url
+        assert found.index_blake3 == local.index_blake3
+        entries = read_split(str(tmp_path / "index"), split="train")
+        first = SplitReader(read_split(tmp_path / "local", split="train")).bytes_of(3)
+        assert SplitReader(entries).bytes_of(3) == first
+    assert "server cannot list" in run_index("http://127.0.0.1:9/a", tmp_path / "other").stderr
+
+
+@pytest.mark.slow
+def test_tasks_of_an_array_share_the_tars(tmp_path: Path) -> None:
+    hugging_face_layout(tmp_path / "repo", tars=5, samples=6)
+    tars = tmp_path / "repo/data/train"
+    index(tars, tmp_path / "alone")
+    tasks = []
+    for task in range(3):
+        environment = {"SLURM_ARRAY_TASK_ID": str(task), "SLURM_ARRAY_TASK_COUNT": "3"}
+        command = [sys.executable, SCRIPT, *index_command(tars, tmp_path / "index")]
+        options: Any = {"stdout": subprocess.PIPE, "text": True, "env": os.environ | environment}
+        tasks.append(subprocess.Popen([*map(str, command)], **options))
+    printed = [task.communicate() for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0, 0], printed
+    assert sum("already there" in out for out, _ in printed) == 2
+    assert contents(tmp_path / "index") == contents(tmp_path / "alone")
