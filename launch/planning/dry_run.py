@@ -354,6 +354,8 @@ def peak_memory(
             world_size=world_size,
             precision=precision,
             micro_batch=plan.micro_batch,
+            accumulation=plan.accumulation,
+            reduces_in_fp32=run.engine.reduce_precision == "fp32",
             activation_checkpointing=run.engine.activation_checkpointing,
             optimizer_bytes=run.optim.state_bytes_per_parameter,
             costs=objective,

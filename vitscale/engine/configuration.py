@@ -91,7 +91,7 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": stage,
-            "overlap_comm": settings.overlap_comm and torch.cuda.is_available(),
+            "overlap_comm": settings.overlap_comm and torch.cuda.is_available() and world_size > 1,
             "reduce_bucket_size": settings.reduce_bucket_elements,
             "allgather_bucket_size": settings.reduce_bucket_elements,
         },
@@ -103,9 +103,16 @@ def deepspeed_config(
     elif dtype == torch.bfloat16:
         config["bf16"] = {"enabled": True, "check_grad_overflow": False}
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+        lossless = accumulation <= 2 and settings.reduce_precision == "auto"
+        if lossless and stage == 1 and not settings.offload_optimizer:
+            # Gradients are rounded to bf16 before they are sent. One is that already, and the sum
+            # of two has the same bits whether it is rounded now or then: no copy in fp32.
+            config["data_types"] = {"grad_accum_dtype": "bf16"}
     elif dtype == torch.float16:
         config["fp16"] = dict(FP16)
         config["data_types"] = {"grad_accum_dtype": "fp32"}
+    if settings.reduce_precision == "fp32":
+        config["communication_data_type"] = "fp32"
     if settings.offload_optimizer:
         # torch's own optimiser updates on the CPU; DeepSpeed's would have to be compiled.
         config["zero_force_ds_cpu_optimizer"] = False

@@ -23,6 +23,7 @@ from vitscale.checkpoint.tensors import slice_name
 from vitscale.distributed.world import World, gather_objects
 from vitscale.engine.agreement import disagreement
 from vitscale.engine.guard import Health, UpdateGuard
+from vitscale.engine.head_remainders import HeadRemainders
 from vitscale.engine.layouts import destroy_deepspeed, initialize_deepspeed, layout_of
 from vitscale.optim.registry import OPTIMIZERS
 from vitscale.optim.settings import EmaSettings
@@ -69,9 +70,17 @@ class Engine:
         self._names = [name for name, _ in model.named_parameters()]
         # Frozen weights and measured statistics.
         self._buffer_names = sorted(set(model.state_dict()) - set(self._names))
+        # DeepSpeed rounds the parameters before it copies them; these stay as they are.
+        initial = [parameter.data for parameter in model.parameters()]
         stage = int(config["zero_optimization"]["stage"])
         self._engine = initialize_deepspeed(model, optimizer=optimizer, config=config, dtype=dtype)
         self._layout = layout_of(self._engine, world, zero_stage=stage)
+        self._remainders: HeadRemainders | None = None
+        if dtype != torch.float32 and stage > 0:
+            for (_, parameter), value in zip(self._parameters(), initial, strict=True):
+                self._layout.set_whole(parameter, value, None)
+            self._remainders = HeadRemainders(model, self._layout, dtype=dtype)
+            self._remainders.renew()
         self._guard = UpdateGuard(
             self.base_optimizer,
             clip_norm=config["gradient_clipping"] or None,
@@ -140,12 +149,18 @@ class Engine:
             self._layout.measure_norm()
         self._engine.step()
         if is_update:
+            self._renew_remainders()
             self._guard.finish()
             self._average_weights()
 
     def health(self) -> Health:
         """Updates skipped so far. Waits for the device: for log intervals."""
         return self._guard.health(accumulation=self._accumulation)
+
+    @property
+    def gradient_path(self) -> str:
+        """How gradients reach the optimiser, for the log."""
+        return self._layout.gradient_path()
 
     @property
     def loss_scale(self) -> float | None:
@@ -181,6 +196,11 @@ class Engine:
             weights.copy_(average)
             average.copy_(kept)
         self._layout.publish_weights()
+        self._renew_remainders()
+
+    def _renew_remainders(self) -> None:
+        if self._remainders is not None:
+            self._remainders.renew()
 
     def train(self) -> None:
         self._engine.train()
@@ -280,6 +300,7 @@ class Engine:
             for kind in (None, *self._state_names):
                 value = tensors[f"{kind or 'model'}.{name}"].to(self.world.device)
                 self._layout.set_whole(parameter, value, kind)
+        self._renew_remainders()
         for name, buffer in self._buffers():
             buffer.copy_(tensors[f"model.{name}"])
 

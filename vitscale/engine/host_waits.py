@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime import utils as deepspeed_utils
 from deepspeed.runtime.utils import is_invalid_grad_norm
 from deepspeed.runtime.zero import stage3, stage_1_and_2
@@ -29,7 +28,7 @@ def remove_host_waits(engine: Any, *, dtype: torch.dtype) -> None:
     """
     # The guard decides on the device whether a norm is finite. fp16's loss scale needs the answer.
     check = is_invalid_grad_norm if dtype == torch.float16 else lambda norm: False
-    for module in (bf16_optimizer, stage_1_and_2, stage3):
+    for module in (stage_1_and_2, stage3):
         module.is_invalid_grad_norm = check
     for module in (deepspeed_utils, stage_1_and_2, stage3):
         module.mask_nan_or_inf_with_val_inplace = _mask_not_finite

@@ -1,9 +1,8 @@
 """Read and write weights and optimiser states where DeepSpeed keeps them.
 
-Owns: the state in private parts of DeepSpeed, one class per layout. `PlainLayout`: no
-ZeRO, whole tensors on every rank. `FlatLayout`: ZeRO 1 and 2 and DeepSpeed's bf16 optimiser, one
-flat fp32 tensor per parameter group, of which each rank holds a slice. `PartitionedLayout`: ZeRO 3,
-each parameter in equal slices.
+Owns: the state in private parts of DeepSpeed, one class per layout. `PlainLayout`: no ZeRO, whole
+tensors on every rank. `FlatLayout`: ZeRO 1 and 2, one flat fp32 tensor per parameter group, of
+which each rank holds a slice. `PartitionedLayout`: ZeRO 3, each parameter in equal slices.
 Leaves out: what is trained, averaged, saved or compared (`engine`), and how its steps are kept from
 waiting for the device (`host_waits`).
 
@@ -22,6 +21,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import (
@@ -48,6 +48,11 @@ Named = Iterable[tuple[str, Any]]
 Checksums = tuple[list[str], list[torch.Tensor], list[torch.Tensor]]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` and the like."""
+    return str(dtype).removeprefix("torch.")
+
+
 def initialize_deepspeed(
     model: nn.Module,
     *,
@@ -67,6 +72,9 @@ def initialize_deepspeed(
         r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
     )
     warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
+    # In bf16 with sums of gradients in fp32 DeepSpeed would take another wrapper at stage 1: no
+    # overlap, one all-reduce of everything, fp32 gradients never freed (`BF16_Optimizer`).
+    deepspeed_engine.BFLOAT16 = deepspeed_engine.ZERO_OPTIMIZATION
     engine, *_ = deepspeed.initialize(
         model=model,
         optimizer=optimizer,
@@ -150,6 +158,15 @@ class Layout(ABC):
         """The shape of the whole parameter."""
         return parameter.shape
 
+    def gradient_path(self) -> str:
+        """DeepSpeed's wrapper, the dtypes in which gradients are summed, and when."""
+        accumulated, sent = self._engine.get_data_types()[1], self._engine.communication_data_type
+        overlaps = getattr(self._wrapper, "overlap_comm", False)
+        return (
+            f"{type(self._wrapper).__name__}: gradients summed in {dtype_name(accumulated)}, over "
+            f"ranks in {dtype_name(sent)} {'during' if overlaps else 'after'} the backward pass"
+        )
+
     def measure_norm(self) -> None:  # noqa: B027  # does nothing here
         """Called before an update. ZeRO's optimisers measure the norm themselves."""
 
@@ -223,12 +240,10 @@ class PlainLayout(Layout):
 
 
 class FlatLayout(Layout):
-    """ZeRO 1 and 2, and DeepSpeed's bf16 optimiser: a slice of each group's flat fp32 tensor."""
+    """ZeRO 1 and 2: a slice of each group's flat fp32 tensor."""
 
     def updated_tensors(self) -> list[torch.Tensor]:
-        bf16 = hasattr(self._wrapper, "fp32_groups_flat_partition")  # BF16_Optimizer
-        name = "fp32_groups_flat_partition" if bf16 else "single_partition_of_fp32_groups"
-        return list(getattr(self._wrapper, name))
+        return list(self._wrapper.single_partition_of_fp32_groups)
 
     def own_part(self, parameter: Any, kind: str | None, number: int) -> tuple[int, torch.Tensor]:
         mapping = parameter._hp_mapping

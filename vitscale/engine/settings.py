@@ -47,7 +47,10 @@ class EngineSettings(Section):
     reduce_bucket_elements: int = Field(default=25_000_000, gt=0)
     """Gradient bucket. DeepSpeed's default, 5e8, exceeds all of ViT-L: one bucket, no overlap."""
     overlap_comm: bool = True
-    """Reduce gradients while the backward pass runs (GPU only)."""
+    """Reduce gradients while the backward pass runs (GPU only, ZeRO 1 to 3)."""
+    reduce_precision: Literal["auto", "fp32"] = "auto"
+    """Precision in which gradients are summed over ranks. auto: that of the forward pass. fp32:
+    twice the traffic; the error of a sum in bf16 grows with the ranks, so for more than 256."""
     activation_checkpointing: bool = False
     """Recompute block activations in the backward pass: less memory, about a third more FLOPs."""
     compile: bool | Literal["auto", "model"] = "auto"

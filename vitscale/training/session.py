@@ -284,7 +284,8 @@ def _facts(run: TrainingRun, objective: Objective, segment: Segment) -> str:
         f"at {show_size(arch.image_size)} px, "
         f"{plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "
         f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
-        f"ZeRO {run.engine.zero_stage}; decoder {resolve_decoder(run.data.decoder)}; "
+        f"ZeRO {run.engine.zero_stage} ({engine.gradient_path}); "
+        f"decoder {resolve_decoder(run.data.decoder)}; "
         f"CPU threads per rank: {torch.get_num_threads()}, from {engine.world.threads_from}"
         + (f"; rank 0 bound to cores {cores}" if cores else "")
     )

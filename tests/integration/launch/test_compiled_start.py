@@ -11,7 +11,7 @@ import pytest
 from tests.support.ranks.rank_processes import ROOT
 from tests.support.waiting import PATIENCE_S
 
-WORKER = ROOT / "tests/support/engine/compile_worker.py"
+WORKER = ROOT / "tests/support/ranks/compile_worker.py"
 
 
 def start(node: Path, run: Path) -> subprocess.Popen[str]:

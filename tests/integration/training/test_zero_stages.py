@@ -165,3 +165,64 @@ def test_fp16_resumes_its_loss_scale_bit_for_bit(results: dict[str, Any]) -> Non
     assert found["alike"]
     # It did overflow, the skips are counted, and the scale halved for all but the first.
     assert found["skipped"] >= 2 and found["scale"] == 2.0 ** (17 - found["skipped"])
+
+
+# In bf16: 2 bytes of each parameter twice through the ring to sum gradients, once to gather
+# weights, of which two ranks send half. The last layer adds 4 bytes of each of its parameters.
+ALL_REDUCE, GATHER = 1.0, 0.5
+
+
+@pytest.mark.parametrize(
+    "run, sent",
+    [
+        ("1 1", ALL_REDUCE + GATHER),
+        ("1 4", ALL_REDUCE + GATHER),  # stage 1 sends the sum of all micro-batches
+        ("2 4", 4 * ALL_REDUCE + GATHER),  # stage 2 sends every micro-batch
+        ("wide", 2 * ALL_REDUCE + GATHER),
+    ],
+)
+def test_bytes_sent_are_those_of_the_stage(results: dict[str, Any], run: str, sent: float) -> None:
+    found = results[f"path {run}"]
+    for each in found["sent"]:
+        assert each == pytest.approx(sent, rel=0.04)
+    assert found["num_collectives"] > 4, "one bucket cannot overlap with the backward pass"
+
+
+def test_reduction_to_owners_sends_less(results: dict[str, Any]) -> None:
+    """gloo reduces by a reduce-scatter and a gather: 3/4 here; a chain, as NCCL's, takes 1/2."""
+    found = results["path to owners"]
+    assert "reduce" in found["collectives"]
+    assert sum(found["sent"]) / 2 == pytest.approx(0.75 + GATHER, abs=0.06)
+
+
+def test_sum_of_two_micro_batches_loses_nothing_in_bf16(results: dict[str, Any]) -> None:
+    """Gradients are rounded before they are sent: the bits are those of a sum in fp32."""
+    half, wide = results["path to owners"], results["path fp32 sums"]
+    assert "summed in bfloat16" in half["path"] and "summed in float32" in wide["path"]
+    assert half["error"] == wide["error"]
+    # Four rounded sums in a row would be worse than one rounding of an exact sum.
+    assert results["path 1 4"]["error"] < 3e-3
+    assert results["path wide"]["error"] < 1e-6
+
+
+@pytest.mark.parametrize("run", ["1 1", "1 4", "2 4", "3 1", "wide"])
+def test_memory_of_gradients_is_the_estimated_one(results: dict[str, Any], run: str) -> None:
+    found = results[f"path {run}"]
+    assert found["gradient_bytes"] == pytest.approx(
+        found["estimated_bytes"], abs=found["bucket_bytes"] + 0.1
+    )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_training_in_bf16_starts_from_the_fp32_weights(results: dict[str, Any], stage: int) -> None:
+    assert results[f"full {stage}"]["start_is_exact"]
+    assert results[f"full {stage}"]["rounding"] > 1e-4, "rounding would show"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_head_has_fp32_weights_and_logits_in_bf16(results: dict[str, Any], stage: int) -> None:
+    """bf16 has steps of 0.0625 between -8 and -16."""
+    found = results[f"full {stage}"]
+    assert found["dtype"] == "torch.float32" and -11 < found["near"] < -9
+    assert found["far"] < 1e-4 and found["far_averaged"] < 1e-4
+    assert found["smallest_gap"] < 0.0625 / 32

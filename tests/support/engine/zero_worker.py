@@ -16,6 +16,7 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from engine_training import engine_losses, equal, new_engine, whole_state  # type: ignore[import-not-found]  # beside this file
+from gradient_checks import full_precision, gradient_path  # type: ignore[import-not-found]  # beside this file
 
 # Beside this file, which is run as a script.
 from host_waits import cuda_branches, host_waits  # type: ignore[import-not-found]  # see above
@@ -43,6 +44,10 @@ from vitscale.engine.engine import Engine
 from vitscale.engine.layouts import initialize_deepspeed
 from vitscale.training.losses import softmax_loss
 from vitscale.training.meters import IntervalMeter
+
+# Raw keys of DeepSpeed.
+SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+TO_OWNERS = {"zero_optimization": {"use_multi_rank_bucket_allreduce": False}}
 
 
 def moved(
@@ -243,9 +248,23 @@ def loss_scaled(world: World) -> dict[str, object]:
     }
 
 
+def gradient_paths(world: World) -> dict[str, object]:
+    """Before any engine with autocast, which DeepSpeed remembers for all later ones."""
+    results: dict[str, object] = {}
+    for stage, accumulation in ((1, 1), (1, 4), (2, 4), (3, 1)):
+        results[f"path {stage} {accumulation}"] = gradient_path(
+            world, stage=stage, accumulation=accumulation
+        )
+    for name, raw in (("fp32 sums", SUMS_IN_FP32), ("to owners", TO_OWNERS)):
+        results[f"path {name}"] = gradient_path(world, stage=1, accumulation=2, raw=raw)
+    results["path wide"] = gradient_path(world, stage=1, accumulation=1, reduce_precision="fp32")
+    return results
+
+
 def main() -> None:
     results: dict[str, object] = {}
     with process_group(device="cpu", timeout_min=5, num_threads=1) as world:
+        results |= gradient_paths(world)
         compiler = sys.argv[1] if len(sys.argv) > 1 else "aot_eager"
         for stage in (0, 2):
             results[f"compiled {stage}"] = compiled(world, stage=stage, compiler=compiler)
@@ -293,6 +312,8 @@ def main() -> None:
         for stage in (1, 3):
             offloaded = new_engine(world, stage=stage, offload=True)
             results[f"offloaded {stage}"] = engine_losses(offloaded, world, start=0, stop=10)
+        for stage in (0, 1, 2, 3):
+            results[f"full {stage}"] = full_precision(world, stage=stage)
         results["fp16"] = loss_scaled(world)
         if world.is_first:
             print("RESULTS " + json.dumps(results), flush=True)

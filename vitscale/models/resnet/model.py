@@ -13,6 +13,7 @@ from timm.layers import GroupNormAct, StdConv2d
 from timm.models.resnetv2 import PreActBottleneck, ResNetV2
 from torch import nn
 
+from vitscale.models.interface.classifier import classify_in_fp32
 from vitscale.models.interface.compilation import compile_each
 from vitscale.models.interface.initialization import lecun_normal
 from vitscale.models.interface.outputs import check_output
@@ -66,6 +67,7 @@ def build_model(settings: ResNetSettings, arch: ResNetArchitecture, *, seed: int
         norm_layer=partial(GroupNormAct, num_groups=NUM_GROUPS),
     )
     initialize(model, seed=seed, head_bias=settings.head_bias, head_std=settings.head_std)
+    classify_in_fp32(model.head.fc)
     return model
 
 

@@ -50,7 +50,7 @@ def initialize(
     if model.attn_pool is not None:  # big_vision, models/vit.py, MAPHead
         nn.init.xavier_uniform_(model.attn_pool.latent[0], generator=random)
     reset_head(model, bias=head_bias)
-    for last in _last_layers(model):
+    for last in last_layers(model):
         if head_std > 0:
             nn.init.normal_(last.weight, std=head_std, generator=random)
 
@@ -138,12 +138,12 @@ SCHEMES: dict[str, Callable[[VisionTransformer, torch.Generator, float], None]] 
 @torch.no_grad()
 def reset_head(model: VisionTransformer, *, bias: float) -> None:
     """Zero the last layers; with zero weights every class starts at the same probability."""
-    for last in _last_layers(model):
+    for last in last_layers(model):
         nn.init.zeros_(last.weight)
         nn.init.constant_(last.bias, bias)
 
 
-def _last_layers(model: VisionTransformer) -> list[nn.Linear]:
+def last_layers(model: VisionTransformer) -> list[nn.Linear]:
     """Of the head and, if there is one, the distillation head; empty without classes."""
     heads = (
         [model.head, model.head_dist]

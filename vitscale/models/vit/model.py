@@ -16,10 +16,11 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
+from vitscale.models.interface.classifier import classify_in_fp32
 from vitscale.models.interface.compilation import compile_each
 from vitscale.models.interface.outputs import check_output
 from vitscale.models.vit.architecture import ViTArchitecture
-from vitscale.models.vit.initialization import POSITION_STD, initialize
+from vitscale.models.vit.initialization import POSITION_STD, initialize, last_layers
 from vitscale.models.vit.position_embedding import FIXED_POSITIONS
 from vitscale.models.vit.settings import TransformerSettings, ViTSettings
 
@@ -218,15 +219,15 @@ def build_transformer(
         for block in model.blocks:
             block.drop_path1 = DropPath(settings.drop_path)
             block.drop_path2 = DropPath(settings.drop_path)
-    position_std = POSITION_STD if settings.position_init == "vit" else arch.width**-0.5
     initialize(
         model,
         seed=seed,
         head_bias=settings.head_bias,
         head_std=settings.head_std,
-        position_std=position_std,
+        position_std=POSITION_STD if settings.position_init == "vit" else arch.width**-0.5,
         scheme=settings.weight_init,
     )
+    classify_in_fp32(*last_layers(model))
     return model
 
 

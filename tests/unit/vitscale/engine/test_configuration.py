@@ -11,11 +11,18 @@ from vitscale.engine.configuration import deepspeed_config, resolve_compile
 from vitscale.engine.settings import EngineSettings
 
 
-def config(dtype: torch.dtype, *, stage: int = 1, raw: dict[str, Any] | None = None) -> Any:
+def config(
+    dtype: torch.dtype,
+    *,
+    stage: int = 1,
+    accumulation: int = 3,
+    raw: dict[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
     return deepspeed_config(
-        EngineSettings(zero_stage=stage),  # type: ignore[arg-type]  # 0 to 3
+        EngineSettings(zero_stage=stage, **settings),  # type: ignore[arg-type]  # 0 to 3
         micro_batch=4,
-        accumulation=3,
+        accumulation=accumulation,
         world_size=2,
         clip_norm=0.5,
         dtype=dtype,
@@ -27,6 +34,28 @@ def config(dtype: torch.dtype, *, stage: int = 1, raw: dict[str, Any] | None = N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_accumulates_gradients_in_fp32(dtype: torch.dtype, stage: int) -> None:
     assert config(dtype, stage=stage)["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+@pytest.mark.parametrize("stage, accumulation, settings, expected", [
+    (1, 1, {}, "bf16"),
+    (1, 2, {}, "bf16"),
+    (1, 3, {}, "fp32"),
+    (2, 1, {}, "fp32"),
+    (1, 1, {"reduce_precision": "fp32"}, "fp32"),
+    (1, 1, {"offload_optimizer": True}, "fp32"),
+])  # fmt: skip
+def test_gradients_of_two_micro_batches_are_summed_in_bf16(
+    stage: int, accumulation: int, settings: dict[str, Any], expected: str
+) -> None:
+    """At stage 1, where nothing is lost by it."""
+    found = config(torch.bfloat16, stage=stage, accumulation=accumulation, **settings)
+    assert found["data_types"] == {"grad_accum_dtype": expected}
+
+
+def test_reduction_in_fp32_is_a_setting() -> None:
+    assert "communication_data_type" not in config(torch.bfloat16)
+    found = config(torch.bfloat16, reduce_precision="fp32")
+    assert found["communication_data_type"] == "fp32"
 
 
 def test_stage_0_in_bf16_is_autocast_over_fp32_weights() -> None:
