@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 try:
     from benchmarks.corpora.photo_folder import noise_photos, write_photo_folder
     from benchmarks.faults.process_runs import ROOT, CommandFailed, run_command
-    from benchmarks.sharding.contenders import make_shards_command
+    from benchmarks.sharding.commands import make_shards_command
     from vitscale.config.errors import UserError, run_rank_script, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e '.[demo,dev]'", file=sys.stderr)
@@ -144,8 +144,6 @@ def run_on_ranks(num_ranks: int, work: Path, options: argparse.Namespace) -> dic
 def measure_on_rank(options: argparse.Namespace) -> None:
     """One rank. Torch is imported here, so that the parent starts at once."""
     from benchmarks.training.steps import BareLoop, EngineLoop, Task, random_batches
-    from vitscale.engine.settings import EngineSettings
-    from vitscale.models.vit.settings import ViTSettings
     from vitscale.training.session import open_session
 
     size = chosen_size(options)
@@ -154,18 +152,15 @@ def measure_on_rank(options: argparse.Namespace) -> None:
         import torch
 
         world = t.world
-        task = Task(
-            model=ViTSettings(**size["model"]),
-            batch=size["batch"],
-            num_classes=t.arch.num_classes,
-            optim=run.optim,
-            total_steps=t.plan.total_steps,
-        )
+        model = run.model.model_copy(update={"num_classes": t.arch.num_classes})
+        run = run.model_copy(update={"model": model})
+        task = Task(run=run, world_size=world.world_size)
         pool = random_batches(task, world)
         loops: dict[str, Any] = {"bare": BareLoop(task, world, precision="fp32")}
         for stage in STAGES:
-            settings = EngineSettings(zero_stage=stage, device="cpu")
-            loops[f"zero{stage}"] = EngineLoop(task, world, settings=settings, dtype=torch.float32)
+            engine = run.engine.model_copy(update={"zero_stage": stage})
+            staged = run.model_copy(update={"engine": engine})
+            loops[f"zero{stage}"] = EngineLoop(staged, world, model=task.initial())
         steps: dict[str, Callable[[int], torch.Tensor]] = {
             name: stepper(loop, pool) for name, loop in loops.items()
         }

@@ -35,7 +35,8 @@ try:
     from benchmarks.faults.process_runs import ROOT, CommandFailed, check_results_path, run_command
     from benchmarks.loader import contenders, properties
     from benchmarks.loader.contenders import BATCH, CONTENDERS, RIVALS, sample_order, why_missing
-    from benchmarks.sharding.contenders import NUM_CORES, make_shards_command
+    from benchmarks.sharding.commands import make_shards_command
+    from benchmarks.sharding.contenders import NUM_CORES
     from benchmarks.sharding.output_checks import WrongOutput
     from vitscale.config.errors import UserError, run_script
     from vitscale.data.index import read_split

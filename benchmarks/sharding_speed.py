@@ -41,6 +41,7 @@ try:
         drop_page_cache,
         run_command,
     )
+    from benchmarks.sharding.commands import make_shards_command
     from benchmarks.sharding.contenders import (
         NUM_CORES,
         copy_into_one_file,
@@ -48,7 +49,6 @@ try:
         cp,
         decode_from_memory,
         flush,
-        make_shards_command,
         shard_writer,
         start_seconds,
         versions,

@@ -21,11 +21,11 @@ from PIL import Image
 
 from benchmarks.corpora.photo_folder import PhotoFolder
 from benchmarks.faults.process_runs import CommandFailed, run_command
+from benchmarks.sharding.commands import SHARD_MIB, make_shards_command
 
 NUM_CORES = len(os.sched_getaffinity(0))
 BUFFER_BYTES = 1 << 20
 FORK = multiprocessing.get_context("fork")
-SHARD_MIB = 256
 
 
 def copy_into_one_file(source: PhotoFolder, output: Path) -> float:
@@ -114,22 +114,6 @@ def shard_writer(source: PhotoFolder, output: Path) -> float:
             label = labels[path.split(os.sep)[-2]]
             sink.write({"__key__": key, "jpg": image, "cls": label})
     return time.perf_counter() - start
-
-
-def make_shards_command(
-    source: Path, output: Path, *options: str, shard_mib: int = SHARD_MIB
-) -> list[str]:
-    return [
-        sys.executable,
-        "data_prep/make_shards.py",
-        "--config",
-        "configs/data/image_folder.yaml",
-        "source.holdout_fraction=0",
-        f"shards.shard_mib={shard_mib}",
-        f"source.path={source}",
-        f"output={output}",
-        *options,
-    ]
 
 
 def start_seconds(source: Path, output: Path) -> float:

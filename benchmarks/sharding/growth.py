@@ -22,7 +22,7 @@ from benchmarks.faults.process_runs import (
     run_command,
     run_watched,
 )
-from benchmarks.sharding.contenders import make_shards_command
+from benchmarks.sharding.commands import make_shards_command
 from benchmarks.sharding.output_checks import (
     WrongOutput,
     check_shards,

@@ -1,102 +1,247 @@
-"""The sections of gpu_training that check results, and those that need data or a disk.
+"""The sections of gpu_training that check results: the smoke test, and losses.
 
-Owns: losses of the engine against the bare loop at every stage and precision, clipping, fp16,
-activation checkpointing; real shards against synthetic batches; the stall of a checkpoint.
-Leaves out: speed (`speed`).
+Owns: versions; shrunk recipes at every stage and precision; a checkpoint written and restored; that
+no step waits for the device; losses, clipping and activation checkpointing against a bare loop.
+Leaves out: speed (`speed`), how a recipe is shrunk (`recipes`).
 """
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterator
+import importlib.metadata
+import math
+import platform
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import islice
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 
-from benchmarks.corpora.photo_folder import noise_photos, write_photo_folder
-from benchmarks.faults.process_runs import run_command
-from benchmarks.sharding.contenders import make_shards_command
+from benchmarks.training.recipes import CONFIGS, RUN_TYPES, one_of_each, recipes, shrunk
 from benchmarks.training.scale import Context
-from benchmarks.training.speed import (
-    COMPARED,
-    DTYPES,
-    apart,
-    engine_loop,
-    start_afresh,
-    stepper,
-    task_of,
-)
-from benchmarks.training.steps import BareLoop, EngineLoop, Task, random_batches
-from benchmarks.training.timing import seconds_of, synchronize
-from vitscale.engine.settings import EngineSettings
+from benchmarks.training.speed import STAGES, engine_loop, gap, staged, stepper, task_of
+from benchmarks.training.steps import BareLoop, EngineLoop, Task, random_batches, random_images
+from benchmarks.training.timing import no_waits, start_afresh
+from vitscale.config.errors import UserError
+from vitscale.config.loader import load_run
 from vitscale.optim.settings import OptimSettings
 
-# Largest relative difference of a loss from the bare loop's, over all steps compared.
+# Largest gap to the bare loop's losses, over the first loss.
 TOLERANCES = {"fp32": 1e-3, "bf16": 0.05, "fp16": 0.05}
-STAGES = (0, 1, 2, 3)
+CLIP_NORM = 0.05
+PRECISIONS = ("bf16", "fp32", "fp16")
+BATCH = 4
+# Lengths and the machine; all options that a step depends on stay as they are.
+SHORT = (
+    *("schedule.epochs=null", "schedule.steps=100", "schedule.warmup_epochs=0"),
+    *("schedule.warmup_steps=1", f"data.global_batch={BATCH}", "engine.num_threads=null"),
+    *(f"engine.max_micro_batch={BATCH}", "engine.compile=false", "schedule.resolutions=null"),
+)
+PACKAGES = ("torch", "deepspeed", "timm", "torchvision", "triton", "numpy", "pyarrow", "pydantic")
 
 
-def check_engine(ctx: Context) -> None:
+def check_smoke(ctx: Context) -> None:
+    record_versions(ctx)
+    check_waits(ctx)
+    check_checkpoint(ctx)
+    check_recipes(ctx)
+
+
+def record_versions(ctx: Context) -> None:
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if ctx.on_gpu:
+        found |= {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found["gpu"] = torch.cuda.get_device_name(ctx.world.device)
+    ctx.record(versions=found)
+
+
+def check_waits(ctx: Context) -> None:
+    """Steps of every stage, and with mixing, that must not wait for the device."""
+    trained, places = ctx.scale.checked, {}
+    if not ctx.on_gpu:
+        ctx.leave_out("waits", "for GPUs only; the tests count calls")
+    kinds: dict[str, tuple[int, tuple[str, ...]]] = {
+        **{f"zero {stage}": (stage, ()) for stage in STAGES},
+        "mixing": (1, ("data.mixing.mixup_alpha=0.2", "data.mixing.mode=pair")),
+    }
+    num = max(2, ctx.scale.waiting_steps // len(kinds))
+    for name, (stage, overrides) in kinds.items():
+        task = task_of(ctx, trained, overrides=overrides)
+        loop = EngineLoop(staged(task, stage, compile=False), ctx.world)
+        images, labels = random_images(loop.arch, task.batch, device=ctx.world.device)
+        for number in range(2):
+            loop.step(number, images, labels)
+        try:
+            with no_waits(ctx.world.device):
+                for number in range(2, 2 + num):
+                    loop.step(number, images, labels)
+        except RuntimeError as error:
+            places[name] = str(error)[:500]
+            ctx.expect(False, f"{name}: a step waits for the device: {places[name]}")
+        loop.close()
+    if ctx.on_gpu:
+        ctx.record(waits=len(places), waiting=places, steps_without_waits=num * len(kinds))
+
+
+def check_checkpoint(ctx: Context) -> None:
+    """State saved, read and restored into an engine of another stage is the same to the bit."""
+    from vitscale.checkpoint.store import CheckpointStore
+    from vitscale.training.resume import restore_engine
+
+    task = task_of(ctx, ctx.scale.checked)
+    images, labels = random_images(task.arch, task.batch, device=ctx.world.device)
+    first, second = (EngineLoop(staged(task, stage, compile=False), ctx.world) for stage in (1, 2))
+    first.step(0, images, labels)
+    progress = {
+        "optimizer_steps": first.engine.optimizer_steps(),
+        "engine": first.engine.export_counters(),
+    }
+    with CheckpointStore(ctx.work / "smoke", keep=1, world=ctx.world) as store:
+        store.save(
+            first.engine.export_state(),
+            step=1,
+            progress=progress,
+            description={"grid": task.arch.grid},
+        )
+        store.wait()
+        found, complaints = store.newest()
+    assert found is not None, complaints
+    restore_engine(second.engine, task.arch, found)
+    ours, theirs = (loop.engine.export_state() for loop in (first, second))
+    different = [key for key in ours if not torch.equal(ours[key], theirs[key])]
+    ctx.record(checkpoint_tensors=len(ours), checkpoint_different=different[:5])
+    ctx.expect(not different, f"a checkpoint changes {len(different)} tensors")
+    losses = [float(loop.step(1, images, labels)) for loop in (first, second)]
+    ctx.expect(losses[0] == losses[1], f"restored, a step has another loss: {losses}")
+
+
+def check_recipes(ctx: Context) -> None:
+    """One recipe of each kind in its own stage and precision first, then in every other."""
+    done: dict[str, float] = {}
+    own, others = [], []
+    for name in one_of_each():
+        run = recipes()[name]
+        precision = "bf16" if ctx.on_gpu or run.engine.precision != "auto" else "fp32"
+        for kind in combinations(ctx):
+            (own if kind == (run.engine.zero_stage, precision) else others).append((name, *kind))
+    num_left = 0
+    for name, stage, precision in own + others:
+        what = f"{name} zero {stage} {precision}"
+        if ctx.seconds_left() < 0:
+            num_left += 1
+            continue
+        try:
+            done[what] = one_step(ctx, name, stage=stage, precision=precision)
+        except UserError as error:
+            # Refused, such as LAMB above stage 0; a teacher is a run that came before.
+            ctx.leave_out(what, str(error)[:200])
+            is_own = (name, stage, precision) in own and "teacher" not in str(error)
+            ctx.expect(not is_own, f"{what}: {error}"[:500])
+        except Exception as error:  # the other recipes must run
+            ctx.expect(False, f"{what}: {type(error).__name__}: {error}"[:500])
+        else:
+            ctx.expect(math.isfinite(done[what]), f"{what}: loss {done[what]}")
+    ctx.record(steps_taken=len(done), steps_left=num_left, losses=done)
+
+
+def combinations(ctx: Context) -> Iterator[tuple[int, str]]:
+    for precision in PRECISIONS:
+        for stage in STAGES:
+            if precision != "fp16" or (ctx.on_gpu and stage > 0):
+                yield stage, precision
+
+
+def one_step(ctx: Context, name: str, *, stage: int, precision: str) -> float:
+    """The loss of the first step of a shrunk recipe."""
+    run = recipes()[name]
+    overrides = [*SHORT, *shrunk(run), f"engine.zero_stage={stage}"]
+    # The settings refuse bf16 on a CPU that is asked for, not on one that is found.
+    overrides += ["engine.device=auto", f"engine.precision={precision}"]
+    if run.make_objective().trains_classifier:
+        overrides.append("model.num_classes=10")
+    path = CONFIGS / f"{name}.yaml"
+    loaded = load_run(RUN_TYPES, path, overrides=overrides, with_site=False).run
+    loop = EngineLoop(loaded, ctx.world)
+    images, labels = random_images(loop.arch, loop.plan.micro_batch, device=ctx.world.device)
+    loss = float(loop.step(0, images, labels))
+    loop.close()
+    return loss
+
+
+def check_losses(ctx: Context) -> None:
+    """The first losses of every stage, in fp32, bf16 and fp16, against the bare loop's."""
     start_afresh(ctx.world.device)
-    task = task_of(ctx.scale.checked)
-    check_losses(ctx, task)
+    task = task_of(ctx, ctx.scale.checked)
     check_clipping(ctx, task)
     check_activation_checkpointing(ctx, task)
-    check_fp16(ctx, task)
+    found: dict[str, float] = {}
+    for precision in ("fp32", "bf16", "fp16") if ctx.on_gpu else ("fp32",):
+        kinds = ["fp32"] if precision == "fp32" else ["autocast", "master"]
+        bare = {
+            kind: run_losses(ctx, BareLoop(task, ctx.world, precision=kind), task) for kind in kinds
+        }
+        ctx.record(**{f"bare_losses_{kind}": [v[0], v[-1]] for kind, v in bare.items()})
+        fell = all(values[-1] < values[0] for values in bare.values())
+        ctx.expect(fell, f"{precision}: the loss does not fall")
+        compiled = [(1, True)] if ctx.on_gpu else []
+        for stage, is_compiled in [(stage, False) for stage in STAGES] + compiled:
+            if precision == "fp16" and stage == 0:
+                continue  # not offered
+            name = f"{precision} zero {stage}{' compiled' if is_compiled else ''}"
+            if ctx.seconds_left() < 0:
+                ctx.leave_out(name, "no time left")
+                continue
+            kind = precision if precision == "fp32" else ("master" if stage else "autocast")
+            compare_losses(ctx, name, task, stage, precision, is_compiled, bare[kind], found)
 
 
-def run_losses(ctx: Context, loop: Any, task: Task, *, steps: int) -> list[float]:
+def compare_losses(
+    ctx: Context,
+    name: str,
+    task: Task,
+    stage: int,
+    precision: str,
+    compiled: bool,
+    bare: list[float],
+    found: dict[str, float],
+) -> None:
+    """Record one kind of engine; an error in it must not end the others."""
+    try:
+        loop = engine_loop(ctx, task, stage=stage, precision=precision, compile=compiled)
+        losses = run_losses(ctx, loop, task)
+    except Exception as error:
+        ctx.expect(False, f"{name}: {type(error).__name__}: {error}"[:2000])
+        return
+    if precision == "fp16":
+        # Its loss scale may skip the first updates, so only the fall is compared.
+        ctx.expect(losses[-1] < losses[0], f"{name}: the loss does not fall")
+        return
+    found[name] = gap(losses, bare)
+    ctx.record(loss_gaps=found, num_losses=len(losses))
+    what = f"{name}: losses differ by {found[name]:.2e} of the first one from the bare loop's"
+    ctx.expect(found[name] < TOLERANCES[precision], what)
+
+
+def run_losses(ctx: Context, loop: Any, task: Task, *, steps: int | None = None) -> list[float]:
     losses: list[torch.Tensor] = []
     step = stepper(loop, random_batches(task, ctx.world), losses)
-    for number in range(steps):
+    for number in range(steps or ctx.scale.compared_steps):
         step(number)
     return [float(loss) for loss in losses]
 
 
-def own_loop(
-    ctx: Context, task: Task, *, stage: int, precision: str, compiled: bool = False, **more: Any
-) -> EngineLoop:
-    settings = EngineSettings(zero_stage=stage, precision=precision, **more)
-    compiler = ctx.scale.compiler if compiled else None
-    return EngineLoop(
-        task, ctx.world, settings=settings, dtype=DTYPES[precision], compiler=compiler
-    )
-
-
-def check_losses(ctx: Context, task: Task) -> None:
-    """The first losses of every stage, bf16 and fp32, against the bare loop's."""
-    steps, found = ctx.scale.checked_steps, {}
-    precisions = ("fp32", "bf16") if ctx.world.device.type == "cuda" else ("fp32",)
-    for precision in precisions:
-        bare = {
-            kind: run_losses(ctx, BareLoop(task, ctx.world, precision=kind), task, steps=steps)
-            for kind in (("fp32",) if precision == "fp32" else ("autocast", "master"))
-        }
-        ctx.record(**{f"bare_losses_{kind}": [v[0], v[-1]] for kind, v in bare.items()})
-        kinds = [(stage, False) for stage in STAGES] + [(1, True)]
-        for stage, compiled in kinds:
-            name = f"{precision} zero {stage}{' compiled' if compiled else ''}"
-            kind = precision if precision == "fp32" else ("master" if stage else "autocast")
-            loop = own_loop(ctx, task, stage=stage, precision=precision, compiled=compiled)
-            found[name] = apart(run_losses(ctx, loop, task, steps=steps), bare[kind])
-            ctx.record(losses_apart=found, num_losses=steps)
-            what = f"{name}: losses differ by {found[name]:.2e} from the bare loop's"
-            ctx.expect(found[name] < TOLERANCES[precision], what)
-        fell = all(values[-1] < values[0] for values in bare.values())
-        ctx.expect(fell, f"{precision}: the loss does not fall")
-
-
 def check_clipping(ctx: Context, task: Task) -> None:
     """SGD's first update is the learning rate times the clipped gradient, so its norm is known."""
-    clip, found = 0.05, {}
-    optim = OptimSettings(name="sgd", lr=1.0, clip_norm=clip)
-    task = replace(task, optim=optim)
+    found = {}
+    optim = OptimSettings(name="sgd", lr=1.0, clip_norm=CLIP_NORM)
+    task = replace(task, run=task.run.model_copy(update={"optim": optim}))
     for stage in (0, 1):
-        loop = own_loop(ctx, task, stage=stage, precision=ctx.scale.precision)
+        loop = engine_loop(ctx, task, stage=stage, compile=False)
         before = {key: value.clone() for key, value in loop.engine.export_state().items()}
         images, labels = random_batches(task, ctx.world, count=1)[0]
         loop.step(0, images, labels)
@@ -106,10 +251,10 @@ def check_clipping(ctx: Context, task: Task) -> None:
             for key in after
             if key.startswith("model.")
         )
-        share = moved**0.5 / (task.rate(0) * clip)
+        share = moved**0.5 / (task.rate(0) * CLIP_NORM)
         found[f"zero {stage}"] = {"gradient_norm": norm, "update_over_allowed": share}
         ctx.record(clipping=found)
-        ctx.expect(norm > clip, f"zero {stage}: a norm of {norm} leaves nothing to clip")
+        ctx.expect(norm > CLIP_NORM, f"zero {stage}: a norm of {norm} leaves nothing to clip")
         ctx.expect(abs(share - 1) < 0.02, f"zero {stage}: update is {share:.3f} of what clips to")
 
 
@@ -117,192 +262,13 @@ def check_activation_checkpointing(ctx: Context, task: Task) -> None:
     device, losses, peaks = ctx.world.device, {}, {}
     for on in (False, True):
         start_afresh(device)
-        loop = own_loop(ctx, task, stage=1, precision="fp32", activation_checkpointing=on)
+        loop = engine_loop(ctx, task, precision="fp32", compile=False, activation_checkpointing=on)
         losses[on] = run_losses(ctx, loop, task, steps=5)
-        if device.type == "cuda":
+        if ctx.on_gpu:
             peaks[on] = torch.cuda.max_memory_allocated(device)
-    gap = apart(losses[True], losses[False])
-    ctx.record(activation_checkpointing_apart=gap)
-    ctx.expect(gap < 1e-4, f"activation checkpointing changes losses by {gap:.2e}")
+    apart = gap(losses[True], losses[False])
+    ctx.record(activation_checkpointing_gap=apart)
+    ctx.expect(apart < 1e-4, f"activation checkpointing changes losses by {apart:.2e}")
     if peaks:
         ctx.record(activation_checkpointing_memory=peaks[True] / peaks[False])
         ctx.expect(peaks[True] < peaks[False], "activation checkpointing saves no memory")
-
-
-def check_fp16(ctx: Context, task: Task) -> None:
-    """fp16 scales its loss and may skip the first updates, so only the fall is compared."""
-    if ctx.world.device.type != "cuda":
-        ctx.record(fp16="for GPUs only")
-        return
-    try:
-        EngineSettings(precision="fp16")
-    except ValidationError:
-        ctx.record(fp16="the engine has no fp16")
-        return
-    for stage in (0, 1):
-        loop = own_loop(ctx, task, stage=stage, precision="fp16")
-        losses = run_losses(ctx, loop, task, steps=ctx.scale.checked_steps)
-        ctx.record(**{f"fp16 zero {stage}": [losses[0], losses[-1]]})
-        ctx.expect(losses[-1] < losses[0], f"fp16 zero {stage}: the loss does not fall")
-
-
-def measure_data(ctx: Context) -> None:
-    """Training on shards of JPEGs over training on batches that are on the device.
-
-    The real batches are measured after the prefetched ones are used up, between two measurements
-    on synthetic batches.
-    """
-    from vitscale.data.loader import open_loader, training_batches
-    from vitscale.data.settings import DataSettings
-    from vitscale.data.training_set import open_training_set
-
-    scale, device = ctx.scale, ctx.world.device
-    start_afresh(device)
-    make_shards(ctx)
-    workers = max(1, len(os.sched_getaffinity(0)) - 2) if device.type == "cuda" else 1
-    task = task_of(scale.models[COMPARED])
-    settings = DataSettings(
-        path=str(ctx.work / "shards"),
-        val_split=None,
-        global_batch=task.batch,
-        num_workers=workers,
-        timeout_s=60,
-    )
-    data = open_training_set(settings, seed=0)
-    task = replace(task, num_classes=max(2, len(data.classes)))
-    loader = training_batches(
-        data,
-        settings=settings,
-        image_size=task.arch.image_size,
-        seed=0,
-        start=0,
-        stop=10_000 * task.batch,
-        rank=0,
-        world_size=1,
-        micro_batch=task.batch,
-        pin_memory=device.type == "cuda",
-    )
-    step = engine_loop(ctx, task).step
-    pool = random_batches(task, ctx.world)
-    with open_loader(loader) as batches:
-        prefetched = 2 * workers + 2
-        alone = loader_rate(batches, skip=prefetched, count=max(2, scale.data_steps // 2))
-        ctx.record(workers=workers, loader_images_per_s=alone * task.batch)
-        compare_data(ctx, task, step, batches, pool, prefetched=prefetched)
-
-
-def make_shards(ctx: Context) -> None:
-    """Noise photographs of several sizes, about 100 kB each, in shards as training reads them."""
-    start = time.perf_counter()
-    photos = [photo for kind in ctx.scale.photos for photo in noise_photos(**kind)]
-    source = write_photo_folder(
-        ctx.work / "photos", photos, total_bytes=int(ctx.scale.photo_mib * 2**20)
-    )
-    shards = ctx.work / "shards"
-    run_command(make_shards_command(source.root, shards, shard_mib=ctx.scale.shard_mib))
-    mean = source.num_bytes / len(source.digests)
-    ctx.record(photos=len(source.digests), photo_bytes=mean, making_s=time.perf_counter() - start)
-
-
-def loader_rate(batches: Iterator[Any], *, skip: int, count: int) -> float:
-    """Batches per second, unused, after the prefetched ones."""
-    list(islice(batches, skip))
-    start = time.perf_counter()
-    list(islice(batches, count))
-    return count / (time.perf_counter() - start)
-
-
-def compare_data(
-    ctx: Context,
-    task: Task,
-    step: Callable[..., Any],
-    batches: Iterator[Any],
-    pool: list[Any],
-    *,
-    prefetched: int,
-) -> None:
-    device, num, waited = ctx.world.device, ctx.scale.data_steps, 0.0
-
-    def synthetic(count: int) -> None:
-        for number in range(count):
-            step(number, *pool[number % len(pool)])
-
-    def real(count: int) -> None:
-        nonlocal waited
-        for number in range(count):
-            start = time.perf_counter()
-            batch = next(batches)
-            waited += time.perf_counter() - start
-            on_device = batch.to(device)
-            step(number, on_device.images, on_device.labels)
-
-    synthetic(min(20, num))
-    before = seconds_of(lambda: synthetic(num), device)
-    real(prefetched)
-    synchronize(device)
-    waited = 0.0
-    between = seconds_of(lambda: real(num), device)
-    after = seconds_of(lambda: synthetic(num), device)
-    ctx.record(
-        synthetic_images_per_s=2 * num * task.batch / (before + after),
-        real_images_per_s=num * task.batch / between,
-        real_over_synthetic=(before + after) / 2 / between,
-        data_wait=waited / between,
-    )
-
-
-def measure_checkpoint(ctx: Context) -> None:
-    """How long training stops for a save, compared with a plain torch.save of the same state."""
-    from vitscale.checkpoint.store import CheckpointStore
-
-    device = ctx.world.device
-    start_afresh(device)
-    task = task_of(ctx.scale.models[COMPARED], batch=ctx.scale.compared_batch)
-    loop = engine_loop(ctx, task)
-    step = stepper(loop, random_batches(task, ctx.world), [])
-    for number in range(5):
-        step(number)
-    synchronize(device)
-    start = time.perf_counter()
-    tensors = loop.engine.export_state()
-    export_s = time.perf_counter() - start
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    ctx.record(state_bytes=num_bytes, export_s=export_s)
-    plain_s = plain_save(ctx, tensors)
-    del tensors
-    stalls, totals = [], []
-    with CheckpointStore(ctx.work / "run", keep=1, world=ctx.world) as store:
-        loop.before_update = store.wait_for_host_copy
-        for number in range(2):
-            quiet_s = seconds_of(lambda number=number: step(5 + 2 * number), device)
-            start = time.perf_counter()
-            store.save(loop.engine.export_state(), step=number + 1, progress={}, description={})
-            step(6 + 2 * number)
-            synchronize(device)
-            stalls.append(max(0.0, time.perf_counter() - start - quiet_s))
-            store.wait()
-            totals.append(time.perf_counter() - start)
-    host = torch.empty(min(num_bytes, 2**28), dtype=torch.uint8, device=device)
-    pinned = torch.empty(host.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    pinned.copy_(host)
-    to_host_s = seconds_of(lambda: pinned.copy_(host), device)
-    ctx.record(
-        torch_save_s=plain_s,
-        stall_s=stalls,
-        until_committed_s=totals,
-        stall_over_torch_save=min(stalls[1:]) / plain_s,
-        stall_over_copy=min(stalls[1:]) / (num_bytes * to_host_s / host.nbytes),
-    )
-
-
-def plain_save(ctx: Context, tensors: dict[str, torch.Tensor]) -> float:
-    """Seconds of torch.save and a flush to the disk."""
-    path = ctx.work / "plain.pt"
-    start = time.perf_counter()
-    with open(path, "wb") as file:
-        torch.save(tensors, file)
-        file.flush()
-        os.fsync(file.fileno())
-    seconds = time.perf_counter() - start
-    path.unlink()
-    return seconds

@@ -1,48 +1,58 @@
-"""Sizes and results file of gpu_training.
+"""Sizes and results of gpu_training.
 
-Owns: sizes on a GPU and toy sizes for a CPU, the results file, and the context of a section.
-Leaves out: the sections (`speed`, `checks`). Does not import torch.
+Owns: sizes on a GPU and toy sizes for a CPU, the results of a section, and its context.
+Leaves out: the sections and their seconds (`plan`). Does not import torch.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-RESULTS = "results.json"
+from vitscale.distributed.atomic_files import write_json
+
+# Of the recipes in configs/: no regularisation, 1,000 classes, softmax, clipping, a short schedule.
+PLAIN = (
+    *("model.num_classes=1000", "model.representation_layer=false", "model.dropout=0.0"),
+    *("model.head_bias=0.0", "objective.loss=softmax", "optim.clip_norm=1.0", "optim.lr=3e-4"),
+    *("optim.weight_decay=0.1", "schedule.epochs=null", "schedule.steps=1000"),
+    *("schedule.warmup_steps=10", "schedule.final_lr=0.0", "schedule.decay=cosine"),
+    *("checkpoint.every_steps=1000", "evaluate=[]", "tracking.uri=null"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """One model as it is timed."""
+    """One model as it is timed: a recipe of configs/, made plain."""
 
-    model: dict[str, Any]
-    """Settings of the `model` group."""
+    config: str
     batch: int
-    timm_name: str
+    overrides: tuple[str, ...] = ()
+    timm_name: str = ""
     timm_sizes: dict[str, Any] = field(default_factory=dict)
-    goal: float | None = None
-    """Model FLOP/s over the rate of the matrix product."""
-    stretch_goal: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
+    device: str
+    precision: str
     models: dict[str, Trained]
     checked: Trained
     """Small, and compared with the bare loop at every stage and precision."""
-    checked_steps: int
+    recipe_overrides: tuple[str, ...]
+    """Of the rows that follow a recipe."""
+    compared_steps: int
+    """Losses that are compared."""
+    waiting_steps: int
+    """Steps in which no wait for the device is allowed, over all kinds of step."""
     compared_batch: int
     """Images per step when several loops of the first model are in memory at once."""
     warmup: int
     timed: int
     blocks: int
-    compiler: str
-    precision: str
     matmul_side: int
     shape_seconds: float
     copy_mib: int
@@ -54,44 +64,25 @@ class Scale:
 
 
 GPU = Scale(
+    device="cuda",
+    precision="bf16",
     models={
-        "L16": Trained(
-            model={"preset": "L/16", "image_size": 224},
-            batch=256,
-            timm_name="vit_large_patch16_224",
-            goal=0.60,
-            stretch_goal=0.70,
-        ),
-        "H14": Trained(
-            model={"preset": "H/14", "image_size": 224},
-            batch=128,
-            timm_name="vit_huge_patch14_224",
-            goal=0.62,
-            stretch_goal=0.72,
-        ),
-        "B16": Trained(
-            model={"preset": "B/16", "image_size": 224},
-            batch=512,
-            timm_name="vit_base_patch16_224",
-            goal=0.50,
-            stretch_goal=0.62,
-        ),
+        "L16": Trained(config="vit_l16", batch=256, timm_name="vit_large_patch16_224"),
+        "H14": Trained(config="vit_h14", batch=128, timm_name="vit_huge_patch14_224"),
+        "B16": Trained(config="vit_b16", batch=512, timm_name="vit_base_patch16_224"),
     },
     checked=Trained(
-        model={
-            **{"image_size": 224, "patch_size": 16, "width": 384},
-            **{"depth": 4, "num_heads": 6, "mlp_width": 1536},
-        },
+        config="vit_b16",
         batch=32,
-        timm_name="vit_small_patch16_224",
+        overrides=("model.width=384", "model.depth=4", "model.num_heads=6", "model.mlp_width=1536"),
     ),
-    checked_steps=100,
+    recipe_overrides=(),
+    compared_steps=20,
+    waiting_steps=100,
     compared_batch=128,
-    warmup=50,
+    warmup=30,
     timed=100,
     blocks=5,
-    compiler="inductor",
-    precision="bf16",
     matmul_side=8192,
     shape_seconds=1.5,
     copy_mib=4096,
@@ -107,27 +98,32 @@ GPU = Scale(
     data_steps=60,
     profile_steps=3,
 )
-_TINY = Trained(
-    model={
-        **{"image_size": 32, "patch_size": 8, "width": 48},
-        **{"depth": 2, "num_heads": 2, "mlp_width": 96},
-    },
-    batch=4,
-    timm_name="vit_tiny_patch16_224",
-    timm_sizes={"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2},
-    goal=0.5,
-    stretch_goal=0.6,
+_TINY = (
+    *("model.width=48", "model.depth=2", "model.num_heads=2", "model.mlp_width=96"),
+    *("model.image_size=32", "engine.device=cpu", "engine.precision=fp32"),
 )
+_TOYS = {
+    name: Trained(
+        config=config,
+        batch=4,
+        overrides=(*_TINY, "model.patch_size=8"),
+        timm_name="vit_tiny_patch16_224",
+        timm_sizes={"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2},
+    )
+    for name, config in (("L16", "vit_l16"), ("H14", "vit_h14"), ("B16", "vit_b16"))
+}
 TOY = Scale(
-    models={"L16": _TINY, "H14": _TINY, "B16": _TINY},
-    checked=_TINY,
-    checked_steps=6,
+    device="cpu",
+    precision="fp32",
+    models=_TOYS,
+    checked=_TOYS["B16"],
+    recipe_overrides=(*_TINY, "model.patch_size=8", "engine.max_micro_batch=4"),
+    compared_steps=6,
+    waiting_steps=8,
     compared_batch=4,
     warmup=2,
     timed=4,
     blocks=2,
-    compiler="eager",  # traces, but generates no code
-    precision="fp32",
     matmul_side=64,
     shape_seconds=0.01,
     copy_mib=1,
@@ -139,23 +135,35 @@ TOY = Scale(
 )
 
 
+class OutOfTime(Exception):
+    """A section has no time for what is left of it."""
+
+
 class Results:
-    """OUT/results.json, always complete: a killed command keeps what it measured."""
+    """OUT/SECTION.json, always whole: a killed process keeps what it measured."""
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / RESULTS
-        self.values: dict[str, Any] = {"sections": {}}
-        if self.path.exists():
-            self.values = json.loads(self.path.read_text())
+    def __init__(self, folder: Path, section: str) -> None:
+        self.path = folder / f"{section}.json"
+        self.values: dict[str, Any] = {}
 
-    def record(self, section: str, values: dict[str, Any]) -> None:
-        self.values["sections"].setdefault(section, {}).update(values)
-        self.write()
+    @staticmethod
+    def read(path: Path) -> dict[str, Any]:
+        """Of another process; empty if it wrote nothing."""
+        values: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return values
 
-    def write(self) -> None:
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(self.values, indent=1) + "\n")
-        os.replace(temporary, self.path)
+    def record(self, values: dict[str, Any]) -> None:
+        self.values |= values
+        write_json(self.path, self.values)
+
+
+def read_results(folder: Path) -> dict[str, dict[str, Any]]:
+    """The values of every section that has run into the folder."""
+    return {
+        path.stem: json.loads(path.read_text())
+        for path in sorted(folder.glob("*.json"))
+        if path.stem != "results"
+    }
 
 
 @dataclass(kw_only=True)
@@ -170,16 +178,29 @@ class Context:
     section: str
     deadline: float
     """time.monotonic() at which the section should end."""
+    section_seconds: float
+    """From its start to the deadline."""
     results: Results
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.scale.device == "cuda"
+
     def record(self, **values: Any) -> None:
-        self.results.record(self.section, values)
+        self.results.record(values)
 
     def expect(self, holds: bool, what: str) -> None:
         """Record a failed check; the section continues, the command will fail."""
         if not holds:
-            wrong = self.results.values["sections"].get(self.section, {}).get("wrong", [])
-            self.record(wrong=[*wrong, what])
+            self.record(wrong=[*self.results.values.get("wrong", []), what])
+
+    def leave_out(self, what: str, why: str) -> None:
+        self.record(left_out=self.results.values.get("left_out", {}) | {what: why})
 
     def seconds_left(self) -> float:
         return self.deadline - time.monotonic()
+
+    def check_time(self, what: str) -> None:
+        """Raises OutOfTime before `what`, if the section should have ended."""
+        if self.seconds_left() < 0:
+            raise OutOfTime(f"no time left for {what}")

@@ -12,10 +12,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from timm import create_model
@@ -23,17 +24,20 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pretrain.run import PretrainRun
+from vitscale.data.loader import Batch
+from vitscale.data.mixing import mix_batch
 from vitscale.distributed.world import World
-from vitscale.engine.settings import EngineSettings
+from vitscale.images.size import rows_and_columns
+from vitscale.models.interface.architecture import Architecture
 from vitscale.models.vit.architecture import ViTArchitecture
-from vitscale.models.vit.model import build_model, checkpoint_activations, compile_blocks, decayed
+from vitscale.models.vit.model import build_model, compile_blocks, decayed
 from vitscale.models.vit.settings import ViTSettings
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
-from vitscale.optim.schedules import learning_rate
-from vitscale.optim.settings import OptimSettings
-from vitscale.training.losses import LOSSES
+from vitscale.runs.training import TrainingPlan, training_plan
+from vitscale.training.loop import learning_rate_at, seed_step
 
-NUM_CLASSES = 1000
+NUM_SAMPLES = 12_400_000  # of ImageNet-21k; where a schedule counts epochs
 # Labels are of ten classes only, so that the loss falls within a few steps for any images.
 LABELS_USED = 10
 MEAN = STD = (0.5, 0.5, 0.5)
@@ -43,60 +47,68 @@ Images = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one loop trains."""
+    """What the loops of a comparison train: a run without mixing, its model and its batches."""
 
-    model: ViTSettings
-    batch: int
-    """Images per rank and micro-batch."""
-    num_classes: int = NUM_CLASSES
-    optim: OptimSettings = field(
-        default_factory=lambda: OptimSettings(lr=3e-4, weight_decay=0.1, clip_norm=1.0)
-    )
-    total_steps: int = 1000
-    accumulation: int = 1
+    run: PretrainRun
+    world_size: int = 1
+
+    @cached_property
+    def plan(self) -> TrainingPlan:
+        return training_plan(self.run, world_size=self.world_size, num_samples=NUM_SAMPLES)
+
+    @property
+    def batch(self) -> int:
+        """Images per rank and micro-batch."""
+        return self.plan.micro_batch
+
+    @property
+    def num_classes(self) -> int:
+        assert self.run.model.num_classes is not None
+        return self.run.model.num_classes
 
     @property
     def arch(self) -> ViTArchitecture:
-        return self.model.architecture(num_classes=self.num_classes)
+        arch = self.run.model.architecture(num_classes=self.num_classes)
+        assert isinstance(arch, ViTArchitecture)
+        return arch
 
     def initial(self) -> nn.Module:
         """The same weights for every loop."""
-        return copy.deepcopy(_initial(self.model.model_dump_json(), self.num_classes))
+        return copy.deepcopy(_initial(self.run.model, self.num_classes))
 
     def rate(self, step: int) -> float:
-        return learning_rate(
-            step,
-            peak=self.optim.lr,
-            final=0.0,
-            warmup_steps=10,
-            total_steps=self.total_steps,
-            decay="cosine",
-        )
+        return learning_rate_at(step, run=self.run, plan=self.plan)
 
     def groups(self, named: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
         return optimizer_groups(
-            named, settings=self.optim, decayed=decayed, layers_above=lambda name: 0
+            named, settings=self.run.optim, decayed=decayed, layers_above=lambda name: 0
         )
 
 
 @lru_cache(maxsize=1)
-def _initial(model: str, num_classes: int) -> nn.Module:
+def _initial(model: ViTSettings, num_classes: int) -> nn.Module:
     """Kept, since drawing the weights of a large model takes seconds."""
-    settings = ViTSettings.model_validate_json(model)
-    return build_model(settings, settings.architecture(num_classes=num_classes), seed=0)
+    return build_model(model, model.architecture(num_classes=num_classes), seed=0)
 
 
 def random_batches(task: Task, world: World, *, count: int = POOL) -> list[Images]:
     """Different on every rank."""
     rng = torch.Generator().manual_seed(world.rank)
-    side, batches = task.arch.image_size, []
-    for _ in range(count):
-        shape = (task.batch, 3, side, side)
-        images = torch.randint(0, 256, shape, generator=rng, dtype=torch.uint8)
-        most = min(LABELS_USED, task.num_classes)
-        labels = torch.randint(0, most, (task.batch,), generator=rng)
-        batches.append((images.to(world.device), labels.to(world.device)))
-    return batches
+    return [
+        random_images(task.arch, task.batch, device=world.device, rng=rng) for _ in range(count)
+    ]
+
+
+def random_images(
+    arch: Architecture, num: int, *, device: torch.device, rng: torch.Generator | None = None
+) -> Images:
+    """uint8 images [num, 3, rows, columns] and labels [num] of a few classes, on the device."""
+    rows, columns = rows_and_columns(arch.image_size)
+    shape = (num, 3, rows, columns)
+    images = torch.randint(0, 256, shape, generator=rng, dtype=torch.uint8)
+    most = max(1, min(LABELS_USED, arch.num_classes))
+    labels = torch.randint(0, most, (num,), generator=rng)
+    return images.to(device), labels.to(device)
 
 
 def normalize(images: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -104,59 +116,52 @@ def normalize(images: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) ->
 
 
 class EngineLoop:
-    """The step of pretrain/main.py."""
+    """The step of pretrain/main.py: a run's objective, engine and mixing, on any batches."""
 
-    def __init__(
-        self,
-        task: Task,
-        world: World,
-        *,
-        settings: EngineSettings,
-        dtype: torch.dtype,
-        compiler: str | None = None,
-        raw: dict[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, run: Any, world: World, *, model: nn.Module | None = None) -> None:
+        """run: of pre-training or fine-tuning. model: fresh, on the CPU; None: built from the run.
+
+        Raises UserError, as the run itself would.
+        """
         # Imported late: the bare loops do without DeepSpeed, which takes seconds to import.
-        from vitscale.engine.configuration import deepspeed_config
-        from vitscale.engine.engine import Engine
+        from vitscale.training.segment import build_engine, build_model
 
-        self.task = task
+        self.run, self.world = run, world
         self.before_update: Callable[[], None] = lambda: None
-        model = task.initial()
-        if settings.activation_checkpointing:
-            checkpoint_activations(model)
-        if compiler is not None:
-            compile_blocks(model, backend=compiler)
-        model.to(world.device)
-        config = deepspeed_config(
-            settings,
-            micro_batch=task.batch,
-            accumulation=task.accumulation,
-            world_size=world.world_size,
-            clip_norm=task.optim.clip_norm,
-            dtype=dtype,
-            raw=raw or {},
-        )
-        groups = task.groups(list(model.named_parameters()))
-        self.engine = Engine(
-            model,
-            optimizer=build_optimizer(groups, settings=task.optim, device=world.device),
-            optimizer_name=task.optim.name,
-            config=config,
-            world=world,
-            dtype=dtype,
-            mean=MEAN,
-            std=STD,
-            compile_input=compiler == "inductor",
-        )
+        self.plan = training_plan(run, world_size=world.world_size, num_samples=NUM_SAMPLES)
+        self.objective = run.make_objective()
+        num_classes = run.model.num_classes if self.objective.trains_classifier else 0
+        self.arch = run.model.architecture(num_classes=num_classes)
+        self.objective.prepare(arch=self.arch, device=world.device)
+        if model is None:
+            model = build_model(run, self.objective, self.arch)
+        self.engine = build_engine(run, self.plan, world, self.arch, model)
+        self._weights_B = torch.ones(self.plan.micro_batch, device=world.device)
+
+    @property
+    def wrapper(self) -> str:
+        """The class, torch's or DeepSpeed's, that updates the weights."""
+        return type(self.engine._engine.optimizer).__name__
 
     def step(self, number: int, images_B3SS: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
-        self.engine.set_learning_rate(self.task.rate(number // self.task.accumulation))
-        loss = LOSSES["softmax"](self.engine.logits(images_B3SS), labels_B, 0.0)
+        """One micro-step; with an update where it ends an accumulation."""
+        update, micro_step = divmod(number, self.plan.accumulation)
+        seed_step(self.run.seed, step=update, micro_step=micro_step, rank=self.world.rank)
+        first = number * len(labels_B)
+        positions = np.arange(first, first + len(labels_B))
+        batch = Batch(images_B3SS, labels_B, self._weights_B, positions=positions)
+        if self.run.data.mixing is not None:
+            mixing, seed = self.run.data.mixing, self.run.seed
+            batch = mix_batch(batch, mixing, seed=seed, step=update, first_position=first)
+        self.engine.set_learning_rate(learning_rate_at(update, run=self.run, plan=self.plan))
+        loss: torch.Tensor = self.objective.loss(self.engine, batch)
         self.engine.backward(loss)
         self.before_update()
         self.engine.step()
         return loss.detach()
+
+    def close(self) -> None:
+        self.engine.close()
 
 
 class BareLoop:
@@ -194,7 +199,7 @@ class BareLoop:
             named = list(model.named_parameters())
         self.parameters = list(model.parameters())
         self.optimizer = build_optimizer(
-            task.groups(named), settings=task.optim, device=world.device
+            task.groups(named), settings=task.run.optim, device=world.device
         )
         self.model = DistributedDataParallel(model) if world.world_size > 1 else model
         scale, shift = 1 / (255 * STD[0]), -MEAN[0] / STD[0]
@@ -213,15 +218,15 @@ class BareLoop:
         loss.backward()
         for group in self.optimizer.param_groups:
             group["lr"] = self.task.rate(number)
-        assert self.task.optim.clip_norm is not None
+        assert self.task.run.optim.clip_norm is not None
         if self.precision == "master":
             torch._foreach_copy_([m.grad for m in self.masters], [p.grad for p in self.parameters])
-            torch.nn.utils.clip_grad_norm_(self.masters, self.task.optim.clip_norm)
+            torch.nn.utils.clip_grad_norm_(self.masters, self.task.run.optim.clip_norm)
             self.optimizer.step()
             with torch.no_grad():
                 torch._foreach_copy_(self.parameters, self.masters)
         else:
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.task.optim.clip_norm)
+            torch.nn.utils.clip_grad_norm_(self.parameters, self.task.run.optim.clip_norm)
             self.optimizer.step()
         for parameter in self.parameters:
             parameter.grad = None
@@ -254,8 +259,8 @@ class TimmLoop:
         self.optimizer = create_optimizer_v2(
             model,
             opt="adamw",
-            lr=task.optim.lr,
-            weight_decay=task.optim.weight_decay,
+            lr=task.run.optim.lr,
+            weight_decay=task.run.optim.weight_decay,
             fused=world.device.type == "cuda",
         )
         self.parameters = list(model.parameters())

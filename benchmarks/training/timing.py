@@ -7,12 +7,15 @@ Leaves out: the loops (`steps`).
 
 from __future__ import annotations
 
+import gc
 import random
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -46,13 +49,57 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
     return start.elapsed_time(end) / 1000
 
 
-def warm_up(step: Step, *, steps: int, device: torch.device) -> tuple[float, float]:
-    """Run `steps` steps. Seconds of the first, which compiles, and the first loss."""
+def start_afresh(device: torch.device) -> None:
+    """Free the memory of the previous loops, and their compiled code.
+
+    torch keeps few compiled variants per function: without this, later models would run uncompiled.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.compiler.reset()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+@contextmanager
+def no_waits(device: torch.device) -> Iterator[None]:
+    """On a GPU raise RuntimeError where anything inside waits for it."""
+    if device.type != "cuda":
+        yield
+        return
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("synchronizes the device")
+
+    mode = torch.cuda.get_sync_debug_mode()
+    with ExitStack() as stack:
+        # The debug mode finds reading and copying, not explicit calls.
+        stack.enter_context(patch.object(torch.cuda, "synchronize", refuse))
+        for kind in (torch.cuda.Event, torch.cuda.Stream):
+            stack.enter_context(patch.object(kind, "synchronize", refuse))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+
+def warm_up(
+    step: Step, *, steps: int, device: torch.device, deadline: float | None = None
+) -> tuple[float, float]:
+    """Run `steps` steps. Seconds of the first, which compiles, and the first loss.
+
+    Ends early once `deadline` (time.monotonic) is passed.
+    """
     start = time.perf_counter()
     first = float(step(0))
     first_s = time.perf_counter() - start
     for number in range(1, steps):
         step(number)
+        if deadline is not None:
+            synchronize(device)
+            if time.monotonic() > deadline:
+                break
     synchronize(device)
     return first_s, first
 
@@ -137,20 +184,44 @@ def drift(before: float, after: float) -> dict[str, Any]:
     }
 
 
-def shape_rate(arch: ViTArchitecture, *, batch: int, device: torch.device, seconds: float) -> float:
-    """FLOP/s of a block's own products (QKV, projection, MLP; forward and both gradients).
+def product_shapes(arch: ViTArchitecture, *, batch: int) -> dict[str, tuple[int, int, int]]:
+    """(m, k, n) of a block's products: QKV, projection, MLP; each forward and both gradients."""
+    rows, d, a, m = batch * arch.num_train_tokens, arch.width, arch.attention_width, arch.mlp_width
+    shapes = {}
+    for name, (inner, outer) in {
+        "qkv": (d, 3 * a),
+        "projection": (a, d),
+        "mlp in": (d, m),
+        "mlp out": (m, d),
+    }.items():
+        shapes[f"{name} forward"] = (rows, inner, outer)
+        shapes[f"{name} input gradient"] = (rows, outer, inner)
+        shapes[f"{name} weight gradient"] = (outer, rows, inner)
+    return shapes
 
-    What the products alone would allow: the sum of their FLOPs over the sum of their times.
+
+def shape_rates(
+    arch: ViTArchitecture,
+    *,
+    batch: int,
+    device: torch.device,
+    seconds: float,
+    deadline: float | None = None,
+) -> dict[str, float]:
+    """FLOP/s of each product of a block, and of `all`: their FLOPs over the sum of their times.
+
+    Without `all` if `deadline` (time.monotonic) was passed.
     """
-    rows, d, m = batch * arch.num_train_tokens, arch.width, arch.mlp_width
+    found: dict[str, float] = {}
     flops = spent = 0.0
-    for inner, outer in ((d, 3 * d), (d, d), (d, m), (m, d)):
-        # forward [rows, inner] x [inner, outer], then the gradients of input and of weight
-        for shape in ((rows, inner, outer), (rows, outer, inner), (outer, rows, inner)):
-            amount = 2.0 * shape[0] * shape[1] * shape[2]
-            flops += amount
-            spent += amount / product_rate(*shape, device=device, seconds=seconds / 12)
-    return flops / spent
+    shapes = product_shapes(arch, batch=batch)
+    for name, (m, k, n) in shapes.items():
+        if deadline is not None and time.monotonic() > deadline:
+            return found
+        found[name] = product_rate(m, k, n, device=device, seconds=seconds / len(shapes))
+        flops += 2.0 * m * k * n
+        spent += 2.0 * m * k * n / found[name]
+    return found | {"all": flops / spent}
 
 
 def copy_rates(device: torch.device, *, mib: int) -> dict[str, float]:

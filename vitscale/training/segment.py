@@ -88,7 +88,7 @@ class Segments:
         plan, arch = self.plan_at(step), self.arch_at(step)
         model = build_model(self.run, self.objective, arch)
         messages = initial_weights(model, arch) if initial_weights is not None else []
-        engine = _build_engine(self.run, plan, self.world, arch, model)
+        engine = build_engine(self.run, plan, self.world, arch, model)
         evaluations = self._evaluations(plan, arch, engine)
         segment = Segment(plan=plan, arch=arch, engine=engine, evaluations=evaluations)
         return segment, messages
@@ -162,9 +162,10 @@ def choose_kernels(run: TrainingRun, model: nn.Module, device: torch.device) -> 
     return compiled is not None
 
 
-def _build_engine(
+def build_engine(
     run: TrainingRun, plan: TrainingPlan, world: World, arch: Architecture, model: nn.Module
 ) -> Engine:
+    """Move the model to the device, compile it, and give it an optimiser and an engine."""
     family = MODELS[arch.name].load()
     dtype = resolve_precision(run.engine, world.device)
     compiled = choose_kernels(run, model, world.device)

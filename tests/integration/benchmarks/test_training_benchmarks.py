@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.training.plan import CALLS, GOALS, GRACE_S, MAX_CALL_S, SECTIONS, VARIANTS
+from benchmarks.training.report import between, goal_rows, variant_rows
+
 ROOT = Path(__file__).resolve().parents[3]
-SECTIONS = ["rates", "checks", "L16", "tax", "H14", "B16", "profile", "data", "timm"]
-SECTIONS += ["checkpoint", "start", "variants"]
 
 
 def start(script: str, *options: object) -> subprocess.Popen[str]:
@@ -39,37 +40,17 @@ def numbers(value: Any) -> Iterator[float]:
 
 
 @pytest.mark.slow
-def test_training_benchmarks_measure_everything(tmp_path: Path) -> None:
-    """Both at once: starting Python takes most of the time."""
+def test_engine_tax_measures_every_loop(tmp_path: Path) -> None:
     tax_file = tmp_path / "tax.json"
-    gpu = start("gpu_training.py", "--out", tmp_path / "out", "--work", tmp_path)
     tax = start("engine_tax.py", "--ranks", 1, "--work", tmp_path, "--json", tax_file)
-    gpu_text, tax_text = gpu.communicate()[0], tax.communicate()[0]
-    assert gpu.returncode == 0, gpu_text
-    assert tax.returncode == 0, tax_text
-
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    sections = results["sections"]
-    assert set(sections) == set(SECTIONS)
-    assert {name: found["status"] for name, found in sections.items()} == dict.fromkeys(
-        SECTIONS, "done"
-    )
-    assert all(math.isfinite(number) for number in numbers(results))
-    assert set(sections["tax"]["speed_over_bare"]) == {f"zero {stage}" for stage in range(4)}
-    assert set(sections["timm"]["speed_over_timm"]) == {"timm eager", "timm compiled"}
-    assert sections["data"]["real_over_synthetic"] > 0
-    assert sections["checkpoint"]["stall_over_torch_save"] >= 0
-    assert set(sections["checks"]["losses_apart"].values()) == {0.0}, "the same arithmetic"
-    assert "now" not in results and "L16" in gpu_text
-    assert (tmp_path / "out" / "profile.txt").read_text()
-
+    text = tax.communicate()[0]
+    assert tax.returncode == 0, text
     found = json.loads(tax_file.read_text())["1 ranks"]
     for clock in ("processor", "wall"):
         ratios = [each["median"] for each in found[clock]["over_bare"].values()]
         assert len(ratios) == 3 and all(0 < ratio < 1000 for ratio in ratios)
     assert found["real"]["over_synthetic"] > 0
-    left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"out", "tax.json"}, "left behind"
+    assert [path.name for path in tmp_path.iterdir()] == ["tax.json"], "left behind"
 
 
 @pytest.mark.slow
@@ -100,12 +81,45 @@ def test_engine_tax_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_section_leaves_the_others(tmp_path: Path) -> None:
-    options = ("--sections", "data,rates", "--out", tmp_path / "out", "--work", tmp_path)
+def test_sections_are_measured_and_killed_alone(tmp_path: Path) -> None:
+    options = ("--sections", "data,tax", "--out", tmp_path / "out", "--work", tmp_path)
     process = start("gpu_training.py", *options, "--kill-section", "data")
     text = process.communicate()[0]
     assert process.returncode == 1, text
-    sections = json.loads((tmp_path / "out" / "results.json").read_text())["sections"]
-    assert sections["data"]["status"] == "failed" and "-9" in sections["data"]["error"]
-    assert sections["rates"]["status"] == "done"
+    results = json.loads((tmp_path / "out" / "results.json").read_text())["sections"]
+    assert results["data"]["status"] == "failed" and "-9" in results["data"]["error"]
+    tax = results["tax"]
+    assert tax["status"] == "done" and "wrong" not in tax, tax
+    assert set(tax["speed_over_bare"]) == {f"zero {stage}" for stage in range(4)}
+    assert set(tax["loss_gaps"].values()) == {0.0}, "the same arithmetic"
+    assert all(math.isfinite(number) for number in numbers(tax))
+    assert "ZeRO 1 / bare compiled loop" in text
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "left behind"
+
+
+def test_calls_of_the_gpu_benchmark_fit_into_their_limit() -> None:
+    for number, sections in CALLS.items():
+        assert sum(section.seconds for section in sections) <= MAX_CALL_S - GRACE_S, number
+    assert {goal.section for goal in GOALS} <= set(SECTIONS)
+
+
+def test_the_report_compares_with_goals_and_predictions() -> None:
+    speed = {"median": 1.04, "low": 1.03, "high": 1.05}
+    variant = VARIANTS[0]
+    name, other = (f"{each.model} {each.what}" for each in VARIANTS[:2])
+    sections = {
+        "L16": {"of_matmul": 0.71, "memory": {"peak_over_estimate": 1.2}},
+        "H14": {"of_matmul": 0.6, "memory": None},
+        "variants": {
+            "rows": {name: {"speed_over_base": speed}},
+            "left_out": {other: "no such setting yet: model.patches"},
+        },
+    }
+    rows = {row[:38].strip(): row[38:].split() for row in goal_rows(sections)[1:]}
+    assert rows["L/16 / bf16 matrix rate"] == [">=", "0.7", "0.56-0.64", "0.710", "reached"]
+    assert rows["H/14 / bf16 matrix rate"][-2:] == ["0.600", "missed"]
+    assert rows["peak memory of L/16 / --dry-run"][-2:] == ["1.200", "missed"]
+    assert rows["peak memory of H/14 / --dry-run"][-1] == "-"
+    measured, left_out = variant_rows(sections["variants"])[1:]
+    assert measured.split()[-5:] == [between(variant.predicted), "1.040", "1.030", "to", "1.050"]
+    assert left_out.endswith("no such setting yet: model.patches")

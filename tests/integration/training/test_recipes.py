@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.training.recipes import CONFIGS, recipes, shrunk
 from finetune.run import FinetuneRun
 from launch.planning.dry_run import plan_rows
 from pretrain.run import PretrainRun
@@ -22,12 +23,7 @@ from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.ranks.fault_runs import wait_all
 from tests.support.ranks.run_states import journal_rows
 from tests.support.ranks.warm_ranks import ROOT, WarmStarter
-from vitscale.config.loader import load_run_file
-from vitscale.models.resnet.units import feature_stride
 
-RUN_TYPES = {"pretrain": PretrainRun, "finetune": FinetuneRun}
-CONFIGS = ROOT / "configs"
-NOT_TRAINING = ("chains", "data", "eval", "studies")
 # The card's command names the run folder of another recipe.
 INIT = re.compile(r"\binit=runs/(\S+)")
 AT_ONCE = 2
@@ -45,37 +41,6 @@ SHORT = [
     *("engine.device=auto", "engine.num_threads=1"),
     *("engine.max_micro_batch=4", "tracking.uri=null", "tracking.log_every_steps=1"),
 ]
-
-
-@cache
-def recipes() -> dict[str, PretrainRun | FinetuneRun]:
-    paths = {path.relative_to(CONFIGS): path for path in sorted(CONFIGS.rglob("*.yaml"))}
-    return {
-        str(name.with_suffix("")): load_run_file(RUN_TYPES, path)
-        for name, path in paths.items()
-        if name.parts[0] not in NOT_TRAINING
-    }
-
-
-def shrunk(run: PretrainRun | FinetuneRun) -> list[str]:
-    """Overrides that make the model tiny, at twice or thrice its stride a side."""
-    model = run.model
-    arch = model.architecture(num_classes=10)
-    side = 2 if run.stage == "pretrain" else 3
-    if model.name == "bit_resnet":
-        return [
-            "model.stage_depths=[1,1,1,1]",
-            "model.root_width=32",
-            f"model.image_size={32 * side}",
-        ]
-    stride = arch.patch_size
-    sizes = ["model.width=32", "model.depth=2", "model.num_heads=2", "model.mlp_width=32"]
-    if model.name == "hybrid":
-        depths = [1] * len(arch.stage_depths)
-        stride *= feature_stride(tuple(depths))
-        sizes += [f"model.stage_depths={depths}", "model.root_width=32"]
-    # A remainder stays one: pixels that fill no patch.
-    return [*sizes, f"model.image_size={side * stride + arch.image_size % stride}"]
 
 
 @cache

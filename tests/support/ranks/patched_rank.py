@@ -27,7 +27,7 @@ import torch
 
 # Calls of a training, in the module that looks the name up.
 PLACES = {
-    "start": ("vitscale.training.segment", "_build_engine"),
+    "start": ("vitscale.training.segment", "build_engine"),
     "restore": ("vitscale.training.session", "restore"),
     "batch": ("vitscale.training.loop", "TrainingSession._next_batch"),
     "change": ("vitscale.training.loop", "TrainingSession._change_image_size"),
@@ -132,7 +132,7 @@ def _raise_oserror(call: Call, args: tuple[Any, ...]) -> Any:
 
 
 def _assert_no_engine(call: Call, args: tuple[Any, ...]) -> Any:
-    """Before `_build_engine`: nothing of an earlier engine is left, only the new model."""
+    """Before `build_engine`: nothing of an earlier engine is left, only the new model."""
     from deepspeed import DeepSpeedEngine
     from deepspeed.runtime.base_optimizer import ZeROOptimizer
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from torch.backends import cuda
+from torch.compiler import config
 
 from vitscale.engine.attention import BACKENDS, use_attention
 
@@ -37,3 +38,12 @@ def test_auto_allows_what_torch_allows_itself(as_at_the_start: list[str]) -> Non
     use_attention("math")
     use_attention("auto")
     assert allowed() == as_at_the_start == list(BACKENDS)
+
+
+def test_each_back_end_has_compiled_code_of_its_own() -> None:
+    """torch's cache on disk would give a back end the code that another one compiled."""
+    tags = []
+    for name in ("auto", *BACKENDS):
+        use_attention(name)
+        tags.append(config.cache_key_tag)
+    assert len(set(tags)) == len(tags)

@@ -1,0 +1,69 @@
+"""The training recipes of configs/, and how each is shrunk to run anywhere. Needs no torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from finetune.run import FinetuneRun
+from pretrain.run import PretrainRun
+from vitscale.config.loader import load_run_file
+from vitscale.models.resnet.units import feature_stride
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+RUN_TYPES = {"pretrain": PretrainRun, "finetune": FinetuneRun}
+NOT_TRAINING = ("chains", "data", "eval", "studies")
+
+
+@cache
+def recipes() -> dict[str, PretrainRun | FinetuneRun]:
+    """Every run of configs/ that trains, by its path without the suffix."""
+    paths = {path.relative_to(CONFIGS): path for path in sorted(CONFIGS.rglob("*.yaml"))}
+    return {
+        str(name.with_suffix("")): load_run_file(RUN_TYPES, path)
+        for name, path in paths.items()
+        if name.parts[0] not in NOT_TRAINING
+    }
+
+
+def one_of_each() -> list[str]:
+    """The first recipe of each combination of options that change what a step computes."""
+    first: dict[tuple[object, ...], str] = {}
+    for name, run in recipes().items():
+        first.setdefault(_options(run), name)
+    return list(first.values())
+
+
+def _options(run: PretrainRun | FinetuneRun) -> tuple[object, ...]:
+    model, optim = run.model, run.optim
+    named = ("name", "positions", "pool", "mlp", "gelu", "distillation_token", "pool_norm")
+    rates = ("layer_scale", "dropout", "drop_path", "patch_dropout", "num_registers")
+    mixing = run.data.mixing
+    return (
+        *(run.stage, run.objective.name, getattr(run.objective, "loss", None)),
+        *(optim.name, optim.momentum_dtype, optim.ema is not None),
+        None if mixing is None else (mixing.mode, mixing.cutmix_alpha is not None),
+        *(getattr(model, each, None) for each in (*named, "representation_layer")),
+        *(bool(getattr(model, each, None)) for each in rates),
+    )
+
+
+def shrunk(run: PretrainRun | FinetuneRun) -> list[str]:
+    """Overrides that make the model tiny, at twice or thrice its stride a side."""
+    model = run.model
+    arch = model.architecture(num_classes=10)
+    side = 2 if run.stage == "pretrain" else 3
+    if model.name == "bit_resnet":
+        return [
+            "model.stage_depths=[1,1,1,1]",
+            "model.root_width=32",
+            f"model.image_size={32 * side}",
+        ]
+    stride = arch.patch_size
+    sizes = ["model.width=32", "model.depth=2", "model.num_heads=2", "model.mlp_width=32"]
+    if model.name == "hybrid":
+        depths = [1] * len(arch.stage_depths)
+        stride *= feature_stride(tuple(depths))
+        sizes += [f"model.stage_depths={depths}", "model.root_width=32"]
+    # A remainder stays one: pixels that fill no patch.
+    return [*sizes, f"model.image_size={side * stride + arch.image_size % stride}"]
