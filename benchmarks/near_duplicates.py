@@ -32,6 +32,7 @@ try:
     import numpy as np
     from PIL import Image, ImageDraw, ImageEnhance, ImageOps
 
+    from benchmarks.corpora.lookalikes import icon, inspection_picture
     from data_prep.duplicates.descriptors import (
         DESCRIPTOR,
         NUM_FREQUENCIES,
@@ -44,6 +45,7 @@ try:
     )
     from data_prep.duplicates.evaluation_sets import EvaluationIndex
     from data_prep.duplicates.search import find_duplicates
+    from data_prep.duplicates.second_look import look_at, nearly_equal
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e '.[demo,dev]'", file=sys.stderr)
@@ -73,6 +75,7 @@ def main() -> None:
         print(f"\n{'matched by mistake':34}{'pairs':>10}{'found':>10}")
         report_false_positives("images above", originals)
         report_digits()
+        report_lookalikes()
         report_speed(images)
 
 
@@ -163,38 +166,49 @@ NOT_PROMISED: dict[str, Manipulation] = {
 MANIPULATIONS = PROMISED | NOT_PROMISED
 
 
-def described_copies(job: tuple[int, bytes]) -> np.ndarray:
-    """Descriptors of an image and of its copies."""
+def compared_copies(job: tuple[int, bytes]) -> tuple[np.void, np.ndarray, np.ndarray]:
+    """(descriptor of an image, which copies it matches, which of these the second look keeps)."""
     number, content = job
     rng = random.Random(number)
     with Image.open(io.BytesIO(content)) as opened:
         image = opened.convert("RGB")
     copies = [manipulate(image, rng) for manipulate in MANIPULATIONS.values()]
-    return image_descriptors([content, *copies])
+    rows = image_descriptors([content, *copies])
+    likely = are_duplicates(np.repeat(rows[:1], len(copies)), rows[1:])
+    original = look_at(content)
+    pairs = zip(likely, copies, strict=True)
+    return rows[0], likely, np.array([ok and nearly_equal(original, look_at(c)) for ok, c in pairs])
 
 
 def report_catch_rates(images: list[bytes]) -> np.ndarray:
     with multiprocessing.Pool(len(os.sched_getaffinity(0))) as pool:
-        rows = np.stack(pool.map(described_copies, enumerate(images), chunksize=8))
-    comparable = has_contrast(rows[:, 0])
+        jobs = pool.map(compared_copies, enumerate(images), chunksize=8)
+    originals, likely, caught = (np.stack(column) for column in zip(*jobs, strict=True))
+    comparable = has_contrast(originals)
     print(
         f"{len(images)} images, {(~comparable).sum()} of them with too little contrast to compare"
     )
-    print(f"\n{'copies caught':34}{'half 1':>10}{'half 2':>10}")
+    print(f"\n{'copies caught':34}{'half 1':>10}{'half 2':>10}{'likely':>10}")
     # In fours, since generated pictures are of four kinds in turn.
     first = np.arange(len(images)) // 4 % 2 == 0
-    for column, name in enumerate(MANIPULATIONS, 1):
-        caught = are_duplicates(rows[:, 0], rows[:, column])
-        rates = [caught[comparable & half].mean() for half in (first, ~first)]
+    for column, name in enumerate(MANIPULATIONS):
+        rates = [caught[comparable & half, column].mean() for half in (first, ~first)]
+        found = likely[comparable, column].mean()
         note = "" if name in PROMISED else "   not promised"
-        print(f"{name:34}{rates[0]:>10.2%}{rates[1]:>10.2%}{note}")
-    return rows[:, 0]
+        print(f"{name:34}{rates[0]:>10.2%}{rates[1]:>10.2%}{found:>10.2%}{note}")
+    return originals
 
 
 def false_pairs(descriptors: np.ndarray) -> tuple[int, int, int]:
     """(pairs of different images, those that match, images in these)."""
+    pairs = matching_pairs(descriptors)
+    num = len(descriptors)
+    return num * (num - 1) // 2, len(pairs), len({b for _, b in pairs})
+
+
+def matching_pairs(descriptors: np.ndarray) -> list[tuple[int, int]]:
     first, second = np.triu_indices(len(descriptors), 1)
-    num_found, involved = 0, set()
+    pairs: list[tuple[int, int]] = []
     for start in range(0, len(first), PAIRS_AT_ONCE):
         a = descriptors[first[start : start + PAIRS_AT_ONCE]]
         b = descriptors[second[start : start + PAIRS_AT_ONCE]]
@@ -204,9 +218,8 @@ def false_pairs(descriptors: np.ndarray) -> tuple[int, int, int]:
             | hashes_near(a["phash"], b["mirrored"])
         )
         found = start + likely[are_duplicates(a[likely], b[likely])]
-        num_found += len(found)
-        involved |= set(second[found].tolist())
-    return len(first), num_found, len(involved)
+        pairs += zip(first[found].tolist(), second[found].tolist(), strict=True)
+    return pairs
 
 
 def report_false_positives(name: str, descriptors: np.ndarray) -> None:
@@ -228,6 +241,24 @@ def report_digits() -> None:
         for picture in pictures
     ]
     report_false_positives("handwritten digits", image_descriptors(contents))
+
+
+def report_lookalikes() -> None:
+    """What is taken of corpora that look alike at 32 x 32 pixels, and after the second look."""
+    print(f"\n{'images taken':34}{'likely':>10}{'dropped':>10}{'of these, labels differ':>26}")
+    for name, draw in (("grey inspection pictures", inspection_picture), ("icons", icon)):
+        drawn = [draw(seed) for seed in range(NUM_GENERATED)]
+        contents = [encoded(image, "PNG") for image, _ in drawn]
+        labels = [label for _, label in drawn]
+        looks, likely = [look_at(content) for content in contents], set()
+        dropped, differ = set(), set()
+        for a, b in matching_pairs(image_descriptors(contents)):
+            likely.add(b)
+            if b not in dropped and nearly_equal(looks[a], looks[b]):
+                dropped.add(b)
+                differ |= {b} if labels[a] != labels[b] else set()
+        shares = (f"{len(found) / NUM_GENERATED:>10.1%}" for found in (likely, dropped))
+        print(f"{name:34}{''.join(shares)}{len(differ):>26}")
 
 
 def report_speed(images: list[bytes]) -> None:

@@ -73,6 +73,17 @@ def image_descriptors(contents: Sequence[bytes]) -> np.ndarray:
 
 def grey_picture(content: bytes, *, max_pixels: int | None = None) -> np.ndarray | None:
     """SIDE_PX x SIDE_PX grey values, upright; None if the image cannot be decoded."""
+    found = read_picture(content, mode="L", side=SIDE_PX, max_pixels=max_pixels)
+    return None if found is None else found[0]
+
+
+def read_picture(
+    content: bytes, *, mode: str, side: int, max_pixels: int | None
+) -> tuple[np.ndarray, int] | None:
+    """(upright pixels of `mode`, uint8 [side, side, ...], short side of the image in pixels).
+
+    Transparent pixels are white. None if the image cannot be decoded or is too large.
+    """
     # Callers check the size; this disables Pillow's own limit.
     Image.MAX_IMAGE_PIXELS = None
     try:
@@ -81,11 +92,13 @@ def grey_picture(content: bytes, *, max_pixels: int | None = None) -> np.ndarray
                 return None
             # JPEG decoders downscale by 2, 4 or 8 at almost no cost. The last block may be partly
             # filled, hence the box, which is the true extent of the picture.
-            drafted = image.draft("L", (2 * SIDE_PX, 2 * SIDE_PX))
+            short_side = min(image.size)
+            # The decoder cannot turn grey into YCbCr.
+            draft_mode = mode if image.mode == "RGB" else "L"
+            drafted = image.draft(draft_mode, (2 * side, 2 * side))
             orientation = image.getexif().get(TAG, UPRIGHT)
-            grey = _grey(image)
-            small = grey.resize(
-                (SIDE_PX, SIDE_PX),
+            small = _converted(image, mode).resize(
+                (side, side),
                 Image.Resampling.BILINEAR,
                 box=drafted[1] if drafted else None,
                 reducing_gap=3.0,
@@ -95,22 +108,24 @@ def grey_picture(content: bytes, *, max_pixels: int | None = None) -> np.ndarray
     except Exception:
         # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on broken content.
         return None
-    return np.asarray(upright(small, orientation))
+    return np.asarray(upright(small, orientation)), short_side
 
 
-def _grey(image: Image.Image) -> Image.Image:
-    """8-bit grey values; transparent pixels become white."""
-    if image.mode == "L":
+def _converted(image: Image.Image, mode: str) -> Image.Image:
+    """8 bits, in `mode`; transparent pixels become white."""
+    if image.mode == mode:
         return image
     if image.mode in DEEP_GREY:
         values = np.asarray(image, dtype=np.float64) / DEEP_GREY[image.mode]
-        return Image.fromarray(np.nan_to_num(values).clip(0, 255).astype(np.uint8))
+        grey = Image.fromarray(np.nan_to_num(values).clip(0, 255).astype(np.uint8))
+        return grey if mode == "L" else grey.convert("RGB").convert(mode)
     if image.has_transparency_data:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
-        return Image.alpha_composite(white, image).convert("L")
-    # Palette entries must become colours first.
-    return (image.convert("RGB") if image.mode == "P" else image).convert("L")
+        image = Image.alpha_composite(white, image)
+    # Palette entries must become colours first, and only RGB converts to YCbCr.
+    is_direct = mode == "L" and image.mode != "P"
+    return (image if is_direct else image.convert("RGB")).convert(mode)
 
 
 def picture_descriptors(pictures: np.ndarray) -> np.ndarray:

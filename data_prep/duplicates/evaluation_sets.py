@@ -8,12 +8,12 @@ Leaves out: when two images match (`descriptors`), and what happens to matches.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path, PurePath
-from typing import NoReturn
+from typing import Any, NoReturn
 from zipfile import BadZipFile
 
 import numpy as np
@@ -33,6 +33,7 @@ from data_prep.duplicates.descriptors import (
     picture_descriptors,
     pictures_correlate,
 )
+from data_prep.duplicates.second_look import Look, look_at
 from data_prep.shards.index import folder_of_tars
 from data_prep.sources.outages import Interrupted, printable, raise_if_outage, source_read_error
 from data_prep.sources.paths import hash_named_file, is_image_name
@@ -42,7 +43,7 @@ from vitscale.data.index import INDEX_NAME, MANIFEST_NAME, read_manifest
 from vitscale.distributed.atomic_files import atomic_file
 from vitscale.distributed.processes import num_cores
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 EVALUATION_FOLDERS = "folders with image files, or shards with index.parquet"
 MAX_FILE_BYTES = 1 << 29
 MAX_PIXELS = 100_000_000
@@ -54,7 +55,9 @@ NO_MATCH = -1
 
 
 @dataclass(frozen=True, slots=True)
-class _Image:
+class EvaluationImage:
+    """Where one evaluation image is."""
+
     name: str
     file: Path
     offset: int = 0
@@ -96,22 +99,34 @@ def build_evaluation_index(paths: Sequence[str], *, output: Path) -> None:
             version=np.array(FORMAT_VERSION),
             descriptors=descriptors.view(np.uint8).reshape(len(images), DESCRIPTOR.itemsize),
             readable=readable,
-            names=np.frombuffer(b"".join(names), dtype=np.uint8),
-            name_ends=np.cumsum([len(name) for name in names], dtype=np.int64),
+            **_stored_texts("names", names),
+            **_stored_texts("files", [os.fsencode(image.file) for image in images]),
+            offsets=np.array([image.offset for image in images], dtype=np.int64),
+            lengths=np.array([image.num_bytes for image in images], dtype=np.int64),
         )
 
 
-def _images_of(path: Path) -> list[_Image]:
+def _stored_texts(name: str, texts: Sequence[bytes]) -> dict[str, Any]:
+    ends = np.cumsum([len(text) for text in texts], dtype=np.int64)
+    return {name: np.frombuffer(b"".join(texts), dtype=np.uint8), f"{name}_ends": ends}
+
+
+def _loaded_texts(stored: Mapping[str, np.ndarray], name: str) -> list[bytes]:
+    text, ends = stored[name].tobytes(), stored[f"{name}_ends"].tolist()
+    return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+
+def _images_of(path: Path) -> list[EvaluationImage]:
     if os.path.isfile(path / INDEX_NAME):
         images = list(_shard_images(path))
         if not images:
             where = f"selection.evaluation_sets: {path}"
             raise UserError("contains no images", where=where, allowed=EVALUATION_FOLDERS)
         return images
-    return [_Image(printable(str(file)), file) for file in image_files(path)]
+    return [EvaluationImage(printable(str(file)), file) for file in image_files(path)]
 
 
-def _shard_images(path: Path) -> Iterator[_Image]:
+def _shard_images(path: Path) -> Iterator[EvaluationImage]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -126,7 +141,7 @@ def _shard_images(path: Path) -> Iterator[_Image]:
                     shard = PurePath(row["shard"])
                     if not shard.name or shard.is_absolute() or ".." in shard.parts:
                         raise UserError(f"names {row['shard']!r} as a shard", where=where)
-                    yield _Image(
+                    yield EvaluationImage(
                         f"{printable(str(path))}/{row['shard']}/{row['key']}",
                         root / shard,
                         row["offset"],
@@ -138,7 +153,7 @@ def _shard_images(path: Path) -> Iterator[_Image]:
         raise UserError(f"cannot be read ({error})", where=where) from None
 
 
-def _image_bytes(image: _Image) -> bytes:
+def _image_bytes(image: EvaluationImage) -> bytes:
     """The bytes of an image; empty if they are lost. Raises Interrupted for an outage."""
     try:
         with open(image.file, "rb") as file:
@@ -156,7 +171,7 @@ def _image_bytes(image: _Image) -> bytes:
 
 
 def _check_readable(
-    paths: Sequence[str], sets: Sequence[Sequence[_Image]], readable: np.ndarray
+    paths: Sequence[str], sets: Sequence[Sequence[EvaluationImage]], readable: np.ndarray
 ) -> None:
     """Raise UserError for a set with mostly undecodable images."""
     ends = np.cumsum([len(images) for images in sets])
@@ -228,6 +243,8 @@ class EvaluationIndex:
     """The file of each image, or SHARD_FOLDER/SHARD/KEY."""
     unreadable: tuple[str, ...] = ()
     """Images that cannot be decoded and match nothing."""
+    images: tuple[EvaluationImage, ...] = ()
+    """Where the bytes of each image are."""
 
     @classmethod
     def load(cls, path: Path) -> EvaluationIndex:
@@ -235,12 +252,13 @@ class EvaluationIndex:
             with np.load(path, allow_pickle=False) as stored:
                 if int(stored["version"]) != FORMAT_VERSION:
                     raise ValueError(f"version {stored['version']}")
-                raw, ends = stored["descriptors"], stored["name_ends"]
-                text, readable = stored["names"].tobytes(), stored["readable"]
-            if raw.dtype != np.uint8 or raw.shape != (len(ends), DESCRIPTOR.itemsize):
+                raw, readable = stored["descriptors"], stored["readable"]
+                names = tuple(name.decode() for name in _loaded_texts(stored, "names"))
+                files = [Path(os.fsdecode(file)) for file in _loaded_texts(stored, "files")]
+                places = stored["offsets"].tolist(), stored["lengths"].tolist()
+            if raw.dtype != np.uint8 or raw.shape != (len(names), DESCRIPTOR.itemsize):
                 raise ValueError(f"descriptors of shape {raw.shape}")
-            starts = [0, *ends.tolist()]
-            names = tuple(text[a:b].decode() for a, b in zip(starts, starts[1:], strict=False))
+            images = tuple(map(EvaluationImage, names, files, *places))
             unreadable = tuple(n for n, good in zip(names, readable, strict=True) if not good)
         except (OSError, KeyError, ValueError, EOFError, BadZipFile) as error:
             raise UserError(
@@ -248,7 +266,7 @@ class EvaluationIndex:
                 where=str(path),
                 next_step="remove it and run the command again",
             ) from None
-        return cls(raw.reshape(-1).view(DESCRIPTOR), names, unreadable)
+        return cls(raw.reshape(-1).view(DESCRIPTOR), names, unreadable, images)
 
     @cached_property
     def _tables(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -264,11 +282,21 @@ class EvaluationIndex:
         """int64 per descriptor: the first matching evaluation image, or NO_MATCH."""
         found = np.full(len(descriptors), len(self.names), dtype=np.int64)
         for start in range(0, len(descriptors), QUERY_ROWS):
-            self._match_some(descriptors[start : start + QUERY_ROWS], found[start:])
+            for query, owner in self._pairs(descriptors[start : start + QUERY_ROWS]):
+                np.minimum.at(found[start:], query, owner)
         return np.where(found < len(self.names), found, NO_MATCH)
 
-    def _match_some(self, descriptors: np.ndarray, found: np.ndarray) -> None:
-        """Lower `found` to the position of the first match."""
+    def candidates(self, descriptor: np.void, *, num: int) -> list[int]:
+        """The first `num` evaluation images that match one descriptor."""
+        owners = {int(o) for _, owner in self._pairs(descriptor.reshape(1)) for o in owner}
+        return sorted(owners)[:num]
+
+    def look(self, position: int) -> Look | None:
+        """The picture of an evaluation image; None if it is lost."""
+        return look_at(_image_bytes(self.images[position]), max_pixels=MAX_PIXELS)
+
+    def _pairs(self, descriptors: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Every (position in descriptors, position of an evaluation image) that matches."""
         rows = np.flatnonzero(has_contrast(descriptors))
         queries = keys_of(descriptors[rows])
         for ours, theirs in ((0, 0), (1, 0), (0, 1)):
@@ -286,4 +314,4 @@ class EvaluationIndex:
                     self.descriptors[owner],
                     mirrored=np.full(len(query), ours != theirs),
                 )
-                np.minimum.at(found, query[same], owner[same])
+                yield query[same], owner[same]

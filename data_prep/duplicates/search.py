@@ -50,14 +50,21 @@ DROPPED = np.dtype([("rank", "<u8"), ("kept_rank", "<u8"), ("kind", "u1")])
 SPREAD = np.uint64(0x9E3779B97F4A7C15)
 
 
-def find_duplicates(survey: Sequence[Path], *, similar: bool, scratch: Path, output: Path) -> int:
+def find_duplicates(
+    survey: Sequence[Path],
+    *,
+    similar: bool,
+    scratch: Path,
+    output: Path,
+    max_kept: int = 1,
+) -> int:
     """Write the dropped rows, sorted by rank, to an Arrow IPC file; returns their number.
 
     survey: Arrow IPC files with rank uint64, content_hash binary(32) and, if `similar`, descriptor
     binary; rows with a null are ignored. Equal bytes have equal descriptors. A row is dropped if it
     matches one of lower rank.
     `kept_rank` is the lowest rank with the same bytes, else with the same descriptor, else among
-    the similar ones.
+    the similar ones; of these, up to `max_kept` have a row each, lowest first.
     """
     folder = scratch / "duplicates"
     shutil.rmtree(folder, ignore_errors=True)
@@ -79,12 +86,12 @@ def find_duplicates(survey: Sequence[Path], *, similar: bool, scratch: Path, out
             pictures = _Pictures(folder, max_rows=rows.num_rows)
             for batch in _drop_equal(rows, dropped, SIMILAR):
                 pictures.add(batch)
-            for pairs in pictures.matches():
+            for pairs in pictures.matches(max_kept):
                 dropped.add(_dropped_rows(pairs["rank"], pairs["kept_rank"], SIMILAR))
         else:
             for _ in kept_rows:
                 pass
-        return _write(dropped, folder, output)
+        return _write(dropped, folder, output, max_kept)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -198,8 +205,8 @@ class _Pictures:
                 spread = (keyed["key"] * SPREAD) >> np.uint64(32)
                 parts.add(keyed, (spread % np.uint64(self._num_parts)).astype(np.int64))
 
-    def matches(self) -> Iterator[np.ndarray]:
-        """Pairs of the same picture, among them the lowest kept_rank of each rank."""
+    def matches(self, max_kept: int) -> Iterator[np.ndarray]:
+        """Pairs of the same picture, among them the `max_kept` lowest kept_ranks of each rank."""
         if self._descriptors.num_rows == 0:
             return
         direct, mirrored = self._keys
@@ -210,7 +217,9 @@ class _Pictures:
                     for parts in self._keys:
                         for probes in parts.chunks(number, max_bytes=PART_BYTES):
                             for pairs in _candidate_pairs(table, probes):
-                                yield from _matching_pairs(pairs, file.fileno(), parts is mirrored)
+                                yield from _matching_pairs(
+                                    pairs, file.fileno(), parts is mirrored, max_kept
+                                )
                 direct.remove(number)
                 mirrored.remove(number)
 
@@ -233,13 +242,15 @@ def _candidate_pairs(table: np.ndarray, probes: np.ndarray) -> Iterator[np.ndarr
         yield pairs[new]
 
 
-def _matching_pairs(pairs: np.ndarray, file: int, mirrored: bool) -> Iterator[np.ndarray]:
-    """The pairs (sorted) that correlate; at least the lowest kept_rank of each rank.
+def _matching_pairs(
+    pairs: np.ndarray, file: int, mirrored: bool, max_kept: int
+) -> Iterator[np.ndarray]:
+    """The pairs (sorted) that correlate; at least the `max_kept` lowest kept_ranks of each rank.
 
     The lowest candidates are compared first, the others only if these do not match: in a large
     family of copies, the first comparison settles nearly every image.
     """
-    width = 1
+    width = max_kept
     while len(pairs):
         starts = np.flatnonzero(np.r_[True, pairs["rank"][1:] != pairs["rank"][:-1]])
         position = np.arange(len(pairs)) - np.repeat(starts, np.diff(np.r_[starts, len(pairs)]))
@@ -255,7 +266,8 @@ def _matching_pairs(pairs: np.ndarray, file: int, mirrored: bool) -> Iterator[np
             ]
         )
         yield tried[same]
-        settled = np.isin(pairs["rank"], tried["rank"][same])
+        ranks, matched = np.unique(tried["rank"][same], return_counts=True)
+        settled = np.isin(pairs["rank"], ranks[matched >= max_kept])
         pairs = pairs[~settled & (position >= width)]
         width *= 4
 
@@ -268,7 +280,7 @@ def _read(file: int, pictures: np.ndarray) -> np.ndarray:
     )
 
 
-def _write(dropped: Parts, folder: Path, output: Path) -> int:
+def _write(dropped: Parts, folder: Path, output: Path, max_kept: int) -> int:
     import pyarrow as pa
 
     schema = pa.schema([("rank", pa.uint64()), ("kept_rank", pa.uint64()), ("kind", pa.string())])
@@ -279,15 +291,25 @@ def _write(dropped: Parts, folder: Path, output: Path) -> int:
             dropped, folder / "ordered", by=("rank", "kept_rank"), part_bytes=PART_BYTES
         )
         for piece in ordered:
-            new = np.r_[True, piece["rank"][1:] != piece["rank"][:-1]]
-            pending = np.concatenate([pending, piece[new]])
-            num_rows += int(new.sum())
+            piece = _lowest_kept(piece, max_kept)
+            pending = np.concatenate([pending, piece])
+            num_rows += len(piece)
             # Batches of equal size: the file's bytes do not depend on the parts of the sort.
             full = len(pending) - len(pending) % BATCH_ROWS
             _write_batches(writer, pending[:full], schema)
             pending = pending[full:]
         _write_batches(writer, pending, schema)
     return num_rows
+
+
+def _lowest_kept(rows: np.ndarray, max_kept: int) -> np.ndarray:
+    """The first `max_kept` different kept_ranks of each rank; rows are sorted by both."""
+    is_new = np.r_[True, rows["rank"][1:] != rows["rank"][:-1]]
+    different = is_new | np.r_[True, rows["kept_rank"][1:] != rows["kept_rank"][:-1]]
+    rows, is_new = rows[different], is_new[different]
+    starts = np.flatnonzero(is_new)
+    place = np.arange(len(rows)) - np.repeat(starts, np.diff(np.r_[starts, len(rows)]))
+    return rows[place < max_kept]
 
 
 def _write_batches(writer: Any, rows: np.ndarray, schema: Any) -> None:

@@ -21,9 +21,8 @@ import pyarrow as pa
 from blake3 import blake3
 
 from data_prep.pipeline.listing import bucket_path, check_unchanged, listing_fingerprint, num_inputs
-from data_prep.pipeline.planning import SplitPlan, read_plan
+from data_prep.pipeline.planning import SplitPlan, assignments_path, read_plan
 from data_prep.pipeline.row_tables import read_table
-from data_prep.pipeline.selection import assignments_path
 from data_prep.pipeline.shard_writing import outcome_path, shard_path
 from data_prep.pipeline.work_units import remove_folder
 from data_prep.pipeline.workspace import (
@@ -70,7 +69,10 @@ def write_side_file(p: Preparation, unit: str) -> None:
         with _side_files(p) as folder, LedgerWriter(folder) as ledger:
             source = _write_ledger_rows(p, ledger, plans)
         _check_corpus(p, ledger)
-        p.put_result(unit, {"source": source, "inputs": ledger.as_json()})
+        inputs = ledger.as_json()
+        if p.run.selection.compares_pictures:
+            inputs["likely_copies"] = p.result("likely_copies")
+        p.put_result(unit, {"source": source, "inputs": inputs})
         return
     names = {split: _final_names(p, split, plan) for split, plan in plans.items()}
     tables = (

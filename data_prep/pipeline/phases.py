@@ -84,8 +84,20 @@ PHASES = (
         do=selection.find_duplicate_images,
         needed=lambda run: run.selection.duplicates != "keep",
     ),
+    Phase(
+        title="compare likely copies",
+        units=selection.verdict_units,
+        do=selection.compare_likely_copies,
+        needed=lambda run: run.selection.duplicates == "drop_similar",
+    ),
+    Phase(
+        title="count likely copies",
+        units=_one("copies"),
+        do=selection.check_likely_copies,
+        needed=lambda run: run.selection.compares_pictures,
+    ),
     Phase(title="select classes", units=_one("selection"), do=selection.select_classes),
-    Phase(title="assign splits", units=_per_bucket("assignment"), do=selection.assign_splits),
+    Phase(title="assign splits", units=_per_bucket("assignment"), do=planning.assign_splits),
     Phase(title="plan shards", units=_one("plan"), do=planning.make_plan),
     Phase(
         title="write shards",

@@ -1,6 +1,7 @@
 """Plan which images go into which shard.
 
-Owns: the division of each split into shards of equal numbers of samples, and the space needed.
+Owns: the split and label of every row, the division of each split into shards of equal numbers of
+samples, and the space needed.
 Leaves out: writing them (`shard_writing`).
 
 The stored order of a split is the order of its rows over all buckets. A shard is an interval of it,
@@ -14,26 +15,79 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
+from data_prep.images.check import MIB
 from data_prep.pipeline.image_reading import validate_input
 from data_prep.pipeline.listing import bucket_path
 from data_prep.pipeline.rejections import rejected_so_far
-from data_prep.pipeline.row_tables import read_table
-from data_prep.pipeline.selection import assignments_path
+from data_prep.pipeline.row_tables import read_table, write_table
+from data_prep.pipeline.selection import TRAIN, surveyed
 from data_prep.pipeline.workspace import Preparation, row_locations
 from data_prep.shards.ledger import describe_rejected
 from data_prep.shards.tar_writer import SAMPLE_OVERHEAD
 from data_prep.sources.outages import Interrupted
+from data_prep.sources.protocol import NO_CLASS
 from vitscale.config.errors import UserError
+from vitscale.data.index import NO_LABEL
 from vitscale.runs.data_prep import ShardSettings
 
 # Index, ledger and manifest, per sample; measured 60-120 bytes.
 SIDE_FILE_BYTES = 256
 # Images converted to estimate how much smaller re-encoding makes them.
 RATIO_IMAGES = 256
+
+
+def assignments_path(p: Preparation, number: int) -> Path:
+    return p.path("assignments", f"{number:06d}.arrow")
+
+
+def assign_splits(p: Preparation, unit: str) -> None:
+    """Assign reason, split and label to every row of one bucket, and sum them for the plan."""
+    number = int(unit.rpartition("-")[2])
+    rows, reasons, details = surveyed(p, number)
+    selection: dict[str, Any] = p.result("selection")
+    label_of = {name: label for label, name in reversed(list(enumerate(selection["classes"])))}
+    label_of = label_of or {NO_CLASS: NO_LABEL}
+    small, limits = set(selection["small"]), selection["thresholds"]
+    classes, splits = rows.column("class").to_pylist(), rows.column("split").to_pylist()
+    hashes = rows.column("holdout").to_pylist()
+    labels: list[int | None] = [None] * len(rows)
+    for i, name in enumerate(classes):
+        if reasons[i] is None and name in small:
+            reasons[i] = "small_class"
+        if reasons[i] is None:
+            labels[i] = label_of[name]
+            if splits[i] == TRAIN and name in limits and hashes[i] <= limits[name]:
+                splits[i] = p.run.source.holdout_split
+    table = pa.table(
+        {
+            "reason": pa.array(reasons, pa.string()),
+            "detail": pa.array(details, pa.string()),
+            "split": pa.array(splits, pa.string()),
+            "label": pa.array(labels, pa.int32()),
+        }
+    )
+    write_table(table, assignments_path(p, number), temporary=p.work.temporary("assignments"))
+    # Files that will be rejected unread need no space, however large they are.
+    max_bytes = p.run.images.max_file_mib * MIB
+    sizes = [size if size <= max_bytes else 0 for size in rows.column("num_bytes").to_pylist()]
+    p.put_result(unit, _sums(splits, reasons, sizes))
+
+
+def _sums(splits: list[str], reasons: list[str | None], sizes: list[int]) -> dict[str, list[int]]:
+    """Split -> [images to write, their bytes]."""
+    sums: dict[str, list[int]] = {}
+    for split, reason, num_bytes in zip(splits, reasons, sizes, strict=True):
+        if reason is None:
+            entry = sums.setdefault(split, [0, 0])
+            entry[0] += 1
+            entry[1] += num_bytes
+    return sums
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -65,14 +65,20 @@ def check_so_far(p: Preparation, unit: str, found: Rejections) -> None:
     if not found.num_faults:
         return
     listed = rejected_by_listing(p)
-    external = sum(listed.reasons[reason] for reason in EXTERNAL_REASONS)
-    num_images, limit = p.result("inputs")["num_inputs"] - external, p.run.images.max_bad_fraction
+    num_images, limit = num_meant_as_images(p), p.run.images.max_bad_fraction
     faults = listed.num_faults + sum(int(name.rpartition(".")[2]) for name in _stored(p))
     if faults > limit * num_images:
         so_far = rejected_so_far(p)
         check_bad_fraction(
             so_far.reasons, so_far.examples, num_images=num_images, max_bad_fraction=limit
         )
+
+
+def num_meant_as_images(p: Preparation) -> int:
+    """All inputs without hidden files and other names."""
+    listed = rejected_by_listing(p)
+    num: int = p.result("inputs")["num_inputs"]
+    return num - sum(listed.reasons[reason] for reason in EXTERNAL_REASONS)
 
 
 def rejected_by_listing(p: Preparation) -> Rejections:

@@ -195,3 +195,26 @@ def unique_keys(table: pa.Table) -> list[str]:
         hashed_key(key, path) if counts[name] > 1 else key
         for key, name, path in zip(keys, names, paths, strict=True)
     ]
+
+
+def smallest(parts: Sequence[Path], wanted: np.ndarray) -> np.ndarray:
+    """uint64 per class: the `wanted`-th smallest hash among its rows in the .npy files."""
+    prefix = np.zeros(len(wanted), np.uint64)
+    remaining = wanted.copy()
+    for shift in range(56, -8, -8):
+        counts = np.zeros((len(wanted), 256), np.int64)
+        for path in parts:
+            part = np.load(path, mmap_mode="r")
+            classes, hashes = part["class"], part["hash"]
+            if shift < 56:
+                above = np.uint64(shift + 8)
+                equal = (hashes >> above) == (prefix[classes] >> above)
+                classes, hashes = classes[equal], hashes[equal]
+            byte = ((hashes >> np.uint64(shift)) & np.uint64(255)).astype(np.int64)
+            counts += np.bincount(classes * 256 + byte, minlength=counts.size).reshape(counts.shape)
+        reached = np.cumsum(counts, axis=1)
+        byte = (reached < remaining[:, None]).sum(axis=1).clip(max=255)
+        before = np.where(byte > 0, reached[np.arange(len(byte)), byte - 1], 0)
+        remaining = remaining - before
+        prefix |= byte.astype(np.uint64) << np.uint64(shift)
+    return prefix

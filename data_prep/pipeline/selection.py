@@ -12,25 +12,35 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from data_prep.duplicates.descriptors import DESCRIPTOR, image_descriptor
-from data_prep.images.check import MIB
-from data_prep.pipeline.image_reading import thread_results, validate_input
+from data_prep.duplicates.likely_copies import (
+    LikelyCopies,
+    LikelyPair,
+    check_similar_fraction,
+    joined_verdicts,
+    num_parts,
+    part_of_candidates,
+    verdict_table,
+)
+from data_prep.duplicates.second_look import MAX_CANDIDATES, nearly_equal, verdicts
+from data_prep.pipeline.image_reading import look, thread_results, validate_input
 from data_prep.pipeline.listing import bucket_path, num_inputs, scan_units
-from data_prep.pipeline.rejections import Rejections, check_so_far, rejected_so_far
-from data_prep.pipeline.row_tables import read_table, write_table
+from data_prep.pipeline.rejections import (
+    Rejections,
+    check_so_far,
+    num_meant_as_images,
+    rejected_so_far,
+)
+from data_prep.pipeline.row_tables import read_table, smallest, write_table
 from data_prep.pipeline.workspace import InputLocation, Preparation, row_locations
 from data_prep.shards.ledger import describe_rejected
 from data_prep.sources.outages import printable
-from data_prep.sources.protocol import NO_CLASS
 from vitscale.config.errors import UserError
-from vitscale.data.index import NO_LABEL
 
 TRAIN = "train"
 # Of two equal images the one with the lower rank is kept: splits other than `train` come first.
@@ -79,9 +89,7 @@ def survey(p: Preparation, unit: str) -> None:
     """Validate and describe every image of one bucket."""
     number = int(unit.rpartition("-")[2])
     rows = read_table(bucket_path(p, number))
-    needs_descriptor = (
-        p.run.selection.duplicates == "drop_similar" or p.run.selection.evaluation_sets
-    )
+    needs_descriptor = p.run.selection.compares_pictures
     reasons: list[str | None] = rows.column("reason").to_pylist()
     hashes: list[bytes | None] = [None] * len(rows)
     descriptors: list[bytes | None] = [None] * len(rows)
@@ -100,7 +108,7 @@ def survey(p: Preparation, unit: str) -> None:
     for i, found in zip(listed, results, strict=True):
         reasons[i], hashes[i], descriptors[i] = found
         p.advance(1)
-    details = _overlaps(p, reasons, hashes, descriptors)
+    details, copies = _overlaps(p, rows, reasons, hashes, descriptors)
     rejected = Rejections()
     for i, location in zip(listed, locations, strict=True):
         if (reason := reasons[i]) is not None:
@@ -115,30 +123,40 @@ def survey(p: Preparation, unit: str) -> None:
         }
     )
     write_table(table, survey_path(p, number), temporary=p.work.temporary("survey"))
-    p.put_result(unit, {"num_rows": len(rows)})
+    p.put_result(unit, {"num_rows": len(rows), "likely_copies": copies.as_json()})
     check_so_far(p, unit, rejected)
 
 
 def _overlaps(
     p: Preparation,
+    rows: pa.Table,
     reasons: list[str | None],
     hashes: list[bytes | None],
     descriptors: list[bytes | None],
-) -> list[str | None]:
-    """Reject images similar to an evaluation image; returns the name of that image per row."""
+) -> tuple[list[str | None], LikelyCopies]:
+    """Reject copies of evaluation images; returns the name of that image per row, and counts."""
     details: list[str | None] = [None] * len(reasons)
+    copies = LikelyCopies()
     if not p.run.selection.evaluation_sets:
-        return details
+        return details, copies
     from data_prep.duplicates.evaluation_sets import EvaluationIndex
 
     index = EvaluationIndex.load(evaluation_index_path(p))
     described = [i for i, descriptor in enumerate(descriptors) if descriptor is not None]
-    raw = b"".join(descriptors[i] or b"" for i in described)
-    for i, match in zip(described, index.match(np.frombuffer(raw, DESCRIPTOR)), strict=True):
-        if match >= 0:
-            reasons[i], details[i] = "in_evaluation_set", index.names[match]
+    found = np.frombuffer(b"".join(descriptors[i] or b"" for i in described), DESCRIPTOR)
+    matched = np.flatnonzero(index.match(found) >= 0).tolist()
+    locations = row_locations(rows.take(np.array(described, np.int64)[matched]))
+    for number, location in zip(matched, locations, strict=True):
+        i, picture = described[number], look(p, location)
+        likely = index.candidates(found[number], num=MAX_CANDIDATES)
+        copy_of = next((o for o in likely if nearly_equal(picture, index.look(o))), None)
+        name = index.names[likely[0] if copy_of is None else copy_of]
+        pair = LikelyPair(printable(os.fsdecode(location.path)), "", name, "")
+        copies.add(pair, kind="in_evaluation_set" if copy_of is not None else "unlike")
+        if copy_of is not None:
+            reasons[i], details[i] = "in_evaluation_set", name
             hashes[i] = descriptors[i] = None
-    return details
+    return details, copies
 
 
 def duplicates_path(p: Preparation) -> Path:
@@ -150,13 +168,78 @@ def find_duplicate_images(p: Preparation, unit: str) -> None:
 
     scratch = p.work.temporary("duplicates")
     scratch.mkdir()
-    num = find_duplicates(
+    similar = p.run.selection.duplicates == "drop_similar"
+    find_duplicates(
         [survey_path(p, number) for number in range(p.result("buckets"))],
-        similar=p.run.selection.duplicates == "drop_similar",
+        similar=similar,
         scratch=scratch,
-        output=duplicates_path(p),
+        output=candidates_path(p) if similar else duplicates_path(p),
+        max_kept=MAX_CANDIDATES,
     )
-    p.put_result(unit, num)
+    p.put_result(unit, num_parts(read_table(candidates_path(p))) if similar else 0)
+
+
+def candidates_path(p: Preparation) -> Path:
+    return p.path("duplicates", "candidates.arrow")
+
+
+def verdict_path(p: Preparation, number: int) -> Path:
+    return p.path("duplicates", f"verdicts-{number:06d}.arrow")
+
+
+def verdict_units(p: Preparation) -> list[str]:
+    return [f"verdicts-{number:06d}" for number in range(p.result("duplicates"))]
+
+
+def compare_likely_copies(p: Preparation, unit: str) -> None:
+    """Compare the pictures of one part of the likely copies with their likely originals."""
+    number = int(unit.rpartition("-")[2])
+    rows, candidates = part_of_candidates(read_table(candidates_path(p)), number)
+    ranks = {rank for pair in candidates.items() for rank in (pair[0], *pair[1])}
+    inputs = _inputs_of_ranks(p, ranks)
+    found = list(verdicts(candidates, lambda rank: look(p, inputs[rank][0])))
+    copies = LikelyCopies()
+    for verdict in found:
+        named = [
+            text
+            for location, class_name in (inputs[verdict.rank], inputs[verdict.kept_rank])
+            for text in (printable(os.fsdecode(location.path)), class_name)
+        ]
+        copies.add(LikelyPair(*named), kind="similar" if verdict.is_copy else "unlike")
+    table = verdict_table(rows, found)
+    write_table(table, verdict_path(p, number), temporary=p.work.temporary("verdicts"))
+    p.put_result(unit, copies.as_json())
+
+
+def _inputs_of_ranks(p: Preparation, ranks: set[int]) -> dict[int, tuple[InputLocation, str]]:
+    """Rank -> where the input is, and its class."""
+    by_bucket: dict[int, list[int]] = {}
+    for rank in sorted(ranks):
+        by_bucket.setdefault((rank & (TRAIN_RANK - 1)) >> 32, []).append(rank)
+    found: dict[int, tuple[InputLocation, str]] = {}
+    for number, members in by_bucket.items():
+        table = read_table(bucket_path(p, number))
+        table = table.take(np.array([rank & 0xFFFFFFFF for rank in members], np.int64))
+        classes = table.column("class").to_pylist()
+        found |= dict(zip(members, zip(row_locations(table), classes, strict=True), strict=True))
+    return found
+
+
+def check_likely_copies(p: Preparation, unit: str) -> None:
+    """Join the verdicts. Raises UserError if too many images were found to be copies."""
+    copies = LikelyCopies()
+    for number in range(p.result("buckets")):
+        copies.merge(p.result(f"survey-{number:06d}")["likely_copies"])
+    if p.run.selection.duplicates == "drop_similar":
+        for verdict_unit in verdict_units(p):
+            copies.merge(p.result(verdict_unit))
+        paths = [verdict_path(p, number) for number in range(p.result("duplicates"))]
+        joined = joined_verdicts(map(read_table, paths))
+        write_table(joined, duplicates_path(p), temporary=p.work.temporary("duplicates"))
+    p.put_result("likely_copies", copies.as_json())
+    limit = p.run.selection.max_similar_fraction
+    check_similar_fraction(copies, num_images=num_meant_as_images(p), max_fraction=limit)
+    p.put_result(unit, None)
 
 
 def surveyed(p: Preparation, number: int) -> tuple[pa.Table, list[str | None], list[str | None]]:
@@ -295,74 +378,3 @@ def thresholds(p: Preparation, taken: dict[str, int]) -> dict[str, int]:
         np.save(parts[-1], part)
     found = smallest(parts, np.array(list(taken.values()), np.int64))
     return {name: int(found[number_of[name]]) for name, num in taken.items() if num}
-
-
-def smallest(parts: Sequence[Path], wanted: np.ndarray) -> np.ndarray:
-    """uint64 per class: the `wanted`-th smallest hash among its rows in the .npy files."""
-    prefix = np.zeros(len(wanted), np.uint64)
-    remaining = wanted.copy()
-    for shift in range(56, -8, -8):
-        counts = np.zeros((len(wanted), 256), np.int64)
-        for path in parts:
-            part = np.load(path, mmap_mode="r")
-            classes, hashes = part["class"], part["hash"]
-            if shift < 56:
-                above = np.uint64(shift + 8)
-                equal = (hashes >> above) == (prefix[classes] >> above)
-                classes, hashes = classes[equal], hashes[equal]
-            byte = ((hashes >> np.uint64(shift)) & np.uint64(255)).astype(np.int64)
-            counts += np.bincount(classes * 256 + byte, minlength=counts.size).reshape(counts.shape)
-        reached = np.cumsum(counts, axis=1)
-        byte = (reached < remaining[:, None]).sum(axis=1).clip(max=255)
-        before = np.where(byte > 0, reached[np.arange(len(byte)), byte - 1], 0)
-        remaining = remaining - before
-        prefix |= byte.astype(np.uint64) << np.uint64(shift)
-    return prefix
-
-
-def assignments_path(p: Preparation, number: int) -> Path:
-    return p.path("assignments", f"{number:06d}.arrow")
-
-
-def assign_splits(p: Preparation, unit: str) -> None:
-    """Assign reason, split and label to every row of one bucket, and sum them for the plan."""
-    number = int(unit.rpartition("-")[2])
-    rows, reasons, details = surveyed(p, number)
-    selection: dict[str, Any] = p.result("selection")
-    label_of = {name: label for label, name in reversed(list(enumerate(selection["classes"])))}
-    label_of = label_of or {NO_CLASS: NO_LABEL}
-    small, limits = set(selection["small"]), selection["thresholds"]
-    classes, splits = rows.column("class").to_pylist(), rows.column("split").to_pylist()
-    hashes = rows.column("holdout").to_pylist()
-    labels: list[int | None] = [None] * len(rows)
-    for i, name in enumerate(classes):
-        if reasons[i] is None and name in small:
-            reasons[i] = "small_class"
-        if reasons[i] is None:
-            labels[i] = label_of[name]
-            if splits[i] == TRAIN and name in limits and hashes[i] <= limits[name]:
-                splits[i] = p.run.source.holdout_split
-    table = pa.table(
-        {
-            "reason": pa.array(reasons, pa.string()),
-            "detail": pa.array(details, pa.string()),
-            "split": pa.array(splits, pa.string()),
-            "label": pa.array(labels, pa.int32()),
-        }
-    )
-    write_table(table, assignments_path(p, number), temporary=p.work.temporary("assignments"))
-    # Files that will be rejected unread need no space, however large they are.
-    max_bytes = p.run.images.max_file_mib * MIB
-    sizes = [size if size <= max_bytes else 0 for size in rows.column("num_bytes").to_pylist()]
-    p.put_result(unit, _sums(splits, reasons, sizes))
-
-
-def _sums(splits: list[str], reasons: list[str | None], sizes: list[int]) -> dict[str, list[int]]:
-    """Split -> [images to write, their bytes]."""
-    sums: dict[str, list[int]] = {}
-    for split, reason, num_bytes in zip(splits, reasons, sizes, strict=True):
-        if reason is None:
-            entry = sums.setdefault(split, [0, 0])
-            entry[0] += 1
-            entry[1] += num_bytes
-    return sums

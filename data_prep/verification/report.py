@@ -1,7 +1,7 @@
 """Write a report on a shard folder: one HTML page without other files.
 
-Owns: counts and histograms over the index, rejected inputs by reason, the contact sheet, and
-filling `report.html.j2`.
+Owns: counts and histograms over the index, likely copies in pairs, rejected inputs by reason, the
+contact sheet, and filling `report.html.j2`.
 Leaves out: whether the folder is valid (`checks`), small pictures (`thumbnails`), the page's
 design.
 
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from data_prep.duplicates.likely_copies import KINDS
 from data_prep.images.check import CHANGES
 from data_prep.shards.ledger import LEDGER_NAME, REASONS
 from data_prep.verification.checks import BATCH_ROWS
@@ -107,6 +108,7 @@ def write_report(
         largest=[(manifest.classes[i], int(counts[i])) for i in order[:CLASSES_SHOWN]],
         smallest=[(manifest.classes[i], int(counts[i])) for i in order[::-1][:CLASSES_SHOWN]],
         **_ledger(folder, source),
+        **_likely_copies(manifest, source),
         has_source=source is not None,
         sheet=[_sheet_picture(folder, manifest, row) for row in statistics.chosen],
         mib=lambda num_bytes: f"{num_bytes / 2**20:,.1f}",
@@ -230,6 +232,32 @@ def _ledger(folder: Path, source: Path | None) -> dict[str, Any]:
     known = [(name, changes[name]) for name in CHANGES if changes[name]]
     other = [(name, num) for name, num in changes.items() if name not in CHANGES]
     return {"statuses": statuses, "rejected": rejected, "changes": known + other}
+
+
+def _likely_copies(manifest: Manifest, source: Path | None) -> dict[str, Any]:
+    """Counts of likely copies by kind, and examples: each picture beside what it looks like."""
+    stored = manifest.inputs.get("likely_copies")
+    if stored is None:
+        return {"compared": False, "copies": []}
+    copies = [
+        Reason(
+            kind,
+            meaning,
+            stored["counts"].get(kind, 0),
+            [
+                _source_picture(source, path, name)
+                for pair in stored["examples"].get(kind, [])
+                for path, name in (pair[:2], pair[2:])
+            ],
+        )
+        for kind, meaning in KINDS.items()
+    ]
+    return {"compared": True, "copies": [one for one in copies if one.count]}
+
+
+def _source_picture(source: Path | None, path: str, class_name: str) -> Picture:
+    data = None if source is None else rejected_thumbnail(source, path, reason="similar_duplicate")
+    return Picture(path, class_name, data)
 
 
 def _rejected_picture(source: Path | None, reason: str, path: str, note: str) -> Picture:

@@ -128,6 +128,14 @@ class SelectionSettings(Section):
     that look the same (drop_similar)."""
     evaluation_sets: tuple[str, ...] = Field(default=(), strict=False)
     """Image folders or shard folders. Corpus images that match one of theirs are dropped."""
+    max_similar_fraction: float = Field(default=0.01, ge=0, le=1)
+    """A larger share of images dropped by drop_similar and evaluation_sets stops the run with
+    counts and examples: look at them before you raise this."""
+
+    @property
+    def compares_pictures(self) -> bool:
+        """Whether images are dropped because of what they show."""
+        return self.duplicates == "drop_similar" or bool(self.evaluation_sets)
 
 
 class DataPrepRun(Run):

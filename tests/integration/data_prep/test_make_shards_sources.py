@@ -175,6 +175,7 @@ def test_selection_drops_images_with_reasons(tmp_path: Path) -> None:
         "selection.duplicates=drop_similar",
         "selection.min_images_per_class=3",
         f"selection.evaluation_sets=[{evaluation}]",
+        "selection.max_similar_fraction=0.1",
         "source.val_per_class=4",
         "source.holdout_split=val",
     )
@@ -195,6 +196,10 @@ def test_selection_drops_images_with_reasons(tmp_path: Path) -> None:
     assert rows["rare/0.png"]["reason"] == "small_class"
     manifest = read_manifest(tmp_path / "shards")
     assert manifest.classes == ("cat", "dog") and "5 rejected" in text
+    counts = manifest.inputs["likely_copies"]["counts"]
+    assert counts == {"similar": 1, "in_evaluation_set": 1}
+    text = make(root, tmp_path / "refused", *options, "selection.max_similar_fraction=0.01", rc=2)
+    assert "2 of 28 images look like others" in text
     per_class = Counter(
         (row["split"], row["class"]) for row in rows.values() if row["status"] == "kept"
     )

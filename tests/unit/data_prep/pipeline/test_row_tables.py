@@ -14,8 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data_prep.pipeline.row_tables as row_tables
-from data_prep.pipeline.row_tables import bucket, make_key, read_table, rows_table, write_table
-from data_prep.pipeline.selection import smallest
+from data_prep.pipeline.row_tables import (
+    bucket,
+    make_key,
+    read_table,
+    rows_table,
+    smallest,
+    write_table,
+)
 from data_prep.sources.protocol import Input
 
 NAMES = st.text(

@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.corpora.lookalikes import inspection_picture
+from benchmarks.near_duplicates import encoded as png
+from benchmarks.near_duplicates import matching_pairs
+from data_prep.duplicates.descriptors import image_descriptors
 from data_prep.pipeline import row_tables
 from data_prep.shards.tar_walk import walk_tar
 from data_prep.verification.checks import check_folder
+from data_prep.verification.report import write_report
 from tests.support.corpora.image_corpus import encoded, ledger
 from tests.support.corpora.preparing import prepare_here, run_of
 from vitscale.config.errors import UserError
@@ -51,6 +56,64 @@ def test_one_of_equal_images_inside_a_split_is_kept(split: str, tmp_path: Path) 
         assert len(kept) == 1
         for path in copies - kept:
             assert rows[path]["reason"] == "exact_duplicate" and rows[path]["detail"] in kept
+
+
+def lookalikes(folder: Path) -> list[str]:
+    """Grey surfaces that descriptors take for copies, and one true copy of the first of them."""
+    contents = [png(inspection_picture(seed)[0], "PNG") for seed in range(80)]
+    pairs = matching_pairs(image_descriptors(contents))
+    chosen = sorted({number for pair in pairs for number in pair})
+    for number in chosen:
+        defect = inspection_picture(number)[1]
+        (folder / defect).mkdir(parents=True, exist_ok=True)
+        (folder / defect / f"{number}.png").write_bytes(contents[number])
+    first = inspection_picture(chosen[0])
+    (folder / "copy").mkdir()
+    (folder / "copy/copy.jpg").write_bytes(png(first[0], "JPEG", quality=95))
+    return ["copy/copy.jpg", f"{first[1]}/{chosen[0]}.png"]
+
+
+def test_lookalikes_are_kept_and_counted(tmp_path: Path) -> None:
+    twins = lookalikes(tmp_path / "images")
+    selection = {"duplicates": "drop_similar", "max_similar_fraction": 0.5}
+    shared = {"labels": {"values": "none"}, "selection": selection}
+    prepare_here(run_of(tmp_path / "images", tmp_path / "shards", **shared))
+    rows = ledger(tmp_path / "shards")
+    (dropped,) = [path for path, row in rows.items() if row["reason"] == "similar_duplicate"]
+    assert {dropped, rows[dropped]["detail"]} == set(twins)
+    manifest = read_manifest(tmp_path / "shards")
+    counts = manifest.inputs["likely_copies"]["counts"]
+    assert counts["similar"] == 1 and counts["unlike"] >= 3
+    report = tmp_path / "report.html"
+    options = {"findings": [], "source": tmp_path / "images", "num_samples": 0, "seed": 0}
+    write_report(report, folder=tmp_path / "shards", manifest=manifest, **options)
+    page = report.read_text()
+    assert "similar</span> · 1 · dropped" in page and f">{twins[0]}<" in page
+    unlike = manifest.inputs["likely_copies"]["examples"]["unlike"]
+    assert all(f">{path}<" in page for pair in unlike for path in (pair[0], pair[2]))
+
+
+def test_copies_of_evaluation_images_are_looked_at(tmp_path: Path) -> None:
+    twins = lookalikes(tmp_path / "images")
+    (tmp_path / "val").mkdir()
+    (tmp_path / "images" / twins[0]).rename(tmp_path / "val/seen.jpg")
+    (tmp_path / "images/copy").rmdir()
+    selection = {"evaluation_sets": [str(tmp_path / "val")], "max_similar_fraction": 0.5}
+    run = run_of(tmp_path / "images", tmp_path / "shards", selection=selection)
+    prepare_here(run)
+    rows = ledger(tmp_path / "shards")
+    matched = [path for path, row in rows.items() if row["reason"] == "in_evaluation_set"]
+    assert matched == [twins[1]]
+    counts = read_manifest(tmp_path / "shards").inputs["likely_copies"]["counts"]
+    assert counts["in_evaluation_set"] == 1 and counts["unlike"] >= 1
+    refused = run.model_copy(
+        update={
+            "output": str(tmp_path / "refused"),
+            "selection": run.selection.model_copy(update={"max_similar_fraction": 0.0}),
+        }
+    )
+    with pytest.raises(UserError, match="images look like others"):
+        prepare_here(refused)
 
 
 def test_files_that_will_be_refused_need_no_space(tmp_path: Path) -> None:
