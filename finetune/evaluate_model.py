@@ -36,7 +36,8 @@ def evaluate(run: EvaluateRun) -> None:
     from finetune.inference.tracking import check_folder, open_tracker
     from finetune.loading.loaded_model import load_model
     from vitscale.checkpoint.store import run_folder_lock
-    from vitscale.distributed.world import process_group
+    from vitscale.distributed.node_share import once_per_node
+    from vitscale.distributed.world import gather_objects, process_group
 
     compute, folder = run.compute, Path(run.folder)
     check_folder(folder)
@@ -45,7 +46,11 @@ def evaluate(run: EvaluateRun) -> None:
     ) as world:
         say = print if world.is_first else lambda _: None
         loaded = load_model(run.model_copy(update={"image_size": run.sizes[0]}))
-        train, val = splits(run)
+        (train, val), lines = once_per_node(
+            lambda: splits(run, check_files=world.is_first), rank=world.rank, gather=gather_objects
+        )
+        for line in lines:
+            say(f"index of {run.data.path}: {line}")
         check(run, loaded, world, train=train, val=val)
         say(f"evaluating {loaded.source}")
         found: list[Result] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +26,20 @@ from vitscale.images.size import show_size
 FILES = "evaluation"
 
 
-def splits(run: EvaluateRun) -> tuple[tuple[SplitIndex, ...], SplitIndex]:
+def splits(
+    run: EvaluateRun, *, check_files: bool = True
+) -> tuple[tuple[SplitIndex, ...], SplitIndex]:
     """What probes learn from, empty without a probe, and what the metrics are of.
 
-    Raises UserError.
+    check_files: False where another rank checks that the shards are there. Raises UserError.
     """
-    val = read_split(run.data.path, split=run.data.val_split, remote_settings=run.data.remote)
+    read = partial(
+        read_split, run.data.path, remote_settings=run.data.remote, check_files=check_files
+    )
+    val = read(split=run.data.val_split)
     if all(EVALUATIONS[each.name].needs in ("logits", "heads") for each in run.evaluate):
         return (), val
-    train = read_split(run.data.path, split=run.data.train_split, remote_settings=run.data.remote)
-    return (train,), val
+    return (read(split=run.data.train_split),), val
 
 
 def check(

@@ -4,11 +4,15 @@ Owns: one save from the first byte to the last fsync, seen from one rank, and re
 Leaves out: threads and process groups (`store`), reading (`folders`). Needs no torch, so that a
 process that is killed at every system call starts in a tenth of a second.
 
-    all ranks   .step-N.ATTEMPT.tmp/rank-R.safetensors: write, hash on the way, fsync
+    all ranks   .step-N.ATTEMPT.tmp/rank-R.safetensors: write, hash on the way, fsync, read back
+                from the disk
     exchange    size and hash of every rank's file
-    rank 0      manifest.json, fsync; fsync of the folder; read everything back from the disk;
+    rank 0      check that it sees all files in full; manifest.json, fsync; fsync of the folder;
                 rename to step-N; fsync of the parent; remove checkpoints beyond `keep`
     exchange    the result
+
+In large worlds the ranks of a node join their tensors in one file (`joined_files`): all but the
+first put theirs in shared memory, and one more exchange says where.
 
 Nothing is removed before the new step is durable and was read back. ATTEMPT is drawn anew for every
 save, so files of a killed save are never mistaken for those of another.
@@ -17,8 +21,10 @@ save, so files of a killed save are never mistaken for those of another.
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +32,7 @@ from typing import Any
 from vitscale.checkpoint.folders import (
     MANIFEST,
     LaterVersion,
+    check_sizes,
     looks_whole,
     manifest_text,
     read_checkpoint,
@@ -34,8 +41,10 @@ from vitscale.checkpoint.folders import (
     step_of,
     verify_files,
 )
+from vitscale.checkpoint.joined_files import Blob, joined
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import commit_folder, make_folders, write_new_file
+from vitscale.distributed.node_share import SharedFile, read_shared
 
 # Takes this rank's value, returns all ranks' values in rank order. Raises when a rank is gone.
 Exchange = Callable[[Any], list[Any]]
@@ -81,18 +90,35 @@ class Commit:
     """Problems after the commit: old folders that could not be removed."""
 
 
-def commit_save(save: Save, pieces: Iterable[bytes | memoryview], *, exchange: Exchange) -> Commit:
-    """Write this rank's tensor file and commit the step once all ranks have.
+def commit_save(
+    save: Save,
+    pieces: Iterable[bytes | memoryview],
+    *,
+    exchange: Exchange,
+    writers: Sequence[int] | None = None,
+) -> Commit:
+    """Write this rank's tensors and commit the step once all ranks have.
 
-    Every rank exchanges exactly twice, also after an error, so no rank waits for one that
-    failed. Raises UserError, the same on all ranks, when a disk fails.
+    writers: for each rank the rank of its node that writes its tensors; None: each its own.
+    Every rank exchanges exactly twice, with `writers` three times, also after an error, so no rank
+    waits for one that failed. Raises UserError, the same on all ranks, when a disk fails.
     """
-    share, defect = _answer_of(save, lambda: _write_share(save, pieces))
-    shares = exchange(share)
+    with ExitStack() as until_written:
+        if writers is None:
+            share, defect = _answer_of(save, lambda: _write_share(save, pieces))
+        else:
+            own: list[bytes | memoryview] = []
+            offer, offer_defect = _answer_of(
+                save, lambda: _offer(save, pieces, own, writers, until_written)
+            )
+            offers = exchange(offer)
+            share, defect = _answer_of(save, lambda: _write_joined(save, own, offers, writers))
+            defect = offer_defect or defect
+        shares = exchange(share)
     ending: Answer | None = None
     if save.rank == 0:
-        ending, own = _answer_of(save, lambda: _finish(save, shares))
-        defect = defect or own
+        ending, own_defect = _answer_of(save, lambda: _finish(save, shares))
+        defect = defect or own_defect
         if "error" in ending:
             _remove([save.temporary])
     endings = exchange(ending)
@@ -101,6 +127,41 @@ def commit_save(save: Save, pieces: Iterable[bytes | memoryview], *, exchange: E
     if "error" in endings[0]:
         raise UserError(endings[0]["error"])
     return Commit(folder=save.final, step=save.step, warnings=tuple(endings[0]["warnings"]))
+
+
+def _offer(
+    save: Save,
+    pieces: Iterable[bytes | memoryview],
+    own: list[bytes | memoryview],
+    writers: Sequence[int],
+    until_written: ExitStack,
+) -> Answer:
+    """Put this rank's tensors where another one writes them; without room it writes itself."""
+    own.extend(pieces)
+    if writers[save.rank] == save.rank:
+        return {}
+    header, data = own
+    try:
+        file = SharedFile.write((bytes(header), pickle.PickleBuffer(data)))
+    except OSError:
+        return {}
+    until_written.callback(file.remove)
+    return {"path": str(file.path)}
+
+
+def _write_joined(
+    save: Save, own: list[bytes | memoryview], offers: list[Answer], writers: Sequence[int]
+) -> Answer:
+    if "error" in offers[save.rank]:
+        return offers[save.rank]
+    if "path" in offers[save.rank]:
+        return {}
+    header, data = own
+    blobs = [Blob(bytes(header), memoryview(data))]
+    for rank, offer in enumerate(offers):
+        if writers[rank] == save.rank and "path" in offer:
+            blobs.append(Blob(*read_shared(Path(offer["path"]))))
+    return _write_share(save, joined(blobs))
 
 
 def _answer_of(save: Save, work: Callable[[], Answer]) -> tuple[Answer, Exception | None]:
@@ -130,6 +191,10 @@ def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Answer:
     chunks = _chunks(pieces, taken=save.on_progress)
     num_bytes, content = write_new_file(save.temporary / save.file_name, chunks)
     entry = {"bytes": num_bytes, "blake3": content}
+    # Every rank its own file: one rank would take hours for those of hundreds.
+    verify_files(
+        save.temporary, {save.file_name: entry}, from_disk=True, on_progress=save.on_progress
+    )
     return {"file": save.file_name, "entry": entry, "warnings": warnings}
 
 
@@ -144,19 +209,21 @@ def _chunks(
 
 
 def _finish(save: Save, shares: list[Answer]) -> Answer:
-    """Rank 0, when all have written: manifest, verification, rename, retention."""
+    """Rank 0, when all have written and read back: manifest, rename, retention."""
     for rank, share in enumerate(shares):
         if "error" in share:
             raise UserError(
                 share["error"] if len(shares) == 1 else f"rank {rank}: {share['error']}"
             )
-    files = {share["file"]: share["entry"] for share in shares}
-    assert len(files) == len(shares)
+    written = [share for share in shares if "file" in share]
+    files = {share["file"]: share["entry"] for share in written}
+    assert len(files) == len(written)
+    # Not so if the folder is on a disk that the nodes do not share.
+    check_sizes(save.temporary, files)
     text = manifest_text(
         step=save.step, files=files, progress=save.progress, description=save.description
     )
     write_new_file(save.temporary / MANIFEST, [text.encode()])
-    verify_files(save.temporary, files, from_disk=True, on_progress=save.on_progress)
     if _is_committed(save):
         _remove([save.temporary])
     else:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import blake3
 
@@ -91,26 +92,74 @@ def _hash_of(body: Mapping[str, Any]) -> str:
     return blake3.blake3(json_text(body).encode()).hexdigest()
 
 
+class Listing(NamedTuple):
+    """The files of a checkpoint and how they were hashed."""
+
+    version: int
+    files: dict[str, dict[str, Any]]
+
+
 def read_checkpoint(folder: Path, *, on_progress: Callable[[], None] = lambda: None) -> Checkpoint:
     """Verify a checkpoint folder, hashes included. Raises UserError saying what is damaged.
 
     on_progress: called after each part read.
     """
+    checkpoint, listing = read_description(folder)
+    damage = verify_share(folder, listing, on_progress=on_progress)
+    if damage is not None:
+        raise damage[1]
+    return checkpoint
+
+
+def read_description(folder: Path) -> tuple[Checkpoint, Listing]:
+    """A checkpoint as its manifest describes it; its files are not read.
+
+    Raises UserError saying what is damaged, LaterVersion.
+    """
     path = folder / MANIFEST
-    try:
+    with _damage_of(path):
         manifest = read_manifest(path)
         if STEP_FOLDER.fullmatch(folder.name) and manifest["step"] != step_of(folder):
             what = f"belongs to step {manifest['step']}, not to this folder"
             raise UserError(what, where=str(path), next_step=REMEDY)
-        version, files = manifest["format_version"], manifest["files"]
-        verify_files(folder, files, version=version, on_progress=on_progress)
-        return Checkpoint(
+        checkpoint = Checkpoint(
             folder=folder,
             step=int(manifest["step"]),
-            files=tuple(files),
+            files=tuple(manifest["files"]),
             progress=manifest["progress"],
             description=manifest["description"],
         )
+        return checkpoint, Listing(manifest["format_version"], manifest["files"])
+
+
+def verify_share(
+    folder: Path,
+    listing: Listing,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    on_progress: Callable[[], None] = lambda: None,
+) -> tuple[int, UserError] | None:
+    """Verify this rank's share of the files: the number of its first damaged file, and its error.
+
+    The shares of all ranks are all files, each once.
+    """
+    path = folder / MANIFEST
+    for number, name in list(enumerate(listing.files))[rank::world_size]:
+        try:
+            with _damage_of(path):
+                each = {name: listing.files[name]}
+                verify_files(folder, each, version=listing.version, on_progress=on_progress)
+        except UserError as error:
+            return number, error
+    return None
+
+
+@contextmanager
+def _damage_of(path: Path) -> Iterator[None]:
+    """Errors of a damaged checkpoint as UserError. path: its manifest."""
+    try:
+        yield
     except OSError as error:
         what = f"missing or unreadable ({error.strerror})"
         raise UserError(what, where=str(error.filename or path), next_step=REMEDY) from None
@@ -173,12 +222,20 @@ def looks_whole(folder: Path) -> bool:
     Raises LaterVersion.
     """
     try:
-        files = read_manifest(folder / MANIFEST)["files"]
-        return all((folder / name).stat().st_size == files[name]["bytes"] for name in files)
+        check_sizes(folder, read_manifest(folder / MANIFEST)["files"])
+        return True
     except LaterVersion:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
+
+
+def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raise OSError or UserError unless all files are there and of the right size."""
+    for name, expected in files.items():
+        if (folder / name).stat().st_size != expected["bytes"]:
+            what = f"has not the {expected['bytes']} bytes that were written"
+            raise UserError(what, where=str(folder / name), next_step=REMEDY)
 
 
 def step_folders(folder: Path) -> list[Path]:
@@ -194,10 +251,17 @@ def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
 
     Raises LaterVersion instead of skipping a checkpoint that is not damaged.
     """
+    return newest_of(step_folders(folder), read=read_checkpoint)
+
+
+def newest_of(
+    folders: Sequence[Path], *, read: Callable[[Path], Checkpoint]
+) -> tuple[Checkpoint | None, list[str]]:
+    """As `newest_checkpoint`, of the folders of `step_folders`. read: such as `read_checkpoint`."""
     complaints: list[str] = []
-    for path in step_folders(folder):
+    for path in folders:
         try:
-            return read_checkpoint(path), complaints
+            return read(path), complaints
         except LaterVersion:
             raise
         except UserError as error:
@@ -205,12 +269,19 @@ def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
     return None, complaints
 
 
-def checkpoint_to_resume(folder: Path) -> tuple[Checkpoint | None, list[str]]:
+def checkpoint_to_resume(
+    folder: Path,
+    folders: Sequence[Path] | None = None,
+    *,
+    read: Callable[[Path], Checkpoint] = read_checkpoint,
+) -> tuple[Checkpoint | None, list[str]]:
     """As `newest_checkpoint`; None only when there is no checkpoint at all.
 
+    folders: its step folders, if they are known.
     Raises UserError when there are some and none can be read: starting over would overwrite them.
     """
-    checkpoint, complaints = newest_checkpoint(folder)
+    found = step_folders(folder) if folders is None else folders
+    checkpoint, complaints = newest_of(found, read=read)
     if checkpoint is None and complaints:
         raise UserError(
             "\n".join(["holds checkpoints, but none that can be read", *complaints]),

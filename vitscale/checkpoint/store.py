@@ -20,22 +20,31 @@ import os
 import shutil
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from vitscale.checkpoint.commit import Commit, Save, commit_save
-from vitscale.checkpoint.folders import Checkpoint, checkpoint_to_resume
+from vitscale.checkpoint.folders import (
+    Checkpoint,
+    checkpoint_to_resume,
+    read_description,
+    step_folders,
+    verify_share,
+)
+from vitscale.checkpoint.joined_files import MAX_RANK_FILES, writing_ranks
 from vitscale.checkpoint.tensors import HostCopy
 from vitscale.config.errors import UserError
 from vitscale.distributed.heartbeat import Heartbeat
-from vitscale.distributed.world import World, agree_no_error, broadcast_object
+from vitscale.distributed.node_share import node_name
+from vitscale.distributed.world import World, agree_no_error, broadcast_object, gather_objects
 
+T = TypeVar("T")
 # Longest that one rank's disk may take beyond another's.
 EXCHANGE_TIMEOUT = timedelta(hours=1)
 # When another error ends the run, its last save gets this long to be committed.
@@ -66,25 +75,44 @@ class CheckpointStore:
             self._group = dist.new_group(backend="gloo", timeout=EXCHANGE_TIMEOUT)
         self._name: str = broadcast_object(uuid.uuid4().hex[:8])
         self._num_saves = 0
+        self._writers: list[int] | None = None
         self._thread: threading.Thread | None = None
         self._commit: Commit | None = None
         self._error: BaseException | None = None
 
     def newest(self) -> tuple[Checkpoint | None, list[str]]:
-        """Rank 0 verifies; all ranks get the same (checkpoint, complaints).
+        """The same (checkpoint, complaints) on all ranks, which share the verification.
 
         Raises UserError, on all ranks, when there are checkpoints and none can be read.
         """
-        found, error = None, None
+        folders = self._of_first_rank(lambda: step_folders(self.folder))
+        return checkpoint_to_resume(self.folder, folders, read=self._read)
+
+    def _read(self, folder: Path) -> Checkpoint:
+        """`read_checkpoint`, each file hashed by one rank."""
+        checkpoint, listing = self._of_first_rank(lambda: read_description(folder))
+        rank, world_size = self.world.rank, self.world.world_size
+        damage = verify_share(folder, listing, rank=rank, world_size=world_size)
+        damages = [each for each in gather_objects(damage) if each is not None]
+        if damages:
+            raise min(damages, key=lambda each: each[0])[1]
+        return checkpoint
+
+    def _of_first_rank(self, work: Callable[[], T]) -> T:
+        """The result of rank 0, or its error, on every rank."""
+        value, error = None, None
         if self.world.is_first:
             try:
-                found = checkpoint_to_resume(self.folder)
+                value = work()
             except UserError as caught:
-                error = str(caught)
+                error = caught
             except OSError as caught:
-                error = f"{caught.filename or self.folder}: cannot be read ({caught.strerror})"
-        agree_no_error(error)
-        return broadcast_object(found)
+                what = f"cannot be read ({caught.strerror})"
+                error = UserError(what, where=str(caught.filename or self.folder))
+        value, error = broadcast_object((value, error))
+        if error is not None:
+            raise error
+        return cast(T, value)
 
     def save(
         self,
@@ -131,11 +159,24 @@ class CheckpointStore:
                 torch.cuda.set_device(self.world.device)
             pieces = self._host_copy.take(tensors, after=ready)
             self._copied.set()
-            self._commit = commit_save(save, self._finite(save, pieces), exchange=self._exchange)
+            self._commit = commit_save(
+                save,
+                self._finite(save, pieces),
+                exchange=self._exchange,
+                writers=self._writing_ranks(tensors),
+            )
         except BaseException as error:  # raised again on the main thread, by wait
             self._error = error
         finally:
             self._copied.set()
+
+    def _writing_ranks(self, tensors: Mapping[str, torch.Tensor]) -> list[int] | None:
+        """Agreed at the first save: later ones have the same sizes, but for a few positions."""
+        if self._writers is None and self.world.world_size > MAX_RANK_FILES:
+            num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+            places = self._exchange((node_name(), num_bytes))
+            self._writers = writing_ranks(*map(list, zip(*places, strict=True)))
+        return self._writers
 
     def _finite(self, save: Save, pieces: list[bytes | memoryview]) -> Iterator[bytes | memoryview]:
         """The pieces; UserError before the first if this rank holds what no run recovers from."""

@@ -1,7 +1,7 @@
 """Write and read tensors as safetensors files.
 
-Owns: the host copy that a save is written from, the names of slices, and putting slices together.
-Leaves out: files and their commit (`commit`), verification (`folders`).
+Owns: the host copy that a save is written from, reading ranges, and putting slices together.
+Leaves out: where a range is (`catalogue`), their commit (`commit`), verification (`folders`).
 
 Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, data). It is
 written here because the library wants all bytes at once, which would double the host memory.
@@ -9,15 +9,17 @@ written here because the library wants all bytes at once, which would double the
 
 from __future__ import annotations
 
-import json
 import math
-import re
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+
+from vitscale.checkpoint.catalogue import SLICE, Catalogue, Piece
+from vitscale.checkpoint.joined_files import header_bytes
 
 DTYPES = {
     torch.float64: "F64",
@@ -29,12 +31,9 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-SLICE = re.compile(r"(?P<name>.+)@(?P<start>\d+)/(?P<shape>[\dx]*)")
-
-
-def slice_name(name: str, *, start: int, shape: Iterable[int]) -> str:
-    """Name of a one-dimensional piece: elements from `start` of a tensor of `shape`, flattened."""
-    return f"{name}@{start}/{'x'.join(map(str, shape))}"
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+# A rank that resumes on fewer ranks than have saved reads from many files.
+MAX_OPEN_FILES = 128
 
 
 class HostCopy:
@@ -70,7 +69,7 @@ class HostCopy:
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         with torch.no_grad(), self._beside(after):
             header = self._copy(tensors, order)
-        return [_header_bytes(header), self._buffer.numpy().data]
+        return [header_bytes(header), self._buffer.numpy().data]
 
     def _copy(self, tensors: Mapping[str, torch.Tensor], order: list[str]) -> dict[str, object]:
         header: dict[str, object] = {}
@@ -117,12 +116,6 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(least) and math.isfinite(greatest)
 
 
-def _header_bytes(header: Mapping[str, object]) -> bytes:
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def read_tensors(files: Iterable[Path], *, prefix: str = "") -> dict[str, torch.Tensor]:
     """Whole tensors by name, without `prefix`; slices from all files are put together."""
     return whole_tensors(_pieces(files, prefix))
@@ -154,3 +147,53 @@ def whole_tensors(pieces: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch
     holes = [name for name, count in filled.items() if count != found[name].numel()]
     assert not holes, f"slices do not cover {holes}"
     return found
+
+
+class SavedTensors:
+    """Reads ranges of a checkpoint's tensors; memory for one range at a time.
+
+    As a context manager it closes its files.
+    """
+
+    def __init__(self, folder: Path, catalogue: Catalogue) -> None:
+        self._folder, self._catalogue = folder, catalogue
+        self._open: dict[str, int] = {}
+
+    def part(self, name: str, start: int, num_elements: int) -> torch.Tensor:
+        """Elements from `start` of a flattened tensor, on the CPU. Raises OSError."""
+        pieces = self._catalogue.pieces(name, start=start, num_elements=num_elements)
+        dtype = TORCH_DTYPES[pieces[0].dtype]
+        found, at = torch.empty(num_elements * dtype.itemsize, dtype=torch.uint8), 0
+        for piece in pieces:
+            self._read(piece, found[at : at + piece.num_bytes])
+            at += piece.num_bytes
+        return found.view(dtype)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """A whole tensor. Raises OSError."""
+        shape = self._catalogue.shape(name)
+        return self.part(name, 0, math.prod(shape)).view(shape)
+
+    def _read(self, piece: Piece, out: torch.Tensor) -> None:
+        descriptor, into, offset = self._descriptor(piece.file), out.numpy().data, piece.offset
+        while into:
+            count = os.preadv(descriptor, [into], offset)
+            if count == 0:
+                raise OSError(f"{self._folder / piece.file} has become shorter")
+            into, offset = into[count:], offset + count
+
+    def _descriptor(self, file: str) -> int:
+        descriptor = self._open.pop(file, None)
+        if descriptor is None:
+            if len(self._open) == MAX_OPEN_FILES:
+                os.close(self._open.pop(next(iter(self._open))))
+            descriptor = os.open(self._folder / file, os.O_RDONLY)
+        self._open[file] = descriptor  # last: most recently used
+        return descriptor
+
+    def __enter__(self) -> SavedTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.errors import UserError
 from vitscale.data.remote.index import (
     RemoteShards,
     hash_prefixes,
     open_remote_shards,
     read_remote_manifest,
     remote_index,
-    remote_sizes,
 )
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.urls import Location, Url, is_url, location_of
+from vitscale.data.tars.shard_files import check_sizes
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -39,7 +39,6 @@ INDEX_NAME = "index.parquet"
 INFO_NAME = "_info.json"
 MANIFEST_NAME = "manifest.json"
 NO_LABEL = -1
-MAX_ERRORS_SHOWN = 10
 MAKE_SHARDS = (
     "python data_prep/make_shards.py --config configs/data/image_folder.yaml "
     "source.path=IMAGES output={folder}"
@@ -239,10 +238,15 @@ def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
 
 
 def read_split(
-    folder: Location | str, *, split: str, remote_settings: RemoteSettings = BY_RANGE
+    folder: Location | str,
+    *,
+    split: str,
+    remote_settings: RemoteSettings = BY_RANGE,
+    check_files: bool = True,
 ) -> SplitIndex:
     """Read the index of one split; check that its files exist with the right sizes.
 
+    check_files: False where another rank checks them.
     Raises UserError, with all problems at once.
     """
     if isinstance(folder, str):
@@ -258,7 +262,8 @@ def read_split(
     entry = manifest.splits[split]
     root = location_of_tars(folder, manifest)
     tars = [root / shard.name for shard in entry.shards]
-    _check_files(folder, manifest, split, tars=tars, remote_settings=remote_settings)
+    if check_files:
+        _check_sizes(folder, manifest, split, tars=tars, remote_settings=remote_settings)
     remote = None
     columns = ["shard", "offset", "length", "label"]
     if isinstance(root, Url):
@@ -292,6 +297,20 @@ def read_split(
     )
     _check_index(index, entry)
     return index
+
+
+def _check_sizes(
+    folder: Location,
+    manifest: Manifest,
+    split: str,
+    *,
+    tars: Sequence[Location],
+    remote_settings: RemoteSettings,
+) -> None:
+    shards = manifest.splits[split].shards
+    expected: dict[Location, int] = {folder / INDEX_NAME: manifest.index_bytes}
+    expected |= {tar: shard.bytes for tar, shard in zip(tars, shards, strict=True)}
+    check_sizes(expected, folder=folder, split=split, remote_settings=remote_settings)
 
 
 def location_of_tars(folder: Location, manifest: Manifest) -> Location:
@@ -337,45 +356,6 @@ def read_columns(
         raise UserError(
             f"cannot be read ({error})", where=str(path), next_step="make the shards again"
         ) from None
-
-
-def _check_files(
-    folder: Location,
-    manifest: Manifest,
-    split: str,
-    *,
-    tars: Sequence[Location],
-    remote_settings: RemoteSettings,
-) -> None:
-    """Raise UserError for missing and wrongly sized files; at most ten are listed in full."""
-    shards = manifest.splits[split].shards
-    expected = {folder / INDEX_NAME: manifest.index_bytes} | {
-        tar: shard.bytes for tar, shard in zip(tars, shards, strict=True)
-    }
-    urls = [place for place in expected if isinstance(place, Url)]
-    sizes = remote_sizes(urls, remote_settings=remote_settings)
-    errors = []
-    for place, num_bytes in expected.items():
-        try:
-            found = sizes[place] if isinstance(place, Url) else place.stat().st_size
-        except OSError as error:
-            errors.append(UserError(f"missing ({error.strerror})", where=str(place)))
-            continue
-        if found is None:
-            errors.append(UserError("missing", where=str(place)))
-        elif found != num_bytes:
-            what = f"{found} bytes, but the manifest says {num_bytes}"
-            errors.append(UserError(what, where=str(place)))
-    if not errors:
-        return
-    shown = errors[:MAX_ERRORS_SHOWN]
-    rest = f"{len(errors) - len(shown)} more such files; " if len(errors) > len(shown) else ""
-    advice = UserError(
-        f"{rest}{len(errors)} of {len(expected)} files of split {split!r} cannot be used",
-        where=str(folder),
-        next_step="copy the folder again, or make the shards again",
-    )
-    raise UserErrors([*shown, advice])
 
 
 def _check_index(index: SplitIndex, entry: SplitEntry) -> None:

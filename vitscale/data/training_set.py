@@ -65,23 +65,27 @@ class TrainingSet:
         return self.parts[0].label_map_sha256
 
 
-def open_training_set(settings: DataSettings, *, seed: int) -> TrainingSet:
-    """Read every index. Raises UserError for damaged folders and incompatible label maps."""
+def open_training_set(
+    settings: DataSettings, *, seed: int, check_files: bool = True
+) -> TrainingSet:
+    """Read every index. Raises UserError for damaged folders and incompatible label maps.
+
+    check_files: False where another rank checks that the shards are there.
+    """
     if settings.reader == "webdataset":
         return _streamed_set(settings)
     remote_settings = settings.remote
-    whole, key_hash = _read_part(settings, where="data", remote_settings=remote_settings)
+    whole, key_hash = _read_part(settings, remote_settings, where="data", check_files=check_files)
     first, dev = _cut(whole, settings.num_dev(whole.num_samples))
     parts, key_hashes = [first], [key_hash]
     for number, mixed_in in enumerate(settings.mixture):
-        part, key_hash = _read_part(
-            mixed_in, where=f"data.mixture[{number}]", remote_settings=remote_settings
-        )
+        where = f"data.mixture[{number}]"
+        part, key_hash = _read_part(mixed_in, remote_settings, where=where, check_files=check_files)
         if part.label_map_sha256 != parts[0].label_map_sha256:
             raise UserError(
                 f"its label map has {_classes(part)} and differs from that of {settings.path}, "
                 f"which has {_classes(parts[0])}",
-                where=f"data.mixture[{number}].path",
+                where=f"{where}.path",
                 next_step="prepare both with the same labels.space",
             )
         parts.append(part)
@@ -184,11 +188,16 @@ def _cut(whole: SplitIndex, num_dev: int) -> tuple[SplitIndex, SplitIndex | None
 
 
 def _read_part(
-    settings: TrainingShards, *, where: str, remote_settings: RemoteSettings
+    settings: TrainingShards, remote_settings: RemoteSettings, *, where: str, check_files: bool
 ) -> tuple[SplitIndex, str | None]:
     """What a part reads, and the hash of what `only_keys` chose."""
     folder = location_of(settings.path, where=f"{where}.path")
-    index = read_split(folder, split=settings.train_split, remote_settings=remote_settings)
+    index = read_split(
+        folder,
+        split=settings.train_split,
+        remote_settings=remote_settings,
+        check_files=check_files,
+    )
     index, by_key = select(index, settings, where=where)
     return index, None if by_key is None else by_key.sha256
 

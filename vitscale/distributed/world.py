@@ -226,6 +226,12 @@ def broadcast_object(value: Any) -> Any:
     return values[0]
 
 
+def broadcast_tensor(tensor: torch.Tensor, *, source: int) -> None:
+    """Overwrite a tensor of every rank with that of rank `source`."""
+    if dist.get_world_size() > 1:
+        dist.broadcast(tensor, src=source)
+
+
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """Elementwise sum over ranks, as a new tensor."""
     total = values.clone()

@@ -6,21 +6,21 @@ Leaves out: DeepSpeed's private parts (`layouts`), the generated configuration (
 which gradients reach the optimiser (`guard`), files (`checkpoint`), schedules, losses.
 
 Names of whole tensors make a checkpoint independent of its layout: each rank saves the parts it
-owns, named after the whole tensor, and restores its own parts from the whole.
+owns, named after the whole tensor, and restores its own parts from wherever they were saved.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from vitscale.checkpoint.tensors import slice_name
-from vitscale.distributed.world import World, gather_objects
+from vitscale.checkpoint.catalogue import slice_name
+from vitscale.distributed.world import World, agree_no_error, broadcast_tensor, gather_objects
 from vitscale.engine.agreement import disagreement
 from vitscale.engine.guard import Health, UpdateGuard
 from vitscale.engine.head_remainders import HeadRemainders
@@ -29,6 +29,8 @@ from vitscale.optim.registry import OPTIMIZERS
 from vitscale.optim.settings import EmaSettings
 
 AVERAGE = "ema"
+# Takes a name, a first element and a number of elements of the flattened tensor. May raise OSError.
+ReadPart = Callable[[str, int, int], torch.Tensor]
 
 
 def _normalize(
@@ -78,7 +80,10 @@ class Engine:
         self._remainders: HeadRemainders | None = None
         if dtype != torch.float32 and stage > 0:
             for (_, parameter), value in zip(self._parameters(), initial, strict=True):
-                self._layout.set_whole(parameter, value, None)
+                start, part = self._layout.own_part(parameter, None, 0)
+                own = value.flatten()[start : start + part.numel()]
+                if part.numel():
+                    self._layout.set_own_part(parameter, part, own, None)
             self._remainders = HeadRemainders(model, self._layout, dtype=dtype)
             self._remainders.renew()
         self._guard = UpdateGuard(
@@ -251,20 +256,25 @@ class Engine:
         gives every tensor i with i mod ranks = r. Buffers come from the first rank. Needs no
         communication. Valid until the next step.
         """
-        self._layout.link_states()
         owned: dict[str, torch.Tensor] = {}
-        for number, (name, parameter) in enumerate(self._parameters()):
+        for key, parameter, _, start, part in self._own_parts():
             shape = self._layout.shape(parameter)
-            for kind in (None, *self._state_names):
-                key = f"{kind or 'model'}.{name}"
-                start, part = self._layout.own_part(parameter, kind, number)
-                if part.numel() == shape.numel():
-                    owned[key] = part.detach().view(shape)
-                elif part.numel():
-                    owned[slice_name(key, start=start, shape=shape)] = part.detach()
+            if part.numel() == shape.numel():
+                owned[key] = part.detach().view(shape)
+            else:
+                owned[slice_name(key, start=start, shape=shape)] = part.detach()
         if self.world.is_first:
             owned |= {f"model.{name}": buffer.float() for name, buffer in self._buffers()}
         return owned
+
+    def _own_parts(self) -> Iterator[tuple[str, nn.Parameter, str | None, int, torch.Tensor]]:
+        """(name, parameter, kind, first element, values) of each part that this rank saves."""
+        self._layout.link_states()
+        for number, (name, parameter) in enumerate(self._parameters()):
+            for kind in (None, *self._state_names):
+                start, part = self._layout.own_part(parameter, kind, number)
+                if part.numel():
+                    yield f"{kind or 'model'}.{name}", parameter, kind, start, part
 
     def optimizer_steps(self) -> int:
         """Updates the optimiser has counted for its bias correction."""
@@ -292,17 +302,28 @@ class Engine:
         self._micro_step = counters["guard"]["steps"] * self._accumulation
 
     @torch.no_grad()
-    def import_state(self, tensors: Mapping[str, torch.Tensor], *, optimizer_steps: int) -> None:
-        """Restore what `export_state` of any layout gave; `tensors` holds all of them, whole."""
+    def import_state(self, read: ReadPart, *, optimizer_steps: int) -> None:
+        """Restore what `export_state` of any layout gave.
+
+        read: of the whole tensors by name. Each rank reads the parts that it saves, one at a time;
+        what other ranks need of them goes through the network.
+        Raises UserError, on all ranks, when one cannot read.
+        """
         self._create_optimizer_state(optimizer_steps)
-        self._layout.link_states()
-        for name, parameter in self._parameters():
-            for kind in (None, *self._state_names):
-                value = tensors[f"{kind or 'model'}.{name}"].to(self.world.device)
-                self._layout.set_whole(parameter, value, kind)
+        error = None
+        try:
+            for name, parameter, kind, start, part in self._own_parts():
+                self._layout.set_own_part(parameter, part, read(name, start, part.numel()), kind)
+            if self.world.is_first:
+                for name, buffer in self._buffers():
+                    buffer.copy_(read(f"model.{name}", 0, buffer.numel()).view(buffer.shape))
+        except OSError as caught:
+            error = f"the state cannot be read ({caught})"
+        agree_no_error(error)
+        self._layout.share_parts(self._parameters(), self._state_names)
         self._renew_remainders()
-        for name, buffer in self._buffers():
-            buffer.copy_(tensors[f"model.{name}"])
+        for _, buffer in self._buffers():
+            broadcast_tensor(buffer, source=0)
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, self._engine.module.get_buffer(name)) for name in self._buffer_names]

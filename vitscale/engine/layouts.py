@@ -30,14 +30,12 @@ from deepspeed.utils import (
 from deepspeed.utils import (
     safe_get_local_fp32_param,
     safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
 )
 from torch import nn
 
-from vitscale.distributed.world import World
+from vitscale.distributed.world import World, broadcast_tensor
 from vitscale.engine.agreement import checksum, num_unequal
 from vitscale.engine.host_waits import remove_host_waits
 
@@ -145,9 +143,15 @@ class Layout(ABC):
     def own_part(self, parameter: Any, kind: str | None, number: int) -> tuple[int, torch.Tensor]:
         """The flat part of the `number`-th parameter that this rank saves, and its start."""
 
+    def set_own_part(
+        self, parameter: Any, part: torch.Tensor, value: torch.Tensor, kind: str | None
+    ) -> None:
+        """Overwrite a part that `own_part` gave. Needs no communication."""
+        part.copy_(value)
+
     @abstractmethod
-    def set_whole(self, parameter: Any, value: torch.Tensor, kind: str | None) -> None:
-        """Store this rank's part of a whole tensor."""
+    def share_parts(self, named: Named, kinds: Iterable[str]) -> None:
+        """Give every rank what it needs of the parts that others have set. Collective."""
 
     @abstractmethod
     def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
@@ -213,8 +217,11 @@ class PlainLayout(Layout):
             return 0, torch.empty(0)
         return 0, self._whole(parameter, kind).view(-1)
 
-    def set_whole(self, parameter: Any, value: torch.Tensor, kind: str | None) -> None:
-        self._whole(parameter, kind).copy_(value)
+    def share_parts(self, named: Named, kinds: Iterable[str]) -> None:
+        for number, (_, parameter) in enumerate(named):
+            for kind in (None, *kinds):
+                tensor = self._whole(parameter, kind).detach()
+                broadcast_tensor(tensor, source=number % self._world.world_size)
 
     def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
         names, sums = [], []
@@ -251,12 +258,8 @@ class FlatLayout(Layout):
             return 0, torch.empty(0)
         return mapping.lp_fragment_address.start, mapping.get_hp_fragment(kind)
 
-    def set_whole(self, parameter: Any, value: torch.Tensor, kind: str | None) -> None:
-        if kind is None:
-            safe_set_full_fp32_param(parameter, value)
-            parameter.data.copy_(value)  # the copy of the forward pass
-        else:
-            safe_set_full_optimizer_state(parameter, value, kind)
+    def share_parts(self, named: Named, kinds: Iterable[str]) -> None:
+        self.publish_weights()
 
     def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
         names, sums, unequal = [], [], []
@@ -295,17 +298,20 @@ class PartitionedLayout(Layout):
             part = safe_get_local_optimizer_state(parameter, kind)
         return start, part.view(-1)[: max(0, parameter.ds_numel - start)]
 
-    def set_whole(self, parameter: Any, value: torch.Tensor, kind: str | None) -> None:
-        size = parameter.ds_tensor.numel()
-        flat = value.flatten()
-        padded = torch.zeros(size * self._world.world_size, dtype=flat.dtype, device=flat.device)
-        padded[: flat.numel()] = flat
-        part = padded.narrow(0, size * self._world.rank, size)
+    def set_own_part(
+        self, parameter: Any, part: torch.Tensor, value: torch.Tensor, kind: str | None
+    ) -> None:
+        # With offloading `part` is a copy.
+        padded = torch.zeros(parameter.ds_tensor.numel(), dtype=value.dtype, device=part.device)
+        padded[: value.numel()] = value
         if kind is None:
-            safe_set_local_fp32_param(parameter, part)
-            parameter.ds_tensor.data.copy_(part)
+            safe_set_local_fp32_param(parameter, padded)
+            parameter.ds_tensor.data.copy_(padded)  # the copy of the forward pass
         else:
-            safe_set_local_optimizer_state(parameter, part, kind)
+            safe_set_local_optimizer_state(parameter, padded, kind)
+
+    def share_parts(self, named: Named, kinds: Iterable[str]) -> None:
+        """The weights of the forward pass are gathered when it needs them."""
 
     def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
         unequal = [

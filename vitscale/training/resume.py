@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 
+from vitscale.checkpoint.catalogue import Catalogue, read_table
 from vitscale.checkpoint.folders import Checkpoint
+from vitscale.checkpoint.tensors import SavedTensors
 from vitscale.config.errors import UserError
 from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet
-from vitscale.distributed.world import World, agree_no_error
-from vitscale.engine.engine import Engine
+from vitscale.distributed.world import World, agree_no_error, gather_objects
+from vitscale.engine.engine import Engine, ReadPart
 from vitscale.images.decoders import resolve_decoder
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import MODELS
@@ -187,42 +189,54 @@ def restore(
 
 def restore_engine(engine: Engine, arch: Architecture, checkpoint: Checkpoint) -> None:
     """Restore weights and optimiser; on another grid than the checkpoint's, with their positions
-    resampled. Collective.
+    resampled. Every rank reads what it would save. Collective.
 
     Raises UserError, on all ranks, when the files of a verified checkpoint cannot be read.
     """
-    error = None
-    try:
-        tensors = checkpoint.tensors()
-    except OSError as caught:
-        error = f"{checkpoint.folder}: cannot be read ({caught.strerror})"
-    agree_no_error(error)
-    rows, columns = checkpoint.description["grid"]
-    if (rows, columns) != arch.grid:
-        tensors = _on_another_grid(tensors, (rows, columns), arch, checkpoint.description)
+    catalogue = _shared_catalogue(checkpoint, engine.world)
     progress = checkpoint.progress
-    engine.import_state(tensors, optimizer_steps=progress["optimizer_steps"])
+    with SavedTensors(checkpoint.folder, catalogue) as saved:
+        read: ReadPart = saved.part
+        rows, columns = checkpoint.description["grid"]
+        if (rows, columns) != arch.grid:
+            read = _on_another_grid(saved, (rows, columns), arch, checkpoint.description)
+        engine.import_state(read, optimizer_steps=progress["optimizer_steps"])
     if "engine" in progress:  # absent from older checkpoints
         engine.import_counters(progress["engine"])
 
 
+def _shared_catalogue(checkpoint: Checkpoint, world: World) -> Catalogue:
+    """Each header is read by one rank. Collective; raises UserError on all ranks."""
+    tables, error = [], None
+    try:
+        own = checkpoint.files[world.rank :: world.world_size]
+        tables = [read_table(checkpoint.folder / name) for name in own]
+    except OSError as caught:
+        error = f"{checkpoint.folder}: cannot be read ({caught.strerror})"
+    agree_no_error(error)
+    return Catalogue(table for each in gather_objects(tables) for table in each)
+
+
 def _on_another_grid(
-    tensors: Mapping[str, torch.Tensor],
+    saved: SavedTensors,
     grid: tuple[int, int],
     arch: Architecture,
     description: Mapping[str, Any],
-) -> dict[str, torch.Tensor]:
+) -> ReadPart:
     """The same state with what depends on the grid resampled; names are KIND.PARAMETER."""
     depends_on_grid = MODELS[arch.name].load().depends_on_grid
     non_negative = OPTIMIZERS[description["optimizer"]].non_negative
-    found = dict(tensors)
-    for key, value in tensors.items():
-        kind, _, name = key.partition(".")
-        if depends_on_grid(name):
-            found[key] = resize_position_state(
-                value,
-                source_grid=grid,
-                target_grid=arch.grid,
-                non_negative=kind in non_negative,
-            )
-    return found
+
+    def read(name: str, start: int, num_elements: int) -> torch.Tensor:
+        kind, _, parameter = name.partition(".")
+        if not depends_on_grid(parameter):
+            return saved.part(name, start, num_elements)
+        resampled = resize_position_state(
+            saved.whole(name),
+            source_grid=grid,
+            target_grid=arch.grid,
+            non_negative=kind in non_negative,
+        )
+        return resampled.flatten()[start : start + num_elements]
+
+    return read

@@ -27,11 +27,13 @@ from vitscale.data.training_set import (
 from vitscale.distributed.atomic_files import write_json, write_text
 from vitscale.distributed.heartbeat import Heartbeat
 from vitscale.distributed.node_check import check_nodes
+from vitscale.distributed.node_share import once_per_node
 from vitscale.distributed.world import (
     PreemptionFlag,
     World,
     agree_no_error,
     broadcast_object,
+    gather_objects,
     process_group,
 )
 from vitscale.engine.compile_cache import CompileCache, open_compile_cache
@@ -85,7 +87,7 @@ def _open(
     world = stack.enter_context(_join(run.engine))
     heartbeat = stack.enter_context(Heartbeat(world, timeout_min=run.engine.timeout_min))
     node_lines = _check_nodes(run, world)
-    data, val_index = _read_data(run, world)
+    data, val_index, index_lines = _read_data(run, world)
     num_classes = len(data.classes)
     check_objective(objective, num_classes=num_classes, views=run.data.views, path=run.data.path)
     check_evaluations(objective, run, num_classes=num_classes)
@@ -106,7 +108,7 @@ def _open(
     segment, said = segments.build(
         start_step, initial_weights=initial_weights if checkpoint is None else None
     )
-    messages += said
+    messages += [*said, *index_lines]
     engine, arch = segment.engine, segment.arch
     facts = provenance(run, world, dtype=engine.dtype)
     meter, spikes = IntervalMeter(world.device), LossSpikeDetector()
@@ -238,14 +240,28 @@ def _rates(world: World) -> dict[str, float]:
     return {name: rate for name, rate in rates.items() if rate is not None}
 
 
-def _read_data(run: TrainingRun, world: World) -> tuple[TrainingSet, SplitIndex | None]:
-    training_set = open_training_set(run.data, seed=run.seed)
+def _read_data(run: TrainingRun, world: World) -> tuple[TrainingSet, SplitIndex | None, list[str]]:
+    """Training and evaluated samples, and lines for the log."""
+    if run.data.reader == "webdataset":
+        streamed, val_index = open_training_set(run.data, seed=run.seed), None
+        if run.data.val_split is not None:
+            val_index = scanned_split(run.data, _scanned(run, world))
+        return streamed, val_index, []
+    (data, val_index), lines = once_per_node(
+        lambda: _read_index(run, check_files=world.is_first), rank=world.rank, gather=gather_objects
+    )
+    return data, val_index, [f"index of {run.data.path}: {line}" for line in lines]
+
+
+def _read_index(run: TrainingRun, *, check_files: bool) -> tuple[TrainingSet, SplitIndex | None]:
+    training_set = open_training_set(run.data, seed=run.seed, check_files=check_files)
     val_split = run.data.val_split
     if training_set.dev is not None or val_split is None:
         return training_set, training_set.dev
-    if training_set.streamed is not None:
-        return training_set, scanned_split(run.data, _scanned(run, world))
-    return training_set, read_split(run.data.path, split=val_split, remote_settings=run.data.remote)
+    val_index = read_split(
+        run.data.path, split=val_split, remote_settings=run.data.remote, check_files=check_files
+    )
+    return training_set, val_index
 
 
 def _scanned(run: TrainingRun, world: World) -> ScannedTars:

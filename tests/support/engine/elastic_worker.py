@@ -18,6 +18,7 @@ import torch
 from engine_training import (  # type: ignore[import-not-found]  # see above
     engine_losses,
     new_engine,
+    reader,
     whole_state,
 )
 from plain_training import STEPS  # type: ignore[import-not-found]  # see above
@@ -71,7 +72,7 @@ def main() -> None:
                 progress = json.loads(source.read_text())
                 engine = new_engine(world, stage=stage)
                 tensors: dict[str, torch.Tensor] = load_file(source.with_suffix(".safetensors"))
-                engine.import_state(tensors, optimizer_steps=progress["steps"])
+                engine.import_state(reader(tensors), optimizer_steps=progress["steps"])
                 engine.import_counters(progress["counters"])
                 losses = engine_losses(engine, world, start=HALF, stop=HALF + FURTHER[stage])
                 target = f"{world.world_size} ranks ZeRO {stage}"

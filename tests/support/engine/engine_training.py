@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 # Beside this file, which is run as a script.
@@ -19,7 +21,7 @@ from plain_training import (  # type: ignore[import-not-found]  # beside this fi
 from vitscale.checkpoint.tensors import whole_tensors
 from vitscale.distributed.world import World, gather_objects, sum_over_ranks
 from vitscale.engine.configuration import deepspeed_config
-from vitscale.engine.engine import Engine
+from vitscale.engine.engine import Engine, ReadPart
 from vitscale.engine.settings import EngineSettings
 from vitscale.models.interface.compilation import compile_forward
 from vitscale.models.vit.model import (
@@ -107,6 +109,11 @@ def engine_losses(
 def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
     shares = gather_objects(engine.export_state())
     return whole_tensors(piece for share in shares for piece in share.items())
+
+
+def reader(tensors: Mapping[str, torch.Tensor]) -> ReadPart:
+    """Reads parts of whole tensors in memory, as an engine does from a checkpoint."""
+    return lambda name, start, count: tensors[name].flatten()[start : start + count]
 
 
 def equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
-from engine_training import engine_losses, equal, new_engine, whole_state  # type: ignore[import-not-found]  # beside this file
+from engine_training import engine_losses, equal, new_engine, reader, whole_state  # type: ignore[import-not-found]  # beside this file
 from gradient_checks import full_precision, gradient_path  # type: ignore[import-not-found]  # beside this file
 
 # Beside this file, which is run as a script.
@@ -65,7 +65,7 @@ def moved(
     losses = engine_losses(first, world, start=0, stop=half, recipe=recipe)
     tensors = whole_state(first)
     second = new_engine(world, stage=target, recipe=recipe, dtype=dtype)
-    second.import_state(tensors, optimizer_steps=first.optimizer_steps())
+    second.import_state(reader(tensors), optimizer_steps=first.optimizer_steps())
     second.import_counters(first.export_counters())
     again = whole_state(second)
     losses += engine_losses(second, world, start=half, stop=steps, recipe=recipe)
@@ -237,7 +237,7 @@ def loss_scaled(world: World) -> dict[str, object]:
     first = new_engine(world, stage=1, dtype=torch.float16)
     engine_losses(first, world, start=0, stop=4)
     second = new_engine(world, stage=1, dtype=torch.float16)
-    second.import_state(whole_state(first), optimizer_steps=first.optimizer_steps())
+    second.import_state(reader(whole_state(first)), optimizer_steps=first.optimizer_steps())
     second.import_counters(first.export_counters())
     uninterrupted = engine_losses(first, world, start=4, stop=10)
     again = engine_losses(second, world, start=4, stop=10)

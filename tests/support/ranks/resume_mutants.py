@@ -15,12 +15,10 @@ from typing import Any
 import torch
 
 from vitscale.data import samples
-from vitscale.engine.engine import Engine
+from vitscale.engine.engine import Engine, ReadPart
 from vitscale.tracking import journal
 from vitscale.training import detectors, loop, segment, session
 from vitscale.training.meters import IntervalMeter
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 def _forget(owner: Any, name: str) -> Callable[[], None]:
@@ -32,13 +30,13 @@ def _forget(owner: Any, name: str) -> Callable[[], None]:
     return patch
 
 
-def _import_changed(change: Callable[[Tensors, int], tuple[Tensors, int]]) -> Callable[[], None]:
+def _import_changed(change: Callable[[ReadPart, int], tuple[ReadPart, int]]) -> Callable[[], None]:
     def patch() -> None:
         own = Engine.import_state
 
-        def import_state(self: Engine, tensors: Tensors, *, optimizer_steps: int) -> None:
-            tensors, optimizer_steps = change(tensors, optimizer_steps)
-            own(self, tensors, optimizer_steps=optimizer_steps)
+        def import_state(self: Engine, read: ReadPart, *, optimizer_steps: int) -> None:
+            read, optimizer_steps = change(read, optimizer_steps)
+            own(self, read, optimizer_steps=optimizer_steps)
 
         Engine.import_state = import_state  # type: ignore[method-assign]  # the mutation
 
@@ -48,14 +46,14 @@ def _import_changed(change: Callable[[Tensors, int], tuple[Tensors, int]]) -> Ca
 def _replaced(kind: str, by: str | None) -> Callable[[], None]:
     """Restore tensors of a kind as zeros, or from those of another kind."""
 
-    def change(tensors: Tensors, steps: int) -> tuple[Tensors, int]:
-        def value(name: str) -> torch.Tensor:
+    def change(read: ReadPart, steps: int) -> tuple[ReadPart, int]:
+        def changed(name: str, start: int, count: int) -> torch.Tensor:
             own, _, rest = name.partition(".")
             if own != kind:
-                return tensors[name]
-            return torch.zeros_like(tensors[name]) if by is None else tensors[f"{by}.{rest}"]
+                return read(name, start, count)
+            return torch.zeros(count) if by is None else read(f"{by}.{rest}", start, count)
 
-        return {name: value(name) for name in tensors}, steps
+        return changed, steps
 
     return _import_changed(change)
 
@@ -63,11 +61,17 @@ def _replaced(kind: str, by: str | None) -> Callable[[], None]:
 def _one_bit_changed() -> None:
     """Flip the last bit of one weight."""
 
-    def change(tensors: Tensors, steps: int) -> tuple[Tensors, int]:
-        name = min(name for name in tensors if name.startswith("model."))
-        changed = tensors[name].clone()
-        changed.view(-1).view(torch.int32)[0] ^= 1
-        return {**tensors, name: changed}, steps
+    def change(read: ReadPart, steps: int) -> tuple[ReadPart, int]:
+        flipped: set[str] = set()
+
+        def changed(name: str, start: int, count: int) -> torch.Tensor:
+            values = read(name, start, count)
+            if name.startswith("model.") and flipped <= {name} and start == 0:
+                flipped.add(name)
+                values.view(torch.int32)[0] ^= 1
+            return values
+
+        return changed, steps
 
     _import_changed(change)()
 

@@ -81,12 +81,20 @@ def remote_metrics() -> dict[str, float]:
     return {f"vitals/remote_{name}": value for name, value in remote_counts().total().items()}
 
 
+def _store_with(patience_s: float) -> RemoteStore:
+    return RemoteStore(patience_s=patience_s)
+
+
 class RemoteStore:
     """Reads ranges; retries until success or until `patience_s` is spent."""
 
     def __init__(self, *, patience_s: float) -> None:
         self.patience_s = patience_s
         self.counts = remote_counts()
+
+    def __reduce__(self) -> tuple[Callable[[float], RemoteStore], tuple[float]]:
+        # The counts of a process stay its own.
+        return _store_with, (self.patience_s,)
 
     def connect(self, url: Url) -> None:
         """Open this process's connection, before several threads each open one."""

@@ -1,6 +1,6 @@
-"""Read byte ranges of local shards.
+"""Read byte ranges of local shards; check that shards are there.
 
-Owns: open files, one set per process; which errors mean lost data.
+Owns: open files, one set per process; which errors mean lost data; sizes of local and remote files.
 Leaves out: the ranges of samples (`index`).
 """
 
@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 
-from vitscale.config.errors import UserError
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.data.remote.index import remote_sizes
+from vitscale.data.remote.settings import RemoteSettings
+from vitscale.data.remote.urls import Location, Url
 
 MAX_OPEN_SHARDS = 64
+MAX_ERRORS_SHOWN = 10
 # Data are lost: a bad block, or a checksum or structure that the file system finds broken. Other
 # errors (stale handle, no memory, too many open files, ...) are transient.
 DATA_LOSS_ERRNOS = (errno.EIO, errno.EBADMSG, errno.EUCLEAN, errno.ENODATA)
@@ -69,3 +73,40 @@ class _OpenFiles:
 def _descriptor(path: str, process: int) -> int:
     # Per process: a forked process must not close descriptors that its parent uses.
     return _open_files(process).get(path)
+
+
+def check_sizes(
+    expected: Mapping[Location, int],
+    *,
+    folder: Location,
+    split: str,
+    remote_settings: RemoteSettings,
+) -> None:
+    """Raise UserError for missing and wrongly sized files; at most ten are listed in full.
+
+    expected: bytes of each file of a split. folder: of the index.
+    """
+    urls = [place for place in expected if isinstance(place, Url)]
+    sizes = remote_sizes(urls, remote_settings=remote_settings)
+    errors = []
+    for place, num_bytes in expected.items():
+        try:
+            found = sizes[place] if isinstance(place, Url) else place.stat().st_size
+        except OSError as error:
+            errors.append(UserError(f"missing ({error.strerror})", where=str(place)))
+            continue
+        if found is None:
+            errors.append(UserError("missing", where=str(place)))
+        elif found != num_bytes:
+            what = f"{found} bytes, but the manifest says {num_bytes}"
+            errors.append(UserError(what, where=str(place)))
+    if not errors:
+        return
+    shown = errors[:MAX_ERRORS_SHOWN]
+    rest = f"{len(errors) - len(shown)} more such files; " if len(errors) > len(shown) else ""
+    advice = UserError(
+        f"{rest}{len(errors)} of {len(expected)} files of split {split!r} cannot be used",
+        where=str(folder),
+        next_step="copy the folder again, or make the shards again",
+    )
+    raise UserErrors([*shown, advice])

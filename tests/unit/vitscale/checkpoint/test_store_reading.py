@@ -50,7 +50,7 @@ def test_store_refuses_a_folder_without_a_readable_checkpoint(
         store.newest()
     away.rename(tensors)
     assert store.newest()[0] == read_checkpoint(tensors.parent)
-    monkeypatch.setattr("vitscale.checkpoint.folders.step_folders", refuse)
+    monkeypatch.setattr("vitscale.checkpoint.store.step_folders", refuse)
     with pytest.raises(UserError, match="disk: cannot be read"):
         store.newest()
 

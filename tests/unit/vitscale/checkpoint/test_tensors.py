@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from vitscale.checkpoint.tensors import DTYPES, HostCopy, read_tensors, slice_name, whole_tensors
+from vitscale.checkpoint.catalogue import slice_name
+from vitscale.checkpoint.tensors import DTYPES, HostCopy, read_tensors, whole_tensors
 from vitscale.distributed.atomic_files import blake3_of_file, write_new_file
 
 CPU = torch.device("cpu")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex
 from vitscale.data.index_keys import sample_keys
+from vitscale.data.remote.store import RemoteStore
 from vitscale.data.settings import DataSettings, selection_problems
 from vitscale.data.training_set import TrainingSet, open_training_set
 
@@ -187,3 +190,23 @@ def test_scores_need_a_threshold_and_columns() -> None:
     found = problems(path="a.txt", score="clip", at_least=1.0)
     assert "only a .parquet file has columns" in found["data.only_keys.path"]
     assert not problems(path="a.parquet", score="clip", at_least=1.0)
+
+
+def test_one_rank_stats_the_shards(shards: Path, tmp_path: Path) -> None:
+    """The others read the index alone, and pass it on."""
+    folder = shutil.copytree(shards, tmp_path / "copy")
+    for tar in folder.glob("*.tar"):
+        tar.unlink()
+    settings = DataSettings.model_validate({"path": str(folder), "global_batch": 2})
+    with pytest.raises(UserError, match="missing"):
+        open_training_set(settings, seed=0)
+    unchecked = open_training_set(settings, seed=0, check_files=False)
+    passed_on = pickle.loads(pickle.dumps(unchecked))
+    assert passed_on.fingerprint == opened(shards).fingerprint
+    assert [passed_on.order.at(i) for i in range(40)] == [unchecked.order.at(i) for i in range(40)]
+
+
+def test_remote_shards_are_passed_on_with_own_counts() -> None:
+    remote = RemoteStore(patience_s=3.0)
+    passed_on = pickle.loads(pickle.dumps(remote))
+    assert passed_on.patience_s == 3.0 and passed_on.counts is remote.counts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import PIL
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
@@ -200,14 +202,29 @@ def test_long_lists_of_changes_are_cut() -> None:
     assert text.splitlines()[-1] == "    ... 5 more" and len(text.splitlines()) == CHANGES_SHOWN + 2
 
 
-def test_everything_the_next_step_needs_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resuming, "agree_no_error", lambda error: None)
-    monkeypatch.setattr(Checkpoint, "tensors", lambda self: {"model.a": 1})
+    monkeypatch.setattr(resuming, "gather_objects", lambda value: [value])
+
+
+def with_files(
+    checkpoint: Checkpoint, folder: Path, tensors: dict[str, torch.Tensor]
+) -> Checkpoint:
+    save_file(tensors, folder / "rank-00000.safetensors")
+    return replace(checkpoint, folder=folder, files=("rank-00000.safetensors",))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_everything_the_next_step_needs_is_restored(tmp_path: Path) -> None:
     spikes = {"recent": [1.0, 2.0], "num_spikes": 3}
     progress: Any = {"optimizer_steps": 7, "interval": [[3.0, 2]], "engine": {"a": 1}}
     calls: dict[str, Any] = {}
     engine: Any = SimpleNamespace(
-        import_state=lambda tensors, **steps: calls.update(state=(tensors, steps)),
+        world=SimpleNamespace(rank=0, world_size=1),
+        import_state=lambda read, **steps: calls.update(
+            state=(read("model.a", 1, 2).tolist(), steps)
+        ),
         import_counters=lambda counters: calls.update(counters=counters),
     )
     meter: Any = SimpleNamespace(load_state=lambda sums, **place: calls.update(meter=(sums, place)))
@@ -217,11 +234,12 @@ def test_everything_the_next_step_needs_is_restored(monkeypatch: pytest.MonkeyPa
     world: Any = SimpleNamespace(rank=1, world_size=2)
     detector = LossSpikeDetector()
     checkpoint = checkpoint_of({"grid": [2, 2]}, **progress, spikes=spikes, objective=[[[2.0, 3]]])
+    checkpoint = with_files(checkpoint, tmp_path, {"model.a": torch.arange(4.0)})
     arch: Any = SimpleNamespace(grid=(2, 2))
     restore(engine, arch, objective, meter, detector, checkpoint=checkpoint, world=world)
     assert detector.state() == spikes
     assert calls == {
-        "state": ({"model.a": 1}, {"optimizer_steps": 7}),
+        "state": ([1.0, 2.0], {"optimizer_steps": 7}),
         "counters": {"a": 1},
         "meter": ([[3.0, 2]], {"rank": 1, "world_size": 2}),
         "objective": [[[2.0, 3]]],
@@ -251,24 +269,30 @@ def test_average_that_was_not_saved_is_refused() -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_positions_and_their_states_move_to_the_new_grid(
-    monkeypatch: pytest.MonkeyPatch, optimizer: str
-) -> None:
+@pytest.mark.usefixtures("one_rank")
+def test_positions_and_their_states_move_to_the_new_grid(tmp_path: Path, optimizer: str) -> None:
     """All of them are resampled, bilinear where they are a second moment; the rest is kept."""
-    monkeypatch.setattr(resuming, "agree_no_error", lambda error: None)
     kinds = ("model", "ema", *OPTIMIZERS[optimizer].state_names)
     # One patch of four differs from zero: bicubic resampling gives negative values beside it.
     spike = torch.tensor([7.0, 1.0, 0.0, 0.0, 0.0]).view(1, 5, 1)
     state = {f"{kind}.pos_embed": spike * factor for factor, kind in enumerate(kinds, start=1)}
     state["model.norm.weight"] = torch.rand(3)
-    monkeypatch.setattr(Checkpoint, "tensors", lambda self: state)
     restored: dict[str, torch.Tensor] = {}
-    engine: Any = SimpleNamespace(import_state=lambda tensors, **_: restored.update(tensors))
+
+    def import_state(read: Any, *, optimizer_steps: int) -> None:
+        for name, tensor in state.items():
+            # In two parts, as two ranks would.
+            size = 3 if tensor.dim() == 1 else 17
+            parts = [read(name, 0, 2), read(name, 2, size - 2)]
+            restored[name] = torch.cat(parts).view(1, -1, 1)
+
+    world = SimpleNamespace(rank=0, world_size=1)
+    engine: Any = SimpleNamespace(import_state=import_state, world=world)
     arch: Any = SimpleNamespace(grid=(4, 4), name="vit")
     description = {"grid": [2, 2], "optimizer": optimizer}
-    restore_engine(engine, arch, checkpoint_of(description, optimizer_steps=7))
-    assert restored.keys() == state.keys()
-    assert restored["model.norm.weight"] is state["model.norm.weight"]
+    checkpoint = checkpoint_of(description, optimizer_steps=7)
+    restore_engine(engine, arch, with_files(checkpoint, tmp_path, state))
+    assert torch.equal(restored["model.norm.weight"].flatten(), state["model.norm.weight"])
     for factor, kind in enumerate(kinds, start=1):
         rows = restored[f"{kind}.pos_embed"] / factor
         assert rows.shape == (1, 17, 1) and rows[0, 0] == 7.0

@@ -1,0 +1,34 @@
+"""Ranks as threads of one process, for code whose collectives are given to it as functions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+WAIT_S = 120.0
+
+
+def run_ranks(num_ranks: int, work: Callable[[int, Callable[[Any], list[Any]]], T]) -> list[T]:
+    """The results of `work(rank, gather)` of all ranks; `gather` exchanges one value per rank."""
+    barrier = threading.Barrier(num_ranks)
+    values: list[Any] = [None] * num_ranks
+
+    def one(rank: int) -> T:
+        def gather(value: Any) -> list[Any]:
+            values[rank] = value
+            barrier.wait(WAIT_S)
+            found = list(values)
+            barrier.wait(WAIT_S)
+            return found
+
+        try:
+            return work(rank, gather)
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(num_ranks) as pool:
+        return [each.result() for each in [pool.submit(one, rank) for rank in range(num_ranks)]]
