@@ -188,6 +188,13 @@ def test_bytes_sent_are_those_of_the_stage(results: dict[str, Any], run: str, se
     assert found["num_collectives"] > 4, "one bucket cannot overlap with the backward pass"
 
 
+def test_log_names_the_wrapper_and_the_sums(results: dict[str, Any]) -> None:
+    one, many = results["path 1 1"]["path"], results["path wide"]["path"]
+    ours = "DeepSpeedZeroOptimizer: gradients summed in"
+    assert one == f"{ours} bfloat16, over ranks in bfloat16 after the backward pass"
+    assert many == f"{ours} float32, over ranks in float32 after the backward pass"
+
+
 def test_reduction_to_owners_sends_less(results: dict[str, Any]) -> None:
     """gloo reduces by a reduce-scatter and a gather: 3/4 here; a chain, as NCCL's, takes 1/2."""
     found = results["path to owners"]
