@@ -38,7 +38,7 @@ except ModuleNotFoundError as error:
 
 HEADINGS = (
     *("nodes", "GPUs", "images/GPU", "step ms", "compute", "exposed", "stragglers", "data"),
-    *("images/s", "efficiency", "start s", "MTBF h", "best every", "goodput", "days"),
+    *("images/s", "efficiency", "start s", "MTBF h", "save every", "goodput", "days"),
 )
 # Input -> (worse, better) of the figure: published or plausible extremes.
 RANGES: dict[str, tuple[Any, Any]] = {
@@ -166,11 +166,13 @@ def row(each: Prediction) -> tuple[str, ...]:
 
 
 def show(title: str, headings: Sequence[str], rows: Sequence[tuple[str, ...]]) -> None:
-    lines = [tuple(headings), *rows]
+    """As a table of Markdown."""
+    lines = [tuple(headings), tuple("-" * len(name) for name in headings), *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
-    print(f"\n{title}")
+    print(f"\n{title}\n")
     for line in lines:
-        print("  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)))
+        cells = (text.rjust(width) for text, width in zip(line, widths, strict=True))
+        print(f"| {' | '.join(cells)} |")
 
 
 def show_inputs(cluster: Cluster) -> None:
@@ -306,12 +308,12 @@ def main() -> None:
     print(
         f"{model.run.name}: {first.work.parameters:,} parameters, "
         f"{first.work.flops_per_image / 1e9:,.1f} GFLOPs per image, ZeRO {first.work.zero_stage}, "
-        f"{first.work.precision}; a model, nothing measured"
+        f"weights of {first.work.weight_bytes} bytes; a model, nothing measured"
     )
     values = [f"{name[0]}={value}" for name, value in run_leaves(cluster)]
     print(textwrap.fill("inputs: " + " ".join(values), 100, break_on_hyphens=False))
     sent = update_bytes(first.work, world=2) / first.work.parameters
-    print(f"gradients and weights: {sent:.3g} bytes per parameter sent by each of two ranks")
+    print(f"{sent:.3g} bytes per parameter are sent by each of two ranks for an update")
     results = []
     titles: dict[Batch, str] = {
         "global": f"global batch {model.run.data.global_batch:,}",

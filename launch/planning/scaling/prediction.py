@@ -139,7 +139,7 @@ def work_of(run: PretrainRun | FinetuneRun, plan: TrainingPlan, *, num_classes: 
     objective = run.make_objective()
     model = run.model.model_copy(update={"image_size": plan.image_size})
     arch = model.architecture(num_classes=num_classes)
-    precision: str = run.engine.precision
+    size = 4 if run.engine.precision == "fp32" else 2
     parameters = objective.num_parameters(arch)
     average = 4 if run.optim.ema is not None else 0
     return Work(
@@ -148,9 +148,11 @@ def work_of(run: PretrainRun | FinetuneRun, plan: TrainingPlan, *, num_classes: 
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
         zero_stage=run.engine.zero_stage,
-        precision="bf16" if precision == "auto" else precision,
+        weight_bytes=size,
+        gradient_bytes=4 if run.engine.reduce_precision == "fp32" else size,
         bucket_elements=run.engine.reduce_bucket_elements,
         overlap=run.engine.overlap_comm,
+        head_parameters=num_classes * (arch.feature_width + 1),
         cores_per_node=run.launch.tasks_per_node * run.launch.cpus_per_task,
         # Checkpoints hold fp32 weights, optimiser states and the average.
         state_bytes=parameters * (4 + run.optim.state_bytes_per_parameter + average),

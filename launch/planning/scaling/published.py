@@ -42,9 +42,11 @@ VIT_G14 = Work(
     micro_batch=64,
     accumulation=1,
     zero_stage=2,
-    precision="bf16",
+    weight_bytes=2,
+    gradient_bytes=2,
     bucket_elements=500_000_000,
     overlap=False,
+    head_parameters=0,
     cores_per_node=128,
     state_bytes=0,
 )

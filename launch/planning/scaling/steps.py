@@ -18,6 +18,7 @@ OPTIMIZER_BYTES_PER_PARAMETER = 28
 BACKWARD_SHARE = 2 / 3
 # DeepSpeed's buckets where `reduce_bucket_size` has no effect (runtime/engine.py).
 DEEPSPEED_BUCKET_ELEMENTS = 500_000_000
+REMAINDER_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,9 +31,14 @@ class Work:
     micro_batch: int
     accumulation: int
     zero_stage: int
-    precision: str
+    weight_bytes: int
+    """Of a parameter in the forward pass: 2 or 4."""
+    gradient_bytes: int
+    """Of a gradient when it is sent."""
     bucket_elements: int
     overlap: bool
+    head_parameters: int
+    """Of the last layer, which computes in fp32."""
     cores_per_node: int
     state_bytes: int
     """Of a checkpoint."""
@@ -57,38 +63,40 @@ class Traffic:
 
 
 def traffic(work: Work) -> Iterator[Traffic]:
-    """The collectives of one update, as DeepSpeed runs them (runtime/zero, bf16_optimizer).
+    """The collectives of one update, as DeepSpeed's wrappers run them (0.19.8, runtime/zero).
 
-    Stage 0: fp32 gradients, all-reduced after the backward pass. Stage 1 in bf16: the same in bf16,
-    then the updated weights are gathered. Stage 2 reduces bucket by bucket in every micro-batch.
-    Stage 3 also gathers the weights for the forward and for the backward pass.
+    Stage 0 all-reduces fp32 gradients after the backward pass. Stages 1 and 2 all-reduce them in
+    buckets beside it, stage 2 in every micro-batch, and gather the updated weights. Stage 3
+    scatters the sums, and gathers weights for the forward and for the backward pass. Below fp32
+    every rank also gets what rounding took from the last layer.
     """
-    size = 4 if work.precision == "fp32" or work.zero_stage == 0 else 2
-    count, accumulation = work.parameters * size, work.accumulation
-    bucket = size * work.bucket_elements
-    whole = size * DEEPSPEED_BUCKET_ELEMENTS
+    count, bucket = work.parameters, work.bucket_elements
     if work.zero_stage == 0:
-        yield Traffic(kind="all_reduce", num_bytes=count, bucket_bytes=whole, is_hidden=False)
-        return
-    if work.zero_stage == 1 and work.precision == "bf16":
-        yield Traffic(kind="all_reduce", num_bytes=count, bucket_bytes=whole, is_hidden=False)
-    else:
         yield Traffic(
-            kind="reduce_scatter" if work.zero_stage == 3 else "all_reduce",
-            num_bytes=count,
-            bucket_bytes=bucket,
-            is_hidden=work.overlap,
-            times=1 if work.zero_stage == 1 else accumulation,
+            kind="all_reduce",
+            num_bytes=4 * count,
+            bucket_bytes=4 * DEEPSPEED_BUCKET_ELEMENTS,
+            is_hidden=False,
         )
-    if work.zero_stage < 3:
-        yield Traffic(kind="all_gather", num_bytes=count, bucket_bytes=bucket, is_hidden=False)
-    else:
+        return
+    yield Traffic(
+        kind="reduce_scatter" if work.zero_stage == 3 else "all_reduce",
+        num_bytes=work.gradient_bytes * count,
+        bucket_bytes=work.gradient_bytes * bucket,
+        is_hidden=work.overlap,
+        times=1 if work.zero_stage == 1 else work.accumulation,
+    )
+    yield Traffic(
+        kind="all_gather",
+        num_bytes=work.weight_bytes * count,
+        bucket_bytes=work.weight_bytes * bucket,
+        is_hidden=work.zero_stage == 3,
+        times=2 * work.accumulation if work.zero_stage == 3 else 1,
+    )
+    if work.weight_bytes < 4 and work.head_parameters:
+        remainders = REMAINDER_BYTES * work.head_parameters
         yield Traffic(
-            kind="all_gather",
-            num_bytes=count,
-            bucket_bytes=bucket,
-            is_hidden=True,
-            times=2 * accumulation,
+            kind="all_reduce", num_bytes=remainders, bucket_bytes=remainders, is_hidden=False
         )
 
 

@@ -27,15 +27,29 @@ def test_overlap_hides_at_most_the_share_of_the_backward_pass() -> None:
     assert timed(overlap_share=0.0).exposed == exposed[0]
 
 
-def test_bytes_of_an_update_follow_the_stage() -> None:
-    """In bytes per parameter sent by each of two ranks, accumulation 2, bf16."""
-    sent = {
-        stage: update_bytes(replace(WORK, zero_stage=stage), world=2) / WORK.parameters
-        for stage in (0, 1, 2, 3)
-    }
-    # 0: fp32 all-reduce. 1: all-reduce and half a gathering. 2: two of these all-reduces.
-    # 3: two times scattering and two gatherings.
-    assert sent == {0: 4.0, 1: 3.0, 2: 5.0, 3: 6.0}
+def test_bytes_agree_with_those_counted_on_two_ranks() -> None:
+    """Of the sockets of gloo, per parameter (docs/benchmarks.md, gradients in bf16)."""
+    counted = {(0, 1, 2): 4.0, (1, 1, 2): 3.0, (1, 8, 4): 5.0, (2, 1, 2): 3.0, (2, 4, 2): 9.0}
+    for (stage, accumulation, gradient_bytes), expected in counted.items():
+        work = replace(
+            WORK,
+            zero_stage=stage,
+            accumulation=accumulation,
+            gradient_bytes=gradient_bytes,
+        )
+        assert update_bytes(work, world=2) / WORK.parameters == expected
+
+
+def test_stage_3_gathers_weights_twice_per_micro_batch() -> None:
+    work = replace(WORK, zero_stage=3)
+    assert update_bytes(work, world=2) / WORK.parameters == 2 * (1 + 2)
+
+
+def test_the_last_layer_gets_its_remainders() -> None:
+    for size, expected in ((2, 2 * 1000), (4, 0)):
+        plain = replace(WORK, weight_bytes=size)
+        head = replace(plain, head_parameters=1000)
+        assert update_bytes(head, world=2) - update_bytes(plain, world=2) == expected
 
 
 def test_the_slowest_of_more_ranks_is_later() -> None:
