@@ -144,6 +144,7 @@ def run_on_ranks(num_ranks: int, work: Path, options: argparse.Namespace) -> dic
 def measure_on_rank(options: argparse.Namespace) -> None:
     """One rank. Torch is imported here, so that the parent starts at once."""
     from benchmarks.training.steps import BareLoop, EngineLoop, Task, random_batches
+    from vitscale.engine.device_batches import DeviceBatches
     from vitscale.training.session import open_session
 
     size = chosen_size(options)
@@ -170,7 +171,7 @@ def measure_on_rank(options: argparse.Namespace) -> None:
         }
         check_losses(losses)
         real = t.batches
-        t.batches = synthetic(pool)
+        t.batches = DeviceBatches(synthetic(pool), world.device)
         numbers = count()  # a run's log lines never go back
         steps["loop"] = lambda number: main_step(t, next(numbers))
         found = timed(steps, size, options.blocks, world)
@@ -298,13 +299,15 @@ def timed_real(
     Wall clock: the loader's processes share the cores with the training, so this shows the cost of
     decoding on few cores, not that of the loop. Prefetched batches are used up first.
     """
+    from vitscale.engine.device_batches import DeviceBatches
+
     num, seconds, waits = size["real_steps"], {}, []
     for name, batches in (
         ("before", synthetic(pool)),
         ("real", watched(real, waits)),
         ("after", synthetic(pool)),
     ):
-        t.batches = batches
+        t.batches = DeviceBatches(batches, t.world.device)
         for number in range(size["prefetched"]):
             step(number)
         start, known = time.perf_counter(), len(waits)

@@ -71,6 +71,7 @@ def check_waits(ctx: Context) -> None:
     }
     num = max(2, ctx.scale.waiting_steps // len(kinds))
     for name, (stage, overrides) in kinds.items():
+        ctx.check_time(f"steps of {name}")
         task = task_of(ctx, trained, overrides=overrides)
         loop = EngineLoop(staged(task, stage, compile=False), ctx.world)
         images, labels = random_images(loop.arch, task.batch, device=ctx.world.device)
@@ -93,6 +94,7 @@ def check_checkpoint(ctx: Context) -> None:
     from vitscale.checkpoint.store import CheckpointStore
     from vitscale.training.resume import restore_engine
 
+    ctx.check_time("the checkpoint")
     task = task_of(ctx, ctx.scale.checked)
     images, labels = random_images(task.arch, task.batch, device=ctx.world.device)
     first, second = (EngineLoop(staged(task, stage, compile=False), ctx.world) for stage in (1, 2))
@@ -241,6 +243,7 @@ def check_clipping(ctx: Context, task: Task) -> None:
     optim = OptimSettings(name="sgd", lr=1.0, clip_norm=CLIP_NORM)
     task = replace(task, run=task.run.model_copy(update={"optim": optim}))
     for stage in (0, 1):
+        ctx.check_time("clipping")
         loop = engine_loop(ctx, task, stage=stage, compile=False)
         before = {key: value.clone() for key, value in loop.engine.export_state().items()}
         images, labels = random_batches(task, ctx.world, count=1)[0]
@@ -261,6 +264,7 @@ def check_clipping(ctx: Context, task: Task) -> None:
 def check_activation_checkpointing(ctx: Context, task: Task) -> None:
     device, losses, peaks = ctx.world.device, {}, {}
     for on in (False, True):
+        ctx.check_time("activation checkpointing")
         start_afresh(device)
         loop = engine_loop(ctx, task, precision="fp32", compile=False, activation_checkpointing=on)
         losses[on] = run_losses(ctx, loop, task, steps=5)

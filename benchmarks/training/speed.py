@@ -187,14 +187,19 @@ def memory_of(ctx: Context, task: Task, *, stage: int = 1) -> dict[str, float] |
     """Peak of the allocator against the estimate of a dry run, GiB; None on a CPU."""
     if not ctx.on_gpu:
         return None
+    objective = task.run.make_objective()
     estimate = memory_estimate(
         task.arch,
         zero_stage=stage,
         world_size=1,
         precision=ctx.scale.precision,
         micro_batch=task.batch,
+        accumulation=task.plan.accumulation,
+        reduces_in_fp32=task.run.engine.reduce_precision == "fp32",
         activation_checkpointing=task.run.engine.activation_checkpointing,
         optimizer_bytes=task.run.optim.state_bytes_per_parameter,
+        costs=objective,
+        frozen_bytes=objective.frozen_bytes(),
     )
     peak = torch.cuda.max_memory_allocated(ctx.world.device)
     return {

@@ -140,8 +140,8 @@ class EngineLoop:
 
     @property
     def wrapper(self) -> str:
-        """The class, torch's or DeepSpeed's, that updates the weights."""
-        return type(self.engine._engine.optimizer).__name__
+        """DeepSpeed's class that holds the optimiser, and what it does with gradients."""
+        return self.engine.gradient_path
 
     def step(self, number: int, images_B3SS: torch.Tensor, labels_B: torch.Tensor) -> torch.Tensor:
         """One micro-step; with an update where it ends an accumulation."""
