@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 
 from vitscale.config.errors import UserError
-from vitscale.images import crops
+from vitscale.images import crops, png_webp
 from vitscale.images.crops import MAX_PIXELS, CropBox, CropRequest
 from vitscale.images.size import rows_and_columns
 
@@ -76,7 +76,18 @@ class PillowDecoder:
         return crops.decode(data)
 
 
-class SimpleJpegDecoder(PillowDecoder):
+class FastFormatsDecoder(PillowDecoder):
+    """PNG and WebP: sizes from headers, and WebP pixels with torchvision."""
+
+    def size(self, data: bytes) -> tuple[int, int]:
+        return png_webp.size_of(data) or super().size(data)
+
+    def whole(self, data: bytes) -> torch.Tensor:
+        pixels = png_webp.decode_webp(data)
+        return super().whole(data) if pixels is None else pixels
+
+
+class SimpleJpegDecoder(FastFormatsDecoder):
     """Whole JPEGs with libjpeg-turbo from a wheel: needs pip only."""
 
     def size(self, data: bytes) -> tuple[int, int]:
@@ -112,7 +123,7 @@ class SimpleJpegDecoder(PillowDecoder):
         return pixels
 
 
-class RegionDecoder(PillowDecoder):
+class RegionDecoder(FastFormatsDecoder):
     """Only the box of a JPEG, decoded and resampled row by row by the C extension."""
 
     def __init__(self, *, allow_avx2: bool = True) -> None:
