@@ -6,10 +6,9 @@ and when to save (the loops).
 
 The thread first copies the tensors to host memory, while the next forward and backward pass read
 the same weights; an update must wait for that copy (`wait_for_host_copy`), and for nothing else.
-The threads of all ranks agree through a gloo group of their own, which no other thread uses: each
-save exchanges exactly twice on every rank, in the order of the saves, so it cannot cross with
-collectives of the training. The outcome is read where all ranks are at the same point: at the next
-save and in `wait`.
+The threads of all ranks agree through the key-value store, so that they cannot cross with
+collectives of the training: each save exchanges exactly twice on every rank, in the order of the
+saves. The outcome is read where all ranks are at the same point: at the next save and in `wait`.
 """
 
 from __future__ import annotations
@@ -22,12 +21,10 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from vitscale.checkpoint.commit import Commit, Save, commit_save
 from vitscale.checkpoint.folders import (
@@ -40,13 +37,14 @@ from vitscale.checkpoint.folders import (
 from vitscale.checkpoint.joined_files import MAX_RANK_FILES, writing_ranks
 from vitscale.checkpoint.tensors import HostCopy
 from vitscale.config.errors import UserError
-from vitscale.distributed.heartbeat import Heartbeat
+from vitscale.distributed.heartbeat import NOBODY, Heartbeat
+from vitscale.distributed.key_value_store import Gathering
 from vitscale.distributed.node_share import node_name
 from vitscale.distributed.world import World, agree_no_error, broadcast_object, gather_objects
 
 T = TypeVar("T")
 # Longest that one rank's disk may take beyond another's.
-EXCHANGE_TIMEOUT = timedelta(hours=1)
+EXCHANGE_TIMEOUT_S = 3600.0
 # When another error ends the run, its last save gets this long to be committed.
 PATIENCE_S = 120.0
 # Checks of a stalled write, each reported, before the rank ends.
@@ -70,10 +68,12 @@ class CheckpointStore:
         self._host_copy = HostCopy(world.device)
         self._copied = threading.Event()
         self._copied.set()
-        self._group: Any = None
-        if world.world_size > 1:
-            self._group = dist.new_group(backend="gloo", timeout=EXCHANGE_TIMEOUT)
         self._name: str = broadcast_object(uuid.uuid4().hex[:8])
+        self._gathering: Gathering | None = None
+        if world.store is not None:
+            self._gathering = Gathering(
+                world.store, f"saves/{self._name}", rank=world.rank, world_size=world.world_size
+            )
         self._num_saves = 0
         self._writers: list[int] | None = None
         self._thread: threading.Thread | None = None
@@ -194,15 +194,13 @@ class CheckpointStore:
         self._num_parts += 1
 
     def _exchange(self, value: Any) -> list[Any]:
-        if self._group is None:
+        if self._gathering is None:
             return [value]
-        values: list[Any] = [None] * self.world.world_size
         self._exchanging = True
         try:
-            dist.all_gather_object(values, value, group=self._group)
+            return self._gathering(value, timeout_s=EXCHANGE_TIMEOUT_S)
         finally:
             self._exchanging = False
-        return values
 
     def wait(self) -> Commit | None:
         """Wait until the last save is committed. Returns it, unless it was taken before.
@@ -257,6 +255,9 @@ class CheckpointStore:
         if error is None or isinstance(error, SystemExit):
             self.wait()
         elif self._thread is not None:
+            found = self._heartbeat.missing_ranks(error) if self._heartbeat else None
+            if self._gathering is not None and found not in (None, NOBODY):
+                self._gathering.ended.set()
             # Another rank may be gone: the first error is the one to see, after a last try.
             self._thread.join(PATIENCE_S)
             if self._error is not None or self._thread.is_alive():

@@ -1,14 +1,13 @@
 """Detect and name hung or dead ranks.
 
-Owns: the heartbeat of each rank, watching those of the others, and the message that names a rank.
-Leaves out: collectives (`distributed`, `engine`), whose own timeouts name no rank.
+Owns: the heartbeat of each rank, the watch of rank 0 over all of them, and ending the process.
+Leaves out: what heartbeats mean (`heartbeat_table`), collectives (`distributed`, `engine`), whose
+own timeouts name no rank.
 
-Threads of every rank write heartbeats to the store of the rendezvous and watch the next rank. A
-stopped or dead process writes no more heartbeats. A live process whose loop hangs has a lower count
-of `mark`s than the others.
-
-Silence is the sum of the times between checks, each counted as two periods at most: after a whole
-job was suspended (by its machine or SLURM), its ranks do not count as silent.
+A thread of every rank writes heartbeats to the store and reads one key, in which rank 0 says that
+it is alive or what has happened; rank 0 reads the heartbeats of all in one request. So a period
+costs the store two requests of each rank. A stopped or dead process writes no more heartbeats. A
+live process whose loop or device hangs has reached fewer `mark`s than the others.
 """
 
 from __future__ import annotations
@@ -16,55 +15,91 @@ from __future__ import annotations
 import faulthandler
 import os
 import re
+import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
 from types import TracebackType
+from typing import Protocol
 
-import torch.distributed as dist
+import torch
 
+from vitscale.distributed.heartbeat_table import (
+    ENDED,
+    FAILED,
+    GAVE_UP,
+    LOST,
+    RUNNING,
+    Beat,
+    HeartbeatTable,
+    Silence,
+)
 from vitscale.distributed.world import World
 
-LONGEST_PERIOD_S = 5.0
+LONGEST_PERIOD_S = 3.0
+# A rank is named within a minute of its last heartbeat, whatever the time-out of collectives.
+LONGEST_SILENCE_S = 45.0
 # Shorter than the timeout of collectives, which names no rank.
 SHARE_OF_TIMEOUT = 0.7
 CHECKS_PER_TIMEOUT = 10
-# How gloo and NCCL say that a peer is gone.
-LOST = re.compile(r"[Cc]onnection|[Tt]imed out|[Tt]imeout")
+# For the others to read what rank 0 has found, before its store ends.
+PERIODS_TO_READ = 1.5
+PERIODS_TO_FIND = 6
+# How gloo, NCCL and the store say that a peer is gone.
+CONNECTION_LOST = re.compile(r"[Cc]onnection|[Tt]imed out|[Tt]imeout")
+NOBODY = "no rank is missing"
+WATCH, BEATS = "vitscale/watch", "vitscale/beats"
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-class _Silence:
-    """How long a number that should grow has been constant, checked about once a period."""
+class Event(Protocol):
+    """A point in the work of a device, such as torch.cuda.Event."""
 
-    def __init__(self, period_s: float) -> None:
-        self.longest_s, self.number, self.checked, self.silent_s = 2 * period_s, -1, 0.0, 0.0
+    def query(self) -> bool:
+        """Whether the device has reached it. Does not wait."""
+        ...
 
-    def seconds(self, number: int) -> float:
-        now = time.monotonic()
-        self.silent_s += min(now - self.checked, self.longest_s)
-        if number != self.number:
-            self.silent_s = 0.0
-        self.number, self.checked = number, now
-        return self.silent_s
+
+class _Reached:
+    """On CPU, where work is done when its call returns."""
+
+    def query(self) -> bool:
+        return True
+
+
+def _recorder(device: torch.device) -> Callable[[], Event]:
+    if device.type == "cuda":
+        return lambda: torch.cuda.current_stream().record_event()
+    return _Reached
 
 
 class Heartbeat:
     """Exchange heartbeats of all ranks inside the block."""
 
     def __init__(
-        self, world: World, *, timeout_min: float, say: Callable[[str], None] = _say
+        self,
+        world: World,
+        *,
+        timeout_min: float,
+        say: Callable[[str], None] = _say,
+        record: Callable[[], Event] | None = None,
     ) -> None:
+        """record: mark the present point in the work of this rank's device."""
         self.world, self.say = world, say
         self.silence_s = timeout_min * 60 * SHARE_OF_TIMEOUT
+        self.dead_s = min(self.silence_s, LONGEST_SILENCE_S)
         self.period_s = min(LONGEST_PERIOD_S, self.silence_s / CHECKS_PER_TIMEOUT)
-        self._marks, self._doing, self._answers = 0, "starting", 0
-        self._end = threading.Event()
+        self._record = record or _recorder(world.device)
+        self._marks, self._num_beats, self._answers = 0, 0, 0
+        self._ahead: deque[tuple[int, str, Event]] = deque()
+        self._reached, self._doing = 0, "starting"
+        self._state, self._node = RUNNING, socket.gethostname()
+        self._end, self._found_any, self._found = threading.Event(), threading.Event(), ""
         # Two: the one that uses the store blocks while rank 0 is stopped.
         self._threads = [
             threading.Thread(target=target, name=f"heartbeat-{number}", daemon=True)
@@ -73,10 +108,13 @@ class Heartbeat:
 
     def mark(self, doing: str) -> None:
         """Record progress of the loop; every rank makes the same marks in the same order."""
-        self._marks, self._doing = self._marks + 1, doing
+        if self.world.store is not None:
+            self._marks += 1
+            self._ahead.append((self._marks, doing, self._record()))
 
     def __enter__(self) -> Heartbeat:
-        if self.world.world_size > 1:
+        if self.world.store is not None:
+            self.world.store.set(self._key(self.world.rank), self._own_beat().text())
             for thread in self._threads:
                 thread.start()
         return self
@@ -87,99 +125,138 @@ class Heartbeat:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        if self.world.store is None:
+            return
+        found = self.missing_ranks(error)
+        if error is not None and found is not None:
+            error.add_note(found)
+        planned = error is None or isinstance(error, SystemExit)
+        self._state = ENDED if planned else FAILED
         self._end.set()
-        lost = isinstance(error, RuntimeError) and LOST.search(str(error))
-        if error is not None and lost and self.world.world_size > 1:
-            notes: list[str] = []
-            finder = threading.Thread(
-                target=lambda: notes.append(self._silent_ranks()), daemon=True
-            )
-            finder.start()
-            finder.join(timeout=6 * self.period_s)
-            error.add_note(notes[0] if notes else "the key-value store on rank 0 does not answer")
+        # Its last heartbeat; not for ever, since the store does not answer while rank 0 is stopped.
+        self._threads[0].join(timeout=1.0)
 
-    def _silent_ranks(self) -> str:
-        """Name the ranks whose heartbeat has stopped, after a collective failed on this one."""
-        try:
-            store = self._connect()
-            keys = [f"{self._key(rank)}/beats" for rank in range(self.world.world_size)]
-            before = [store.add(key, 0) for key in keys]
-            time.sleep(2.5 * self.period_s)
-            pairs = enumerate(zip(before, [store.add(key, 0) for key in keys], strict=True))
-        except RuntimeError:
-            return "the key-value store on rank 0 is gone; read the output of rank 0"
-        # This rank's own thread has ended, and so have those of ranks that failed as this one did.
-        silent = [str(rank) for rank, (a, b) in pairs if a == b and rank != self.world.rank]
-        return f"no heartbeat from rank {', '.join(silent)}" if silent else "no rank is missing"
+    def missing_ranks(self, error: BaseException | None) -> str | None:
+        """Name the ranks that are gone, after a collective failed on this one with `error`.
+
+        Waits some periods. None if the error is another, `NOBODY` if no rank is missing.
+        """
+        lost = isinstance(error, RuntimeError) and CONNECTION_LOST.search(str(error))
+        if self.world.store is None or not lost:
+            return None
+        if self._state != LOST:
+            self._state = LOST
+            if self._found_any.wait(PERIODS_TO_FIND * self.period_s) and self.world.is_first:
+                time.sleep(PERIODS_TO_READ * self.period_s)
+        return self._found or NOBODY
 
     # --- the threads -----------------------------------------------------------------------------
 
     def _watch(self) -> None:
         """Check that the store still answers this rank."""
-        silence = _Silence(self.period_s)
+        silence = Silence(self.period_s)
         while not self._end.wait(self.period_s):
-            if silence.seconds(self._answers) > self.silence_s + self.period_s:
-                self.give_up(
-                    f"the key-value store on rank 0 has not answered for {self.silence_s:.0f} s: "
-                    "it was stopped or killed, or its node is gone"
+            if silence.seconds(self._answers, now=time.monotonic()) > self.dead_s + self.period_s:
+                self._report(
+                    f"the key-value store on rank 0 ({os.environ['MASTER_ADDR']}) has not answered "
+                    f"for {self.dead_s:.0f} s: it was stopped or killed, or its node is gone"
                 )
 
     def _beat(self) -> None:
-        """Send heartbeats and check those of the next rank."""
-        own, watched = self.world.rank, (self.world.rank + 1) % self.world.world_size
-        of_rank, of_own_loop, store = _Silence(self.period_s), _Silence(self.period_s), None
-        while not self._end.wait(self.period_s):
+        """Send heartbeats, and read what rank 0 says or find it."""
+        if self.world.device.type == "cuda":
+            torch.cuda.set_device(self.world.device)  # or the thread would use GPU 0
+        look = self._look_at_all() if self.world.is_first else self._look_at_first()
+        is_over = False
+        while not is_over:
+            is_over = self._end.wait(self.period_s)
             try:
-                store = store or self._connect()
-                store.set(self._key(own), f"{self._marks} {self._doing}")
-                store.add(f"{self._key(own)}/beats", 1)
-                beats = store.add(f"{self._key(watched)}/beats", 0)
-                waited_s = of_own_loop.seconds(self._marks)
-                late = self._late_ranks(store) if waited_s >= self.silence_s else None
+                assert self.world.store is not None
+                self.world.store.set(self._key(self.world.rank), self._own_beat().text())
+                problem = look(is_over)
             except RuntimeError:  # rank 0 may just have ended; `_watch` counts the time
-                store = None
+                if self._state == LOST:
+                    self._tell("the key-value store on rank 0 is gone; read the output of rank 0")
                 continue
             self._answers += 1
-            if of_rank.seconds(beats) > self.silence_s:
-                self.give_up(
-                    f"rank {watched} has sent no heartbeat for {self.silence_s:.0f} s: it was "
-                    "stopped or killed, or its node is gone"
-                )
-            if late:
-                self.give_up(late)
+            if problem and not is_over:
+                self._report(problem)
 
-    def _connect(self) -> dist.TCPStore:
-        # A connection of its own: collectives may hold the other one while they wait.
-        return dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=max(0.5, self.silence_s / CHECKS_PER_TIMEOUT)),
+    def _look_at_all(self) -> Callable[[bool], str | None]:
+        store, size = self.world.store, self.world.world_size
+        assert store is not None
+        keys = [self._key(rank) for rank in range(size)]
+        table = HeartbeatTable(
+            size, period_s=self.period_s, dead_s=self.dead_s, late_s=self.silence_s
         )
+
+        def look(is_over: bool) -> str | None:
+            if is_over or not store.check(keys):
+                store.set(WATCH, f"{ENDED if is_over else self._num_beats}\t")
+                return None
+            beats = [Beat.parse(each.decode()) for each in store.multi_get(keys)]
+            problem = table.problem(beats, now=time.monotonic())
+            store.set(WATCH, f"{self._num_beats}\t{problem or ''}")
+            return problem
+
+        return look
+
+    def _look_at_first(self) -> Callable[[bool], str | None]:
+        store = self.world.store
+        assert store is not None
+        silence = Silence(self.period_s)
+
+        def look(is_over: bool) -> str | None:
+            if is_over or not store.check([WATCH]):
+                return None
+            number, _, problem = store.get(WATCH).decode().partition("\t")
+            if problem or number == ENDED:
+                return problem or None
+            if silence.seconds(int(number), now=time.monotonic()) > self.dead_s:
+                where = os.environ["MASTER_ADDR"]
+                return f"rank 0 on {where} has sent no heartbeat for {self.dead_s:.0f} s"
+            return None
+
+        return look
+
+    def _own_beat(self) -> Beat:
+        """This rank's next heartbeat."""
+        try:
+            while self._ahead and self._ahead[0][2].query():
+                self._reached, self._doing, _ = self._ahead.popleft()
+        except RuntimeError:  # the device has failed, and with it the loop
+            pass
+        self._num_beats += 1
+        return Beat(self._num_beats, self._reached, self._state, self._node, self._doing)
 
     @staticmethod
     def _key(rank: int) -> str:
-        return f"vitscale/life/{rank}"
+        return f"{BEATS}/{rank}"
 
-    def _late_ranks(self, store: dist.TCPStore) -> str | None:
-        """The ranks that the others wait for, in words; None when all are at the same mark."""
-        keys = [self._key(rank) for rank in range(self.world.world_size)]
-        if not store.check(keys):
-            return None
-        rows = [value.decode().split(" ", 1) for value in store.multi_get(keys)]
-        fewest = min(int(marks) for marks, _ in rows)
-        late = [
-            f"rank {rank} ({doing})"
-            for rank, (marks, doing) in enumerate(rows)
-            if int(marks) == fewest
-        ]
-        # All at the same mark, in a long evaluation for example. Collectives have timeouts.
-        if len(late) == len(rows):
-            return None
-        return f"the others have waited {self.silence_s:.0f} s for {', '.join(late)}"
+    def _tell(self, found: str) -> None:
+        """Tell the loop, which waits for it after a collective failed."""
+        self._found = self._found or found
+        self._found_any.set()
+
+    def _report(self, problem: str) -> None:
+        if self._state == GAVE_UP:  # it says itself why
+            return
+        if self._state == LOST:
+            self._tell(problem)
+            return
+        if self.world.is_first:
+            self._end.wait(PERIODS_TO_READ * self.period_s)
+        self._stop(problem)
 
     def give_up(self, what: str) -> None:
+        """End the process because of what this rank found out about itself, and tell the others."""
+        self._state, self._doing = GAVE_UP, what
+        self._ahead.clear()
+        # The thread sends it; it may not come to that.
+        time.sleep(PERIODS_TO_READ * self.period_s)
+        self._stop(what)
+
+    def _stop(self, what: str) -> None:
         """End the process, whose loop hangs in a collective or on a disk and cannot raise."""
         if self._end.is_set():
             return

@@ -1,29 +1,28 @@
 """Join the ranks of a job and exchange small values.
 
-Owns: the environment of launchers (deepspeed, SLURM job, plain python), the process group, the
-preemption flag, and the small collectives every stage needs.
-Leaves out: gradient traffic (`engine`).
+Owns: the environment of launchers (deepspeed, SLURM job, plain python), the process group, and the
+small collectives every stage needs.
+Leaves out: gradient traffic (`engine`), which uses the same group; messages outside the order of
+collectives (`key_value_store`).
 """
 
 from __future__ import annotations
 
 import os
-import signal
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from vitscale.config.errors import RankError, UserError
+from vitscale.config.errors import UserError
 from vitscale.distributed.binding import bound, gpu_numa_node, shown_cores
+from vitscale.distributed.key_value_store import connect, rendezvous
 from vitscale.distributed.threads import RankCpus, rank_cpus, thread_count
-
-STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +38,9 @@ class World:
     """What set the number of CPU threads."""
     bound_to: str | None = None
     """Cores that this rank was bound to, such as `0-7`; None: those it was started with."""
+    store: dist.Store | None = field(default=None, repr=False, compare=False)
+    """Of small messages, for all threads of this rank: no call on it may wait for another rank,
+    see `wait_for`. None for one rank."""
 
     @property
     def is_first(self) -> bool:
@@ -104,6 +106,8 @@ def process_group(
     Raises UserError naming the ranks that did not start.
     """
     _complete_environment()
+    # Connects ranks when they first talk: to a few neighbours, not to all others.
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     env = os.environ
     local_rank, local_world = int(env["LOCAL_RANK"]), int(env["LOCAL_WORLD_SIZE"])
     world = World(
@@ -117,7 +121,9 @@ def process_group(
         torch.cuda.set_device(world.device)
     store = None
     if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the launcher has joined the ranks
-        store = _rendezvous(world, timeout_min=init_timeout_min)
+        store = rendezvous(
+            rank=world.rank, world_size=world.world_size, timeout_min=init_timeout_min
+        )
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
         rank=world.rank,
@@ -126,6 +132,8 @@ def process_group(
         store=store,
     )
     try:
+        if world.world_size > 1:
+            world = replace(world, store=connect(timeout_min=init_timeout_min))
         is_bound = world.device.type == "cuda" if bind_cores == "auto" else bind_cores
         yield _set_up_cores(world, num_threads, bind_cores=is_bound)
     finally:
@@ -158,49 +166,6 @@ def _gpu_numa_node(device: torch.device) -> int | None:
         return None
     domain, bus, number = numbers
     return gpu_numa_node(f"{domain:04x}:{bus:02x}:{number:02x}.0")
-
-
-def _rendezvous(world: World, *, timeout_min: float) -> dist.TCPStore:
-    """Wait for every rank at the address that the launcher named; rank 0 listens there."""
-    env, timeout = os.environ, timedelta(minutes=timeout_min)
-    address = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
-    try:
-        store = dist.TCPStore(
-            env["MASTER_ADDR"],
-            int(env["MASTER_PORT"]),
-            is_master=world.is_first,
-            timeout=timeout,
-            wait_for_workers=False,
-        )
-        store.set(f"vitscale/here/{world.rank}", "")
-    except RuntimeError as error:
-        if world.is_first:
-            what = f"cannot listen at {address}: {str(error).splitlines()[0]}"
-            raise RankError(what, where="MASTER_PORT", next_step="choose a free port") from None
-        raise RankError(
-            f"rank 0 does not answer at {address} ({timeout_min:g} min)",
-            where="engine.init_timeout_min",
-            next_step="read the output of rank 0; check that MASTER_ADDR is its node",
-        ) from None
-    keys = [f"vitscale/here/{rank}" for rank in range(world.world_size)]
-    try:
-        store.wait(keys, timeout)
-    except RuntimeError as error:
-        raise RankError(
-            f"not all of {world.world_size} ranks started within {timeout_min:g} min; "
-            f"{_missing(store, keys)}",
-            where="engine.init_timeout_min",
-            next_step="read the output of the missing ranks; raise the limit if they start slowly",
-        ) from error
-    return store
-
-
-def _missing(store: dist.TCPStore, keys: list[str]) -> str:
-    try:
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
-    except RuntimeError:
-        return "rank 0 exited"
-    return f"missing: {', '.join(missing)}"
 
 
 def agree_no_error(error: str | None) -> None:
@@ -245,55 +210,3 @@ def gather_rows(values_BX: torch.Tensor) -> torch.Tensor:
     gathered = [torch.empty_like(values_BX) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, values_BX.contiguous())
     return torch.cat(gathered)
-
-
-class PreemptionFlag:
-    """Records a stop signal on any rank, so that all ranks stop at the same step.
-
-    Inside the block SIGUSR2 (SLURM's warning) and SIGTERM only set a flag. The flags of all ranks
-    are summed in the background, in a gloo group of their own: a query does not wait, and returns
-    the sum that the query before it started.
-
-    Once the ranks stop, further signals stay ignored after the block: they would kill a rank whose
-    checkpoint is committed while it closes its files.
-    """
-
-    def __init__(self) -> None:
-        self._received = False
-        self._set_on_any_rank = False
-        self._group: Any = None
-        if dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
-        self._asked: tuple[Any, torch.Tensor] | None = None
-
-    def __enter__(self) -> PreemptionFlag:
-        self._previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._remember)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._asked is not None and kind is None:
-            self._asked[0].wait()  # a group must not end during a sum
-        for number, handler in self._previous.items():
-            if self._received or self._set_on_any_rank:
-                handler = signal.SIG_IGN
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-
-    def _remember(self, *_: object) -> None:
-        self._received = True
-
-    def set_on_any_rank(self) -> bool:
-        """Whether any rank had received a stop signal at the previous call. Collective."""
-        self._set_on_any_rank = self._ask()
-        return self._set_on_any_rank
-
-    def _ask(self) -> bool:
-        if self._group is None:
-            return self._received
-        before, flag = self._asked, torch.tensor([int(self._received)])
-        self._asked = (dist.all_reduce(flag, group=self._group, async_op=True), flag)
-        if before is None:
-            return False
-        before[0].wait()
-        return bool(before[1].item())

@@ -20,18 +20,20 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 from deepspeed.utils import (
-    logger as deepspeed_logger,
-)
-from deepspeed.utils import (
+    groups,
     safe_get_local_fp32_param,
     safe_get_local_optimizer_state,
     safe_set_local_fp32_param,
     safe_set_local_optimizer_state,
+)
+from deepspeed.utils import (
+    logger as deepspeed_logger,
 )
 from torch import nn
 
@@ -70,6 +72,8 @@ def initialize_deepspeed(
         r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated"
     )
     warnings.filterwarnings("ignore", message=deprecated, category=FutureWarning)
+    # Instead of a clone of the world, which would have its own connections, and 30 min of time-out.
+    groups._WORLD_GROUP = dist.group.WORLD
     # In bf16 with sums of gradients in fp32 DeepSpeed would take another wrapper at stage 1: no
     # overlap, one all-reduce of everything, fp32 gradients never freed (`BF16_Optimizer`).
     deepspeed_engine.BFLOAT16 = deepspeed_engine.ZERO_OPTIMIZATION

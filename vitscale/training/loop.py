@@ -25,8 +25,9 @@ from vitscale.data.loader import Batch
 from vitscale.data.mixing import mix_batch
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.heartbeat import Heartbeat
+from vitscale.distributed.preemption import PreemptionFlag
 from vitscale.distributed.random_numbers import stream_key
-from vitscale.distributed.world import PreemptionFlag, World
+from vitscale.distributed.world import World
 from vitscale.engine.compile_cache import CompileCache
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
@@ -176,7 +177,9 @@ class TrainingSession:
 
     def update(self, loss: torch.Tensor) -> None:
         """Backward pass, and the optimiser's step at the end of an accumulation."""
+        self.heartbeat.mark("running the backward pass")
         self.engine.backward(loss)
+        self.heartbeat.mark("updating the weights")
         self.store.wait_for_host_copy()  # a save may still read the weights
         self.engine.step()
         # The caller keeps the loss, and with its graph the engine, beyond a change of image size.

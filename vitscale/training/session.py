@@ -28,8 +28,8 @@ from vitscale.distributed.atomic_files import write_json, write_text
 from vitscale.distributed.heartbeat import Heartbeat
 from vitscale.distributed.node_check import check_nodes
 from vitscale.distributed.node_share import once_per_node
+from vitscale.distributed.preemption import PreemptionFlag
 from vitscale.distributed.world import (
-    PreemptionFlag,
     World,
     agree_no_error,
     broadcast_object,
@@ -131,7 +131,7 @@ def _open(
         store=store,
         provenance=facts,
         log=log,
-        preemption=stack.enter_context(PreemptionFlag()),
+        preemption=stack.enter_context(PreemptionFlag(world)),
         loader=loader,
         batches=loader.enter_context(segments.open_batches(start_step)),
         heartbeat=heartbeat,

@@ -9,6 +9,7 @@ Left out: faults of files and folders (test_storage_faults), of every system cal
 from __future__ import annotations
 
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -228,18 +229,19 @@ def test_preempted_repeatedly(fault_runs: FaultRuns, tmp_path: Path) -> None:
     fault_runs.assert_resumes_exactly(tmp_path)
 
 
+HERE = socket.gethostname()
 # rank, fault, message of the other rank
 HUNG = {
-    "rank 1 stopped": (1, "stop", "rank 1 has sent no heartbeat"),
-    "rank 0 stopped": (0, "stop", "the key-value store on rank 0 has not answered"),
-    "rank 1 hangs": (1, "hang", "the others have waited 6 s for rank 1 ("),
+    "rank 1 stopped": (1, "stop", f"rank 1 on {HERE} has sent no heartbeat"),
+    "rank 0 stopped": (0, "stop", "the key-value store on rank 0 (127.0.0.1) has not answered"),
+    "rank 1 hangs": (1, "hang", f"the others have waited 6 s for rank 1 on {HERE} ("),
 }
 
 
 @pytest.mark.parametrize("case", by_level(HUNG, slow={"rank 1 hangs"}))
 def test_hung_rank_is_named(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
     rank, do, message = HUNG[case]
-    place = "loader" if do == "hang" else "forward"
+    place = "batch" if do == "hang" else "forward"
     planted = {rank: [fault(place, micro_step(8), do)]}
     world = fault_runs.start(tmp_path, "engine.timeout_min=0.15", faults=planted)
     assert world[1 - rank].wait(timeout_s=PATIENCE_S) == 1

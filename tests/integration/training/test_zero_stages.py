@@ -167,6 +167,10 @@ def test_fp16_resumes_its_loss_scale_bit_for_bit(results: dict[str, Any]) -> Non
     assert found["skipped"] >= 2 and found["scale"] == 2.0 ** (17 - found["skipped"])
 
 
+def test_all_engines_share_one_group_and_its_timeout(results: dict[str, Any]) -> None:
+    assert results["timeouts"] == [5 * 60]
+
+
 # In bf16: 2 bytes of each parameter twice through the ring to sum gradients, once to gather
 # weights, of which two ranks send half. The last layer adds 4 bytes of each of its parameters.
 ALL_REDUCE, GATHER = 1.0, 0.5

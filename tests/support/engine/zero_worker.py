@@ -248,6 +248,13 @@ def loss_scaled(world: World) -> dict[str, object]:
     }
 
 
+def group_timeouts() -> list[float]:
+    """The time-out of every process group that exists, s."""
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    backends = [group._get_backend(torch.device("cpu")) for group in groups]
+    return [each.options._timeout.total_seconds() for each in backends]
+
+
 def gradient_paths(world: World) -> dict[str, object]:
     """Before any engine with autocast, which DeepSpeed remembers for all later ones."""
     results: dict[str, object] = {}
@@ -315,6 +322,7 @@ def main() -> None:
         for stage in (0, 1, 2, 3):
             results[f"full {stage}"] = full_precision(world, stage=stage)
         results["fp16"] = loss_scaled(world)
+        results["timeouts"] = group_timeouts()
         if world.is_first:
             print("RESULTS " + json.dumps(results), flush=True)
 

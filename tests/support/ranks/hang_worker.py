@@ -17,7 +17,8 @@ from vitscale.checkpoint import commit
 from vitscale.checkpoint.store import CheckpointStore
 from vitscale.config.errors import run_rank_script
 from vitscale.distributed.heartbeat import Heartbeat
-from vitscale.distributed.world import PreemptionFlag, World, process_group, sum_over_ranks
+from vitscale.distributed.preemption import PreemptionFlag
+from vitscale.distributed.world import World, process_group, sum_over_ranks
 
 TIMEOUT_MIN, INIT_TIMEOUT_MIN = 0.2, 0.1
 # case: (rank, signal it gets in step 5)
@@ -25,11 +26,24 @@ SIGNALS = {"rank 1 stopped": (1, signal.SIGSTOP), "rank 0 stopped": (0, signal.S
 SIGNALS["rank 1 killed"] = (1, signal.SIGKILL)
 
 
-def inject_fault(case: str, rank: int) -> None:
+class Unfinished:
+    """Work that a device does not finish."""
+
+    def query(self) -> bool:
+        return False
+
+
+def inject_fault(case: str, rank: int, heartbeat: Heartbeat) -> None:
     if case in SIGNALS and SIGNALS[case][0] == rank:
         os.kill(os.getpid(), SIGNALS[case][1])
     if case == "rank 1 slow" and rank == 1:
         time.sleep(600)
+    if case == "device of rank 1 hangs":
+        # Until it waits for its device, rank 1 has as many marks as rank 0.
+        if rank == 1:
+            heartbeat._record = Unfinished
+        heartbeat.mark("training")
+        time.sleep(600 * rank)
     if case == "all stopped for a while":
         Path(f"paused-{rank}").touch()
         while not Path("go on").exists():
@@ -58,12 +72,12 @@ def main() -> None:
             init_timeout_min=INIT_TIMEOUT_MIN if "missing" in case else 2.0,
         ) as world,
         Heartbeat(world, timeout_min=TIMEOUT_MIN) as heartbeat,
-        PreemptionFlag() as stop,
+        PreemptionFlag(world) as stop,
     ):
         for step in range(20):
             heartbeat.mark("waiting for data")
             if step == 5:
-                inject_fault(case, world.rank)
+                inject_fault(case, world.rank, heartbeat)
                 if case == "disk of rank 1 hangs":
                     save_on_a_disk_that_hangs(world, heartbeat)
             heartbeat.mark("training")

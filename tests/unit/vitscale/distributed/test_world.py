@@ -1,52 +1,12 @@
-"""Devices and stop signals of one rank; several ranks are in tests/integration."""
+"""The device of one rank; several ranks are in tests/integration."""
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from vitscale.config.errors import UserError
-from vitscale.distributed.world import STOP_SIGNALS, PreemptionFlag, _pick_device
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    yield
-    for number, handler in previous.items():
-        signal.signal(number, handler)
-
-
-def test_handlers_are_restored_without_a_stop() -> None:
-    previous = [signal.getsignal(number) for number in STOP_SIGNALS]
-    with PreemptionFlag() as stop:
-        assert not stop.set_on_any_rank()
-    assert [signal.getsignal(number) for number in STOP_SIGNALS] == previous
-
-
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_repeated_stop_signal_is_ignored(number: signal.Signals) -> None:
-    with PreemptionFlag() as stop:
-        os.kill(os.getpid(), number)
-        assert stop.set_on_any_rank()
-    for again in STOP_SIGNALS:
-        assert signal.getsignal(again) is signal.SIG_IGN
-        os.kill(os.getpid(), again)
-
-
-def test_rank_stopping_with_the_others_ignores_its_signal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with PreemptionFlag() as stop:
-        monkeypatch.setattr(stop, "_ask", lambda: True)  # as another rank's signal has it
-        assert stop.set_on_any_rank()
-    assert all(signal.getsignal(number) is signal.SIG_IGN for number in STOP_SIGNALS)
+from vitscale.distributed.world import _pick_device
 
 
 def _see_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, *, in_slurm: bool) -> None:

@@ -1,0 +1,111 @@
+"""Dead, hung and lost ranks in simulated worlds, from their heartbeats alone; no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from vitscale.distributed import heartbeat
+from vitscale.distributed.heartbeat_table import (
+    ENDED,
+    GAVE_UP,
+    LOST,
+    RUNNING,
+    Beat,
+    HeartbeatTable,
+    Silence,
+    names,
+)
+
+PERIOD_S = heartbeat.LONGEST_PERIOD_S
+LATE_S = 420.0
+
+
+def table(num_ranks: int) -> HeartbeatTable:
+    dead_s = heartbeat.LONGEST_SILENCE_S
+    return HeartbeatTable(num_ranks, period_s=PERIOD_S, dead_s=dead_s, late_s=LATE_S)
+
+
+def beat(
+    rank: int, number: int, *, reached: int = 0, state: str = RUNNING, doing: str = "x"
+) -> Beat:
+    return Beat(number, reached, state, f"n{rank // 8}", doing)
+
+
+def test_a_suspended_job_counts_two_periods_of_silence() -> None:
+    silence, moments = Silence(5.0), (100.0, 105.0, 3705.0, 3710.0, 3715.0)
+    pairs = zip((1, 1, 1, 2, 2), moments, strict=True)
+    found = [silence.seconds(number, now=now) for number, now in pairs]
+    assert found == [0.0, 5.0, 15.0, 0.0, 5.0]
+
+
+@pytest.mark.parametrize("num_ranks", [16, 1024])
+def test_a_node_without_power_is_named_within_60_s(num_ranks: int) -> None:
+    """No connection is closed; the last heartbeats of its eight ranks arrive at 100 s."""
+    watch, named = table(num_ranks), None
+    for period in range(int(90 / PERIOD_S), 100):
+        now = period * PERIOD_S
+        last = {rank: min(period, int(100 / PERIOD_S)) for rank in range(8, 16)}
+        beats = [beat(rank, last.get(rank, period)) for rank in range(num_ranks)]
+        named = watch.problem(beats, now=now)
+        if named:
+            break
+    # The other ranks read it a period later.
+    assert named is not None and 100 < now <= 160 - PERIOD_S
+    assert named.startswith("all of n1 (rank 8 to 15) has sent no heartbeat for 45 s")
+
+
+def test_the_rank_whose_device_hangs_is_named() -> None:
+    """All loops run; the device of rank 3 has not reached what the devices of the others have."""
+    watch, named = table(8), None
+    for period in range(1, 1000):
+        beats = [beat(rank, period, reached=41, doing="updating the weights") for rank in range(8)]
+        beats[3] = beat(3, period, reached=40, doing="running the backward pass")
+        named = watch.problem(beats, now=period * PERIOD_S)
+        if named:
+            break
+    assert named == "the others have waited 420 s for rank 3 on n0 (running the backward pass)"
+
+
+def test_ranks_at_the_same_mark_are_not_late() -> None:
+    watch = table(8)
+    found = [
+        watch.problem([beat(r, period, reached=7) for r in range(8)], now=period * PERIOD_S)
+        for period in range(1, 1000)
+    ]
+    assert not any(found)
+
+
+def test_a_lost_connection_names_the_silent_rank_early() -> None:
+    watch, named = table(8), None
+    for period in range(1, 100):
+        beats = [beat(rank, period, state=LOST if rank == 2 else RUNNING) for rank in range(8)]
+        beats[5] = beat(5, min(period, 10))
+        named = watch.problem(beats, now=period * PERIOD_S)
+        if named:
+            break
+    assert named == "no heartbeat from rank 5 on n0" and period == 13
+
+
+def test_a_rank_that_ended_is_named_only_to_those_who_miss_it() -> None:
+    watch = table(2)
+    ended = beat(1, 9, state=ENDED)
+    for period in range(1, 100):
+        assert watch.problem([beat(0, period), ended], now=period * PERIOD_S) is None
+    lost = [beat(0, 101, state=LOST), ended]
+    assert watch.problem(lost, now=303.0) == "no heartbeat from rank 1 on n0"
+
+
+def test_a_rank_that_gave_up_says_why() -> None:
+    beats = [beat(0, 1), beat(1, 1, state=GAVE_UP, doing="its storage hangs")]
+    assert table(2).problem(beats, now=1.0) == "rank 1 on n0 ended the run: its storage hangs"
+
+
+def test_names_groups_ranks_by_node() -> None:
+    beats = [beat(rank, 1) for rank in range(64)]
+    assert names(beats, [3, 4, *range(8, 16)]) == "rank 3, 4 on n0, all of n1 (rank 8 to 15)"
+    assert names(beats, range(0, 64, 8)).endswith("rank 24 on n3 and ranks on 4 more nodes")
+
+
+def test_a_beat_survives_the_store() -> None:
+    each = beat(3, 4, reached=5, doing="save step 5:\tno progress\nin /a")
+    assert Beat.parse(each.text()) == each

@@ -1,0 +1,118 @@
+"""Find dead, hung and slow ranks in the heartbeats of all ranks.
+
+Owns: what a heartbeat says, how long a rank counts as silent, and the sentence that names ranks.
+Leaves out: sending heartbeats and ending processes (`heartbeat`). Needs no torch.
+
+Silence is the sum of the times between checks, each counted as two periods at most: after a whole
+job was suspended (by its machine or SLURM), its ranks do not count as silent.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+# How a rank is: it lost a peer in a collective; it ended, as planned or not; it found its own
+# storage hanging, and says so as `doing`.
+RUNNING, LOST, ENDED, FAILED, GAVE_UP = "running", "lost", "ended", "failed", "gave up"
+# A rank is asked for once a period; a thread may be late by one.
+PERIODS_OF_SILENCE = 2.5
+MOST_NODES, MOST_RANKS = 4, 16
+
+
+class Beat(NamedTuple):
+    """One heartbeat of one rank."""
+
+    number: int
+    """Of heartbeats that the rank has sent."""
+    reached: int
+    """The last mark that the rank has reached: its loop, and its device, too."""
+    state: str
+    node: str
+    doing: str
+    """Since the mark that it has reached."""
+
+    def text(self) -> str:
+        return "\t".join(map(str, self))
+
+    @classmethod
+    def parse(cls, text: str) -> Beat:
+        number, reached, state, node, doing = text.split("\t", 4)
+        return cls(int(number), int(reached), state, node, doing)
+
+
+class Silence:
+    """How long a number that should grow has been constant, checked about once a period."""
+
+    def __init__(self, period_s: float) -> None:
+        self.longest_s, self.number, self.checked, self.silent_s = 2 * period_s, -1, 0.0, 0.0
+
+    def seconds(self, number: int, *, now: float) -> float:
+        self.silent_s += min(now - self.checked, self.longest_s)
+        if number != self.number:
+            self.silent_s = 0.0
+        self.number, self.checked = number, now
+        return self.silent_s
+
+
+class HeartbeatTable:
+    """The heartbeats of all ranks, as rank 0 reads them once a period."""
+
+    def __init__(self, num_ranks: int, *, period_s: float, dead_s: float, late_s: float) -> None:
+        """dead_s: without a heartbeat; late_s: without progress while others have made some."""
+        self._lost_s, self._dead_s, self._late_s = PERIODS_OF_SILENCE * period_s, dead_s, late_s
+        self._of_rank = [Silence(period_s) for _ in range(num_ranks)]
+        self._of_loop = [Silence(period_s) for _ in range(num_ranks)]
+
+    def problem(self, beats: Sequence[Beat], *, now: float) -> str | None:
+        """What ends the run, in words; None if nothing does. beats: of every rank, in order."""
+        pairs = list(zip(self._of_rank, beats, strict=True))
+        silent_s = [of_rank.seconds(beat.number, now=now) for of_rank, beat in pairs]
+        loops = zip(self._of_loop, beats, strict=True)
+        waited_s = [of_loop.seconds(beat.reached, now=now) for of_loop, beat in loops]
+        present = [r for r, beat in enumerate(beats) if beat.state not in (ENDED, FAILED)]
+        for rank in present:
+            if beats[rank].state == GAVE_UP:
+                return f"{names(beats, [rank])} ended the run: {beats[rank].doing}"
+        if dead := [rank for rank in present if silent_s[rank] > self._dead_s]:
+            return (
+                f"{names(beats, dead)} has sent no heartbeat for {self._dead_s:.0f} s: it was "
+                "stopped or killed, or its node is gone"
+            )
+        if any(beats[rank].state == LOST for rank in present):
+            gone = [r for r in range(len(beats)) if r not in present or silent_s[r] > self._lost_s]
+            if gone:
+                return f"no heartbeat from {names(beats, gone)}"
+        if any(waited_s[rank] >= self._late_s for rank in present):
+            return self._late(beats, present)
+        return None
+
+    def _late(self, beats: Sequence[Beat], present: Sequence[int]) -> str | None:
+        """The ranks that the others wait for, in words; None when all have reached the same."""
+        fewest = min(beats[rank].reached for rank in present)
+        late = [rank for rank in present if beats[rank].reached == fewest]
+        # All at the same mark, in a long evaluation for example. Collectives have timeouts.
+        if len(late) == len(present):
+            return None
+        what = ", ".join(sorted({beats[rank].doing for rank in late}))
+        return f"the others have waited {self._late_s:.0f} s for {names(beats, late)} ({what})"
+
+
+def names(beats: Sequence[Beat], ranks: Iterable[int]) -> str:
+    """Ranks by node, such as `rank 3 on n1, all of n2 (rank 8 to 15)`."""
+    by_node: dict[str, list[int]] = defaultdict(list)
+    for rank in ranks:
+        by_node[beats[rank].node].append(rank)
+    texts = []
+    for node, found in list(by_node.items())[:MOST_NODES]:
+        more = f" and {len(found) - MOST_RANKS} more" if len(found) > MOST_RANKS else ""
+        listed = ", ".join(map(str, found[:MOST_RANKS]))
+        is_whole = len(found) == sum(beat.node == node for beat in beats) > 1
+        in_a_row = found[-1] - found[0] == len(found) - 1
+        if is_whole and in_a_row:
+            texts.append(f"all of {node} (rank {found[0]} to {found[-1]})")
+        else:
+            texts.append(f"rank {listed}{more} on {node}")
+    rest = len(by_node) - MOST_NODES
+    return ", ".join(texts) + (f" and ranks on {rest} more nodes" if rest > 0 else "")

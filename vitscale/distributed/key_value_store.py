@@ -1,0 +1,202 @@
+"""Exchange small messages through the key-value store that rank 0 serves.
+
+Owns: waiting for all ranks to start, the connection that the threads of a rank share, waiting for a
+key, and gathering a value of every rank.
+Leaves out: what torch keeps in the store (addresses for gloo and NCCL).
+
+Ranks count themselves in, and the last one sets a key for which the others wait: N ranks send O(N)
+requests. If each waited for a key of every other, the store would answer O(N^2).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from vitscale.config.errors import RankError
+
+# torch's, and the one that the rank's threads share.
+CONNECTIONS_PER_RANK = 2
+# What rank 0 opens beside connections: shards, libraries, logs.
+OTHER_FILES = 1024
+# A wait asks soon, then less and less often: all ranks together 500 times a second at most.
+SHORTEST_PAUSE_S, FIRST_S_PER_RANK, LONGEST_S_PER_RANK = 1e-3, 2e-5, 2e-3
+HERE, ALL_HERE = "vitscale/here", "vitscale/all here"
+
+
+def rendezvous(*, rank: int, world_size: int, timeout_min: float) -> dist.TCPStore:
+    """Wait for every rank at the address that the launcher named; rank 0 listens there.
+
+    Raises RankError, which on rank 0 names the ranks that did not start.
+    """
+    env, timeout = os.environ, timedelta(minutes=timeout_min)
+    address = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
+    if rank == 0:
+        _allow_connections(world_size)
+    try:
+        store = dist.TCPStore(
+            env["MASTER_ADDR"],
+            int(env["MASTER_PORT"]),
+            is_master=rank == 0,
+            timeout=timeout,
+            wait_for_workers=False,
+        )
+        store.set(f"{HERE}/{rank}", "")
+        count_in(store, HERE, world_size=world_size, then=ALL_HERE)
+    except RuntimeError as error:
+        if rank == 0:
+            what = f"cannot listen at {address}: {str(error).splitlines()[0]}"
+            raise RankError(what, where="MASTER_PORT", next_step="choose a free port") from None
+        raise RankError(
+            f"rank 0 does not answer at {address} ({timeout_min:g} min)",
+            where="engine.init_timeout_min",
+            next_step="read the output of rank 0; check that MASTER_ADDR is its node",
+        ) from None
+    try:
+        store.wait([ALL_HERE], timeout)
+    except RuntimeError as error:
+        raise RankError(
+            f"not all of {world_size} ranks started within {timeout_min:g} min; "
+            f"{_missing(store, rank=rank, world_size=world_size)}",
+            where="engine.init_timeout_min",
+            next_step="read the output of the missing ranks; raise the limit if they start slowly",
+        ) from error
+    return store
+
+
+def connect(*, timeout_min: float) -> dist.TCPStore:
+    """A connection beside torch's, on which no call may wait for another rank.
+
+    torch holds its own while a collective starts. timeout_min: for rank 0 to accept it.
+    """
+    return dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=False,
+        wait_for_workers=False,
+        timeout=timedelta(minutes=timeout_min),
+    )
+
+
+def count_in(store: dist.Store, counter: str, *, world_size: int, then: str) -> None:
+    """Count this rank; the last one sets the key `then`."""
+    if store.add(f"{counter}/count", 1) == world_size:
+        store.set(then, "")
+
+
+def wait_for(
+    store: dist.Store,
+    key: str,
+    *,
+    world_size: int,
+    timeout_s: float,
+    is_over: Callable[[], bool] = lambda: False,
+) -> bytes:
+    """The value of a key once it is set. Leaves the connection to other threads while it waits.
+
+    Raises RuntimeError when the store is gone, after the time-out, and when `is_over`.
+    """
+    for _ in pauses(world_size, timeout_s=timeout_s, is_over=is_over):
+        if store.check([key]):
+            break
+    return store.get(key)
+
+
+def pauses(world_size: int, *, timeout_s: float, is_over: Callable[[], bool]) -> Iterator[None]:
+    """Attempts of a wait, with pauses between them.
+
+    Raises RuntimeError after the time-out and when `is_over`.
+    """
+    end = time.monotonic() + timeout_s
+    pause_s = max(SHORTEST_PAUSE_S, world_size * FIRST_S_PER_RANK)
+    longest_s = max(10 * SHORTEST_PAUSE_S, world_size * LONGEST_S_PER_RANK)
+    while True:
+        yield
+        if is_over() or time.monotonic() > end:
+            raise RuntimeError("timed out waiting for other ranks through the key-value store")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, longest_s)
+
+
+class Gathering:
+    """Gather the values of all ranks on rank 0, which gives them to all, any number of times.
+
+    For one thread of each rank. The values are JSON.
+    """
+
+    def __init__(self, store: dist.Store, name: str, *, rank: int, world_size: int) -> None:
+        """name: the same on all ranks, and never used before."""
+        self._store, self._name, self._rank, self._world_size = store, name, rank, world_size
+        self._number = 0
+        self.ended = threading.Event()
+        """Set it to give up waiting."""
+
+    def __call__(self, value: Any, *, timeout_s: float) -> list[Any]:
+        """The values of all ranks, in their order.
+
+        Raises RuntimeError when the store is gone, or a value has not come in time.
+        """
+        store, number, size = self._store, self._number, self._world_size
+        self._number += 1
+        store.set(self._key(number, self._rank), json.dumps(value))
+        count_in(store, self._key(number), world_size=size, then=self._key(number, "here"))
+
+        def wait(what: str) -> bytes:
+            key, is_over = self._key(number, what), self.ended.is_set
+            return wait_for(store, key, world_size=size, timeout_s=timeout_s, is_over=is_over)
+
+        if self._rank == 0:
+            wait("here")
+            values = store.multi_get([self._key(number, rank) for rank in range(size)])
+            store.set(self._key(number, "all"), f"[{','.join(each.decode() for each in values)}]")
+        found: list[Any] = json.loads(wait("all"))
+        self._forget(number - 2)
+        return found
+
+    def _forget(self, number: int) -> None:
+        """Remove a gathering that every rank has left: all have come to the next but one."""
+        if number >= 0:
+            self._store.delete_key(self._key(number, self._rank))
+            if self._rank == 0:
+                self._store.delete_key(self._key(number, "here"))
+                self._store.delete_key(self._key(number, "all"))
+                self._store.delete_key(f"{self._key(number)}/count")
+
+    def _key(self, number: int, part: int | str | None = None) -> str:
+        return f"vitscale/{self._name}/{number}" + ("" if part is None else f"/{part}")
+
+
+def _allow_connections(world_size: int) -> None:
+    """Raise the soft limit of open files to what a server for all ranks needs."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = world_size * CONNECTIONS_PER_RANK
+    unlimited = hard == resource.RLIM_INFINITY
+    if not unlimited and hard < needed + OTHER_FILES // 4:
+        raise RankError(
+            f"rank 0 needs {needed} connections for {world_size} ranks, and may open {hard} files",
+            where="ulimit -Hn",
+            next_step="ask the administrators for a higher limit of open files",
+        )
+    wanted = needed + OTHER_FILES if unlimited else min(hard, needed + OTHER_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _missing(store: dist.TCPStore, *, rank: int, world_size: int) -> str:
+    """Rank 0 asks for all ranks; if each did, the store would answer O(N^2) requests."""
+    try:
+        if rank != 0:
+            store.check([f"{HERE}/0"])
+            return "rank 0 names the missing"
+        missing = [r for r in range(world_size) if not store.check([f"{HERE}/{r}"])]
+    except RuntimeError:
+        return "rank 0 exited"
+    return f"missing: {', '.join(map(str, missing))}"
