@@ -34,6 +34,7 @@ from vitscale.data.loader import open_loader, training_batches
 from vitscale.data.order import SampleOrder
 from vitscale.data.samples import SplitReader
 from vitscale.data.settings import DataSettings
+from vitscale.data.tars.settings import WebdatasetSettings
 from vitscale.data.training_set import open_training_set
 
 BATCH, SIDE, SEED = 64, 224, 0
@@ -60,6 +61,22 @@ def data_settings(
 def ours(shards: Path, workers: int, *, decoder: str, antialias: bool = False) -> Batches:
     """As training reads: `training_batches` within `open_loader`."""
     settings = data_settings(shards, workers=workers, decoder=decoder, antialias=antialias)
+    with open_loader(training_loader(settings, start=0, stop=BATCH << 20)) as batches:
+        for batch in batches:
+            yield batch.images, batch.labels
+
+
+def streamed(shards: Path, workers: int) -> Batches:
+    """As training reads tars without an index: the same crops, through webdataset's pipeline."""
+    index = read_split(shards, split="train")
+    settings = data_settings(shards, workers=workers).model_copy(
+        update={
+            "reader": "webdataset",
+            "webdataset": WebdatasetSettings(
+                num_samples=index.num_samples, num_classes=len(index.classes)
+            ),
+        }
+    )
     with open_loader(training_loader(settings, start=0, stop=BATCH << 20)) as batches:
         for batch in batches:
             yield batch.images, batch.labels
@@ -290,6 +307,9 @@ CONTENDERS = {
     "region": Contender(partial(ours, decoder="region"), "ours"),
     "region_antialias": Contender(
         partial(ours, decoder="region", antialias=True), "ours; antialias"
+    ),
+    "region_streamed": Contender(
+        streamed, "ours; data.reader=webdataset, no index", in_our_order=False
     ),
     "simplejpeg": Contender(partial(ours, decoder="simplejpeg"), "ours"),
     "pillow": Contender(partial(ours, decoder="pillow"), "ours"),

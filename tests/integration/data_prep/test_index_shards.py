@@ -406,7 +406,6 @@ def test_tars_at_a_url_are_indexed_in_place(
 ) -> None:
     """An outage loses no tar; nothing is copied; the index equals the local one."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(remote_indexing, "PATIENCE_S", 0.5)
     monkeypatch.setattr(remote_indexing, "CHUNK_BYTES", 5000)
     hugging_face_layout(tmp_path / "repo", tars=4, samples=6)
     tars = tmp_path / "repo/data/train"
@@ -414,7 +413,7 @@ def test_tars_at_a_url_are_indexed_in_place(
     index(tars, tmp_path / "local", "source.splits={train: '*.tar'}")
     with served(tars) as server:
         splits = f"source.splits={{train: '{{{','.join(names)}}}'}}"
-        server.fault = lambda path, number: "error" if path == names[2] and number > 2 else None
+        server.fault = lambda path, number: "forbidden" if path == names[2] and number > 2 else None
         failed = run_index(server.url, tmp_path / "index", splits, "num_workers=1")
         assert failed.returncode == 2 and f"{names[2]}: cannot be read" in failed.stderr
         work = tmp_path / ".index.preparing"
