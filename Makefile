@@ -51,17 +51,21 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Most tests start processes and wait for them, so two files run at a time; one with WORKERS=0.
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
 # VITSCALE_REQUIRE_SLURM=1 makes tests that need SLURM fail where they would otherwise be skipped.
 test: check
-	$(BIN)/python -m pytest -m "not slow and not exhaustive"
+	$(PYTEST) -m "not slow and not exhaustive"
 
 # The slow ones only.
 test-all: install
-	$(BIN)/python -m pytest -m "slow and not exhaustive"
+	$(PYTEST) -m "slow and not exhaustive"
 
 # Every fault, mutant and pair of layouts: by hand, before a release.
 test-exhaustive: install
-	$(BIN)/python -m pytest -m exhaustive
+	$(PYTEST) -m exhaustive
 
 format: install
 	$(BIN)/ruff check --fix .

@@ -282,8 +282,7 @@ def run_storm(cluster: SlurmCluster, work: Path, options: argparse.Namespace) ->
     rng = random.Random(options.seed)
     storm = Storm(cluster=cluster, job_id=found[1], run_folder=folder, steps=options.steps, rng=rng)
     storm.wait(lambda: storm.step() > 0, "its first step")
-    kinds = [KINDS[number % len(KINDS)] for number in range(options.interruptions)]
-    rng.shuffle(kinds)
+    kinds = shuffled_kinds(options.interruptions, rng)
     spacing = options.steps / (options.interruptions + 1)
     for number, kind in enumerate(kinds):
         storm.interrupt(kind, at_step=round(spacing * (number + rng.random())))
@@ -297,6 +296,17 @@ def run_storm(cluster: SlurmCluster, work: Path, options: argparse.Namespace) ->
     if [status for _, status in runs] != ["FINISHED"]:
         raise CheckFailed(f"MLflow has these runs: {runs}")
     return storm
+
+
+def shuffled_kinds(number: int, rng: random.Random) -> list[str]:
+    """Every kind equally often. Time limits, which take up to two minutes, are not near the end of
+    the run, which could end before them."""
+    kinds = [KINDS[each % len(KINDS)] for each in range(number)]
+    others = [kind for kind in kinds if kind != "time limit"]
+    rng.shuffle(others)
+    for _ in range(kinds.count("time limit")):
+        others.insert(rng.randrange(1 + len(others) * 3 // 4), "time limit")
+    return others
 
 
 def check_equal(disturbed: Path, undisturbed: Path) -> None:
