@@ -100,7 +100,7 @@ def node_counts(text: str) -> list[int]:
     first, colon, last = text.partition(":")
     try:
         counts = [int(first)] if colon else [int(part) for part in text.split(",")]
-        while colon and counts[-1] * 2 <= int(last):
+        while colon and 0 < counts[-1] * 2 <= int(last):
             counts.append(counts[-1] * 2)
         if min(counts) > 0 and (not colon or int(last) >= counts[0]):
             return counts
