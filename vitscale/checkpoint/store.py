@@ -39,7 +39,7 @@ from vitscale.checkpoint.tensors import HostCopy
 from vitscale.config.errors import UserError
 from vitscale.distributed.heartbeat import NOBODY, Heartbeat
 from vitscale.distributed.key_value_store import Gathering
-from vitscale.distributed.node_share import node_name
+from vitscale.distributed.node_share import node_identity
 from vitscale.distributed.world import World, agree_no_error, broadcast_object, gather_objects
 
 T = TypeVar("T")
@@ -174,7 +174,7 @@ class CheckpointStore:
         """Agreed at the first save: later ones have the same sizes, but for a few positions."""
         if self._writers is None and self.world.world_size > MAX_RANK_FILES:
             num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-            places = self._exchange((node_name(), num_bytes))
+            places = self._exchange((node_identity(), num_bytes))
             self._writers = writing_ranks(*map(list, zip(*places, strict=True)))
         return self._writers
 

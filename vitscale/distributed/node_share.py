@@ -51,7 +51,7 @@ def once_per_node(make: Callable[[], T], *, rank: int, gather: Gather) -> tuple[
     which case each rank makes its own. Collective.
     Raises UserError, on all ranks, when `make` does on one.
     """
-    nodes = gather(node_name())
+    nodes = gather(node_identity())
     same = [other for other, node in enumerate(nodes) if node == nodes[rank]]
     with ExitStack() as stack:
         found, report, error = [], _Report(), None
@@ -93,7 +93,7 @@ def _raise_first(reports: Sequence[_Report], *, own: UserError | None) -> None:
             raise UserError(f"rank {number}: {report.error}")
 
 
-def node_name() -> str:
+def node_identity() -> str:
     """The same for processes that see the same shared memory, and for no others.
 
     Host names are not unique, and containers on one machine may each have their own.

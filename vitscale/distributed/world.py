@@ -9,7 +9,6 @@ collectives (`key_value_store`).
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -22,6 +21,7 @@ import torch.distributed as dist
 from vitscale.config.errors import UserError
 from vitscale.distributed.binding import bound, gpu_numa_node, shown_cores
 from vitscale.distributed.key_value_store import connect, rendezvous
+from vitscale.distributed.processes import free_port
 from vitscale.distributed.threads import RankCpus, rank_cpus, thread_count
 
 
@@ -51,12 +51,9 @@ def _complete_environment() -> None:
     """Set the variables that the launcher did not; all of them for a plain `python`."""
     env = os.environ
     if "RANK" not in env:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         env.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
         env.setdefault("MASTER_ADDR", "127.0.0.1")
-        env.setdefault("MASTER_PORT", str(port))
+        env.setdefault("MASTER_PORT", str(free_port()))
     missing = [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in env]
     if missing:
         raise UserError(

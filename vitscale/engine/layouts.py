@@ -147,6 +147,7 @@ class Layout(ABC):
     def own_part(self, parameter: Any, kind: str | None, number: int) -> tuple[int, torch.Tensor]:
         """The flat part of the `number`-th parameter that this rank saves, and its start."""
 
+    @torch.no_grad()
     def set_own_part(
         self, parameter: Any, part: torch.Tensor, value: torch.Tensor, kind: str | None
     ) -> None:
@@ -302,6 +303,7 @@ class PartitionedLayout(Layout):
             part = safe_get_local_optimizer_state(parameter, kind)
         return start, part.view(-1)[: max(0, parameter.ds_numel - start)]
 
+    @torch.no_grad()
     def set_own_part(
         self, parameter: Any, part: torch.Tensor, value: torch.Tensor, kind: str | None
     ) -> None:

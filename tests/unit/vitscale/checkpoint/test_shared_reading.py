@@ -64,7 +64,6 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setitem(folders.HASHES, 2, ("blake3", counted))  # type: ignore[arg-type]  # a dict
     monkeypatch.setattr(store, "gather_objects", lambda value: LOCAL.gather(value))
     monkeypatch.setattr(store, "broadcast_object", lambda value: LOCAL.gather(value)[0])
-    monkeypatch.setattr(store.dist, "new_group", lambda **_: object())
     return counts
 
 

@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(node_share.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(node_share, "SPARE_BYTES", 0)
     names = threading.local()
-    monkeypatch.setattr(node_share, "node_name", lambda: names.node)
+    monkeypatch.setattr(node_share, "node_identity", lambda: names.node)
     monkeypatch.setattr(node_share, "_test_names", names, raising=False)
     return tmp_path
 

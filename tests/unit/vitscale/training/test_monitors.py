@@ -55,7 +55,7 @@ class Ranks:
     def __init__(self, *, max_fraction: float = 0.1) -> None:
         self.others: list[list[Unreadable]] = []
         self.num_sent = 0
-        data: Any = SimpleNamespace(parts=())
+        data: Any = SimpleNamespace(parts=(), order=object())
         self.monitor = UnreadableSampleMonitor(
             data=data, max_fraction=max_fraction, gather=self._gather, total=self._total
         )

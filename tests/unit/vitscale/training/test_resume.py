@@ -136,7 +136,7 @@ def test_steps_that_move_a_change_across_are_refused(steps: int, before: int, af
     sizes = [{"image_size": 128, "until": 0.5}, {"image_size": 224}]
     run = run_with({"schedule": {"resolutions": sizes, "steps": steps}})
     plan = training_plan(run, world_size=1, num_samples=80, step=19)
-    data: Any = SimpleNamespace(fingerprint="f", label_map_sha256="l")
+    data: Any = SimpleNamespace(fingerprint="f", label_map_sha256="l", key_hashes=())
     found = {
         model.image_size: compatibility_key(
             run, model.architecture(num_classes=10), data, objective="x"
