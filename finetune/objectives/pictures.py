@@ -10,7 +10,7 @@ from vitscale.data.index import SplitIndex
 from vitscale.data.samples import EvaluationSamples
 from vitscale.data.settings import DataSettings
 from vitscale.engine.engine import Engine
-from vitscale.images.sheet import save_figure
+from vitscale.images.sheet import caption, save_figure
 from vitscale.images.size import ImageSize, rows_and_columns
 
 SHEET_ROWS, SHEET_COLUMNS = 4, 8
@@ -61,9 +61,10 @@ def _draw(
         axes = figure.add_subplot(SHEET_ROWS, SHEET_COLUMNS, number + 1)
         axes.imshow(image.permute(1, 2, 0).numpy())
         axes.set_axis_off()
-        guess, truth = classes[predicted[number]][:MAX_NAME], classes[labels[number]][:MAX_NAME]
+        guess = caption(classes[predicted[number]], width=MAX_NAME)
+        truth = caption(classes[labels[number]], width=MAX_NAME)
         right = predicted[number] == labels[number]
-        title = guess if right else f"{guess} (is {truth})"
+        title = guess if right else f"{guess}\nis {truth}"
         # Class names come from folder names: never let matplotlib read them as mathematics.
         axes.set_title(title, fontsize=9, color="black" if right else "#c0392b", parse_math=False)
     save_figure(figure, path)

@@ -33,6 +33,14 @@ def sheet(rows: Mapping[str, torch.Tensor]) -> Figure:
     return figure
 
 
+def caption(name: str, *, width: int) -> str:
+    """The name, or its end if it is longer than `width` characters: `…_with_acute`.
+
+    The long names of related classes begin alike and differ at their ends.
+    """
+    return name if len(name) <= width else f"…{name[len(name) - width + 1 :]}"
+
+
 def save_figure(figure: Figure, path: Path, *, dpi: int = DPI) -> None:
     """Write a PNG; makes the folder of `path`. Raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)

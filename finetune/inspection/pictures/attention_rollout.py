@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from finetune.inspection.attention import attention_modules, read_attention
 from finetune.inspection.subject import Inspected
 from vitscale.evaluation.models.inference import InferenceModel
+from vitscale.images.sheet import caption
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -114,7 +115,9 @@ def draw(subject: Inspected) -> Figure:
         pixels_HW3, weights_HW = pixels_HW3[::skip, ::skip], weights_HW[::skip, ::skip]
         grey_HW = pixels_HW3.mean(axis=2)
         axes[0, column].imshow(pixels_HW3)
-        axes[0, column].set_title(sheet.titles[column][:14], fontsize=9, parse_math=False)
+        axes[0, column].set_title(
+            caption(sheet.titles[column], width=14), fontsize=9, parse_math=False
+        )
         axes[1, column].imshow(grey_HW, cmap="gray", vmin=0, vmax=255)
         heat = axes[1, column].imshow(weights_HW, cmap="inferno", vmin=0, vmax=1, alpha=OPACITY)
         masked_HW3 = pixels_HW3 * weights_HW[:, :, None]

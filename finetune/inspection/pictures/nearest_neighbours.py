@@ -14,6 +14,7 @@ from finetune.inference.prediction.inputs import Shards
 from finetune.inspection.images import ImageBatch, ImageReader
 from finetune.inspection.subject import Inspected
 from vitscale.config.errors import UserError
+from vitscale.images.sheet import caption
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -107,14 +108,15 @@ def _sheet(queries: ImageBatch, found: list[ImageBatch], cosines_QK: torch.Tenso
     axes = figure.subplots(len(queries), columns, squeeze=False)
     for row, neighbours in enumerate(found):
         wanted = queries.classes[row]
-        _show(axes[row, 0], queries.pixels_B3SS[row], queries.titles[row][:14], color="black")
+        title = caption(queries.titles[row], width=14)
+        _show(axes[row, 0], queries.pixels_B3SS[row], title, color="black")
         for column in range(len(neighbours)):
             name = neighbours.classes[column]
             color = "black"
             if wanted is not None and name is not None:
                 color = SAME if name == wanted else OTHER
             cosine = f"{float(cosines_QK[row, column]):.2f}"
-            title = cosine if name is None else f"{name[:9]}: {cosine}"
+            title = cosine if name is None else f"{caption(name, width=9)}: {cosine}"
             _show(axes[row, column + 1], neighbours.pixels_B3SS[column], title, color=color)
     return figure
 
