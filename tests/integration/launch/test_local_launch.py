@@ -251,6 +251,7 @@ def test_sigterm_before_tasks_handle_it_is_not_a_failure(tmp_path: Path, case: s
         tmp_path,
         f"""
         import os, pathlib, signal, sys, time
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if os.environ["RANK"] == "0":
             {rank_0}
         pathlib.Path(f"pid-{{os.getpid()}}").touch()
