@@ -169,7 +169,8 @@ class Storm:
         while not condition():
             state = self.job()["JobState"]
             if state in FINAL_STATES and not condition():
-                raise CheckFailed(f"the job is {state} before {what}")
+                hint = ": --steps is too small" if state == "COMPLETED" else ""
+                raise CheckFailed(f"the job is {state} before {what}{hint}")
             if time.monotonic() > deadline:
                 raise CheckFailed(f"no {what} within {PATIENCE_S:.0f} s; the job is {state}")
             time.sleep(0.2)
