@@ -29,6 +29,14 @@ from benchmarks.training.timing import seconds_of, start_afresh, synchronize
 from vitscale.engine.device_batches import DeviceBatches
 
 FASTEST_DECODER = "region"
+RANK_VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)
 
 
 def measure_data(ctx: Context) -> None:
@@ -236,10 +244,12 @@ def first_step(ctx: Context, what: str, cache: Path) -> dict[str, float]:
     command = [sys.executable, str(script), "--first-step", what]
     command += ["--toy"] if not ctx.on_gpu else []
     folders = {"TORCHINDUCTOR_CACHE_DIR": str(cache), "TRITON_CACHE_DIR": str(cache / "triton")}
+    # This process is a rank of its own group: the new one opens another.
+    alone = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
     start = time.perf_counter()
     done = subprocess.run(
         command,
-        env=os.environ | folders,
+        env=alone | folders,
         capture_output=True,
         text=True,
         timeout=max(5.0, ctx.seconds_left()),
