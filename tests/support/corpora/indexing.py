@@ -1,0 +1,80 @@
+"""Index tars with data_prep/index_shards.py, verify and read the index."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import runpy
+import subprocess
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.support.ranks.rank_processes import ROOT
+from vitscale.data.index import read_split
+from vitscale.data.index_keys import sample_keys
+
+SCRIPT = ROOT / "data_prep/index_shards.py"
+VERIFY = ROOT / "data_prep/verify_shards.py"
+
+
+def run(script: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a script in this process, because starting one takes longer than its work."""
+    out, err = io.StringIO(), io.StringIO()
+    code: object = 0
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.setattr(sys, "argv", [str(script), *map(str, arguments)])
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit as stop:
+            code = stop.code or 0
+    assert isinstance(code, int)
+    return subprocess.CompletedProcess([], code, out.getvalue(), err.getvalue())
+
+
+def index_command(source: object, output: Path, *overrides: str) -> list[object]:
+    config = ROOT / "configs/data/index_shards.yaml"
+    return ["--config", config, f"source.path={source}", f"output={output}", *overrides]
+
+
+def run_index(
+    source: Path | str, output: Path, *overrides: str
+) -> subprocess.CompletedProcess[str]:
+    return run(SCRIPT, *index_command(source, output, *overrides))
+
+
+def index(source: object, output: Path, *overrides: str) -> str:
+    finished = run_index(source, output, *overrides)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    return finished.stdout
+
+
+def verify(folder: Path) -> None:
+    finished = run(VERIFY, folder)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+def samples(folder: Path, split: str) -> dict[str, tuple[bytes, str]]:
+    """key -> (image, class), read by the training loader."""
+    entries = read_split(folder, split=split)
+    found = {}
+    for i, key in enumerate(sample_keys(entries, range(entries.num_samples))):
+        path = entries.shard_paths[entries.shard_of[i]]
+        with open(path, "rb") as file:
+            file.seek(entries.offset[i])
+            image = file.read(entries.length[i])
+        found[key] = (image, entries.classes[entries.label[i]])
+    return found
+
+
+def contents(folder: Path) -> dict[str, str]:
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def ledger(folder: Path) -> list[dict[str, Any]]:
+    return pq.read_table(folder / "ledger.parquet").to_pylist()
