@@ -2,10 +2,13 @@
 
 Ranks are threads with a connection of their own to a real key-value store (torch's TCPStore), and
 run the product's code. Requests are counted as the ranks make them; bytes are keys and values.
-`before` rows wait for one key of each rank, as torch's tutorials do.
+In `before` rows each rank waits for a key of every other, as torch's tutorials do, and the answers
+of a save go to all ranks.
 Sockets are counted of real gloo groups whose ranks are threads of this process.
 
-    python benchmarks/faults/communication.py --ranks 16 128 512 1024
+    python benchmarks/faults/communication.py --ranks 16 512 1024 4096
+
+`dead_rank.py` counts heartbeats.
 """
 
 from __future__ import annotations
@@ -13,25 +16,35 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, NamedTuple
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a warning per connection
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
+
 from vitscale.distributed import preemption
-from vitscale.distributed.heartbeat_table import RUNNING, Beat, HeartbeatTable
-from vitscale.distributed.key_value_store import ALL_HERE, HERE, Gathering, count_in
+from vitscale.distributed.key_value_store import ALL_HERE, HERE, StoreExchange, count_in
+from vitscale.distributed.node_share import node_identity
 from vitscale.distributed.world import World
 
 TIMEOUT = timedelta(minutes=10)
-STEPS = 20
-# Of a real rank: the store and its client pause between steps.
-STEP_S = 0.2
+# A step of a real rank: the store and its client pause between two.
+STEPS, STEP_S = 20, 0.2
+PER_NODE = 8
+# What ranks say at a save: `commit`.
+OFFER = {"path": "/dev/shm/vitscale-1000-k3j2h1g0.shared", "writer": 1016}
+VERDICT: dict[str, Any] = {"warnings": []}
+# More would send gigabytes.
+MOST_ALL_TO_ALL = 1024
 SHARE = {"file": "rank-00000.safetensors", "entry": {"bytes": 1, "blake3": "0" * 64}}
 
 
@@ -64,21 +77,28 @@ def _size(value: Any) -> int:
 
 
 class Row(NamedTuple):
-    """Of all ranks together."""
+    """One exchange."""
 
     what: str
     ranks: int
     requests: float
+    """Of all ranks together, as `kib` and `keys_waited`."""
     kib: float
-    keys_waited: int
+    keys_waited: float
+    of_a_rank: float
+    """KiB that one rank writes and reads, at most, without rank 0."""
     seconds: float
 
     def text(self) -> str:
-        waited = f"{self.keys_waited:>10}"
         return (
-            f"{self.what:<34}{self.ranks:>6}{self.requests:>12.0f}{self.kib:>11.0f}{waited}"
-            f"{self.seconds:>9.3f}"
+            f"{self.what:<28}{self.ranks:>6}{self.requests:>12,.0f}{self.kib:>12,.0f}"
+            f"{self.of_a_rank:>12,.2f}{self.keys_waited:>12,.0f}{self.seconds:>8.2f}"
         )
+
+
+TITLES = (
+    f"{'':<28}{'ranks':>6}{'requests':>12}{'KiB':>12}{'of a rank':>12}{'keys waited':>12}{'s':>8}"
+)
 
 
 class Ranks:
@@ -96,9 +116,9 @@ class Ranks:
             dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT, wait_for_workers=False)
         )
 
-    def run(self, what: str, work: Callable[[int, Any], object], *, times: int = 1) -> Row:
-        """Run `work` on every rank at once; what one of its `times` repetitions costs."""
-        before = [(each.requests, each.bytes, each.keys_waited) for each in self.stores]
+    def run(self, what: str, work: Callable[[int, Any], object]) -> Row:
+        """Run `work` on every rank at once; what it costs."""
+        before = self._counts()
         barrier = threading.Barrier(self.num_ranks + 1)
 
         def one(rank: int) -> None:
@@ -112,11 +132,17 @@ class Ranks:
         start = time.perf_counter()
         for thread in threads:
             thread.join()
-        seconds = (time.perf_counter() - start) / times
-        after = [(each.requests, each.bytes, each.keys_waited) for each in self.stores]
-        totals = [sum(a[i] - b[i] for a, b in zip(after, before, strict=True)) for i in range(3)]
-        requests, num_bytes, waited = (total / times for total in totals)
-        return Row(what, self.num_ranks, requests, num_bytes / 1024, int(waited), seconds)
+        seconds = time.perf_counter() - start
+        costs = [
+            [a - b for a, b in zip(*pair, strict=True)]
+            for pair in zip(self._counts(), before, strict=True)
+        ]
+        requests, num_bytes, waited = map(sum, zip(*costs, strict=True))
+        of_a_rank = max(each[1] for each in costs[1:]) / 1024
+        return Row(what, self.num_ranks, requests, num_bytes / 1024, waited, of_a_rank, seconds)
+
+    def _counts(self) -> list[tuple[int, int, int]]:
+        return [(each.requests, each.bytes, each.keys_waited) for each in self.stores]
 
     def world(self, rank: int) -> World:
         return World(
@@ -129,61 +155,90 @@ class Ranks:
         )
 
 
-def store_rows(num_ranks: int) -> Iterable[Row]:
-    """What the product asks of the store."""
-    ranks = Ranks(num_ranks)
+def store_rows(ranks: Ranks) -> Iterator[Row]:
+    """What the product asks of the store, but for heartbeats."""
+    num_ranks = ranks.num_ranks
+    everybody = range(num_ranks)
 
     def wait_for_each(rank: int, store: Any) -> None:
         store.set(f"before/{rank}", "")
-        store.wait([f"before/{other}" for other in range(num_ranks)], TIMEOUT)
+        store.wait([f"before/{other}" for other in everybody], TIMEOUT)
 
     def wait_for_last(rank: int, store: Any) -> None:
         store.set(f"{HERE}/{rank}", "")
         count_in(store, HERE, world_size=num_ranks, then=ALL_HERE)
         store.wait([ALL_HERE], TIMEOUT)
 
-    yield ranks.run("rendezvous, before", wait_for_each)
-    yield ranks.run("rendezvous", wait_for_last)
+    def exchange(name: str, rank: int, store: Any) -> StoreExchange:
+        timeout_s = TIMEOUT.total_seconds()
+        return StoreExchange(store, name, rank=rank, world_size=num_ranks, timeout_s=timeout_s)
 
-    preemption._numbers = iter([0] * num_ranks)  # type: ignore[assignment]  # one of each process
-    flags = [preemption._Decisions(ranks.world(rank)) for rank in range(num_ranks)]
-
-    def train(rank: int, _: Any) -> None:
-        for _ in range(STEPS):
-            flags[rank].ask(received=False)
-            time.sleep(STEP_S)
-
-    row = ranks.run("stop flag, a step of 0.2 s", train, times=STEPS)
-    yield row._replace(seconds=max(0.0, row.seconds - STEP_S))
-    for each in flags:
-        each.close()
+    def save_to_all(rank: int, store: Any) -> None:
+        each = exchange("before", rank, store)
+        for value in (SHARE, VERDICT):
+            each.broadcast(each.gather(value))
 
     def save(rank: int, store: Any) -> None:
-        gathering = Gathering(store, "save", rank=rank, world_size=num_ranks)
-        for value in (SHARE, None):
-            gathering(value, timeout_s=TIMEOUT.total_seconds())
+        each = exchange("save", rank, store)
+        each.gather(SHARE)
+        each.broadcast(VERDICT)
 
-    yield ranks.run("both exchanges of a save", save)
+    def first_joined_save(rank: int, store: Any) -> None:
+        each, writers = exchange("joined", rank, store), [r - r % PER_NODE for r in everybody]
+        each.gather((node_identity(), 1 << 20))
+        writer = each.scatter(writers)
+        each.gather({} if writer == rank else OFFER)
+        each.scatter(
+            [[OFFER["path"]] * (PER_NODE - 1) if r == writers[r] else [] for r in everybody]
+        )
+        each.gather(SHARE if writer == rank else {})
+        each.broadcast(VERDICT)
 
-    table = HeartbeatTable(num_ranks, period_s=3.0, dead_s=45.0, late_s=420.0)
-    keys = [f"beats/{rank}" for rank in range(num_ranks)]
-    ranks.stores[0].set("watch", "1\t")
-    for store, key in zip(ranks.stores, keys, strict=True):
-        store.set(key, "")
+    yield ranks.run("rendezvous, before", wait_for_each)
+    yield ranks.run("rendezvous", wait_for_last)
+    if num_ranks <= MOST_ALL_TO_ALL:
+        yield ranks.run("save, before", save_to_all)
+    yield ranks.run("save", save)
+    yield ranks.run("first save, joined files", first_joined_save)
 
-    def beat(rank: int, store: Any) -> None:
-        text = Beat(1, 1, RUNNING, "node0123", "running the backward pass").text()
-        store.set(keys[rank], text)
-        if rank == 0:
-            store.check(keys)
-            beats = [Beat.parse((each or text.encode()).decode()) for each in store.multi_get(keys)]
-            table.problem(beats, now=0.0)
-            store.set("watch", "1\t")
-        else:
-            store.check(["watch"])
-            store.get("watch")
 
-    yield ranks.run("heartbeats of a period of 3 s", beat)
+def stop_rows(ranks: Ranks) -> Iterator[str]:
+    """The stop flag over some steps, then a signal to the last rank."""
+    # One of each process.
+    preemption._numbers = iter([0] * ranks.num_ranks)  # type: ignore[assignment]  # a count
+    flags = [preemption._Decisions(ranks.world(rank)) for rank in range(ranks.num_ranks)]
+    waited, stopped = [0.0] * ranks.num_ranks, [0] * ranks.num_ranks
+    gradients = threading.Barrier(ranks.num_ranks)
+
+    def train(rank: int, _: Any) -> None:
+        stops, step = False, 0
+        while not stops:
+            received = rank == ranks.num_ranks - 1 and step >= STEPS
+            start = time.perf_counter()
+            stops = flags[rank].ask(received)
+            waited[rank] += time.perf_counter() - start
+            step += 1
+            time.sleep(STEP_S)
+            gradients.wait()
+        stopped[rank] = step - STEPS
+
+    row = ranks.run("stop flag", train)
+    assert len(set(stopped)) == 1, "ranks stopped at different steps"
+    num = len(flags[0]._published)
+    yield row._replace(
+        what="stop flag, one decision",
+        requests=row.requests / num,
+        kib=row.kib / num,
+        of_a_rank=row.of_a_rank / num,
+        seconds=row.seconds / num,
+    ).text()
+    steps = STEPS + stopped[0]
+    yield (
+        f"    {num} decisions in {steps} steps of {STEP_S} s; all stop {stopped[0]} steps after a "
+        f"signal to one; a step waits {1e3 * max(waited) / steps:.1f} ms for them"
+    )
+    for each in flags:
+        each.close()
 
 
 def num_sockets() -> int:
@@ -226,19 +281,21 @@ def gloo_row(num_ranks: int, *, is_lazy: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 128, 512, 1024])
-    parser.add_argument("--gloo-ranks", type=int, nargs="+", default=[4, 16, 64])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[16, 128, 512, 1024])
+    parser.add_argument("--gloo-ranks", type=int, nargs="*", default=[4, 16, 64])
     arguments = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     for num_ranks in arguments.gloo_ranks:
         for is_lazy in (False, True):
             print(gloo_row(num_ranks, is_lazy=is_lazy), flush=True)
-    titles = ("requests", "KiB", "keys waited", "s")
-    print(f"{'':<34}{'ranks':>6}{titles[0]:>12}{titles[1]:>11}{titles[2]:>12}{titles[3]:>7}")
+    print(TITLES)
     for num_ranks in arguments.ranks:
-        for row in store_rows(num_ranks):
+        ranks = Ranks(num_ranks)
+        for row in store_rows(ranks):
             print(row.text(), flush=True)
+        for text in stop_rows(ranks):
+            print(text, flush=True)
     os._exit(0)  # the threads of gloo need not end
 
 

@@ -15,10 +15,11 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vitscale.checkpoint.commit import Commit, Exchange, Save, commit_save
+from vitscale.checkpoint.commit import Commit, Exchange, OneRank, Save, commit_save
 from vitscale.config.errors import UserError
 
 LENGTH = 24
@@ -50,9 +51,7 @@ def light_save(
         progress={"n": step},
         description={"of": "a test"},
     )
-    return commit_save(
-        save, [tensor_file(step, rank)], exchange=exchange or (lambda value: [value])
-    )
+    return commit_save(save, [tensor_file(step, rank)], exchange=exchange or OneRank())
 
 
 class TwoRanks:
@@ -70,13 +69,29 @@ class TwoRanks:
             connection.connect(path)
         self.sent, self.received = connection.makefile("w"), connection.makefile("r")
 
-    def __call__(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any] | None:
+        if self.rank == 0:
+            return [value, self._receive()]
+        self._send(value)
+        return None
+
+    def broadcast(self, value: Any) -> Any:
+        if self.rank != 0:
+            return self._receive()
+        self._send(value)
+        return value
+
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        raise NotImplementedError("each rank writes its own file")
+
+    def _send(self, value: Any) -> None:
         print(json.dumps(value), file=self.sent, flush=True)
+
+    def _receive(self) -> Any:
         line = self.received.readline()
         if not line:
             raise ConnectionError("the other rank is gone")
-        values = [value, json.loads(line)]
-        return values if self.rank == 0 else values[::-1]
+        return json.loads(line)
 
 
 def main() -> None:

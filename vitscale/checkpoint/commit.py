@@ -6,13 +6,13 @@ process that is killed at every system call starts in a tenth of a second.
 
     all ranks   .step-N.ATTEMPT.tmp/rank-R.safetensors: write, hash on the way, fsync, read back
                 from the disk
-    exchange    size and hash of every rank's file
+    to rank 0   size and hash of every rank's file
     rank 0      check that it sees all files in full; manifest.json, fsync; fsync of the folder;
                 rename to step-N; fsync of the parent; remove checkpoints beyond `keep`
-    exchange    the result
+    to all      the result
 
 In large worlds the ranks of a node join their tensors in one file (`joined_files`): all but the
-first put theirs in shared memory, and one more exchange says where.
+first put theirs in shared memory, and rank 0 tells the first where.
 
 Nothing is removed before the new step is durable and was read back. ATTEMPT is drawn anew for every
 save, so files of a killed save are never mistaken for those of another.
@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from vitscale.checkpoint.folders import (
     MANIFEST,
@@ -46,10 +46,38 @@ from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import commit_folder, make_folders, write_new_file
 from vitscale.distributed.node_share import SharedFile, read_shared
 
-# Takes this rank's value, returns all ranks' values in rank order. Raises when a rank is gone.
-Exchange = Callable[[Any], list[Any]]
 Answer = dict[str, Any]
 CHUNK_BYTES = 1 << 26
+
+
+class Exchange(Protocol):
+    """Values between rank 0 and all others. Raises when a rank is gone."""
+
+    def gather(self, value: Any) -> list[Any] | None:
+        """The values of all ranks, in their order, on rank 0; None on others."""
+        ...
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value."""
+        ...
+
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        """The value that rank 0 has for this rank; it passes those of all ranks."""
+        ...
+
+
+class OneRank:
+    """An exchange without others."""
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        assert values is not None
+        return values[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,77 +123,85 @@ def commit_save(
     pieces: Iterable[bytes | memoryview],
     *,
     exchange: Exchange,
-    writers: Sequence[int] | None = None,
+    writer: int | None = None,
 ) -> Commit:
     """Write this rank's tensors and commit the step once all ranks have.
 
-    writers: for each rank the rank of its node that writes its tensors; None: each its own.
-    Every rank exchanges exactly twice, with `writers` three times, also after an error, so no rank
-    waits for one that failed. Raises UserError, the same on all ranks, when a disk fails.
+    writer: the rank of this node that writes this rank's tensors; None: each its own.
+    Every rank makes the same exchanges, also after an error, so no rank waits for one that failed.
+    Raises UserError, the same on all ranks, when a disk fails.
     """
-    with ExitStack() as until_written:
-        if writers is None:
+    with ExitStack() as until_committed:
+        if writer is None:
             share, defect = _answer_of(save, lambda: _write_share(save, pieces))
         else:
             own: list[bytes | memoryview] = []
             offer, offer_defect = _answer_of(
-                save, lambda: _offer(save, pieces, own, writers, until_written)
+                save, lambda: _offer(save, pieces, own, writer, until_committed)
             )
-            offers = exchange(offer)
-            share, defect = _answer_of(save, lambda: _write_joined(save, own, offers, writers))
+            paths = exchange.scatter(_paths_by_writer(exchange.gather(offer)))
+            share, defect = _answer_of(save, lambda: _write_joined(save, own, offer, paths))
             defect = offer_defect or defect
-        shares = exchange(share)
-    ending: Answer | None = None
-    if save.rank == 0:
-        ending, own_defect = _answer_of(save, lambda: _finish(save, shares))
-        defect = defect or own_defect
-        if "error" in ending:
-            _remove([save.temporary])
-    endings = exchange(ending)
+        shares = exchange.gather(share)
+        ending: Answer | None = None
+        if shares is not None:
+            ending, own_defect = _answer_of(save, lambda: _finish(save, shares))
+            defect = defect or own_defect
+            if "error" in ending:
+                _remove([save.temporary])
+        ending = exchange.broadcast(ending)
     if defect is not None:
         raise defect
-    if "error" in endings[0]:
-        raise UserError(endings[0]["error"])
-    return Commit(folder=save.final, step=save.step, warnings=tuple(endings[0]["warnings"]))
+    if "error" in ending:
+        raise UserError(ending["error"])
+    return Commit(folder=save.final, step=save.step, warnings=tuple(ending["warnings"]))
 
 
 def _offer(
     save: Save,
     pieces: Iterable[bytes | memoryview],
     own: list[bytes | memoryview],
-    writers: Sequence[int],
-    until_written: ExitStack,
+    writer: int,
+    until_committed: ExitStack,
 ) -> Answer:
     """Put this rank's tensors where another one writes them; without room it writes itself."""
     own.extend(pieces)
-    if writers[save.rank] == save.rank:
+    if writer == save.rank:
         return {}
     header, data = own
     try:
         file = SharedFile.write((bytes(header), pickle.PickleBuffer(data)))
     except OSError:
         return {}
-    until_written.callback(file.remove)
-    return {"path": str(file.path)}
+    until_committed.callback(file.remove)
+    return {"path": str(file.path), "writer": writer}
+
+
+def _paths_by_writer(offers: list[Answer] | None) -> list[list[str]] | None:
+    """On rank 0: for each rank what the others have put in shared memory for it."""
+    if offers is None:
+        return None
+    paths: list[list[str]] = [[] for _ in offers]
+    for offer in offers:
+        if "path" in offer:
+            paths[offer["writer"]].append(offer["path"])
+    return paths
 
 
 def _write_joined(
-    save: Save, own: list[bytes | memoryview], offers: list[Answer], writers: Sequence[int]
+    save: Save, own: list[bytes | memoryview], offer: Answer, paths: list[str]
 ) -> Answer:
-    if "error" in offers[save.rank]:
-        return offers[save.rank]
-    if "path" in offers[save.rank]:
+    if "error" in offer:
+        return offer
+    if "path" in offer:
         return {}
     header, data = own
-    blobs = [Blob(bytes(header), memoryview(data))]
-    for rank, offer in enumerate(offers):
-        if writers[rank] == save.rank and "path" in offer:
-            blobs.append(Blob(*read_shared(Path(offer["path"]))))
-    return _write_share(save, joined(blobs))
+    others = (Blob(*read_shared(Path(path))) for path in paths)
+    return _write_share(save, joined([Blob(bytes(header), memoryview(data)), *others]))
 
 
 def _answer_of(save: Save, work: Callable[[], Answer]) -> tuple[Answer, Exception | None]:
-    """What to report to the other ranks, and a defect of this code to raise after that."""
+    """What to report to rank 0, and a defect of this code to raise after that."""
     try:
         return work(), None
     except UserError as error:

@@ -7,8 +7,8 @@ and when to save (the loops).
 The thread first copies the tensors to host memory, while the next forward and backward pass read
 the same weights; an update must wait for that copy (`wait_for_host_copy`), and for nothing else.
 The threads of all ranks agree through the key-value store, so that they cannot cross with
-collectives of the training: each save exchanges exactly twice on every rank, in the order of the
-saves. The outcome is read where all ranks are at the same point: at the next save and in `wait`.
+collectives of the training: every rank makes the same exchanges, in the order of the saves. The
+outcome is read where all ranks are at the same point: at the next save and in `wait`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from vitscale.checkpoint.commit import Commit, Save, commit_save
+from vitscale.checkpoint.commit import Commit, OneRank, Save, commit_save
 from vitscale.checkpoint.folders import (
     Checkpoint,
     checkpoint_to_resume,
@@ -38,7 +38,7 @@ from vitscale.checkpoint.joined_files import MAX_RANK_FILES, writing_ranks
 from vitscale.checkpoint.tensors import HostCopy
 from vitscale.config.errors import UserError
 from vitscale.distributed.heartbeat import NOBODY, Heartbeat
-from vitscale.distributed.key_value_store import Gathering
+from vitscale.distributed.key_value_store import StoreExchange
 from vitscale.distributed.node_share import node_identity
 from vitscale.distributed.world import World, agree_no_error, broadcast_object, gather_objects
 
@@ -64,18 +64,22 @@ class CheckpointStore:
         self, run_folder: Path, *, keep: int, world: World, heartbeat: Heartbeat | None = None
     ) -> None:
         self.folder, self.keep, self.world = run_folder / "checkpoints", keep, world
-        self._heartbeat, self._num_parts, self._exchanging = heartbeat, 0, False
+        self._heartbeat, self._num_parts = heartbeat, 0
         self._host_copy = HostCopy(world.device)
         self._copied = threading.Event()
         self._copied.set()
         self._name: str = broadcast_object(uuid.uuid4().hex[:8])
-        self._gathering: Gathering | None = None
+        self._exchange: StoreExchange | None = None
         if world.store is not None:
-            self._gathering = Gathering(
-                world.store, f"saves/{self._name}", rank=world.rank, world_size=world.world_size
+            self._exchange = StoreExchange(
+                world.store,
+                f"saves/{self._name}",
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout_s=EXCHANGE_TIMEOUT_S,
             )
         self._num_saves = 0
-        self._writers: list[int] | None = None
+        self._writer: int | None = None
         self._thread: threading.Thread | None = None
         self._commit: Commit | None = None
         self._error: BaseException | None = None
@@ -162,21 +166,23 @@ class CheckpointStore:
             self._commit = commit_save(
                 save,
                 self._finite(save, pieces),
-                exchange=self._exchange,
-                writers=self._writing_ranks(tensors),
+                exchange=self._exchange or OneRank(),
+                writer=self._writing_rank(tensors),
             )
         except BaseException as error:  # raised again on the main thread, by wait
             self._error = error
         finally:
             self._copied.set()
 
-    def _writing_ranks(self, tensors: Mapping[str, torch.Tensor]) -> list[int] | None:
+    def _writing_rank(self, tensors: Mapping[str, torch.Tensor]) -> int | None:
         """Agreed at the first save: later ones have the same sizes, but for a few positions."""
-        if self._writers is None and self.world.world_size > MAX_RANK_FILES:
+        if self._writer is None and self.world.world_size > MAX_RANK_FILES:
+            assert self._exchange is not None
             num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-            places = self._exchange((node_identity(), num_bytes))
-            self._writers = writing_ranks(*map(list, zip(*places, strict=True)))
-        return self._writers
+            places = self._exchange.gather((node_identity(), num_bytes))
+            writers = writing_ranks(*map(list, zip(*places, strict=True))) if places else None
+            self._writer = self._exchange.scatter(writers)
+        return self._writer
 
     def _finite(self, save: Save, pieces: list[bytes | memoryview]) -> Iterator[bytes | memoryview]:
         """The pieces; UserError before the first if this rank holds what no run recovers from."""
@@ -192,15 +198,6 @@ class CheckpointStore:
 
     def _count_part(self) -> None:
         self._num_parts += 1
-
-    def _exchange(self, value: Any) -> list[Any]:
-        if self._gathering is None:
-            return [value]
-        self._exchanging = True
-        try:
-            return self._gathering(value, timeout_s=EXCHANGE_TIMEOUT_S)
-        finally:
-            self._exchanging = False
 
     def wait(self) -> Commit | None:
         """Wait until the last save is committed. Returns it, unless it was taken before.
@@ -229,7 +226,8 @@ class CheckpointStore:
             thread.join(period_s)
             if not thread.is_alive():
                 return
-            still = self._num_parts == seen and not self._exchanging
+            is_waiting = self._exchange is not None and self._exchange.is_waiting
+            still = self._num_parts == seen and not is_waiting
             num_still, seen = num_still + 1 if still else 0, self._num_parts
             what = f"{thread.name}: no progress in {self.folder} for {num_still * period_s:.3g} s"
             if num_still >= CHECKS:
@@ -256,8 +254,8 @@ class CheckpointStore:
             self.wait()
         elif self._thread is not None:
             found = self._heartbeat.missing_ranks(error) if self._heartbeat else None
-            if self._gathering is not None and found not in (None, NOBODY):
-                self._gathering.ended.set()
+            if self._exchange is not None and found not in (None, NOBODY):
+                self._exchange.ended.set()
             # Another rank may be gone: the first error is the one to see, after a last try.
             self._thread.join(PATIENCE_S)
             if self._error is not None or self._thread.is_alive():

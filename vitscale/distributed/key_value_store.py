@@ -1,7 +1,7 @@
 """Exchange small messages through the key-value store that rank 0 serves.
 
 Owns: waiting for all ranks to start, the connection that the threads of a rank share, waiting for a
-key, and gathering a value of every rank.
+key, and values that rank 0 gathers or gives to all.
 Leaves out: what torch keeps in the store (addresses for gloo and NCCL).
 
 Ranks count themselves in, and the last one sets a key for which the others wait: N ranks send O(N)
@@ -15,7 +15,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +23,8 @@ import torch.distributed as dist
 
 from vitscale.config.errors import RankError
 
-# torch's, and the one that the rank's threads share.
+# torch's, which a call that waits for another rank keeps to itself, and the one that the rank's
+# threads share: heartbeats must not wait for collectives.
 CONNECTIONS_PER_RANK = 2
 # What rank 0 opens beside connections: shards, libraries, logs.
 OTHER_FILES = 1024
@@ -126,52 +127,88 @@ def pauses(world_size: int, *, timeout_s: float, is_over: Callable[[], bool]) ->
         pause_s = min(2 * pause_s, longest_s)
 
 
-class Gathering:
-    """Gather the values of all ranks on rank 0, which gives them to all, any number of times.
+class StoreExchange:
+    """Exchange values between rank 0 and all others, by one thread of each rank.
 
-    For one thread of each rank. The values are JSON.
+    Every rank makes the same calls in the same order. Values are JSON. A call costs the store O(N)
+    requests and bytes, since no rank but 0 receives what the others say.
+    Raises RuntimeError when the store is gone, or a value has not come in time.
     """
 
-    def __init__(self, store: dist.Store, name: str, *, rank: int, world_size: int) -> None:
-        """name: the same on all ranks, and never used before."""
+    def __init__(
+        self, store: dist.Store, name: str, *, rank: int, world_size: int, timeout_s: float
+    ) -> None:
+        """name: the same on all ranks, and never used before.
+
+        timeout_s: how long rank 0 waits for the last of the others.
+        """
         self._store, self._name, self._rank, self._world_size = store, name, rank, world_size
-        self._number = 0
+        self._timeout_s, self._number = timeout_s, 0
+        self._sent: list[str] = []
+        self._published: list[str] = []
+        self.is_waiting = False
+        """Whether this rank waits for others."""
         self.ended = threading.Event()
         """Set it to give up waiting."""
 
-    def __call__(self, value: Any, *, timeout_s: float) -> list[Any]:
-        """The values of all ranks, in their order.
+    def gather(self, value: Any) -> list[Any] | None:
+        """The values of all ranks, in their order, on rank 0. Others get None and do not wait."""
+        store, prefix = self._store, self._next()
+        counter, here = f"{prefix}/ranks", f"{prefix}/here"
+        if self._rank != 0:
+            self._sent.append(f"{prefix}/{self._rank}")
+            store.set(self._sent[-1], json.dumps(value))
+            count_in(store, counter, world_size=self._world_size - 1, then=here)
+            return None
+        self._wait_for(here, self._timeout_s)
+        texts = store.multi_get([f"{prefix}/{rank}" for rank in range(1, self._world_size)])
+        # All ranks have come here, and so have read what rank 0 published before.
+        for key in (f"{counter}/count", here, *self._published):
+            store.delete_key(key)
+        self._published = []
+        return [value, *map(json.loads, texts)]
 
-        Raises RuntimeError when the store is gone, or a value has not come in time.
-        """
-        store, number, size = self._store, self._number, self._world_size
-        self._number += 1
-        store.set(self._key(number, self._rank), json.dumps(value))
-        count_in(store, self._key(number), world_size=size, then=self._key(number, "here"))
-
-        def wait(what: str) -> bytes:
-            key, is_over = self._key(number, what), self.ended.is_set
-            return wait_for(store, key, world_size=size, timeout_s=timeout_s, is_over=is_over)
-
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's value."""
+        key = self._next()
         if self._rank == 0:
-            wait("here")
-            values = store.multi_get([self._key(number, rank) for rank in range(size)])
-            store.set(self._key(number, "all"), f"[{','.join(each.decode() for each in values)}]")
-        found: list[Any] = json.loads(wait("all"))
-        self._forget(number - 2)
-        return found
+            self._store.set(key, json.dumps(value))
+            self._published.append(key)
+            return value
+        return self._receive(key)
 
-    def _forget(self, number: int) -> None:
-        """Remove a gathering that every rank has left: all have come to the next but one."""
-        if number >= 0:
-            self._store.delete_key(self._key(number, self._rank))
-            if self._rank == 0:
-                self._store.delete_key(self._key(number, "here"))
-                self._store.delete_key(self._key(number, "all"))
-                self._store.delete_key(f"{self._key(number)}/count")
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        """The value that rank 0 has for this rank; it passes those of all ranks."""
+        prefix = self._next()
+        if self._rank == 0:
+            assert values is not None
+            keys = [f"{prefix}/{rank}" for rank in range(1, self._world_size)]
+            texts = [json.dumps(value) for value in values[1:]]
+            self._store.multi_set(keys, texts)  # type: ignore[attr-defined]  # not in torch's stubs
+            return values[0]
+        value = self._receive(f"{prefix}/{self._rank}")
+        self._store.delete_key(f"{prefix}/{self._rank}")
+        return value
 
-    def _key(self, number: int, part: int | str | None = None) -> str:
-        return f"vitscale/{self._name}/{number}" + ("" if part is None else f"/{part}")
+    def _receive(self, key: str) -> Any:
+        # Rank 0 may have waited as long for another.
+        value = json.loads(self._wait_for(key, 2 * self._timeout_s))
+        # It has read what this rank sent before.
+        for sent in self._sent:
+            self._store.delete_key(sent)
+        self._sent = []
+        return value
+
+    def _wait_for(self, key: str, timeout_s: float) -> bytes:
+        size, is_over, self.is_waiting = self._world_size, self.ended.is_set, True
+        try:
+            return wait_for(self._store, key, world_size=size, timeout_s=timeout_s, is_over=is_over)
+        finally:
+            self.is_waiting = False
+
+    def _next(self) -> str:
+        self._number += 1
+        return f"vitscale/{self._name}/{self._number}"
 
 
 def _allow_connections(world_size: int) -> None:

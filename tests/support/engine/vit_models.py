@@ -9,7 +9,7 @@ import torch
 import yaml
 from torch import nn
 
-from vitscale.checkpoint.commit import Save, commit_save
+from vitscale.checkpoint.commit import OneRank, Save, commit_save
 from vitscale.checkpoint.tensors import HostCopy
 from vitscale.distributed.world import World
 from vitscale.evaluation.models.inference import InferenceModel
@@ -59,4 +59,4 @@ def save_run(folder: Path, network: nn.Module, config: dict[str, Any], *, step: 
             "num_prefix_tokens": arch.num_prefix_tokens,
         },
     )
-    commit_save(save, copy.take(tensors), exchange=lambda value: [value])
+    commit_save(save, copy.take(tensors), exchange=OneRank())

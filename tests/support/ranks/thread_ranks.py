@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -32,3 +32,20 @@ def run_ranks(num_ranks: int, work: Callable[[int, Callable[[Any], list[Any]]], 
 
     with ThreadPoolExecutor(num_ranks) as pool:
         return [each.result() for each in [pool.submit(one, rank) for rank in range(num_ranks)]]
+
+
+class GatheredExchange:
+    """The exchange of a save, made of a `gather` that gives all values to all ranks."""
+
+    def __init__(self, rank: int, gather: Callable[[Any], list[Any]]) -> None:
+        self._rank, self._gather = rank, gather
+
+    def gather(self, value: Any) -> list[Any] | None:
+        found = self._gather(value)
+        return found if self._rank == 0 else None
+
+    def broadcast(self, value: Any) -> Any:
+        return self._gather(value)[0]
+
+    def scatter(self, values: Sequence[Any] | None) -> Any:
+        return self._gather(values)[0][self._rank]

@@ -7,17 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
-from tests.support.ranks.thread_ranks import run_ranks
-from vitscale.checkpoint import joined_files
+from tests.support.ranks.thread_ranks import GatheredExchange, run_ranks
+from vitscale.checkpoint import joined_files, store
 from vitscale.checkpoint.catalogue import slice_name
 from vitscale.checkpoint.commit import Commit, Save, commit_save
 from vitscale.checkpoint.folders import read_checkpoint
 from vitscale.checkpoint.joined_files import JOINED_BYTES, writing_ranks
+from vitscale.checkpoint.store import CheckpointStore
 from vitscale.checkpoint.tensors import HostCopy
 from vitscale.config.errors import UserError
 from vitscale.distributed import node_share
+from vitscale.distributed.world import World
 
 NUM_RANKS, PER_NODE = 10, 4
 NODES = [f"node {rank // PER_NODE}" for rank in range(NUM_RANKS)]
@@ -63,8 +66,10 @@ def save(folder: Path, *, fail: int | None = None) -> list[Commit | str]:
             description={},
         )
         writers = writing_ranks(NODES, [1] * NUM_RANKS)
+        assert writers is not None
+        exchange = GatheredExchange(rank, gather)
         try:
-            return commit_save(step, pieces(), exchange=gather, writers=writers)
+            return commit_save(step, pieces(), exchange=exchange, writer=writers[rank])
         except UserError as error:
             return str(error)
 
@@ -81,6 +86,37 @@ def test_a_node_writes_one_file_with_all_tensors(folder: Path) -> None:
     assert [found[f"model.of {rank}"].item() for rank in range(NUM_RANKS)] == list(range(NUM_RANKS))
     assert len(load_file(committed.folder / checkpoint.files[0])) == 3 * PER_NODE
     assert not list((folder / "shm").iterdir())
+
+
+def test_ranks_agree_through_the_key_value_store(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node, so rank 0 writes for all, in both saves."""
+    monkeypatch.setattr(store, "MAX_RANK_FILES", 4)
+    monkeypatch.setattr(store, "broadcast_object", lambda _: "name")
+    messages = dist.HashStore()
+
+    def one(rank: int, _: Any) -> Commit | None:
+        world = World(
+            rank=rank,
+            world_size=NUM_RANKS,
+            local_rank=rank,
+            local_world_size=NUM_RANKS,
+            device=torch.device("cpu"),
+            store=messages,
+        )
+        with CheckpointStore(folder, keep=2, world=world) as each:
+            for step in (1, 2):
+                each.save(share_of(rank), step=step, progress={}, description={})
+            return each.wait()
+
+    committed = run_ranks(NUM_RANKS, one)[0]
+    assert committed is not None and committed.step == 2
+    for name in ("step-00000001", "step-00000002"):
+        checkpoint = read_checkpoint(folder / "checkpoints" / name)
+        assert checkpoint.files == ("rank-00000.safetensors",)
+        assert torch.equal(checkpoint.tensors()["model.w"], WEIGHTS)
+    assert not list((folder / "shm").iterdir()) and messages.num_keys() <= 2
 
 
 def test_rank_without_room_writes_its_own_file(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.ranks.thread_ranks import run_ranks
+from tests.support.ranks.thread_ranks import GatheredExchange, run_ranks
 from tests.unit.vitscale.checkpoint.saved_steps import flip
 from vitscale.checkpoint import folders, store
 from vitscale.checkpoint.commit import Save, commit_save
@@ -32,7 +32,7 @@ def save(folder: Path, step: int) -> Path:
         copy.prepare(tensors)
         facts: dict[str, Any] = {"progress": {}, "description": {}, "keep": 2, "attempt": "a"}
         each = Save(checkpoints=folder / "checkpoints", step=step, rank=rank, **facts)
-        return commit_save(each, copy.take(tensors), exchange=gather).folder
+        return commit_save(each, copy.take(tensors), exchange=GatheredExchange(rank, gather)).folder
 
     return run_ranks(NUM_RANKS, one)[0]
 

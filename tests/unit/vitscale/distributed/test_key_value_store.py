@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,47 +13,71 @@ import torch.distributed as dist
 
 from vitscale.config.errors import RankError
 from vitscale.distributed import key_value_store
-from vitscale.distributed.key_value_store import Gathering, count_in, wait_for
+from vitscale.distributed.key_value_store import StoreExchange, count_in, wait_for
 
 
 class CountingStore:
-    """A store that counts the requests of all ranks."""
+    """A store that counts the requests of all ranks and the bytes of what they read and write."""
 
     def __init__(self) -> None:
-        self.store, self.requests = dist.HashStore(), Counter[str]()
+        self.store, self.requests, self.num_bytes = dist.HashStore(), Counter[str](), 0
 
-    def __getattr__(self, name: str) -> Any:
-        self.requests[name] += 1
-        return getattr(self.store, name)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self.store, name)
+
+        def counted(*values: Any) -> Any:
+            result = method(*values)
+            self.requests[name] += 1
+            self.num_bytes += size_of((values, result))
+            return result
+
+        return counted
 
 
-def gather(world_size: int, *, times: int) -> tuple[list[list[Any]], CountingStore]:
+def size_of(value: Any) -> int:
+    if isinstance(value, str | bytes):
+        return len(value)
+    return sum(map(size_of, value)) if isinstance(value, list | tuple) else 8
+
+
+def exchange(world_size: int, *, times: int) -> tuple[list[list[Any]], CountingStore]:
+    """What each rank gets of some rounds of gather, scatter and broadcast."""
     store = CountingStore()
 
     def work(rank: int) -> list[Any]:
-        gathering = Gathering(store, "saves/a", rank=rank, world_size=world_size)  # type: ignore[arg-type]  # counts
-        return [gathering({"rank": rank, "time": n}, timeout_s=60.0) for n in range(times)]
+        each = StoreExchange(store, "a", rank=rank, world_size=world_size, timeout_s=60.0)  # type: ignore[arg-type]  # counts
+        found = []
+        for n in range(times):
+            gathered = each.gather({"rank": rank, "time": n})
+            doubled = None if gathered is None else [2 * value["rank"] for value in gathered]
+            found.append((gathered, each.scatter(doubled), each.broadcast(f"from {rank}")))
+        assert not each.is_waiting
+        return found
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(work, range(world_size))), store
 
 
-def test_gathering_gives_all_values_to_all_ranks() -> None:
-    found, _ = gather(5, times=4)
+def test_rank_0_gathers_and_every_rank_gets_its_own() -> None:
+    found, _ = exchange(5, times=4)
     for number in range(4):
         values = [{"rank": rank, "time": number} for rank in range(5)]
-        assert all(found[rank][number] == values for rank in range(5))
+        for rank in range(5):
+            gathered = values if rank == 0 else None
+            assert found[rank][number] == (gathered, 2 * rank, "from 0")
 
 
-def test_gathering_forgets_what_all_have_read() -> None:
-    store = gather(3, times=20)[1].store
-    assert store.num_keys() <= 2 * (3 + 3)
+def test_exchange_forgets_what_has_been_read() -> None:
+    store = exchange(3, times=20)[1].store
+    assert store.num_keys() <= 2
 
 
-def test_requests_grow_with_the_number_of_ranks_alone() -> None:
-    few, many = (gather(n, times=1)[1].requests for n in (4, 32))
-    for name in ("set", "add", "get", "multi_get"):
-        assert many[name] <= 8 * few[name], name
+def test_requests_and_bytes_grow_with_the_ranks_alone() -> None:
+    few, many = (exchange(n, times=1)[1] for n in (4, 32))
+    for name in ("set", "add", "get", "multi_get", "multi_set", "delete_key"):
+        assert 0 < many.requests[name] <= 12 * few.requests[name], name
+    polls = 80 * (many.requests["check"] - few.requests["check"])
+    assert many.num_bytes - polls <= 12 * few.num_bytes
 
 
 def test_wait_ends_when_it_is_over() -> None:
