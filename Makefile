@@ -46,13 +46,14 @@ FORCE:
 demo: install
 	$(BIN)/python launch/demo.py $(if $(DATA),--data '$(DATA)') $(if $(OPEN),--open)
 
+# Two files are tested, or half the modules type-checked, at a time; one after the other: WORKERS=0.
+WORKERS ?= 2
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers $(WORKERS)
 
-# Most tests start processes and wait for them, so two files run at a time; one with WORKERS=0.
-WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # VITSCALE_REQUIRE_SLURM=1 makes tests that need SLURM fail where they would otherwise be skipped.
