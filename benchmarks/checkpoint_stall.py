@@ -158,6 +158,7 @@ def build_engine(world: World, size: int) -> Engine:
         micro_batch=BATCH,
         accumulation=1,
         world_size=world.world_size,
+        largest_parameter=max(each.numel() for each in vit.parameters()),
         clip_norm=1.0,
         dtype=torch.float32,
         raw={},

@@ -62,8 +62,11 @@ def start_afresh(device: torch.device) -> None:
 
 
 @contextmanager
-def no_waits(device: torch.device) -> Iterator[None]:
-    """On a GPU raise RuntimeError where anything inside waits for it."""
+def no_waits(device: torch.device, *, bounds_memory: bool = False) -> Iterator[None]:
+    """On a GPU raise RuntimeError where anything inside waits for it.
+
+    bounds_memory: allow waiting for events, by which ZeRO 3 limits what it fetches ahead.
+    """
     if device.type != "cuda":
         yield
         return
@@ -75,7 +78,8 @@ def no_waits(device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         # The debug mode finds reading and copying, not explicit calls.
         stack.enter_context(patch.object(torch.cuda, "synchronize", refuse))
-        for kind in (torch.cuda.Event, torch.cuda.Stream):
+        kinds: tuple[type, ...] = (torch.cuda.Event, torch.cuda.Stream)
+        for kind in kinds[bounds_memory:]:
             stack.enter_context(patch.object(kind, "synchronize", refuse))
         torch.cuda.set_sync_debug_mode("error")
         try:

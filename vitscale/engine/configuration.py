@@ -65,11 +65,14 @@ def deepspeed_config(
     micro_batch: int,
     accumulation: int,
     world_size: int,
+    largest_parameter: int,
     clip_norm: float | None,
     dtype: torch.dtype,
     raw: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The DeepSpeed dict of a run, with raw keys (see `raw_problems`) merged over it.
+
+    largest_parameter: its elements.
 
     Settings whose defaults changed between releases (clipping, overflow check) or defeat overlap
     (bucket, overlap_comm) are always given.
@@ -93,24 +96,10 @@ def deepspeed_config(
             "stage": stage,
             "overlap_comm": settings.overlap_comm and torch.cuda.is_available() and world_size > 1,
             "reduce_bucket_size": settings.reduce_bucket_elements,
-            "allgather_bucket_size": settings.reduce_bucket_elements,
+            "use_multi_rank_bucket_allreduce": settings.reduce_to == "all",
         },
     }
-    if dtype == torch.bfloat16 and settings.zero_stage == 0:
-        # DeepSpeed has no stage 0 with fp32 accumulation beside bf16 weights. Autocast over fp32
-        # weights is that: bf16 products, fp32 master weights.
-        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
-    elif dtype == torch.bfloat16:
-        config["bf16"] = {"enabled": True, "check_grad_overflow": False}
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-        lossless = accumulation <= 2 and settings.reduce_precision == "auto"
-        if lossless and stage == 1 and not settings.offload_optimizer:
-            # Gradients are rounded to bf16 before they are sent. One is that already, and the sum
-            # of two has the same bits whether it is rounded now or then: no copy in fp32.
-            config["data_types"] = {"grad_accum_dtype": "bf16"}
-    elif dtype == torch.float16:
-        config["fp16"] = dict(FP16)
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    config |= _precision(settings, dtype, accumulation=accumulation)
     if settings.reduce_precision == "fp32":
         config["communication_data_type"] = "fp32"
     if settings.offload_optimizer:
@@ -118,7 +107,33 @@ def deepspeed_config(
         config["zero_force_ds_cpu_optimizer"] = False
         offload = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
         config["zero_optimization"]["offload_optimizer"] = offload
-    return _merged(config, raw)
+    config = _merged(config, raw)
+    if stage in (1, 2):
+        # DeepSpeed frees a gradient larger than the bucket while its reduction still reads it (ZeRO
+        # 2 with overlap_comm: reduce_ipg_grads records no stream for what other ranks own).
+        zero = config["zero_optimization"]
+        zero["reduce_bucket_size"] = max(zero["reduce_bucket_size"], largest_parameter)
+    return config
+
+
+def _precision(
+    settings: EngineSettings, dtype: torch.dtype, *, accumulation: int
+) -> dict[str, Any]:
+    if dtype == torch.float32:
+        return {}
+    if dtype == torch.bfloat16 and settings.zero_stage == 0:
+        # DeepSpeed has no stage 0 with fp32 accumulation beside bf16 weights. Autocast over fp32
+        # weights is that: bf16 products, fp32 master weights.
+        return {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    sums = {"data_types": {"grad_accum_dtype": "fp32"}}
+    if dtype == torch.float16:
+        return {"fp16": dict(FP16), **sums}
+    lossless = accumulation <= 2 and settings.reduce_precision == "auto"
+    if lossless and settings.zero_stage == 1 and not settings.offload_optimizer:
+        # Gradients are rounded to bf16 before they are sent. One is that already, and the sum of
+        # two has the same bits whether it is rounded now or then: no copy in fp32.
+        sums = {"data_types": {"grad_accum_dtype": "bf16"}}
+    return {"bf16": {"enabled": True, "check_grad_overflow": False}, **sums}
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

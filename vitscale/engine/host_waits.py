@@ -40,6 +40,8 @@ def remove_host_waits(engine: Any, *, dtype: torch.dtype) -> None:
         streams = [wrapper.reduction_stream]
         epilogue = wrapper.independent_gradient_partition_epilogue
         wrapper.independent_gradient_partition_epilogue = _ordering(epilogue, streams)
+        # Waits before each reduction to an owner.
+        wrapper.allreduce_and_copy = _ordering(wrapper.allreduce_and_copy, streams)
     elif getattr(wrapper, "reduce_and_partition_stream", None) is not None:  # ZeRO 3
         reducing = wrapper.reduce_and_partition_stream
         fetching = wrapper.parameter_offload._DeepSpeedZeRoOffload__allgather_stream

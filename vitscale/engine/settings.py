@@ -45,7 +45,11 @@ class EngineSettings(Section):
     max_micro_batch: int = Field(default=64, gt=0)
     """Most images one rank takes through one forward pass; accumulation follows from it."""
     reduce_bucket_elements: int = Field(default=25_000_000, gt=0)
-    """Gradient bucket. DeepSpeed's default, 5e8, exceeds all of ViT-L: one bucket, no overlap."""
+    """Gradient bucket; at least the largest parameter. DeepSpeed's default, 5e8, exceeds all of
+    ViT-L: one bucket, no overlap."""
+    reduce_to: Literal["all", "owners"] = "all"
+    """Ranks that get the sums of gradients under ZeRO 1 and 2. owners: those that update with them,
+    which sends a third less in more, slower messages; see docs/benchmarks.md, gradients in bf16."""
     overlap_comm: bool = True
     """Reduce gradients while the backward pass runs (GPU only, ZeRO 1 to 3)."""
     reduce_precision: Literal["auto", "fp32"] = "auto"

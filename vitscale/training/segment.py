@@ -181,6 +181,7 @@ def build_engine(
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
         world_size=world.world_size,
+        largest_parameter=max(each.numel() for each in model.parameters()),
         clip_norm=run.optim.clip_norm,
         dtype=dtype,
         raw=run.deepspeed,

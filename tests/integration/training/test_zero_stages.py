@@ -100,7 +100,7 @@ def test_update_not_finite_on_one_rank_is_skipped_on_all(
     assert after_three == [[3, 0, 9, []], [3, 0, 9, []]]
 
 
-WAITS = [*(f"{stage} adamw" for stage in range(4)), "1 half", "0 lamb", "1 fp32"]
+WAITS = [*(f"{stage} adamw" for stage in range(4)), "1 half", "2 owners", "0 lamb", "1 fp32"]
 
 
 @pytest.mark.parametrize("run", WAITS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 
@@ -40,16 +41,18 @@ def new_engine(
     whole: bool = False,
     offload: bool = False,
     overlap: bool = False,
+    reduce_to: Literal["all", "owners"] = "all",
 ) -> Engine:
     vit = new_model(recipe)
     if compiler is not None:
         checkpoint_activations(vit)
         (compile_forward if whole else compile_blocks)(vit, backend=compiler)
     config = deepspeed_config(
-        EngineSettings(zero_stage=stage, offload_optimizer=offload),  # type: ignore[arg-type]  # 0 to 3
+        EngineSettings(zero_stage=stage, offload_optimizer=offload, reduce_to=reduce_to),  # type: ignore[arg-type]  # 0 to 3
         micro_batch=BATCH // ACCUMULATION // world.world_size,
         accumulation=ACCUMULATION,
         world_size=world.world_size,
+        largest_parameter=max(each.numel() for each in vit.parameters()),
         clip_norm=CLIP,
         dtype=dtype,
         raw={"zero_optimization": {"overlap_comm": True}} if overlap else {},

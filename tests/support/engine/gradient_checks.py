@@ -129,6 +129,7 @@ def build(
         micro_batch=MICRO_BATCH,
         accumulation=accumulation,
         world_size=world.world_size,
+        largest_parameter=max(each.numel() for each in vit.parameters()),
         clip_norm=None,
         dtype=dtype,
         raw=raw or {},

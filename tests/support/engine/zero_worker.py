@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from contextlib import suppress
+from typing import Literal
 from unittest.mock import patch
 
 import deepspeed
@@ -47,7 +48,6 @@ from vitscale.training.meters import IntervalMeter
 
 # Raw keys of DeepSpeed.
 SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
-TO_OWNERS = {"zero_optimization": {"use_multi_rank_bucket_allreduce": False}}
 
 
 def moved(
@@ -92,12 +92,19 @@ def left_out(world: World, *, stage: int, dtype: torch.dtype = torch.float32) ->
 
 
 def waits(
-    world: World, *, stage: int, recipe: Recipe, dtype: torch.dtype = torch.bfloat16
+    world: World,
+    *,
+    stage: int,
+    recipe: Recipe,
+    dtype: torch.dtype = torch.bfloat16,
+    reduce_to: Literal["all", "owners"] = "all",
 ) -> list[str]:
     """Where two steps, as the training loop makes them, wait for the device."""
     meter = IntervalMeter(world.device)
     with cuda_branches():
-        engine = new_engine(world, stage=stage, recipe=recipe, dtype=dtype, overlap=True)
+        engine = new_engine(
+            world, stage=stage, recipe=recipe, dtype=dtype, overlap=True, reduce_to=reduce_to
+        )
         mixed_steps(engine, world, meter, start=0, stop=2)
         with host_waits(leave_out=os.path.dirname(__file__)) as places:
             mixed_steps(engine, world, meter, start=2, stop=4)
@@ -262,8 +269,9 @@ def gradient_paths(world: World) -> dict[str, object]:
         results[f"path {stage} {accumulation}"] = gradient_path(
             world, stage=stage, accumulation=accumulation
         )
-    for name, raw in (("fp32 sums", SUMS_IN_FP32), ("to owners", TO_OWNERS)):
-        results[f"path {name}"] = gradient_path(world, stage=1, accumulation=2, raw=raw)
+    sums = gradient_path(world, stage=1, accumulation=2, raw=SUMS_IN_FP32)
+    owners = gradient_path(world, stage=1, accumulation=2, reduce_to="owners")
+    results |= {"path fp32 sums": sums, "path to owners": owners}
     results["path wide"] = gradient_path(world, stage=1, accumulation=1, reduce_precision="fp32")
     return results
 
@@ -311,6 +319,7 @@ def main() -> None:
         for stage in (0, 1, 2, 3):
             results[f"waits {stage} adamw"] = waits(world, stage=stage, recipe=ADAMW)
         results["waits 1 half"] = waits(world, stage=1, recipe=HALF)
+        results["waits 2 owners"] = waits(world, stage=2, recipe=ADAMW, reduce_to="owners")
         results["waits 0 lamb"] = waits(world, stage=0, recipe=LAMB)
         results["waits 1 fp32"] = waits(world, stage=1, recipe=ADAMW, dtype=torch.float32)
         results["probed operators"] = probed_operators()

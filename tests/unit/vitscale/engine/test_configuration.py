@@ -16,6 +16,7 @@ def config(
     *,
     stage: int = 1,
     accumulation: int = 3,
+    largest_parameter: int = 1,
     raw: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
@@ -24,6 +25,7 @@ def config(
         micro_batch=4,
         accumulation=accumulation,
         world_size=2,
+        largest_parameter=largest_parameter,
         clip_norm=0.5,
         dtype=dtype,
         raw=raw or {},
@@ -70,6 +72,22 @@ def test_batch_and_clipping_are_those_of_the_run() -> None:
     assert found["train_micro_batch_size_per_gpu"] == 4
     assert found["gradient_accumulation_steps"] == 3
     assert found["gradient_clipping"] == 0.5
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("raw", [{}, {"zero_optimization": {"reduce_bucket_size": 50}}])
+def test_bucket_holds_the_largest_parameter(stage: int, raw: dict[str, Any]) -> None:
+    """The gradient of a larger one is freed while it is still being reduced."""
+    found = config(
+        torch.bfloat16, stage=stage, reduce_bucket_elements=100, largest_parameter=101, raw=raw
+    )
+    assert found["zero_optimization"]["reduce_bucket_size"] == 101
+
+
+def test_sums_of_gradients_reach_all_ranks_or_their_owners() -> None:
+    for reduce_to, expected in (("all", True), ("owners", False)):
+        zero = config(torch.bfloat16, reduce_to=reduce_to)["zero_optimization"]
+        assert zero["use_multi_rank_bucket_allreduce"] is expected
 
 
 def test_raw_keys_are_merged_over_the_generated_ones() -> None:

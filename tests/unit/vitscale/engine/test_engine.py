@@ -69,6 +69,7 @@ def new_engine(
         micro_batch=2,
         accumulation=accumulation,
         world_size=1,
+        largest_parameter=1,
         clip_norm=clip_norm,
         dtype=torch.float32,
         raw={},

@@ -23,6 +23,7 @@ def stage_of(
         micro_batch=2,
         accumulation=1,
         world_size=world_size,
+        largest_parameter=1,
         clip_norm=1.0,
         dtype=dtype,
         raw={},
