@@ -16,7 +16,7 @@ NO_PYTHON := error: $(PYTHON) not found; install Python 3.11 or newer, or: make 
 OLD_PYTHON := error: Python 3.11 or newer is needed; try: make PYTHON=python3.12 install
 NO_VENV := error: cannot create $(VENV); on Debian and Ubuntu: apt-get install python3-venv
 
-$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard vitscale/images/jpeg/*.[ch]) \
+$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard vitscale/images/*/*.[ch]) \
 		$(if $(LATEST),FORCE)
 	@command -v $(PYTHON) >/dev/null || { echo "$(NO_PYTHON)" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; print("Python:", sys.executable, sys.version.split()[0])'

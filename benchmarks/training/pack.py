@@ -4,8 +4,8 @@
     bash PACK/start.sh python3 benchmarks/gpu_training.py --call 1 --out OUT    # on that machine
 
 PACK has every package beyond torch, torchvision and what these bring themselves, deepspeed built
-as a wheel, the decoder's extension and its libjpeg. start.sh unpacks it once, puts the extension
-into the checkout, and runs the command given. Versions are those of constraints.txt.
+as a wheel, the decoders' extensions and their libjpeg. start.sh unpacks it once, puts the
+extensions into the checkout, and runs the command given. Versions are those of constraints.txt.
 
 Owns: what is packed, and the check that it is complete. Exit code 1: something is missing.
 Leaves out: torch, torchvision and numpy, which must be on the machine already.
@@ -25,7 +25,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-EXTENSION = "vitscale/images/jpeg/_region.abi3.so"
+JPEG_EXTENSION = "vitscale/images/jpeg/_region.abi3.so"
+PNG_EXTENSION = "vitscale/images/png_webp/_png.abi3.so"
 MAX_MIB = 60
 # Module by package. Pillow and typing-extensions come with torch and torchvision.
 PACKED = {
@@ -34,6 +35,7 @@ PACKED = {
     **{"pydantic": "pydantic", "pydantic_core": "pydantic_core", "blake3": "blake3"},
     **{"annotated-types": "annotated_types", "typing-inspection": "typing_inspection"},
     **{"typing_extensions": "typing_extensions", "simplejpeg": "simplejpeg", "ninja": "ninja"},
+    **{"isal": "isal"},
     **{"safetensors": "safetensors", "PyYAML": "yaml", "tqdm": "tqdm", "packaging": "packaging"},
 }
 FROM_SOURCE = "deepspeed"
@@ -52,11 +54,12 @@ if [ ! -e "$site/complete" ]; then
     tar -xJf "$pack/site.tar.xz" -C "$site"
     touch "$site/complete"
 fi
-[ -e EXTENSION ] || cp "$pack/decoder.so" EXTENSION
+[ -e JPEG ] || cp "$pack/jpeg.so" JPEG
+[ -e PNG ] || cp "$pack/png.so" PNG
 export PYTHONPATH="$PWD:$site${PYTHONPATH:+:$PYTHONPATH}"
 export LD_LIBRARY_PATH="$site/lib${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 exec "$@"
-""".replace("EXTENSION", EXTENSION)
+""".replace("JPEG", JPEG_EXTENSION).replace("PNG", PNG_EXTENSION)
 
 
 def main() -> None:
@@ -71,7 +74,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as wheels:
         download(Path(wheels), python=options.python)
         install(Path(wheels), folder / "site", python=options.python)
-    add_libjpeg(folder)
+    add_extensions(folder)
     check(folder / "site", options.interpreter or f"python{options.python}", options.python)
     run(["tar", "-cJf", folder / "site.tar.xz", "-C", folder / "site", "."], XZ_OPT="-2")
     shutil.rmtree(folder / "site")
@@ -136,16 +139,16 @@ def install(wheels: Path, site: Path, *, python: str) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def add_libjpeg(folder: Path) -> None:
-    """The extension, and the library that it was linked with."""
-    extension = ROOT / EXTENSION
-    if not extension.exists():
-        sys.exit(f"{EXTENSION} is not built; run: make install")
-    found = subprocess.run(["ldd", str(extension)], capture_output=True, text=True).stdout
+def add_extensions(folder: Path) -> None:
+    """The extensions, and the libjpeg that one was linked with."""
+    for name, extension in (("jpeg.so", JPEG_EXTENSION), ("png.so", PNG_EXTENSION)):
+        if not (ROOT / extension).exists():
+            sys.exit(f"{extension} is not built; run: make install")
+        shutil.copy(ROOT / extension, folder / name)
+    found = subprocess.run(["ldd", str(folder / "jpeg.so")], capture_output=True, text=True).stdout
     library = re.search(r"(libjpeg\S*) => (\S+)", found)
     if library is None:
-        sys.exit(f"{EXTENSION} is linked with no libjpeg")
-    shutil.copy(extension, folder / "decoder.so")
+        sys.exit(f"{JPEG_EXTENSION} is linked with no libjpeg")
     (folder / "site/lib").mkdir(exist_ok=True)
     shutil.copy(library[2], folder / "site/lib" / library[1])
 

@@ -19,6 +19,7 @@ OWNERS: dict[str, set[str]] = {
     "webdataset": {"vitscale.data.tars.scan", "vitscale.data.tars.stream"},
     "timm": {"vitscale.models"},
     "sklearn": {"data_prep.images.made.digits"},
+    "isal": {"vitscale.images.png_webp.png"},
     "simplejpeg": {"vitscale.images.decoders", "vitscale.images.strict_jpeg"},
 }
 # Entries of registries, whose settings need no torch, and checkpoint folders, which are listed

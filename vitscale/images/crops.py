@@ -31,7 +31,7 @@ MAX_PIXELS = 178_956_970
 
 # Errors of Pillow on broken bytes, besides OSError and ValueError.
 PILLOW_ERRORS = (
-    *(EOFError, LookupError, OverflowError, SyntaxError, TypeError),
+    *(AssertionError, EOFError, LookupError, OverflowError, SyntaxError, TypeError),
     *(struct.error, zlib.error),
 )
 

@@ -40,7 +40,7 @@ from vitscale.engine.compile_cache import CompileCache, open_compile_cache
 from vitscale.engine.configuration import resolve_compile
 from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.models.trained_model import CLASSES_NAME
-from vitscale.images.decoders import resolve_decoder
+from vitscale.images.decoders import show_decoder
 from vitscale.images.size import show_size
 from vitscale.runs.training import DIVERGED_NAME, TrainingRun
 from vitscale.tracking.console import ProgressLine
@@ -301,7 +301,7 @@ def _facts(run: TrainingRun, objective: Objective, segment: Segment) -> str:
         f"{plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "
         f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
         f"ZeRO {run.engine.zero_stage} ({engine.gradient_path}); "
-        f"decoder {resolve_decoder(run.data.decoder)}; "
+        f"decoder {show_decoder(run.data.decoder)}; "
         f"CPU threads per rank: {torch.get_num_threads()}, from {engine.world.threads_from}"
         + (f"; rank 0 bound to cores {cores}" if cores else "")
     )

@@ -1,8 +1,6 @@
-"""Read the sizes of PNG and WebP images, and decode whole WebP images with torchvision's libwebp.
+"""Read the sizes of WebP images, and decode whole ones with torchvision's libwebp.
 
 Owns: which files are left to Pillow: everything unusual or damaged.
-Leaves out: JPEG (`decoders`), crops (`crops`). PNG pixels: torchvision 0.29's `decode_png` ends the
-process with a segmentation fault on a damaged file, so Pillow decodes them.
 """
 
 from __future__ import annotations
@@ -13,30 +11,22 @@ from types import ModuleType
 
 import torch
 
-from vitscale.images.crops import MAX_PIXELS
 
-PNG_START = b"\x89PNG\r\n\x1a\n"
-
-
-def size_of(data: bytes) -> tuple[int, int] | None:
+def size_of(data: bytes, *, max_pixels: int) -> tuple[int, int] | None:
     """Width and height from the header; None if that is left to Pillow."""
+    if data[:4] != b"RIFF" or data[8:12] != b"WEBP":
+        return None
     try:
-        if data.startswith(PNG_START):
-            width, height = struct.unpack_from(">II", data, 16)
-        elif data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-            width, height = _webp_size(data)
-        else:
-            return None
+        width, height = _picture_size(data)
     except (struct.error, IndexError):
         return None
-    return (width, height) if 0 < width * height <= MAX_PIXELS else None
+    return (width, height) if 0 < width * height <= max_pixels else None
 
 
-def decode_webp(data: bytes) -> torch.Tensor | None:
+def whole(data: bytes, *, max_pixels: int) -> torch.Tensor | None:
     """All pixels of a WebP, uint8 [H, W, 3]; None if the image is left to Pillow."""
-    if not data.startswith(b"RIFF"):
-        return None
-    size, io = size_of(data), _torchvision_io()
+    size = size_of(data, max_pixels=max_pixels)
+    io = None if size is None else _torchvision_io()
     if size is None or io is None:
         return None
     try:
@@ -58,7 +48,7 @@ def _torchvision_io() -> ModuleType | None:
     return found if hasattr(found, "decode_webp") else None
 
 
-def _webp_size(data: bytes) -> tuple[int, int]:
+def _picture_size(data: bytes) -> tuple[int, int]:
     """Raises struct.error where there is anything but one complete picture."""
     kind = data[12:16]
     whole, picture = struct.unpack_from("<I8xI", data, 4)
