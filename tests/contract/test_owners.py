@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.contract.tree import imports_of, module_files, top_level_imports_of
 
 OWNERS: dict[str, set[str]] = {
-    "fsspec": {"vitscale.data.remote.store"},
+    "fsspec": {"vitscale.data.remote.backends"},
     "deepspeed": {"vitscale.engine.host_waits", "vitscale.engine.layouts"},
     "mlflow": {
         "finetune.serving.logged_model",

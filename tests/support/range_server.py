@@ -1,8 +1,12 @@
-"""Serve a folder over HTTP with range requests and injected faults."""
+"""Serve a folder over HTTP with range requests and injected faults.
+
+Its sub-folders are buckets, too, with as much of S3 and of Google Cloud Storage as reading takes.
+"""
 
 from __future__ import annotations
 
 import gzip
+import json
 import re
 import secrets
 import threading
@@ -14,13 +18,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote, urlsplit
 
 # Possible faults of one request.
 FAULTS = ("error", "drop", "short", "slow", "wrong", "missing", "no_ranges", "forbidden")
 # Answers of a server that wants to fill the client's memory.
-HOSTILE = ("endless", "endless_gzip", "gzip", "more")
-ENDLESS_BYTES = 1 << 30  # the end of a test that fails
+HOSTILE = ("endless", "endless_gzip", "gzip", "more", "endless_error")
+ENDLESS_BYTES = 1 << 28  # the end of a test that fails
 MORE_BYTES = 1 << 27
 SLOW_S = 0.1
 
@@ -67,6 +71,31 @@ def _bomb() -> bytes:
     return gzip.compress(bytes(MORE_BYTES), compresslevel=1)
 
 
+def _about(folder: Path, path: str, query: dict[str, str], *, google: bool) -> bytes | None:
+    """A listing of a bucket, or what Google knows of a file; None if the content is wanted."""
+    if "list-type" not in query and (not google or "alt" in query):
+        return None
+    base = folder / path.split("/")[0]
+    if "/" in path:
+        names = [path.partition("/")[2]]
+    else:
+        names = [str(file.relative_to(base)) for file in sorted(base.rglob("*")) if file.is_file()]
+        names = [name for name in names if name.startswith(query.get("prefix", ""))]
+    files = {name: (base / name).stat().st_size for name in names if (base / name).is_file()}
+    if google:
+        items = [{"name": n, "bucket": base.name, "size": str(s)} for n, s in files.items()]
+        if "/" in path:
+            return json.dumps(items[0]).encode() if items else None
+        return json.dumps({"kind": "storage#objects", "items": items}).encode()
+    entries = [
+        f"<Contents><Key>{name}</Key><Size>{size}</Size>"
+        "<LastModified>2026-01-01T00:00:00.000Z</LastModified></Contents>"
+        for name, size in files.items()
+    ]
+    text = f"<IsTruncated>false</IsTruncated><KeyCount>{len(files)}</KeyCount>{''.join(entries)}"
+    return f"<?xml version='1.0'?><ListBucketResult>{text}</ListBucketResult>".encode()
+
+
 class _Http(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
@@ -90,13 +119,21 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=True)
 
     def _answer(self, *, with_body: bool) -> None:
-        path = unquote(self.path).lstrip("/")
+        asked_for = urlsplit(self.path)
+        path = unquote(asked_for.path).lstrip("/")
+        # Google's paths: storage/v1/b/BUCKET/o/NAME, and download/... for the content.
+        google = re.fullmatch(r"(download/)?storage/v1/b/([^/]+)/o/?(.*)", path)
+        if google:
+            path = f"{google[2]}/{google[3]}".rstrip("/")
+        self.path = f"/{path}"
         self.state.requests[path] += 1
         self.state.encodings.add(self.headers.get("Accept-Encoding"))
         fault = self.state.fault(path, self.state.requests[path])
         assert fault is None or fault in FAULTS + HOSTILE
         file = self.state.folder / path
-        if fault == "missing" or not file.is_file():
+        query = {name: values[0] for name, values in parse_qs(asked_for.query).items()}
+        about = _about(self.state.folder, path, query, google=google is not None)
+        if fault == "missing" or (about is None and not file.is_file()):
             return self._end(404, b"")
         if fault == "error":
             return self._end(503, b"")
@@ -107,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         if fault == "slow":
             time.sleep(SLOW_S)
-        data = file.read_bytes()
+        data = file.read_bytes() if about is None else about
         status, headers = 200, {"Accept-Ranges": "bytes"}
         asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if asked and fault != "no_ranges":
@@ -130,6 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "gzip":
             return self._end(status, data, headers)
         total = ENDLESS_BYTES
+        status = 503 if fault == "endless_error" else status
         if fault == "more":
             headers["Content-Length"], total = str(len(data) + MORE_BYTES), MORE_BYTES
         self.send_response(status)

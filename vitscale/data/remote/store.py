@@ -1,8 +1,8 @@
 """Read byte ranges of remote files, with retries.
 
-Owns: requests, retries and their counts. The only module that calls fsspec. Over HTTP it keeps at
-most one byte more than it asked for, whatever the server sends.
-Leaves out: which URLs are allowed (`urls`), caching (`cache`), samples (`shards`).
+Owns: retries and their counts, and which errors end them.
+Leaves out: single requests (`backends`), which URLs are allowed (`urls`), caching (`cache`),
+samples (`shards`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from multiprocessing.sharedctypes import RawArray
 from random import SystemRandom
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from vitscale.config.errors import UserError
 from vitscale.config.redaction import redact_queries
-from vitscale.data.remote.urls import SCHEMES, Url
+from vitscale.data.remote.backends import call, connect, read_range
+from vitscale.data.remote.errors import EncodedError, NoRangesError
+from vitscale.data.remote.urls import Url
 
 # A request times out after this share of `patience_s`, so requests to a silent server repeat.
 REQUEST_SHARE = 0.25
@@ -28,9 +30,7 @@ DAMAGED_READS = 3
 # A server serves no ranges if it sends the whole file this often; some do so once under load.
 # Likewise a server that encodes its answers.
 RANGE_TRIES = 3
-NO_ENCODING = ("", "identity")
 SIZE_THREADS = 16
-READ_BYTES = 1 << 18
 COUNTS = ("retries", "requests", "bytes", "cache_hits", "cache_failures")
 # Rows for all processes of a rank, indexed by process id.
 COUNT_ROWS = 251
@@ -40,14 +40,6 @@ T = TypeVar("T")
 
 class DamagedError(OSError):
     """Bytes that do not have the expected hash, however often they are read."""
-
-
-class NoRangesError(OSError):
-    """The server sent more than the requested range."""
-
-
-class EncodedError(OSError):
-    """The server compressed its answer, so ranges count other bytes."""
 
 
 class StorageError(UserError):
@@ -98,7 +90,7 @@ class RemoteStore:
 
     def connect(self, url: Url) -> None:
         """Open this process's connection, before several threads each open one."""
-        _filesystem(url.scheme, os.getpid())
+        connect(url)
 
     def read(
         self,
@@ -120,12 +112,15 @@ class RemoteStore:
         def attempt(timeout_s: float) -> bytes:
             nonlocal num_encoded
             try:
-                data = _range(url, offset=offset, num_bytes=num_bytes, timeout_s=timeout_s)
+                data = read_range(url, offset=offset, num_bytes=num_bytes, timeout_s=timeout_s)
             except EncodedError as encoded:
                 num_encoded += 1
                 if num_encoded < RANGE_TRIES:
                     raise
-                next_step = "switch compression off for these files (nginx: gzip off)"
+                next_step = (
+                    "switch compression off for these files (nginx: gzip off; in a bucket remove "
+                    "their Content-Encoding)"
+                )
                 raise _final(encoded, url, next_step=next_step) from None
             self.counts.add("bytes", len(data))
             if not is_valid(data):
@@ -145,7 +140,7 @@ class RemoteStore:
         def attempt(timeout_s: float) -> None:
             nonlocal tries
             try:
-                _range(url, offset=0, num_bytes=1, timeout_s=timeout_s)
+                read_range(url, offset=0, num_bytes=1, timeout_s=timeout_s)
             except NoRangesError as error:
                 tries += 1
                 if tries < RANGE_TRIES:
@@ -160,7 +155,7 @@ class RemoteStore:
 
         def attempt(timeout_s: float) -> int | None:
             try:
-                found = _call(url, "info", timeout_s=timeout_s)["size"]
+                found = call(url, "info", timeout_s=timeout_s)["size"]
             except FileNotFoundError as error:
                 # fsspec raises this for any HTTP failure; the cause has the status.
                 if error.__cause__ is not None and _status(error.__cause__) not in (404, 410):
@@ -187,7 +182,7 @@ class RemoteStore:
         """Names of the files directly below a URL. Raises StorageError."""
 
         def attempt(timeout_s: float) -> list[str]:
-            found = _call(folder, "ls", timeout_s=timeout_s, detail=True)
+            found = call(folder, "ls", timeout_s=timeout_s, detail=True)
             files = [entry["name"] for entry in found if entry["type"] == "file"]
             return [name.rpartition("/")[2] for name in files]
 
@@ -251,99 +246,3 @@ def _status(error: BaseException) -> int | None:
     """The HTTP status of an error, if it has one."""
     status = getattr(error, "status", None)
     return status if isinstance(status, int) else None
-
-
-def _range(url: Url, *, offset: int, num_bytes: int, timeout_s: float) -> bytes:
-    if url.scheme in ("http", "https"):
-        data = _http_range(url, offset=offset, num_bytes=num_bytes, timeout_s=timeout_s)
-    else:
-        span = {"start": offset, "end": offset + num_bytes}
-        data = _call(url, "cat_file", timeout_s=timeout_s, **span) if num_bytes else b""
-    if len(data) > num_bytes:
-        raise NoRangesError(f"answers a request for {num_bytes} bytes with more: no range requests")
-    if len(data) < num_bytes:
-        raise OSError(f"ends after {offset + len(data)} bytes")
-    return bytes(data)
-
-
-def _http_range(url: Url, *, offset: int, num_bytes: int, timeout_s: float) -> bytes:
-    """At most one byte more than asked for; fsspec's own method reads whatever the server sends."""
-    from fsspec.asyn import sync
-
-    if not num_bytes:
-        return b""
-    filesystem = _filesystem(url.scheme, os.getpid())
-    arguments = dict(filesystem.kwargs)
-    span = {"Range": f"bytes={offset}-{offset + num_bytes - 1}"}
-    headers = arguments.pop("headers", {}) | span
-
-    async def read() -> bytes:
-        session = await filesystem.set_session()
-        request = session.get(
-            filesystem.encode_url(url.text), headers=headers, auto_decompress=False, **arguments
-        )
-        async with request as answer:
-            try:
-                answer.raise_for_status()
-                return await _bounded(answer, offset=offset, num_bytes=num_bytes)
-            finally:
-                if not answer.content.at_eof():
-                    answer.close()  # else the connection would be drained for reuse
-
-    data: bytes = sync(filesystem.loop, read, timeout=timeout_s)
-    return data
-
-
-async def _bounded(answer: Any, *, offset: int, num_bytes: int) -> bytes:
-    """The body of an answer, up to one byte more than asked for."""
-    encoding = answer.headers.get("Content-Encoding", "").strip().lower()
-    if encoding not in NO_ENCODING:
-        raise EncodedError(
-            f"answers with Content-Encoding {encoding[:40]!r}, although identity was asked for"
-        )
-    if offset and answer.status != 206:
-        raise NoRangesError(
-            f"answers a request for a range with status {answer.status}: no range requests"
-        )
-    data = bytearray()
-    while len(data) <= num_bytes:
-        part = await answer.content.read(min(READ_BYTES, num_bytes + 1 - len(data)))
-        if not part:
-            break
-        data += part
-    return bytes(data)
-
-
-def _call(url: Url, method: str, *, timeout_s: float, **arguments: Any) -> Any:
-    from fsspec.asyn import sync
-
-    filesystem = _filesystem(url.scheme, os.getpid())
-    if filesystem.async_impl:
-        function = getattr(filesystem, f"_{method}")
-        return sync(filesystem.loop, function, url.text, timeout=timeout_s, **arguments)
-    return getattr(filesystem, method)(url.text, **arguments)
-
-
-@cache
-def _filesystem(scheme: str, process: int) -> Any:
-    """Per process: connections and their thread do not survive a fork."""
-    import fsspec
-
-    package = SCHEMES[scheme]
-    options: dict[str, Any] = dict(fsspec.config.conf.get(scheme, {}))
-    if scheme in ("http", "https"):
-        # Ranges of a compressed transfer would count other bytes.
-        options["headers"] = {"Accept-Encoding": "identity"} | options.get("headers", {})
-        # Use proxies and ~/.netrc, as other programs do.
-        options["client_kwargs"] = {"trust_env": True} | options.get("client_kwargs", {})
-    try:
-        filesystem = fsspec.filesystem(scheme, **options, skip_instance_cache=True)
-    except ImportError:
-        raise UserError(
-            f"{scheme}:// needs the package {package}", next_step=f"pip install {package}"
-        ) from None
-    if scheme in ("http", "https"):
-        from fsspec.asyn import sync
-
-        sync(filesystem.loop, filesystem.set_session)  # must not run in two threads at once
-    return filesystem
