@@ -1,13 +1,14 @@
 """Measure the search for duplicates: catch rates, false positives and cost.
 
-    python benchmarks/near_duplicates.py [--images FOLDER]       catch rates, false positives, speed
+    python benchmarks/near_duplicates.py [--images FOLDER] [--held-out FOLDER] [--different FOLDER]
     python benchmarks/near_duplicates.py --scale 100000 1000000  time and memory of the grouping
 
-Copies are made of each image of FOLDER (JPEG, PNG, WebP, any structure) or of generated pictures,
-and compared as a pair. Two halves of the images are reported, to show how much the rates vary.
-False positives: every pair of different images of FOLDER, and of scikit-learn's handwritten digits,
-of which many look alike. Catch rates assume that a pair is compared: the search for pairs finds all
-that match (tests/unit/data_prep/duplicates/test_search.py).
+Copies are made of each image and compared with it as a pair. Thresholds were chosen on the first
+set, the tuning set, and on the first drawn pictures that look alike; the second set is held out.
+Without folders, both are generated. Intervals are Wilson's, at 95 %, over images.
+False positives: every pair of different images of both sets, of each folder of --different, and of
+scikit-learn's handwritten digits. Catch rates assume that a pair is compared: the search for pairs
+finds all that match (tests/unit/data_prep/duplicates/test_search.py).
 """
 
 from __future__ import annotations
@@ -45,13 +46,16 @@ try:
     )
     from data_prep.duplicates.evaluation_sets import EvaluationIndex
     from data_prep.duplicates.search import find_duplicates
-    from data_prep.duplicates.second_look import look_at, nearly_equal
+    from data_prep.duplicates.second_look import Look, look_at, nearly_equal
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e '.[demo,dev]'", file=sys.stderr)
     raise SystemExit(2) from None
 
 NUM_GENERATED = 400
+HELD_OUT_SEED = 100_000
+WILSON_Z = 1.96
+NUM_EXAMPLES = 4
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
 FILTERS = (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC, Image.Resampling.LANCZOS)
 MAX_ASPECT_CHANGE = 0.05
@@ -61,7 +65,11 @@ SURVEY_ROWS = 10_000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the search for duplicates.")
-    parser.add_argument("--images", type=Path, help="folder of distinct images; none: generated")
+    parser.add_argument("--images", type=Path, help="the tuning set; none: generated")
+    parser.add_argument("--held-out", type=Path, help="other images; none: generated")
+    parser.add_argument(
+        "--different", type=Path, nargs="*", default=[], help="folders without copies"
+    )
     parser.add_argument("--scale", type=int, nargs="+", metavar="N", help="group N descriptors")
     parser.add_argument("--group", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -70,22 +78,24 @@ def main() -> None:
     elif arguments.scale:
         report_scale(arguments.scale)
     else:
-        images = read_images(arguments.images)
-        originals = report_catch_rates(images)
-        print(f"\n{'matched by mistake':34}{'pairs':>10}{'found':>10}")
-        report_false_positives("images above", originals)
-        report_digits()
-        report_lookalikes()
-        report_speed(images)
+        sets = {
+            "tuning": read_images(arguments.images, first_seed=0),
+            "held out": read_images(arguments.held_out, first_seed=HELD_OUT_SEED),
+        }
+        report_catch_rates(sets)
+        report_false_positives(sets, arguments.different)
+        report_speed(sets["tuning"])
 
 
-def read_images(folder: Path | None) -> list[bytes]:
+def read_images(folder: Path | None, *, first_seed: int = 0) -> dict[str, bytes]:
+    """Name -> encoded image."""
     if folder is None:
-        return [encoded(generated(seed), "PNG") for seed in range(NUM_GENERATED)]
+        seeds = range(first_seed, first_seed + NUM_GENERATED)
+        return {str(seed): encoded(generated(seed), "PNG") for seed in seeds}
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not files:
-        raise UserError("contains no images", where=f"--images {folder}")
-    return [path.read_bytes() for path in files]
+        raise UserError("contains no images", where=f"{folder}")
+    return {path.name: path.read_bytes() for path in files}
 
 
 def generated(seed: int) -> Image.Image:
@@ -166,8 +176,8 @@ NOT_PROMISED: dict[str, Manipulation] = {
 MANIPULATIONS = PROMISED | NOT_PROMISED
 
 
-def compared_copies(job: tuple[int, bytes]) -> tuple[np.void, np.ndarray, np.ndarray]:
-    """(descriptor of an image, which copies it matches, which of these the second look keeps)."""
+def compared_copies(job: tuple[int, bytes]) -> tuple[np.ndarray, np.ndarray]:
+    """(which copies of an image are likely ones, which of these pass the second look)."""
     number, content = job
     rng = random.Random(number)
     with Image.open(io.BytesIO(content)) as opened:
@@ -177,33 +187,43 @@ def compared_copies(job: tuple[int, bytes]) -> tuple[np.void, np.ndarray, np.nda
     likely = are_duplicates(np.repeat(rows[:1], len(copies)), rows[1:])
     original = look_at(content)
     pairs = zip(likely, copies, strict=True)
-    return rows[0], likely, np.array([ok and nearly_equal(original, look_at(c)) for ok, c in pairs])
+    return likely, np.array([ok and nearly_equal(original, look_at(c)) for ok, c in pairs])
 
 
-def report_catch_rates(images: list[bytes]) -> np.ndarray:
+def report_catch_rates(sets: dict[str, dict[str, bytes]]) -> None:
+    """Images with too little contrast to compare count as missed."""
+    results = []
     with multiprocessing.Pool(len(os.sched_getaffinity(0))) as pool:
-        jobs = pool.map(compared_copies, enumerate(images), chunksize=8)
-    originals, likely, caught = (np.stack(column) for column in zip(*jobs, strict=True))
-    comparable = has_contrast(originals)
-    print(
-        f"{len(images)} images, {(~comparable).sum()} of them with too little contrast to compare"
-    )
-    print(f"\n{'copies caught':34}{'half 1':>10}{'half 2':>10}{'likely':>10}")
-    # In fours, since generated pictures are of four kinds in turn.
-    first = np.arange(len(images)) // 4 % 2 == 0
+        for name, images in sets.items():
+            jobs = pool.map(compared_copies, enumerate(images.values()), chunksize=8)
+            results.append([np.stack(column) for column in zip(*jobs, strict=True)])
+            flat = (~has_contrast(image_descriptors(list(images.values())))).sum()
+            print(f"{name}: {len(images)} images, {flat} with too little contrast to compare")
+    heads = "".join(f"{name:>30}{'likely':>10}" for name in sets)
+    print(f"\n{'copies caught':34}{heads}")
     for column, name in enumerate(MANIPULATIONS):
-        rates = [caught[comparable & half, column].mean() for half in (first, ~first)]
-        found = likely[comparable, column].mean()
-        note = "" if name in PROMISED else "   not promised"
-        print(f"{name:34}{rates[0]:>10.2%}{rates[1]:>10.2%}{found:>10.2%}{note}")
-    return originals
+        cells = ""
+        for likely, caught in results:
+            low, high = wilson(int(caught[:, column].sum()), len(caught))
+            rate = f"{caught[:, column].mean():.2%} ({low:.1%} to {high:.1%})"
+            cells += f"{rate:>30}{likely[:, column].mean():>10.2%}"
+        print(f"{name:34}{cells}{'' if name in PROMISED else '   not promised'}")
+    for name, (_, caught) in zip(sets, results, strict=True):
+        missed = [
+            n
+            for n, row in zip(sets[name], caught[:, : len(PROMISED)], strict=True)
+            if not row.all()
+        ]
+        print(f"{name}: {len(missed)} images of which a promised copy is missed: {missed[:8]}")
 
 
-def false_pairs(descriptors: np.ndarray) -> tuple[int, int, int]:
-    """(pairs of different images, those that match, images in these)."""
-    pairs = matching_pairs(descriptors)
-    num = len(descriptors)
-    return num * (num - 1) // 2, len(pairs), len({b for _, b in pairs})
+def wilson(num: int, total: int) -> tuple[float, float]:
+    """95 % interval of a rate of `num` in `total` (Wilson 1927, J. Am. Stat. Assoc. 22)."""
+    rate, z2 = num / total, WILSON_Z**2
+    middle = (rate + z2 / (2 * total)) / (1 + z2 / total)
+    half = np.sqrt(rate * (1 - rate) / total + z2 / (4 * total**2))
+    half *= WILSON_Z / (1 + z2 / total)
+    return max(0.0, middle - half), min(1.0, middle + half)
 
 
 def matching_pairs(descriptors: np.ndarray) -> list[tuple[int, int]]:
@@ -222,48 +242,62 @@ def matching_pairs(descriptors: np.ndarray) -> list[tuple[int, int]]:
     return pairs
 
 
-def report_false_positives(name: str, descriptors: np.ndarray) -> None:
-    pairs, found, leaving = false_pairs(descriptors)
+def report_false_positives(sets: dict[str, dict[str, bytes]], folders: list[Path]) -> None:
     print(
-        f"{name:34}{pairs:>10}{found:>10}   {leaving} of {len(descriptors)} images would be dropped"
+        f"\n{'dropped, though different':34}{'images':>8}{'pairs':>10}{'likely':>8}{'dropped':>9}"
     )
+    for name, images in sets.items():
+        report_dropped(f"images, {name}", images)
+    for first, name in ((0, "tuning"), (HELD_OUT_SEED, "held out")):
+        seeds = range(first, first + NUM_GENERATED)
+        for kind, draw in (("grey inspection", inspection_picture), ("icons", icon)):
+            drawn = {str(seed): encoded(draw(seed)[0], "PNG") for seed in seeds}
+            report_dropped(f"{kind}, {name}", drawn)
+    report_dropped("handwritten digits", digits())
+    for folder in folders:
+        report_dropped(folder.name, read_images(folder))
 
 
-def report_digits() -> None:
+def report_dropped(name: str, images: dict[str, bytes]) -> None:
+    """Images that match an earlier one: by descriptors alone, and after the second look."""
+    names, contents = list(images), list(images.values())
+    looks: dict[int, Look | None] = {}
+    likely: set[int] = set()
+    dropped: dict[int, int] = {}
+    for a, b in matching_pairs(image_descriptors(contents)):
+        likely.add(b)
+        for one in {a, b} - looks.keys():
+            looks[one] = look_at(contents[one])
+        if b not in dropped and nearly_equal(looks[a], looks[b]):
+            dropped[b] = a
+    num = len(images)
+    low, high = wilson(len(dropped), max(num, 1))
+    print(
+        f"{name:34}{num:>8}{num * (num - 1) // 2:>10}{len(likely):>8}{len(dropped):>9}   "
+        f"{low:.1%} to {high:.1%}"
+    )
+    for b, a in list(dropped.items())[:NUM_EXAMPLES]:
+        print(f"    {names[b]} like {names[a]}")
+
+
+def digits() -> dict[str, bytes]:
     try:
         from sklearn.datasets import load_digits
     except ModuleNotFoundError:
         print("digits: left out, scikit-learn is not installed")
-        return
+        return {}
     pictures = np.rint(load_digits().images * (255 / 16)).astype(np.uint8)
-    contents = [
-        encoded(Image.fromarray(picture).resize((32, 32), Image.Resampling.BICUBIC), "PNG")
-        for picture in pictures
-    ]
-    report_false_positives("handwritten digits", image_descriptors(contents))
+    return {
+        str(number): encoded(
+            Image.fromarray(picture).resize((32, 32), Image.Resampling.BICUBIC), "PNG"
+        )
+        for number, picture in enumerate(pictures)
+    }
 
 
-def report_lookalikes() -> None:
-    """What is taken of corpora that look alike at 32 x 32 pixels, and after the second look."""
-    print(f"\n{'images taken':34}{'likely':>10}{'dropped':>10}{'of these, labels differ':>26}")
-    for name, draw in (("grey inspection pictures", inspection_picture), ("icons", icon)):
-        drawn = [draw(seed) for seed in range(NUM_GENERATED)]
-        contents = [encoded(image, "PNG") for image, _ in drawn]
-        labels = [label for _, label in drawn]
-        looks, likely = [look_at(content) for content in contents], set()
-        dropped, differ = set(), set()
-        for a, b in matching_pairs(image_descriptors(contents)):
-            likely.add(b)
-            if b not in dropped and nearly_equal(looks[a], looks[b]):
-                dropped.add(b)
-                differ |= {b} if labels[a] != labels[b] else set()
-        shares = (f"{len(found) / NUM_GENERATED:>10.1%}" for found in (likely, dropped))
-        print(f"{name:34}{''.join(shares)}{len(differ):>26}")
-
-
-def report_speed(images: list[bytes]) -> None:
+def report_speed(images: dict[str, bytes]) -> None:
     start = time.process_time()
-    for content in images:
+    for content in images.values():
         image_descriptor(content)
     rate = len(images) / (time.process_time() - start)
     print(f"\ndescribe: {rate:.0f} images per second of processor time")

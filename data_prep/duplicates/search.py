@@ -63,8 +63,9 @@ def find_duplicates(
     survey: Arrow IPC files with rank uint64, content_hash binary(32) and, if `similar`, descriptor
     binary; rows with a null are ignored. Equal bytes have equal descriptors. A row is dropped if it
     matches one of lower rank.
-    `kept_rank` is the lowest rank with the same bytes, else with the same descriptor, else among
-    the similar ones; of these, up to `max_kept` have a row each, lowest first.
+    `kept_rank` is the lowest rank with the same bytes, else among the similar ones; of these, up to
+    `max_kept` have a row each, lowest first. More than `max_kept` equal descriptors are compared
+    with each other only.
     """
     folder = scratch / "duplicates"
     shutil.rmtree(folder, ignore_errors=True)
@@ -84,7 +85,7 @@ def find_duplicates(
             for batch in _by_descriptor(kept_rows):
                 rows.add(batch, _part_of_hash(batch, num_parts))
             pictures = _Pictures(folder, max_rows=rows.num_rows)
-            for batch in _drop_equal(rows, dropped, SIMILAR):
+            for batch in _drop_equal(rows, dropped, SIMILAR, num_kept=max_kept):
                 pictures.add(batch)
             for pairs in pictures.matches(max_kept):
                 dropped.add(_dropped_rows(pairs["rank"], pairs["kept_rank"], SIMILAR))
@@ -146,31 +147,51 @@ def _by_descriptor(batches: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
             yield rows
 
 
-def _drop_equal(rows: Parts, dropped: Parts, kind: int) -> Iterator[np.ndarray]:
-    """Yield the row of lowest rank of each hash; add the others to `dropped`."""
+def _drop_equal(
+    rows: Parts, dropped: Parts, kind: int, *, num_kept: int = 1
+) -> Iterator[np.ndarray]:
+    """Yield the `num_kept` rows of lowest rank of each hash; add the others to `dropped`."""
     for number in range(rows.num):
-        firsts = np.zeros(0, dtype=HASHED)
+        kept = np.zeros(0, dtype=HASHED)
         for chunk in rows.chunks(number, max_bytes=PART_BYTES):
-            firsts = np.concatenate([firsts, chunk[["hash", "rank"]].astype(HASHED)])
-            firsts = firsts[_first_ranks(firsts) == firsts["rank"]]
+            kept = np.concatenate([kept, chunk[["hash", "rank"]].astype(HASHED)])
+            kept = kept[_places(kept) < num_kept]
+        places = _places(kept)
         for chunk in rows.chunks(number, max_bytes=PART_BYTES):
-            both = np.concatenate([firsts, chunk[["hash", "rank"]].astype(HASHED)])
-            first = _first_ranks(both)[len(firsts) :]
-            is_kept = first == chunk["rank"]
-            dropped.add(_dropped_rows(chunk["rank"][~is_kept], first[~is_kept], kind))
+            is_kept = np.isin(chunk["rank"], kept["rank"])
+            others = chunk[~is_kept][["hash", "rank"]].astype(HASHED)
+            for place in range(num_kept if len(others) else 0):
+                same_place = kept[places == place]
+                first = _first_ranks(np.concatenate([same_place, others]))[len(same_place) :]
+                dropped.add(_dropped_rows(others["rank"], first, kind))
             yield chunk[is_kept]
         rows.remove(number)
 
 
+def _places(rows: np.ndarray) -> np.ndarray:
+    """Per row, how many of the same hash have a lower rank."""
+    order, new = _groups(rows)
+    starts = np.flatnonzero(new)
+    places = np.empty(len(rows), dtype=np.int64)
+    places[order] = np.arange(len(rows)) - np.repeat(starts, np.diff(np.r_[starts, len(rows)]))
+    return places
+
+
 def _first_ranks(rows: np.ndarray) -> np.ndarray:
     """Per row, the lowest rank with the same hash."""
+    order, new = _groups(rows)
+    first = np.empty(len(rows), dtype=np.uint64)
+    first[order] = rows["rank"][order][new][np.cumsum(new) - 1]
+    return first
+
+
+def _groups(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(order by hash and rank, where in this order a new hash starts)."""
     order = np.lexsort([rows["rank"], *rows["hash"].T])
     ordered = rows["hash"][order]
     new = np.ones(len(rows), dtype=bool)
     new[1:] = (ordered[1:] != ordered[:-1]).any(axis=1)
-    first = np.empty(len(rows), dtype=np.uint64)
-    first[order] = rows["rank"][order][new][np.cumsum(new) - 1]
-    return first
+    return order, new
 
 
 def _dropped_rows(rank: np.ndarray, kept_rank: np.ndarray, kind: int) -> np.ndarray:

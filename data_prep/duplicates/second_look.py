@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from PIL import Image
@@ -25,12 +26,14 @@ SIDE_PX = 128
 MIN_SIDE_PX = 32
 BLOCK_PX = 8
 BLUR_PX = 5
-# Largest difference of a block, as a share of its own detail plus NOISE grey values.
-MAX_BLOCK_DIFFERENCE = 1.25
-NOISE = 2.0
+# Largest difference of a block, as a share of its own detail plus NOISE grey values, which is what
+# JPEG of quality 30 changes in smooth parts.
+MAX_BLOCK_DIFFERENCE = 1.1
+NOISE = 3.0
 # A block with at least STRONG_DETAIL grey values of detail has this share of it in a copy too.
+# Details finer than 2 x 2 pixels do not count: resizing removes them.
 STRONG_DETAIL = 5.0
-MIN_DETAIL_SHARE = 0.35
+MIN_DETAIL_SHARE = 0.4
 # Correlation of the details; below MIN_DETAIL grey values they are noise of the encoder.
 MIN_DETAIL_CORRELATION = 0.4
 MIN_DETAIL = 1.5
@@ -40,6 +43,9 @@ GREY = 4.0
 GAINS = (0.5, 2.0)
 # Likely originals compared with each likely copy, lowest rank first.
 MAX_CANDIDATES = 4
+# Then it is compared with so many others that look like the same original and are no copies of it.
+MAX_RELATIVES = 16
+LOOKS_IN_MEMORY = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +90,16 @@ def _same_colours(a: np.ndarray, b: np.ndarray) -> bool:
 
 def _same_grey(a: np.ndarray, b: np.ndarray) -> bool:
     a, b = a - a.mean(), b - b.mean()
-    b = b * np.clip(np.sqrt((a**2).mean() / max((b**2).mean(), 1e-9)), *GAINS)
+    # Of blurred pictures: detail lost in a copy must not count as lost contrast.
+    b = b * np.clip(_blurred(a).std() / max(_blurred(b).std(), 1e-9), *GAINS)
     fine_a, fine_b = a - _blurred(a), b - _blurred(b)
-    more, less = (
-        np.sqrt(choose(_blocks(fine_a**2), _blocks(fine_b**2)))
-        for choose in (np.maximum, np.minimum)
-    )
+    coarse_a, coarse_b = (np.sqrt(_blocks(_smoothed(fine) ** 2)) for fine in (fine_a, fine_b))
+    more, less = np.maximum(coarse_a, coarse_b), np.minimum(coarse_a, coarse_b)
     if ((more >= STRONG_DETAIL) & (less < MIN_DETAIL_SHARE * more)).any():
         return False
+    detail = np.sqrt(np.maximum(_blocks(fine_a**2), _blocks(fine_b**2)))
     difference = np.sqrt(_blocks((a - b) ** 2))
-    if (difference > MAX_BLOCK_DIFFERENCE * (more + NOISE)).any():
+    if (difference > MAX_BLOCK_DIFFERENCE * (detail + NOISE)).any():
         return False
     if np.sqrt(min((fine_a**2).mean(), (fine_b**2).mean())) < MIN_DETAIL:
         return True
@@ -110,6 +116,14 @@ def _blocks(values: np.ndarray) -> np.ndarray:
     num = len(values) // BLOCK_PX
     cut = values[: num * BLOCK_PX, : num * BLOCK_PX]
     means: np.ndarray = cut.reshape(num, BLOCK_PX, num, BLOCK_PX, -1).mean(axis=(1, 3))
+    return means
+
+
+def _smoothed(values: np.ndarray) -> np.ndarray:
+    """Means of each pixel with those right of it and below; the border is repeated."""
+    wide = np.pad(values, ((0, 1), (0, 1)), mode="edge")
+    rows = wide[:-1] + wide[1:]
+    means: np.ndarray = (rows[:, :-1] + rows[:, 1:]) / 4
     return means
 
 
@@ -135,9 +149,18 @@ class Verdict:
 def verdicts(
     candidates: dict[int, list[int]], look: Callable[[int], Look | None]
 ) -> Iterator[Verdict]:
-    """Compare each likely copy with its likely originals, rank -> kept ranks in order."""
+    """Compare each likely copy with its likely originals, rank -> kept ranks in order.
+
+    Of pictures that all look like one original and differ from it, copies of each other are found
+    too, whatever the number of their likely originals.
+    """
+    look = lru_cache(maxsize=LOOKS_IN_MEMORY)(look)
+    relatives: dict[int, list[int]] = {}
     for rank, originals in candidates.items():
-        picture = look(rank)
-        equal = (other for other in originals if nearly_equal(picture, look(other)))
+        family = relatives.setdefault(originals[0], [])
+        others = [*originals, *(other for other in family if other not in originals)]
+        equal = (other for other in others if nearly_equal(look(rank), look(other)))
         found = next(equal, None)
+        if found is None and len(family) < MAX_RELATIVES:
+            family.append(rank)
         yield Verdict(rank, originals[0] if found is None else found, found is not None)

@@ -21,6 +21,8 @@ BLOCK = 512
 ZEROS = bytes(BLOCK)
 MAX_LONG_NAME_BYTES = 65_536
 MAX_PAX_BYTES = 1 << 20
+# After the last member; tar itself pads to a multiple of 10 KiB, tapes to some MiB.
+MAX_PADDING_BYTES = 64 << 20
 SMALLEST_WINDOW, LARGEST_WINDOW = 2048, 1 << 18
 COMPRESSION_MAGIC = {
     b"\x1f\x8b": "gzip",
@@ -305,6 +307,8 @@ def _check_end(window: _Window, position: int, *, after_extension: bool) -> None
     second = window.block(position + BLOCK)
     if second is None:
         raise TarDefect("truncated inside the end mark", offset=window.end)
+    if window.end - position > MAX_PADDING_BYTES:
+        raise TarDefect(f"{window.end - position} bytes after the last member", offset=position)
     offset = position + BLOCK
     while offset < window.end:
         data = window.read(offset, min(LARGEST_WINDOW, window.end - offset), at_least=1)

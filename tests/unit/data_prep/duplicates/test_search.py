@@ -54,10 +54,14 @@ def write_survey(folder: Path, rows: list[Row], *, num_files: int) -> list[Path]
     return paths
 
 
-def found(rows: list[Row], folder: Path, *, similar: bool, num_files: int = 2) -> list[Any]:
+def found(
+    rows: list[Row], folder: Path, *, similar: bool, num_files: int = 2, max_kept: int = 1
+) -> list[Any]:
     survey = write_survey(folder / "survey", rows, num_files=num_files)
-    output = folder / "leaving.arrow"
-    count = find_duplicates(survey, similar=similar, scratch=folder / "scratch", output=output)
+    output, scratch = folder / "leaving.arrow", folder / "scratch"
+    count = find_duplicates(
+        survey, similar=similar, scratch=scratch, output=output, max_kept=max_kept
+    )
     with pa.OSFile(str(output)) as file, pa.ipc.open_file(file) as reader:
         leaving = reader.read_all().to_pylist()
     assert count == len(leaving)
@@ -189,6 +193,22 @@ def test_candidates_are_compared_until_one_matches(tmp_path: Path) -> None:
     with mock.patch.object(search, "pictures_correlate", same_group):
         result = found(rows, tmp_path, similar=True)
     assert result == [(i, i % 7, "similar") for i in range(7, 50)]
+
+
+@pytest.mark.parametrize("part_bytes", [700, 8 << 20])
+def test_equal_descriptors_have_several_originals(
+    part_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of them may show something else at higher resolution."""
+    monkeypatch.setattr(search, "PART_BYTES", part_bytes)
+    same, other = (d.tobytes() for d in picture_descriptors(pictures(2, seed=3)))
+    near = copies(3, seed=5)
+    rows: list[Row] = [(100 + i, bytes([65 + i]) * 32, same) for i in range(8)]
+    rows += [(200, b"x" * 32, other), *near]
+    result = found(rows, tmp_path, similar=True, max_kept=4)
+    kept = {i: [100 + j for j in range(min(i, 4))] for i in range(1, 8)}
+    expected = [(100 + i, original, "similar") for i, lowest in kept.items() for original in lowest]
+    assert result == [(near[2][0], near[1][0], "similar"), *expected]
 
 
 def test_exact_copies_need_no_descriptors(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from data_prep.duplicates.likely_copies import (
     part_of_candidates,
     verdict_table,
 )
-from data_prep.duplicates.second_look import look_at, nearly_equal, verdicts
+from data_prep.duplicates.second_look import SIDE_PX, Look, look_at, nearly_equal, verdicts
 from tests.support.corpora.shard_folders import photo
 from vitscale.config.errors import UserError
 
@@ -82,6 +82,49 @@ def test_verdicts_take_the_first_original_that_is_equal() -> None:
     looks = {rank: look_at(photo(rank % ONE_RANK_EVERY)) for rank in range(6)}
     found = list(verdicts({4: [0, 1, 2], 5: [0, 1]}, looks.__getitem__))
     assert [(v.rank, v.kept_rank, v.is_copy) for v in found] == [(4, 1, True), (5, 0, False)]
+
+
+def test_copies_of_one_another_reduce_to_one() -> None:
+    """Six copies of one picture look like an original that differs from them."""
+    looks = {rank: look_at(photo(1 if rank < 3 else 2)) for rank in range(9)}
+    looks[1], looks[2] = look_at(photo(8)), look_at(photo(9))
+    found = list(verdicts({rank: [0, 1, 2] for rank in range(3, 9)}, looks.__getitem__))
+    assert [verdict.is_copy for verdict in found] == [False] + 5 * [True]
+    assert {verdict.kept_rank for verdict in found[1:]} == {3}
+
+
+def grey_look(values: np.ndarray) -> Look:
+    pixels = np.full((SIDE_PX, SIDE_PX, 3), 128, dtype=np.uint8)
+    pixels[..., 0] = values.clip(0, 255)
+    return Look(pixels, short_side=400)
+
+
+def test_lost_detail_is_not_lost_contrast() -> None:
+    """Gravel that a copy softens, beside a flat dark part that stays as it is."""
+    gravel = np.random.default_rng(0).normal(0, 1, (SIDE_PX, SIDE_PX))
+    gravel[32:, :64] = 0
+    picture = np.where(gravel == 0, 4.0, 170.0)
+    sharp, soft = (grey_look(picture + scale * gravel) for scale in (60, 34))
+    assert nearly_equal(sharp, soft)
+
+
+def test_detail_finer_than_two_pixels_may_be_lost() -> None:
+    y, x = np.mgrid[:SIDE_PX, :SIDE_PX]
+    picture = 60.0 + 100 * (x // 32 % 2) + 40 * (y // 32 % 2)
+    fine, coarse = picture.copy(), picture.copy()
+    fine[40:56, 40:56] += 20 * (x % 2 * 2 - 1)[40:56, 40:56]
+    coarse[40:56, 40:56] += 20 * (x // 3 % 2 * 2 - 1)[40:56, 40:56]
+    assert nearly_equal(grey_look(fine), grey_look(picture))
+    assert not nearly_equal(grey_look(coarse), grey_look(picture))
+
+
+def test_smooth_parts_differ_by_the_noise_of_jpeg_at_most() -> None:
+    y, x = np.mgrid[:SIDE_PX, :SIDE_PX]
+    picture = 40.0 + x + 0.5 * y
+    for step, same in ((3, True), (6, False)):
+        brighter = picture.copy()
+        brighter[32:80, 32:80] += step
+        assert nearly_equal(grey_look(picture), grey_look(brighter)) is same, step
 
 
 def test_parts_of_candidates_never_divide_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.shards.tar_walk import BLOCK, CompressedTar, TarDefect, TarMember, walk_tar
+from data_prep.shards.tar_walk import (
+    BLOCK,
+    MAX_PADDING_BYTES,
+    CompressedTar,
+    TarDefect,
+    TarMember,
+    walk_tar,
+)
 from tests.support.corpora.tars import tar_bytes
 
 FORMATS = [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT]
@@ -184,6 +191,20 @@ def test_a_name_of_gigabytes_takes_no_memory(kind: bytes) -> None:
         list(walk_tar(fd, end=20_000_000_000))
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
+    os.close(fd)
+
+
+def test_endless_padding_is_a_defect_and_not_read() -> None:
+    data = tar_bytes({"a.jpg": b"1"})
+    padded = data + bytes(MAX_PADDING_BYTES - len(data))
+    assert len(walk(padded)) == 1
+    fd = os.memfd_create("tar")
+    os.write(fd, data)
+    os.ftruncate(fd, 1 << 40)  # all holes
+    members = walk_tar(fd, end=1 << 40)
+    assert next(members).name == "a.jpg"
+    with pytest.raises(TarDefect, match="bytes after the last member"):
+        next(members)
     os.close(fd)
 
 
