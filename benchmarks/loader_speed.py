@@ -1,6 +1,8 @@
 """Compare training_batches with webdataset, torchvision, OpenCV, DALI and SPDL.
 
     python benchmarks/loader_speed.py --images PHOTOS --workers 2 --rounds 5 --json results.json
+    python benchmarks/loader_speed.py --images PHOTOS --png            # the same photographs as PNG
+    python benchmarks/loader_speed.py --images PHOTOS --png-side 32    # as in CIFAR, output 32 px
 
 Owns: which measurements run, in what order, and the tables. All loaders run in turn (A B C A B C),
 each time in a fresh process (except with --toy), on the same shards of data_prep/make_shards.py.
@@ -31,10 +33,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 
 try:
-    from benchmarks.corpora.photo_folder import given_photos, noise_photos, write_photo_folder
+    from benchmarks.corpora.photo_folder import (
+        as_png,
+        given_photos,
+        noise_photos,
+        write_photo_folder,
+    )
     from benchmarks.faults.process_runs import ROOT, CommandFailed, check_results_path, run_command
     from benchmarks.loader import contenders, properties
-    from benchmarks.loader.contenders import BATCH, CONTENDERS, RIVALS, sample_order, why_missing
+    from benchmarks.loader.contenders import (
+        BATCH,
+        CONTENDERS,
+        RIVALS,
+        SIDE,
+        sample_order,
+        why_missing,
+    )
     from benchmarks.sharding.commands import make_shards_command
     from benchmarks.sharding.contenders import NUM_CORES
     from benchmarks.sharding.output_checks import WrongOutput
@@ -51,7 +65,7 @@ SHARD_MIB = 24
 LEAST_PSNR = 30.0
 PACKAGES = (
     *("torch", "torchvision", "webdataset", "pillow", "simplejpeg", "opencv-python-headless"),
-    *("opencv-python", "nvidia-dali-cuda130", "spdl"),
+    *("opencv-python", "nvidia-dali-cuda130", "spdl", "isal"),
 )
 
 
@@ -74,6 +88,8 @@ def main() -> None:
 
 def measure(work: Path, options: argparse.Namespace, results: dict[str, Any]) -> None:
     photos = given_photos(options.images) if options.images else noise_photos(**options.noise)
+    if options.png or options.png_side:
+        photos = as_png(photos, side=options.png_side)
     source = write_photo_folder(work / "photos", photos, total_bytes=int(options.total_mib * 2**20))
     shards = work / "shards"
     run_command(
@@ -117,7 +133,7 @@ def measure_pixels(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
         if missing(decoder) is not None:
             print(f"{decoder:12} left out: {missing(decoder)}")
             continue
-        arguments = ["--decoder", decoder, "--workers", options.workers]
+        arguments = ["--decoder", decoder, "--workers", options.workers, "--side", side(options)]
         corrupt = ["--corrupt", options.corrupt] if options.corrupt else []
         seen = child(
             properties,
@@ -151,6 +167,7 @@ def measure_rates(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
     for turn in range(options.rounds):
         for name in present:
             limits = ["--workers", options.workers, "--seconds", options.seconds]
+            limits += ["--side", side(options)]
             found = child(contenders, name, shards, *limits, fresh=not options.toy)
             expected.check(name, found)
             kept = {key: found[key] for key in ("rate", "start_s", "images")}
@@ -158,6 +175,11 @@ def measure_rates(shards: Path, options: argparse.Namespace) -> dict[str, Any]:
             print(f"  round {turn + 1}: {name} {found['rate']:.0f} img/s", flush=True)
     print_rates(runs)
     return runs
+
+
+def side(options: argparse.Namespace) -> int:
+    """Pixels a side of the output."""
+    return options.png_side or SIDE
 
 
 def left_out(name: str) -> str | None:
@@ -301,6 +323,8 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
         "python": platform.python_version(),
         **found,
         "images": "given photographs" if options.images else "noise",
+        "encoding": "PNG" if options.png or options.png_side else "JPEG",
+        "output": side(options),
         "page cache": "warm",
         "load before": os.getloadavg()[0],
         "workers": options.workers,
@@ -312,6 +336,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.set_defaults(noise={})
     parser.add_argument("--images", type=Path, help="folder of JPEG photographs; default: noise")
+    parser.add_argument("--png", action="store_true", help="encode the photographs as PNG")
+    parser.add_argument("--png-side", type=int, help="PNG of this many pixels a side; output too")
     parser.add_argument(
         "--total-mib", type=float, default=300, help="total size; images are repeated"
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,11 +23,13 @@ from vitscale.config.errors import UserError
 
 NOISE_PHOTOS = 64
 NOISE_CLASSES = 16
+PNG_START = b"\x89PNG"
+PNG_HEADER = 33  # bytes of the signature and the header chunk
 
 
 @dataclass(frozen=True)
 class PhotoFolder:
-    """Paths CLASS/NAME.jpg and the hashes of their content."""
+    """Paths CLASS/NAME.JPEG or .png, and the hashes of their content."""
 
     root: Path
     digests: dict[str, bytes]
@@ -45,11 +48,29 @@ class PhotoFolder:
         return digest.digest()
 
 
-def with_comment(jpeg: bytes, text: str) -> bytes:
-    """The same picture with other bytes: a comment segment after the start marker."""
-    assert jpeg[:2] == b"\xff\xd8"
+def with_comment(image: bytes, text: str) -> bytes:
+    """The same picture with other bytes: a comment after the start of a JPEG or PNG."""
     comment = text.encode()
-    return jpeg[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + jpeg[2:]
+    if image.startswith(PNG_START):
+        body = b"tEXtComment\0" + comment
+        checksum = zlib.crc32(body).to_bytes(4, "big")
+        part = (len(body) - 4).to_bytes(4, "big") + body + checksum
+        return image[:PNG_HEADER] + part + image[PNG_HEADER:]
+    assert image[:2] == b"\xff\xd8"
+    return image[:2] + b"\xff\xfe" + (len(comment) + 2).to_bytes(2, "big") + comment + image[2:]
+
+
+def as_png(photos: list[bytes], *, side: int | None) -> list[bytes]:
+    """The pictures as PNG, resized to a square of `side` pixels if given."""
+    coded = []
+    for photo in photos:
+        image = Image.open(io.BytesIO(photo)).convert("RGB")
+        if side is not None:
+            image = image.resize((side, side), Image.Resampling.LANCZOS)
+        file = io.BytesIO()
+        image.save(file, "PNG")
+        coded.append(file.getvalue())
+    return coded
 
 
 def given_photos(folder: Path) -> list[bytes]:
@@ -95,7 +116,8 @@ def _repeated(photos: list[bytes]) -> Iterator[tuple[str, bytes]]:
     while True:
         for i, photo in enumerate(photos):
             label = f"n{i % num_classes:08d}"
-            yield f"{label}/{label}_{i}_{turn}.JPEG", with_comment(photo, f"copy {turn}")
+            suffix = "png" if photo.startswith(PNG_START) else "JPEG"
+            yield f"{label}/{label}_{i}_{turn}.{suffix}", with_comment(photo, f"copy {turn}")
         turn += 1
 
 

@@ -1,4 +1,4 @@
-"""The loaders of loader_speed, on the same shards: random crop to 224 px, flip, batches of 64.
+"""The loaders of loader_speed, on the same shards: random crop, flip, batches of 64.
 
     python benchmarks/loader/contenders.py NAME SHARDS --workers 2 --seconds 8
 
@@ -6,7 +6,7 @@ Owns: each loader as its authors would write it, and timing one of them in its o
 Leaves out: turns and tables (`loader_speed`), checks of pixels (`properties`).
 
 `torchvision`, `opencv`, `simplejpeg_torch` and `decode_only` read through our index in our order,
-so only decoding and batching differ from ours.
+so only decoding and batching differ from ours. simplejpeg leaves PNG images to Pillow.
 """
 
 from __future__ import annotations
@@ -37,13 +37,24 @@ from vitscale.data.settings import DataSettings
 from vitscale.data.tars.settings import WebdatasetSettings
 from vitscale.data.training_set import open_training_set
 
-BATCH, SIDE, SEED = 64, 224, 0
+BATCH, SIDE, SEED = 64, 224, 0  # SIDE: pixels a side of the output, unless given
 AREA = (0.05, 1.0)
+PNG_START = b"\x89PNG"
 MEAN, STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
 Pixels = torch.Tensor | None
 Batches = Generator[tuple[Pixels, torch.Tensor], None, None]
 Decode = Callable[[bytes], torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What every loader is given."""
+
+    shards: Path
+    workers: int
+    side: int
+    """Pixels a side of the output."""
 
 
 def data_settings(
@@ -58,18 +69,21 @@ def data_settings(
     )
 
 
-def ours(shards: Path, workers: int, *, decoder: str, antialias: bool = False) -> Batches:
+def ours(task: Task, *, decoder: str, antialias: bool = False) -> Batches:
     """As training reads: `training_batches` within `open_loader`."""
-    settings = data_settings(shards, workers=workers, decoder=decoder, antialias=antialias)
-    with open_loader(training_loader(settings, start=0, stop=BATCH << 20)) as batches:
+    settings = data_settings(
+        task.shards, workers=task.workers, decoder=decoder, antialias=antialias
+    )
+    loader = training_loader(settings, start=0, stop=BATCH << 20, side=task.side)
+    with open_loader(loader) as batches:
         for batch in batches:
             yield batch.images, batch.labels
 
 
-def streamed(shards: Path, workers: int) -> Batches:
+def streamed(task: Task) -> Batches:
     """As training reads tars without an index: the same crops, through webdataset's pipeline."""
-    index = read_split(shards, split="train")
-    settings = data_settings(shards, workers=workers).model_copy(
+    index = read_split(task.shards, split="train")
+    settings = data_settings(task.shards, workers=task.workers).model_copy(
         update={
             "reader": "webdataset",
             "webdataset": WebdatasetSettings(
@@ -77,16 +91,17 @@ def streamed(shards: Path, workers: int) -> Batches:
             ),
         }
     )
-    with open_loader(training_loader(settings, start=0, stop=BATCH << 20)) as batches:
+    loader = training_loader(settings, start=0, stop=BATCH << 20, side=task.side)
+    with open_loader(loader) as batches:
         for batch in batches:
             yield batch.images, batch.labels
 
 
-def training_loader(settings: DataSettings, *, start: int, stop: int) -> Any:
+def training_loader(settings: DataSettings, *, start: int, stop: int, side: int = SIDE) -> Any:
     return training_batches(
         open_training_set(settings, seed=SEED),
         settings=settings,
-        image_size=SIDE,
+        image_size=side,
         seed=SEED,
         start=start,
         stop=stop,
@@ -97,44 +112,44 @@ def training_loader(settings: DataSettings, *, start: int, stop: int) -> Any:
     )
 
 
-def webdataset_pillow(shards: Path, workers: int) -> Batches:
+def webdataset_pillow(task: Task) -> Batches:
     """The loop of webdataset's documentation: shards and a buffer shuffled, Pillow, torchvision."""
     import webdataset
     from torchvision import transforms
 
     transform = transforms.Compose(
         [
-            transforms.RandomResizedCrop(SIDE, scale=AREA),
+            transforms.RandomResizedCrop(task.side, scale=AREA),
             transforms.RandomHorizontalFlip(),
             transforms.ToTensor(),
             transforms.Normalize(MEAN, STD),
         ]
     )
-    tars = [str(path) for path in sorted(shards.glob("*.tar"))]
+    tars = [str(path) for path in sorted(task.shards.glob("*.tar"))]
     dataset = (
         webdataset.WebDataset(tars, shardshuffle=100)
         .repeat()
         .shuffle(1000)
         .decode("pil")
-        .to_tuple("jpg;jpeg;JPEG", "cls")
+        .to_tuple("jpg;jpeg;JPEG;png", "cls")
         .map_tuple(transform, lambda label: label)
         .batched(BATCH, partial=False)
     )
-    yield from webdataset.WebLoader(dataset, batch_size=None, num_workers=workers)
+    yield from webdataset.WebLoader(dataset, batch_size=None, num_workers=task.workers)
 
 
 class _Stored(Dataset[tuple[torch.Tensor, int]]):
     """Samples by position in training, through our index."""
 
-    def __init__(self, shards: Path, make_decode: Callable[[], Decode]) -> None:
-        index = read_split(shards, split="train")
-        self.order, self.reader = sample_order(shards), SplitReader(index)
-        self.make_decode = make_decode
+    def __init__(self, task: Task, make_decode: Callable[[int], Decode]) -> None:
+        index = read_split(task.shards, split="train")
+        self.order, self.reader = sample_order(task.shards), SplitReader(index)
+        self.make_decode, self.side = make_decode, task.side
         self.decode: Decode | None = None
 
     def __getitem__(self, position: int) -> tuple[torch.Tensor, int]:
         if self.decode is None:
-            self.decode = self.make_decode()
+            self.decode = self.make_decode(self.side)
         _, sample = self.order.at(position)
         return self.decode(self.reader.bytes_of(sample)), self.reader.label(sample)
 
@@ -144,55 +159,59 @@ def sample_order(shards: Path) -> SampleOrder:
     return SampleOrder(shard_lengths=index.shard_lengths, fingerprint=index.fingerprint, seed=SEED)
 
 
-def map_style(shards: Path, workers: int, *, make_decode: Callable[[], Decode]) -> Batches:
+def map_style(task: Task, *, make_decode: Callable[[int], Decode]) -> Batches:
     positions = range(BATCH << 20)
     loader = DataLoader(
-        _Stored(shards, make_decode),
+        _Stored(task, make_decode),
         batch_size=BATCH,
         sampler=positions,
-        num_workers=workers,
+        num_workers=task.workers,
     )
     yield from loader
 
 
-def torchvision_decode() -> Decode:
-    from torchvision.io import ImageReadMode, decode_jpeg
+def torchvision_decode(side: int) -> Decode:
+    from torchvision.io import ImageReadMode, decode_image
     from torchvision.transforms import v2
 
-    transform = v2.Compose([v2.RandomResizedCrop(SIDE, scale=AREA), v2.RandomHorizontalFlip()])
+    transform = v2.Compose([v2.RandomResizedCrop(side, scale=AREA), v2.RandomHorizontalFlip()])
 
     def decode(data: bytes) -> torch.Tensor:
         stored = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        return transform(decode_jpeg(stored, mode=ImageReadMode.RGB))
+        return transform(decode_image(stored, mode=ImageReadMode.RGB))
 
     return decode
 
 
-def opencv_decode() -> Decode:
+def opencv_decode(side: int) -> Decode:
     import cv2
 
     cv2.setNumThreads(0)
 
     def decode(data: bytes) -> torch.Tensor:
-        crop, flip = _random_crop(_whole(data))
-        resized = cv2.resize(crop, (SIDE, SIDE), interpolation=cv2.INTER_LINEAR)
+        if data.startswith(PNG_START):
+            whole = cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR_RGB)
+        else:
+            whole = _whole(data)
+        crop, flip = _random_crop(whole)
+        resized = cv2.resize(crop, (side, side), interpolation=cv2.INTER_LINEAR)
         resized = cv2.flip(resized, 1) if flip else resized
         return torch.from_numpy(resized.transpose(2, 0, 1))
 
     return decode
 
 
-def simplejpeg_torch_decode() -> Decode:
+def simplejpeg_torch_decode(side: int) -> Decode:
     def decode(data: bytes) -> torch.Tensor:
         crop, flip = _random_crop(_whole(data))
         planes = torch.from_numpy(crop).permute(2, 0, 1)[None]
-        resized = torch.nn.functional.interpolate(planes, size=(SIDE, SIDE), mode="bilinear")[0]
+        resized = torch.nn.functional.interpolate(planes, size=(side, side), mode="bilinear")[0]
         return resized.flip(-1) if flip else resized
 
     return decode
 
 
-def only_decode() -> Decode:
+def only_decode(side: int) -> Decode:
     """No crop, no resize, no batch of pixels: what decoding whole images costs at least."""
 
     def decode(data: bytes) -> torch.Tensor:
@@ -206,7 +225,7 @@ def _whole(data: bytes) -> np.ndarray:
 
     try:
         return simplejpeg.decode_jpeg(data, colorspace="RGB", fastdct=True, fastupsample=True)
-    except ValueError:  # CMYK and other rarities
+    except ValueError:  # PNG, CMYK and other rarities
         return np.array(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
@@ -219,24 +238,27 @@ def _random_crop(pixels: np.ndarray) -> tuple[np.ndarray, bool]:
     return pixels[top : top + height, left : left + width], bool(torch.rand(()) < 0.5)
 
 
-def dali(shards: Path, workers: int) -> Batches:
+def dali(task: Task) -> Batches:
     """NVIDIA DALI on the CPU: threads, and decoding of the crop alone. uint8 [B, S, S, 3]."""
     from nvidia.dali import fn, pipeline_def, types
 
-    @pipeline_def(batch_size=BATCH, num_threads=workers, device_id=None, prefetch_queue_depth=2)
+    @pipeline_def(
+        batch_size=BATCH, num_threads=task.workers, device_id=None, prefetch_queue_depth=2
+    )
     def pipeline() -> Any:
-        tars = [str(path) for path in sorted(shards.glob("*.tar"))]
+        tars = [str(path) for path in sorted(task.shards.glob("*.tar"))]
         stored, label = fn.readers.webdataset(
             paths=tars,
-            ext=["jpg;jpeg", "cls"],
+            ext=["jpg;jpeg;png", "cls"],
             random_shuffle=True,
             missing_component_behavior="error",
         )
         crop = fn.decoders.image_random_crop(
             stored, device="cpu", random_area=list(AREA), random_aspect_ratio=[3 / 4, 4 / 3]
         )
+        side = task.side
         resized = fn.resize(
-            crop, resize_x=SIDE, resize_y=SIDE, interp_type=types.INTERP_LINEAR, antialias=False
+            crop, resize_x=side, resize_y=side, interp_type=types.INTERP_LINEAR, antialias=False
         )
         return fn.flip(resized, horizontal=fn.random.coin_flip()), label
 
@@ -248,21 +270,21 @@ def dali(shards: Path, workers: int) -> Batches:
         yield torch.from_numpy(images.as_array()), torch.tensor(numbers)
 
 
-def spdl(shards: Path, workers: int) -> Batches:
+def spdl(task: Task) -> Batches:
     """SPDL's pipeline of threads. Its own decoder needs FFmpeg's libraries: simplejpeg instead."""
     from spdl.pipeline import PipelineBuilder
 
     torch.set_num_threads(1)
-    samples = _Stored(shards, simplejpeg_torch_decode)
+    samples = _Stored(task, simplejpeg_torch_decode)
     stack = torch.utils.data.default_collate
     pipeline = (
         PipelineBuilder()
         .add_source(itertools.count())
-        .pipe(samples.__getitem__, concurrency=workers)
+        .pipe(samples.__getitem__, concurrency=task.workers)
         .aggregate(BATCH)
         .pipe(stack)
         .add_sink(2)
-        .build(num_threads=workers)
+        .build(num_threads=task.workers)
     )
     with pipeline.auto_stop():
         yield from pipeline
@@ -270,7 +292,7 @@ def spdl(shards: Path, workers: int) -> Batches:
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    make: Callable[[Path, int], Batches]
+    make: Callable[[Task], Batches]
     what: str
     needs: str = "torch"
     """Python module that it needs; left out without it."""
@@ -278,7 +300,7 @@ class Contender:
     """Its labels are known in advance."""
 
 
-def _mapped(make_decode: Callable[[], Decode]) -> Callable[[Path, int], Batches]:
+def _mapped(make_decode: Callable[[int], Decode]) -> Callable[[Task], Batches]:
     return partial(map_style, make_decode=make_decode)
 
 
@@ -290,9 +312,11 @@ CONTENDERS = {
         in_our_order=False,
     ),
     "torchvision": Contender(
-        _mapped(torchvision_decode), "decode_jpeg, transforms v2; antialias", needs="torchvision"
+        _mapped(torchvision_decode), "decode_image, transforms v2; antialias", needs="torchvision"
     ),
-    "opencv": Contender(_mapped(opencv_decode), "simplejpeg, OpenCV resize", needs="cv2"),
+    "opencv": Contender(
+        _mapped(opencv_decode), "simplejpeg (PNG: OpenCV), OpenCV resize", needs="cv2"
+    ),
     "simplejpeg_torch": Contender(_mapped(simplejpeg_torch_decode), "simplejpeg, torch resize"),
     "decode_only": Contender(_mapped(only_decode), "simplejpeg, whole images, nothing else"),
     "dali": Contender(
@@ -326,7 +350,7 @@ def why_missing(name: str) -> str | None:
     return None if found else f"{module} is not installed"
 
 
-def measure(name: str, shards: Path, *, workers: int, seconds: float) -> dict[str, Any]:
+def measure(name: str, task: Task, *, seconds: float) -> dict[str, Any]:
     """Seconds to the first batch, then images per second after each worker has given three."""
     start = time.perf_counter()
     labels: list[int] = []
@@ -337,17 +361,17 @@ def measure(name: str, shards: Path, *, workers: int, seconds: float) -> dict[st
         pixels, numbers = next(batches)
         if name != "decode_only":
             assert pixels is not None and len(pixels) == BATCH
-            assert sorted(pixels.shape[1:]) == [3, SIDE, SIDE], pixels.shape
+            assert sorted(pixels.shape[1:]) == [3, task.side, task.side], pixels.shape
         images += len(numbers)
         labels.extend(numbers.tolist())
 
-    batches = CONTENDERS[name].make(shards, workers)
+    batches = CONTENDERS[name].make(task)
     take()
     first = time.perf_counter() - start
-    for _ in range(3 * workers):
+    for _ in range(3 * task.workers):
         take()
     warm, begin = images, time.perf_counter()
-    while time.perf_counter() - begin < seconds or images - warm < BATCH * workers:
+    while time.perf_counter() - begin < seconds or images - warm < BATCH * task.workers:
         take()
     rate = (images - warm) / (time.perf_counter() - begin)
     batches.close()  # ends the workers, which would disturb the next measurement
@@ -360,8 +384,10 @@ def run(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("shards", type=Path)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=8)
+    parser.add_argument("--side", type=int, default=SIDE)
     options = parser.parse_args(arguments)
-    return measure(options.name, options.shards, workers=options.workers, seconds=options.seconds)
+    task = Task(options.shards, options.workers, options.side)
+    return measure(options.name, task, seconds=options.seconds)
 
 
 if __name__ == "__main__":

@@ -54,7 +54,8 @@ def pixels(options: argparse.Namespace) -> dict[str, Any]:
     stop = min(options.images, index.num_samples) // BATCH * BATCH
     psnr: list[float] = []
     wrong_labels = position = 0
-    with open_loader(training_loader(settings, start=0, stop=stop)) as batches:
+    loader = training_loader(settings, start=0, stop=stop, side=options.side)
+    with open_loader(loader) as batches:
         for batch in batches:
             if options.corrupt == "pixels":
                 batch.images[-1] = batch.images[-1].flip(-1)
@@ -62,7 +63,9 @@ def pixels(options: argparse.Namespace) -> dict[str, Any]:
                 batch.labels[-1] = (batch.labels[-1] + 1) % len(index.classes)
             for image, label in zip(batch.images, batch.labels.tolist(), strict=True):
                 epoch, sample = order.at(position)
-                expected = _reference(reader.bytes_of(sample), epoch=epoch, sample=sample)
+                expected = _reference(
+                    reader.bytes_of(sample), epoch=epoch, sample=sample, side=options.side
+                )
                 error = (image.float() - expected.float()).square().mean().item()
                 psnr.append(10 * math.log10(255**2 / error) if error else IDENTICAL)
                 wrong_labels += label != reader.label(sample)
@@ -78,7 +81,7 @@ def pixels(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _reference(data: bytes, *, epoch: int, sample: int) -> torch.Tensor:
+def _reference(data: bytes, *, epoch: int, sample: int, side: int) -> torch.Tensor:
     """Decode the whole image with Pillow, crop, resample."""
     random = CounterRandom(augmentation_key(SEED, Draw(0, epoch, sample, 0)))
     decoded = crops.decode(data)
@@ -86,7 +89,7 @@ def _reference(data: bytes, *, epoch: int, sample: int) -> torch.Tensor:
     box = crops.random_crop_box(width, height, area=AREA, aspect=(3 / 4, 4 / 3), random=random)
     flip = random.uniform() < 0.5
     request = crops.CropRequest(
-        box=box, size=SIDE, interpolation="bilinear", antialias=False, flip=flip
+        box=box, size=side, interpolation="bilinear", antialias=False, flip=flip
     )
     return crops.crop_and_resize(decoded, request)
 
@@ -101,7 +104,7 @@ def parse_webdataset(options: argparse.Namespace) -> dict[str, Any]:
     for _ in range(options.passes):
         for sample in webdataset.WebDataset(tars, shardshuffle=False):
             samples += 1
-            num_bytes += len(sample["jpg"])
+            num_bytes += len(sample.get("jpg") or sample["png"])
     seconds = time.perf_counter() - start
     return {"samples": samples, "bytes": num_bytes, "rate": samples / seconds}
 
@@ -187,6 +190,7 @@ def run(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--decoder", default="region")
     parser.add_argument("--images", type=int, default=512)
     parser.add_argument("--passes", type=int, default=1)
+    parser.add_argument("--side", type=int, default=SIDE)
     parser.add_argument("--share", type=float, default=EARLY)
     parser.add_argument("--corrupt", choices=("pixels", "labels", "count"))
     options = parser.parse_args(arguments)

@@ -15,7 +15,7 @@ from tests.support.levels import by_level
 
 ROOT = Path(__file__).parents[3]
 LOADERS = ("webdataset", "torchvision", "opencv", "simplejpeg_torch", "decode_only", "dali")
-LOADERS += ("spdl", "region", "region_antialias", "simplejpeg", "pillow")
+LOADERS += ("spdl", "region", "region_antialias", "region_streamed", "simplejpeg", "pillow")
 
 
 def run(*options: object, rc: int = 0) -> str:
@@ -78,6 +78,7 @@ def test_goals_beside_missing_loaders_are_left_out(
     "what", by_level(["pixels", "labels", "count"], fast=["pixels"], slow=["labels", "count"])
 )
 def test_loader_benchmark_fails_on_wrong_batches(tmp_path: Path, what: str) -> None:
-    text = run("--only", "pixels", "--corrupt", what, "--work", tmp_path, rc=1)
+    encoding = {"pixels": (), "labels": ("--png",), "count": ("--png-side", 32)}[what]
+    text = run("--only", "pixels", "--corrupt", what, *encoding, "--work", tmp_path, rc=1)
     assert "FAILED" in text and "Traceback" not in text
     assert not list(tmp_path.iterdir()), "left behind"
