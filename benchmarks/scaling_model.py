@@ -6,7 +6,7 @@
 
 A model, no measurement: the formulas are in `launch/planning/scaling/`, the inputs in its
 `cluster.py`. The first table keeps the global batch of the configuration, the second the images of
-a GPU. A third compares the model with published throughput.
+a GPU. Two more compare the model with published throughput and with bytes counted on two ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ try:
     from launch.planning.dry_run import data_facts, known_plans, planned_classes
     from launch.planning.scaling.cluster import Cluster
     from launch.planning.scaling.prediction import Batch, Prediction, predict
-    from launch.planning.scaling.published import TABLES, predicted_rates
+    from launch.planning.scaling.published import (
+        COUNTED_BYTES,
+        TABLES,
+        predicted_bytes,
+        predicted_rates,
+    )
     from launch.planning.scaling.steps import update_bytes
     from vitscale.config.errors import UserError, run_script
     from vitscale.config.loader import load_run, run_leaves
@@ -39,6 +44,11 @@ except ModuleNotFoundError as error:
 HEADINGS = (
     *("nodes", "GPUs", "images/GPU", "step ms", "compute", "exposed", "stragglers", "data"),
     *("images/s", "efficiency", "start s", "MTBF h", "save every", "goodput", "days"),
+)
+LEGEND = (
+    "exposed: communication that nothing hides; data: until the loader has the images; the longer\n"
+    "of GPU and data counts. save every: the best checkpoint.every_steps; goodput: share of the\n"
+    "time in which training advances, with failures. Sources of the inputs: --inputs"
 )
 # Input -> (worse, better) of the figure: published or plausible extremes.
 RANGES: dict[str, tuple[Any, Any]] = {
@@ -186,13 +196,18 @@ def published_rows(cluster: Cluster) -> Iterator[tuple[str, ...]]:
     for each in TABLES:
         for nodes, published in each.rates.items():
             low, high = predicted_rates(each, nodes=nodes, cluster=cluster)
-            yield (
-                each.name,
-                str(nodes),
-                f"{published:,.0f}",
-                f"{low:,.0f} to {high:,.0f}",
-                f"{low / published - 1:+.1%} to {high / published - 1:+.1%}",
-            )
+            difference = f"{low / published - 1:+.1%} to {high / published - 1:+.1%}"
+            if nodes == min(each.rates):
+                difference = "gives the MFU"
+            rates = (f"{published:,.0f}", f"{low:,.0f} to {high:,.0f}")
+            yield (each.name, str(nodes), *rates, difference)
+
+
+def counted_rows() -> Iterator[tuple[str, ...]]:
+    for (stage, accumulation, gradient_bytes), counted in COUNTED_BYTES.items():
+        predicted = predicted_bytes(stage, accumulation, gradient_bytes)
+        sent_in = "bf16" if gradient_bytes == 2 else "fp32"
+        yield (str(stage), str(accumulation), sent_in, f"{counted:g}", f"{predicted:g}")
 
 
 def figures_of(each: Prediction, batch: Batch) -> dict[str, Any]:
@@ -313,7 +328,7 @@ def main() -> None:
     values = [f"{name[0]}={value}" for name, value in run_leaves(cluster)]
     print(textwrap.fill("inputs: " + " ".join(values), 100, break_on_hyphens=False))
     sent = update_bytes(first.work, world=2) / first.work.parameters
-    print(f"{sent:.3g} bytes per parameter are sent by each of two ranks for an update")
+    print(f"{sent:.3g} bytes per parameter would be sent by each of two ranks for an update")
     results = []
     titles: dict[Batch, str] = {
         "global": f"global batch {model.run.data.global_batch:,}",
@@ -324,8 +339,12 @@ def main() -> None:
         show(title, HEADINGS, [row(each) for each in found])
         print("\n".join(notes), end="\n" if notes else "")
         results += [figures_of(each, batch) for each in found]
+    print(f"\n{LEGEND}")
     headings = ("published", "nodes", "images/s", "predicted", "difference")
     show("check against published throughput", headings, list(published_rows(cluster)))
+    headings = ("ZeRO", "micro-batches", "gradients in", "counted", "predicted")
+    title = "check against bytes per parameter counted on the sockets of two gloo ranks"
+    show(title, headings, list(counted_rows()))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n")
     if arguments.figure is not None:

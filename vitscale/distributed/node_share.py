@@ -56,6 +56,7 @@ def once_per_node(make: Callable[[], T], *, rank: int, gather: Gather) -> tuple[
     with ExitStack() as stack:
         found, report, error = [], _Report(), None
         if rank == same[0]:
+            remove_leftovers(Path(SHARED_MEMORY))  # also where nothing is shared
             try:
                 found = [make()]
                 if len(same) > 1:

@@ -82,7 +82,8 @@ class Cluster(Run):
     """Failures that end a job [Kokolis et al. 2025, table of RSC-1; RSC-2: 2.34; Llama 3 405B:
     419 in 54 days on 2,048 nodes = 3.8; OPT-175B: about 16]."""
     detection_s: float = Field(default=60.0, ge=0)
-    """Until the job notices a dead rank [assumed]."""
+    """Until the job ends after a rank died [48 to 53 s in worlds of 16 to 512 simulated ranks:
+    docs/benchmarks.md, messages between ranks]."""
     requeue_s: float = Field(default=120.0, ge=0)
     """From the end of an attempt to the start of the next [assumed: spare nodes are there]."""
     device_to_host_gb_s: float = Field(default=25.0, gt=0)

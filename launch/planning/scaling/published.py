@@ -1,4 +1,7 @@
-"""Compare the model with published throughput of other code. Needs no torch."""
+"""Compare the model with published throughput of other code, and with bytes counted here.
+
+Needs no torch.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 from launch.planning.scaling.cluster import Cluster
 from launch.planning.scaling.collectives import Ranks
-from launch.planning.scaling.steps import Work, step_time
+from launch.planning.scaling.steps import Work, step_time, update_bytes
 
 GPUS_PER_NODE = 8
 
@@ -50,6 +53,18 @@ VIT_G14 = Work(
     cores_per_node=128,
     state_bytes=0,
 )
+
+# (ZeRO stage, micro-batches, bytes of a gradient sent) -> bytes per parameter that each of two
+# gloo ranks sends for an update, counted on their sockets: docs/benchmarks.md, gradients in bf16.
+COUNTED_BYTES = {(0, 1, 4): 4.0, (1, 1, 2): 3.0, (1, 8, 4): 5.0, (2, 1, 2): 3.0, (2, 4, 2): 9.0}
+
+
+def predicted_bytes(stage: int, accumulation: int, gradient_bytes: int) -> float:
+    """Bytes per parameter that each of two ranks sends for an update, without a last layer."""
+    work = replace(
+        VIT_G14, zero_stage=stage, accumulation=accumulation, gradient_bytes=gradient_bytes
+    )
+    return update_bytes(work, world=2) / work.parameters
 
 
 def predicted_rates(published: Published, *, nodes: int, cluster: Cluster) -> tuple[float, float]:

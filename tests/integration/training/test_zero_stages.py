@@ -55,6 +55,7 @@ def test_state_moves_between_stages_bit_for_bit(
 ) -> None:
     moved = results[f"moved {source} to {target}"]
     assert moved["state_equal"] and moved["tensors"] == 4 * 32
+    assert moved["times_read"] == 1, "the ranks together read every element once"
     assert moved["losses"] == pytest.approx(results["plain adamw"], rel=CLOSE)
 
 

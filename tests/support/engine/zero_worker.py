@@ -65,11 +65,19 @@ def moved(
     losses = engine_losses(first, world, start=0, stop=half, recipe=recipe)
     tensors = whole_state(first)
     second = new_engine(world, stage=target, recipe=recipe, dtype=dtype)
-    second.import_state(reader(tensors), optimizer_steps=first.optimizer_steps())
+    read, asked = reader(tensors), list[int]()
+
+    def counted(name: str, start: int, count: int) -> torch.Tensor:
+        asked.append(count)
+        return read(name, start, count)
+
+    second.import_state(counted, optimizer_steps=first.optimizer_steps())
     second.import_counters(first.export_counters())
     again = whole_state(second)
     losses += engine_losses(second, world, start=half, stop=steps, recipe=recipe)
-    return {"losses": losses, "state_equal": equal(tensors, again), "tensors": len(tensors)}
+    times_read = sum(gather_objects(sum(asked))) / sum(each.numel() for each in tensors.values())
+    found = {"state_equal": equal(tensors, again), "tensors": len(tensors)}
+    return {"losses": losses, "times_read": times_read, **found}
 
 
 def left_out(world: World, *, stage: int, dtype: torch.dtype = torch.float32) -> dict[str, object]:

@@ -13,7 +13,13 @@ import torch.distributed as dist
 
 from vitscale.config.errors import RankError
 from vitscale.distributed import key_value_store
-from vitscale.distributed.key_value_store import StoreExchange, count_in, wait_for
+from vitscale.distributed.key_value_store import (
+    ALL_HERE,
+    StoreExchange,
+    count_in,
+    rendezvous,
+    wait_for,
+)
 
 
 class CountingStore:
@@ -21,6 +27,7 @@ class CountingStore:
 
     def __init__(self) -> None:
         self.store, self.requests, self.num_bytes = dist.HashStore(), Counter[str](), 0
+        self.waited: list[list[str]] = []
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         method = getattr(self.store, name)
@@ -28,6 +35,7 @@ class CountingStore:
         def counted(*values: Any) -> Any:
             result = method(*values)
             self.requests[name] += 1
+            self.waited += [values[0]] * (name == "wait")
             self.num_bytes += size_of((values, result))
             return result
 
@@ -78,6 +86,17 @@ def test_requests_and_bytes_grow_with_the_ranks_alone() -> None:
         assert 0 < many.requests[name] <= 12 * few.requests[name], name
     polls = 80 * (many.requests["check"] - few.requests["check"])
     assert many.num_bytes - polls <= 12 * few.num_bytes
+
+
+def test_each_rank_waits_for_one_key_to_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, served = CountingStore(), list[int]()
+    monkeypatch.setattr(dist, "TCPStore", lambda *_, **__: store)
+    monkeypatch.setattr(key_value_store, "_allow_connections", served.append)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda r: rendezvous(rank=r, world_size=8, timeout_min=1.0), range(8)))
+    assert store.waited == [[ALL_HERE]] * 8 and served == [8]
 
 
 def test_wait_ends_when_it_is_over() -> None:

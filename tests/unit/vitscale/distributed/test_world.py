@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from vitscale.config.errors import UserError
-from vitscale.distributed.world import _pick_device
+from vitscale.distributed.world import _pick_device, process_group
 
 
 def _see_gpus(monkeypatch: pytest.MonkeyPatch, visible: str, *, in_slurm: bool) -> None:
@@ -33,3 +36,15 @@ def test_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _see_gpus(monkeypatch, "0", in_slurm=False)
     with pytest.raises(UserError, match="local rank 1 has no GPU: torch finds 1"):
         _pick_device("auto", 1)
+
+
+def test_there_is_one_group_which_connects_when_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")  # restored afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_GLOO_LAZY_INIT", "")
+    monkeypatch.delenv("TORCH_GLOO_LAZY_INIT")
+    num_threads = torch.get_num_threads()
+    with process_group(device="cpu", timeout_min=1.0, num_threads=num_threads):
+        assert len(distributed_c10d._world.pg_map) == 1
+        assert os.environ["TORCH_GLOO_LAZY_INIT"] == "1"

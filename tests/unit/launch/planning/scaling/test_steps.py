@@ -8,7 +8,14 @@ import pytest
 
 from launch.planning.scaling.cluster import Cluster
 from launch.planning.scaling.collectives import Ranks
-from launch.planning.scaling.published import TABLES, VIT_G14, Published, predicted_rates
+from launch.planning.scaling.published import (
+    COUNTED_BYTES,
+    TABLES,
+    VIT_G14,
+    Published,
+    predicted_bytes,
+    predicted_rates,
+)
 from launch.planning.scaling.steps import StepTime, step_time, update_bytes
 
 WORK = replace(VIT_G14, micro_batch=4, accumulation=2, bucket_elements=25_000_000)
@@ -28,16 +35,9 @@ def test_overlap_hides_at_most_the_share_of_the_backward_pass() -> None:
 
 
 def test_bytes_agree_with_those_counted_on_two_ranks() -> None:
-    """Of the sockets of gloo, per parameter (docs/benchmarks.md, gradients in bf16)."""
-    counted = {(0, 1, 2): 4.0, (1, 1, 2): 3.0, (1, 8, 4): 5.0, (2, 1, 2): 3.0, (2, 4, 2): 9.0}
-    for (stage, accumulation, gradient_bytes), expected in counted.items():
-        work = replace(
-            WORK,
-            zero_stage=stage,
-            accumulation=accumulation,
-            gradient_bytes=gradient_bytes,
-        )
-        assert update_bytes(work, world=2) / WORK.parameters == expected
+    assert len(COUNTED_BYTES) == 5
+    for case, counted in COUNTED_BYTES.items():
+        assert predicted_bytes(*case) == counted, case
 
 
 def test_stage_3_gathers_weights_twice_per_micro_batch() -> None:
