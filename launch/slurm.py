@@ -159,7 +159,7 @@ def end(jobs: list[QueuedJob]) -> None:
 def print_next_steps(run: LaunchableRun, submission: Submission) -> None:
     job_id = submission.job_id
     if submission.is_array:
-        kind, pause, watch = "array", "finished shards are kept, then requeue", "--watch"
+        kind, pause, watch = "array", "finished work is kept, then requeue", "--watch"
         log = f"{submission.log('TASK')}, TASK from 0 to {submission.num_tasks - 1}"
     else:
         kind, pause, watch = "job", "checkpoint, then requeue", "--follow"

@@ -34,7 +34,7 @@ SETTINGS_NAME = "settings.json"
 # Format of the files in a preparation folder: raised when a release cannot resume another's work.
 WORK_FORMAT = 4
 # Settings that do not change the bytes of the result.
-EXECUTION_KEYS = ("output", "launch", "num_workers")
+EXECUTION_KEYS = ("output", "launch", "num_workers", "script")
 FOLDERS = (
     "results",
     "runs",

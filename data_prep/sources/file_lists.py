@@ -195,6 +195,6 @@ def _is_listed(entry: os.DirEntry[str], *, is_wanted: Callable[[str], bool]) -> 
 def _pattern_of(text: str, root: Path) -> NamePattern | None:
     """The pattern in the last part of a path; None if a file or folder has that very name."""
     name = os.path.basename(text)
-    if not PATTERN_SIGNS & set(name) or (root / text).exists():
+    if not PATTERN_SIGNS & set(name) or os.path.exists(root / text):
         return None
     return name_pattern(name)

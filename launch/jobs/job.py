@@ -62,9 +62,10 @@ class StageJob:
             write_record(path, replace(record, exit_code=code, ended=time.time()))
 
         def stop_early(number: int, _: object) -> None:
-            # Nothing to save: the script has not set its own handlers yet.
+            # Nothing to save: the script has no handlers, or has not set them yet.
             name = signal.Signals(number).name
-            print(f"stopped by {name} before training started", flush=True)
+            state = "; finished work is kept" if self.independent else " before training started"
+            print(f"stopped by {name}{state}", flush=True)
             write_end(EXIT_STOPPED_RESUMABLE)
             os._exit(EXIT_STOPPED_RESUMABLE)
 
@@ -102,14 +103,20 @@ class StageJob:
 
 
 def stage_job(
-    stage: str, *, config: Path, run_folder: Path | None = None, code: Path | None = None
+    stage: str,
+    *,
+    config: Path,
+    script: str | None = None,
+    run_folder: Path | None = None,
+    code: Path | None = None,
 ) -> StageJob:
     """The job that runs a stage with a resolved configuration on disk.
 
+    script: of the project, if it is not the stage's own.
     code: the snapshot that contains the stage; None: the code that runs now.
     """
     return StageJob(
-        script=str((code or PROJECT_ROOT) / STAGE_SCRIPTS[stage]),
+        script=str((code or PROJECT_ROOT) / (script or STAGE_SCRIPTS[stage])),
         config=str(config.resolve()),
         run_folder=None if run_folder is None else str(run_folder.absolute()),
         code_version=code_version(),

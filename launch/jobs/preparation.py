@@ -145,9 +145,11 @@ def prepare_job(
     # Named by content, so that earlier jobs keep their own configuration.
     config = folder / f"config-{hashlib.sha256(text.encode()).hexdigest()[:12]}.yaml"
     write_text(config, text)
-    # Tasks that share work have no folder of their own.
-    run_folder = None if isinstance(run, DataPrepRun) else folder.parent
-    return stage_job(run.stage, config=config, run_folder=run_folder, code=code), folder
+    if isinstance(run, DataPrepRun):
+        # Tasks that share work have no folder of their own.
+        script = f"data_prep/{run.script}.py"
+        return stage_job(run.stage, config=config, script=script, code=code), folder
+    return stage_job(run.stage, config=config, run_folder=folder.parent, code=code), folder
 
 
 @contextmanager

@@ -68,12 +68,14 @@ def data_facts(run: TrainingRun) -> DataFacts:
                 where="data.train_split",
                 allowed=", ".join(manifest.splits),
             )
-        num_taken = _num_taken(run, folder, split.num_samples)
+        mixed_in = [_taken_of(run, part, where) for where, part in _parts(run)[1:]]
+        num_taken = _num_taken(run, run.data, split.num_samples, where="data")
         return _facts(
             run,
             num_taken,
+            num_mixed_in=None if None in mixed_in else sum(filter(None, mixed_in)),
             num_classes=len(manifest.classes),
-            source=_share(run) + str(folder / MANIFEST_NAME),
+            source=_share(run) + str(folder / MANIFEST_NAME) + " and data.mixture" * bool(mixed_in),
         )
     if run.data.planned_num_samples is not None:
         source = f"{_share(run)}data.planned_num_samples (no {MANIFEST_NAME} in {folder} yet)"
@@ -82,29 +84,51 @@ def data_facts(run: TrainingRun) -> DataFacts:
     planned = run.data.planned_num_samples
     # Classes left out are not known before there is an index.
     num_planned = None if planned is None else run.data.num_first(planned)
-    return _facts(run, num_planned, num_classes=None, source=source)
+    return _facts(run, num_planned, num_mixed_in=0, num_classes=None, source=source)
 
 
 def _facts(
-    run: TrainingRun, num_taken: int | None, *, num_classes: int | None, source: str
+    run: TrainingRun,
+    num_taken: int | None,
+    *,
+    num_mixed_in: int | None,
+    num_classes: int | None,
+    source: str,
 ) -> DataFacts:
-    """num_taken: samples before `data.dev_percent` is cut."""
+    """num_taken: samples of `data.path` before `data.dev_percent` is cut."""
     num_dev = 0 if num_taken is None else run.data.num_dev(num_taken)
+    if num_taken is None or num_mixed_in is None:
+        num_samples = run.data.planned_num_samples
+    else:
+        num_samples = num_taken - num_dev + num_mixed_in
     return DataFacts(
-        num_samples=None if num_taken is None else num_taken - num_dev,
+        num_samples=num_samples,
         num_classes=num_classes,
         source=source,
         num_dev=num_dev,
     )
 
 
-def _num_taken(run: TrainingRun, folder: Location, num_samples: int) -> int:
-    """As many as `vitscale.data.training_set` takes of `data.path`; reads labels if it must."""
-    data = run.data
-    if not data.only_classes and data.only_keys is None:
-        return data.num_first(num_samples)
-    index = read_split(folder, split=data.train_split, remote_settings=data.remote)
-    return select(index, data, where="data")[0].num_samples
+def _parts(run: TrainingRun) -> list[tuple[str, TrainingShards]]:
+    """(key, settings) of `data` and of each part of its mixture."""
+    mixed_in = enumerate(run.data.mixture)
+    return [("data", run.data), *((f"data.mixture[{i}]", part) for i, part in mixed_in)]
+
+
+def _taken_of(run: TrainingRun, part: TrainingShards, where: str) -> int | None:
+    """Samples of a part of a mixture; None if this machine cannot see its shards."""
+    manifest = _manifest(run, location_of(part.path))
+    split = None if manifest is None else manifest.splits.get(part.train_split)
+    return None if split is None else _num_taken(run, part, split.num_samples, where=where)
+
+
+def _num_taken(run: TrainingRun, part: TrainingShards, num_samples: int, *, where: str) -> int:
+    """As many as `vitscale.data.training_set` takes; reads labels if it must."""
+    if not part.only_classes and part.only_keys is None:
+        return part.num_first(num_samples)
+    folder = location_of(part.path)
+    index = read_split(folder, split=part.train_split, remote_settings=run.data.remote)
+    return select(index, part, where=where)[0].num_samples
 
 
 def _share(run: TrainingRun) -> str:
@@ -128,9 +152,13 @@ def check_data(run: PretrainRun | FinetuneRun) -> None:
     """Raise UserError for a job whose training images are unknown or lack what it needs."""
     facts = data_facts(run)
     if facts.num_samples is None:
+        parts = [(where, part.path) for where, part in _parts(run)]
+        where, path = next(
+            (each for each in parts if _manifest(run, location_of(each[1])) is None), parts[0]
+        )
         raise UserError(
-            f"no shards in {run.data.path}",
-            where="data.path",
+            f"no shards in {path}",
+            where=f"{where}.path",
             next_step="make them with data_prep/make_shards.py, correct the path, or set "
             "data.planned_num_samples if only the nodes see the folder",
         )
@@ -179,7 +207,7 @@ def _evaluation_rows(run: EvaluateRun) -> Rows:
 def _data_prep_rows(run: DataPrepRun) -> Rows:
     launch = run.launch
     yield "images", run.source.path
-    yield "shards", run.output
+    yield "shards" if run.script == "make_shards" else "index", run.output
     cores = launch.num_tasks * launch.cpus_per_task
     size = f"{launch.num_tasks:,} task(s) x {launch.cpus_per_task} core(s) = {cores:,} core(s)"
     if launch.num_tasks > 1:
@@ -246,9 +274,7 @@ def known_plans(run: TrainingRun, facts: DataFacts, *, world_size: int) -> Plans
 
 def _key_rows(run: TrainingRun) -> Rows:
     """What each `only_keys` chooses; nothing of shards that this machine cannot see."""
-    parts: list[tuple[str, TrainingShards]] = [("data", run.data)]
-    parts += [(f"data.mixture[{number}]", part) for number, part in enumerate(run.data.mixture)]
-    for where, part in parts:
+    for where, part in _parts(run):
         folder = location_of(part.path)
         if part.only_keys is None or _manifest(run, folder) is None:
             continue

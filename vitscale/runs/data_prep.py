@@ -149,6 +149,9 @@ class DataPrepRun(Run):
     """Seed of the samples' order and of what is held out."""
     num_workers: int | None = Field(default=None, gt=0)
     """Processes in each task; null: one per core."""
+    script: Literal["make_shards", "index_shards"] = "make_shards"
+    """What launch/ starts of data_prep/: make_shards writes shards, index_shards leaves the tars of
+    a webdataset where they are."""
     source: SourceSettings
     labels: LabelSettings = LabelSettings()
     images: ImageSettings = ImageSettings()
@@ -168,6 +171,8 @@ class DataPrepRun(Run):
         )
 
     def problems(self) -> Iterator[tuple[str, str]]:
+        if self.script == "index_shards" and self.source.kind != "webdataset":
+            yield ("source.kind", "must be webdataset for script=index_shards")
         if self.source.splits and self.source.holdout_fraction:
             yield (
                 "source.holdout_fraction",

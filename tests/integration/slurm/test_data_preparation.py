@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.range_server import served
 from tests.support.waiting import PATIENCE_S, wait_until
+from vitscale.data.index import read_manifest
 
 pytestmark = pytest.mark.slurm
 
@@ -55,6 +57,39 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
+def check_that_an_array_indexes_tars_behind_a_url(slurm, tmp_path: Path) -> None:
+    """The shards just made, as another's tars: two tasks on two nodes, and the local index."""
+    names = sorted(path.name for path in (tmp_path / "alone").glob("*.tar"))
+    settings = (
+        "--config", ROOT / "configs/data/index_shards.yaml",
+        f"source.splits={{train: '{{{','.join(names)}}}'}}", "num_workers=1",
+    )  # fmt: skip
+    environment = slurm.environment | {"no_proxy": "127.0.0.1"}
+    with served(tmp_path / "alone") as server:
+        output = script(
+            ROOT / "launch/slurm.py", *settings, f"source.path={server.url}", "output=index",
+            "launch.num_tasks=2", "launch.cpus_per_task=2", "launch.timeout_min=10",
+            cwd=tmp_path, environment=environment,
+        )  # fmt: skip
+        found = re.search(r"submitted array (\d+): data_prep-index, 2 task\(s\)", output)
+        assert found, output
+        ended = [slurm.wait(f"{found[1]}_{i}", states=["COMPLETED", "FAILED"]) for i in (0, 1)]
+        logs = tmp_path / f"runs/data_prep-index/slurm/{found[1]}"
+        texts = [(logs / f"{found[1]}_{i}_0_log.out").read_text() for i in (0, 1)]
+        assert [task["JobState"] for task in ended] == ["COMPLETED"] * 2, "\n".join(texts)
+        assert sum("already there" in text for text in texts) == 1, "\n".join(texts)
+        sizes = {name: (tmp_path / "alone" / name).stat().st_size for name in names}
+        # Read once, but for the sizes: the tasks shared the work.
+        assert sum(server.sent.values()) == sum(sizes.values())
+        made = read_manifest(tmp_path / "index")
+        assert made.shards_root == server.url
+    script(
+        ROOT / "data_prep/index_shards.py", *settings, "source.path=alone", "output=local_index",
+        "source.splits={train: '*.tar'}", cwd=tmp_path, environment=environment,
+    )  # fmt: skip
+    assert made.index_blake3 == read_manifest(tmp_path / "local_index").index_blake3
+
+
 def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     write_corpus(tmp_path / "images")
     output = script(
@@ -98,3 +133,4 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     assert [name for name in expected if made[name] != expected[name]] == []
     # Nothing is left beside the shards.
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+    check_that_an_array_indexes_tars_behind_a_url(slurm, tmp_path)

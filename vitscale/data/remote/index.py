@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 # About 300,000 tars.
 MAX_MANIFEST_BYTES = 1 << 26
 STREAM_BYTES = 4 << 20
+# Bytes read at a header of a tar, and the largest member that is read rather than skipped: a
+# request costs about as long as a megabyte.
+SMALLEST_WINDOW, LARGEST_WINDOW, NEAR_BYTES = 1 << 12, 1 << 21, 1 << 18
 # A row of the index has about 80 bytes; keys may be long. An index is read into memory.
 MAX_INDEX_BYTES, MAX_INDEX_ROW_BYTES, INDEX_FOOTER_BYTES = 1 << 34, 1 << 10, 1 << 20
 
@@ -158,6 +161,28 @@ class RangeFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         num_bytes = max(0, min(len(buffer), self.num_bytes - self.at))
         buffer[:num_bytes] = self.store.read(self.url, offset=self.at, num_bytes=num_bytes)
+        self.at += num_bytes
+        return num_bytes
+
+
+class HeaderFile(RangeFile):
+    """A remote tar of which the headers are read: far ahead where members are small, little where
+    they are large."""
+
+    def __init__(self, url: Url, *, remote_settings: RemoteSettings) -> None:
+        super().__init__(url, remote_settings=remote_settings)
+        self.window, self.start, self.ahead = b"", 0, SMALLEST_WINDOW
+
+    def readinto(self, buffer: Any) -> int:
+        num_bytes = max(0, min(len(buffer), self.num_bytes - self.at))
+        place = self.at - self.start
+        if not 0 <= place <= len(self.window) - num_bytes:
+            near = 0 <= place <= len(self.window) + NEAR_BYTES
+            self.ahead = min(4 * self.ahead, LARGEST_WINDOW) if near else SMALLEST_WINDOW
+            length = min(max(num_bytes, self.ahead), self.num_bytes - self.at)
+            self.window = self.store.read(self.url, offset=self.at, num_bytes=length)
+            self.start, place = self.at, 0
+        buffer[:num_bytes] = self.window[place : place + num_bytes]
         self.at += num_bytes
         return num_bytes
 

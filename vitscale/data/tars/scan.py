@@ -1,6 +1,6 @@
 """List the samples of tars that nobody indexed, for evaluations, which need exactly all of them.
 
-Reads headers and labels, not images: at a URL about one small request per sample.
+Reads headers and labels; at a URL also images that are smaller than a request is worth.
 Leaves out: streaming for training (`stream`).
 """
 
@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 
 from vitscale.config.errors import UserError
-from vitscale.data.remote.index import RangeFile
+from vitscale.data.remote.index import HeaderFile
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.urls import Location, Url
 from vitscale.data.tars.labels import IMAGE_SUFFIXES, TarLabels
@@ -98,7 +98,7 @@ def scan_tars(
 def _opened(tar: Location, remote_settings: RemoteSettings) -> IO[bytes]:
     file: Any
     if isinstance(tar, Url):
-        file = io.BufferedReader(RangeFile(tar, remote_settings=remote_settings), WINDOW_BYTES)
+        file = HeaderFile(tar, remote_settings=remote_settings)
     else:
         file = open(Path(tar), "rb", buffering=WINDOW_BYTES)
     return file
@@ -123,6 +123,10 @@ def _samples(file: IO[bytes], labels: TarLabels) -> list[_Sample]:
                 content = tar.extractfile(member)
                 assert content is not None
                 samples[-1].label = labels.read(content)
+        # Python takes a cut tar, and a damaged header, for the end.
+        file.seek(tar.offset)
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError("no end mark after its last member: cut or damaged")
     return [sample for sample in samples if sample.length]
 
 

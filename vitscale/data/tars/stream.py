@@ -27,6 +27,8 @@ from vitscale.data.tars.opening import StreamedTars
 from vitscale.data.tars.shard_files import DATA_LOSS_ERRNOS
 from vitscale.distributed.random_numbers import permutation, stream_key
 
+# First bytes of what Python decompresses: gzip, bzip2, xz, zstd.
+COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x5d\0\0\x80", b"\x28\xb5\x2f\xfd")
 # Tars in a row without a sample before the run ends.
 MAX_EMPTY_TARS = 8
 
@@ -114,12 +116,15 @@ class TarStream:
             num_members = 0
             try:
                 with self._opened(tar) as file:
-                    source = {"url": str(tar), "stream": file}
+                    watched = _WatchedTar(file)
+                    source = {"url": str(tar), "stream": watched}
                     for member in wds.tariterators.tar_file_expander(
                         iter([source]), select_files=is_wanted
                     ):
                         num_members += bool(member)
                         yield member
+                    if not watched.has_ended:
+                        raise tarfile.ReadError("no end mark after its last member")
             except UserError:
                 raise
             except (OSError, ValueError, tarfile.TarError) as error:
@@ -138,6 +143,24 @@ class TarStream:
         if isinstance(tar, Url):
             return RemoteFileStream(tar, remote_settings=self.streamed.remote_settings)
         return open(tar, "rb")
+
+
+class _WatchedTar:
+    """A tar being read. Python takes a cut, and a damaged header, for its end."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.first, self.last = file, b"", b""
+
+    def read(self, num_bytes: int) -> bytes:
+        data: bytes = self.file.read(num_bytes)
+        self.first = self.first or data[:6]
+        self.last = (self.last + data)[-tarfile.BLOCKSIZE :]
+        return data
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether zeros were read last; those of a compressed tar are not seen."""
+        return self.first.startswith(COMPRESSED) or not any(self.last)
 
 
 def _damaged_tar(tar: Location, error: Exception) -> TarSample:

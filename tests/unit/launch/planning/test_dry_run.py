@@ -16,6 +16,8 @@ from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run
 from vitscale.data.index import read_split
 from vitscale.data.index_keys import sample_keys
+from vitscale.data.settings import DataSettings
+from vitscale.data.training_set import open_training_set
 from vitscale.evaluation.probes.knn import KnnSettings
 
 
@@ -120,6 +122,31 @@ def test_samples_chosen_by_key_are_counted(tmp_path: Path) -> None:
     assert rows["data"].startswith("3 training images, from ")
     expected = "3 of 16 samples by 4 keys; 1 keys are not in 'train', "
     assert rows["keys"] == expected + f"{tmp_path}/keys.txt"
+
+
+def test_every_source_of_a_mixture_is_counted(tmp_path: Path) -> None:
+    """As many as the loader opens, with what `first_percent`, `only_keys` and a cut leave."""
+    shards = write_shard_folder(tmp_path / "s", num_per_class=8, num_shards=1)
+    other = write_shard_folder(tmp_path / "o", num_per_class=10, num_shards=1)
+    (tmp_path / "keys.txt").write_text(
+        "\n".join(sample_keys(read_split(other, split="train"), range(7)))
+    )
+    only_keys = {"path": f"{tmp_path}/keys.txt"}
+    mixture = [
+        {"path": str(other), "share": 0.25, "only_keys": only_keys},
+        {"path": str(other), "share": 0.25, "first_percent": 50.0},
+    ]
+    data = {"path": str(shards), "global_batch": 2, "dev_percent": 25.0, "mixture": mixture}
+    text = f"from {shards}/manifest.json and data.mixture"
+    assert plan(data=data)["data"] == f"29 training images without 4 held out, {text}"
+    opened = open_training_set(DataSettings.model_validate(data), seed=0)
+    assert opened.num_samples == 12 + 7 + 10
+    mixture[0]["path"] = f"{tmp_path}/elsewhere"
+    assert plan(data=data)["data"].startswith("unknown number of training images")
+    sections = {"model": {"preset": "Ti/16"}, "optim": {"lr": 1e-3}, "schedule": {"steps": 9}}
+    run = PretrainRun.model_validate({"name": "x", "data": data} | sections)
+    with pytest.raises(UserError, match=r"data.mixture\[0\].path: no shards in .*elsewhere"):
+        check_data(run)
 
 
 def test_an_evaluation_can_be_submitted() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import tarfile
 from collections import Counter
@@ -214,6 +215,54 @@ def test_an_evaluation_has_exactly_all_samples(folder: Path) -> None:
     with pytest.raises(UserError, match="is not a readable tar"):
         (folder / "broken.tar").write_bytes((folder / "train-000000.tar").read_bytes()[:2000])
         scan_val_split(settings(folder, val_split="broken.tar"))
+
+
+@pytest.mark.parametrize("place", ["cut at a header", "damaged header"])
+def test_a_tar_without_its_end_is_named(tmp_path: Path, place: str) -> None:
+    """Python takes both for the end; the samples before it are used, but not for evaluation."""
+    photos = {
+        f"{n}.{kind}": data for n in range(4) for kind, data in (("jpg", photo(n)), ("cls", b"1"))
+    }
+    path = tmp_path / "train-0.tar"
+    write_tar(path, photos)
+    with tarfile.open(path) as tar:
+        header = tar.getmember("2.jpg").offset
+    data = bytearray(path.read_bytes())
+    if place == "cut at a header":
+        path.write_bytes(data[:header])
+    else:
+        data[header + 150] ^= 1  # in its checksum
+        path.write_bytes(data)
+    found = taken(stream(settings(tmp_path, webdataset={"shuffle": 0})), 3)
+    assert [each.key for each in found if each.error is None][:2] == ["0", "1"]
+    (broken,) = [each for each in found if each.error is not None]
+    assert broken.tar == str(path) and "the tar ends early: no end mark" in broken.error
+    with pytest.raises(UserError, match="train-0.tar: is not a readable tar .no end mark after"):
+        scan_val_split(settings(tmp_path))
+    with served(tmp_path) as server, pytest.raises(UserError, match="no end mark after"):
+        scan_val_split(settings(server.url, val_split="train-0.tar"))
+    with gzip.open(tmp_path / "train-0.tar", "wb") as packed:
+        write_tar(tmp_path / "whole.tar", photos)
+        packed.write((tmp_path / "whole.tar").read_bytes())
+    names = "train-0.tar"
+    found = taken(stream(settings(tmp_path, train_split=names, webdataset={"shuffle": 0})), 8)
+    assert all(each.error is None for each in found)
+
+
+@pytest.mark.parametrize("num_bytes, requests, read", [(3000, 8, 1.1), (300_000, 25, 0.03)])
+def test_listing_a_split_takes_few_requests_or_few_bytes(
+    tmp_path: Path, num_bytes: int, requests: int, read: float
+) -> None:
+    """Small members are read with their headers, large ones are skipped."""
+    num = 200 if num_bytes < 10_000 else 20
+    image = photo(1).ljust(num_bytes, b"x")
+    members = {f"{n}.{kind}": d for n in range(num) for kind, d in (("jpg", image), ("cls", b"1"))}
+    write_tar(tmp_path / "val-0.tar", members)
+    with served(tmp_path) as server:
+        found = scan_val_split(settings(server.url, val_split="val-0.tar"))
+        assert len(found.label) == num and set(found.label.tolist()) == {1}
+        assert server.requests["val-0.tar"] <= requests
+        assert server.sent["val-0.tar"] <= read * (tmp_path / "val-0.tar").stat().st_size
 
 
 def test_what_needs_an_index_is_refused() -> None:
