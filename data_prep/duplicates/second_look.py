@@ -90,9 +90,11 @@ def _same_colours(a: np.ndarray, b: np.ndarray) -> bool:
 
 def _same_grey(a: np.ndarray, b: np.ndarray) -> bool:
     a, b = a - a.mean(), b - b.mean()
+    blurred_a, blurred_b = _blurred(a), _blurred(b)
     # Of blurred pictures: detail lost in a copy must not count as lost contrast.
-    b = b * np.clip(_blurred(a).std() / max(_blurred(b).std(), 1e-9), *GAINS)
-    fine_a, fine_b = a - _blurred(a), b - _blurred(b)
+    gain = np.clip(blurred_a.std() / max(blurred_b.std(), 1e-9), *GAINS)
+    fine_a, fine_b = a - blurred_a, gain * (b - blurred_b)
+    b = gain * b
     coarse_a, coarse_b = (np.sqrt(_blocks(_smoothed(fine) ** 2)) for fine in (fine_a, fine_b))
     more, less = np.maximum(coarse_a, coarse_b), np.minimum(coarse_a, coarse_b)
     if ((more >= STRONG_DETAIL) & (less < MIN_DETAIL_SHARE * more)).any():

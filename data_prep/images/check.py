@@ -51,6 +51,7 @@ MIB = 1 << 20
 # Enough of an unpacked file to recognise its format.
 PEEK_BYTES = 64
 PIECE_BYTES = 1 << 20
+UNPACKED_PIECE_BYTES = 16 << 20
 
 
 @dataclass(slots=True)
@@ -132,14 +133,18 @@ def _unpacked(data: bytes | memoryview, max_bytes: int) -> bytes:
                 is_cut = len(start) < PEEK_BYTES and not peek.eof
                 raise Rejected("bad_gzip" if is_cut else error.reason) from None
         del peek  # it holds a copy of the file
-        # In pieces: zlib copies what it does not consume.
+        # In pieces: zlib copies what it does not consume, and a piece may unpack to a thousand.
         for position in range(0, len(data), PIECE_BYTES):
-            piece = memoryview(data)[position : position + PIECE_BYTES]
-            unpacked += unpacker.decompress(piece, max_bytes - len(unpacked) + 1)
-            if len(unpacked) > max_bytes:
-                raise Rejected("too_large")
-            if unpacker.eof:
-                return bytes(unpacked)
+            piece: bytes | memoryview = memoryview(data)[position : position + PIECE_BYTES]
+            more = b"-"
+            while piece or len(more) == UNPACKED_PIECE_BYTES:
+                more = unpacker.decompress(piece, UNPACKED_PIECE_BYTES)
+                unpacked += more
+                if len(unpacked) > max_bytes:
+                    raise Rejected("too_large")
+                if unpacker.eof:
+                    return bytes(unpacked)
+                piece = unpacker.unconsumed_tail
     except zlib.error:
         pass
     raise Rejected("bad_gzip")

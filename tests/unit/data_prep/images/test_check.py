@@ -244,6 +244,20 @@ def test_bombs_are_disarmed_in_bounded_memory() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_a_packed_bomb_takes_little_more_than_the_limit(tmp_path: Path) -> None:
+    """One piece of the file unpacks to 300 MiB, behind a picture."""
+    packer = zlib.compressobj(9, zlib.DEFLATED, 31)
+    start = packer.compress(SAMPLES["jpeg"]) + packer.flush(zlib.Z_FULL_FLUSH)
+    block = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
+    (tmp_path / "bomb").write_bytes(start + 300 * block)
+    work = f"""
+with open({str(tmp_path / "bomb")!r}, "rb") as file:
+    found = validate_image(file.read(), settings=ImageSettings(max_file_mib=64))
+assert found.reason == "too_large"
+"""
+    assert peak_mib(imports=JUDGING, work=work) < 160
+
+
 def test_every_fault_and_change_is_in_the_docs() -> None:
     text = (ROOT / "docs" / "images.md").read_text("utf-8")
     for name in (*FAULTS, *CHANGES):
