@@ -154,8 +154,7 @@ def inflate(data: bytes, *, max_pixels: int) -> Pixels:
         kinds = [kind for kind, _ in chunks]
         first, num = kinds.index(b"IDAT"), kinds.count(b"IDAT")
         before, after = chunks[1:first], chunks[first + num : -1]
-        _require(kinds[0] == b"IHDR" and kinds[first : first + num] == [b"IDAT"] * num)
-        _require(kinds[-1] == b"IEND" and not chunks[-1][1])
+        _require(kinds[0] == b"IHDR" and kinds[-1] == b"IEND" and not chunks[-1][1])
         width, height, depth, colour, *others = struct.unpack(">IIBBBBB", chunks[0][1])
         _require(depth == 8 and others == [0, 0, 0] and 0 < width * height <= max_pixels)
         colours = {kind: body for kind, body in before if kind in (b"PLTE", b"tRNS")}
