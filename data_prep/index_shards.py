@@ -34,6 +34,7 @@ try:
         unchanged_config,
     )
     from data_prep.shards.index import training_command
+    from data_prep.shards.ledger import LEDGER_NAME
     from data_prep.sources.protocol import Container
     from data_prep.sources.registry import open_source
     from vitscale.config.command_line import load_command
@@ -47,6 +48,9 @@ try:
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
+
+
+MAX_NAMED = 10
 
 
 def main() -> None:
@@ -241,7 +245,8 @@ def print_summary(output: Path, manifest: Manifest, *, seconds: float) -> None:
         f"{rejected:,} rejected"
     )
     for reason, num in sorted(inputs["reasons"].items(), key=lambda item: -item[1]):
-        print(f"  {num:,} {reason}")
+        names = _named(output) if reason == "truncated_tar" else ""
+        print(f"  {num:,} {reason}{names}")
     for split, entry in manifest.splits.items():
         print(
             f"  {split}: {entry.num_samples:,} images in {len(entry.shards):,} tars, "
@@ -250,6 +255,18 @@ def print_summary(output: Path, manifest: Manifest, *, seconds: float) -> None:
     classes = f"{len(manifest.classes):,} classes" if manifest.classes else "no labels"
     print(f"  {classes}, tars in {manifest.shards_root}, {seconds:.1f} s")
     print(f"next: {training_command(output, manifest)}")
+
+
+def _named(output: Path) -> str:
+    """The first tars that end early or are damaged."""
+    import pyarrow.parquet as pq
+
+    rows = pq.read_table(
+        output / LEDGER_NAME, columns=["path"], filters=[("reason", "==", "truncated_tar")]
+    )
+    names = rows.column("path").to_pylist()
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return f": {', '.join(names[:MAX_NAMED])}{more}; the samples before that are used"
 
 
 if __name__ == "__main__":

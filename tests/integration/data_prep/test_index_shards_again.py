@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,12 @@ def test_tars_at_a_url_are_indexed_in_place(
         entries = read_split(str(tmp_path / "index"), split="train")
         first = SplitReader(read_split(tmp_path / "local", split="train")).bytes_of(3)
         assert SplitReader(entries).bytes_of(3) == first
+        # Cut exactly at a header, without its end mark: Python takes that for the end.
+        with tarfile.open(tars / names[1]) as tar:
+            header = tar.getmembers()[-3].offset
+        os.truncate(tars / names[1], header)
+        printed = index(server.url, tmp_path / "cut", splits, "images.max_bad_fraction=0.1")
+        assert f"1 truncated_tar: {names[1]}; the samples before that are used" in printed
     assert "server cannot list" in run_index("http://127.0.0.1:9/a", tmp_path / "other").stderr
 
 

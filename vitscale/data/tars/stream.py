@@ -154,12 +154,12 @@ class _WatchedTar:
     def read(self, num_bytes: int) -> bytes:
         data: bytes = self.file.read(num_bytes)
         self.first = self.first or data[:6]
-        self.last = (self.last + data)[-tarfile.BLOCKSIZE :]
+        self.last = data[-tarfile.BLOCKSIZE :] or self.last
         return data
 
     @property
     def has_ended(self) -> bool:
-        """Whether zeros were read last; those of a compressed tar are not seen."""
+        """Whether the last part read ends with zeros; those of a compressed tar are not seen."""
         return self.first.startswith(COMPRESSED) or not any(self.last)
 
 
