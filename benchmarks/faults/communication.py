@@ -43,8 +43,8 @@ PER_NODE = 8
 # What ranks say at a save: `commit`.
 OFFER = {"path": "/dev/shm/vitscale-1000-k3j2h1g0.shared", "writer": 1016}
 VERDICT: dict[str, Any] = {"warnings": []}
-# More would send gigabytes.
-MOST_ALL_TO_ALL = 1024
+# More threads would wait for this machine rather than for each other.
+MOST_THREADS = 1024
 SHARE = {"file": "rank-00000.safetensors", "entry": {"bytes": 1, "blake3": "0" * 64}}
 
 
@@ -116,16 +116,18 @@ class Ranks:
             dist.TCPStore("127.0.0.1", port, None, False, TIMEOUT, wait_for_workers=False)
         )
 
-    def run(self, what: str, work: Callable[[int, Any], object]) -> Row:
-        """Run `work` on every rank at once; what it costs."""
-        before = self._counts()
-        barrier = threading.Barrier(self.num_ranks + 1)
+    def run(
+        self, what: str, work: Callable[[int, Any], object], *, num_threads: int | None = None
+    ) -> Row:
+        """Run `work` on every rank at once, or on the first `num_threads`; what it costs."""
+        before, num_threads = self._counts(), num_threads or self.num_ranks
+        barrier = threading.Barrier(num_threads + 1)
 
         def one(rank: int) -> None:
             barrier.wait()
             work(rank, self.stores[rank])
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.num_ranks)]
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(num_threads)]
         for thread in threads:
             thread.start()
         barrier.wait()
@@ -196,10 +198,26 @@ def store_rows(ranks: Ranks) -> Iterator[Row]:
 
     yield ranks.run("rendezvous, before", wait_for_each)
     yield ranks.run("rendezvous", wait_for_last)
-    if num_ranks <= MOST_ALL_TO_ALL:
-        yield ranks.run("save, before", save_to_all)
+    yield ranks.run("save, before", save_to_all)
     yield ranks.run("save", save)
     yield ranks.run("first save, joined files", first_joined_save)
+
+
+def save_in_turn(ranks: Ranks) -> Row:
+    """One save in which nobody waits: the others speak, then rank 0, then they read."""
+    exchanges = [
+        StoreExchange(store, "turn", rank=rank, world_size=ranks.num_ranks, timeout_s=60.0)  # type: ignore[arg-type]  # counts
+        for rank, store in enumerate(ranks.stores)
+    ]
+
+    def work(rank: int, _: Any) -> None:
+        if rank == 0:
+            for each in reversed(exchanges):
+                each.gather(SHARE)
+            for each in exchanges:
+                each.broadcast(VERDICT)
+
+    return ranks.run("save, nobody waits", work, num_threads=1)
 
 
 def stop_rows(ranks: Ranks) -> Iterator[str]:
@@ -281,7 +299,7 @@ def gloo_row(num_ranks: int, *, is_lazy: bool) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--ranks", type=int, nargs="*", default=[16, 128, 512, 1024])
+    parser.add_argument("--ranks", type=int, nargs="*", default=[16, 512, 1024, 4096])
     parser.add_argument("--gloo-ranks", type=int, nargs="*", default=[4, 16, 64])
     arguments = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -292,6 +310,9 @@ def main() -> None:
     print(TITLES)
     for num_ranks in arguments.ranks:
         ranks = Ranks(num_ranks)
+        print(save_in_turn(ranks).text(), flush=True)
+        if num_ranks > MOST_THREADS:
+            continue
         for row in store_rows(ranks):
             print(row.text(), flush=True)
         for text in stop_rows(ranks):

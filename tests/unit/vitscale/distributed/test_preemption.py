@@ -71,6 +71,7 @@ def test_all_ranks_stop_at_the_same_step(
 ) -> None:
     """Ranks as threads that share nothing but the store, and run ahead of each other at will."""
     monkeypatch.setattr(preemption, "_numbers", iter([0] * world_size))  # one of each process
+    monkeypatch.setattr(preemption, "PATIENCE_S", 120.0)
     store = dist.HashStore()
     decisions = [preemption._Decisions(world_of(r, world_size, store)) for r in range(world_size)]
 
