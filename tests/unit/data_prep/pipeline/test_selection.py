@@ -73,7 +73,11 @@ def lookalikes(folder: Path) -> list[str]:
     return ["copy/copy.jpg", f"{first[1]}/{chosen[0]}.png"]
 
 
-def test_lookalikes_are_kept_and_counted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unit", [1, 1024])
+def test_lookalikes_are_kept_and_counted(
+    unit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("data_prep.duplicates.likely_copies.CANDIDATES_PER_UNIT", unit)
     twins = lookalikes(tmp_path / "images")
     selection = {"duplicates": "drop_similar", "max_similar_fraction": 0.5}
     shared = {"labels": {"values": "none"}, "selection": selection}
