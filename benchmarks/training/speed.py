@@ -196,6 +196,7 @@ def memory_of(ctx: Context, task: Task, *, stage: int = 1) -> dict[str, float] |
         micro_batch=task.batch,
         accumulation=task.plan.accumulation,
         reduces_in_fp32=task.run.engine.reduce_precision == "fp32",
+        bucket_elements=task.run.engine.reduce_bucket_elements,
         activation_checkpointing=task.run.engine.activation_checkpointing,
         optimizer_bytes=task.run.optim.state_bytes_per_parameter,
         costs=objective,

@@ -337,7 +337,7 @@ def _cost_rows(
         f"{_gib(memory.gradients)} gradients + {_gib(memory.optimizer)} optimiser + "
         f"{_gib(memory.activations)} activations",
     )
-    yield "", f"(ZeRO {run.engine.zero_stage}, {precision}; estimate without buffers and slack)"
+    yield "", f"(ZeRO {run.engine.zero_stage}, {precision}; estimate with buckets, without slack)"
     if run.launch.gpus_per_node:
         yield "prediction", _prediction_text(run, plans, num_classes=num_classes)
         yield "", "(model, nothing measured; inputs: benchmarks/scaling_model.py --inputs)"
@@ -357,12 +357,8 @@ def _prediction_text(run: PretrainRun | FinetuneRun, plans: Plans, *, num_classe
 
 def _archs(run: PretrainRun | FinetuneRun, plans: Plans, *, num_classes: int) -> list[Architecture]:
     """The model at the image size of each plan."""
-    return [
-        run.model.model_copy(update={"image_size": plan.image_size}).architecture(
-            num_classes=num_classes
-        )
-        for plan in plans
-    ]
+    models = (run.model.model_copy(update={"image_size": each.image_size}) for each in plans)
+    return [model.architecture(num_classes=num_classes) for model in models]
 
 
 def peak_memory(
@@ -382,6 +378,8 @@ def peak_memory(
             micro_batch=plan.micro_batch,
             accumulation=plan.accumulation,
             reduces_in_fp32=run.engine.reduce_precision == "fp32",
+            bucket_elements=run.engine.reduce_bucket_elements,
+            overlaps=run.engine.overlap_comm and run.launch.gpus_per_node > 0 and world_size > 1,
             activation_checkpointing=run.engine.activation_checkpointing,
             optimizer_bytes=run.optim.state_bytes_per_parameter,
             costs=objective,

@@ -42,7 +42,7 @@ GPU_MEMORY_GB = {
     **{"mi300x": 192, "mi250": 64, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32},
 }
 _GB_IN_NAME = re.compile(r"(\d+)gb?(?![a-z0-9])")
-# What the estimate leaves out: allocator slack, communication buffers, the CUDA context.
+# What the estimate leaves out: allocator slack, NCCL's buffers, the CUDA context.
 USABLE_SHARE = 0.9
 # Host memory of a rank beside tensors (November 2026: 0.9 GiB on CPU with MLflow; more with CUDA),
 # and of a loader worker.

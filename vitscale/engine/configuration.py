@@ -97,6 +97,9 @@ def deepspeed_config(
             "overlap_comm": settings.overlap_comm and torch.cuda.is_available() and world_size > 1,
             "reduce_bucket_size": settings.reduce_bucket_elements,
             "use_multi_rank_bucket_allreduce": settings.reduce_to == "all",
+            # Release weights after use. By default they stay until 10^9 others are used: all of
+            # them, from the forward to the end of the backward pass.
+            "stage3_max_reuse_distance": 0,
         },
     }
     config |= _precision(settings, dtype, accumulation=accumulation)

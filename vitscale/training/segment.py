@@ -6,7 +6,7 @@ Leaves out: the state that the next segment takes over (`resume`), and when it d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, open_loader, training_batches
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.random_numbers import stream_key
-from vitscale.distributed.world import World
+from vitscale.distributed.world import World, gather_objects
 from vitscale.engine.attention import use_attention
 from vitscale.engine.configuration import deepspeed_config, resolve_compile, resolve_precision
 from vitscale.engine.device_batches import DeviceBatches
@@ -30,12 +30,10 @@ from vitscale.models.interface.architecture import Architecture
 from vitscale.models.interface.compilation import compile_forward
 from vitscale.models.registry import MODELS
 from vitscale.models.vit.patch_embedding import multiply_patches
+from vitscale.models.weights.once_per_node import InitialWeights, load_once_per_node
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.training.objective import Objective
-
-# Loads weights into a fresh model, the same on every rank; returns what to say about them.
-InitialWeights = Callable[[nn.Module, Architecture], list[str]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +85,11 @@ class Segments:
         """The segment of a step, with fresh weights, and what `initial_weights` says."""
         plan, arch = self.plan_at(step), self.arch_at(step)
         model = build_model(self.run, self.objective, arch)
-        messages = initial_weights(model, arch) if initial_weights is not None else []
+        messages = []
+        if initial_weights is not None:
+            messages = load_once_per_node(
+                model, arch, initial_weights, rank=self.world.rank, gather=gather_objects
+            )
         engine = build_engine(self.run, plan, self.world, arch, model)
         evaluations = self._evaluations(plan, arch, engine)
         segment = Segment(plan=plan, arch=arch, engine=engine, evaluations=evaluations)

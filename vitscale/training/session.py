@@ -42,6 +42,7 @@ from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.models.trained_model import CLASSES_NAME
 from vitscale.images.decoders import show_decoder
 from vitscale.images.size import show_size
+from vitscale.models.weights.once_per_node import InitialWeights
 from vitscale.runs.training import DIVERGED_NAME, TrainingRun
 from vitscale.tracking.console import ProgressLine
 from vitscale.training.detectors import (
@@ -60,7 +61,7 @@ from vitscale.training.resume import (
     provenance,
     restore,
 )
-from vitscale.training.segment import InitialWeights, Segment, Segments
+from vitscale.training.segment import Segment, Segments
 from vitscale.training.tracking import open_tracker
 
 

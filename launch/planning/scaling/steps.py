@@ -66,9 +66,10 @@ def traffic(work: Work) -> Iterator[Traffic]:
     """The collectives of one update, as DeepSpeed's wrappers run them (0.19.8, runtime/zero).
 
     Stage 0 all-reduces fp32 gradients after the backward pass. Stages 1 and 2 all-reduce them in
-    buckets beside it, stage 2 in every micro-batch, and gather the updated weights. Stage 3
-    scatters the sums, and gathers weights for the forward and for the backward pass. Below fp32
-    every rank also gets what rounding took from the last layer.
+    buckets beside it, stage 2 in every micro-batch, and gather the updated weights in one piece
+    (all_gather_into_tensor_dp_groups). Stage 3 scatters the sums, and gathers weights for the
+    forward and for the backward pass. Below fp32 every rank also gets what rounding took from the
+    last layer.
     """
     count, bucket = work.parameters, work.bucket_elements
     if work.zero_stage == 0:
@@ -89,7 +90,7 @@ def traffic(work: Work) -> Iterator[Traffic]:
     yield Traffic(
         kind="all_gather",
         num_bytes=work.weight_bytes * count,
-        bucket_bytes=work.weight_bytes * bucket,
+        bucket_bytes=work.weight_bytes * (bucket if work.zero_stage == 3 else count),
         is_hidden=work.zero_stage == 3,
         times=2 * work.accumulation if work.zero_stage == 3 else 1,
     )

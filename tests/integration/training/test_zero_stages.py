@@ -101,6 +101,7 @@ def test_update_not_finite_on_one_rank_is_skipped_on_all(
     assert after_three == [[3, 0, 9, []], [3, 0, 9, []]]
 
 
+PEAKS = ["1", "2", "3"]
 WAITS = [*(f"{stage} adamw" for stage in range(4)), "1 half", "2 owners", "0 lamb", "1 fp32"]
 
 
@@ -217,12 +218,11 @@ def test_sum_of_two_micro_batches_loses_nothing_in_bf16(results: dict[str, Any])
     assert results["path wide"]["error"] < 1e-6
 
 
-@pytest.mark.parametrize("run", ["1 1", "1 4", "2 4", "3 1", "wide"])
-def test_memory_of_gradients_is_the_estimated_one(results: dict[str, Any], run: str) -> None:
-    found = results[f"path {run}"]
-    assert found["gradient_bytes"] == pytest.approx(
-        found["estimated_bytes"], abs=found["bucket_bytes"] + 0.1
-    )
+@pytest.mark.parametrize("run", PEAKS)
+def test_memory_is_the_estimated_one(results: dict[str, Any], run: str) -> None:
+    """All tensors that live, with buckets and temporary ones, on the rank that has most."""
+    found = results[f"peak {run}"]
+    assert found["peak"] == pytest.approx(found["estimate"], rel=0.05)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

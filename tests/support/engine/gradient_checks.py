@@ -1,4 +1,4 @@
-"""Measure how gradients reach the optimiser: bytes sent, collectives, memory held, and errors.
+"""Measure how gradients reach the optimiser: bytes sent, collectives, memory, and errors.
 
 Run on every rank by zero_worker.py. Bytes are those that the kernel counts on this process's
 sockets; gloo sends half of a buffer to reduce-scatter or gather it between two ranks.
@@ -6,23 +6,28 @@ sockets; gloo sends half of a buffer to reduce-scatter or gather it between two 
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import struct
+import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from engine_training import whole_state  # type: ignore[import-not-found]  # beside this file
+from host_waits import cuda_branches  # type: ignore[import-not-found]  # beside this file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from vitscale.distributed.world import World, gather_objects
 from vitscale.engine.configuration import deepspeed_config
 from vitscale.engine.engine import Engine
 from vitscale.engine.settings import EngineSettings
-from vitscale.models.costs import gradient_bytes
+from vitscale.models.costs import memory_estimate, num_parameters
 from vitscale.models.vit.model import build_model, decayed, layers_above
 from vitscale.models.vit.settings import ViTSettings
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
@@ -57,18 +62,14 @@ def bytes_sent() -> int:
 
 
 @contextmanager
-def recorded_collectives(before: Callable[[], None]) -> Iterator[list[tuple[str, int]]]:
-    """(name, elements of its largest tensor) of every collective inside the block.
-
-    Calls `before` before each.
-    """
+def recorded_collectives() -> Iterator[list[tuple[str, int]]]:
+    """(name, elements of its largest tensor) of every collective inside the block."""
     found: list[tuple[str, int]] = []
 
     def recording(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             tensors = [t for t in (*args, *options.values()) if isinstance(t, torch.Tensor)]
             found.append((name, max((t.numel() for t in tensors), default=0)))
-            before()
             return own(*args, **options)
 
         return call
@@ -79,29 +80,37 @@ def recorded_collectives(before: Callable[[], None]) -> Iterator[list[tuple[str,
         yield found
 
 
-def held_bytes(engine: Engine) -> int:
-    """Of all tensors that can be reached from the engine, with gradients; each storage once."""
-    storages: dict[int, int] = {}
-    seen: set[int] = set()
-    waiting: list[Any] = [engine, *engine._engine.module.parameters()]
-    waiting += [engine._engine.optimizer, engine.base_optimizer]
-    while waiting:
-        each = waiting.pop()
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        if isinstance(each, torch.Tensor):
-            storage = each.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-            waiting += [each.grad] if each.is_leaf else []
-        if isinstance(each, dict):
-            waiting += list(each.keys()) + list(each.values())
-        elif isinstance(each, (list, tuple, set)):
-            waiting += list(each)
-            waiting += [vars(each)] if hasattr(each, "__dict__") else []
-        elif hasattr(each, "__dict__") and not isinstance(each, type):
-            waiting.append(vars(each))
-    return sum(storages.values())
+class LiveBytes(TorchDispatchMode):
+    """Bytes of all tensors that are made inside the block and live, each storage once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self._seen: dict[int, Any] = {}
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Count a tensor that was made elsewhere, too."""
+        if tensor.is_meta:
+            return
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if size and key not in self._seen:
+            self._seen[key] = weakref.ref(storage, lambda _: self._remove(key, size))
+            self.live += size
+            self.peak = max(self.peak, self.live)
+
+    def _remove(self, key: int, size: int) -> None:
+        if self._seen.pop(key, None) is not None:
+            self.live -= size
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor):
+                self.add(each)
+        return result
 
 
 def build(
@@ -112,11 +121,12 @@ def build(
     optim: OptimSettings,
     dtype: torch.dtype = torch.bfloat16,
     raw: dict[str, Any] | None = None,
+    model: ViTSettings = MODEL,
     **settings: Any,
 ) -> tuple[Engine, dict[str, torch.Tensor]]:
     """An engine, and the fp32 weights it was given."""
-    arch = MODEL.architecture(num_classes=NUM_CLASSES)
-    vit = build_model(MODEL, arch, seed=0)
+    arch = model.architecture(num_classes=NUM_CLASSES)
+    vit = build_model(model, arch, seed=0)
     given = {f"model.{name}": value.detach().clone() for name, value in vit.named_parameters()}
     groups = optimizer_groups(
         vit.named_parameters(),
@@ -124,8 +134,9 @@ def build(
         decayed=decayed,
         layers_above=lambda name: layers_above(name, arch),
     )
+    settings.setdefault("reduce_bucket_elements", BUCKET_ELEMENTS)
     config = deepspeed_config(
-        EngineSettings(zero_stage=stage, reduce_bucket_elements=BUCKET_ELEMENTS, **settings),  # type: ignore[arg-type]  # 0 to 3
+        EngineSettings(zero_stage=stage, **settings),  # type: ignore[arg-type]  # 0 to 3
         micro_batch=MICRO_BATCH,
         accumulation=accumulation,
         world_size=world.world_size,
@@ -157,7 +168,6 @@ def gradient_path(
     )
     before = whole_state(engine)
     count = sum(value.numel() for value in given.values())
-    states = held_bytes(engine)
     exact: dict[str, torch.Tensor] = {}
 
     def summing(name: str) -> Callable[[torch.Tensor], None]:
@@ -169,28 +179,16 @@ def gradient_path(
     parameters = list(engine._parameters())
     for name, parameter in parameters:
         parameter.register_hook(summing(f"model.{name}"))
-    held: list[int] = []
-    update = engine._guard._update
-
-    def measure() -> None:
-        held.append(held_bytes(engine))
-
-    def measured_update(*args: Any) -> Any:
-        measure()
-        return update(*args)
-
-    engine._guard._update = measured_update
     engine.set_learning_rate(1.0)
     random = torch.Generator().manual_seed(world.rank)
     gather_objects(None)
     sent = bytes_sent()
-    with recorded_collectives(measure) as collectives:
+    with recorded_collectives() as collectives:
         for _ in range(accumulation):
             shape = (MICRO_BATCH, 3, 16, 16)
             images = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
             labels = torch.randint(0, NUM_CLASSES, (MICRO_BATCH,), generator=random)
             engine.backward(torch.nn.functional.cross_entropy(engine.logits(images), labels))
-            measure()
             engine.step()
     sent = bytes_sent() - sent
     after = whole_state(engine)
@@ -208,23 +206,69 @@ def gradient_path(
         "sent": [each / count / 2 for each in gather_objects(sent)],
         "collectives": sorted({name for name, size in collectives if size > 1000}),
         "num_collectives": len(large),
-        "state_bytes": states / count,
-        "gradient_bytes": (max(held) - states) / count,
-        "estimated_bytes": max(
-            gradient_bytes(
-                zero_stage=stage,
-                world_size=world.world_size,
-                precision="bf16",
-                accumulation=accumulation,
-                reduces_in_fp32=settings.get("reduce_precision") == "fp32",
-            )
-        ),
-        # DeepSpeed copies gradients into a bucket before it sends them.
-        "bucket_bytes": BUCKET_ELEMENTS / count * (4 if "summed in float32" in path else 2),
         "error": float(_norm(errors) / _norm(sizes)),
     }
     engine.close()
     return result
+
+
+# Weights outweigh activations.
+LARGE = ViTSettings(
+    image_size=16, patch_size=8, width=192, depth=4, num_heads=4, mlp_width=768,
+    num_classes=NUM_CLASSES,
+)  # fmt: skip
+
+
+def peak_memory(
+    world: World,
+    *,
+    stage: int,
+    accumulation: int,
+    overlap: bool,
+    precision: str = "bf16",
+    **settings: Any,
+) -> dict[str, float]:
+    """Bytes of all tensors in an update, and their estimate, per parameter of the LARGE model."""
+    optim, bucket = OptimSettings(lr=1e-3), 400_000
+    live = LiveBytes()
+    raw = {"zero_optimization": {"overlap_comm": True}} if overlap else {}
+    random = torch.Generator().manual_seed(world.rank)
+    with cuda_branches() if overlap else nullcontext():
+        gc.collect()
+        with live:
+            engine, _ = build(
+                world, stage=stage, accumulation=accumulation, optim=optim, raw=raw, model=LARGE,
+                dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+                reduce_bucket_elements=bucket, **settings,
+            )  # fmt: skip
+            gc.collect()
+            for _ in range(2):
+                live.peak = live.live
+                for _ in range(accumulation):
+                    images = torch.randint(0, 256, (1, 3, 16, 16), generator=random)
+                    labels = torch.randint(0, NUM_CLASSES, (1,), generator=random)
+                    logits = engine.logits(images.to(torch.uint8))
+                    engine.backward(torch.nn.functional.cross_entropy(logits, labels))
+                    del logits
+                    engine.step()
+                gc.collect()
+    engine.close()
+    arch = LARGE.architecture(num_classes=NUM_CLASSES)
+    count = num_parameters(arch)
+    estimate = memory_estimate(
+        arch,
+        zero_stage=stage,
+        world_size=world.world_size,
+        precision=precision,
+        micro_batch=1,
+        activation_checkpointing=False,
+        optimizer_bytes=optim.state_bytes_per_parameter,
+        accumulation=accumulation,
+        reduces_in_fp32=settings.get("reduce_precision") == "fp32",
+        bucket_elements=bucket,
+        overlaps=overlap,
+    )
+    return {"peak": max(gather_objects(live.peak)) / count, "estimate": estimate.total / count}
 
 
 def full_precision(world: World, *, stage: int) -> dict[str, Any]:

@@ -18,9 +18,12 @@ from deepspeed.accelerator import get_accelerator
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+# What torch's sync debug mode finds (c10/cuda/CUDAFunctions.h: memcpy_and_sync, stream_synchronize)
+# behind these names; it does not find events and devices that are synchronized.
 READING = (
-    "__bool__ __float__ __int__ __index__ __complex__ __array__ __contains__ item tolist numpy "
-    "is_nonzero equal allclose nonzero argwhere masked_select unique unique_consecutive bincount"
+    "__bool__ __float__ __int__ __index__ __complex__ __array__ __contains__ __format__ __repr__ "
+    "item tolist numpy is_nonzero equal allclose nonzero argwhere masked_select unique "
+    "unique_consecutive bincount histc quantile nanquantile"
 ).split()
 # These take a size from values of a tensor, unless it is given.
 SIZED = {"repeat_interleave": "output_size", "one_hot": "num_classes"}
@@ -70,7 +73,7 @@ class _Watch(TorchFunctionMode):
         if name in SIZED and SIZED[name] not in options:
             sizes = args[1] if name == "repeat_interleave" and len(args) > 1 else None
             return on_device and (name == "one_hot" or _is_tensor(sizes))
-        if name in ("__getitem__", "__setitem__"):
+        if name in ("__getitem__", "__setitem__", "index_put", "index_put_"):
             return on_device and any(
                 _is_tensor(each) and each.dtype == torch.bool for each in _flat((args[1],))
             )
@@ -107,10 +110,17 @@ def host_waits(*, leave_out: str) -> Iterator[list[str]]:
     def counted(*_: Any, **__: Any) -> None:
         watch.count()
 
+    run_backward = torch.autograd._engine_run_backward
+
+    def watched(*args: Any, **options: Any) -> Any:
+        with watch:  # torch leaves the mode for the whole backward pass, with its hooks
+            return run_backward(*args, **options)
+
     with ExitStack() as stack:
         for owner in (accelerator, torch.cuda):
             stack.enter_context(patch.object(owner, "synchronize", counted))
         stack.enter_context(patch.object(Stream, "synchronize", counted))
+        stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", watched))
         stack.enter_context(watch)
         yield watch.places
 

@@ -10,14 +10,14 @@ import json
 import os
 import sys
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 from engine_training import engine_losses, equal, new_engine, reader, whole_state  # type: ignore[import-not-found]  # beside this file
-from gradient_checks import full_precision, gradient_path  # type: ignore[import-not-found]  # beside this file
+from gradient_checks import full_precision, gradient_path, peak_memory  # type: ignore[import-not-found]  # beside this file
 
 # Beside this file, which is run as a script.
 from host_waits import cuda_branches, host_waits  # type: ignore[import-not-found]  # see above
@@ -48,6 +48,13 @@ from vitscale.training.meters import IntervalMeter
 
 # Raw keys of DeepSpeed.
 SUMS_IN_FP32 = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+# Kinds of engines whose memory is counted.
+PEAKS: dict[str, dict[str, Any]] = {
+    "1": {"stage": 1, "accumulation": 2, "overlap": True},
+    "2": {"stage": 2, "accumulation": 2, "overlap": True},
+    "3": {"stage": 3, "accumulation": 1, "overlap": False},
+}
 
 
 def moved(
@@ -280,6 +287,8 @@ def gradient_paths(world: World) -> dict[str, object]:
     sums = gradient_path(world, stage=1, accumulation=2, raw=SUMS_IN_FP32)
     owners = gradient_path(world, stage=1, accumulation=2, reduce_to="owners")
     results |= {"path fp32 sums": sums, "path to owners": owners}
+    for name, kind in PEAKS.items():
+        results[f"peak {name}"] = peak_memory(world, **kind)
     results["path wide"] = gradient_path(world, stage=1, accumulation=1, reduce_precision="fp32")
     return results
 

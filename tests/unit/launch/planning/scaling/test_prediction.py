@@ -29,7 +29,7 @@ def test_the_global_batch_is_divided_over_the_gpus() -> None:
     found = predicted(64)
     assert (found.work.micro_batch, found.work.accumulation) == (8, 1)
     assert found.images_per_s == pytest.approx(4096 / found.step.total)
-    assert found.efficiency < 0.5
+    assert found.efficiency < 0.7
 
 
 def test_images_of_a_gpu_stay_when_the_batch_grows() -> None:

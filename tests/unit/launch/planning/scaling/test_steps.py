@@ -16,7 +16,7 @@ from launch.planning.scaling.published import (
     predicted_bytes,
     predicted_rates,
 )
-from launch.planning.scaling.steps import StepTime, step_time, update_bytes
+from launch.planning.scaling.steps import StepTime, step_time, traffic, update_bytes
 
 WORK = replace(VIT_G14, micro_batch=4, accumulation=2, bucket_elements=25_000_000)
 
@@ -43,6 +43,17 @@ def test_bytes_agree_with_those_counted_on_two_ranks() -> None:
 def test_stage_3_gathers_weights_twice_per_micro_batch() -> None:
     work = replace(WORK, zero_stage=3)
     assert update_bytes(work, world=2) / WORK.parameters == 2 * (1 + 2)
+
+
+def test_weights_are_gathered_in_one_message_but_at_stage_3() -> None:
+    """DeepSpeed's allgather_bucket_size has no effect with all_gather_into_tensor."""
+    for stage, num_messages in ((1, 1), (2, 1), (3, 41)):
+        gathers = [
+            -(-each.num_bytes // each.bucket_bytes)
+            for each in traffic(replace(WORK, zero_stage=stage))
+            if each.kind == "all_gather"
+        ]
+        assert gathers == [num_messages]
 
 
 def test_the_last_layer_gets_its_remainders() -> None:
