@@ -7,7 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.indexing.tars import MAX_HOLE_BYTES, check_holes
+from data_prep.indexing import tars
+from data_prep.indexing.tars import MAX_HOLE_BYTES, TarUnit, check_holes, index_tar
+from data_prep.sources.protocol import Container
+from tests.support.corpora.preparing import run_of
+from tests.support.corpora.tars import tar_bytes
 from vitscale.config.errors import UserError
 
 
@@ -30,3 +34,14 @@ def test_small_holes_and_whole_files_are_accepted(tmp_path: Path) -> None:
     check_holes(path)
     os.truncate(path, MAX_HOLE_BYTES)
     check_holes(path)
+
+
+def test_a_tar_with_a_hole_is_not_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tars, "MAX_HOLE_BYTES", 1 << 20)
+    (tmp_path / "a.tar").write_bytes(tar_bytes({"a.jpg": b"1"}))
+    os.truncate(tmp_path / "a.tar", 4 << 20)
+    run = run_of(tmp_path, tmp_path / "index", source={"kind": "webdataset"})
+    container = Container("a.tar", "train")
+    unit = TarUnit(run=run, folder=tmp_path, root=tmp_path, number=0, container=container)
+    with pytest.raises(UserError, match="a hole of"):
+        index_tar(unit)
