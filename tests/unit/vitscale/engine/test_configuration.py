@@ -90,6 +90,17 @@ def test_sums_of_gradients_reach_all_ranks_or_their_owners() -> None:
         assert zero["use_multi_rank_bucket_allreduce"] is expected
 
 
+def test_throughput_timer_is_off() -> None:
+    """It would wait for the device twice in every micro-step."""
+    assert config(torch.float32)["timers"] == {"throughput": {"enabled": False}}
+
+
+def test_zero_3_releases_weights_after_use() -> None:
+    """By default it keeps those of models below 10^9 parameters for the whole step."""
+    zero = config(torch.bfloat16, stage=3)["zero_optimization"]
+    assert zero["stage3_max_reuse_distance"] == 0
+
+
 def test_raw_keys_are_merged_over_the_generated_ones() -> None:
     found = config(torch.float32, raw={"zero_optimization": {"reduce_bucket_size": 7}})
     assert found["zero_optimization"]["reduce_bucket_size"] == 7
