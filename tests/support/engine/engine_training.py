@@ -55,7 +55,10 @@ def new_engine(
         largest_parameter=max(each.numel() for each in vit.parameters()),
         clip_norm=CLIP,
         dtype=dtype,
-        raw={"zero_optimization": {"overlap_comm": True}} if overlap else {},
+        # Many buckets: some are reduced in hooks of the backward pass.
+        raw={"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 1000}}
+        if overlap
+        else {},
     )
     return Engine(
         vit,
