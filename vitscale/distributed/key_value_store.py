@@ -16,6 +16,7 @@ import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -30,7 +31,9 @@ CONNECTIONS_PER_RANK = 2
 OTHER_FILES = 1024
 # A wait asks soon, then less and less often: all ranks together 500 times a second at most.
 SHORTEST_PAUSE_S, FIRST_S_PER_RANK, LONGEST_S_PER_RANK = 1e-3, 2e-5, 2e-3
-HERE, ALL_HERE = "vitscale/here", "vitscale/all here"
+HERE, ALL_HERE, LEFT = "vitscale/here", "vitscale/all here", "vitscale/left"
+# How long rank 0 serves the store for ranks that are still reading it.
+LEAVE_S = 60.0
 
 
 def rendezvous(*, rank: int, world_size: int, timeout_min: float) -> dist.TCPStore:
@@ -87,6 +90,20 @@ def connect(*, timeout_min: float) -> dist.TCPStore:
     )
 
 
+def leave(store: dist.Store, *, rank: int, world_size: int) -> None:
+    """Count this rank out; rank 0 waits for all others, for a minute at most.
+
+    They read what it said last a little later: if it ended at once, they would find it gone.
+    """
+    with suppress(RuntimeError):  # rank 0 is gone, or does not wait any longer
+        if rank != 0:
+            store.add(LEFT, 1)
+            return
+        for _ in pauses(world_size, timeout_s=LEAVE_S):
+            if store.add(LEFT, 0) == world_size - 1:
+                return
+
+
 def count_in(store: dist.Store, counter: str, *, world_size: int, then: str) -> None:
     """Count this rank; the last one sets the key `then`."""
     if store.add(f"{counter}/count", 1) == world_size:
@@ -111,7 +128,9 @@ def wait_for(
     return store.get(key)
 
 
-def pauses(world_size: int, *, timeout_s: float, is_over: Callable[[], bool]) -> Iterator[None]:
+def pauses(
+    world_size: int, *, timeout_s: float, is_over: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
     """Attempts of a wait, with pauses between them.
 
     Raises RuntimeError after the time-out and when `is_over`.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from vitscale.config.errors import UserError
 from vitscale.distributed.binding import bound, gpu_numa_node, shown_cores
-from vitscale.distributed.key_value_store import connect, rendezvous
+from vitscale.distributed.key_value_store import connect, leave, rendezvous
 from vitscale.distributed.processes import free_port
 from vitscale.distributed.threads import RankCpus, rank_cpus, thread_count
 
@@ -128,13 +128,20 @@ def process_group(
         timeout=timedelta(minutes=timeout_min),
         store=store,
     )
+    is_planned = False
     try:
         if world.world_size > 1:
             world = replace(world, store=connect(timeout_min=init_timeout_min))
         is_bound = world.device.type == "cuda" if bind_cores == "auto" else bind_cores
         yield _set_up_cores(world, num_threads, bind_cores=is_bound)
+        is_planned = True
+    except SystemExit:
+        is_planned = True
+        raise
     finally:
         dist.destroy_process_group()
+        if is_planned and world.store is not None:
+            leave(world.store, rank=world.rank, world_size=world.world_size)
 
 
 def _set_up_cores(world: World, num_threads: int | None, *, bind_cores: bool) -> World:

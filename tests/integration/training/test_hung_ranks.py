@@ -101,5 +101,6 @@ def test_surviving_rank_names_the_hung_rank_and_ends(ends: Ends, case: str) -> N
         # Sent in step 5; these steps are so short that not every one is one to ask at.
         first, second = re.findall(r"stopped at step (\d+)", ends[case][1])
         assert first == second and int(first) > 5
+        assert "is gone" not in ends[case][1] and "Error" not in ends[case][1]
     if "missing" in case:
         assert "Traceback" not in ends[case][1]

@@ -85,6 +85,9 @@ def main() -> None:
             if stop.set_on_any_rank():
                 print(f"stopped at step {step}", flush=True)
                 break
+        if case == "signal to rank 1" and world.rank == 1 and world.store is not None:
+            time.sleep(3)  # rank 0, which is done, must go on serving the store
+            world.store.check(["a"])
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from vitscale.distributed.key_value_store import (
     ALL_HERE,
     StoreExchange,
     count_in,
+    leave,
     rendezvous,
     wait_for,
 )
@@ -120,3 +121,20 @@ def test_rank_0_may_open_a_connection_for_every_rank(monkeypatch: pytest.MonkeyP
     assert limits == [(2048, 4096)]
     with pytest.raises(RankError, match="4096 connections for 2048 ranks, and may open 4096 files"):
         key_value_store._allow_connections(2048)
+
+
+def test_rank_0_leaves_last() -> None:
+    """It serves the store, which the others may still be reading."""
+    store, size = dist.HashStore(), 5
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(leave, store, rank=0, world_size=size)
+        for rank in range(1, size):
+            with pytest.raises(TimeoutError):
+                first.result(timeout=0.05)
+            leave(store, rank=rank, world_size=size)
+        first.result(timeout=60)
+
+
+def test_rank_0_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(key_value_store, "LEAVE_S", 0.01)
+    leave(dist.HashStore(), rank=0, world_size=2)
