@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # `deepspeed` and `ninja` are looked up on PATH by the tools that start them.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: install constraints demo test test-all test-exhaustive check format clean FORCE
+.PHONY: install constraints demo test fast-tests test-all test-exhaustive check format clean FORCE
 
 # The exact versions of constraints.txt, those last tested. With LATEST=1 pip chooses instead: it
 # keeps what is in .venv already (an older torch, say) and takes the newest of what is missing.
@@ -46,18 +46,20 @@ FORCE:
 demo: install
 	$(BIN)/python launch/demo.py $(if $(DATA),--data '$(DATA)') $(if $(OPEN),--open)
 
-# Two files are tested, or half the modules type-checked, at a time; one after the other: WORKERS=0.
-WORKERS ?= 2
-
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --num-workers $(WORKERS)
+	$(BIN)/mypy
 
+# Most tests start processes and wait for them, so two files run at a time; one with WORKERS=0.
+WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 # VITSCALE_REQUIRE_SLURM=1 makes tests that need SLURM fail where they would otherwise be skipped.
-test: check
+test: install
+	@$(MAKE) --no-print-directory --jobs 2 check fast-tests
+
+fast-tests: install
 	$(PYTEST) -m "not slow and not exhaustive"
 
 # The slow ones only.
