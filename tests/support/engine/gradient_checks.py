@@ -33,7 +33,7 @@ from vitscale.models.vit.settings import ViTSettings
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.optim.settings import EmaSettings, OptimSettings
 
-TCP_INFO, BYTES_SENT = 11, 200  # linux/tcp.h: tcpi_bytes_sent
+TCP_INFO, BYTES_SENT = 11, 200  # linux/tcp.h: tcpi_bytes_sent, tcpi_bytes_retrans
 NUM_CLASSES, MICRO_BATCH = 50, 4
 BUCKET_ELEMENTS = 100_000
 MODEL = ViTSettings(
@@ -46,7 +46,7 @@ COLLECTIVES = (
 
 
 def bytes_sent() -> int:
-    """By all TCP sockets of this process so far."""
+    """By all TCP sockets of this process so far, without what they had to send again."""
     total = 0
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -55,7 +55,8 @@ def bytes_sent() -> int:
             with socket.socket(fileno=os.dup(int(number))) as one:
                 if one.type == socket.SOCK_STREAM and one.family != socket.AF_UNIX:
                     info = one.getsockopt(socket.IPPROTO_TCP, TCP_INFO, 256)
-                    total += struct.unpack_from("<Q", info, BYTES_SENT)[0]
+                    sent, sent_again = struct.unpack_from("<QQ", info, BYTES_SENT)
+                    total += sent - sent_again
         except OSError:  # closed meanwhile
             continue
     return total
