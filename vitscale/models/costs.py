@@ -45,7 +45,7 @@ class MemoryEstimate:
     """With those that are not trained."""
     gradients: int
     """What they and their buckets add to the peak: the end of the backward pass and the update need
-    more than its begin, but no activations."""
+    more than its start, but no activations."""
     optimizer: int
     """fp32 master weights and optimiser states."""
     activations: int
