@@ -21,8 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 
 from benchmarks.faults.communication import Ranks
-from vitscale.distributed import heartbeat
-from vitscale.distributed.heartbeat import LONGEST_PERIOD_S, Heartbeat
+from vitscale.distributed.failures import heartbeat
+from vitscale.distributed.failures.heartbeat import LONGEST_PERIOD_S, Heartbeat
 
 TIMEOUT_MIN = 10.0  # the default of engine.timeout_min
 PERIODS = 4

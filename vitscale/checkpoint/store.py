@@ -37,7 +37,7 @@ from vitscale.checkpoint.folders import (
 from vitscale.checkpoint.joined_files import MAX_RANK_FILES, writing_ranks
 from vitscale.checkpoint.tensors import HostCopy
 from vitscale.config.errors import UserError
-from vitscale.distributed.heartbeat import NOBODY, Heartbeat
+from vitscale.distributed.failures.heartbeat import NOBODY, Heartbeat
 from vitscale.distributed.key_value_store import StoreExchange
 from vitscale.distributed.node_share import node_identity
 from vitscale.distributed.world import World, agree_no_error, broadcast_object, gather_objects

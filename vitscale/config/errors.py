@@ -1,6 +1,6 @@
-"""User-facing errors, and the exit code of a script that raises one.
+"""User-facing errors, kinds of failures, and the exit code of a script that raises one.
 
-Owns: the exception type for invalid input, its layout, and exit codes.
+Owns: the exception type for invalid input, its layout, kinds of failures and their exit codes.
 Leaves out: internal errors, which stay `assert` and show a traceback.
 """
 
@@ -12,15 +12,56 @@ import select
 import sys
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from enum import StrEnum
+from typing import ClassVar
 
-EXIT_RANK_ERROR = 1
+EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
+# "Input/output error" (sysexits.h): checkpoints or shards could not be written or read.
+EXIT_STORAGE = 74
 # "Temporary failure, try again" (sysexits.h): stopped by a signal after committing a checkpoint.
 EXIT_STOPPED_RESUMABLE = 75
+# Losses or gradients stayed not finite: the same start would end in the same way.
+EXIT_DIVERGED = 76
+# Ranks have different weights: a fault of the hardware, so that another node may succeed.
+EXIT_WEIGHTS_DIFFER = 77
+
+
+class FailureKind(StrEnum):
+    """Why a run failed. Every kind but BAD_INPUT and DIVERGED may succeed at the next start."""
+
+    BAD_INPUT = "bad input"
+    DIVERGED = "diverged"
+    WEIGHTS_DIFFER = "weights differ"
+    STORAGE = "storage"
+    DEVICE = "device"
+    WORKER = "worker"
+    PEER_LOST = "peer lost"
+    HANG = "hang"
+    KILLED = "killed from outside"
+    OTHER = "other"
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES.get(self, EXIT_FAILED)
+
+
+EXIT_CODES = {
+    FailureKind.BAD_INPUT: EXIT_BAD_INPUT,
+    FailureKind.DIVERGED: EXIT_DIVERGED,
+    FailureKind.WEIGHTS_DIFFER: EXIT_WEIGHTS_DIFFER,
+    FailureKind.STORAGE: EXIT_STORAGE,
+}
+FINAL_EXIT_CODES = (EXIT_BAD_INPUT, EXIT_DIVERGED)
 
 
 class UserError(ValueError):
-    """Invalid input: what is wrong, where, what is allowed, what to do next."""
+    """Invalid input: what is wrong, where, what is allowed, what to do next.
+
+    Subclasses are failures of another kind. All ranks raise it at the same point.
+    """
+
+    kind: ClassVar[FailureKind] = FailureKind.BAD_INPUT
 
     def __init__(
         self,
@@ -42,11 +83,55 @@ class UserError(ValueError):
         return "\n".join(lines)
 
 
+class DivergedError(UserError):
+    """The optimisation failed: updates stay not finite. All ranks raise it at the same point."""
+
+    kind = FailureKind.DIVERGED
+
+
+class WeightsDifferError(UserError):
+    """Ranks hold different weights. All ranks raise it at the same point."""
+
+    kind = FailureKind.WEIGHTS_DIFFER
+
+
+class StorageError(UserError):
+    """Storage failed for longer than a retry helps. All ranks raise it at the same point."""
+
+    kind = FailureKind.STORAGE
+
+
 class RankError(UserError):
     """An error that only some ranks see. Each of them prints it, with its number.
 
-    Its cause may be the node, a port or a peer, so that the next start may succeed: exit code 1.
+    Its cause may be the node, a port or a peer, so that the next start may succeed.
     """
+
+    kind = FailureKind.OTHER
+
+
+class WorkerError(RankError):
+    """A loader worker died or hangs."""
+
+    kind = FailureKind.WORKER
+
+
+class RankStorageError(RankError):
+    """Storage failed on this rank."""
+
+    kind = FailureKind.STORAGE
+
+
+class DeviceError(RankError):
+    """The device of this rank failed."""
+
+    kind = FailureKind.DEVICE
+
+
+class PeerLostError(RankError):
+    """Another rank did not start, or is gone."""
+
+    kind = FailureKind.PEER_LOST
 
 
 class UserErrors(UserError):
@@ -65,7 +150,10 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
 
 
 def run_script(main: Callable[[], None]) -> None:
-    """Run a script's `main`; print a `UserError` (once per job, from rank 0) and exit with 2."""
+    """Run a script's `main`; print a `UserError` (once per job, from rank 0) and exit.
+
+    The exit code is that of the error's kind.
+    """
     try:
         main()
     except UserError as error:
@@ -76,8 +164,7 @@ def run_script(main: Callable[[], None]) -> None:
             num = len(error.errors) if isinstance(error, UserErrors) else 1
             heading = "error" if num == 1 else f"{num} errors"
             print(f"{heading}:\n{error.text()}", file=sys.stderr, flush=True)
-        code = EXIT_RANK_ERROR if isinstance(error, RankError) else EXIT_BAD_INPUT
-        raise SystemExit(code) from None
+        raise SystemExit(error.kind.exit_code) from None
     except BrokenPipeError:
         if _stdout_has_reader():
             raise

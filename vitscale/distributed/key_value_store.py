@@ -22,7 +22,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vitscale.config.errors import RankError
+from vitscale.config.errors import PeerLostError, RankError
 
 # torch's, which a call that waits for another rank keeps to itself, and the one that the rank's
 # threads share: heartbeats must not wait for collectives.
@@ -39,7 +39,7 @@ LEAVE_S = 60.0
 def rendezvous(*, rank: int, world_size: int, timeout_min: float) -> dist.TCPStore:
     """Wait for every rank at the address that the launcher named; rank 0 listens there.
 
-    Raises RankError, which on rank 0 names the ranks that did not start.
+    Raises PeerLostError, which on rank 0 names the ranks that did not start.
     """
     env, timeout = os.environ, timedelta(minutes=timeout_min)
     address = f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}"
@@ -59,7 +59,7 @@ def rendezvous(*, rank: int, world_size: int, timeout_min: float) -> dist.TCPSto
         if rank == 0:
             what = f"cannot listen at {address}: {str(error).splitlines()[0]}"
             raise RankError(what, where="MASTER_PORT", next_step="choose a free port") from None
-        raise RankError(
+        raise PeerLostError(
             f"rank 0 does not answer at {address} ({timeout_min:g} min)",
             where="engine.init_timeout_min",
             next_step="read the output of rank 0; check that MASTER_ADDR is its node",
@@ -67,7 +67,7 @@ def rendezvous(*, rank: int, world_size: int, timeout_min: float) -> dist.TCPSto
     try:
         store.wait([ALL_HERE], timeout)
     except RuntimeError as error:
-        raise RankError(
+        raise PeerLostError(
             f"not all of {world_size} ranks started within {timeout_min:g} min; "
             f"{_missing(store, rank=rank, world_size=world_size)}",
             where="engine.init_timeout_min",

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from vitscale.config.errors import RankError, UserError
+from vitscale.config.errors import DeviceError, UserError
 from vitscale.distributed.processes import node_name
 from vitscale.distributed.world import World, gather_objects, process_group
 
@@ -63,13 +63,13 @@ def check_alone(*, device: Literal["auto", "cuda", "cpu"], seconds: float) -> li
 
 
 def measure(world: World, *, seconds: float) -> RankReport:
-    """Half of the time for each measurement. Raises RankError if the device fails."""
+    """Half of the time for each measurement. Raises DeviceError if the device fails."""
     node = node_name()
     try:
         product, is_right = _matmul(world.device, seconds=seconds / 2)
         reduced, sum_is_right = _all_reduce(world, seconds=seconds / 2)
     except RuntimeError as error:
-        raise RankError(
+        raise DeviceError(
             f"the node check failed on {node}: {str(error).splitlines()[0]}",
             where="launch.doctor_seconds",
             next_step=f"check the device; to avoid the node, set launch.exclude={node}",

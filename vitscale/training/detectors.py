@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vitscale.config.errors import UserError
+from vitscale.config.errors import DivergedError, UserError
 from vitscale.data.index_keys import sample_names
 from vitscale.data.samples import Unreadable
 from vitscale.data.training_set import TrainingSet
@@ -83,8 +83,8 @@ class SkippedUpdateMonitor:
     ) -> None:
         """Name the samples of the last skipped update, if there are new ones. Collective.
 
-        loss_scale: of fp16, None otherwise. Raises UserError after too many in a row, except while
-        fp16 still searches its scale by overflowing.
+        loss_scale: of fp16, None otherwise. Raises DivergedError after too many in a row, except
+        while fp16 still searches its scale by overflowing.
         """
         if health.skipped == self.num_reported or health.last_step is None:
             return
@@ -102,7 +102,7 @@ class SkippedUpdateMonitor:
         if loss_scale is not None and loss_scale > 1:
             return
         if health.consecutive >= self.max_in_a_row:
-            raise UserError(
+            raise DivergedError(
                 f"{health.consecutive} updates in a row were skipped, the last at step "
                 f"{health.last_step}: {cause} was not finite{where}\n"
                 f"    samples of that step: {names}",

@@ -19,12 +19,12 @@ import torch
 
 from vitscale.checkpoint.commit import Commit
 from vitscale.checkpoint.store import CheckpointStore
-from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, WeightsDifferError
 from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch
 from vitscale.data.mixing import mix_batch
 from vitscale.data.training_set import TrainingSet
-from vitscale.distributed.heartbeat import Heartbeat
+from vitscale.distributed.failures.heartbeat import Heartbeat
 from vitscale.distributed.preemption import PreemptionFlag
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import World
@@ -191,8 +191,8 @@ class TrainingSession:
     def end_step(self, step: int) -> None:
         """Log, evaluate, compare and save what is due.
 
-        Raises SystemExit after a checkpoint when the job is preempted; UserError when training
-        cannot continue.
+        Raises SystemExit after a checkpoint when the job is preempted; a UserError when
+        training cannot continue.
         """
         done = step + 1
         is_last = done == self.plan.total_steps
@@ -237,7 +237,7 @@ class TrainingSession:
     def _compare_weights(self, done: int) -> None:
         found = self.engine.disagreement()
         if found is not None:
-            raise UserError(
+            raise WeightsDifferError(
                 f"weights diverged across ranks by step {done}: {found}",
                 where="engine.compare_weights_every_steps",
                 next_step="find the faulty GPU or node, exclude it, and rerun; to be safe remove "

@@ -25,7 +25,7 @@ from vitscale.data.training_set import (
     scanned_split,
 )
 from vitscale.distributed.atomic_files import write_json, write_text
-from vitscale.distributed.heartbeat import Heartbeat
+from vitscale.distributed.failures.heartbeat import Heartbeat
 from vitscale.distributed.node_check import check_nodes
 from vitscale.distributed.node_share import once_per_node
 from vitscale.distributed.preemption import PreemptionFlag

@@ -16,7 +16,7 @@ import torch
 from vitscale.checkpoint import commit
 from vitscale.checkpoint.store import CheckpointStore
 from vitscale.config.errors import run_rank_script
-from vitscale.distributed.heartbeat import Heartbeat
+from vitscale.distributed.failures.heartbeat import Heartbeat
 from vitscale.distributed.preemption import PreemptionFlag
 from vitscale.distributed.world import World, process_group, sum_over_ranks
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import blake3
 import numpy as np
 
-from vitscale.config.errors import RankError, UserError
+from vitscale.config.errors import RankStorageError, UserError
 from vitscale.distributed.atomic_files import json_text, make_folders, write_bytes, write_text
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class SplitCache:
             self._pending.append(Rows(samples[first:last], values[first:last]))
 
     def finish(self) -> None:
-        """Write the rows taken since the last block. Raises RankError when that fails."""
+        """Write the rows taken since the last block. Raises RankStorageError when that fails."""
         import torch
 
         if not self._pending:
@@ -124,7 +124,7 @@ class SplitCache:
             make_folders(self._folder)
             write_bytes(path, _encoded(rows))
         except OSError as error:
-            raise RankError(
+            raise RankStorageError(
                 f"cannot be written ({error.strerror})",
                 where=str(path),
                 next_step="free the disk and run again; finished blocks are kept",

@@ -23,7 +23,7 @@ from vitscale.checkpoint.folders import (
 from vitscale.checkpoint.store import CheckpointStore
 from vitscale.config.errors import UserError
 from vitscale.distributed import atomic_files
-from vitscale.distributed.heartbeat import SHARE_OF_TIMEOUT, Heartbeat
+from vitscale.distributed.failures.heartbeat import SHARE_OF_TIMEOUT, Heartbeat
 from vitscale.distributed.world import World
 
 CPU = torch.device("cpu")

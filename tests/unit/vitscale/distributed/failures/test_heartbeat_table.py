@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from vitscale.distributed import heartbeat
-from vitscale.distributed.heartbeat_table import (
+from vitscale.distributed.failures import heartbeat
+from vitscale.distributed.failures.heartbeat_table import (
     ENDED,
     GAVE_UP,
     LOST,

@@ -26,7 +26,7 @@ from typing import Protocol
 
 import torch
 
-from vitscale.distributed.heartbeat_table import (
+from vitscale.distributed.failures.heartbeat_table import (
     ENDED,
     FAILED,
     GAVE_UP,

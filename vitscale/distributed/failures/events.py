@@ -1,0 +1,128 @@
+"""The record of what happened to a run: `events.jsonl` in its folder, one JSON object per line.
+
+Owns: appending events, the failure of an attempt, and which of several reports names the cause.
+Needs no torch.
+Leaves out: metrics (`tracking.journal`).
+
+A line: {"event": "failed", "time": 1763700000.25, "attempt": "17/0", "kind": "storage", "rank": 3,
+"node": "n2", "step": 120, "what": "...", "reported_by": 3}. The rank that knows the cause writes
+it: the rank that failed, or the one that found another killed or hung. A rank that only lost its
+peer writes kind "peer lost", which is the cause if no other rank knows better.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from vitscale.config.errors import FailureKind
+
+EVENTS_NAME = "events.jsonl"
+# Names one attempt to run a job; set by what starts the ranks.
+ATTEMPT_VARIABLE = "VITSCALE_ATTEMPT"
+FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failure:
+    """Why an attempt failed, as one process reports it."""
+
+    kind: FailureKind
+    what: str
+    """One sentence."""
+    rank: int | None = None
+    """The culprit; None if it is not a rank."""
+    node: str | None = None
+    """Where the culprit runs."""
+    step: int | None = None
+    """Steps done before."""
+    reported_by: int | None = None
+    """The rank that wrote it; None: the process that supervises them."""
+    attempt: str | None = None
+    """`ATTEMPT_VARIABLE` of the process that wrote it."""
+    time: float = 0.0
+    """Unix seconds."""
+
+    @property
+    def text(self) -> str:
+        """Such as `rank 3 on n2 failed at step 120 (storage): no space left`."""
+        who = "the run" if self.rank is None else f"rank {self.rank}"
+        where = f" on {self.node}" if self.node else ""
+        when = f" at step {self.step}" if self.step is not None else ""
+        return f"{who}{where} failed{when} ({self.kind}): {self.what}"
+
+
+def append_event(run_folder: Path | str, event: str, values: dict[str, Any]) -> None:
+    """Append one line. A full or failing disk loses the line, not the process.
+
+    Lines of several nodes may be written at once: each is one write to the end of the file, and a
+    reader skips what it cannot parse.
+    """
+    row = {"event": event, "time": round(time.time(), 3)} | values
+    with suppress(OSError):
+        Path(run_folder).mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        descriptor = os.open(Path(run_folder) / EVENTS_NAME, flags, 0o666)
+        try:
+            # A line that was cut off must not swallow this one.
+            os.write(descriptor, b"\n" + json.dumps(row).encode() + b"\n")
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def read_events(run_folder: Path | str) -> Iterator[dict[str, Any]]:
+    """Yield all readable events, oldest first; none without the file."""
+    try:
+        lines = (Path(run_folder) / EVENTS_NAME).read_bytes().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        with suppress(ValueError):
+            row = json.loads(line)
+            if isinstance(row, dict) and "event" in row:
+                yield row
+
+
+def record_failure(run_folder: Path | str, failure: Failure) -> None:
+    """Append a report of a failure, now and for the attempt of this process."""
+    values = asdict(failure) | {"attempt": os.environ.get(ATTEMPT_VARIABLE)}
+    del values["time"]
+    append_event(run_folder, FAILED, {k: v for k, v in values.items() if v is not None})
+
+
+def read_failures(run_folder: Path | str, *, attempt: str | None = None) -> list[Failure]:
+    """All reports in the order of the file, or those of one attempt."""
+    known = {field.name for field in fields(Failure)}
+    found = []
+    for row in read_events(run_folder):
+        if row["event"] != FAILED or (attempt is not None and row.get("attempt") != attempt):
+            continue
+        with suppress(TypeError, ValueError):
+            values = {key: value for key, value in row.items() if key in known}
+            found.append(Failure(**values | {"kind": FailureKind(row["kind"])}))
+    return found
+
+
+def cause(reports: Sequence[Failure]) -> Failure | None:
+    """The report that names the cause: the first from a process that knows it.
+
+    A rank that lost its peer knows least, and one that found a hang may have found what a failure
+    elsewhere did to the others.
+    """
+    for unsure in (
+        (FailureKind.PEER_LOST, FailureKind.HANG, FailureKind.OTHER),
+        (FailureKind.PEER_LOST, FailureKind.HANG),
+        (FailureKind.PEER_LOST,),
+        (),
+    ):
+        for report in reports:
+            if report.kind not in unsure:
+                return report
+    return None
