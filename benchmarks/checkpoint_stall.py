@@ -37,8 +37,8 @@ try:
     from vitscale.checkpoint.folders import read_checkpoint
     from vitscale.checkpoint.store import CheckpointStore
     from vitscale.checkpoint.tensors import read_tensors, whole_tensors
-    from vitscale.config.errors import run_rank_script
     from vitscale.distributed.atomic_files import fsync_folder
+    from vitscale.distributed.failures.ending import run_rank_script
     from vitscale.distributed.world import World, agree_no_error, gather_objects, process_group
     from vitscale.engine.configuration import deepspeed_config
     from vitscale.engine.engine import Engine

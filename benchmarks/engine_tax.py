@@ -35,7 +35,8 @@ try:
     from benchmarks.corpora.photo_folder import noise_photos, write_photo_folder
     from benchmarks.faults.process_runs import ROOT, CommandFailed, run_command
     from benchmarks.sharding.commands import make_shards_command
-    from vitscale.config.errors import UserError, run_rank_script, run_script
+    from vitscale.config.errors import UserError, run_script
+    from vitscale.distributed.failures.ending import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e '.[demo,dev]'", file=sys.stderr)
     raise SystemExit(2) from None

@@ -159,7 +159,7 @@ def in_process(options: argparse.Namespace, name: str, *, first_step: str = "") 
     """A section, in a process of its own; or a first step for the section `start`."""
     from benchmarks.training.data import run_first_step
     from benchmarks.training.scale import GPU, TOY, Context, Results
-    from vitscale.config.errors import skip_teardown
+    from vitscale.distributed.failures.ending import skip_teardown
     from vitscale.distributed.world import process_group
 
     scale = TOY if options.toy else GPU

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 try:
     from finetune.inference.settings import EvaluateRun, steps_of
     from vitscale.config.command_line import load_command
-    from vitscale.config.errors import run_rank_script
+    from vitscale.distributed.failures.ending import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -36,13 +36,14 @@ def evaluate(run: EvaluateRun) -> None:
     from finetune.inference.tracking import check_folder, open_tracker
     from finetune.loading.loaded_model import load_model
     from vitscale.checkpoint.store import run_folder_lock
+    from vitscale.distributed.failures.heartbeat import watched_ranks
     from vitscale.distributed.node_share import once_per_node
-    from vitscale.distributed.world import gather_objects, process_group
+    from vitscale.distributed.world import gather_objects
 
     compute, folder = run.compute, Path(run.folder)
     check_folder(folder)
-    with process_group(
-        device=compute.device, timeout_min=compute.timeout_min, num_threads=compute.num_threads
+    with watched_ranks(
+        folder, compute.timeout_min, device=compute.device, num_threads=compute.num_threads
     ) as world:
         say = print if world.is_first else lambda _: None
         loaded = load_model(run.model_copy(update={"image_size": run.sizes[0]}))

@@ -12,7 +12,7 @@ import sys
 try:
     from finetune.inference.prediction.settings import PredictRun
     from vitscale.config.command_line import load_command
-    from vitscale.config.errors import run_rank_script
+    from vitscale.distributed.failures.ending import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -28,13 +28,13 @@ def predict(run: PredictRun) -> None:
         predict_to_file,
     )
     from finetune.loading.loaded_model import load_model
-    from vitscale.distributed.world import process_group
+    from vitscale.distributed.failures.heartbeat import watched_ranks
 
     inputs = find_inputs(run)
     check_printable(run, inputs)
     compute = run.compute
-    with process_group(
-        device=compute.device, timeout_min=compute.timeout_min, num_threads=compute.num_threads
+    with watched_ranks(
+        None, compute.timeout_min, device=compute.device, num_threads=compute.num_threads
     ) as world:
         loaded = load_model(run)
         check_head(loaded)

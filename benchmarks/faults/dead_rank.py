@@ -21,7 +21,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 
 from benchmarks.faults.communication import Ranks
-from vitscale.distributed.failures import heartbeat
+from vitscale.distributed.failures import watch
 from vitscale.distributed.failures.heartbeat import LONGEST_PERIOD_S, Heartbeat
 
 TIMEOUT_MIN = 10.0  # the default of engine.timeout_min
@@ -39,7 +39,7 @@ class Watched(Heartbeat):
 
 
 def measure(ranks: Ranks, *, loses_connections: bool) -> str:
-    heartbeat.BEATS, heartbeat.WATCH = (f"{loses_connections}/{key}" for key in ("beats", "watch"))
+    watch.BEATS, watch.WATCH = (f"{loses_connections}/{key}" for key in ("beats", "watch"))
     beats = [Watched(ranks.world(rank), timeout_min=TIMEOUT_MIN) for rank in range(ranks.num_ranks)]
     for each in beats:
         each.__enter__()

@@ -37,6 +37,7 @@ from vitscale.checkpoint.folders import (
 from vitscale.checkpoint.joined_files import MAX_RANK_FILES, writing_ranks
 from vitscale.checkpoint.tensors import HostCopy
 from vitscale.config.errors import UserError
+from vitscale.distributed.failures.events import EVENTS_NAME
 from vitscale.distributed.failures.heartbeat import NOBODY, Heartbeat
 from vitscale.distributed.key_value_store import StoreExchange
 from vitscale.distributed.node_share import node_identity
@@ -45,8 +46,9 @@ from vitscale.distributed.world import World, agree_no_error, broadcast_object, 
 T = TypeVar("T")
 # Longest that one rank's disk may take beyond another's.
 EXCHANGE_TIMEOUT_S = 3600.0
-# When another error ends the run, its last save gets this long to be committed.
-PATIENCE_S = 120.0
+# When another error ends the run, its last save gets this long to be committed: the process ends
+# soon, `failures.ending.EXIT_S`.
+PATIENCE_S = 4.0
 # Checks of a stalled write, each reported, before the rank ends.
 CHECKS = 4
 
@@ -291,5 +293,5 @@ def run_folder_lock(folder: Path, *, world: World) -> Iterator[None]:
 
 
 def _remove_if_unused(folder: Path) -> None:
-    if folder.is_dir() and [path.name for path in folder.iterdir()] == [".lock"]:
+    if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".lock", EVENTS_NAME}:
         shutil.rmtree(folder)

@@ -6,7 +6,6 @@ Leaves out: internal errors, which stay `assert` and show a traceback.
 
 from __future__ import annotations
 
-import atexit
 import os
 import select
 import sys
@@ -178,37 +177,3 @@ def _stdout_has_reader() -> bool:
     poll = select.poll()
     poll.register(sys.stdout.fileno(), 0)
     return not poll.poll(0)
-
-
-def run_rank_script(main: Callable[[], None]) -> None:
-    """`run_script` for one of several ranks; the process exits through `skip_teardown`."""
-    try:
-        run_script(main)
-    except SystemExit as stop:
-        skip_teardown(stop.code if isinstance(stop.code, int) else int(stop.code is not None))
-        raise
-    except Exception:
-        skip_teardown(1)
-        raise
-    skip_teardown(0)
-
-
-def skip_teardown(exit_code: int) -> None:
-    """Make this process exit with `exit_code` and without interpreter teardown.
-
-    DeepSpeed keeps process groups, and thereby gloo's threads, alive past
-    `destroy_process_group`. A thread that frees a tensor during interpreter teardown aborts the
-    process ("terminate called without an active exception", exit code -6), and the launcher
-    reports a finished run as failed (pytorch/pytorch#179291).
-    Exit handlers still run, and output is flushed. The last call sets the exit code.
-    """
-
-    def end() -> None:
-        atexit.unregister(end)
-        # In the order that multiprocessing uses for its children.
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(exit_code)
-
-    atexit.register(end)

@@ -70,6 +70,15 @@ def is_alive(pid: int) -> bool:
     return process_state(pid) != "zombie"
 
 
+def descendants(pid: int) -> list[int]:
+    """Processes that a process of this machine has started, and theirs; children come first."""
+    found: list[int] = []
+    with suppress(OSError):  # it may end meanwhile
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (task / "children").read_text().split())
+    return [*found, *(each for child in found for each in descendants(child))]
+
+
 def workers_for(num_bytes: int, *, num_workers: int | None) -> int | None:
     """`num_workers`; where it is None, 1 for inputs too small to be worth starting processes."""
     return 1 if num_workers is None and num_bytes < SMALL_BYTES else num_workers

@@ -128,20 +128,27 @@ def process_group(
         timeout=timedelta(minutes=timeout_min),
         store=store,
     )
-    is_planned = False
     try:
         if world.world_size > 1:
             world = replace(world, store=connect(timeout_min=init_timeout_min))
         is_bound = world.device.type == "cuda" if bind_cores == "auto" else bind_cores
         yield _set_up_cores(world, num_threads, bind_cores=is_bound)
-        is_planned = True
     except SystemExit:
-        is_planned = True
+        _leave_group(world)
         raise
-    finally:
-        dist.destroy_process_group()
-        if is_planned and world.store is not None:
-            leave(world.store, rank=world.rank, world_size=world.world_size)
+    except BaseException:
+        # Of several ranks, others may be in a collective, for which NCCL's end would wait.
+        if world.world_size == 1:
+            dist.destroy_process_group()
+        raise
+    _leave_group(world)
+
+
+def _leave_group(world: World) -> None:
+    """At a planned end, which all ranks come to."""
+    dist.destroy_process_group()
+    if world.store is not None:
+        leave(world.store, rank=world.rank, world_size=world.world_size)
 
 
 def _set_up_cores(world: World, num_threads: int | None, *, bind_cores: bool) -> World:

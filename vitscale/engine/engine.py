@@ -185,13 +185,15 @@ class Engine:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Use the average of the weights inside the block, which must not train. Exact."""
+        """Use the average of the weights inside the block, which must not train. Exact.
+
+        An error that leaves the block leaves the average in place: swapping is collective, and the
+        other ranks may be elsewhere.
+        """
         assert self._ema is not None
         self._swap_average()
-        try:
-            yield
-        finally:
-            self._swap_average()
+        yield
+        self._swap_average()
 
     @torch.no_grad()
     def _swap_average(self) -> None:

@@ -37,6 +37,8 @@ from vitscale.tracking.source_version import source_version
 # (2.5 s; 2 cores, November 2026).
 OPEN_WAIT_S = 30.0
 CLOSE_WAIT_S = 30.0
+# After a failure, when the process ends within seconds.
+FAILED_CLOSE_WAIT_S = 3.0
 
 
 def print_to_stderr(text: str) -> None:
@@ -158,7 +160,8 @@ class Tracker:
         if self._record is not None:
             self._note(self._record.model_copy(update={"status": status, "ended": time.time()}))
         if self._delivery is not None:
-            if not self._delivery.finish(status, wait_s=CLOSE_WAIT_S):
+            wait_s = FAILED_CLOSE_WAIT_S if status == "FAILED" else CLOSE_WAIT_S
+            if not self._delivery.finish(status, wait_s=wait_s):
                 self._say(
                     "warning: MLflow did not receive everything; all metrics are in "
                     f"{self.folder / JOURNAL_NAME}; run the same command again to send the rest"

@@ -198,6 +198,7 @@ class TrainingSession:
         is_last = done == self.plan.total_steps
         # Intervals and checkpoints do not span a change of the image size.
         ends = done == self.plan.stop
+        self.heartbeat.step = done
         self.log.advance(done)
         preempted = self.preemption.set_on_any_rank() and not is_last
         if ends or done % self.run.tracking.log_every_steps == 0:

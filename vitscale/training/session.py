@@ -75,18 +75,23 @@ def open_session(
     Raises UserError for anything that cannot train, before the first step.
     """
     with ExitStack() as stack:
-        # Nothing here may keep the engine: a change of the image size replaces it.
-        yield _open(stack, run, objective, initial_weights)
+        world = stack.enter_context(_join(run.engine))
+        heartbeat = stack.enter_context(
+            Heartbeat(world, timeout_min=run.engine.timeout_min, folder=Path(run.folder))
+        )
+        with heartbeat.reporting():
+            # Hold no reference to the engine; a change of the image size replaces it.
+            yield _open(stack, world, heartbeat, run, objective, initial_weights)
 
 
 def _open(
     stack: ExitStack,
+    world: World,
+    heartbeat: Heartbeat,
     run: TrainingRun,
     objective: Objective,
     initial_weights: InitialWeights | None,
 ) -> TrainingSession:
-    world = stack.enter_context(_join(run.engine))
-    heartbeat = stack.enter_context(Heartbeat(world, timeout_min=run.engine.timeout_min))
     node_lines = _check_nodes(run, world)
     data, val_index, index_lines = _read_data(run, world)
     num_classes = len(data.classes)

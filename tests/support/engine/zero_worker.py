@@ -36,10 +36,10 @@ from plain_training import (  # type: ignore[import-not-found]  # beside this fi
     train_plain,
 )
 
-from vitscale.config.errors import run_rank_script
 from vitscale.data.loader import Batch
 from vitscale.data.mixing import mix_batch
 from vitscale.data.settings import MixingSettings
+from vitscale.distributed.failures.ending import run_rank_script
 from vitscale.distributed.world import World, gather_objects, process_group
 from vitscale.engine.engine import Engine
 from vitscale.engine.layouts import initialize_deepspeed

@@ -15,7 +15,7 @@ import torch
 
 from vitscale.checkpoint import commit
 from vitscale.checkpoint.store import CheckpointStore
-from vitscale.config.errors import run_rank_script
+from vitscale.distributed.failures.ending import run_rank_script
 from vitscale.distributed.failures.heartbeat import Heartbeat
 from vitscale.distributed.preemption import PreemptionFlag
 from vitscale.distributed.world import World, process_group, sum_over_ranks
@@ -41,7 +41,7 @@ def inject_fault(case: str, rank: int, heartbeat: Heartbeat) -> None:
     if case == "device of rank 1 hangs":
         # Until it waits for its device, rank 1 has as many marks as rank 0.
         if rank == 1:
-            heartbeat._record = Unfinished
+            heartbeat._marks.record = Unfinished
         heartbeat.mark("training")
         time.sleep(600 * rank)
     if case == "all stopped for a while":
@@ -73,6 +73,7 @@ def main() -> None:
         ) as world,
         Heartbeat(world, timeout_min=TIMEOUT_MIN) as heartbeat,
         PreemptionFlag(world) as stop,
+        heartbeat.reporting(),
     ):
         for step in range(20):
             heartbeat.mark("waiting for data")

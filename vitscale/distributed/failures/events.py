@@ -35,7 +35,7 @@ class Failure:
 
     kind: FailureKind
     what: str
-    """One sentence."""
+    """One sentence, which names the culprit."""
     rank: int | None = None
     """The culprit; None if it is not a rank."""
     node: str | None = None
@@ -51,22 +51,19 @@ class Failure:
 
     @property
     def text(self) -> str:
-        """Such as `rank 3 on n2 failed at step 120 (storage): no space left`."""
-        who = "the run" if self.rank is None else f"rank {self.rank}"
-        where = f" on {self.node}" if self.node else ""
-        when = f" at step {self.step}" if self.step is not None else ""
-        return f"{who}{where} failed{when} ({self.kind}): {self.what}"
+        """Such as `rank 3 on n2 ended with an error: no space left (storage, step 120)`."""
+        when = f", step {self.step}" if self.step is not None else ""
+        return f"{self.what} ({self.kind}{when})"
 
 
 def append_event(run_folder: Path | str, event: str, values: dict[str, Any]) -> None:
-    """Append one line. A full or failing disk loses the line, not the process.
+    """Append one line. A full or failing disk, or no such folder, loses the line, not the process.
 
     Lines of several nodes may be written at once: each is one write to the end of the file, and a
     reader skips what it cannot parse.
     """
     row = {"event": event, "time": round(time.time(), 3)} | values
     with suppress(OSError):
-        Path(run_folder).mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         descriptor = os.open(Path(run_folder) / EVENTS_NAME, flags, 0o666)
         try:

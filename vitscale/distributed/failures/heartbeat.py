@@ -1,81 +1,75 @@
-"""Detect and name hung or dead ranks.
+"""Detect and name hung, dead and failed ranks, and end all ranks when one fails.
 
-Owns: the heartbeat of each rank, the watch of rank 0 over all of them, and ending the process.
-Leaves out: what heartbeats mean (`heartbeat_table`), collectives (`distributed`, `engine`), whose
-own timeouts name no rank.
+Owns: the heartbeat of each rank, the watch of rank 0 over all of them and of each rank over its
+neighbour's process, and what a rank reports when it fails.
+Leaves out: what heartbeats mean (`heartbeat_table`), the record of failures (`events`), ending a
+process (`ending`), collectives (`distributed`, `engine`), whose own timeouts name no rank.
 
 A thread of every rank writes heartbeats to the store and reads one key, in which rank 0 says that
 it is alive or what has happened; rank 0 reads the heartbeats of all in one request. So a period
-costs the store two requests of each rank. A stopped or dead process writes no more heartbeats. A
-live process whose loop or device hangs has reached fewer `mark`s than the others.
+costs the store two requests of each rank. A rank that fails reports why in a heartbeat at once,
+before anything is closed. A killed process is seen by the next rank of its node; a stopped one, and
+a dead node, by their silence. A live process whose loop or device hangs has reached fewer `mark`s
+than the others.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
-import re
 import socket
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any
 
 import torch
 
+from vitscale.config.errors import FailureKind, RankError, UserError
+from vitscale.distributed.failures.ending import EXIT_S, end_now, end_within
+from vitscale.distributed.failures.events import Failure, record_failure
 from vitscale.distributed.failures.heartbeat_table import (
     ENDED,
-    FAILED,
-    GAVE_UP,
     LOST,
+    REPORTS,
     RUNNING,
     Beat,
-    HeartbeatTable,
     Silence,
+    failure_to_json,
 )
-from vitscale.distributed.world import World
+from vitscale.distributed.failures.kinds import is_connection_lost, kind_and_text
+from vitscale.distributed.failures.marks import Event, Marks, recorder
+from vitscale.distributed.failures.neighbour import Neighbour
+from vitscale.distributed.failures.watch import FirstRankWatch, OtherRankWatch, beat_key
+from vitscale.distributed.world import World, process_group
 
 LONGEST_PERIOD_S = 3.0
-# A rank is named within a minute of its last heartbeat, whatever the time-out of collectives.
+# How often a rank looks whether its neighbour's process is there.
+LOOK_S = 1.0
+# A node without power is named within a minute, whatever the time-out of collectives.
 LONGEST_SILENCE_S = 45.0
 # Shorter than the timeout of collectives, which names no rank.
 SHARE_OF_TIMEOUT = 0.7
 CHECKS_PER_TIMEOUT = 10
 # For the others to read what rank 0 has found, before its store ends.
 PERIODS_TO_READ = 1.5
-PERIODS_TO_FIND = 6
-# How gloo, NCCL and the store say that a peer is gone.
-CONNECTION_LOST = re.compile(r"[Cc]onnection|[Tt]imed out|[Tt]imeout")
+# How long a rank that lost a peer waits for rank 0 to name it.
+PERIODS_TO_FIND = 4
+# How long a failing rank waits for its last heartbeat to be sent.
+SEND_S = 1.0
+# Ranks that record a peer that was lost without a name.
+MOST_RECORDS = 8
+# Requests in a row that fail at once when rank 0's process is gone.
+FAILED_REQUESTS = 3
 NOBODY = "no rank is missing"
-WATCH, BEATS = "vitscale/watch", "vitscale/beats"
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-class Event(Protocol):
-    """A point in the work of a device, such as torch.cuda.Event."""
-
-    def query(self) -> bool:
-        """Whether the device has reached it. Does not wait."""
-        ...
-
-
-class _Reached:
-    """On CPU, where work is done when its call returns."""
-
-    def query(self) -> bool:
-        return True
-
-
-def _recorder(device: torch.device) -> Callable[[], Event]:
-    if device.type == "cuda":
-        return lambda: torch.cuda.current_stream().record_event()
-    return _Reached
 
 
 class Heartbeat:
@@ -86,20 +80,31 @@ class Heartbeat:
         world: World,
         *,
         timeout_min: float,
+        folder: Path | None = None,
         say: Callable[[str], None] = _say,
         record: Callable[[], Event] | None = None,
     ) -> None:
-        """record: mark the present point in the work of this rank's device."""
-        self.world, self.say = world, say
+        """folder: of the run, where failures are recorded.
+
+        record: mark the present point in the work of this rank's device.
+        """
+        self.world, self.say, self.folder = world, say, folder
+        self.step: int | None = None
+        """Steps that this rank has done."""
         self.silence_s = timeout_min * 60 * SHARE_OF_TIMEOUT
         self.dead_s = min(self.silence_s, LONGEST_SILENCE_S)
         self.period_s = min(LONGEST_PERIOD_S, self.silence_s / CHECKS_PER_TIMEOUT)
-        self._record = record or _recorder(world.device)
-        self._marks, self._num_beats, self._answers = 0, 0, 0
-        self._ahead: deque[tuple[int, str, Event]] = deque()
-        self._reached, self._doing = 0, "starting"
+        self._num_beats, self._answers = 0, 0
+        self._marks = Marks(record or recorder(world.device))
         self._state, self._node = RUNNING, socket.gethostname()
-        self._end, self._found_any, self._found = threading.Event(), threading.Event(), ""
+        self._failure: Failure | None = None
+        """What this rank reports."""
+        self._is_failing = False
+        """Whether this rank ends by an error that it raised."""
+        self._end, self._due, self._sent = (threading.Event() for _ in range(3))
+        self._found_any, self._found = threading.Event(), ""
+        self._sending = threading.Lock()
+        self._neighbour = Neighbour(world)
         # Two: the one that uses the store blocks while rank 0 is stopped.
         self._threads = [
             threading.Thread(target=target, name=f"heartbeat-{number}", daemon=True)
@@ -109,12 +114,12 @@ class Heartbeat:
     def mark(self, doing: str) -> None:
         """Record progress of the loop; every rank makes the same marks in the same order."""
         if self.world.store is not None:
-            self._marks += 1
-            self._ahead.append((self._marks, doing, self._record()))
+            self._marks.add(doing)
 
     def __enter__(self) -> Heartbeat:
         if self.world.store is not None:
-            self.world.store.set(self._key(self.world.rank), self._own_beat().text())
+            self._neighbour.announce()
+            self._send()
             for thread in self._threads:
                 thread.start()
         return self
@@ -127,143 +132,247 @@ class Heartbeat:
     ) -> None:
         if self.world.store is None:
             return
-        found = self.missing_ranks(error)
-        if error is not None and found is not None:
-            error.add_note(found)
-        planned = error is None or isinstance(error, SystemExit)
-        self._state = ENDED if planned else FAILED
+        if not self._is_failing:
+            self._state = ENDED
+            with suppress(RuntimeError):  # rank 0 is gone
+                self._send()
+        elif self.world.is_first and self._failure is not None:
+            time.sleep(PERIODS_TO_READ * self.period_s)  # the others read it from this process
         self._end.set()
-        # Its last heartbeat; not for ever, since the store does not answer while rank 0 is stopped.
-        self._threads[0].join(timeout=1.0)
+        self._due.set()
+        # Not for ever, since the store does not answer while rank 0 is stopped.
+        self._threads[0].join(timeout=SEND_S)
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Report an error that leaves the block to the other ranks, before anything is closed.
+
+        The process then ends within `EXIT_S`. To be the innermost block of a run.
+        """
+        try:
+            yield
+        except (SystemExit, GeneratorExit, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """Report that this rank ends by an error. Nothing may wait for other ranks after it."""
+        kind, text = kind_and_text(error)
+        if self.missing_ranks(error) is not None:
+            error.add_note(self._found or NOBODY)
+            kind = FailureKind.PEER_LOST
+        end_within(EXIT_S, exit_code=kind.exit_code)
+        self._is_failing = True
+        failure = self._own_failure(kind, f"ended with an error: {text}")
+        if kind is not FailureKind.PEER_LOST:
+            self._report(failure)
+        if self._should_record(error, kind):
+            self._record_failure(failure)
+
+    def _should_record(self, error: BaseException, kind: FailureKind) -> bool:
+        """One rank, or few, where all fail in the same way."""
+        if kind is FailureKind.PEER_LOST:
+            return not self._found and self.world.rank < MOST_RECORDS
+        is_agreed = isinstance(error, UserError) and not isinstance(error, RankError)
+        return self.world.is_first or not is_agreed
 
     def missing_ranks(self, error: BaseException | None) -> str | None:
         """Name the ranks that are gone, after a collective failed on this one with `error`.
 
         Waits some periods. None if the error is another, `NOBODY` if no rank is missing.
         """
-        lost = isinstance(error, RuntimeError) and CONNECTION_LOST.search(str(error))
-        if self.world.store is None or not lost:
+        if self.world.store is None or not is_connection_lost(error):
             return None
         if self._state != LOST:
             self._state = LOST
+            self._due.set()
             if self._found_any.wait(PERIODS_TO_FIND * self.period_s) and self.world.is_first:
                 time.sleep(PERIODS_TO_READ * self.period_s)
         return self._found or NOBODY
 
+    def give_up(self, what: str) -> None:
+        """End the process because its storage hangs, and tell the others."""
+        failure = self._own_failure(FailureKind.STORAGE, f"ended the run: {what}")
+        self._is_failing = True
+        self._report(failure)
+        time.sleep(PERIODS_TO_READ * self.period_s)
+        self._stop(failure)
+
+    def _own_failure(self, kind: FailureKind, what: str) -> Failure:
+        rank = self.world.rank
+        return Failure(
+            kind=kind,
+            what=f"rank {rank} on {self._node} {what}",
+            rank=rank,
+            node=self._node,
+            step=self.step,
+            reported_by=rank,
+        )
+
+    def _report(self, failure: Failure) -> None:
+        """Send a failure to rank 0 at once, as far as the store answers."""
+        self._failure = failure
+        if self._threads[0].is_alive():
+            self._sent.clear()
+            self._due.set()
+            self._sent.wait(SEND_S)
+
+    def _record_failure(self, failure: Failure) -> None:
+        if self.folder is None:
+            return
+        thread = threading.Thread(target=record_failure, args=(self.folder, failure), daemon=True)
+        thread.start()
+        thread.join(SEND_S)
+
     # --- the threads -----------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Check that the store still answers this rank."""
-        silence = Silence(self.period_s)
-        while not self._end.wait(self.period_s):
-            if silence.seconds(self._answers, now=time.monotonic()) > self.dead_s + self.period_s:
-                self._report(
-                    f"the key-value store on rank 0 ({os.environ['MASTER_ADDR']}) has not answered "
-                    f"for {self.dead_s:.0f} s: it was stopped or killed, or its node is gone"
+        """Check that the store still answers this rank, and that its neighbour is there."""
+        silence, looked = Silence(self.period_s), 0.0
+        while not self._end.wait(min(LOOK_S, self.period_s)):
+            if self._neighbour.is_gone():
+                if self._neighbour.rank == 0:  # it ends after all others, and its store with it
+                    self._receive(self._killed_neighbour())
+                else:
+                    self._due.set()
+            now = time.monotonic()
+            if now - looked < self.period_s:
+                continue
+            looked = now
+            if silence.seconds(self._answers, now=now) > self.dead_s + self.period_s:
+                self._lose_store(
+                    f"has not answered for {self.dead_s:.0f} s: it was stopped or killed, or its "
+                    "node is gone"
                 )
+
+    def _killed_neighbour(self) -> Failure:
+        rank = self._neighbour.rank
+        self._neighbour.forget()
+        return Failure(
+            kind=FailureKind.KILLED,
+            what=f"rank {rank} on {self._node} was killed or exited: its process is gone",
+            rank=rank,
+            node=self._node,
+            step=self.step,
+            reported_by=self.world.rank,
+        )
+
+    def _look_at_neighbour(self) -> None:
+        """Report a neighbour that ended without a word; rank 0 tells it to all, this rank too."""
+        assert self.world.store is not None
+        if self._neighbour.needs_address:
+            self._neighbour.read_address()
+        if self._failure is not None or not self._neighbour.is_gone():
+            return
+        beat = Beat.parse(self.world.store.get(beat_key(self._neighbour.rank)).decode())
+        if beat.state in (ENDED, REPORTS):
+            self._neighbour.forget()
+        else:
+            self._failure = self._killed_neighbour()
+
+    def _lose_store(self, what: str) -> None:
+        where = f"{os.environ['MASTER_ADDR']}"
+        failure = Failure(
+            kind=FailureKind.PEER_LOST,
+            what=f"the key-value store on rank 0 ({where}) {what}",
+            rank=0,
+            node=where,
+            step=self.step,
+            reported_by=self.world.rank,
+        )
+        self._receive(failure)
 
     def _beat(self) -> None:
         """Send heartbeats, and read what rank 0 says or find it."""
         if self.world.device.type == "cuda":
             torch.cuda.set_device(self.world.device)  # or the thread would use GPU 0
-        look = self._look_at_all() if self.world.is_first else self._look_at_first()
-        is_over = False
+        watch = FirstRankWatch if self.world.is_first else OtherRankWatch
+        look = watch(
+            self.world, period_s=self.period_s, dead_s=self.dead_s, late_s=self.silence_s
+        ).look
+        is_over, num_failed = False, 0
         while not is_over:
-            is_over = self._end.wait(self.period_s)
+            self._due.wait(self.period_s)
+            self._due.clear()
+            is_over = self._end.is_set()
             try:
                 assert self.world.store is not None
-                self.world.store.set(self._key(self.world.rank), self._own_beat().text())
-                problem = look(is_over)
-            except RuntimeError:  # rank 0 may just have ended; `_watch` counts the time
+                self._look_at_neighbour()
+                self._send()
+                failure = look(is_over=is_over)
+            except RuntimeError as error:  # the connection is lost, or there was no answer
+                num_failed += 1
                 if self._state == LOST:
                     self._tell("the key-value store on rank 0 is gone; read the output of rank 0")
+                elif num_failed >= FAILED_REQUESTS and is_connection_lost(error):
+                    self._lose_store("is gone; read the output of rank 0")
                 continue
-            self._answers += 1
-            if problem and not is_over:
-                self._report(problem)
+            self._answers, num_failed = self._answers + 1, 0
+            if failure is not None and not is_over:
+                self._receive(failure)
 
-    def _look_at_all(self) -> Callable[[bool], str | None]:
-        store, size = self.world.store, self.world.world_size
-        assert store is not None
-        keys = [self._key(rank) for rank in range(size)]
-        table = HeartbeatTable(
-            size, period_s=self.period_s, dead_s=self.dead_s, late_s=self.silence_s
-        )
-
-        def look(is_over: bool) -> str | None:
-            if is_over or not store.check(keys):
-                store.set(WATCH, f"{ENDED if is_over else self._num_beats}\t")
-                return None
-            beats = [Beat.parse(each.decode()) for each in store.multi_get(keys)]
-            problem = table.problem(beats, now=time.monotonic())
-            store.set(WATCH, f"{self._num_beats}\t{problem or ''}")
-            return problem
-
-        return look
-
-    def _look_at_first(self) -> Callable[[bool], str | None]:
-        store = self.world.store
-        assert store is not None
-        silence = Silence(self.period_s)
-
-        def look(is_over: bool) -> str | None:
-            if is_over or not store.check([WATCH]):
-                return None
-            number, _, problem = store.get(WATCH).decode().partition("\t")
-            if problem or number == ENDED:
-                return problem or None
-            if silence.seconds(int(number), now=time.monotonic()) > self.dead_s:
-                where = os.environ["MASTER_ADDR"]
-                return f"rank 0 on {where} has sent no heartbeat for {self.dead_s:.0f} s"
-            return None
-
-        return look
+    def _send(self) -> None:
+        """Send a heartbeat. An older one of another thread never comes after it."""
+        assert self.world.store is not None
+        with self._sending:
+            self.world.store.set(beat_key(self.world.rank), self._own_beat().text())
+        self._sent.set()
 
     def _own_beat(self) -> Beat:
         """This rank's next heartbeat."""
-        try:
-            while self._ahead and self._ahead[0][2].query():
-                self._reached, self._doing, _ = self._ahead.popleft()
-        except RuntimeError:  # the device has failed, and with it the loop
-            pass
+        reached, doing = self._marks.reached()
         self._num_beats += 1
-        return Beat(self._num_beats, self._reached, self._state, self._node, self._doing)
-
-    @staticmethod
-    def _key(rank: int) -> str:
-        return f"{BEATS}/{rank}"
+        state = self._state
+        if self._failure is not None:
+            state, doing = REPORTS, failure_to_json(self._failure)
+        return Beat(self._num_beats, reached, state, self._node, doing)
 
     def _tell(self, found: str) -> None:
         """Tell the loop, which waits for it after a collective failed."""
         self._found = self._found or found
         self._found_any.set()
 
-    def _report(self, problem: str) -> None:
-        if self._state == GAVE_UP:  # it says itself why
+    def _receive(self, failure: Failure) -> None:
+        """End this process because of a failure elsewhere, unless it ends by itself."""
+        if failure.reported_by == self.world.rank and self._is_failing:
             return
+        # The others may not be able to: the culprit is killed, or its disk is gone.
+        if self.world.is_first or (failure.rank == 0 and self.world.rank == 1):
+            self._record_failure(failure)
         if self._state == LOST:
-            self._tell(problem)
+            self._tell(failure.text)
+            return
+        if self._is_failing:
             return
         if self.world.is_first:
             self._end.wait(PERIODS_TO_READ * self.period_s)
-        self._stop(problem)
+        self._stop(failure)
 
-    def give_up(self, what: str) -> None:
-        """End the process because of what this rank found out about itself, and tell the others."""
-        self._state, self._doing = GAVE_UP, what
-        self._ahead.clear()
-        # The thread sends it; it may not come to that.
-        time.sleep(PERIODS_TO_READ * self.period_s)
-        self._stop(what)
-
-    def _stop(self, what: str) -> None:
-        """End the process, whose loop hangs in a collective or on a disk and cannot raise."""
+    def _stop(self, failure: Failure) -> None:
+        """End the process, whose loop may hang in a collective and cannot raise."""
         if self._end.is_set():
             return
         self.say(
-            f"error: rank {self.world.rank}: {what}\n"
+            f"error: rank {self.world.rank}: {failure.text}\n"
             "  next: check that rank's node and output; run the same command again to resume from "
             "the newest checkpoint (engine.timeout_min is how long ranks wait)"
         )
-        faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
-        os._exit(1)
+        if failure.kind in (FailureKind.HANG, FailureKind.PEER_LOST):
+            faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
+        end_now(failure.kind.exit_code)
+
+
+@contextmanager
+def watched_ranks(folder: Path | None, timeout_min: float, **settings: Any) -> Iterator[World]:
+    """`process_group` with a heartbeat that reports what leaves the block.
+
+    folder: where failures are recorded. settings: of the process group.
+    """
+    with (
+        process_group(timeout_min=timeout_min, **settings) as world,
+        Heartbeat(world, timeout_min=timeout_min, folder=folder) as heartbeat,
+        heartbeat.reporting(),
+    ):
+        yield world

@@ -9,13 +9,18 @@ job was suspended (by its machine or SLURM), its ranks do not count as silent.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import NamedTuple
 
-# How a rank is: it lost a peer in a collective; it ended, as planned or not; it found its own
-# storage hanging, and says so as `doing`.
-RUNNING, LOST, ENDED, FAILED, GAVE_UP = "running", "lost", "ended", "failed", "gave up"
+from vitscale.config.errors import FailureKind
+from vitscale.distributed.failures.events import Failure
+
+# How a rank is: it lost a peer in a collective; it ended as planned; it reports a failure, of its
+# own or of another rank, as JSON in `doing`.
+RUNNING, LOST, ENDED, REPORTS = "running", "lost", "ended", "reports"
 # A rank is asked for once a period; a thread may be late by one.
 PERIODS_OF_SILENCE = 2.5
 MOST_NODES, MOST_RANKS = 4, 16
@@ -42,6 +47,15 @@ class Beat(NamedTuple):
         return cls(int(number), int(reached), state, node, doing)
 
 
+def failure_to_json(failure: Failure) -> str:
+    return json.dumps({k: v for k, v in asdict(failure).items() if v is not None})
+
+
+def failure_from_json(text: str) -> Failure:
+    values = json.loads(text)
+    return Failure(**values | {"kind": FailureKind(values["kind"])})
+
+
 class Silence:
     """How long a number that should grow has been constant, checked about once a period."""
 
@@ -65,38 +79,50 @@ class HeartbeatTable:
         self._of_rank = [Silence(period_s) for _ in range(num_ranks)]
         self._of_loop = [Silence(period_s) for _ in range(num_ranks)]
 
-    def problem(self, beats: Sequence[Beat], *, now: float) -> str | None:
-        """What ends the run, in words; None if nothing does. beats: of every rank, in order."""
+    def problem(self, beats: Sequence[Beat], *, now: float) -> Failure | None:
+        """What ends the run; None if nothing does. beats: of every rank, in order."""
         pairs = list(zip(self._of_rank, beats, strict=True))
         silent_s = [of_rank.seconds(beat.number, now=now) for of_rank, beat in pairs]
         loops = zip(self._of_loop, beats, strict=True)
         waited_s = [of_loop.seconds(beat.reached, now=now) for of_loop, beat in loops]
-        present = [r for r, beat in enumerate(beats) if beat.state not in (ENDED, FAILED)]
-        for rank in present:
-            if beats[rank].state == GAVE_UP:
-                return f"{names(beats, [rank])} ended the run: {beats[rank].doing}"
+        for beat in beats:
+            if beat.state == REPORTS:
+                return failure_from_json(beat.doing)
+        present = [r for r, beat in enumerate(beats) if beat.state != ENDED]
         if dead := [rank for rank in present if silent_s[rank] > self._dead_s]:
-            return (
-                f"{names(beats, dead)} has sent no heartbeat for {self._dead_s:.0f} s: it was "
-                "stopped or killed, or its node is gone"
+            return _failure(
+                beats,
+                dead,
+                FailureKind.KILLED,
+                f"has sent no heartbeat for {self._dead_s:.0f} s: it was stopped or killed, or its "
+                "node is gone",
             )
         if any(beats[rank].state == LOST for rank in present):
             gone = [r for r in range(len(beats)) if r not in present or silent_s[r] > self._lost_s]
             if gone:
-                return f"no heartbeat from {names(beats, gone)}"
+                return _failure(beats, gone, FailureKind.KILLED, "sends no heartbeat any more")
         if any(waited_s[rank] >= self._late_s for rank in present):
             return self._late(beats, present)
         return None
 
-    def _late(self, beats: Sequence[Beat], present: Sequence[int]) -> str | None:
-        """The ranks that the others wait for, in words; None when all have reached the same."""
+    def _late(self, beats: Sequence[Beat], present: Sequence[int]) -> Failure | None:
+        """The ranks that the others wait for; None when all have reached the same."""
         fewest = min(beats[rank].reached for rank in present)
         late = [rank for rank in present if beats[rank].reached == fewest]
         # All at the same mark, in a long evaluation for example. Collectives have timeouts.
         if len(late) == len(present):
             return None
-        what = ", ".join(sorted({beats[rank].doing for rank in late}))
-        return f"the others have waited {self._late_s:.0f} s for {names(beats, late)} ({what})"
+        doing = ", ".join(sorted({beats[rank].doing for rank in late}))
+        what = f"has kept the others waiting for {self._late_s:.0f} s ({doing})"
+        return _failure(beats, late, FailureKind.HANG, what)
+
+
+def _failure(beats: Sequence[Beat], ranks: Sequence[int], kind: FailureKind, what: str) -> Failure:
+    """The failure of the first of these ranks, in a sentence that names all."""
+    first = ranks[0]
+    return Failure(
+        kind=kind, what=f"{names(beats, ranks)} {what}", rank=first, node=beats[first].node
+    )
 
 
 def names(beats: Sequence[Beat], ranks: Iterable[int]) -> str:

@@ -33,7 +33,7 @@ def test_failures_are_read_as_written_by_attempt(
     (found,) = read_failures(tmp_path, attempt="17/1")
     assert (found.kind, found.what, found.rank, found.node) == ("storage", "no space", 3, "n2")
     assert (found.step, found.reported_by) == (7, 3) and found.time > 1.7e9
-    assert found.text == "rank 3 on n2 failed at step 7 (storage): no space"
+    assert found.text == "no space (storage, step 7)"
 
 
 def test_cut_and_unknown_lines_are_skipped(tmp_path: Path) -> None:

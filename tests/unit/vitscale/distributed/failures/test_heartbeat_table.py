@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from vitscale.config.errors import FailureKind
 from vitscale.distributed.failures import heartbeat
+from vitscale.distributed.failures.events import Failure
 from vitscale.distributed.failures.heartbeat_table import (
     ENDED,
-    GAVE_UP,
     LOST,
+    REPORTS,
     RUNNING,
     Beat,
     HeartbeatTable,
     Silence,
+    failure_to_json,
     names,
 )
 
@@ -51,7 +54,8 @@ def test_a_node_without_power_is_named_within_60_s(num_ranks: int) -> None:
             break
     # The other ranks read it a period later.
     assert named is not None and 100 < now <= 160 - PERIOD_S
-    assert named.startswith("all of n1 (rank 8 to 15) has sent no heartbeat for 45 s")
+    assert named.what.startswith("all of n1 (rank 8 to 15) has sent no heartbeat for 45 s")
+    assert (named.kind, named.rank, named.node) == ("killed from outside", 8, "n1")
 
 
 def test_the_rank_whose_device_hangs_is_named() -> None:
@@ -63,7 +67,9 @@ def test_the_rank_whose_device_hangs_is_named() -> None:
         named = watch.problem(beats, now=period * PERIOD_S)
         if named:
             break
-    assert named == "the others have waited 420 s for rank 3 on n0 (running the backward pass)"
+    assert named is not None and (named.kind, named.rank, named.node) == ("hang", 3, "n0")
+    what = "rank 3 on n0 has kept the others waiting for 420 s (running the backward pass)"
+    assert named.what == what
 
 
 def test_ranks_at_the_same_mark_are_not_late() -> None:
@@ -83,7 +89,8 @@ def test_a_lost_connection_names_the_silent_rank_early() -> None:
         named = watch.problem(beats, now=period * PERIOD_S)
         if named:
             break
-    assert named == "no heartbeat from rank 5 on n0" and period == 13
+    assert named is not None and named.rank == 5 and period == 13
+    assert named.what == "rank 5 on n0 sends no heartbeat any more"
 
 
 def test_a_rank_that_ended_is_named_only_to_those_who_miss_it() -> None:
@@ -92,12 +99,16 @@ def test_a_rank_that_ended_is_named_only_to_those_who_miss_it() -> None:
     for period in range(1, 100):
         assert watch.problem([beat(0, period), ended], now=period * PERIOD_S) is None
     lost = [beat(0, 101, state=LOST), ended]
-    assert watch.problem(lost, now=303.0) == "no heartbeat from rank 1 on n0"
+    named = watch.problem(lost, now=303.0)
+    assert named is not None and named.rank == 1
 
 
-def test_a_rank_that_gave_up_says_why() -> None:
-    beats = [beat(0, 1), beat(1, 1, state=GAVE_UP, doing="its storage hangs")]
-    assert table(2).problem(beats, now=1.0) == "rank 1 on n0 ended the run: its storage hangs"
+def test_a_report_ends_the_run_at_once_and_names_its_culprit() -> None:
+    """Rank 1 reports rank 2, which it saw die; that rank 5 is silent, too, is not the cause."""
+    failure = Failure(kind=FailureKind.KILLED, what="gone", rank=2, node="n0", reported_by=1)
+    beats = [beat(rank, 1) for rank in range(6)]
+    beats[1] = beat(1, 1, state=REPORTS, doing=failure_to_json(failure))
+    assert table(6).problem(beats, now=1.0) == failure
 
 
 def test_names_groups_ranks_by_node() -> None:

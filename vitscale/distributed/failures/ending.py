@@ -1,0 +1,109 @@
+"""End the process of a rank: at once, with its children, whatever still runs in it.
+
+Owns: the exit code of a rank's script, the deadline of everything at exit, and killing children.
+Needs no torch.
+Leaves out: telling the other ranks (`heartbeat`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from vitscale.config.errors import EXIT_FAILED, run_script
+from vitscale.distributed.processes import descendants
+
+# From a failure, or the end of a script, until the process is gone.
+EXIT_S = 10.0
+# The interpreter's own watch needs no GIL, which a hanging extension may hold.
+LATER_S = 2.0
+
+_exit_code = EXIT_FAILED
+_deadline: threading.Thread | None = None
+
+
+def end_now(exit_code: int) -> None:
+    """End this process and its children without clean-up."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+    kill_children()
+    os._exit(exit_code)
+
+
+def kill_children() -> None:
+    """Kill everything that this process has started, with SIGKILL."""
+    for pid in descendants(os.getpid()):
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def end_within(seconds: float, *, exit_code: int) -> None:
+    """End this process after `seconds`, whatever it does then. The first call sets the time.
+
+    exit_code: of that end; the last call's. Nothing else waits for longer, but the process should
+    end before: what it does then is printed.
+    """
+    global _exit_code, _deadline
+    _exit_code = exit_code
+    if _deadline is not None:
+        return
+    stderr = sys.__stderr__
+
+    def wait() -> None:
+        time.sleep(seconds)
+        print(f"error: this process has not ended for {seconds:g} s; it does:", file=stderr)
+        faulthandler.dump_traceback(file=stderr, all_threads=True)
+        end_now(_exit_code)
+
+    faulthandler.dump_traceback_later(seconds + LATER_S, exit=True, file=stderr)
+    _deadline = threading.Thread(target=wait, name="deadline", daemon=True)
+    _deadline.start()
+
+
+def run_rank_script(main: Callable[[], None]) -> None:
+    """`run_script` for one of several ranks; the process exits through `skip_teardown`."""
+    try:
+        run_script(main)
+    except SystemExit as stop:
+        skip_teardown(stop.code if isinstance(stop.code, int) else int(stop.code is not None))
+        raise
+    except BaseException:
+        skip_teardown(EXIT_FAILED)
+        raise
+    skip_teardown(0)
+
+
+def skip_teardown(exit_code: int) -> None:
+    """Make this process exit with `exit_code`, and without interpreter teardown.
+
+    DeepSpeed keeps process groups, and thereby gloo's threads, alive past
+    `destroy_process_group`. A thread that frees a tensor during interpreter teardown aborts the
+    process ("terminate called without an active exception", exit code -6), and the launcher
+    reports a finished run as failed (pytorch/pytorch#179291).
+    Exit handlers still run, and output is flushed. From the end of the main thread all that takes
+    `EXIT_S` at most, joining other threads included. The last call sets the exit code.
+    """
+    global _exit_code
+    _exit_code = exit_code
+    # Called before threads are joined, which has no limit.
+    threading._register_atexit(  # type: ignore[attr-defined]  # not in the type stubs
+        lambda: end_within(EXIT_S, exit_code=_exit_code)
+    )
+
+    def end() -> None:
+        atexit.unregister(end)
+        # First: handlers wait for children, multiprocessing's without a limit.
+        kill_children()
+        # In the order that multiprocessing uses for its children.
+        atexit._run_exitfuncs()
+        end_now(_exit_code)
+
+    atexit.register(end)

@@ -1,0 +1,70 @@
+"""Watch the process of the next rank of this node.
+
+A killed process closes its connections, but no rank that waits for nothing of it would see that.
+Leaves out: what follows from it (`heartbeat`).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+from contextlib import suppress
+from pathlib import Path
+
+from vitscale.distributed.node_share import node_identity
+from vitscale.distributed.world import World
+
+KEY = "vitscale/process"
+
+
+class Neighbour:
+    """The next rank of this node, the last one's being the first: a ring of pids."""
+
+    def __init__(self, world: World) -> None:
+        self._store, self._own = world.store, world.rank
+        is_last = world.local_rank == world.local_world_size - 1
+        self.rank = world.rank - world.local_rank if is_last else world.rank + 1
+        self.needs_address = world.store is not None and self.rank != world.rank
+        self._watched: int | None = None
+
+    def announce(self) -> None:
+        """Say where this rank's process is."""
+        assert self._store is not None
+        self._store.set(f"{KEY}/{self._own}", _address(os.getpid()))
+
+    def read_address(self) -> None:
+        """Begin to watch the neighbour, if it has announced itself and can be seen from here."""
+        assert self._store is not None
+        key = f"{KEY}/{self.rank}"
+        if not self._store.check([key]):
+            return
+        self.needs_address = False
+        address = self._store.get(key).decode()
+        pid = int(address.rpartition(" ")[2])
+        with suppress(OSError):
+            watched = os.pidfd_open(pid)
+            # Of another process namespace it would be another process.
+            if _address(pid) == address:
+                self._watched = watched
+            else:
+                os.close(watched)
+
+    def is_gone(self) -> bool:
+        """Whether its process has ended. False as long as it is not watched."""
+        return self._watched is not None and bool(select.select([self._watched], [], [], 0)[0])
+
+    def forget(self) -> None:
+        """Watch it no longer."""
+        if self._watched is not None:
+            os.close(self._watched)
+        self._watched = None
+
+
+def _address(pid: int) -> str:
+    """The same for one process, seen from where it is the same process."""
+    start = ""
+    with suppress(OSError, IndexError):
+        # Field 22, the start time: the system uses ids again.
+        start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    namespace = os.readlink("/proc/self/ns/pid")
+    return f"{node_identity()} {namespace} {start} {pid}"
