@@ -56,6 +56,7 @@ def end_within(seconds: float, *, exit_code: int) -> None:
     if _deadline is not None:
         return
     stderr = sys.__stderr__
+    assert stderr is not None
 
     def wait() -> None:
         time.sleep(seconds)
