@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 try:
     from finetune.inference.settings import EvaluateRun, steps_of
     from vitscale.config.command_line import load_command
+    from vitscale.data.workers.server import start_loader_server
     from vitscale.distributed.failures.ending import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -48,7 +49,10 @@ def evaluate(run: EvaluateRun) -> None:
         say = print if world.is_first else lambda _: None
         loaded = load_model(run.model_copy(update={"image_size": run.sizes[0]}))
         (train, val), lines = once_per_node(
-            lambda: splits(run, check_files=world.is_first), rank=world.rank, gather=gather_objects
+            lambda: splits(run, check_files=world.is_first),
+            rank=world.rank,
+            gather=gather_objects,
+            for_workers=run.data.num_workers > 0,
         )
         for line in lines:
             say(f"index of {run.data.path}: {line}")
@@ -79,6 +83,8 @@ def main() -> None:
         description="Evaluate a trained model on a folder of shards.",
         default_config="configs/eval/demo.yaml",
     )
+    data = command.run.data
+    start_loader_server(data.num_workers, paths=[data.path])  # it imports torch beside this process
     evaluate(command.run)
 
 

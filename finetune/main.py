@@ -13,6 +13,7 @@ import sys
 try:
     from finetune.run import FinetuneRun
     from vitscale.config.command_line import load_command
+    from vitscale.data.workers.server import start_training_server
     from vitscale.distributed.failures.ending import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -42,6 +43,7 @@ def main() -> None:
         description="Fine-tune a pre-trained Vision Transformer on a folder of shards.",
         default_config="configs/demo/finetune.yaml",
     )
+    start_training_server(command.run.data)  # it imports torch beside this process
     train(command.run)
 
 

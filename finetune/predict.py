@@ -12,6 +12,7 @@ import sys
 try:
     from finetune.inference.prediction.settings import PredictRun
     from vitscale.config.command_line import load_command
+    from vitscale.data.workers.server import start_loader_server
     from vitscale.distributed.failures.ending import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -52,7 +53,9 @@ def main() -> None:
         needs_config=False,
         words_key="images",
     )
-    predict(command.run)
+    run = command.run
+    start_loader_server(run.num_workers, paths=run.images)  # it imports torch beside this process
+    predict(run)
 
 
 if __name__ == "__main__":

@@ -1,42 +1,38 @@
 """Load batches in worker processes, from any position of training.
 
-Owns: batches, worker processes, and errors when a worker dies or hangs.
-Leaves out: the order (`order`), single samples (`samples`), normalisation (`engine`).
+Owns: batches, and making tensors of what workers have filled.
+Leaves out: the order (`order`), single samples (`samples`), worker processes (`workers`),
+normalisation (`engine`).
 """
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+import queue
+import threading
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import wait
-from typing import Protocol
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset
 
-from vitscale.config.errors import RankError, UserError
-from vitscale.data.batch_slots import PREFETCH, BatchSlots
 from vitscale.data.index import SplitIndex
 from vitscale.data.order import rank_batches
 from vitscale.data.samples import (
     EvaluationSamples,
+    Samples,
     StreamedSamples,
     TrainingSamples,
     Unreadable,
 )
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet
-from vitscale.distributed.processes import process_state
+from vitscale.data.workers.pool import Filled, Stream
+from vitscale.data.workers.process import fill_batch
 from vitscale.images.size import ImageSize, rows_and_columns
 
-# How long to wait for the exit code of a worker whose connection broke.
-EXIT_WAIT_S = 5.0
-# A worker hangs after this many consecutive timeouts of timeout_s / TIMEOUT_PARTS. If the machine
-# is suspended, only one timeout expires, however long the pause.
-TIMEOUT_PARTS = 4
+# How long the end of a loader waits for the thread that pins memory.
+CLOSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,141 +70,17 @@ class Batch:
             tensor.record_stream(stream)
 
 
-class Samples(Protocol):
-    """Fills one image into a row of a batch; returns its label and unreadable samples."""
-
-    image_size: ImageSize
-
-    def prefetch(self, positions: Sequence[int]) -> None: ...
-
-    def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]: ...
-
-
 @dataclass(frozen=True, slots=True)
-class _Filled:
-    """A batch in a slot. Holds no tensors: each would be sent through a socket."""
+class Loader:
+    """Where the batches of a rank come from; `open_loader` gives them."""
 
-    slots: int
-    slot: int
-    labels: tuple[int, ...]
-    unreadable: tuple[Unreadable, ...]
-
-    def read(self, *, pinned: bool) -> Batch:
-        images = _SLOTS[self.slots].images[self.slot, : len(self.labels)]
-        images = images.pin_memory() if pinned else images.clone()
-        labels, weights = torch.tensor(self.labels), torch.ones(len(self.labels))
-        if pinned:
-            labels, weights = labels.pin_memory(), weights.pin_memory()
-        return Batch(images, labels, weights, self.unreadable)
-
-    def pin_memory(self) -> Batch:
-        """Called in DataLoader's pin-memory thread, so that copies to the GPU are asynchronous."""
-        return self.read(pinned=True)
-
-
-# Slots of each open loader, by id: a training and an evaluation loader are open at once.
-_SLOTS: dict[int, BatchSlots] = {}
-
-
-class _Batches(Dataset[Batch | _Filled | UserError]):
-    """A dataset whose items are whole batches, decoded in place."""
-
-    def __init__(self, samples: Samples, slots: BatchSlots | None) -> None:
-        self.samples, self.slots, self.slots_id = samples, slots, id(slots)
-
-    def __getitems__(self, numbers: Sequence[int]) -> Batch | _Filled | UserError:
-        """numbers: the batch number, then its positions."""
-        number, *positions = numbers
-        shape = rows_and_columns(self.samples.image_size)
-        if self.slots is None:
-            images = torch.empty(len(positions), 3, *shape, dtype=torch.uint8)
-        else:
-            images = self.slots.images[self.slots.slot_of(number)]
-        labels, unreadable = [], []
-        self.samples.prefetch(positions)
-        try:
-            for row, position in zip(images, positions, strict=False):
-                label, skipped = self.samples.fill(position, row)
-                labels.append(label)
-                unreadable += skipped
-        except UserError as error:
-            # Returned, not raised: DataLoader would wrap it in a worker's traceback.
-            return error
-        if self.slots is None:
-            weights = torch.ones(len(labels))
-            return Batch(images, torch.tensor(labels), weights, tuple(unreadable))
-        slot = self.slots.slot_of(number)
-        return _Filled(self.slots_id, slot, tuple(labels), tuple(unreadable))
-
-
-def _identity(batch: object) -> object:
-    return batch
-
-
-def _start_worker(worker: int) -> None:
-    """Ignore signals meant for the trainer; use one thread per worker."""
-    for number in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(1)
-
-
-def _loader(
-    samples: Samples,
-    positions: Sequence[Sequence[int]],
-    *,
-    batch: int,
-    settings: DataSettings,
-    pin_memory: bool,
-) -> DataLoader[Batch]:
-    slots = None
-    if settings.num_workers:
-        slots = BatchSlots(
-            num_workers=settings.num_workers, batch=batch, image_size=samples.image_size
-        )
-        _SLOTS[id(slots)] = slots
-    return DataLoader(
-        _Batches(samples, slots),  # type: ignore[arg-type]  # stubs take items for samples
-        batch_sampler=_Numbered(positions),
-        num_workers=settings.num_workers,
-        prefetch_factor=PREFETCH if settings.num_workers else None,
-        collate_fn=_identity,
-        pin_memory=pin_memory,
-        worker_init_fn=_start_worker,
-        # Other methods would pickle the index for every worker.
-        multiprocessing_context="fork" if settings.num_workers else None,
-        timeout=settings.timeout_s / TIMEOUT_PARTS if settings.num_workers else 0,
-    )
-
-
-class _Numbered:
-    """Prefixes each batch of positions with the batch number."""
-
-    def __init__(self, positions: Sequence[Sequence[int]]) -> None:
-        self.positions = positions
-
-    def __len__(self) -> int:
-        return len(self.positions)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for number, positions in enumerate(self.positions):
-            yield [number, *positions]
-
-
-class _PositionBatches(Sequence[list[int]]):
-    """`rank_batches` as a lazy sequence with a length, as DataLoader needs."""
-
-    def __init__(self, **span: int) -> None:
-        self.span = span
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return rank_batches(**self.span)
-
-    def __len__(self) -> int:
-        span = self.span
-        return (span["stop"] - span["start"]) // (span["world_size"] * span["micro_batch"])
-
-    def __getitem__(self, number: int) -> list[int]:  # type: ignore[override]  # no slices needed
-        raise NotImplementedError
+    samples: Samples
+    positions: Iterable[Sequence[int]]
+    """Of each batch."""
+    batch: int
+    """Positions of the largest batch."""
+    settings: DataSettings
+    pin_memory: bool
 
 
 def training_batches(
@@ -223,12 +95,12 @@ def training_batches(
     world_size: int,
     micro_batch: int,
     pin_memory: bool,
-) -> DataLoader[Batch]:
+) -> Loader:
     """Micro-batches of one rank between two positions of training (samples seen).
 
     The position decides which samples they have; of streamed tars only how many.
     """
-    positions = _PositionBatches(
+    positions = rank_batches(
         start=start, stop=stop, rank=rank, world_size=world_size, micro_batch=micro_batch
     )
     samples: Samples
@@ -244,7 +116,7 @@ def training_batches(
             rank=rank,
             world_size=world_size,
         )
-    return _loader(samples, positions, batch=micro_batch, settings=settings, pin_memory=pin_memory)
+    return Loader(samples, positions, micro_batch, settings, pin_memory)
 
 
 def evaluation_batches(
@@ -286,93 +158,107 @@ def batches_of(
 ) -> Generator[Batch, None, None]:
     """One batch for each list of positions, in order; the first list is the longest."""
     size = len(positions[0]) if positions else 0
-    loader = _loader(samples, positions, batch=size, settings=settings, pin_memory=pin_memory)
-    with open_loader(loader) as batches:
+    with open_loader(Loader(samples, positions, size, settings, pin_memory)) as batches:
         yield from batches
 
 
 @contextmanager
-def open_loader(loader: DataLoader[Batch]) -> Iterator[Iterator[Batch]]:
-    """Iterate over a loader; stop its workers at the end of the block.
+def open_loader(loader: Loader) -> Iterator[Iterator[Batch]]:
+    """Iterate over a loader, once. Its workers start to fill batches at once.
 
-    Workers ignore SIGTERM, so Python's clean-up at exit would wait for them for ever.
-    Raises RankError, naming the worker, if one dies or gives no batch for `data.timeout_s`.
+    Raises WorkerError, naming the worker, if one dies or gives no batch for `data.timeout_s`, and
+    RankError for what a worker cannot read. The end of the block waits for no worker.
     """
-    batches = iter(loader)
-    try:
-        yield _watched(batches, timeout_s=loader.timeout * TIMEOUT_PARTS)
-    finally:
-        for worker in getattr(batches, "_workers", ()):  # absent without workers
-            if worker.is_alive() and not _responds(worker.pid):
-                # When a worker is killed, torch's SIGCHLD handler raises in the running code.
-                with suppress(RuntimeError):
-                    worker.kill()
-                    worker.join(EXIT_WAIT_S)
-        shutdown = getattr(batches, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
-        _SLOTS.pop(getattr(loader.dataset, "slots_id", 0), None)
-
-
-def _watched(
-    batches: Iterator[Batch | _Filled | UserError], *, timeout_s: float
-) -> Iterator[Batch]:
-    num_timeouts = 0
-    while True:
-        try:
-            batch = next(batches)
-            num_timeouts = 0
-        except StopIteration:
-            return
-        except (RuntimeError, OSError, EOFError) as error:
-            num_timeouts += 1
-            if _is_timeout(error) and num_timeouts < TIMEOUT_PARTS:
-                continue
-            # OSError, EOFError: a worker died while sending.
-            raise _worker_error(batches, error, timeout_s=timeout_s) from None
-        if isinstance(batch, UserError):
-            # RankError: the other ranks do not know about this error.
-            raise RankError(
-                batch.what, where=batch.where, allowed=batch.allowed, next_step=batch.next_step
-            )
-        yield batch.read(pinned=False) if isinstance(batch, _Filled) else batch
-
-
-def _worker_error(batches: object, error: Exception, *, timeout_s: float) -> Exception:
-    """A RankError that names dead or hung workers; any other error unchanged."""
-    workers = getattr(batches, "_workers", [])
-    if isinstance(error, OSError | EOFError) or "is killed by signal" in str(error):
-        wait([worker.sentinel for worker in workers], timeout=EXIT_WAIT_S)
-    dead = [worker for worker in workers if not worker.is_alive()]
-    if dead:
-        codes = ", ".join(f"{worker.name} (pid {worker.pid}): {worker.exitcode}" for worker in dead)
-        return RankError(
-            f"a loader worker died; exit codes: {codes}",
-            where="data.num_workers",
-            next_step="exit code -9 usually means the OOM killer: lower data.num_workers or raise "
-            "the job's memory; -7 means full shared memory: enlarge /dev/shm (docker: --shm-size)",
-        )
-    if not _is_timeout(error):
-        return error
-    task = getattr(batches, "_task_info", {}).get(getattr(batches, "_rcvd_idx", None), (None,))
-    # A stopped worker may hold the lock that the worker next in turn needs to send its batch.
-    slow = [
-        f"{worker.name} (pid {worker.pid}, {process_state(worker.pid)})"
-        for number, worker in enumerate(workers)
-        if number == task[0] or process_state(worker.pid) == "stopped"
-    ]
-    return RankError(
-        f"{', '.join(slow) or 'a loader worker'} gave no batch for {timeout_s:g} s",
-        where="data.timeout_s",
-        next_step="check the storage of the shards; raise data.timeout_s if it is only slow "
-        "(py-spy dump --pid PID shows what a worker is doing)",
+    if loader.settings.num_workers == 0:
+        yield _filled_here(loader)
+        return
+    stream = Stream(
+        loader.samples,
+        loader.positions,
+        batch=loader.batch,
+        num_workers=loader.settings.num_workers,
+        timeout_s=loader.settings.timeout_s,
     )
+    try:
+        if loader.pin_memory:
+            with closing(_Pinned(stream)) as batches:
+                yield batches
+        else:
+            yield (_copied(filled, pinned=False) for filled in stream)
+    finally:
+        stream.close()
 
 
-def _is_timeout(error: Exception) -> bool:
-    return "timed out" in str(error)
+def _filled_here(loader: Loader) -> Iterator[Batch]:
+    shape = rows_and_columns(loader.samples.image_size)
+    loader.samples.start(worker=0, num_workers=1)
+    for positions in loader.positions:
+        images = torch.empty(len(positions), 3, *shape, dtype=torch.uint8)
+        labels, unreadable = fill_batch(loader.samples, positions, images)
+        batch = Filled(images, torch.tensor(labels), tuple(unreadable))
+        yield _copied(batch, pinned=True) if loader.pin_memory else _batch(*batch)
 
 
-def _responds(pid: int) -> bool:
-    """False for a process that is stopped or waits for dead storage: it would never exit."""
-    return process_state(pid) in ("running", "sleeping")
+def _copied(filled: Filled, *, pinned: bool) -> Batch:
+    """Copy a batch out of its slot."""
+    images, labels, unreadable = filled
+    if pinned:
+        return _batch(images.pin_memory(), labels.pin_memory(), unreadable, pinned=True)
+    return _batch(images.clone(), labels.clone(), unreadable)
+
+
+def _batch(
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    unreadable: tuple[Unreadable, ...],
+    *,
+    pinned: bool = False,
+) -> Batch:
+    return Batch(images, labels, torch.ones(len(labels), pin_memory=pinned), unreadable)
+
+
+class _Pinned(Iterator[Batch]):
+    """The batches of a stream in pinned memory, copied by a thread, one ahead.
+
+    From there copies to the GPU are asynchronous.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self._closed = stream, False
+        self._ready: queue.Queue[Batch | Exception] = queue.Queue(maxsize=1)
+        self._thread = threading.Thread(target=self._copy, name="pin batches", daemon=True)
+        self._thread.start()
+
+    def __next__(self) -> Batch:
+        while True:
+            alive = self._thread.is_alive()
+            try:
+                found = self._ready.get(timeout=CLOSE_S)
+            except queue.Empty:
+                assert alive, "the thread's last word is its error, or the end"
+                continue
+            if isinstance(found, Exception):
+                self._put(found)  # for whoever asks again
+                raise found
+            return found
+
+    def close(self) -> None:
+        self._closed = True
+        self._thread.join(CLOSE_S)  # it may wait for a worker
+
+    def _copy(self) -> None:
+        try:
+            for filled in self._stream:
+                self._put(_copied(filled, pinned=True))
+                if self._closed:
+                    return
+            self._put(StopIteration())
+        except Exception as error:
+            self._put(error)
+
+    def _put(self, item: Batch | Exception) -> None:
+        while not self._closed:
+            try:
+                return self._ready.put(item, timeout=CLOSE_S / 10)
+            except queue.Full:
+                continue

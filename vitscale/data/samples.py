@@ -11,10 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from torch.utils.data import get_worker_info
 
 from vitscale.config.errors import UserError
 from vitscale.data.index import NO_LABEL, SplitIndex
@@ -50,6 +49,22 @@ class Unreadable(NamedTuple):
     error: str
     key: str | None = None
     """Its key where there is no index to look it up in."""
+
+
+class Samples(Protocol):
+    """Fills one image into a row of a batch; returns its label and unreadable samples."""
+
+    image_size: ImageSize
+
+    def start(self, *, worker: int, num_workers: int) -> None:
+        """Called once in the process that reads, before it reads."""
+
+    def prefetch(self, positions: Sequence[int]) -> None:
+        """Called with the positions of a batch, before they are filled."""
+
+    def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
+        """Write an image into `out`, uint8 [3, rows, columns]."""
+        ...
 
 
 class SplitReader:
@@ -143,7 +158,7 @@ class Augmentation:
             out.copy_(augment(out, settings.augment, random, mean=mean, std=std))
 
 
-class TrainingSamples:
+class TrainingSamples(Samples):
     """Augmented training samples, by position in training."""
 
     def __init__(
@@ -204,7 +219,7 @@ class TrainingSamples:
         return key % self.parts[draw.part].index.num_samples
 
 
-class StreamedSamples:
+class StreamedSamples(Samples):
     """Augmented training samples of one rank, from tars without an index, in no certain order."""
 
     def __init__(
@@ -219,26 +234,27 @@ class StreamedSamples:
         world_size: int,
     ) -> None:
         """start: position of training where the streams begin."""
-        self.streamed, self.image_size, self.seed, self.start = streamed, image_size, seed, start
-        self.rank, self.world_size = rank, world_size
+        self.streamed, self.image_size, self.seed = streamed, image_size, seed
+        self.first_position = start
+        self.process, self.num_processes = rank, world_size
         self.augmentation = Augmentation(settings, image_size=image_size, seed=seed)
+
+    def start(self, *, worker: int, num_workers: int) -> None:
+        """Read the tars of this worker of the rank."""
+        self.process = self.process * num_workers + worker
+        self.num_processes *= num_workers
 
     @cached_property
     def _samples(self) -> Iterator[TarSample]:
         """Opened in the process that reads them."""
-        worker = get_worker_info()
-        number, per_rank = (0, 1) if worker is None else (worker.id, worker.num_workers)
         stream = TarStream(
             self.streamed,
             seed=self.seed,
-            start=self.start,
-            process=self.rank * per_rank + number,
-            num_processes=self.world_size * per_rank,
+            start=self.first_position,
+            process=self.process,
+            num_processes=self.num_processes,
         )
         return iter(stream)
-
-    def prefetch(self, positions: Sequence[int]) -> None:
-        """Nothing: tars are read ahead."""
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write the next image of this process into `out`, uint8 [3, rows, columns].
@@ -334,7 +350,7 @@ def _cut(resized_3RC: torch.Tensor, plan: crops.CenterCrop, out: torch.Tensor) -
     return resized_3RC[:, plan.top : plan.top + rows, plan.left : plan.left + columns]
 
 
-class EvaluationSamples:
+class EvaluationSamples(Samples):
     """Evaluation samples, by stored position; resized deterministically."""
 
     def __init__(self, index: SplitIndex, *, settings: DataSettings, image_size: ImageSize) -> None:

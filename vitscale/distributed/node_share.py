@@ -1,12 +1,14 @@
-"""Make a value once per node; the other ranks of the node map its arrays.
+"""Make a value once per node; the other ranks of the node, and loader workers, map its arrays.
 
-Owns: the file in shared memory, its lock, and removal of what killed jobs left.
+Owns: the file in shared memory, its lock, removal of what killed jobs left, and handing a value to
+another process as open files.
 Leaves out: what is shared. Needs no torch, but for the exchange that the caller passes.
 
 The first rank of a node writes the value to a file of its own user, with the arrays apart from the
 rest (pickle protocol 5), and the others map it read-only. As soon as all have, the name is removed:
-the memory lives as long as a process maps it, so nothing is left at exit, and forked processes have
-it too. A job that is killed before that leaves a file without a lock; the next start removes it.
+the memory lives as long as a process maps it, so nothing is left at exit. The descriptor stays
+open, so that `share` can pass the arrays on. A job that is killed before the name is removed leaves
+a file without a lock; the next start removes it.
 """
 
 from __future__ import annotations
@@ -17,11 +19,14 @@ import os
 import pickle
 import socket
 import tempfile
+import weakref
 from array import array
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from vitscale.config.errors import UserError
 
@@ -35,6 +40,10 @@ ALIGNMENT = 64
 SPARE_BYTES = 1 << 28
 
 
+# Mapped files of this process, as long as an array shows them: descriptor and address.
+_MAPPED: weakref.WeakKeyDictionary[mmap.mmap, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+
 class _Report(NamedTuple):
     """What a rank tells the others."""
 
@@ -44,9 +53,12 @@ class _Report(NamedTuple):
     """Why nothing is shared."""
 
 
-def once_per_node(make: Callable[[], T], *, rank: int, gather: Gather) -> tuple[T, list[str]]:
+def once_per_node(
+    make: Callable[[], T], *, rank: int, gather: Gather, for_workers: bool = False
+) -> tuple[T, list[str]]:
     """`make()` of the first rank of each node, with the same arrays for all ranks of the node.
 
+    for_workers: also share where a rank is alone on its node, for its workers to map.
     The arrays are read-only. Returns the value and sentences on why a node shares nothing, in
     which case each rank makes its own. Collective.
     Raises UserError, on all ranks, when `make` does on one.
@@ -59,7 +71,7 @@ def once_per_node(make: Callable[[], T], *, rank: int, gather: Gather) -> tuple[
             remove_leftovers(Path(SHARED_MEMORY))  # also where nothing is shared
             try:
                 found = [make()]
-                if len(same) > 1:
+                if len(same) > 1 or for_workers:
                     file = SharedFile.write(found[0])
                     stack.callback(file.remove)  # when all have mapped it
                     report = _Report(path=str(file.path))
@@ -132,9 +144,9 @@ class SharedFile:
             file = cls._create(folder)
             try:
                 sizes = array("q", [len(pieces), *map(len, pieces)])
-                file._write_at(0, memoryview(sizes.tobytes()))
+                _write_at(file._descriptor, 0, memoryview(sizes.tobytes()))
                 for piece, start in zip(pieces, starts, strict=False):
-                    file._write_at(start, piece)
+                    _write_at(file._descriptor, start, piece)
                 return file
             except OSError as error:
                 file.remove()
@@ -151,11 +163,6 @@ class SharedFile:
                 return cls(Path(path), descriptor)
             os.close(descriptor)
 
-    def _write_at(self, start: int, piece: memoryview) -> None:
-        os.lseek(self._descriptor, start, os.SEEK_SET)
-        while piece:
-            piece = piece[os.write(self._descriptor, piece) :]
-
     def remove(self) -> None:
         """Remove the name; those who have mapped the file keep its content."""
         self.path.unlink(missing_ok=True)
@@ -169,9 +176,10 @@ def read_shared(path: Path) -> Any:
         # Unpickling runs code, so the file must be one's own.
         if os.fstat(descriptor).st_uid != os.getuid():
             raise OSError(f"{path} belongs to another user")
-        mapped = memoryview(mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ))
-    finally:
+        mapped = _map(descriptor)
+    except OSError:
         os.close(descriptor)
+        raise
     num = mapped[:8].cast("q")[0]
     sizes = mapped[8 : 8 * (num + 1)].cast("q").tolist()
     starts = _starts(sizes)
@@ -179,6 +187,79 @@ def read_shared(path: Path) -> Any:
         mapped[start : start + size] for start, size in zip(starts, sizes, strict=False)
     )
     return pickle.loads(data, buffers=buffers)
+
+
+class Piece(NamedTuple):
+    """Bytes of a file."""
+
+    file: int
+    """Number among the descriptors that are sent."""
+    start: int
+    num_bytes: int
+
+
+class Shared(NamedTuple):
+    """A value as open files: the first has its pickle, and arrays that no file has."""
+
+    pieces: tuple[Piece, ...]
+    descriptors: tuple[int, ...]
+
+
+@contextmanager
+def share(value: object) -> Iterator[Shared]:
+    """A value for other processes, which map its arrays; valid within the block.
+
+    Arrays that `read_shared` has mapped are not copied, others once for all processes.
+    """
+    buffers: list[pickle.PickleBuffer] = []
+    data = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+    descriptors, pieces, end = [os.memfd_create("shared", os.MFD_CLOEXEC)], [], 0
+    try:
+        for piece in (memoryview(data), *(each.raw() for each in buffers)):
+            descriptor, start = _place_of(piece) or (descriptors[0], end + -end % ALIGNMENT)
+            if descriptor == descriptors[0]:
+                _write_at(descriptor, start, piece)
+                end = start + len(piece)
+            if descriptor not in descriptors:
+                descriptors.append(descriptor)
+            pieces.append(Piece(descriptors.index(descriptor), start, len(piece)))
+        yield Shared(tuple(pieces), tuple(descriptors))
+    finally:
+        os.close(descriptors[0])
+
+
+def receive(pieces: Sequence[Piece], descriptors: Sequence[int]) -> Any:
+    """The value that another process shares, its arrays read-only. Closes what is not mapped."""
+    files = [_map(descriptor) for descriptor in descriptors]
+    data, *buffers = (files[file][start : start + size] for file, start, size in pieces)
+    return pickle.loads(data, buffers=buffers)
+
+
+def _map(descriptor: int) -> memoryview:
+    """The bytes of a file; closes the descriptor when nothing shows them any more."""
+    mapped = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    _MAPPED[mapped] = descriptor, _address(memoryview(mapped))
+    weakref.finalize(mapped, os.close, descriptor).atexit = False
+    return memoryview(mapped)
+
+
+def _place_of(piece: memoryview) -> tuple[int, int] | None:
+    """Descriptor and first byte in the mapped file that has these bytes, if any has."""
+    address = _address(piece)
+    for mapped, (descriptor, start) in _MAPPED.items():
+        if start <= address and address + len(piece) <= start + len(mapped):
+            return descriptor, address - start
+    return None
+
+
+def _address(piece: memoryview) -> int:
+    return int(np.frombuffer(piece, np.uint8).__array_interface__["data"][0]) if piece else 0
+
+
+def _write_at(descriptor: int, start: int, piece: memoryview) -> None:
+    os.lseek(descriptor, start, os.SEEK_SET)
+    while piece:
+        piece = piece[os.write(descriptor, piece) :]
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -254,7 +254,10 @@ def _read_data(run: TrainingRun, world: World) -> tuple[TrainingSet, SplitIndex 
             val_index = scanned_split(run.data, _scanned(run, world))
         return streamed, val_index, []
     (data, val_index), lines = once_per_node(
-        lambda: _read_index(run, check_files=world.is_first), rank=world.rank, gather=gather_objects
+        lambda: _read_index(run, check_files=world.is_first),
+        rank=world.rank,
+        gather=gather_objects,
+        for_workers=run.data.num_workers > 0,
     )
     return data, val_index, [f"index of {run.data.path}: {line}" for line in lines]
 

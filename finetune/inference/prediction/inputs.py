@@ -20,7 +20,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME, NO_LABEL, SplitIndex, read_split
 from vitscale.data.index_keys import sample_keys
 from vitscale.data.remote.urls import is_url
-from vitscale.data.samples import EvaluationResize, EvaluationSamples, Unreadable
+from vitscale.data.samples import EvaluationResize, EvaluationSamples, Samples, Unreadable
 from vitscale.data.settings import DataSettings
 from vitscale.images.photographs import converted_pixels
 from vitscale.images.size import ImageSize
@@ -50,16 +50,6 @@ class Inputs(Protocol):
     def samples(self, settings: DataSettings, *, image_size: ImageSize) -> Samples:
         """Reads and resizes them."""
         ...
-
-
-class Samples(Protocol):
-    """As `vitscale.data.loader.Samples`."""
-
-    image_size: ImageSize
-
-    def prefetch(self, positions: Sequence[int]) -> None: ...
-
-    def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]: ...
 
 
 def find_inputs(run: PredictRun) -> Inputs:
@@ -153,15 +143,12 @@ def _is_image_name(path: str) -> bool:
     return path.rpartition(".")[2].lower() in SUFFIXES
 
 
-class FileSamples:
+class FileSamples(Samples):
     """Photographs as they are: also rotated by EXIF, transparent or with 16 bits per sample."""
 
     def __init__(self, paths: Paths, *, settings: DataSettings, image_size: ImageSize) -> None:
         self.paths, self.image_size = paths, image_size
         self.resize = EvaluationResize(settings, image_size=image_size)
-
-    def prefetch(self, positions: Sequence[int]) -> None:
-        pass
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         path = os.fsdecode(self.paths[position])

@@ -7,12 +7,11 @@ samples (`shards`).
 
 from __future__ import annotations
 
-import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from multiprocessing.sharedctypes import RawArray
 from random import SystemRandom
 from typing import TypeVar
 
@@ -32,8 +31,6 @@ DAMAGED_READS = 3
 RANGE_TRIES = 3
 SIZE_THREADS = 16
 COUNTS = ("retries", "requests", "bytes", "cache_hits", "cache_failures")
-# Rows for all processes of a rank, indexed by process id.
-COUNT_ROWS = 251
 
 T = TypeVar("T")
 
@@ -47,23 +44,42 @@ class StorageError(UserError):
 
 
 class RemoteCounts:
-    """Counts of requests, summed over a process and its workers."""
+    """Counts of requests of a process and its workers, which report theirs with each batch."""
 
     def __init__(self) -> None:
-        # No lock: a worker killed while it holds one would block all others.
-        self.rows = RawArray("d", COUNT_ROWS * len(COUNTS))
+        self._lock = threading.Lock()
+        self._counts = dict.fromkeys(COUNTS, 0.0)
 
     def add(self, name: str, amount: float = 1) -> None:
-        self.rows[os.getpid() % COUNT_ROWS * len(COUNTS) + COUNTS.index(name)] += amount
+        with self._lock:
+            self._counts[name] += amount
 
     def total(self) -> dict[str, float]:
-        return {name: sum(self.rows[i :: len(COUNTS)]) for i, name in enumerate(COUNTS)}
+        with self._lock:
+            return dict(self._counts)
+
+    def take(self) -> dict[str, float]:
+        """The counts since the last call, other than 0."""
+        with self._lock:
+            counts, self._counts = self._counts, dict.fromkeys(COUNTS, 0.0)
+        return {name: amount for name, amount in counts.items() if amount}
 
 
 @cache
 def remote_counts() -> RemoteCounts:
     """Counts of this process and the workers it starts."""
     return RemoteCounts()
+
+
+def take_counts() -> dict[str, float] | None:
+    """In a worker: the counts to report; None if nothing is remote."""
+    return remote_counts().take() if remote_counts.cache_info().currsize else None
+
+
+def add_counts(reported: dict[str, float]) -> None:
+    """Add what a worker reports."""
+    for name, amount in reported.items():
+        remote_counts().add(name, amount)
 
 
 def remote_metrics() -> dict[str, float]:
@@ -207,7 +223,7 @@ class RemoteStore:
                 # A timeout has no text: keep the last error that has one.
                 last_error = error if last_error is None or str(error) else last_error
                 refused = isinstance(error, PermissionError) or _status(error) in (401, 403)
-                # System randomness: forked processes would otherwise all pause equally long.
+                # System randomness: workers, forks of one server, would otherwise all pause equally.
                 jittered = pause_s * SystemRandom().uniform(0.5, 1.5)
                 # A request exceeds its timeout only if this process was suspended.
                 spent_s += min(time.monotonic() - began, timeout_s) + jittered

@@ -1,0 +1,100 @@
+"""Start worker processes from a server that never has a thread.
+
+Owns: the standard library's fork server of this process: its environment, its imports, its signals.
+Leaves out: what workers do. Needs no torch.
+
+A fork of a process with threads copies locks that another thread holds, and the child may wait for
+them for ever. The server is a fresh interpreter that imports what workers need; a worker is a fork
+of it and starts in milliseconds. It ends with the process that started it, its workers with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from types import ModuleType
+from typing import Any
+
+# Signals for the process that starts workers; SLURM and a terminal send them to all.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
+ENVIRONMENT = {
+    # Libraries for linear algebra and OpenMP start threads at import, one per core.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # Else files of the current folder would hide modules.
+    "PYTHONSAFEPATH": "1",
+}
+PR_SET_PDEATHSIG = 1
+
+
+def start_server(imports: Sequence[str]) -> None:
+    """Start the server, unless it runs. Returns at once: its imports run beside this process.
+
+    imports: modules that workers need; those that are missing are left out.
+    """
+    forkserver.set_forkserver_preload(list(imports))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    saved = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    try:
+        # Both inherit the mask. Starting the tracker unblocks SIGTERM.
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        forkserver.ensure_running()
+    finally:
+        for name, value in saved.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def worker_context(imports: Sequence[str]) -> ForkServerContext:
+    """The context whose processes come from the server, which is started if there is none.
+
+    SIGNALS are blocked in them, and nothing of the main script is there.
+    """
+    start_server(imports)
+    return _Context()
+
+
+def end_with_server() -> None:
+    """Let this worker end when its server does. To be called first."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The server waits until nobody has this pipe; a stopped worker would keep it.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+
+
+def accept_signals() -> None:
+    """Let SIGNALS end this worker."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+class _Process(ForkServerProcess):
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        with _no_main_module():
+            return ForkServerProcess._Popen(process_obj)  # type: ignore[attr-defined]
+
+
+class _Context(ForkServerContext):
+    Process = _Process  # type: ignore[assignment]
+
+
+@contextmanager
+def _no_main_module() -> Iterator[None]:
+    """Otherwise each worker would import the main script, with all that the script imports."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
