@@ -193,7 +193,7 @@ def compared_copies(job: tuple[int, bytes]) -> tuple[np.ndarray, np.ndarray]:
 def report_catch_rates(sets: dict[str, dict[str, bytes]]) -> None:
     """Images with too little contrast to compare count as missed."""
     results = []
-    with multiprocessing.Pool(len(os.sched_getaffinity(0))) as pool:
+    with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
         for name, images in sets.items():
             jobs = pool.map(compared_copies, enumerate(images.values()), chunksize=8)
             results.append([np.stack(column) for column in zip(*jobs, strict=True)])

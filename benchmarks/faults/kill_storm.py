@@ -73,7 +73,6 @@ VARIANTS = {
 # A closed connection means that the other rank died, a signal that a worker died.
 EXIT_TIMEOUT_S = 60.0
 TRAINING_TIMEOUT_S = 600.0
-# Loader workers check every 5 s whether their rank is alive.
 ORPHAN_TIMEOUT_S = 30.0
 ATTEMPTS_WITHOUT_PROGRESS = 40
 

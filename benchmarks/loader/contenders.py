@@ -36,6 +36,7 @@ from vitscale.data.samples import SplitReader
 from vitscale.data.settings import DataSettings
 from vitscale.data.tars.settings import WebdatasetSettings
 from vitscale.data.training_set import open_training_set
+from vitscale.distributed.fork_server import worker_context
 
 BATCH, SIDE, SEED = 64, 224, 0  # SIDE: pixels a side of the output, unless given
 AREA = (0.05, 1.0)
@@ -132,10 +133,16 @@ def webdataset_pillow(task: Task) -> Batches:
         .shuffle(1000)
         .decode("pil")
         .to_tuple("jpg;jpeg;JPEG;png", "cls")
-        .map_tuple(transform, lambda label: label)
+        .map_tuple(transform, int)
         .batched(BATCH, partial=False)
     )
-    yield from webdataset.WebLoader(dataset, batch_size=None, num_workers=task.workers)
+    yield from webdataset.WebLoader(dataset, batch_size=None, **_processes(task))
+
+
+def _processes(task: Task) -> dict[str, Any]:
+    """For torch's DataLoader: workers from a fork server, as ours have one."""
+    context = worker_context([__name__]) if task.workers else None
+    return {"num_workers": task.workers, "multiprocessing_context": context}
 
 
 class _Stored(Dataset[tuple[torch.Tensor, int]]):
@@ -165,7 +172,7 @@ def map_style(task: Task, *, make_decode: Callable[[int], Decode]) -> Batches:
         _Stored(task, make_decode),
         batch_size=BATCH,
         sampler=positions,
-        num_workers=task.workers,
+        **_processes(task),
     )
     yield from loader
 

@@ -11,15 +11,11 @@ start late.
 from __future__ import annotations
 
 import errno
-import multiprocessing
-import os
 import signal
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing import resource_tracker
+from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -37,13 +33,18 @@ from data_prep.sources.outages import (
 )
 from data_prep.sources.protocol import SpoolError
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
+from vitscale.distributed.fork_server import end_with_server, worker_context
 from vitscale.distributed.processes import num_cores
 from vitscale.runs.data_prep import DataPrepRun
 
 UPDATE_S = 0.5
+# A worker that waits for dead storage does not end when it is killed.
+EXIT_WAIT_S = 5.0
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 USE_LESS_MEMORY = "lower num_workers or images.max_pixels and rerun; the run resumes"
 OUT_OF_MEMORY = f"a worker process ran out of memory on an image\n  next: {USE_LESS_MEMORY}"
+# What workers need, and what pyarrow imports at first use: 0.3 s and 45 MiB in each of them.
+IMPORTS = ("data_prep.pipeline.runner", "pandas", "pyarrow.compute", "pyarrow.parquet")
 # Kind of a worker's message -> the exception raised in the main process.
 ERRORS = {"interrupted": Interrupted, "corpus": UserError, "crash": RuntimeError}
 
@@ -56,12 +57,7 @@ def prepare(run: DataPrepRun, *, phases: tuple[Phase, ...] = PHASES, task: int =
     SystemExit(75) after a stop signal.
     """
     workers = run.num_workers or num_cores()
-    _import_before_fork()
-    # fork, while there is one thread: a fresh interpreter would spend a second on imports.
-    context = multiprocessing.get_context("fork")
-    with _stop_signals_blocked():
-        # Otherwise SIGUSR2 would kill it, with a message.
-        resource_tracker.ensure_running()
+    context = worker_context(IMPORTS)
     counters = context.Array("q", NUM_COUNTERS * workers, lock=False)
     messages: Any = context.SimpleQueue()
     processes = [
@@ -77,40 +73,18 @@ def prepare(run: DataPrepRun, *, phases: tuple[Phase, ...] = PHASES, task: int =
     previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: stop.set())
-    with _stop_signals_blocked():
+    try:
         for process in processes:
             process.start()
-    try:
         _watch(PhaseProgress(p, phases, counters), processes, messages, stop)
     finally:
         for process in processes:
             process.kill()
-            process.join()
+        for process in processes:
+            process.join(EXIT_WAIT_S)
         for number, handler in previous.items():
             # A second signal must not kill a process that is stopping.
             signal.signal(number, signal.SIG_IGN if stop.is_set() else handler)
-
-
-def _import_before_fork() -> None:
-    """Import what pyarrow imports at first use, so that forked workers share it.
-
-    `pa.array` imports pandas where it is installed (0.3 s, 45 MiB), `take` pyarrow.compute.
-    """
-    pa.array([0]).take([0])
-
-
-@contextmanager
-def _stop_signals_blocked() -> Iterator[None]:
-    """Block stop signals, also in processes started in the block, which inherit the mask.
-
-    SLURM signals every process of a job at once. A worker killed by the signal before this process
-    handles it would look like a failure.
-    """
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
 def _open(
@@ -157,8 +131,7 @@ def _work(
     run: DataPrepRun, num_phases: int, counters: Any, messages: Any, worker: int, start: int
 ) -> None:
     """Run one worker process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _end_with_parent()
+    end_with_server()
     # The default allocator keeps what is freed: a quarter of a worker's memory.
     pa.set_memory_pool(pa.system_memory_pool())
     # Warnings about broken EXIF and the like; faults that matter are in the ledger.
@@ -238,15 +211,3 @@ def storage_error(error: OSError | SpoolError, output: Path) -> UserError:
         where=str(output),
         next_step=f"{'free space' if full else 'fix this'} and rerun; the run resumes",
     )
-
-
-def _end_with_parent() -> None:
-    """Exit when the parent is killed."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        wait([parent.sentinel])
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

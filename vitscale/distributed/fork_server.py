@@ -11,6 +11,7 @@ of it and starts in milliseconds. It ends with the process that started it, its 
 from __future__ import annotations
 
 import ctypes
+import multiprocessing.process
 import os
 import signal
 import sys
@@ -79,6 +80,11 @@ def accept_signals() -> None:
 
 
 class _Process(ForkServerProcess):
+    def start(self) -> None:
+        super().start()
+        # Python waits for these at exit, without a limit; this one ends with its server.
+        multiprocessing.process._children.discard(self)  # type: ignore[attr-defined]
+
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
         with _no_main_module():

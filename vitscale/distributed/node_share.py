@@ -246,7 +246,7 @@ def _map(descriptor: int) -> memoryview:
 def _place_of(piece: memoryview) -> tuple[int, int] | None:
     """Descriptor and first byte in the mapped file that has these bytes, if any has."""
     address = _address(piece)
-    for mapped, (descriptor, start) in _MAPPED.items():
+    for mapped, (descriptor, start) in list(_MAPPED.items()):
         if start <= address and address + len(piece) <= start + len(mapped):
             return descriptor, address - start
     return None

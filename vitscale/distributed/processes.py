@@ -6,7 +6,6 @@ Leaves out: work that several machines share (`data_prep.pipeline.work_units`).
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import socket
 from collections import deque
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from vitscale.config.errors import UserError
+from vitscale.distributed.fork_server import accept_signals, worker_context
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -89,7 +89,8 @@ def ordered_results(
 ) -> Iterator[tuple[Item, Result]]:
     """Yield (item, result) in the order of the items, with at most a few items pending.
 
-    num_workers: None for one per core; 1 works in this process. `function` and items are pickled.
+    num_workers: None for one per core; 1 works in this process. `function` and items are pickled;
+    neither may come from the main script.
     """
     num_workers = num_workers or num_cores()
     items = iter(items)
@@ -98,9 +99,10 @@ def ordered_results(
         for item in (*first, *items):
             yield item, function(item)
         return
-    # spawn: a fork would copy the locks of pyarrow's threads.
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(num_workers, mp_context=context) as pool:
+    module = getattr(function, "func", function).__module__  # of a partial: of what it calls
+    context = worker_context([module])
+    # The pool ends its processes with SIGTERM.
+    with ProcessPoolExecutor(num_workers, context, initializer=accept_signals) as pool:
         pending: deque[tuple[Item, Future[Result]]] = deque()
         try:
             for item in (*first, *items):

@@ -13,33 +13,53 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import get_accelerator
-from deepspeed.runtime import engine as deepspeed_engine
-from deepspeed.runtime.zero import parameter_offload
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from deepspeed.utils import (
-    groups,
-    safe_get_local_fp32_param,
-    safe_get_local_optimizer_state,
-    safe_set_local_fp32_param,
-    safe_set_local_optimizer_state,
-)
-from deepspeed.utils import (
-    logger as deepspeed_logger,
-)
 from torch import nn
 
 from vitscale.distributed.world import World, broadcast_tensor
 from vitscale.engine.agreement import checksum, num_unequal
-from vitscale.engine.host_waits import remove_host_waits
+
+
+@contextmanager
+def _kept_out(module: str) -> Iterator[None]:
+    """Let imports of a module fail, unless it is imported."""
+    if module in sys.modules:
+        yield
+        return
+    sys.modules[module] = None  # type: ignore[assignment]  # so Python marks it
+    try:
+        yield
+    finally:
+        del sys.modules[module]
+
+
+# DeepSpeed's autotuner imports mlflow where it is installed, which takes a second.
+with _kept_out("mlflow"):
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime import engine as deepspeed_engine
+    from deepspeed.runtime.zero import parameter_offload
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+    from deepspeed.utils import (
+        groups,
+        safe_get_local_fp32_param,
+        safe_get_local_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_optimizer_state,
+    )
+    from deepspeed.utils import (
+        logger as deepspeed_logger,
+    )
+
+    from vitscale.engine.host_waits import remove_host_waits
 
 # The state of DeepSpeed's dynamic loss scale.
 LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")

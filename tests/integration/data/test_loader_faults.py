@@ -6,22 +6,26 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
-from tests.support.ranks.warm_ranks import ROOT, children
+from tests.support.ranks.warm_ranks import ROOT
 from tests.support.waiting import wait_until
-from vitscale.config.errors import UserError
+from vitscale.config.errors import UserError, WorkerError
 from vitscale.data.index import read_split
 from vitscale.data.index_keys import sample_keys
 from vitscale.data.loader import Batch, evaluation_batches, open_loader, training_batches
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
+from vitscale.data.workers import pool
+from vitscale.data.workers.pool import NUM_WAITS, worker_pool
+from vitscale.distributed.processes import is_alive, process_state
 
 NUM = 60
 
@@ -126,53 +130,115 @@ def test_a_truncated_shard_is_found_before_the_first_batch(shards: Path) -> None
         next(batches(shards, workers=0))
 
 
-def worker_pids() -> list[int]:
-    children = Path(f"/proc/self/task/{threading.get_native_id()}/children").read_text()
-    return [int(pid) for pid in children.split()]
-
-
 @pytest.mark.parametrize(
     "number, message",
     [
         (signal.SIGKILL, "a loader worker died; exit codes: .*pid {pid}.*-9"),
-        (signal.SIGBUS, "a loader worker died; exit codes: .*pid {pid}.*-7.*shared memory"),
+        (signal.SIGBUS, "a loader worker died; exit codes: .*pid {pid}.*-7"),
         (signal.SIGSTOP, "pid {pid}, stopped.* gave no batch for 3 s"),
     ],
 )
 def test_a_dead_or_hung_worker_is_named(shards: Path, number: signal.Signals, message: str) -> None:
-    before = set(worker_pids())
     running = batches(shards, workers=2, steps=10_000, timeout_s=3.0)
     next(running)
-    victim = min(set(worker_pids()) - before)
-    os.kill(victim, number)
-    with pytest.raises(UserError) as caught:
+    workers = worker_pool().pids
+    os.kill(workers[0], number)
+    with pytest.raises(WorkerError) as caught:
         for _ in running:
             pass
-    assert caught.match("(?s)" + message.format(pid=victim))
-    assert set(worker_pids()) <= before
+    assert caught.match("(?s)" + message.format(pid=workers[0]))
+    assert {process_state(worker) for worker in workers} == {"gone"}
+    assert len(list(batches(shards, workers=2))) == 10  # of other workers
 
 
 def test_all_workers_that_are_stopped_are_named(shards: Path) -> None:
-    """The worker whose batch is due may only wait for a lock that another one holds."""
-    before = set(worker_pids())
     running = batches(shards, workers=2, steps=10_000, timeout_s=3.0)
     next(running)
-    workers = set(worker_pids()) - before
+    workers = worker_pool().pids[:2]
     for worker in workers:
         os.kill(worker, signal.SIGSTOP)
-    with pytest.raises(UserError, match="stopped.*stopped.* gave no batch for 3 s") as caught:
+    with pytest.raises(WorkerError, match="stopped.*stopped.* gave no batch for 3 s") as caught:
         for _ in running:
             pass
     assert all(f"pid {worker}, stopped" in str(caught.value) for worker in workers)
+
+
+def test_all_streams_use_the_same_workers(shards: Path) -> None:
+    """An evaluation within training starts no process and changes no batch."""
+    alone = [batch.images for batch in batches(shards, workers=0, steps=20)]
+    training = batches(shards, workers=2, steps=20)
+    found = [next(training).images]
+    workers = worker_pool().pids
+    for _ in range(3):
+        evaluated = [batch.images for batch in batches(shards, workers=2, steps=9)]
+        assert all(map(torch.equal, evaluated, alone[:9]))
+        closed_early = batches(shards, workers=2, steps=9)
+        next(closed_early)
+        closed_early.close()  # type: ignore[attr-defined]  # a generator
+        found += [next(training).images, next(training).images]
+    found += [batch.images for batch in training]
+    assert len(found) == 20 and all(map(torch.equal, found, alone))
+    assert worker_pool().pids == workers
+
+
+def test_only_waits_in_a_row_make_a_worker_hang(
+    shards: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a pause of the whole job one wait expires; then batches come again."""
+    expired, own_wait = [0], pool.wait
+
+    def wait(objects: Any, timeout: float) -> list[Any]:
+        expired[0] += 1
+        return [] if expired[0] % NUM_WAITS else own_wait(objects, timeout)
+
+    monkeypatch.setattr(pool, "wait", wait)
+    assert len(list(batches(shards, workers=2))) == 10 and expired[0] >= 10 * NUM_WAITS
+    monkeypatch.setattr(pool, "wait", lambda *_: [])
+    with pytest.raises(WorkerError, match="gave no batch for 25 s"):
+        next(batches(shards, workers=2))
+
+
+ABANDONED = """
+import os, signal, sys
+from pathlib import Path
+from tests.integration.data.test_loader_faults import batches
+from vitscale.data.workers.pool import worker_pool
+from multiprocessing import forkserver
+found = batches(Path(sys.argv[1]), workers=2, steps=10_000)
+next(found)
+print(forkserver._forkserver._forkserver_pid, *worker_pool().pids)
+sys.stdout.flush()
+os.kill(worker_pool().pids[0], signal.SIGSTOP)
+if sys.argv[2] == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("end", ["kill", "finish"])
+def test_server_and_workers_end_with_their_rank(shards: Path, tmp_path: Path, end: str) -> None:
+    """Also a worker that is stopped, in the middle of a stream."""
+    result = subprocess.run(
+        [sys.executable, "-c", ABANDONED, str(shards), end],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    assert result.returncode == {"kill": -signal.SIGKILL, "finish": 0}[end]
+    pids = [int(pid) for pid in result.stdout.split()]
+    assert len(pids) == 3
+    wait_until(lambda: not any(is_alive(pid) for pid in pids))
 
 
 SUSPENDED = """
 import sys
 from pathlib import Path
 from tests.integration.data.test_loader_faults import batches
+from vitscale.data.workers.pool import worker_pool
 found = batches(Path(sys.argv[1]), workers=2, steps=200, timeout_s=4.0)
 next(found)
-Path("begun").touch()
+Path("begun.part").write_text(" ".join(map(str, worker_pool().pids)))
+Path("begun.part").rename("begun")
 print(sum(1 for _ in found))
 """
 
@@ -189,8 +255,8 @@ def test_a_job_that_was_suspended_continues(shards: Path, tmp_path: Path) -> Non
         start_new_session=True,
     )
     wait_until((tmp_path / "begun").exists)
-    for worker in children(process.pid):
-        os.kill(worker, signal.SIGSTOP)
+    for worker in (tmp_path / "begun").read_text().split():
+        os.kill(int(worker), signal.SIGSTOP)
     time.sleep(1)  # for it to wait for a batch by then
     os.killpg(process.pid, signal.SIGSTOP)
     time.sleep(6)

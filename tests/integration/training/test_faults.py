@@ -140,8 +140,7 @@ def test_killed_loader_worker_is_named(fault_runs: FaultRuns, tmp_path: Path, ra
     planted = {rank: [fault("batch", micro_step(7), "kill worker")]}
     world = fault_runs.start(tmp_path, faults=planted)
     assert wait_and_end_others(world, grace_s=10)[rank] > 0
-    printed = world[rank].output()
-    assert "a loader worker died" in printed or "DataLoader worker (pid" in printed
+    assert "a loader worker died" in world[rank].output()
     fault_runs.assert_resumes_exactly(tmp_path)
 
 
@@ -150,8 +149,7 @@ def test_killed_worker_of_an_evaluation_is_named(fault_runs: FaultRuns, tmp_path
     nth = micro_step(12, number=1) + 4
     world = fault_runs.start(tmp_path, faults={1: [fault("evaluated batch", nth, "kill worker")]})
     assert wait_and_end_others(world, grace_s=10)[1] > 0
-    printed = world[1].output()
-    assert "a loader worker died" in printed or "DataLoader worker (pid" in printed
+    assert "a loader worker died" in world[1].output()
     fault_runs.assert_resumes_exactly(tmp_path)
 
 

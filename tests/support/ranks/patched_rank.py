@@ -13,7 +13,6 @@ from __future__ import annotations
 import gc
 import importlib
 import json
-import multiprocessing
 import os
 import runpy
 import signal
@@ -24,6 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from vitscale.data.workers.pool import worker_pool
 
 # Calls of a training, in the module that looks the name up.
 PLACES = {
@@ -59,9 +60,7 @@ def _signal(*numbers: signal.Signals) -> Callable[[Call, tuple[Any, ...]], Any]:
 
 def _signal_worker(number: signal.Signals) -> Callable[[Call, tuple[Any, ...]], Any]:
     def act(call: Call, args: tuple[Any, ...]) -> Any:
-        worker = multiprocessing.active_children()[0].pid
-        assert worker is not None
-        os.kill(worker, number)
+        os.kill(worker_pool().pids[0], number)
         return call()
 
     return act

@@ -62,8 +62,8 @@ class WarmRank:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     def workers(self) -> list[int]:
-        """Process ids of its loader workers."""
-        return children(self.pid)
+        """Process ids of its loader workers: its children are servers."""
+        return [worker for server in children(self.pid) for worker in children(server)]
 
 
 class WarmStarter:

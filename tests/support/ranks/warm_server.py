@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
+import multiprocessing.util
 import os
 import random
 import runpy
@@ -24,9 +25,13 @@ import select
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+
+from vitscale.distributed.fork_server import start_server
 
 # Everything a rank imports, some of it late.
 WARMED = (
@@ -114,9 +119,35 @@ def _become(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     sys.argv = [request["script"], *request["arguments"]]
     sys.path[0] = str(Path(request["script"]).parent)
+    _start_fork_server()
     # A fresh process seeds both from the system; all forks would draw the same numbers.
     random.seed()
     sys.modules["numpy"].random.seed()
+
+
+def _start_fork_server() -> None:
+    """Start the server of loader workers as a fork of this one, with all imports."""
+    start_fresh = multiprocessing.util.spawnv_passfds
+
+    def start(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        if "forkserver" not in arguments[-1]:  # the tracker of resources
+            return int(start_fresh(path, arguments, descriptors))
+        pid = os.fork()
+        if pid:
+            return pid
+        listener, alive = descriptors
+        for fd in range(3, 256):
+            if fd not in descriptors:
+                with suppress(OSError):
+                    os.close(fd)
+        try:
+            forkserver.main(listener, alive, [])
+        finally:
+            os._exit(0)
+
+    multiprocessing.util.spawnv_passfds = start
+    start_server(())
+    multiprocessing.util.spawnv_passfds = start_fresh
 
 
 def _check_threads() -> None:

@@ -223,7 +223,7 @@ class RemoteStore:
                 # A timeout has no text: keep the last error that has one.
                 last_error = error if last_error is None or str(error) else last_error
                 refused = isinstance(error, PermissionError) or _status(error) in (401, 403)
-                # System randomness: workers, forks of one server, would otherwise all pause equally.
+                # System randomness: workers are forks of one server and would pause equally long.
                 jittered = pause_s * SystemRandom().uniform(0.5, 1.5)
                 # A request exceeds its timeout only if this process was suspended.
                 spent_s += min(time.monotonic() - began, timeout_s) + jittered

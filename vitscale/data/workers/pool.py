@@ -10,7 +10,6 @@ Each worker has a pipe of its own and no lock: one that is killed or stopped har
 from __future__ import annotations
 
 import atexit
-import multiprocessing
 import os
 import select
 import socket
@@ -40,8 +39,8 @@ from vitscale.distributed.processes import process_state
 EXIT_WAIT_S = 5.0
 # Limit of sending and receiving one message, which are small.
 MESSAGE_S = 5.0
-# A worker hangs when this many waits in a row end without a batch. If the machine is suspended, only
-# one of them expires, however long the pause.
+# A worker hangs when this many waits in a row end without a batch. If the machine is suspended,
+# only one of them expires, however long the pause.
 NUM_WAITS = 16
 
 
@@ -76,8 +75,6 @@ class _Worker:
             ) from None
         finally:
             theirs.close()
-        # Python would wait for it at exit, without a limit.
-        multiprocessing.process._children.discard(self.process)  # type: ignore[attr-defined]
         self.replies: dict[tuple[int, int], Reply] = {}
         self.lock = threading.Lock()
 
@@ -235,9 +232,7 @@ class Stream:
         for _ in range(PREFETCH * num_workers):
             self._assign()
 
-    def _send(
-        self, worker: _Worker, message: Open | Fill, descriptors: Sequence[int] = ()
-    ) -> None:
+    def _send(self, worker: _Worker, message: Open | Fill, descriptors: Sequence[int] = ()) -> None:
         try:
             worker.send(message, descriptors)
         except BlockingIOError:

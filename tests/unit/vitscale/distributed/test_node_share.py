@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections import Counter
@@ -16,7 +17,13 @@ import pytest
 from tests.support.ranks.thread_ranks import run_ranks
 from vitscale.config.errors import UserError
 from vitscale.distributed import node_share
-from vitscale.distributed.node_share import SharedFile, once_per_node, read_shared
+from vitscale.distributed.node_share import (
+    SharedFile,
+    once_per_node,
+    read_shared,
+    receive,
+    share,
+)
 
 PER_NODE = 4
 Gather = Callable[[Any], list[Any]]
@@ -55,6 +62,36 @@ def test_first_rank_of_a_node_makes_it_for_all(folder: Path) -> None:
         assert np.array_equal(value["rows"], np.arange(1000)) and value["names"] == ("a", "b")
         assert not value["rows"].flags.writeable and not lines, rank
     assert not list(folder.iterdir()), "the memory has no name once all have mapped it"
+
+
+def test_workers_map_what_their_rank_has_mapped(folder: Path) -> None:
+    """Arrays of the shared file are not copied, others once for all workers."""
+    node_share._test_names.node = "node"  # type: ignore[attr-defined]  # above
+
+    def once(for_workers: bool) -> tuple[Any, int]:
+        made = {"rows": np.arange(100_000), "names": ("a",)}
+        value, lines = once_per_node(
+            lambda: made, rank=0, gather=lambda own: [own], for_workers=for_workers
+        )
+        assert not lines and (value is made) != for_workers
+        value["own"], value["part"] = np.arange(5), value["rows"][7:90]
+        with share(value) as shared:
+            copies = [os.dup(descriptor) for descriptor in shared.descriptors]
+            size = os.fstat(shared.descriptors[0]).st_size
+        found = receive(shared.pieces, copies)
+        assert found.keys() == value.keys() and found["names"] == ("a",)
+        assert all(np.array_equal(found[key], value[key]) for key in ("rows", "own", "part"))
+        assert not found["rows"].flags.writeable
+        return value, size
+
+    open_before = len(os.listdir("/proc/self/fd"))
+    value, size = once(for_workers=True)
+    assert size < 1000 and not list(folder.iterdir())
+    value, size = once(for_workers=False)
+    assert size > 800_000
+    del value
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == open_before
 
 
 def test_error_of_any_node_is_raised_on_all_ranks(folder: Path) -> None:

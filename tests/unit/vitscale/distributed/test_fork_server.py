@@ -1,0 +1,59 @@
+"""The server of worker processes: no threads, no signals, nothing of the main script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from multiprocessing import active_children, forkserver
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from vitscale.distributed.fork_server import SIGNALS, worker_context
+
+HARMLESS_THREADS = {"jemalloc_bg_thd"}  # of pyarrow; prepares itself for forks
+IMPORTS = ("vitscale.data.workers.process", "vitscale.data.samples", "no_such_module")
+
+
+def threads_of(pid: int) -> list[str]:
+    tasks = [task for task in Path(f"/proc/{pid}/task").iterdir() if int(task.name) != pid]
+    return [(task / "comm").read_text().strip() for task in tasks]
+
+
+def describe(connection: Connection) -> None:
+    facts: dict[str, Any] = {
+        "parent": os.getppid(),
+        "main": getattr(sys.modules["__main__"], "__file__", None),
+        "mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        "threads": threads_of(os.getpid()),
+    }
+    connection.send(facts)
+    connection.recv()
+
+
+def test_workers_come_from_a_process_without_threads() -> None:
+    """Also after its imports, which start threads of linear algebra by default."""
+    environment, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    context = worker_context(IMPORTS)
+    assert dict(os.environ) == environment
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == mask
+    ours, theirs = context.Pipe()
+    worker = context.Process(target=describe, args=(theirs,))
+    worker.start()
+    facts = ours.recv()
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # of Python
+    assert facts["parent"] == server != os.getpid()
+    assert facts["main"] is None and not facts["threads"]
+    assert facts["mask"] >= set(SIGNALS)
+    assert set(threads_of(server)) <= HARMLESS_THREADS
+    assert "libtorch_cpu" in Path(f"/proc/{server}/maps").read_text()
+    for number in SIGNALS:
+        os.kill(server, number)
+        os.kill(facts["parent"], number)
+    assert worker not in active_children()  # Python would wait for it at exit
+    ours.send("end")
+    worker.join(30)
+    assert worker.exitcode == 0
+    assert worker_context(IMPORTS) is not None
+    assert forkserver._forkserver._forkserver_pid == server  # type: ignore[attr-defined]  # same
