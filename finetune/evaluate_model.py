@@ -84,7 +84,8 @@ def main() -> None:
         default_config="configs/eval/demo.yaml",
     )
     data = command.run.data
-    start_loader_server(data.num_workers, paths=[data.path])  # it imports torch beside this process
+    # It imports torch beside this process.
+    start_loader_server(data.num_workers, paths=[data.path])
     evaluate(command.run)
 
 

@@ -13,7 +13,7 @@ import sys
 try:
     from finetune.run import FinetuneRun
     from vitscale.config.command_line import load_command
-    from vitscale.data.workers.server import start_training_server
+    from vitscale.data.workers.server import start_loader_server
     from vitscale.distributed.failures.ending import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -43,7 +43,9 @@ def main() -> None:
         description="Fine-tune a pre-trained Vision Transformer on a folder of shards.",
         default_config="configs/demo/finetune.yaml",
     )
-    start_training_server(command.run.data)  # it imports torch beside this process
+    data = command.run.data
+    # It imports torch beside this process.
+    start_loader_server(data.num_workers, paths=data.paths, streamed=data.is_streamed)
     train(command.run)
 
 

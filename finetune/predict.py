@@ -54,7 +54,8 @@ def main() -> None:
         words_key="images",
     )
     run = command.run
-    start_loader_server(run.num_workers, paths=run.images)  # it imports torch beside this process
+    # It imports torch beside this process.
+    start_loader_server(run.num_workers, paths=run.images)
     predict(run)
 
 

@@ -13,7 +13,7 @@ import sys
 try:
     from pretrain.run import PretrainRun
     from vitscale.config.command_line import load_command
-    from vitscale.data.workers.server import start_training_server
+    from vitscale.data.workers.server import start_loader_server
     from vitscale.distributed.failures.ending import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -40,7 +40,9 @@ def main() -> None:
         description="Pre-train a Vision Transformer on a folder of shards.",
         default_config="configs/demo/pretrain.yaml",
     )
-    start_training_server(command.run.data)  # it imports torch beside this process
+    data = command.run.data
+    # It imports torch beside this process.
+    start_loader_server(data.num_workers, paths=data.paths, streamed=data.is_streamed)
     train(command.run)
 
 

@@ -168,13 +168,9 @@ def sample_order(shards: Path) -> SampleOrder:
 
 def map_style(task: Task, *, make_decode: Callable[[int], Decode]) -> Batches:
     positions = range(BATCH << 20)
-    loader = DataLoader(
-        _Stored(task, make_decode),
-        batch_size=BATCH,
-        sampler=positions,
-        **_processes(task),
+    yield from DataLoader(
+        _Stored(task, make_decode), batch_size=BATCH, sampler=positions, **_processes(task)
     )
-    yield from loader
 
 
 def torchvision_decode(side: int) -> Decode:

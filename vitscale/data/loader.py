@@ -20,15 +20,14 @@ from vitscale.data.index import SplitIndex
 from vitscale.data.order import rank_batches
 from vitscale.data.samples import (
     EvaluationSamples,
-    Samples,
     StreamedSamples,
     TrainingSamples,
-    Unreadable,
 )
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet
 from vitscale.data.workers.pool import Filled, Stream
 from vitscale.data.workers.process import fill_batch
+from vitscale.data.workers.samples import Samples, Unreadable
 from vitscale.images.size import ImageSize, rows_and_columns
 
 # How long the end of a loader waits for the thread that pins memory.

@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import NamedTuple, Protocol
 
 import torch
 
@@ -25,6 +24,7 @@ from vitscale.data.tars.opening import StreamedTars
 from vitscale.data.tars.shard_files import ShardFiles
 from vitscale.data.tars.stream import TarSample, TarStream
 from vitscale.data.training_set import TrainingSet
+from vitscale.data.workers.samples import Samples, Unreadable
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 from vitscale.images import crops
 from vitscale.images.augment import augment
@@ -36,35 +36,6 @@ from vitscale.images.size import ImageSize, rows_and_columns
 MAX_SUBSTITUTES = 8
 # Values of `data.crop` that draw a box of random area and aspect.
 CROPS = {"inception": crops.random_crop_box, "inception_tf": crops.tf_crop_box}
-
-
-class Unreadable(NamedTuple):
-    """A sample that could not be read or decoded."""
-
-    part: int
-    """Which set of shards."""
-    sample: int
-    """Its number in that set; the trainer looks up the key, once."""
-    shard: str
-    error: str
-    key: str | None = None
-    """Its key where there is no index to look it up in."""
-
-
-class Samples(Protocol):
-    """Fills one image into a row of a batch; returns its label and unreadable samples."""
-
-    image_size: ImageSize
-
-    def start(self, *, worker: int, num_workers: int) -> None:
-        """Called once in the process that reads, before it reads."""
-
-    def prefetch(self, positions: Sequence[int]) -> None:
-        """Called with the positions of a batch, before they are filled."""
-
-    def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
-        """Write an image into `out`, uint8 [3, rows, columns]."""
-        ...
 
 
 class SplitReader:

@@ -163,6 +163,16 @@ class DataSettings(TrainingShards):
         )
 
     @property
+    def paths(self) -> tuple[str, ...]:
+        """Shard folders and URLs of all sets."""
+        return (self.path, *(part.path for part in self.mixture))
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether tars are read without an index."""
+        return self.reader == "webdataset"
+
+    @property
     def evaluated(self) -> str | None:
         """Name of the evaluated samples for people; None: nothing is evaluated."""
         if self.dev_percent:

@@ -71,7 +71,7 @@ def end_with_server() -> None:
     """Let this worker end when its server does. To be called first."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The server waits until nobody has this pipe; a stopped worker would keep it.
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]  # private
 
 
 def accept_signals() -> None:
@@ -83,16 +83,16 @@ class _Process(ForkServerProcess):
     def start(self) -> None:
         super().start()
         # Python waits for these at exit, without a limit; this one ends with its server.
-        multiprocessing.process._children.discard(self)  # type: ignore[attr-defined]
+        multiprocessing.process._children.discard(self)  # type: ignore[attr-defined]  # private
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
         with _no_main_module():
-            return ForkServerProcess._Popen(process_obj)  # type: ignore[attr-defined]
+            return ForkServerProcess._Popen(process_obj)  # type: ignore[attr-defined]  # private
 
 
 class _Context(ForkServerContext):
-    Process = _Process  # type: ignore[assignment]
+    Process = _Process  # type: ignore[assignment]  # a subclass
 
 
 @contextmanager

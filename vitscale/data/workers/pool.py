@@ -27,8 +27,8 @@ import torch
 
 from vitscale.config.errors import WorkerError
 from vitscale.data.remote.store import add_counts
-from vitscale.data.samples import Samples, Unreadable
 from vitscale.data.workers.process import Close, Fill, Open, Reply, run
+from vitscale.data.workers.samples import Samples, Unreadable
 from vitscale.data.workers.server import IMPORTS
 from vitscale.data.workers.slots import PREFETCH, BatchSlots
 from vitscale.distributed.fork_server import worker_context

@@ -20,7 +20,7 @@ import torch
 
 from vitscale.config.errors import RankError, UserError
 from vitscale.data.remote.store import take_counts
-from vitscale.data.samples import Samples, Unreadable
+from vitscale.data.workers.samples import Samples, Unreadable
 from vitscale.data.workers.slots import BatchSlots
 from vitscale.distributed.fork_server import SIGNALS, end_with_server
 from vitscale.distributed.node_share import Piece, receive

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vitscale.config.errors import UserError
-from vitscale.data.samples import Unreadable
+from vitscale.data.workers.samples import Unreadable
 from vitscale.engine.guard import Health
 from vitscale.runs.training import TrainingPlan
 from vitscale.training import detectors
