@@ -88,11 +88,11 @@ class _Process(ForkServerProcess):
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
         with _no_main_module():
-            return ForkServerProcess._Popen(process_obj)  # type: ignore[attr-defined]  # private
+            return ForkServerProcess._Popen(process_obj)
 
 
 class _Context(ForkServerContext):
-    Process = _Process  # type: ignore[assignment]  # a subclass
+    Process = _Process
 
 
 @contextmanager

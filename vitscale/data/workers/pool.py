@@ -86,7 +86,7 @@ class _Worker:
         self.connection.send(message)
         if descriptors:
             with socket.socket(fileno=os.dup(self.connection.fileno())) as channel:
-                reduction.sendfds(channel, descriptors)
+                reduction.sendfds(channel, list(descriptors))
 
     def receive(self) -> Reply:
         reply: Reply = self.connection.recv()

@@ -33,9 +33,11 @@ class Samples(Protocol):
 
     def start(self, *, worker: int, num_workers: int) -> None:
         """Called once in the process that reads, before it reads."""
+        return
 
     def prefetch(self, positions: Sequence[int]) -> None:
         """Called with the positions of a batch, before they are filled."""
+        return
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write an image into `out`, uint8 [3, rows, columns]."""
