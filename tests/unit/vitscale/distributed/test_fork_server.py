@@ -8,7 +8,10 @@ import sys
 from multiprocessing import active_children, forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+import pytest
 
 from vitscale.distributed.fork_server import SIGNALS, worker_context
 
@@ -32,8 +35,14 @@ def describe(connection: Connection) -> None:
     connection.recv()
 
 
-def test_workers_come_from_a_process_without_threads() -> None:
+def test_workers_come_from_a_process_without_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also after its imports, which start threads of linear algebra by default."""
+    main = ModuleType("__main__")
+    main.__file__ = str(tmp_path / "script.py")
+    (tmp_path / "script.py").write_text("raise SystemExit('the script was imported')")
+    monkeypatch.setitem(sys.modules, "__main__", main)
     environment, mask = dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     context = worker_context(IMPORTS)
     assert dict(os.environ) == environment
