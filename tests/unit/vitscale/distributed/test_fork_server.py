@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from vitscale.distributed.fork_server import SIGNALS, worker_context
+from vitscale.distributed.fork_server import ENVIRONMENT, SIGNALS, worker_context
 
 HARMLESS_THREADS = {"jemalloc_bg_thd"}  # of pyarrow; prepares itself for forks
 IMPORTS = ("vitscale.data.workers.process", "vitscale.data.samples", "no_such_module")
@@ -50,12 +50,15 @@ def test_workers_come_from_a_process_without_threads(
     ours, theirs = context.Pipe()
     worker = context.Process(target=describe, args=(theirs,))
     worker.start()
+    assert ours.poll(30), "the worker hangs"
     facts = ours.recv()
     server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # of Python
     assert facts["parent"] == server != os.getpid()
     assert facts["main"] is None and not facts["threads"]
     assert facts["mask"] >= set(SIGNALS)
     assert set(threads_of(server)) <= HARMLESS_THREADS
+    given = Path(f"/proc/{server}/environ").read_bytes().split(b"\0")
+    assert {f"{name}={value}".encode() for name, value in ENVIRONMENT.items()} <= set(given)
     assert "libtorch_cpu" in Path(f"/proc/{server}/maps").read_text()
     for number in SIGNALS:
         os.kill(server, number)
