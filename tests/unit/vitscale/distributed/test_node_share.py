@@ -84,6 +84,7 @@ def test_workers_map_what_their_rank_has_mapped(folder: Path) -> None:
         assert not found["rows"].flags.writeable
         return value, size
 
+    gc.collect()
     open_before = len(os.listdir("/proc/self/fd"))
     value, size = once(for_workers=True)
     assert size < 1000 and not list(folder.iterdir())
