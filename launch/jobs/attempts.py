@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.checkpoint.folders import MANIFEST, step_folders, step_of
+from vitscale.config.errors import FailureKind
 from vitscale.distributed.atomic_files import write_json
 from vitscale.tracking.journal import JOURNAL_NAME, decode
 
@@ -40,6 +41,7 @@ class Ending(StrEnum):
     ENDED_BY_SLURM = "ended by SLURM"
     """Cancelled, requeued or preempted without time for a checkpoint."""
     BAD_INPUT = "bad input"
+    DIVERGED = "diverged"
     FAILED = "failed"
     KILLED = "killed"
     """A rank ended by a signal that it does not handle: SIGKILL, out of memory, SIGSEGV."""
@@ -49,6 +51,8 @@ class Ending(StrEnum):
 
 
 FAILURES = (Ending.FAILED, Ending.KILLED, Ending.NODE_FAILED)
+# The next start would end in the same way.
+FINAL = (Ending.BAD_INPUT, Ending.DIVERGED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,9 +76,11 @@ class Attempt:
     ending: Ending | None = None
     reason: str = ""
     """What happened, as a sentence that names rank, node and signal where they are known."""
+    kind: FailureKind | None = None
+    """Of the failure that ended it; None without one, and in records of older versions."""
     exit_code: int | None = None
     failed_nodes: tuple[str, ...] = ()
-    """Nodes that died or whose rank failed."""
+    """Nodes that died, or the node of the rank that caused the failure."""
     checkpoint_step: int | None = None
     """Step of the newest checkpoint at the end."""
     last_step: int | None = None
@@ -159,6 +165,7 @@ def end_attempt(
     ending: Ending,
     reason: str,
     exit_code: int | None,
+    kind: FailureKind | None = None,
     failed_nodes: Sequence[str] = (),
 ) -> Attempt:
     """Record the end of an attempt, now."""
@@ -169,6 +176,7 @@ def end_attempt(
         ending=ending,
         reason=reason,
         exit_code=exit_code,
+        kind=kind,
         failed_nodes=tuple(failed_nodes),
         **_gains(attempt, read_progress(folder), now=now),
     )
@@ -228,6 +236,7 @@ def _closed(attempt: Attempt, folder: Path, dead: Sequence[str]) -> Attempt:
         ended=ended,
         ending=Ending.NODE_FAILED if dead else Ending.LOST,
         reason=reason,
+        kind=FailureKind.KILLED if dead else None,
         failed_nodes=tuple(dead),
         **_gains(attempt, progress, now=ended),
     )
@@ -257,6 +266,8 @@ def _decode(line: bytes) -> Attempt | None:
             values[key] = tuple(map(str, values.get(key, ())))
         if "ending" in values:
             values["ending"] = Ending(values["ending"])
+        if "kind" in values:
+            values["kind"] = FailureKind(values["kind"])
         return Attempt(**values)
     except (ValueError, TypeError, AttributeError):
         return None

@@ -1,6 +1,6 @@
 """What a batch script asks of SLURM and runs.
 
-Owns: options of sbatch and srun, the imports of a snapshot, and the command that supervises srun.
+Owns: options of sbatch and srun, the imports of a snapshot, and the lines that supervise srun.
 Leaves out: the script's form and submitting it (`submission`).
 """
 
@@ -83,31 +83,61 @@ def submission_folder(launch: LaunchSettings, folder: Path) -> Path:
     return folder / ("%A" if launch.num_tasks > 1 else "%j")
 
 
+# A supervisor says on descriptor 3 that it has decided what follows. Another one takes over from
+# one that was killed or failed; if that fails too, the script requeues by itself.
+SCRIPT = """\
+supervise() {{
+{supervisor} "$@" {options} -- \\
+{srun}
+}}
+exec 4>&1
+decided=$(supervise 3>&1 >&4 4>&-) && code=0 || code=$?
+if [ -z "$decided" ]; then
+    decided=$(supervise --take-over "$code" 3>&1 >&4 4>&-) && code=0 || code=$?
+fi
+job={job}
+if [ -z "$decided" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_requeues} ] &&
+    scontrol show job "$job" | grep -q JobState=RUNNING; then
+    echo "requeueing job $job: its supervisor does not start"
+    scontrol requeue "$job" || code=1
+fi
+exit "$code"
+"""
+
+
 def supervised(
     command: str, *, launch: LaunchSettings, folder: Path, run_folders: Sequence[str | None]
 ) -> str:
-    """The shell command that runs `command` in every task, with restarts.
+    """The shell lines that run `command` in every task, with restarts.
 
     folder: the job folder, with patterns of SLURM; run_folders: one for each task of an array.
     """
-    # The interpreter that submits: that of the tasks may be in a container, which has no srun.
-    words = [sys.executable, "-u", "-m", "launch.jobs.supervision"]
-    words += ["--job-folder", str(folder), "--signal-delay", str(launch.signal_delay_s)]
-    words += ["--num-nodes", str(launch.nodes)]
-    words += ["--num-tasks", str(launch.nodes * launch.tasks_per_node)]
-    words += ["--max-requeues", str(launch.max_requeues)]
-    words += ["--max-fruitless-restarts", str(launch.max_fruitless_restarts)]
+    options = ["--job-folder", str(folder), "--signal-delay", str(launch.signal_delay_s)]
+    options += ["--num-nodes", str(launch.nodes)]
+    options += ["--num-tasks", str(launch.nodes * launch.tasks_per_node)]
+    options += ["--max-requeues", str(launch.max_requeues)]
+    options += ["--max-fruitless-restarts", str(launch.max_fruitless_restarts)]
     if launch.exclude is not None:
-        words += ["--exclude", launch.exclude]
+        options += ["--exclude", launch.exclude]
     if launch.exclude_failed_nodes:
-        words += ["--exclude-failed-nodes"]
+        options += ["--exclude-failed-nodes"]
     for run_folder in run_folders:
         if run_folder is not None:
-            words += ["--run-folder", run_folder]
-    job = "%A_%a" if launch.num_tasks > 1 else "%j"
-    srun = ["srun", "--unbuffered", "--output", f"{folder}/{job}_%t_log.out"]
+            options += ["--run-folder", run_folder]
+    is_array = launch.num_tasks > 1
+    log = "%A_%a" if is_array else "%j"
+    srun = ["srun", "--unbuffered", "--output", f"{folder}/{log}_%t_log.out"]
     # Since SLURM 22.05, srun does not inherit --cpus-per-task from sbatch.
     # After one rank failed, the others would wait in a collective: end them at once.
     srun += [f"--cpus-per-task={launch.cpus_per_task}", "--kill-on-bad-exit=1"]
     srun += launch.srun_args
-    return f"{shlex.join([*words, '--'])} \\\n{shlex.join(srun)} {command}"
+    # The interpreter that submits: that of the tasks may be in a container, which has no srun.
+    supervisor = [sys.executable, "-u", "-m", "launch.jobs.supervision", "--decision-descriptor=3"]
+    return SCRIPT.format(
+        supervisor=shlex.join(supervisor),
+        options=shlex.join(options),
+        srun=f"{shlex.join(srun)} {command}",
+        # SLURM_JOB_ID of the first task of an array would mean all its tasks.
+        job="${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}" if is_array else "$SLURM_JOB_ID",
+        max_requeues=launch.max_requeues,
+    )

@@ -1,4 +1,4 @@
-"""Query and control SLURM from inside a job, through `scontrol`.
+"""Query and control SLURM from inside a job, through `scontrol` and `sinfo`.
 
 Owns: requeueing, changes of a queued job, job state, restart count, state and address of nodes.
 Leaves out: submitting (`submission`) and deciding when to requeue (`supervision`).
@@ -20,6 +20,8 @@ CONNECT_SECONDS = 5.0
 # Of SLURM's default configuration.
 SLURMD_PORT = 6818
 REQUEUE_SECONDS, REQUEUE_PAUSE_S = 60.0, 5.0
+# Short forms of sinfo; a * would say that the node does not answer.
+USABLE_STATE = re.compile(r"(idle|mix|alloc|comp|plnd|resv)[-~#%@+]*")
 # ESLURM_JOB_PENDING; SLURM does not translate its messages.
 ALREADY_QUEUED = "Job is pending execution"
 
@@ -84,6 +86,29 @@ def _is_silent(fields: Mapping[str, str]) -> bool:
     except OSError:
         return True
     return False
+
+
+def usable_nodes(job_id: str, *, without: str = "") -> list[str]:
+    """The nodes of a job's partition that run jobs, busy ones too, without those of a list.
+
+    Empty if SLURM does not answer.
+    """
+    partition = job_fields(job_id).get("Partition", "")
+    command = ["sinfo", "--all", "--noheader", "--Node", f"--partition={partition}"]
+    try:
+        left_out = set(host_names(without)) if without else set()
+        done = subprocess.run(
+            [*command, "--format=%N %t"], capture_output=True, text=True, timeout=SCONTROL_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    found = (line.split() for line in done.stdout.splitlines())
+    states = {words[0]: words[1] for words in found if len(words) == 2}
+    return [
+        node
+        for node, state in states.items()
+        if node not in left_out and USABLE_STATE.fullmatch(state)
+    ]
 
 
 def leave_nodes(job_id: str, kept: Sequence[str]) -> None:

@@ -45,6 +45,10 @@ class TaskEnd:
         return int(found[1]) if found else None
 
     @property
+    def first_rank(self) -> int:
+        return int(re.split("[,-]", self.ranks)[0])
+
+    @property
     def signal(self) -> signal.Signals | None:
         named = {signal.strsignal(number): number for number in signal.Signals}
         return named.get(self.what.removesuffix(" (core dumped)"))

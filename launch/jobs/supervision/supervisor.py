@@ -2,23 +2,22 @@
 
     python -m launch.jobs.supervision --job-folder FOLDER ... -- srun ...
 
-Owns: why an attempt ended, its record, and requeueing, also when a node died.
-Leaves out: srun (`step`), what a task does (`job`), and the limits of restarts (`restarts`).
+Owns: the record of an attempt, and requeueing, also when a node or another supervisor died.
+Leaves out: srun (`step`), how an attempt ended (`outcomes`), what a task does (`job`), and the
+limits of restarts (`restarts`).
 
-It runs in the batch script. Only this process requeues: it outlives every rank, and is outside the
-container of the tasks.
+It runs in the batch script, which starts it again with `--take-over` if it is killed. Only this
+process requeues: it outlives every rank, and is outside the container of the tasks.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import re
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launch.jobs.attempts import (
@@ -32,33 +31,30 @@ from launch.jobs.attempts import (
 )
 from launch.jobs.scontrol import (
     host_names,
-    is_ended_by_slurm,
     job_fields,
     leave_nodes,
     requeue,
     restart_count,
     silent_nodes,
     update_queued,
+    usable_nodes,
 )
-from launch.jobs.supervision.restarts import RestartLimits, limit_text, refusal, suspected_nodes
+from launch.jobs.supervision.causes import Outcome
+from launch.jobs.supervision.outcomes import STOP_SIGNALS, classify, ended_with_supervisor
+from launch.jobs.supervision.restarts import (
+    RestartLimits,
+    limit_text,
+    nodes_to_exclude,
+    refusal,
+    suspected_nodes,
+)
 from launch.jobs.supervision.step import Step
-from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_STOPPED_RESUMABLE
+from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_STOPPED_RESUMABLE, FailureKind
+from vitscale.distributed.failures.events import ATTEMPT_VARIABLE
 from vitscale.distributed.processes import free_port
 
-STOP_SIGNALS = (signal.SIGUSR2, signal.SIGTERM)
-OWN_LINES = ("srun:", "slurmstepd")
-# A warning that comes this much earlier than `--signal` says is still that of the time limit.
-EARLY_S = 90
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outcome:
-    """How an attempt ended."""
-
-    ending: Ending
-    reason: str
-    exit_code: int
-    failed_nodes: tuple[str, ...] = ()
+# After sbatch has accepted a job, the submission moves the pickle to its folder.
+PICKLE_S, PICKLE_PAUSE_S = 60.0, 1.0
 
 
 def main() -> None:
@@ -66,7 +62,10 @@ def main() -> None:
         # The tasks get them too, and end; their end is recorded here.
         signal.signal(number, signal.SIG_IGN)
     options = parse_arguments(sys.argv[1:])
-    sys.exit(supervise(options))
+    code = supervise(options)
+    if options.decision_descriptor is not None:
+        os.write(options.decision_descriptor, b"decided\n")
+    sys.exit(code)
 
 
 def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
@@ -80,6 +79,10 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--signal-delay", type=int, required=True, help="seconds")
     parser.add_argument("--num-nodes", type=int, required=True)
     parser.add_argument("--num-tasks", type=int, required=True)
+    parser.add_argument("--decision-descriptor", type=int, help="written to at a planned end")
+    parser.add_argument(
+        "--take-over", type=int, metavar="CODE", help="after a supervisor that ended with CODE"
+    )
     parser.add_argument("command", nargs="+")
     return parser.parse_args(arguments)
 
@@ -98,41 +101,97 @@ def supervise(options: argparse.Namespace) -> int:
     limits = RestartLimits(
         max_requeues=options.max_requeues, max_fruitless_restarts=options.max_fruitless_restarts
     )
-    attempt = begin_attempt(
+    env[ATTEMPT_VARIABLE] = f"{job_id}/{restart_count()}"
+    if options.take_over is not None:
+        return _take_over(run_folder, job_id, job_folder, options, limits=limits)
+    attempt = _begin(run_folder, job_id, options)
+    say(f"attempt {attempt.number} of the run, job {job_id} on {', '.join(attempt.nodes)}")
+    dead: list[str] = []
+    outcome = _refused_start(attempt, run_folder, limits) or _cut_off(job_folder, job_id)
+    if outcome is None:
+        outcome, dead = _run(attempt, run_folder, job_folder, options)
+    ended = _end(attempt, run_folder, outcome)
+    return _next(ended, run_folder, options, limits=limits, dead=dead)
+
+
+def _take_over(
+    run_folder: Path,
+    job_id: str,
+    job_folder: Path,
+    options: argparse.Namespace,
+    *,
+    limits: RestartLimits,
+) -> int:
+    """End the attempt of a supervisor that was killed or failed. Returns the job's exit code."""
+    newest = read_attempts(run_folder)[-1:]
+    begun = [a for a in newest if (a.job_id, a.restart) == (job_id, restart_count())]
+    ended = attempt = begun[0] if begun else _begin(run_folder, job_id, options)
+    if attempt.ended is None:
+        outcome = ended_with_supervisor(attempt, run_folder, job_folder, code=options.take_over)
+        ended = _end(attempt, run_folder, outcome)
+    return _next(ended, run_folder, options, limits=limits, dead=[])
+
+
+def _begin(run_folder: Path, job_id: str, options: argparse.Namespace) -> Attempt:
+    return begin_attempt(
         run_folder,
         cluster="slurm",
         job_id=job_id,
         restart=restart_count(),
-        nodes=host_names(env["SLURM_JOB_NODELIST"]),
+        nodes=host_names(os.environ["SLURM_JOB_NODELIST"]),
         num_tasks=options.num_tasks,
         dead_nodes=silent_nodes,
     )
-    say(f"attempt {attempt.number} of the run, job {job_id} on {', '.join(attempt.nodes)}")
-    outcome = _refused_start(attempt, run_folder, limits)
-    dead: list[str] = []
-    if outcome is None:
-        set_aside_task_records(job_folder, job_id=job_id, restart=attempt.restart)
-        # submitit would draw one from the job id, which may be in use, at every attempt again.
-        os.environ.setdefault("MASTER_PORT", str(free_port()))
-        step = Step(options.command)
-        code, dead = step.wait(nodes=attempt.nodes)
-        outcome = classify(
-            step,
-            code,
-            dead,
-            job_id=job_id,
-            job_folder=job_folder,
-            signal_delay=options.signal_delay,
-        )
-    ended = end_attempt(
+
+
+def _end(attempt: Attempt, run_folder: Path, outcome: Outcome) -> Attempt:
+    return end_attempt(
         attempt,
         run_folder,
         ending=outcome.ending,
         reason=outcome.reason,
         exit_code=outcome.exit_code,
+        kind=outcome.kind,
         failed_nodes=outcome.failed_nodes,
     )
-    return _next(ended, run_folder, options, limits=limits, dead=dead)
+
+
+def _run(
+    attempt: Attempt, run_folder: Path, job_folder: Path, options: argparse.Namespace
+) -> tuple[Outcome, list[str]]:
+    """Run the tasks to their end. Returns how they ended, and the nodes that died."""
+    set_aside_task_records(job_folder, job_id=attempt.job_id, restart=attempt.restart)
+    # submitit would draw one from the job id, which may be in use, at every attempt again.
+    os.environ.setdefault("MASTER_PORT", str(free_port()))
+    step = Step(options.command)
+    code, dead = step.wait(nodes=attempt.nodes)
+    outcome = classify(
+        step,
+        code,
+        dead,
+        attempt=attempt,
+        run_folder=run_folder,
+        records=read_task_records(job_folder, job_id=attempt.job_id),
+        signal_delay=options.signal_delay,
+    )
+    return outcome, dead
+
+
+def _cut_off(job_folder: Path, job_id: str) -> Outcome | None:
+    """A job whose submission was killed after sbatch had accepted it has nothing to run."""
+    pickle = job_folder / f"{job_id}_submitted.pkl"
+    deadline = time.monotonic() + PICKLE_S
+    while not pickle.exists():
+        if time.monotonic() > deadline:
+            reason = f"the submission was interrupted before it wrote {pickle}"
+            return Outcome(
+                ending=Ending.BAD_INPUT,
+                reason=reason,
+                exit_code=EXIT_BAD_INPUT,
+                kind=FailureKind.BAD_INPUT,
+            )
+        time.sleep(PICKLE_PAUSE_S)
+    return None
 
 
 def _refused_start(attempt: Attempt, run_folder: Path, limits: RestartLimits) -> Outcome | None:
@@ -164,11 +223,11 @@ def _next(
         return code
     say(f"attempt {ended.number} ended: {ended.reason}")
     attempts = read_attempts(run_folder)
-    suspected = suspected_nodes(attempts)
-    excluded = ",".join(filter(None, [options.exclude, *suspected]))
+    suspected = suspected_nodes(attempts, now=time.time())
     if suspected and not options.exclude_failed_nodes:
         say(
-            f"{', '.join(suspected)} failed repeatedly. To avoid: launch.exclude='{excluded}', or "
+            f"{', '.join(suspected)} failed repeatedly. To avoid: "
+            f"launch.exclude='{_joined(options.exclude, suspected)}', or "
             "launch.exclude_failed_nodes=true"
         )
     if why := refusal(attempts, limits=limits):
@@ -179,95 +238,35 @@ def _next(
         own = os.environ.get("SLURMD_NODENAME")  # without it, this script would end
         leave_nodes(ended.job_id, [n for n in ended.nodes if n not in dead or n == own])
     requeue(ended.job_id)
-    changes = {}
-    if dead:
-        changes["NumNodes"] = str(options.num_nodes)
-    if suspected and options.exclude_failed_nodes:
-        changes["ExcNodeList"] = excluded
-        say(f"nodes excluded from now on: {excluded}")
+    changes = {"NumNodes": str(options.num_nodes)} if dead else {}
+    if options.exclude_failed_nodes:
+        changes |= _exclusion(ended.job_id, suspected, options)
     if changes:
         update_queued(ended.job_id, changes)
     return code
 
 
-def classify(
-    step: Step,
-    code: int,
-    dead: Sequence[str],
-    *,
-    job_id: str,
-    job_folder: Path,
-    signal_delay: int,
-) -> Outcome:
-    """How an attempt ended. srun reports the task that failed first in its first line."""
-    records = read_task_records(job_folder, job_id=job_id)
-    if dead:
-        lost = [record for record in records if record.node in dead]
-        ranks = ", ".join(str(record.rank) for record in sorted(lost, key=lambda r: r.rank))
-        who = f"{', '.join(dead)} died (does not answer SLURM)"
-        return Outcome(
-            ending=Ending.NODE_FAILED,
-            reason=f"{who}, and with it rank {ranks}" if ranks else who,
-            exit_code=code if code > 0 else 1,
-            failed_nodes=tuple(dead),
+def _exclusion(
+    job_id: str, suspected: Sequence[str], options: argparse.Namespace
+) -> dict[str, str]:
+    """The change of the nodes that the job excludes; empty without one."""
+    usable = usable_nodes(job_id, without=options.exclude)
+    excluded = nodes_to_exclude(suspected, usable=usable, num_nodes=options.num_nodes)
+    if spared := [node for node in suspected if node not in excluded]:
+        say(
+            f"not excluded, though suspected: {', '.join(spared)}; of {len(usable)} usable nodes "
+            f"the job needs {options.num_nodes}"
         )
-    if code == 0:
-        return Outcome(ending=Ending.DONE, reason="done", exit_code=0)
-    if is_ended_by_slurm(job_id):
-        state = job_fields(job_id).get("JobState", "")
-        return Outcome(
-            ending=Ending.ENDED_BY_SLURM,
-            reason=f"SLURM ended the job ({state})",
-            exit_code=code,
-        )
-    if not step.ends:
-        return Outcome(
-            ending=Ending.FAILED,
-            reason=f"srun ended with code {code}: {step.last_error or 'without a message'}",
-            exit_code=code,
-        )
-    first = step.ends[0]
-    if first.exit_code == EXIT_STOPPED_RESUMABLE or first.signal in STOP_SIGNALS:
-        return Outcome(
-            ending=Ending.STOPPED,
-            reason=_why_stopped(job_fields(job_id), signal_delay=signal_delay),
-            exit_code=EXIT_STOPPED_RESUMABLE,
-        )
-    if first.exit_code == EXIT_BAD_INPUT:
-        return Outcome(ending=Ending.BAD_INPUT, reason=first.text, exit_code=EXIT_BAD_INPUT)
-    reason, killed = first.text, first.exit_code is None
-    if not killed and (line := _last_line(job_folder, job_id, first.ranks)):
-        reason += f": {line}"
-    return Outcome(
-        ending=Ending.KILLED if killed else Ending.FAILED,
-        reason=reason,
-        exit_code=code,
-        failed_nodes=first.nodes,
-    )
+    now = _joined(options.exclude, excluded)
+    before = job_fields(job_id).get("ExcNodeList", "").removeprefix("(null)")
+    if set(host_names(now)) == set(host_names(before)):
+        return {}
+    say(f"nodes excluded from now on: {now or 'none'}")
+    return {"ExcNodeList": now}
 
 
-def _why_stopped(fields: dict[str, str], *, signal_delay: int) -> str:
-    """What a stop signal was for, from `scontrol show job`."""
-    if fields.get("PreemptTime", "None") not in ("None", "N/A"):
-        return "stopped by a signal: preempted"
-    try:
-        end = time.mktime(time.strptime(fields["EndTime"], "%Y-%m-%dT%H:%M:%S"))
-    except (KeyError, ValueError):
-        return "stopped by a signal"
-    if end - time.time() < signal_delay + EARLY_S:
-        return "stopped by a signal: the time limit is near"
-    return "stopped by a signal"
-
-
-def _last_line(job_folder: Path, job_id: str, ranks: str) -> str:
-    """The last line that the failed rank wrote: in Python, the exception."""
-    rank = re.split("[,-]", ranks)[0]
-    try:
-        lines = (job_folder / f"{job_id}_{rank}_log.out").read_text(errors="replace").splitlines()
-    except OSError:
-        return ""
-    own = (line.strip() for line in reversed(lines[-50:]) if not line.startswith(OWN_LINES))
-    return next(filter(None, own), "")[:200]
+def _joined(node_list: str, nodes: Sequence[str]) -> str:
+    return ",".join(filter(None, [node_list, *nodes]))
 
 
 def say(text: str) -> None:

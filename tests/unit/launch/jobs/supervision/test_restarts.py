@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from launch.jobs.attempts import Attempt, Ending
-from launch.jobs.supervision.restarts import RestartLimits, refusal, suspected_nodes
+from launch.jobs.supervision.restarts import (
+    RestartLimits,
+    fruitless_restarts,
+    nodes_to_exclude,
+    refusal,
+    suspected_nodes,
+)
+from vitscale.config.errors import FailureKind
+
+NOW = 1_700_000_000.0
 
 LIMITS = RestartLimits(max_requeues=9, max_fruitless_restarts=2)
 
@@ -52,7 +63,6 @@ KILLED, STOPPED = (Ending.KILLED, 0), (Ending.STOPPED, 0)
         ([STOPPED] * 9, True),
         ([STOPPED] * 10, False),
         ([(Ending.FAILED, 5)] * 10, False),
-        ([(Ending.BAD_INPUT, 5)], False),
         ([(Ending.ENDED_BY_SLURM, 0)] * 4, True),
     ],
 )
@@ -79,7 +89,71 @@ def test_without_fruitless_restarts_a_failure_is_final() -> None:
     assert refusal(attempts(STOPPED), limits=limits) is None
 
 
-def test_nodes_that_failed_twice_are_suspected() -> None:
-    assert suspected_nodes(attempts(KILLED)) == []
-    assert suspected_nodes(attempts(KILLED, STOPPED)) == []
-    assert suspected_nodes(attempts(KILLED, (Ending.FAILED, 9))) == ["n2"]
+def failures(*rows: tuple[FailureKind | None, float, str]) -> list[Attempt]:
+    """One failed attempt for each (kind, hours ago, node of the culprit)."""
+    return [
+        replace(
+            attempts(KILLED)[0],
+            number=number,
+            kind=kind,
+            ended=NOW - hours * 3600,
+            failed_nodes=(node,),
+            ending=Ending.DIVERGED if kind is FailureKind.DIVERGED else Ending.FAILED,
+        )
+        for number, (kind, hours, node) in enumerate(rows, start=1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "suspected"),
+    [
+        ([(FailureKind.KILLED, 1, "n2")], []),
+        ([(FailureKind.KILLED, 1, "n2"), (FailureKind.HANG, 1, "n2")], ["n2"]),
+        # Of an older version, which recorded no kind.
+        ([(None, 1, "n2"), (None, 1, "n2")], ["n2"]),
+        ([(FailureKind.KILLED, 1, "n2"), (FailureKind.KILLED, 1, "n1")], []),
+        ([(FailureKind.DEVICE, 1, "n2")], ["n2"]),
+        ([(FailureKind.WEIGHTS_DIFFER, 1, "n2")], ["n2"]),
+        ([(FailureKind.STORAGE, 1, "n2")] * 3, []),
+        ([(FailureKind.DIVERGED, 1, "n2")] * 3, []),
+        # Suspicion expires.
+        ([(FailureKind.KILLED, 23, "n2"), (FailureKind.KILLED, 25, "n2")], []),
+        ([(FailureKind.DEVICE, 25, "n2")], []),
+        # The worst first.
+        ([(FailureKind.HANG, 1, "n2")] * 3 + [(FailureKind.DEVICE, 1, "n1")], ["n2", "n1"]),
+    ],
+)
+def test_nodes_are_suspected_by_what_failed_and_when(
+    rows: list[tuple[FailureKind | None, float, str]], suspected: list[str]
+) -> None:
+    assert suspected_nodes(failures(*rows), now=NOW) == suspected
+
+
+@pytest.mark.parametrize(
+    ("suspected", "usable", "excluded"),
+    [
+        (["n2"], ["n1", "n2", "n3"], ["n2"]),
+        (["n2", "n1"], ["n1", "n2", "n3"], ["n2"]),
+        (["n2"], ["n1", "n2"], []),
+        # A node that is down cannot be missed.
+        (["n2"], ["n1", "n3"], ["n2"]),
+        (["n2"], [], ["n2"]),
+    ],
+)
+def test_enough_nodes_are_left_to_start(
+    suspected: list[str], usable: list[str], excluded: list[str]
+) -> None:
+    assert nodes_to_exclude(suspected, usable=usable, num_nodes=2) == excluded
+
+
+def test_a_checkpoint_after_the_recorded_end_counts_as_progress() -> None:
+    """Ranks outlive a killed supervisor, and save when SLURM ends them."""
+    row = attempts(KILLED, KILLED, KILLED, KILLED)
+    assert len(fruitless_restarts(row)) == 3
+    late = [*row[:3], replace(row[3], first_step=5, checkpoint_step=5)]
+    assert fruitless_restarts(late) == late[3:]
+
+
+@pytest.mark.parametrize("ending", [Ending.BAD_INPUT, Ending.DIVERGED])
+def test_what_would_end_in_the_same_way_is_final(ending: Ending) -> None:
+    assert "again" in (refusal(attempts((ending, 5)), limits=LIMITS) or "")
