@@ -6,7 +6,6 @@ Leaves out: starting (`submission`) and following the tasks (`monitor`).
 from __future__ import annotations
 
 import signal
-import socket
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -20,15 +19,18 @@ from launch.jobs.monitor import (
     end,
     failure_report,
     follow,
+    records,
 )
 from launch.jobs.submission import Submission, start_locally
-from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_STOPPED_RESUMABLE
+from launch.jobs.supervision.causes import Outcome, failure_outcome, kind_of_exit_code
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, FailureKind
+from vitscale.distributed.failures.events import Failure
+from vitscale.distributed.processes import node_name
 from vitscale.runs.launching import LaunchSettings
 
 EXIT_INTERRUPTED = 130
 ENDINGS = {
     0: (Ending.DONE, "done"),
-    EXIT_BAD_INPUT: (Ending.BAD_INPUT, "bad input"),
     EXIT_STOPPED_RESUMABLE: (Ending.STOPPED, "stopped by a signal"),
     EXIT_INTERRUPTED: (Ending.STOPPED, "interrupted by Ctrl-C"),
 }
@@ -48,21 +50,45 @@ def start_and_watch(
         cluster="local",
         job_id=submission.job_id,
         restart=0,
-        nodes=[socket.gethostname()],
+        nodes=[node_name()],
         num_tasks=num_procs,
     )
     result = JobResult(exit_code=1, failure=None)
     try:
         result = watch(submission, stop=stop)
     finally:
-        code = result.exit_code
-        ending, reason = ENDINGS.get(code, (Ending.FAILED, f"ended with code {code}"))
-        if ending in (Ending.FAILED, Ending.BAD_INPUT) and (first := result.failure):
-            killed = first.exit_code is None
-            how = "was killed" if killed else f"ended with code {first.exit_code}"
-            ending, reason = Ending.KILLED if killed else ending, f"rank {first.rank} {how}"
-        end_attempt(attempt, job.run_folder, ending=ending, reason=reason, exit_code=code)
-    return code
+        outcome = _outcome(result, submission, job.run_folder)
+        end_attempt(
+            attempt,
+            job.run_folder,
+            ending=outcome.ending,
+            reason=outcome.reason,
+            exit_code=outcome.exit_code,
+            kind=outcome.kind,
+            failed_nodes=outcome.failed_nodes,
+        )
+    if outcome.kind is not None:
+        print(f"cause: {outcome.reason}", file=sys.stderr, flush=True)
+    return outcome.exit_code
+
+
+def _outcome(result: JobResult, submission: Submission, run_folder: str) -> Outcome:
+    code = result.exit_code
+    if code in ENDINGS:
+        ending, reason = ENDINGS[code]
+        return Outcome(ending=ending, reason=reason, exit_code=code)
+    kind, what, rank = kind_of_exit_code(code), f"ended with code {code}", None
+    if (first := result.failure) is not None:
+        what = f"rank {first.rank} ended with code {first.exit_code}"
+        if first.exit_code is None:
+            kind, what, rank = FailureKind.KILLED, f"rank {first.rank} was killed", first.rank
+    return failure_outcome(
+        Failure(kind=kind, what=what, rank=rank),
+        run_folder,
+        attempt=submission.folder.name,
+        records=records(submission),
+        nodes=[node_name()],
+    )
 
 
 def watch(submission: Submission, *, stop: StopFlag) -> JobResult:

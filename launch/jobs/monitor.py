@@ -18,7 +18,7 @@ from typing import TextIO
 
 from launch.jobs.attempts import TaskRecord, read_task_record, task_record_path
 from launch.jobs.submission import RESTART_EXIT, Submission
-from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_STOPPED_RESUMABLE
+from vitscale.config.errors import EXIT_CODES, EXIT_FAILED, EXIT_STOPPED_RESUMABLE
 from vitscale.distributed.processes import is_alive
 
 POLL_SECONDS = 0.1
@@ -175,12 +175,13 @@ def _was_killed(task: TaskRecord) -> bool:
 def _exit_code(
     tasks: Sequence[TaskRecord], *, failure: TaskRecord | None, all_ended: bool, stopping: bool
 ) -> int:
-    """0: done; 2: bad input; 75: stopped, resumable; 1: everything else.
+    """0: done; 75: stopped, resumable; that of the failure if it stands for a kind; else 1.
 
     all_ended: whether every task started and ended without a failure.
     """
     if failure is not None:
-        return EXIT_BAD_INPUT if failure.exit_code == EXIT_BAD_INPUT else 1
+        is_kind = failure.exit_code in EXIT_CODES.values()
+        return failure.exit_code if failure.exit_code and is_kind else EXIT_FAILED
     if not all_ended:
         return EXIT_STOPPED_RESUMABLE if stopping else 1
     stopped = any(task.exit_code == EXIT_STOPPED_RESUMABLE for task in tasks)

@@ -34,6 +34,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from launch.jobs.batch_script import slurm_parameters, submission_folder, supervised
 from launch.jobs.scontrol import reachable_address
 from vitscale.config.errors import UserError
+from vitscale.distributed.failures.events import ATTEMPT_VARIABLE
 from vitscale.distributed.processes import free_port, node_name
 from vitscale.runs.launching import LaunchSettings
 
@@ -266,6 +267,7 @@ def start_locally(
     )
     settings = {
         "MASTER_PORT": str(free_port()),
+        ATTEMPT_VARIABLE: folder.name,
         "SUBMITIT_LOG_LEVEL": os.environ.get("SUBMITIT_LOG_LEVEL", "ERROR"),
         VISIBLE_DEVICES_KEPT: os.environ.get("CUDA_VISIBLE_DEVICES", ALL_DEVICES),
     }

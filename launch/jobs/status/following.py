@@ -19,7 +19,7 @@ from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
 from launch.jobs.status.reading import ACTIVE, RunState, RunStatus, read_status
 from launch.jobs.status.tasks import LOG_SUFFIX, newest_tasks
 from launch.jobs.status.text import lines_of, shown_folder, waiting
-from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_STOPPED_RESUMABLE, UserError
+from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_STOPPED_RESUMABLE, UserError
 
 LOG_SECONDS = 1.0
 # squeue loads the controller of the whole site.
@@ -32,8 +32,7 @@ EXIT_INTERRUPTED = 130
 def follow_run(folder: Path, *, output: TextIO) -> int:
     """Show the run's log and states until nothing runs or waits. Returns its exit code.
 
-    The code is 0 for a finished run, 2 for bad input, 75 for a run that was stopped and can be
-    resumed, else 1; 130 after Ctrl-C, which leaves the run alone.
+    The code is that of `exit_code`; 130 after Ctrl-C, which leaves the run alone.
     Raises UserError for a job of many tasks, each of which has its own log.
     """
     follower = _Follower(folder=folder, output=output)
@@ -45,12 +44,19 @@ def follow_run(folder: Path, *, output: TextIO) -> int:
 
 
 def exit_code(run: RunStatus) -> int:
-    """The exit code of a run without a job or process."""
+    """The exit code of a run without a job or process.
+
+    0: finished; 75: stopped, and can be resumed; that of the failure's kind; else 1.
+    """
     if run.state is RunState.FINISHED:
         return 0
-    if run.attempt is not None and run.attempt.ending is Ending.BAD_INPUT:
-        return EXIT_BAD_INPUT
-    return EXIT_STOPPED_RESUMABLE if run.state is RunState.STOPPED else 1
+    if run.state is RunState.STOPPED:
+        return EXIT_STOPPED_RESUMABLE
+    attempt = run.attempt
+    if attempt is not None and attempt.kind is not None:
+        return attempt.kind.exit_code
+    is_bad_input = attempt is not None and attempt.ending is Ending.BAD_INPUT
+    return EXIT_BAD_INPUT if is_bad_input else EXIT_FAILED
 
 
 @dataclass(kw_only=True)

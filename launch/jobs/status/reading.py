@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
-from launch.jobs.attempts import FAILURES, Attempt, Ending, read_attempts
+from launch.jobs.attempts import FAILURES, FINAL, Attempt, Ending, read_attempts
 from launch.jobs.queue import QueuedJob, jobs_of
 from launch.jobs.status.progress import LoggedProgress, log_age, read_logged
 from launch.jobs.status.tasks import Failure, JobTasks, find_failure, newest_tasks
@@ -195,7 +195,7 @@ def _ended_state(
         return RunState.FINISHED, None
     failure = find_failure(tasks, last, folder=folder)
     if last is not None:
-        if last.ended is None or last.ending in (*FAILURES, Ending.BAD_INPUT):
+        if last.ended is None or last.ending in (*FAILURES, *FINAL):
             return RunState.FAILED, failure
         return RunState.STOPPED, None
     if failure is not None:

@@ -15,6 +15,7 @@ from launch.jobs.attempts import RECORD_SUFFIX, Attempt, TaskRecord, read_task_r
 from launch.jobs.monitor import NO_FAILURE, first_failure
 from launch.jobs.queue import QueuedJob
 from launch.jobs.status.progress import tail
+from vitscale.config.errors import FailureKind
 from vitscale.distributed.processes import is_alive
 
 LOCAL = "local"
@@ -37,6 +38,7 @@ class Failure:
     """A sentence that names rank and node where they are known."""
     nodes: tuple[str, ...]
     error_line: str | None
+    """Of the log; None if a rank or the supervisor recorded the cause."""
     log: Path | None
 
 
@@ -121,7 +123,7 @@ def find_failure(tasks: JobTasks, attempt: Attempt | None, *, folder: Path) -> F
         how = "was killed" if failed.exit_code is None else f"ended with code {failed.exit_code}"
         node = f" on {failed.node}" if failed.node else ""
         what = f"rank {failed.rank}{node} {how}"
-    log = None
+    log, is_recorded = None, attempt is not None and attempt.kind not in (None, FailureKind.OTHER)
     if failed is not None:
         path = next(path for path, record in tasks.records.items() if record is failed)
         log = path.with_name(path.name.removesuffix(RECORD_SUFFIX) + LOG_SUFFIX)
@@ -133,7 +135,7 @@ def find_failure(tasks: JobTasks, attempt: Attempt | None, *, folder: Path) -> F
     return Failure(
         what=what,
         nodes=attempt.failed_nodes if attempt is not None else (),
-        error_line=last_error(log) if log is not None else None,
+        error_line=last_error(log) if log is not None and not is_recorded else None,
         log=log,
     )
 

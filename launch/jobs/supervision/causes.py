@@ -8,7 +8,7 @@ from an ending (`restarts`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.jobs.attempts import Ending, TaskRecord
@@ -55,7 +55,7 @@ def failure_outcome(
     """
     reports = read_failures(run_folder, attempt=attempt)
     if not any(_covers(report, seen) for report in reports):
-        record_failure(run_folder, seen)
+        record_failure(run_folder, replace(seen, attempt=attempt))
         reports.append(seen)
     found = cause(reports)
     assert found is not None

@@ -88,8 +88,8 @@ def read_events(run_folder: Path | str) -> Iterator[dict[str, Any]]:
 
 
 def record_failure(run_folder: Path | str, failure: Failure) -> None:
-    """Append a report of a failure, now and for the attempt of this process."""
-    values = asdict(failure) | {"attempt": os.environ.get(ATTEMPT_VARIABLE)}
+    """Append a report of a failure, now and, if it names none, for the attempt of this process."""
+    values = asdict(failure) | {"attempt": failure.attempt or os.environ.get(ATTEMPT_VARIABLE)}
     del values["time"]
     append_event(run_folder, FAILED, {k: v for k, v in values.items() if v is not None})
 

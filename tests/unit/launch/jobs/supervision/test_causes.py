@@ -37,6 +37,8 @@ def outcome(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def of(*reports: Failure, seen: Failure) -> Outcome:
         for report in reports:
             record_failure(tmp_path, report)
+        # A local launcher is no part of the attempt.
+        monkeypatch.delenv(ATTEMPT_VARIABLE)
         return failure_outcome(seen, tmp_path, attempt=ATTEMPT, records=RECORDS, nodes=["n1", "n2"])
 
     return of
