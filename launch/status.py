@@ -1,6 +1,7 @@
 """Show whether runs are queued, running, paused, stopped, finished or failed, and why.
 
     python launch/status.py [RUN ...] [--watch | --follow | --json]
+    python launch/status.py RUN --watch --stalled-min 30 --call "COMMAND ..."
 
 RUN: the folder of a run or a chain, its name below runs/, or a folder of runs; default: all below
 runs/.
@@ -10,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -21,8 +24,9 @@ try:
     from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
     from launch.jobs.status.finding import CHAIN_FILE, find_runs
     from launch.jobs.status.following import EXIT_INTERRUPTED, follow_run
-    from launch.jobs.status.reading import ACTIVE, RunStatus, read_status
+    from launch.jobs.status.reading import RunStatus, read_status
     from launch.jobs.status.text import as_text, as_values
+    from launch.jobs.status.watching import Watcher
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -35,11 +39,12 @@ CLEAR_SCREEN = "\x1b[2J\x1b[H"
 
 def main() -> None:
     arguments = parse()
+    if not arguments.watch and (arguments.call or arguments.stalled_min is not None):
+        raise UserError("--stalled-min and --call need --watch", where="command line")
     if arguments.follow:
         raise SystemExit(follow(find_runs(arguments.runs)))
     if arguments.watch:
-        watch(arguments.runs)
-        return
+        raise SystemExit(watch(arguments.runs, watcher(arguments)))
     seen = look(find_runs(arguments.runs))
     if arguments.json:
         values = [*map(chain_values, seen.chains), *map(as_values, seen.runs)]
@@ -65,7 +70,34 @@ def parse() -> argparse.Namespace:
         "--follow", action="store_true", help="show the log of one run until the run ends"
     )
     mode.add_argument("--json", action="store_true", help="print a list of objects")
+    parser.add_argument(
+        "--stalled-min",
+        type=float,
+        metavar="N",
+        help="with --watch: end with code 3 when all active runs have made no step for N minutes",
+    )
+    parser.add_argument(
+        "--call",
+        metavar="COMMAND",
+        help="with --watch: command for every run that stalls or ends, which finds a sentence in "
+        "the variable VITSCALE_SENTENCE and the folder in VITSCALE_RUN",
+    )
     return parser.parse_args()
+
+
+def watcher(arguments: argparse.Namespace) -> Watcher:
+    """Raise UserError for a command that cannot be run."""
+    try:
+        command = shlex.split(arguments.call or "")
+    except ValueError as error:
+        raise UserError(f"{arguments.call!r}: {error}", where="--call") from None
+    if command and shutil.which(command[0]) is None:
+        raise UserError(
+            f"there is no command {command[0]}",
+            where="--call",
+            next_step="give a program and its arguments; no shell is used",
+        )
+    return Watcher(stalled_min=arguments.stalled_min, command=command)
 
 
 def follow(folders: Sequence[Path]) -> int:
@@ -81,18 +113,24 @@ def follow(folders: Sequence[Path]) -> int:
     return follow_run(folder, output=sys.stdout)
 
 
-def watch(names: Sequence[str]) -> None:
-    """Show the states again and again. Ends when no run is active, or by Ctrl-C."""
+def watch(names: Sequence[str], alarms: Watcher) -> int:
+    """Show the states again and again, until no run is active or all are stalled, or by Ctrl-C.
+
+    Returns the exit code, see `Watcher.exit_code`.
+    """
     try:
         while True:
             seen = look(find_runs(names))
             start = CLEAR_SCREEN if sys.stdout.isatty() else f"\n{time.strftime('%H:%M:%S')}\n"
             print(start + seen.text, flush=True)
-            if not seen.is_active:
-                return
+            runs = [*seen.runs, *(run for chain in seen.chains for run in chain.runs)]
+            for alarm in alarms.look(runs, slurm_answers=seen.slurm_answers, now=seen.now):
+                print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {alarm}", flush=True)
+            if alarms.is_over:
+                return alarms.exit_code
             time.sleep(WATCH_SECONDS)
     except KeyboardInterrupt:
-        raise SystemExit(EXIT_INTERRUPTED) from None
+        return EXIT_INTERRUPTED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,13 +139,8 @@ class Look:
 
     runs: list[RunStatus]
     chains: list[ChainStatus]
+    slurm_answers: bool
     now: float
-
-    @property
-    def is_active(self) -> bool:
-        return any(run.state in ACTIVE for run in self.runs) or any(
-            chain.is_active for chain in self.chains
-        )
 
     @property
     def text(self) -> str:
@@ -133,7 +166,7 @@ def look(folders: Sequence[Path]) -> Look:
         for folder in folders
         if folder not in of_chains and folder.absolute() not in shown
     ]
-    return Look(runs=runs, chains=chains, now=now)
+    return Look(runs=runs, chains=chains, slurm_answers=jobs is not None, now=now)
 
 
 if __name__ == "__main__":

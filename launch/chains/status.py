@@ -39,10 +39,6 @@ class ChainStatus:
     def runs(self) -> list[RunStatus]:
         return [run for stage in self.stages for run in stage.runs.values()]
 
-    @property
-    def is_active(self) -> bool:
-        return any(run.state in ACTIVE for run in self.runs)
-
 
 def read_chain(
     folder: Path, *, jobs: Sequence[QueuedJob] | None, note: str | None = None, now: float

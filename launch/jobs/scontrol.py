@@ -94,12 +94,10 @@ def usable_nodes(job_id: str, *, without: str = "") -> list[str]:
     Empty if SLURM does not answer.
     """
     partition = job_fields(job_id).get("Partition", "")
-    command = ["sinfo", "--all", "--noheader", "--Node", f"--partition={partition}"]
+    command = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N %t"]
     try:
         left_out = set(host_names(without)) if without else set()
-        done = subprocess.run(
-            [*command, "--format=%N %t"], capture_output=True, text=True, timeout=SCONTROL_SECONDS
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_SECONDS)
     except (OSError, subprocess.TimeoutExpired):
         return []
     found = (line.split() for line in done.stdout.splitlines())

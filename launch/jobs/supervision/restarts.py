@@ -115,8 +115,11 @@ def nodes_to_exclude(
 ) -> list[str]:
     """Those of the suspected nodes without which the job can still start.
 
-    suspected: worst first; usable: nodes that the job could get now, suspected ones among them.
+    suspected: worst first; usable: nodes that the job could get now, suspected ones among them;
+    empty if that is unknown, and none is excluded.
     """
+    if not usable:
+        return []
     left, excluded = set(usable), []
     for node in suspected:
         # A node that is down cannot be missed.

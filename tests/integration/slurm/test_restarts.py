@@ -5,14 +5,18 @@ from __future__ import annotations
 import re
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from launch.jobs.attempts import Ending, read_attempts
 from launch.jobs.job import StageJob
 from launch.jobs.submission import Submission, submit_to_slurm
 from tests.support.waiting import wait_until
+from vitscale.config.errors import FailureKind
+from vitscale.distributed.processes import is_alive
 from vitscale.runs.launching import LaunchSettings
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -66,6 +70,44 @@ FAILING_ON_ONE_NODE = (
         bad.write_text(os.environ["SLURMD_NODENAME"])
     if os.environ["SLURMD_NODENAME"] == bad.read_text():
         os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
+
+# Saves when SLURM ends it, and counts its starts.
+SAVING = (
+    BEGINNING
+    + """
+    def save(*_):
+        if rank == "1":
+            checkpoint = run / f"checkpoints/step-{attempt:08d}"
+            checkpoint.mkdir(parents=True)
+            (checkpoint / "manifest.json").touch()
+        sys.exit(75)
+    signal.signal(signal.SIGTERM, save)
+    (run / f"pid-{rank}-{attempt}").write_text(str(os.getpid()))
+    time.sleep(1000)
+"""
+)
+# The device of rank 1 fails, which rank 0 notices and ends first. Then the training diverges.
+FAILING_DEVICE = (
+    BEGINNING
+    + """
+    from vitscale.config.errors import FailureKind
+    from vitscale.distributed.failures.events import Failure, record_failure
+    def report(kind, what):
+        failure = Failure(kind=kind, what=what, rank=int(rank), node="host", reported_by=int(rank))
+        record_failure(run, failure)
+    if attempt == 2:
+        report(FailureKind.DIVERGED, "losses are not finite")
+        sys.exit(76)
+    if rank == "1":
+        report(FailureKind.DEVICE, "rank 1 fell off the bus")
+        time.sleep(1000)
+    while "bus" not in (run / "events.jsonl").read_text():
+        time.sleep(0.05)
+    report(FailureKind.PEER_LOST, "connection closed")
+    sys.exit(1)
 """
 )
 
@@ -169,3 +211,64 @@ def test_a_dead_node_is_named_and_left_at_once(slurm, submit, tmp_path) -> None:
     first, second = read_attempts(tmp_path)
     assert (first.ending, first.failed_nodes) == (Ending.NODE_FAILED, ("n2",))
     assert (second.ending, second.nodes) == (Ending.DONE, ("n1", "n2"))
+
+
+def supervisor_of(slurm, job_id: str, *, restart: int) -> psutil.Process | None:
+    """The process that supervises this start of the job."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            own = process.environ()
+            if (own.get("SLURM_CONF"), own.get("SLURM_JOB_ID")) != (
+                slurm.environment["SLURM_CONF"], job_id,
+            ):  # fmt: skip
+                continue
+            if "launch.jobs.supervision" in process.cmdline():
+                return process if own.get("SLURM_RESTART_COUNT", "0") == str(restart) else None
+    return None
+
+
+def test_a_killed_supervisor_is_followed_by_another(slurm, submit, tmp_path) -> None:
+    broken = tmp_path / "broken"
+    job = submit(
+        SAVING,
+        max_requeues=3,
+        setup=(f"if rm {broken}; then export PYTHONHOME=/nowhere; fi 2>/dev/null",),
+    )
+    # At restart 1, no Python starts: the script requeues by itself.
+    for restart in (0, 2, 3):
+        for rank in range(2):
+            wait_for_file(tmp_path / f"pid-{rank}-{restart + 1}")
+        supervisor = supervisor_of(slurm, job.job_id, restart=restart)
+        assert supervisor is not None, job.log(0).read_text()
+        if restart == 0:
+            broken.touch()
+        supervisor.kill()
+    ended = slurm.wait(job.job_id, states=["FAILED", "COMPLETED", "CANCELLED"])
+    log = job.log(0).read_text()
+    assert (ended["JobState"], ended["Restarts"]) == ("FAILED", "3"), log
+    assert f"requeueing job {job.job_id}: its supervisor does not start" in log
+    assert "launch.max_requeues=3 is reached" in log
+    attempts = read_attempts(tmp_path)
+    assert [attempt.restart for attempt in attempts] == [0, 2, 3]
+    # It resumed from what was saved when SLURM ended the tasks, which counts as progress.
+    assert [attempt.first_step for attempt in attempts] == [0, 1, 3]
+    for attempt in attempts:
+        assert (attempt.ending, attempt.kind) == (Ending.KILLED, FailureKind.KILLED)
+        assert re.fullmatch(r"the supervisor .* on n1 was ended by SIGKILL", attempt.reason)
+    pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
+    wait_until(lambda: not any(map(is_alive, pids)), else_say=lambda: f"{pids} run")
+
+
+def test_the_recorded_cause_is_blamed(slurm, submit, tmp_path) -> None:
+    job = submit(FAILING_DEVICE, exclude_failed_nodes=True)
+    ended = slurm.wait(job.job_id, states=["FAILED", "COMPLETED"])
+    log = job.log(0).read_text()
+    # Diverged training is not started again.
+    assert (ended["JobState"], ended["Restarts"], ended["ExitCode"]) == ("FAILED", "1", "76:0"), log
+    first, second = read_attempts(tmp_path)
+    assert (first.ending, first.kind) == (Ending.FAILED, FailureKind.DEVICE)
+    assert first.failed_nodes == ("n2",) and "fell off the bus" in first.reason
+    assert (second.ending, second.exit_code) == (Ending.DIVERGED, 76)
+    # A device is suspected at once, but the job needs both nodes.
+    assert "not excluded, though suspected: n2; of 2 usable nodes the job needs 2" in log
+    assert ended["ExcNodeList"] == "(null)"
