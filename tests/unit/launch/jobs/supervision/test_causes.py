@@ -67,8 +67,9 @@ def test_the_signal_of_a_kill_that_a_rank_saw_is_kept(outcome, tmp_path: Path) -
 
 
 def test_a_rank_that_died_after_its_report_is_believed(outcome) -> None:
-    found = outcome(STORAGE, seen=SEEN_KILL)
-    assert (found.kind, found.reason) == (FailureKind.STORAGE, STORAGE.text)
+    error = Failure(kind=FailureKind.OTHER, what="KeyError: 7", rank=1, reported_by=1)
+    found = outcome(error, seen=SEEN_KILL)
+    assert (found.kind, found.reason) == (FailureKind.OTHER, error.text)
 
 
 def test_a_rank_that_only_lost_its_peer_is_not_blamed(outcome) -> None:
