@@ -14,7 +14,6 @@ import sys
 try:
     from launch.chains.command import names_a_chain, run_chain_locally
     from launch.chains.sweeps import names_a_sweep, run_sweep_locally
-    from launch.jobs.foreground import start_and_watch
     from launch.jobs.monitor import StopFlag
     from launch.jobs.preparation import (
         RUN_TYPES,
@@ -23,6 +22,7 @@ try:
         prepare_job,
         with_num_workers,
     )
+    from launch.jobs.supervision.foreground import start_and_watch
     from launch.studies.command import names_a_study, run_study_locally
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, run_script

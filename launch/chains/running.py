@@ -16,9 +16,9 @@ from launch.chains.graph import Chain, Stage, Step, as_known_now
 from launch.chains.settings import ComparisonRun
 from launch.chains.states import StepState, stage_states
 from launch.chains.tracking import children, close, open_parent
-from launch.jobs.foreground import EXIT_INTERRUPTED, start_and_watch
 from launch.jobs.monitor import StopFlag
 from launch.jobs.preparation import LaunchableRun, prepare_job, with_num_workers
+from launch.jobs.supervision.foreground import EXIT_INTERRUPTED, start_and_watch
 from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_STOPPED_RESUMABLE
 from vitscale.distributed.processes import num_cores
 from vitscale.tracking.console import format_duration

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.comparison.text import plain_text
-from launch.jobs.foreground import EXIT_INTERRUPTED
 from launch.jobs.monitor import StopFlag
 from launch.jobs.submission import require_slurm
+from launch.jobs.supervision.foreground import EXIT_INTERRUPTED
 from launch.planning.before_submitting import check
 from launch.planning.dry_run import check_data
 from launch.studies.arrays import arrays, batch_scripts, submit

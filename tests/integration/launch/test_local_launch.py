@@ -23,7 +23,7 @@ pytestmark = pytest.mark.distributed
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from launch.jobs import foreground
+from launch.jobs.supervision import foreground
 from launch.jobs import monitor
 from launch.jobs.job import StageJob
 from vitscale.runs.launching import LaunchSettings
