@@ -123,7 +123,7 @@ class Storm:
     def ranks(self) -> list[int]:
         """Process ids of the running tasks."""
         folder = self.run_folder / "slurm" / self.job_id
-        records = [json.loads(path.read_text()) for path in folder.glob("*_task.json")]
+        records = [json.loads(path.read_text()) for path in sorted(folder.glob("*_task.json"))]
         return [record["pid"] for record in records if record["exit_code"] is None]
 
     def has_ended(self) -> bool:
