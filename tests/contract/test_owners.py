@@ -137,3 +137,70 @@ def test_no_process_forks() -> None:
     assert not found, "use vitscale.distributed.fork_server.worker_context"
     lines = FORKS.strip().splitlines()
     assert [line for line in lines if list(_forks(ast.parse(line)))] == lines
+
+
+# Names of torch's collectives, and of the project's functions that are themselves collective.
+COLLECTIVES = {
+    *("all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "barrier"),
+    *("broadcast_object_list", "gather_object", "scatter_object_list", "reduce_scatter_tensor"),
+    *("monitored_barrier", "destroy_process_group"),
+}
+# At a planned end; an error passes by.
+PLANNED = {"vitscale/distributed/world.py: process_group"}
+
+
+def test_no_collective_runs_while_an_error_unwinds() -> None:
+    """The other ranks may be in another collective: both would wait.
+
+    Clean-up is what `finally`, `__exit__`, `__del__` and handlers of any error run, and the
+    functions of a name that only one function has.
+    """
+    functions: dict[str, list[ast.AST]] = {}
+    for path in module_files().values():
+        for node in ast.walk(parsed(path)):
+            if isinstance(node, ast.FunctionDef):
+                functions.setdefault(node.name, []).append(node)
+    collective = set(COLLECTIVES)
+    while True:
+        more = {
+            name
+            for name, nodes in functions.items()
+            if len(nodes) == 1 and name not in collective and _called(nodes[0]) & collective
+        }
+        if not more:
+            break
+        collective |= more
+    assert {"agree_no_error", "gather_rows", "_swap_average"} <= collective
+    found = {}
+    for path in module_files().values():
+        for function, node in _clean_ups(parsed(path)):
+            place = f"{path.relative_to(ROOT)}: {function}"
+            if place not in PLANNED and (names := _called(node) & collective):
+                found[place] = sorted(names)
+    assert not found
+
+
+def _called(node: ast.AST) -> set[str]:
+    """Names of the functions that are called in it, nested functions included."""
+    names = set()
+    for each in ast.walk(node):
+        if isinstance(each, ast.Call):
+            if isinstance(each.func, ast.Attribute):
+                names.add(each.func.attr)
+            elif isinstance(each.func, ast.Name):
+                names.add(each.func.id)
+    return names
+
+
+def _clean_ups(tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        if function.name in ("__exit__", "__del__"):
+            yield function.name, function
+        for node in ast.walk(function):
+            if isinstance(node, ast.Try):
+                for handler in node.handlers:
+                    if handler.type is None or "BaseException" in ast.unparse(handler.type):
+                        yield from ((function.name, each) for each in handler.body)
+                yield from ((function.name, each) for each in node.finalbody)
