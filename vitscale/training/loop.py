@@ -102,6 +102,12 @@ class TrainingSession:
     def engine(self) -> Engine:
         return self.segment.engine
 
+    @property
+    def last_step(self) -> int:
+        """Where this run ends: at its last step, or before it at `schedule.stop_at_step`."""
+        total = self.plan.total_steps
+        return min(total, self.run.schedule.stop_at_step or total)
+
     def steps(self) -> Iterator[int]:
         """The steps from the checkpoint's to the last one, each with its learning rate set.
 
@@ -109,14 +115,16 @@ class TrainingSession:
         """
         if self.start_step == 0:
             self.objective.start(self)
-        for step in range(self.start_step, self.plan.total_steps):
+        for step in range(self.start_step, self.last_step):
             if step == self.plan.stop:
                 self._change_image_size(step)
             self.lr = learning_rate_at(step, run=self.run, plan=self.plan)
             self.engine.set_learning_rate(self.lr)
             yield step
         self._finish_save()
-        self.log.progress.message(f"done: {self.folder} at step {self.plan.total_steps}")
+        total = self.plan.total_steps
+        early = f", of {total}: schedule.stop_at_step" if self.last_step < total else ""
+        self.log.progress.message(f"done: {self.folder} at step {self.last_step}{early}")
 
     def _change_image_size(self, step: int) -> None:
         """Build the next segment from the checkpoint that the last one ended with.
@@ -200,7 +208,8 @@ class TrainingSession:
         ends = done == self.plan.stop
         self.heartbeat.step = done
         self.log.advance(done)
-        preempted = self.preemption.set_on_any_rank() and not is_last
+        stops = done == self.last_step
+        preempted = self.preemption.set_on_any_rank() and not stops
         if ends or done % self.run.tracking.log_every_steps == 0:
             self._write_log(done)
         if self.segment.evaluations.due(done, is_last=is_last):
@@ -212,7 +221,7 @@ class TrainingSession:
         if every is not None and self.world.world_size > 1 and done % every == 0:
             self._compare_weights(done)
         # Saved last: a checkpoint means that everything up to its step was logged.
-        if ends or preempted or done % self.run.checkpoint.every_steps == 0:
+        if ends or stops or preempted or done % self.run.checkpoint.every_steps == 0:
             self._save(done)
         if preempted:
             self._finish_save()

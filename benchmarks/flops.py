@@ -1,8 +1,8 @@
 """Print parameters, FLOPs per training image and images per second of models.
 
-    python launch/flops.py                         all sizes at 224 px
-    python launch/flops.py B/16 L/16 --image-size 224 384 --peak-tflops 989 --mfu 0.5
-    python launch/flops.py B/16 R50+B/16 R50x1
+    python benchmarks/flops.py                     all sizes at 224 px
+    python benchmarks/flops.py B/16 L/16 --image-size 224 384 --peak-tflops 989 --mfu 0.5
+    python benchmarks/flops.py B/16 R50+B/16 R50x1
 
 Computed by formula (`vitscale.models.costs`). Needs no torch.
 """
@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 
 try:
     from vitscale.config.errors import UserError, UserErrors, run_script

@@ -10,7 +10,7 @@ from tests.support.waiting import PATIENCE_S
 
 
 def table(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "launch/flops.py"), *arguments]
+    command = [sys.executable, str(ROOT / "benchmarks/flops.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
