@@ -1,6 +1,6 @@
-"""Check that all ranks hold the same weights.
+"""Check that all ranks hold the same weights, and values that training can give.
 
-Owns: checksums of tensors, and naming the rank whose checksums differ.
+Owns: checksums of tensors, naming the rank whose checksums differ, and counts of wrong elements.
 Leaves out: which tensors must be equal (`layouts`), and when to check (the loops).
 """
 
@@ -25,9 +25,16 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def num_unequal(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
-    """Count elements that differ after rounding to the copy's dtype, int64 scalar."""
+    """Count elements whose bits differ after rounding to the copy's dtype, int64 scalar."""
     ours, theirs = ours.detach().flatten(), theirs.detach().flatten()
-    return (ours != theirs.to(ours.device, ours.dtype)).sum(dtype=torch.int64)
+    bits = BITS[ours.element_size()]
+    rounded = theirs.to(ours.device, ours.dtype)
+    return (ours.view(bits) != rounded.view(bits)).sum(dtype=torch.int64)
+
+
+def num_negative(values: torch.Tensor) -> torch.Tensor:
+    """Count elements below 0, int64 scalar."""
+    return (values.detach() < 0).sum(dtype=torch.int64)
 
 
 def disagreement(names: Sequence[str], rows: Sequence[Sequence[int]]) -> str | None:
@@ -48,6 +55,10 @@ def disagreement(names: Sequence[str], rows: Sequence[Sequence[int]]) -> str | N
     other = rows[odd[0]]
     # Without a majority the first row counts as the usual one.
     differing = [name for name, a, b in zip(names, other, usual, strict=True) if a != b]
-    more = len(differing) - NAMES_SHOWN
-    shown = ", ".join(differing[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
-    return f"{who}, in {shown}"
+    return f"{who}, in {shown_names(differing)}"
+
+
+def shown_names(names: Sequence[str]) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - NAMES_SHOWN
+    return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

@@ -21,7 +21,7 @@ from torch import nn
 
 from vitscale.checkpoint.catalogue import slice_name
 from vitscale.distributed.world import World, agree_no_error, broadcast_tensor, gather_objects
-from vitscale.engine.agreement import disagreement
+from vitscale.engine.agreement import disagreement, num_negative, shown_names
 from vitscale.engine.guard import Health, UpdateGuard
 from vitscale.engine.head_remainders import HeadRemainders
 from vitscale.engine.layouts import destroy_deepspeed, initialize_deepspeed, layout_of
@@ -230,17 +230,23 @@ class Engine:
         """Describe the ranks whose weights differ from the rest; None when all agree.
 
         Compares the weights of the forward pass, without ZeRO also the optimiser states. Under
-        ZeRO each rank also compares its own weights with their fp32 originals. A wrong original is
-        not found where one rank alone holds it: the next update spreads it.
+        ZeRO each rank also compares its own weights with their fp32 originals. Second moments must
+        not be negative. Another wrong original or state is not found where one rank alone holds
+        it: the next update spreads it, and only a replay shows it.
         """
         names, sums, unequal = self._layout.checksums(self._parameters(), self._state_names)
-        none = torch.zeros((), dtype=torch.int64, device=self.world.device)
-        numbers = torch.stack([*sums, torch.stack([none, *unequal]).sum()])
-        rows = gather_objects(numbers.tolist())
-        wrong = [str(rank) for rank, row in enumerate(rows) if row[-1]]
-        if wrong:
-            return f"rank {', '.join(wrong)} uses weights that differ from their fp32 originals"
-        return disagreement(names, [row[:-1] for row in rows])
+        differ = "differs from its fp32 original"
+        counts = {f"{name} {differ}": count for name, count in unequal.items()}
+        for name, _, kind, _, part in self._own_parts():
+            if kind in self._kind.non_negative:
+                counts[f"{name} is negative"] = num_negative(part)
+        # Offloaded states are on the host.
+        scalars = [each.to(self.world.device).view(1) for each in [*sums, *counts.values()]]
+        numbers = torch.cat(scalars).tolist() if scalars else []
+        own = [what for what, count in zip(counts, numbers[len(sums) :], strict=True) if count]
+        rows = gather_objects((numbers[: len(sums)], own))
+        wrong = [f"rank {rank}: {shown_names(each)}" for rank, (_, each) in enumerate(rows) if each]
+        return "; ".join(wrong) if wrong else disagreement(names, [row for row, _ in rows])
 
     def close(self) -> None:
         """Release the model and the optimiser, so that another engine can be built."""

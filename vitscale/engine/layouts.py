@@ -65,7 +65,7 @@ with _kept_out("mlflow"):
 LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 # DeepSpeed adds attributes to parameters, hence Any.
 Named = Iterable[tuple[str, Any]]
-Checksums = tuple[list[str], list[torch.Tensor], list[torch.Tensor]]
+Checksums = tuple[list[str], list[torch.Tensor], dict[str, torch.Tensor]]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -180,8 +180,8 @@ class Layout(ABC):
 
     @abstractmethod
     def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
-        """Names and checksums of all that must be equal on all ranks; and, for each tensor of this
-        rank, how many weights of the forward pass differ from their fp32 originals."""
+        """Names and checksums of all that must be equal on all ranks; and, for each weight of this
+        rank, how many elements of the forward pass differ from their fp32 originals."""
 
     def shape(self, parameter: Any) -> torch.Size:
         """The shape of the whole parameter."""
@@ -254,7 +254,7 @@ class PlainLayout(Layout):
             for kind in (None, *kinds):
                 names.append(f"{kind or 'model'}.{name}")
                 sums.append(checksum(self._whole(parameter, kind)))
-        return names, sums, []
+        return names, sums, {}
 
     def measure_norm(self) -> None:
         # Gradients are averaged over the ranks by now, and not yet clipped.
@@ -287,13 +287,13 @@ class FlatLayout(Layout):
         self.publish_weights()
 
     def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
-        names, sums, unequal = [], [], []
+        names, sums, unequal = [], [], {}
         for name, parameter in named:
             names.append(name)
             sums.append(checksum(parameter))
             mapping = parameter._hp_mapping
             if mapping is not None:
-                unequal.append(num_unequal(mapping.lp_fragment, mapping.hp_fragment))
+                unequal[name] = num_unequal(mapping.lp_fragment, mapping.hp_fragment)
         return names, sums, unequal
 
     def publish_weights(self) -> None:
@@ -340,10 +340,10 @@ class PartitionedLayout(Layout):
         """The weights of the forward pass are gathered when it needs them."""
 
     def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
-        unequal = [
-            num_unequal(parameter.ds_tensor, safe_get_local_fp32_param(parameter))
-            for _, parameter in named
-        ]
+        unequal = {
+            name: num_unequal(parameter.ds_tensor, safe_get_local_fp32_param(parameter))
+            for name, parameter in named
+        }
         return [], [], unequal
 
     def publish_weights(self) -> None:

@@ -204,7 +204,7 @@ def averaged(world: World, *, stage: int, plain: Plain) -> dict[str, object]:
 
 
 def come_apart(world: World, *, stage: int) -> dict[str, object]:
-    """One bit of one weight of the forward pass changes on rank 1."""
+    """One bit of one weight of the forward pass changes on rank 1; then the sign of a moment."""
     engine = new_engine(world, stage=stage)
     engine_losses(engine, world, start=0, stop=2)
     before = engine.disagreement()
@@ -212,7 +212,16 @@ def come_apart(world: World, *, stage: int) -> dict[str, object]:
     flat = weight.ds_tensor if stage == 3 else weight.data
     if world.rank == 1:
         flat.view(-1).view(torch.int32)[-1] ^= 1
-    return {"before": before, "after": engine.disagreement()}
+    after = engine.disagreement()
+    moments = [
+        (name, part) for name, _, kind, _, part in engine._own_parts() if kind == "exp_avg_sq"
+    ]
+    if world.rank == 1:
+        flat.view(-1).view(torch.int32)[-1] ^= 1
+        moments[-1][1].view(-1)[-1] = -1e-9
+    negative = engine.disagreement()
+    name = gather_objects(moments[-1][0])[1]
+    return {"before": before, "after": after, "negative": negative, "moment": name}
 
 
 def clipped_in_bf16(world: World, *, stage: int) -> dict[str, float]:

@@ -107,6 +107,15 @@ def _flip_bit(call: Call, args: tuple[Any, ...]) -> Any:
     return call()
 
 
+def _flip_moment(call: Call, args: tuple[Any, ...]) -> Any:
+    """Flip one bit of a first moment that this rank owns."""
+    kinds = ((kind, part) for _, _, kind, _, part in args[0]._own_parts())
+    moment = next(part for kind, part in kinds if kind == "exp_avg")
+    with torch.no_grad():
+        moment.view(torch.int32)[3] ^= 1 << 20
+    return call()
+
+
 def _lag(call: Call, args: tuple[Any, ...]) -> Any:
     time.sleep(2)
     return call()
@@ -166,6 +175,7 @@ ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
     "infinity": _infinite,
     "NaN gradient": _poison_gradient,
     "flip bit": _flip_bit,
+    "flip moment": _flip_moment,
     "lag": _lag,
     "lag and kill": _lag_and_kill,
     "hang": _hang,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vitscale.engine.agreement import checksum, disagreement, num_unequal
+from vitscale.engine.agreement import checksum, disagreement, num_negative, num_unequal
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
@@ -30,6 +30,17 @@ def test_unequal_elements_are_counted_in_the_dtype_of_the_copy() -> None:
     assert num_unequal(copy, original) == 0
     copy[2] = 2.0
     assert num_unequal(copy, original) == 1
+
+
+def test_the_sign_of_zero_is_a_bit_of_a_copy() -> None:
+    original = torch.tensor([0.0, 1.5, 0.0])
+    copy = original.to(torch.bfloat16)
+    copy[2] = -0.0
+    assert num_unequal(copy, original) == 1
+
+
+def test_negative_elements_are_counted() -> None:
+    assert num_negative(torch.tensor([0.0, 2.0, -1e-30, -3.0, torch.nan])) == 2
 
 
 def test_majority_names_the_odd_rank_and_its_tensors() -> None:
