@@ -340,11 +340,15 @@ class PartitionedLayout(Layout):
         """The weights of the forward pass are gathered when it needs them."""
 
     def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
+        named = list(named)
         unequal = {
             name: num_unequal(parameter.ds_tensor, safe_get_local_fp32_param(parameter))
             for name, parameter in named
         }
-        return [], [], unequal
+        # Small parameters stay gathered: every rank has all of them.
+        whole = [(name, p) for name, p in named if p.ds_persist and p.numel() == p.ds_numel]
+        names = [name for name, _ in whole]
+        return names, [checksum(parameter) for _, parameter in whole], unequal
 
     def publish_weights(self) -> None:
         wrapper = self._wrapper
