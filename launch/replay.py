@@ -25,12 +25,12 @@ try:
         find_stretch,
         replay_run,
     )
-    from launch.jobs.foreground import start_and_watch
     from launch.jobs.monitor import StopFlag
     from launch.jobs.preparation import check_job, make_private, prepare_job, run_name
     from launch.jobs.snapshot import kept_code
     from launch.jobs.status.following import follow_run
     from launch.jobs.submission import require_slurm, submit_to_slurm
+    from launch.jobs.supervision.foreground import start_and_watch
     from vitscale.config.errors import UserError, run_script
     from vitscale.runs.launching import LaunchSettings
 except ModuleNotFoundError as error:

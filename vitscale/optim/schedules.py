@@ -100,6 +100,10 @@ class ScheduleSettings(Section):
     """Image sizes, one after the other; position embeddings are resampled in between. null:
     `model.image_size` throughout."""
 
+    def last_step(self, total_steps: int) -> int:
+        """Where a run of `total_steps` ends: there, or before at `stop_at_step`."""
+        return min(total_steps, self.stop_at_step or total_steps)
+
 
 def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
     """Combinations in which a setting could have no effect."""

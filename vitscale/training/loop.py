@@ -104,9 +104,7 @@ class TrainingSession:
 
     @property
     def last_step(self) -> int:
-        """Where this run ends: at its last step, or before it at `schedule.stop_at_step`."""
-        total = self.plan.total_steps
-        return min(total, self.run.schedule.stop_at_step or total)
+        return self.run.schedule.last_step(self.plan.total_steps)
 
     def steps(self) -> Iterator[int]:
         """The steps from the checkpoint's to the last one, each with its learning rate set.

@@ -201,7 +201,7 @@ def _open_log(
     progress = stack.enter_context(
         ProgressLine.open(
             folder=folder,
-            total_steps=plan.total_steps,
+            total_steps=run.schedule.last_step(plan.total_steps),
             start_step=start_step,
             title=run.name,
             is_writer=world.is_first,
