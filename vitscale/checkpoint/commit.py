@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -42,12 +43,17 @@ from vitscale.checkpoint.folders import (
     verify_files,
 )
 from vitscale.checkpoint.joined_files import Blob, joined
-from vitscale.config.errors import UserError
+from vitscale.config.errors import DivergedError, FailureKind, StorageError, UserError
 from vitscale.distributed.atomic_files import commit_folder, make_folders, write_new_file
 from vitscale.distributed.node_share import SharedFile, read_shared
 
 Answer = dict[str, Any]
 CHUNK_BYTES = 1 << 26
+# What all ranks raise when a save fails on one of them.
+ERRORS: Mapping[str, type[UserError]] = defaultdict(
+    lambda: UserError,
+    {FailureKind.STORAGE: StorageError, FailureKind.DIVERGED: DivergedError},
+)
 
 
 class Exchange(Protocol):
@@ -129,7 +135,7 @@ def commit_save(
 
     writer: the rank of this node that writes this rank's tensors; None: each its own.
     Every rank makes the same exchanges, also after an error, so no rank waits for one that failed.
-    Raises UserError, the same on all ranks, when a disk fails.
+    Raises StorageError, the same on all ranks, when a disk fails.
     """
     with ExitStack() as until_committed:
         if writer is None:
@@ -153,7 +159,7 @@ def commit_save(
     if defect is not None:
         raise defect
     if "error" in ending:
-        raise UserError(ending["error"])
+        raise ERRORS[ending["kind"]](ending["error"])
     return Commit(folder=save.final, step=save.step, warnings=tuple(ending["warnings"]))
 
 
@@ -205,16 +211,18 @@ def _answer_of(save: Save, work: Callable[[], Answer]) -> tuple[Answer, Exceptio
     try:
         return work(), None
     except UserError as error:
-        return {"error": str(error)}, None
+        return {"error": str(error), "kind": error.kind}, None
     except OSError as error:
         where = error.filename or save.checkpoints
         return {
             "error": f"{where}: checkpoint cannot be written ({error.strerror})\n"
             "  next: free space or set output, then rerun the same command; committed "
-            "checkpoints are untouched"
+            "checkpoints are untouched",
+            "kind": FailureKind.STORAGE,
         }, None
     except Exception as error:
-        return {"error": f"checkpoint of step {save.step}: {type(error).__name__}: {error}"}, error
+        what = f"checkpoint of step {save.step}: {type(error).__name__}: {error}"
+        return {"error": what, "kind": FailureKind.OTHER}, error
 
 
 def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Answer:
@@ -248,7 +256,7 @@ def _finish(save: Save, shares: list[Answer]) -> Answer:
     """Rank 0, when all have written and read back: manifest, rename, retention."""
     for rank, share in enumerate(shares):
         if "error" in share:
-            raise UserError(
+            raise ERRORS[share["kind"]](
                 share["error"] if len(shares) == 1 else f"rank {rank}: {share['error']}"
             )
     written = [share for share in shares if "file" in share]

@@ -36,7 +36,7 @@ from vitscale.checkpoint.folders import (
 )
 from vitscale.checkpoint.joined_files import MAX_RANK_FILES, writing_ranks
 from vitscale.checkpoint.tensors import HostCopy
-from vitscale.config.errors import UserError
+from vitscale.config.errors import DivergedError, StorageError, UserError
 from vitscale.distributed.failures.events import EVENTS_NAME
 from vitscale.distributed.failures.heartbeat import NOBODY, Heartbeat
 from vitscale.distributed.key_value_store import StoreExchange
@@ -49,6 +49,8 @@ EXCHANGE_TIMEOUT_S = 3600.0
 # When another error ends the run, its last save gets this long to be committed: the process ends
 # soon, `failures.ending.EXIT_S`.
 PATIENCE_S = 4.0
+# Saves in a row that storage refuses before the run ends.
+MAX_FAILED = 3
 # Checks of a stalled write, each reported, before the rank ends.
 CHECKS = 4
 
@@ -80,7 +82,7 @@ class CheckpointStore:
                 world_size=world.world_size,
                 timeout_s=EXCHANGE_TIMEOUT_S,
             )
-        self._num_saves = 0
+        self._num_saves, self._num_failed = 0, 0
         self._writer: int | None = None
         self._thread: threading.Thread | None = None
         self._commit: Commit | None = None
@@ -130,7 +132,7 @@ class CheckpointStore:
     ) -> None:
         """Start saving this rank's tensors, which must not change before `wait_for_host_copy`.
 
-        Waits for the save before it. Raises UserError when that one failed.
+        Waits for the save before it, see `wait`.
         """
         self.wait()
         ready = self._host_copy.prepare(tensors)
@@ -187,10 +189,10 @@ class CheckpointStore:
         return self._writer
 
     def _finite(self, save: Save, pieces: list[bytes | memoryview]) -> Iterator[bytes | memoryview]:
-        """The pieces; UserError before the first if this rank holds what no run recovers from."""
+        """The pieces; DivergedError before the first if this rank holds what is not finite."""
         if bad := self._host_copy.not_finite():
             more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
-            raise UserError(
+            raise DivergedError(
                 f"not saved: {bad[0]}{more} not finite by step {save.step}",
                 where=str(self.folder),
                 next_step="lower optim.lr, lengthen schedule.warmup_steps or set optim.clip_norm=1 "
@@ -201,18 +203,27 @@ class CheckpointStore:
     def _count_part(self) -> None:
         self._num_parts += 1
 
-    def wait(self) -> Commit | None:
+    def wait(self, *, say: Callable[[str], None] | None = None) -> Commit | None:
         """Wait until the last save is committed. Returns it, unless it was taken before.
 
-        Raises UserError, the same on all ranks, when it could not be.
+        Raises UserError, the same on all ranks, when it could not be. With `say`, storage may fail
+        for a few saves in a row, each of which is a warning: the next one may succeed.
         """
-        if self._thread is not None:
-            self._join(self._thread)
-            self._thread = None
+        if self._thread is None:
+            return self.take_committed()
+        self._join(self._thread)
+        self._thread = None
         error, self._error = self._error, None
-        if error is not None:
+        self._num_failed = 0 if error is None else self._num_failed + 1
+        if error is None:
+            return self.take_committed()
+        if say is None or not isinstance(error, StorageError) or self._num_failed >= MAX_FAILED:
             raise error
-        return self.take_committed()
+        say(
+            f"warning: {str(error).splitlines()[0]}; training goes on, and ends when {MAX_FAILED} "
+            "saves in a row fail, or the last one"
+        )
+        return None
 
     def _join(self, thread: threading.Thread) -> None:
         """Wait for the thread, however slow; end the process if its disk hangs.

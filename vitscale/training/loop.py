@@ -255,7 +255,7 @@ class TrainingSession:
     def _save(self, done: int) -> None:
         """Start saving everything that the next step depends on; committed in the background."""
         self.heartbeat.mark("saving")
-        self._finish_save()
+        self._report(self.store.wait(say=self.log.progress.message))
         self.store.save(
             self.engine.export_state(),
             step=done,

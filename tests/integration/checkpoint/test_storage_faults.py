@@ -175,7 +175,8 @@ def test_failed_checkpoint_storage_ends_the_run(
         if filler is None:
             remount(checkpoints, "ro")
         release_hold(tmp_path)
-        assert wait_all(ranks) == [2, 2]
+        assert wait_all(ranks) == [74, 74]
+        assert ranks[0].output().count("warning: ") == 2, "of three saves that fail"
         assert "checkpoint cannot be written" in ranks[0].output()
         assert "Traceback" not in ranks[0].output()
         assert newest_step(tmp_path) == 5
@@ -203,14 +204,15 @@ def test_full_disk_of_the_run_folder_ends_the_run(fault_runs: FaultRuns, tmp_pat
 
 
 @pytest.mark.parametrize("rank", by_level([0, 1], slow=[1]))
-def test_disk_error_of_one_rank_is_reported_by_all(
+def test_training_goes_on_after_a_save_that_fails_on_one_rank(
     fault_runs: FaultRuns, tmp_path: Path, rank: int
 ) -> None:
     # Two files of rank 0 in every save, one of rank 1.
     nth = {0: 3, 1: 2}[rank]
-    assert fault_runs.run(tmp_path, faults={rank: [fault("write", nth, "EIO")]}) == [2, 2]
-    assert "checkpoint cannot be written (Input/output error)" in output(tmp_path)
-    assert newest_step(tmp_path) == 5
+    assert fault_runs.run(tmp_path, faults={rank: [fault("write", nth, "EIO")]}) == [0, 0]
+    said = "checkpoint cannot be written (Input/output error); training goes on"
+    assert output(tmp_path).count(said) == 1
+    assert not list(tmp_path.glob("run/checkpoints/step-*10"))
     fault_runs.assert_resumes_exactly(tmp_path)
 
 

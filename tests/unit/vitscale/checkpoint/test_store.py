@@ -21,7 +21,7 @@ from vitscale.checkpoint.folders import (
     step_folders,
 )
 from vitscale.checkpoint.store import CheckpointStore
-from vitscale.config.errors import UserError
+from vitscale.config.errors import DivergedError, StorageError, UserError
 from vitscale.distributed import atomic_files
 from vitscale.distributed.failures.heartbeat import SHARE_OF_TIMEOUT, Heartbeat
 from vitscale.distributed.world import World
@@ -45,7 +45,7 @@ def test_full_disk_is_one_clear_error_and_loses_nothing(small_disk: Path, world:
     store = CheckpointStore(small_disk, keep=3, world=world)
     big = {"model.a": torch.zeros(400_000)}
     store.save(big, step=2, progress={}, description={})
-    with pytest.raises(UserError, match="cannot be written .*No space left"):
+    with pytest.raises(StorageError, match="cannot be written .*No space left"):
         store.wait()
     checkpoint, complaints = newest_checkpoint(small_disk / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 1 and complaints == []
@@ -214,7 +214,7 @@ def test_next_save_waits_and_raises_the_previous_error(
     with monkeypatch.context() as patch:
         patch.setattr(commit, "commit_folder", refuse)
         store.save(tensors, step=3, progress={}, description={})
-        with pytest.raises(UserError, match=r"cannot be written \(Input/output error\)"):
+        with pytest.raises(StorageError, match=r"cannot be written \(Input/output error\)"):
             store.save(tensors, step=4, progress={}, description={})
     assert [path.name for path in step_folders(store.folder)] == ["step-00000002", "step-00000001"]
     assert not list(store.folder.glob(".step-*")), "the failed save still takes space"
@@ -262,7 +262,7 @@ def test_state_that_is_not_finite_is_not_committed(
     momentum[531] = value
     tensors = {"exp_avg.a": momentum, "model.a": torch.ones(9), "n": torch.arange(3)}
     store.save(tensors | {"empty": torch.empty(0)}, step=2, progress={}, description={})
-    with pytest.raises(UserError, match="not saved: exp_avg.a not finite by step 2"):
+    with pytest.raises(DivergedError, match="not saved: exp_avg.a not finite by step 2"):
         store.wait()
     assert [path.name for path in store.folder.iterdir()] == [before.name]
     momentum[531] = torch.finfo(dtype).max
