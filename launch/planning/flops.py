@@ -1,8 +1,8 @@
 """Print parameters, FLOPs per training image and images per second of models.
 
-    python benchmarks/flops.py                     all sizes at 224 px
-    python benchmarks/flops.py B/16 L/16 --image-size 224 384 --peak-tflops 989 --mfu 0.5
-    python benchmarks/flops.py B/16 R50+B/16 R50x1
+    python -m launch.planning.flops                     all sizes at 224 px
+    python -m launch.planning.flops B/16 L/16 --image-size 224 384 --peak-tflops 989 --mfu 0.5
+    python -m launch.planning.flops B/16 R50+B/16 R50x1
 
 Computed by formula (`vitscale.models.costs`). Needs no torch.
 """
@@ -10,19 +10,11 @@ Computed by formula (`vitscale.models.costs`). Needs no torch.
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
-
-try:
-    from vitscale.config.errors import UserError, UserErrors, run_script
-    from vitscale.models.costs import num_parameters, train_flops_per_image
-    from vitscale.models.interface.settings import ModelSettingsBase
-    from vitscale.models.registry import MODELS
-except ModuleNotFoundError as error:
-    print(f"{error}. Run: pip install -e .", file=sys.stderr)
-    raise SystemExit(2) from None
+from vitscale.config.errors import UserError, UserErrors, run_script
+from vitscale.models.costs import num_parameters, train_flops_per_image
+from vitscale.models.interface.settings import ModelSettingsBase
+from vitscale.models.registry import MODELS
 
 PRESETS = ("Ti/16", "S/32", "S/16", "B/32", "B/16", "L/32", "L/16", "L/14", "H/14", "g/14")
 HEADINGS = ("model", "px", "tokens", "M parameters", "GFLOPs/image", "images/s")

@@ -10,8 +10,8 @@ from tests.support.waiting import PATIENCE_S
 
 
 def table(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "benchmarks/flops.py"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    command = [sys.executable, "-m", "launch.planning.flops", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=PATIENCE_S)
 
 
 def test_figures_are_those_of_the_formula() -> None:
