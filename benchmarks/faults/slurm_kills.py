@@ -129,7 +129,8 @@ def _processes(storm: Storm, victim: str) -> tuple[str, psutil.Process] | None:
         else:
             for number, pid in enumerate(storm.ranks()):
                 rank = psutil.Process(pid)
-                workers = [each for each in rank.children(recursive=True) if _is_worker(each)]
+                # Its children are servers of workers.
+                workers = [each for server in rank.children() for each in server.children()]
                 # A rank without a worker is still starting.
                 if workers:
                     is_rank = victim == "rank"
@@ -137,11 +138,6 @@ def _processes(storm: Storm, victim: str) -> tuple[str, psutil.Process] | None:
         if found:
             return rng.choice(sorted(found.items(), key=lambda item: item[0]))
     return None
-
-
-def _is_worker(process: psutil.Process) -> bool:
-    """Whether a descendant of a rank loads data: a server of workers has children."""
-    return not process.children() and "resource_tracker" not in " ".join(process.cmdline())
 
 
 def kill_table(storm: Storm, kills: list[Kill]) -> str:
