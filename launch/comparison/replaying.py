@@ -181,7 +181,7 @@ def compare(stretch: Stretch, scratch: Path) -> list[str]:
     )
     found = []
     for step in sorted({*rows, *replayed, *stretch.kept}):
-        lines = []
+        lines: list[str] = []
         if step in stretch.kept and step_folder(scratch / CHECKPOINTS, step).is_dir():
             ours = read_checkpoint(step_folder(stretch.checkpoints, step))
             lines += _checkpoint_lines(
