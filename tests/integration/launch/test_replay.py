@@ -14,7 +14,7 @@ from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
-SETTINGS = ("schedule.steps=12", "checkpoint.every_steps=4", "tracking.log_every_steps=2")
+SETTINGS = ("schedule.steps=12", "checkpoint.every_steps=4", "tracking.log_every_steps=3")
 # Of step 12, after those of steps 4 and 8.
 LAST_SAVE = 3
 

@@ -144,6 +144,7 @@ def test_one_changed_bit_of_a_weight_names_the_rank(results: dict[str, Any], sta
     else:  # the weight may be its owner's or a copy
         assert "rank 1" in found["after"]
     assert "blocks.1.mlp.fc1.weight" in found["after"]
+    assert "blocks.1.mlp.fc1.weight" in found["gathered"]
     assert found["negative"] == f"rank 1: {found['moment']} is negative"
 
 

@@ -220,8 +220,17 @@ def come_apart(world: World, *, stage: int) -> dict[str, object]:
         flat.view(-1).view(torch.int32)[-1] ^= 1
         moments[-1][1].view(-1)[-1] = -1e-9
     negative = engine.disagreement()
+    if world.rank == 1:  # the copy that ZeRO 3 keeps gathered; elsewhere the weight itself
+        moments[-1][1].view(-1)[-1] = 0.0
+        weight.data.view(-1).view(torch.int32)[0] ^= 1
     name = gather_objects(moments[-1][0])[1]
-    return {"before": before, "after": after, "negative": negative, "moment": name}
+    return {
+        "before": before,
+        "after": after,
+        "negative": negative,
+        "moment": name,
+        "gathered": engine.disagreement(),
+    }
 
 
 def clipped_in_bf16(world: World, *, stage: int) -> dict[str, float]:
