@@ -29,7 +29,6 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.pool import Pool
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
@@ -175,27 +174,23 @@ def write_folder(number: int, corpus: Corpus, folder: Path) -> None:
         (own / name).write_bytes(data)
 
 
-def drawing_processes(workers: int) -> Pool:
-    return multiprocessing.get_context("spawn").Pool(workers, initializer=load_fonts)
-
-
 def write_tars(output: Path, corpus: Corpus, *, workers: int) -> None:
     (output / "tars").mkdir()
-    with drawing_processes(workers) as pool:
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
         write = partial(write_tar, corpus=corpus, folder=output / "tars")
         pool.map(write, corpus.classes, chunksize=32)
 
 
 def write_folders(output: Path, corpus: Corpus, *, workers: int) -> None:
     (output / "images").mkdir()
-    with drawing_processes(workers) as pool:
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
         write = partial(write_folder, corpus=corpus, folder=output / "images")
         pool.map(write, corpus.classes, chunksize=32)
 
 
 def write_tar_of_tars(output: Path, corpus: Corpus, *, workers: int) -> None:
     with (
-        drawing_processes(workers) as pool,
+        multiprocessing.get_context("fork").Pool(workers) as pool,
         open(output / "corpus.tar", "xb") as file,
     ):
         tars = pool.imap(partial(class_tar, corpus=corpus), corpus.classes, chunksize=32)

@@ -91,7 +91,7 @@ class Look:
 
 
 def load_fonts() -> None:
-    """Read the fonts' tables, once in each process."""
+    """Read the fonts' tables before processes are forked, once for all of them."""
     for path in FONTS:
         _characters_of(path)
 

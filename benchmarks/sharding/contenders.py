@@ -6,6 +6,7 @@ Leaves out: when each one runs (`sharding_speed`), and checks of its output (`ou
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import random
 import subprocess
@@ -13,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from io import BytesIO
-from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 import webdataset
@@ -22,19 +22,10 @@ from PIL import Image
 from benchmarks.corpora.photo_folder import PhotoFolder
 from benchmarks.faults.process_runs import CommandFailed, run_command
 from benchmarks.sharding.commands import SHARD_MIB, make_shards_command
-from vitscale.distributed.fork_server import worker_context
 
 NUM_CORES = len(os.sched_getaffinity(0))
 BUFFER_BYTES = 1 << 20
-
-
-def process_context() -> ForkServerContext:
-    """Its processes start within milliseconds: the server is ready."""
-    context = worker_context([__name__])
-    first = context.Process(target=int)
-    first.start()
-    first.join()
-    return context
+FORK = multiprocessing.get_context("fork")
 
 
 def copy_into_one_file(source: PhotoFolder, output: Path) -> float:
@@ -58,11 +49,10 @@ def copy_with_all_cores(source: PhotoFolder, output: Path) -> float:
         position += size
     parts = [source.paths[a:b] for a, b in zip(cuts, [*cuts[1:], len(sizes)], strict=True)]
     output.mkdir()
-    context = process_context()
     start = time.perf_counter()
     os.close(os.open(output / "all", os.O_CREAT | os.O_WRONLY, 0o644))
     processes = [
-        context.Process(target=_write_part, args=(source.root, part, output / "all", position))
+        FORK.Process(target=_write_part, args=(source.root, part, output / "all", position))
         for part, position in zip(parts, positions, strict=True)
     ]
     for process in processes:
@@ -133,10 +123,9 @@ def start_seconds(source: Path, output: Path) -> float:
 
 def decode_from_memory(source: PhotoFolder, *, num_processes: int = NUM_CORES) -> float:
     """Pillow decodes every picture to pixels; the bytes are in memory before the clock starts."""
-    context = process_context()
-    ready = context.Barrier(num_processes + 1)
+    ready = FORK.Barrier(num_processes + 1)
     processes = [
-        context.Process(target=_decode, args=(source.root, source.paths[i::num_processes], ready))
+        FORK.Process(target=_decode, args=(source.root, source.paths[i::num_processes], ready))
         for i in range(num_processes)
     ]
     for process in processes:

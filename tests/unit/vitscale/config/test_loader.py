@@ -120,7 +120,8 @@ MESSAGES = [
     (
         "schedule=3",
         "command line: schedule: 3 was read as a whole number\n  allowed: a group with the keys "
-        "epochs, steps, warmup_steps, warmup_epochs, decay, drops_at, decay_from, final_lr",
+        "epochs, steps, stop_at_step, warmup_steps, warmup_epochs, decay, drops_at, decay_from, "
+        "final_lr",
     ),
     (
         "launch.sbatch.x=[1]",
