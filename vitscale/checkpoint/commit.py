@@ -43,7 +43,13 @@ from vitscale.checkpoint.folders import (
     verify_files,
 )
 from vitscale.checkpoint.joined_files import Blob, joined
-from vitscale.config.errors import DivergedError, FailureKind, StorageError, UserError
+from vitscale.config.errors import (
+    DivergedError,
+    FailureKind,
+    PeerLostError,
+    StorageError,
+    UserError,
+)
 from vitscale.distributed.atomic_files import commit_folder, make_folders, write_new_file
 from vitscale.distributed.node_share import SharedFile, read_shared
 
@@ -52,7 +58,13 @@ CHUNK_BYTES = 1 << 26
 # What all ranks raise when a save fails on one of them.
 ERRORS: Mapping[str, type[UserError]] = defaultdict(
     lambda: UserError,
-    {FailureKind.STORAGE: StorageError, FailureKind.DIVERGED: DivergedError},
+    {
+        FailureKind.STORAGE: StorageError,
+        FailureKind.DIVERGED: DivergedError,
+        # The rank itself raises the defect.
+        FailureKind.OTHER: PeerLostError,
+        FailureKind.PEER_LOST: PeerLostError,
+    },
 )
 
 

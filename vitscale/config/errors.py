@@ -158,7 +158,9 @@ def run_script(main: Callable[[], None]) -> None:
     except UserError as error:
         if isinstance(error, RankError):
             rank = os.environ.get("RANK", "0")
-            print(f"error: rank {rank}: {error.text()}", file=sys.stderr, flush=True)
+            notes = getattr(error, "__notes__", ())
+            text = "\n  ".join([f"error: rank {rank}: {error.text()}", *notes])
+            print(text, file=sys.stderr, flush=True)
         elif os.environ.get("RANK", "0") == "0":
             num = len(error.errors) if isinstance(error, UserErrors) else 1
             heading = "error" if num == 1 else f"{num} errors"

@@ -111,8 +111,10 @@ def cause(reports: Sequence[Failure]) -> Failure | None:
     """The report that names the cause: the first from a process that knows it.
 
     A rank that lost its peer knows least, and one that found a hang may have found what a failure
-    elsewhere did to the others.
+    elsewhere did to the others. What a rank says of itself is more than what others saw of it.
     """
+    spoke = {each.rank for each in reports if each.rank == each.reported_by is not None}
+    reports = [each for each in reports if each.rank not in spoke or each.rank == each.reported_by]
     for unsure in (
         (FailureKind.PEER_LOST, FailureKind.HANG, FailureKind.OTHER),
         (FailureKind.PEER_LOST, FailureKind.HANG),

@@ -42,12 +42,15 @@ from vitscale.distributed.failures.heartbeat_table import (
     failure_to_json,
 )
 from vitscale.distributed.failures.kinds import is_connection_lost, kind_and_text
-from vitscale.distributed.failures.marks import Event, Marks, recorder
+from vitscale.distributed.failures.marks import Event, Marks, collectives_begun, recorder
 from vitscale.distributed.failures.neighbour import Neighbour
 from vitscale.distributed.failures.watch import FirstRankWatch, OtherRankWatch, beat_key
+from vitscale.distributed.key_value_store import wait_for
 from vitscale.distributed.world import World, process_group
 
 LONGEST_PERIOD_S = 3.0
+# Of ranks that have ended and wait for the others.
+SHORTEST_PERIOD_S, S_PER_RANK = 0.05, 0.002
 # How often a rank looks whether its neighbour's process is there.
 LOOK_S = 1.0
 # A node without power is named within a minute, whatever the time-out of collectives.
@@ -99,9 +102,12 @@ class Heartbeat:
         self._state, self._node = RUNNING, socket.gethostname()
         self._failure: Failure | None = None
         """What this rank reports."""
+        self._first_node = ""
+        """Of rank 0."""
         self._is_failing = False
         """Whether this rank ends by an error that it raised."""
         self._end, self._due, self._sent = (threading.Event() for _ in range(3))
+        self._all_ended = threading.Event()
         self._found_any, self._found = threading.Event(), ""
         self._sending = threading.Lock()
         self._neighbour = Neighbour(world)
@@ -120,6 +126,8 @@ class Heartbeat:
         if self.world.store is not None:
             self._neighbour.announce()
             self._send()
+            if not self.world.is_first:
+                self._first_node = self._node_of_first()
             for thread in self._threads:
                 thread.start()
         return self
@@ -133,9 +141,11 @@ class Heartbeat:
         if self.world.store is None:
             return
         if not self._is_failing:
+            # Together: until then each looks after its neighbour.
             self._state = ENDED
-            with suppress(RuntimeError):  # rank 0 is gone
-                self._send()
+            self._due.set()
+            while self._threads[0].is_alive() and not self._all_ended.wait(LOOK_S):
+                pass
         elif self.world.is_first and self._failure is not None:
             time.sleep(PERIODS_TO_READ * self.period_s)  # the others read it from this process
         self._end.set()
@@ -243,8 +253,8 @@ class Heartbeat:
             looked = now
             if silence.seconds(self._answers, now=now) > self.dead_s + self.period_s:
                 self._lose_store(
-                    f"has not answered for {self.dead_s:.0f} s: it was stopped or killed, or its "
-                    "node is gone"
+                    "was stopped or killed, or its node is gone: its key-value store has not "
+                    f"answered for {self.dead_s:.0f} s",
                 )
 
     def _killed_neighbour(self) -> Failure:
@@ -273,45 +283,57 @@ class Heartbeat:
             self._failure = self._killed_neighbour()
 
     def _lose_store(self, what: str) -> None:
-        where = f"{os.environ['MASTER_ADDR']}"
         failure = Failure(
-            kind=FailureKind.PEER_LOST,
-            what=f"the key-value store on rank 0 ({where}) {what}",
+            kind=FailureKind.KILLED,
+            what=f"rank 0 on {self._first_node} {what}",
             rank=0,
-            node=where,
+            node=self._first_node,
             step=self.step,
             reported_by=self.world.rank,
         )
         self._receive(failure)
+
+    def _node_of_first(self) -> str:
+        """The node of rank 0; its address if it sends no heartbeat."""
+        store, size = self.world.store, self.world.world_size
+        assert store is not None
+        with suppress(RuntimeError):
+            said = wait_for(store, beat_key(0), world_size=size, timeout_s=self.dead_s)
+            return Beat.parse(said.decode()).node
+        return os.environ["MASTER_ADDR"]
 
     def _beat(self) -> None:
         """Send heartbeats, and read what rank 0 says or find it."""
         if self.world.device.type == "cuda":
             torch.cuda.set_device(self.world.device)  # or the thread would use GPU 0
         watch = FirstRankWatch if self.world.is_first else OtherRankWatch
-        look = watch(
+        others = watch(
             self.world, period_s=self.period_s, dead_s=self.dead_s, late_s=self.silence_s
-        ).look
+        )
+        soon_s = min(self.period_s, max(SHORTEST_PERIOD_S, self.world.world_size * S_PER_RANK))
         is_over, num_failed = False, 0
         while not is_over:
-            self._due.wait(self.period_s)
+            self._due.wait(soon_s if self._state == ENDED else self.period_s)
             self._due.clear()
             is_over = self._end.is_set()
             try:
                 assert self.world.store is not None
                 self._look_at_neighbour()
                 self._send()
-                failure = look(is_over=is_over)
+                failure = None if is_over else others.look()
             except RuntimeError as error:  # the connection is lost, or there was no answer
                 num_failed += 1
-                if self._state == LOST:
-                    self._tell("the key-value store on rank 0 is gone; read the output of rank 0")
-                elif num_failed >= FAILED_REQUESTS and is_connection_lost(error):
-                    self._lose_store("is gone; read the output of rank 0")
+                if self._state == LOST or (
+                    num_failed >= FAILED_REQUESTS and is_connection_lost(error)
+                ):
+                    what = "was killed or exited: its key-value store is gone"
+                    self._lose_store(what)
                 continue
             self._answers, num_failed = self._answers + 1, 0
-            if failure is not None and not is_over:
+            if failure is not None:
                 self._receive(failure)
+            elif others.all_ended:
+                self._all_ended.set()
 
     def _send(self) -> None:
         """Send a heartbeat. An older one of another thread never comes after it."""
@@ -323,26 +345,24 @@ class Heartbeat:
     def _own_beat(self) -> Beat:
         """This rank's next heartbeat."""
         reached, doing = self._marks.reached()
+        num_collectives = collectives_begun()
         self._num_beats += 1
         state = self._state
         if self._failure is not None:
             state, doing = REPORTS, failure_to_json(self._failure)
-        return Beat(self._num_beats, reached, state, self._node, doing)
-
-    def _tell(self, found: str) -> None:
-        """Tell the loop, which waits for it after a collective failed."""
-        self._found = self._found or found
-        self._found_any.set()
+        return Beat(self._num_beats, reached, num_collectives, state, self._node, doing)
 
     def _receive(self, failure: Failure) -> None:
         """End this process because of a failure elsewhere, unless it ends by itself."""
-        if failure.reported_by == self.world.rank and self._is_failing:
+        if self._found or (failure.reported_by == self.world.rank and self._is_failing):
             return
         # The others may not be able to: the culprit is killed, or its disk is gone.
         if self.world.is_first or (failure.rank == 0 and self.world.rank == 1):
             self._record_failure(failure)
         if self._state == LOST:
-            self._tell(failure.text)
+            # The loop waits for it, after a collective failed.
+            self._found = failure.text
+            self._found_any.set()
             return
         if self._is_failing:
             return

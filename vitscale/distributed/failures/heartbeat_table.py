@@ -33,6 +33,8 @@ class Beat(NamedTuple):
     """Of heartbeats that the rank has sent."""
     reached: int
     """The last mark that the rank has reached: its loop, and its device, too."""
+    collectives: int
+    """That the rank has begun; fewer, if the others wait for it between two marks."""
     state: str
     node: str
     doing: str
@@ -43,8 +45,12 @@ class Beat(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Beat:
-        number, reached, state, node, doing = text.split("\t", 4)
-        return cls(int(number), int(reached), state, node, doing)
+        number, reached, collectives, state, node, doing = text.split("\t", 5)
+        return cls(int(number), int(reached), int(collectives), state, node, doing)
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self.reached, self.collectives
 
 
 def failure_to_json(failure: Failure) -> str:
@@ -84,7 +90,7 @@ class HeartbeatTable:
         pairs = list(zip(self._of_rank, beats, strict=True))
         silent_s = [of_rank.seconds(beat.number, now=now) for of_rank, beat in pairs]
         loops = zip(self._of_loop, beats, strict=True)
-        waited_s = [of_loop.seconds(beat.reached, now=now) for of_loop, beat in loops]
+        waited_s = [of_loop.seconds(sum(beat.progress), now=now) for of_loop, beat in loops]
         for beat in beats:
             if beat.state == REPORTS:
                 return failure_from_json(beat.doing)
@@ -107,10 +113,10 @@ class HeartbeatTable:
 
     def _late(self, beats: Sequence[Beat], present: Sequence[int]) -> Failure | None:
         """The ranks that the others wait for; None when all have reached the same."""
-        fewest = min(beats[rank].reached for rank in present)
-        late = [rank for rank in present if beats[rank].reached == fewest]
-        # All at the same mark, in a long evaluation for example. Collectives have timeouts.
-        if len(late) == len(present):
+        least = min(beats[rank].progress for rank in present)
+        late = [rank for rank in present if beats[rank].progress == least]
+        # All in the same collective, or none in any. Collectives have timeouts.
+        if len(late) == len(beats):
             return None
         doing = ", ".join(sorted({beats[rank].doing for rank in late}))
         what = f"has kept the others waiting for {self._late_s:.0f} s ({doing})"

@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from vitscale.config.errors import FailureKind, UserError
+from vitscale.config.errors import FailureKind, PeerLostError, UserError
 
 # How gloo, NCCL and the store say that a peer is gone.
 CONNECTION_LOST = re.compile(
@@ -18,7 +18,9 @@ DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torc
 
 def is_connection_lost(error: BaseException | None) -> bool:
     """Whether a collective or the store failed because another process is gone."""
-    return isinstance(error, RuntimeError) and bool(CONNECTION_LOST.search(str(error)))
+    return isinstance(error, PeerLostError) or (
+        isinstance(error, RuntimeError) and bool(CONNECTION_LOST.search(str(error)))
+    )
 
 
 def kind_and_text(error: BaseException) -> tuple[FailureKind, str]:

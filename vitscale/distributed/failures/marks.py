@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 
 class Event(Protocol):
@@ -51,3 +52,11 @@ class Marks:
                 number, doing, _ = self._ahead.popleft()
                 self._last = number, doing
         return self._last
+
+
+def collectives_begun() -> int:
+    """How many collectives this process has begun, over all groups; 0 where torch does not say."""
+    with suppress(AttributeError, RuntimeError):
+        groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+        return sum(group._get_sequence_number_for_group() for group in groups)
+    return 0

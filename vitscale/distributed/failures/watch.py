@@ -6,7 +6,6 @@ Leaves out: what heartbeats mean (`heartbeat_table`), and what follows (`heartbe
 
 from __future__ import annotations
 
-import os
 import time
 
 from vitscale.config.errors import FailureKind
@@ -37,20 +36,21 @@ class FirstRankWatch:
         self._store, size = world.store, world.world_size
         self._keys = [beat_key(rank) for rank in range(size)]
         self._table = HeartbeatTable(size, period_s=period_s, dead_s=dead_s, late_s=late_s)
-        self._found: Failure | None = None
         self._num_looks = 0
+        self.all_ended = False
+        """Whether all ranks have come to their planned end."""
 
-    def look(self, *, is_over: bool) -> Failure | None:
-        """is_over: this rank has ended as planned. Raises RuntimeError if the store is gone."""
-        if self._found is None and not is_over and self._store.check(self._keys):
+    def look(self) -> Failure | None:
+        """What ends the run. Raises RuntimeError if the store is gone."""
+        found = None
+        if self._store.check(self._keys):
             beats = [Beat.parse(each.decode()) for each in self._store.multi_get(self._keys)]
-            self._found = self._table.problem(beats, now=time.monotonic())
+            found = self._table.problem(beats, now=time.monotonic())
+            self.all_ended = all(beat.state == ENDED for beat in beats)
         self._num_looks += 1
-        if self._found is not None:
-            self._store.set(WATCH, failure_to_json(self._found))
-        else:
-            self._store.set(WATCH, ENDED if is_over else str(self._num_looks))
-        return self._found
+        said = ENDED if self.all_ended else str(self._num_looks)
+        self._store.set(WATCH, failure_to_json(found) if found else said)
+        return found
 
 
 class OtherRankWatch:
@@ -60,23 +60,26 @@ class OtherRankWatch:
         assert world.store is not None
         self._store, self._rank, self._dead_s = world.store, world.rank, dead_s
         self._silence = Silence(period_s)
+        self.all_ended = False
 
-    def look(self, *, is_over: bool) -> Failure | None:
-        """is_over: this rank has ended as planned. Raises RuntimeError if the store is gone."""
-        if is_over or not self._store.check([WATCH]):
+    def look(self) -> Failure | None:
+        """What ends the run. Raises RuntimeError if the store is gone."""
+        if not self._store.check([WATCH]):
             return None
         said = self._store.get(WATCH).decode()
         if said.startswith("{"):
             return failure_from_json(said)
-        if said == ENDED:
+        self.all_ended = said == ENDED
+        if self.all_ended or self._is_alive(int(said)):
             return None
-        if self._silence.seconds(int(said), now=time.monotonic()) > self._dead_s:
-            where = os.environ["MASTER_ADDR"]
-            return Failure(
-                kind=FailureKind.KILLED,
-                what=f"rank 0 on {where} has sent no heartbeat for {self._dead_s:.0f} s",
-                rank=0,
-                node=where,
-                reported_by=self._rank,
-            )
-        return None
+        node = Beat.parse(self._store.get(beat_key(0)).decode()).node
+        return Failure(
+            kind=FailureKind.KILLED,
+            what=f"rank 0 on {node} has sent no heartbeat for {self._dead_s:.0f} s",
+            rank=0,
+            node=node,
+            reported_by=self._rank,
+        )
+
+    def _is_alive(self, num_looks: int) -> bool:
+        return self._silence.seconds(num_looks, now=time.monotonic()) <= self._dead_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from multiprocessing import active_children, forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,6 +36,18 @@ def describe(connection: Connection) -> None:
     connection.recv()
 
 
+@pytest.fixture
+def own_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Another server than that of earlier tests in this process, which has other imports."""
+    server: Any = forkserver.ForkServer()
+    monkeypatch.setattr(forkserver, "_forkserver", server)
+    for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+        monkeypatch.setattr(forkserver, name, getattr(server, name))
+    yield
+    server._stop()
+
+
+@pytest.mark.usefixtures("own_server")
 def test_workers_come_from_a_process_without_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

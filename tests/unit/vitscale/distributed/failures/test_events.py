@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,14 @@ def test_the_cause_is_the_report_that_knows_most(kinds: list[str], expected: str
     reports = [Failure(kind=FailureKind(kind), what=kind) for kind in kinds]
     found = cause(reports)
     assert found is not None and found.kind == expected
+
+
+def test_what_a_rank_says_of_itself_is_the_cause() -> None:
+    """Others saw only that its process was gone."""
+    seen = Failure(kind=FailureKind.KILLED, what="gone", rank=0, reported_by=1)
+    own = Failure(kind=FailureKind.OTHER, what="an error", rank=0, reported_by=0)
+    assert cause([seen, own]) == own
+    assert cause([seen, replace(own, rank=2, reported_by=2)]) == seen
 
 
 def test_there_is_no_cause_without_reports() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from vitscale.config.errors import FailureKind
@@ -28,10 +30,9 @@ def table(num_ranks: int) -> HeartbeatTable:
     return HeartbeatTable(num_ranks, period_s=PERIOD_S, dead_s=dead_s, late_s=LATE_S)
 
 
-def beat(
-    rank: int, number: int, *, reached: int = 0, state: str = RUNNING, doing: str = "x"
-) -> Beat:
-    return Beat(number, reached, state, f"n{rank // 8}", doing)
+def beat(rank: int, number: int, *, reached: int = 0, begun: int = 0, **changes: str) -> Beat:
+    values = {"state": RUNNING, "doing": "x", **changes}
+    return Beat(number, reached, begun, node=f"n{rank // 8}", **values)
 
 
 def test_a_suspended_job_counts_two_periods_of_silence() -> None:
@@ -79,6 +80,19 @@ def test_ranks_at_the_same_mark_are_not_late() -> None:
         for period in range(1, 1000)
     ]
     assert not any(found)
+
+
+@pytest.mark.parametrize("others", [{"begun": 3}, {"begun": 2, "state": ENDED}])
+def test_a_rank_that_hangs_between_marks_is_named(others: dict[str, Any]) -> None:
+    """The others wait for it in a collective that it has not begun, or have ended."""
+    watch, named = table(4), None
+    for period in range(1, 1000):
+        beats = [beat(rank, period, reached=7, **others) for rank in range(4)]
+        beats[2] = beat(2, period, reached=7, begun=2)
+        named = watch.problem(beats, now=period * PERIOD_S)
+        if named:
+            break
+    assert named is not None and (named.kind, named.rank) == ("hang", 2)
 
 
 def test_a_lost_connection_names_the_silent_rank_early() -> None:
