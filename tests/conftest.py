@@ -11,6 +11,13 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.hang_watch import (  # noqa: F401  # hooks
+    pytest_configure,
+    pytest_runtest_logfinish,
+    pytest_runtest_logstart,
+    pytest_runtest_protocol,
+)
+
 # The same examples in every run; HYPOTHESIS_PROFILE=explore searches new ones. Without a deadline:
 # a shared machine may stall.
 settings.register_profile("fixed", derandomize=True, deadline=None)

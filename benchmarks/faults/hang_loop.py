@@ -24,6 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 
+from tests.hang_watch import stacks
 from vitscale.distributed.processes import descendants, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,7 +34,6 @@ SETTINGS = (
     "model.depth=2 model.mlp_width=96 optim.ema.decay=0.9 engine.compare_weights_every_steps=10 "
     "checkpoint.every_steps=7 tracking.log_every_steps=5 tracking.uri=null"
 ).split() + ["evaluate=[{name: classification, every_steps: 5}]"]
-STACK_WAIT_S = 20
 
 
 def main() -> None:
@@ -82,7 +82,7 @@ def run_pair(work: Path, shards: Path, settings: list[str], *, limit_s: float) -
         time.sleep(0.2)
     hung = [rank for rank in ranks if rank.poll() is None]
     for rank in hung:
-        print_stacks(rank.pid)
+        print(stacks([rank.pid, *descendants(rank.pid)]), flush=True)
     for rank in hung:
         os.killpg(rank.pid, signal.SIGKILL)
         rank.wait()
@@ -116,17 +116,6 @@ def start_training(
                 )
             )
     return ranks
-
-
-def print_stacks(pid: int) -> None:
-    """Of a process and its descendants."""
-    py_spy = Path(sys.executable).with_name("py-spy")
-    for each in (pid, *descendants(pid)):
-        name = Path(f"/proc/{each}/cmdline").read_bytes().replace(b"\0", b" ")[:100].decode()
-        print(f"--- process {each} of {pid}: {name}", flush=True)
-        if py_spy.exists():
-            command = [str(py_spy), "dump", "--native", "--pid", str(each)]
-            subprocess.run(command, timeout=STACK_WAIT_S, check=False)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 
-from benchmarks.faults.hang_loop import make_shards, print_stacks
+from benchmarks.faults.hang_loop import make_shards
+from tests.hang_watch import stacks
 from tests.support.ranks.patched_rank import FAULT_MARK
 from tests.support.ranks.run_states import RunState, differences, read_state
 from tests.support.ranks.warm_ranks import ROOT, WarmRank, WarmStarter, end_session, session_of
@@ -291,8 +292,7 @@ def times(
         if time.monotonic() > limit:
             problems.append(f"still there: {sorted(sessions.keys() - gone.keys())}")
             for rank in ranks:
-                for pid in session_of(rank.pid):
-                    print_stacks(pid)
+                problems.append(stacks(session_of(rank.pid)))
                 end_session(rank.pid)
             break
         time.sleep(0.02)
@@ -315,6 +315,8 @@ def times(
 def wrong_record(case: Case, found: Failure | None, ranks: Sequence[WarmRank]) -> Iterator[str]:
     """What the record and the survivors' output say that is not right."""
     _, kinds = FAULTS[case.fault]
+    if case.code_place in ("write", "commit", "rename") and case.fault == "hangs":
+        kinds = ("storage",)
     node = socket.gethostname()
     right = found is not None and found.kind in kinds and found.node == node
     if found is None or not right or found.rank != case.rank:
