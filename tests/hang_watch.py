@@ -75,7 +75,7 @@ def _say_what_runs(reporter: object) -> None:
             said = now
             lines = [f"{nodeid} ({now - start:.0f} s)" for nodeid, start in tests.items()]
             reporter.ensure_newline()  # type: ignore[attr-defined]  # of pytest's reporter
-            reporter.write_line("running: " + ", ".join(lines))  # type: ignore[attr-defined]
+            reporter.write_line("running: " + ", ".join(lines))  # type: ignore[attr-defined]  # same
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -23,6 +24,7 @@ from typing import Any
 from vitscale.checkpoint.folders import MANIFEST, step_folders, step_of
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.atomic_files import write_json
+from vitscale.distributed.failures.storage import or_warn, retried
 from vitscale.tracking.journal import JOURNAL_NAME, decode
 
 ATTEMPTS_NAME = "attempts.jsonl"
@@ -243,7 +245,12 @@ def _closed(attempt: Attempt, folder: Path, dead: Sequence[str]) -> Attempt:
 
 
 def _append(folder: Path, attempt: Attempt) -> None:
-    """Add one line and flush it to disk."""
+    """Add one line and flush it to disk. Lost where storage refuses it for seconds."""
+    with or_warn(folder / ATTEMPTS_NAME, _say):
+        retried(lambda: _append_line(folder, attempt))
+
+
+def _append_line(folder: Path, attempt: Attempt) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     values = {key: value for key, value in asdict(attempt).items() if value not in (None, (), "")}
     line = (json.dumps(values) + "\n").encode()
@@ -317,4 +324,9 @@ def _record_paths(folder: Path, job_id: str) -> list[Path]:
 
 
 def write_record(path: Path, record: TaskRecord) -> None:
-    write_json(path, asdict(record))
+    with or_warn(path, _say):
+        retried(lambda: write_json(path, asdict(record)))
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

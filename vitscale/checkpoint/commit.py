@@ -51,6 +51,7 @@ from vitscale.config.errors import (
     UserError,
 )
 from vitscale.distributed.atomic_files import commit_folder, make_folders, write_new_file
+from vitscale.distributed.failures.storage import retried
 from vitscale.distributed.node_share import SharedFile, read_shared
 
 Answer = dict[str, Any]
@@ -242,16 +243,27 @@ def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Answer:
     if save.rank == 0:
         # First: the remains of a killed save may fill the disk.
         warnings = _remove(_leftovers(save))
-    make_folders(save.checkpoints)
-    save.temporary.mkdir(exist_ok=True)
-    chunks = _chunks(pieces, taken=save.on_progress)
-    num_bytes, content = write_new_file(save.temporary / save.file_name, chunks)
+    whole = list(pieces)
+
+    def write() -> tuple[int, str]:
+        make_folders(save.checkpoints)
+        save.temporary.mkdir(exist_ok=True)
+        chunks = _chunks(whole, taken=save.on_progress)
+        return _write_again(save.temporary / save.file_name, chunks)
+
+    num_bytes, content = retried(write)
     entry = {"bytes": num_bytes, "blake3": content}
     # Every rank its own file: one rank would take hours for those of hundreds.
     verify_files(
         save.temporary, {save.file_name: entry}, from_disk=True, on_progress=save.on_progress
     )
     return {"file": save.file_name, "entry": entry, "warnings": warnings}
+
+
+def _write_again(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int, str]:
+    """`write_new_file`, in place of what an attempt before has left."""
+    path.unlink(missing_ok=True)
+    return write_new_file(path, pieces)
 
 
 def _chunks(
@@ -279,7 +291,7 @@ def _finish(save: Save, shares: list[Answer]) -> Answer:
     text = manifest_text(
         step=save.step, files=files, progress=save.progress, description=save.description
     )
-    write_new_file(save.temporary / MANIFEST, [text.encode()])
+    retried(lambda: _write_again(save.temporary / MANIFEST, [text.encode()]))
     if _is_committed(save):
         _remove([save.temporary])
     else:

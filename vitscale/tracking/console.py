@@ -18,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
+from vitscale.distributed.failures.storage import open_log
+
 LOG_NAME = "logs/rank0.log"
 CLOCK_FORMAT = "%Y-%m-%d %H:%M:%S"
 PLAIN_INTERVAL_S = 5.0
@@ -109,7 +111,7 @@ class ProgressLine:
         if is_writer:
             path = Path(folder) / LOG_NAME
             path.parent.mkdir(parents=True, exist_ok=True)
-            log = open(path, "a", encoding="utf-8", buffering=1)
+            log = open_log(path)
             live = LiveLine(title, total=total_steps, completed=start_step)
         return cls(total_steps=total_steps, start_step=start_step, live=live, log=log)
 

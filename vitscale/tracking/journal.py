@@ -87,6 +87,9 @@ def read_rows(path: Path | str, *, offset: int = 0) -> Iterator[tuple[Row, int]]
 class Journal:
     """The open journal of a run. Opening it drops the lines after `resume_step`."""
 
+    refused: OSError | None = None
+    """Why the last line is not on the disk yet."""
+
     def __init__(self, path: Path | str, *, resume_step: int) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -96,7 +99,9 @@ class Journal:
         if self.path.exists():
             for row, _ in read_rows(self.path):
                 self._remember(row.step, set(row.metrics))
-        self._file = open(self.path, "ab")
+        self._file = open(self.path, "ab", buffering=0)
+        self._unwritten = bytearray()
+        """Lines, or the rest of one, that a full or failing disk has refused."""
 
     def _remember(self, step: int, keys: set[str]) -> None:
         if step != self._step:
@@ -104,7 +109,10 @@ class Journal:
         self._keys |= keys
 
     def append(self, metrics: dict[str, float], *, step: int) -> Row | None:
-        """Write and flush one line. Returns None if this step already has all these keys."""
+        """Write one line. Returns None if this step already has all these keys.
+
+        What the disk refuses is kept, and written with the next line: see `refused`.
+        """
         assert step >= self._step, f"step {step} logged after step {self._step}"
         if step == self._step:
             metrics = {key: value for key, value in metrics.items() if key not in self._keys}
@@ -112,14 +120,29 @@ class Journal:
             return None
         values = {key: float(value) for key, value in metrics.items()}
         row = Row(step=step, time=time.time(), metrics=values)
-        self._file.write(encode(row))
-        self._file.flush()
+        self._unwritten += encode(row)
+        self._write()
         self._remember(step, set(values))
         return row
 
+    def _write(self) -> None:
+        self.refused = None
+        try:
+            while self._unwritten:
+                del self._unwritten[: self._file.write(self._unwritten)]
+        except OSError as error:
+            self.refused = error
+
     def close(self) -> None:
-        if not self._file.closed:
+        """Write what is left. Raises OSError when that cannot be."""
+        if self._file.closed:
+            return
+        self._write()
+        try:
+            if self.refused is not None:
+                raise self.refused
             os.fsync(self._file.fileno())
+        finally:
             self._file.close()
 
 

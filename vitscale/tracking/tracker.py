@@ -17,6 +17,7 @@ from typing import Any
 
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.distributed.atomic_files import write_text
+from vitscale.distributed.failures.storage import or_warn
 from vitscale.tracking.delivery import Delivery
 from vitscale.tracking.journal import JOURNAL_NAME, Journal, read_rows
 from vitscale.tracking.mlflow_client import Say
@@ -135,7 +136,13 @@ class Tracker:
         """Record metrics of a step. Never waits for MLflow."""
         if self._journal is None:
             return
+        was_refused = self._journal.refused
         self._journal.append(metrics, step=step)
+        if (error := self._journal.refused) is not None and was_refused is None:
+            self._say(
+                f"warning: {self._journal.path}: cannot be written ({error.strerror}); training "
+                "goes on, and metrics are kept until there is space"
+            )
         if self._delivery is not None:
             self._delivery.notify()
 
@@ -151,12 +158,14 @@ class Tracker:
 
     def _note(self, record: RunRecord) -> None:
         self._record = record
-        record.write(self.folder)
+        with or_warn(self.folder, self._say):
+            record.write(self.folder)
 
     def close(self, *, status: Status) -> None:
         """Flush within a bounded time and record the final status. A second call does nothing."""
         if self._journal is not None:
-            self._journal.close()
+            with or_warn(self._journal.path, self._say):
+                self._journal.close()
         if self._record is not None:
             self._note(self._record.model_copy(update={"status": status, "ended": time.time()}))
         if self._delivery is not None:

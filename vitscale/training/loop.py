@@ -215,11 +215,13 @@ class TrainingSession:
         if is_last:
             for picture in self.objective.pictures(self):
                 self.log.tracker.artifact(picture)
+        is_saved = ends or stops or preempted or done % self.run.checkpoint.every_steps == 0
         every = self.run.engine.compare_weights_every_steps
-        if every is not None and self.world.world_size > 1 and done % every == 0:
+        if every is not None and self.world.world_size > 1 and (is_saved or done % every == 0):
+            # Before a save: what differs must not replace checkpoints from before.
             self._compare_weights(done)
         # Saved last: a checkpoint means that everything up to its step was logged.
-        if ends or stops or preempted or done % self.run.checkpoint.every_steps == 0:
+        if is_saved:
             self._save(done)
         if preempted:
             self._finish_save()
@@ -248,8 +250,8 @@ class TrainingSession:
             raise WeightsDifferError(
                 f"weights diverged across ranks by step {done}: {found}",
                 where="engine.compare_weights_every_steps",
-                next_step="find the faulty GPU or node, exclude it, and rerun; to be safe remove "
-                "checkpoints younger than the last good comparison",
+                next_step="find the faulty GPU or node, exclude it, and rerun; every checkpoint is "
+                "from before, since weights are compared before a save",
             )
 
     def _save(self, done: int) -> None:

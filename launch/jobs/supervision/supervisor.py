@@ -51,6 +51,7 @@ from launch.jobs.supervision.restarts import (
 from launch.jobs.supervision.step import Step
 from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_STOPPED_RESUMABLE, FailureKind
 from vitscale.distributed.failures.events import ATTEMPT_VARIABLE
+from vitscale.distributed.failures.storage import forgive_output
 from vitscale.distributed.processes import free_port
 
 # After sbatch has accepted a job, the submission moves the pickle to its folder.
@@ -61,6 +62,7 @@ def main() -> None:
     for number in STOP_SIGNALS:
         # The tasks get them too, and end; their end is recorded here.
         signal.signal(number, signal.SIG_IGN)
+    forgive_output()
     options = parse_arguments(sys.argv[1:])
     code = supervise(options)
     if options.decision_descriptor is not None:
@@ -222,7 +224,8 @@ def _next(
         say(f"SLURM is ending job {ended.job_id}: not requeued from here")
         return code
     say(f"attempt {ended.number} ended: {ended.reason}")
-    attempts = read_attempts(run_folder)
+    # Also on a disk that is full.
+    attempts = [a for a in read_attempts(run_folder) if a.number != ended.number] + [ended]
     suspected = suspected_nodes(attempts, now=time.time())
     if suspected and not options.exclude_failed_nodes:
         say(

@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from vitscale.config.errors import EXIT_FAILED, run_script
+from vitscale.config.errors import EXIT_FAILED, FailureKind, run_script
+from vitscale.distributed.failures.storage import forgive_output
 from vitscale.distributed.processes import descendants
 
 # From a failure, or the end of a script, until the process is gone.
@@ -60,7 +61,8 @@ def end_within(seconds: float, *, exit_code: int) -> None:
 
     def wait() -> None:
         time.sleep(seconds)
-        print(f"error: this process has not ended for {seconds:g} s; it does:", file=stderr)
+        with suppress(OSError):
+            print(f"error: this process has not ended for {seconds:g} s; it does:", file=stderr)
         faulthandler.dump_traceback(file=stderr, all_threads=True)
         end_now(_exit_code)
 
@@ -71,10 +73,14 @@ def end_within(seconds: float, *, exit_code: int) -> None:
 
 def run_rank_script(main: Callable[[], None]) -> None:
     """`run_script` for one of several ranks; the process exits through `skip_teardown`."""
+    forgive_output()
     try:
         run_script(main)
     except SystemExit as stop:
         skip_teardown(stop.code if isinstance(stop.code, int) else int(stop.code is not None))
+        raise
+    except OSError:
+        skip_teardown(FailureKind.STORAGE.exit_code)
         raise
     except BaseException:
         skip_teardown(EXIT_FAILED)

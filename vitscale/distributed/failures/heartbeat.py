@@ -374,11 +374,12 @@ class Heartbeat:
         """End the process, whose loop may hang in a collective and cannot raise."""
         if self._end.is_set():
             return
-        self.say(
-            f"error: rank {self.world.rank}: {failure.text}\n"
-            "  next: check that rank's node and output; run the same command again to resume from "
-            "the newest checkpoint (engine.timeout_min is how long ranks wait)"
-        )
+        with suppress(OSError):
+            self.say(
+                f"error: rank {self.world.rank}: {failure.text}\n"
+                "  next: check that rank's node and output; run the same command again to resume "
+                "from the newest checkpoint (engine.timeout_min is how long ranks wait)"
+            )
         if failure.kind in (FailureKind.HANG, FailureKind.PEER_LOST):
             faulthandler.dump_traceback(file=sys.stderr, all_threads=True)
         end_now(failure.kind.exit_code)

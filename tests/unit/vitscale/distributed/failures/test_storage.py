@@ -1,0 +1,91 @@
+"""A full disk takes lines away, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.jobs.attempts import TaskRecord, begin_attempt, read_attempts, write_record
+from tests.support.ranks.rank_processes import ROOT
+from vitscale.config.errors import EXIT_CODES, FailureKind
+from vitscale.distributed.failures import storage
+from vitscale.distributed.failures.events import append_event, read_events
+from vitscale.tracking.journal import Journal, read_rows
+
+SCRIPT = """
+import sys
+from vitscale.distributed.failures.ending import run_rank_script
+
+def main():
+    for number in range(2000):
+        print("line", number, "x" * 100)
+        print("line", number, file=sys.stderr)
+    open("done", "w").close()
+    if sys.argv[1] == "write":
+        with open("disk/big", "wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1 << 16))
+
+run_rank_script(main)
+"""
+
+
+def fill(folder: Path) -> Path:
+    path = folder / "filler"
+    with open(path, "wb", buffering=0) as file:
+        while True:
+            try:
+                file.write(bytes(512))
+            except OSError:
+                return path
+
+
+@pytest.mark.parametrize(("do", "code"), [("print", 0), ("write", EXIT_CODES[FailureKind.STORAGE])])
+def test_a_rank_prints_on_a_full_disk(small_disk: Path, tmp_path: Path, do: str, code: int) -> None:
+    fill(small_disk)
+    with open(small_disk / "log", "ab") as log:
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, do],
+            stdout=log,
+            stderr=log,
+            cwd=tmp_path,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )
+    assert done.returncode == code and (tmp_path / "done").exists()
+
+
+def test_what_a_full_disk_refuses_of_a_journal_is_written_later(small_disk: Path) -> None:
+    journal = Journal(small_disk / "journal.jsonl", resume_step=0)
+    journal.append({"train/loss": 1.0}, step=1)
+    filler = fill(small_disk)
+    for step in range(2, 200):
+        journal.append({"train/loss": 1 / step}, step=step)
+    assert journal.refused is not None
+    assert len(list(read_rows(journal.path))) < 199
+    filler.unlink()
+    journal.append({"train/loss": 0.0}, step=200)
+    assert journal.refused is None
+    assert [row.step for row, _ in read_rows(journal.path)] == list(range(1, 201))
+
+
+def test_records_of_a_full_disk_are_lost_with_a_warning(
+    small_disk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(storage, "PAUSES_S", ())
+    filler = fill(small_disk)
+    attempt = begin_attempt(
+        small_disk, cluster="slurm", job_id="7", restart=0, nodes=["n1"], num_tasks=1
+    )
+    write_record(small_disk / "7_0_task.json", TaskRecord(rank=0, pid=1))
+    append_event(small_disk, "failed", {"what": "x" * 600})
+    assert attempt.number == 1 and not read_attempts(small_disk)
+    assert capsys.readouterr().err.count("No space left on device") == 2
+    filler.unlink()
+    begin_attempt(small_disk, cluster="slurm", job_id="7", restart=1, nodes=["n1"], num_tasks=1)
+    append_event(small_disk, "failed", {"what": "y"})
+    assert [each.restart for each in read_attempts(small_disk)] == [1]
+    assert [event["what"] for event in read_events(small_disk)] == ["y"]
