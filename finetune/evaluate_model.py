@@ -84,7 +84,7 @@ def main() -> None:
         default_config="configs/eval/demo.yaml",
     )
     data = command.run.data
-    # It imports torch beside this process.
+    # Before threads start.
     start_loader_server(data.num_workers, paths=[data.path])
     evaluate(command.run)
 

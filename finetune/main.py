@@ -44,7 +44,7 @@ def main() -> None:
         default_config="configs/demo/finetune.yaml",
     )
     data = command.run.data
-    # It imports torch beside this process.
+    # Before threads start.
     start_loader_server(data.num_workers, paths=data.paths, streamed=data.is_streamed)
     train(command.run)
 

@@ -54,7 +54,7 @@ def main() -> None:
         words_key="images",
     )
     run = command.run
-    # It imports torch beside this process.
+    # Before threads start.
     start_loader_server(run.num_workers, paths=run.images)
     predict(run)
 

@@ -4,21 +4,26 @@ Owns: the standard library's fork server of this process: its environment, its i
 Leaves out: what workers do. Needs no torch.
 
 A fork of a process with threads copies locks that another thread holds, and the child may wait for
-them for ever. The server is a fresh interpreter that imports what workers need; a worker is a fork
-of it and starts in milliseconds. It ends with the process that started it, its workers with it.
+them for ever. The server is a fork of this process, which shares its modules, as long as that has
+one thread; else a fresh interpreter, which imports what workers need. A worker is a fork of the
+server and starts in milliseconds. It ends with the process that started it, its workers with it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import multiprocessing.process
+import multiprocessing.util
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -33,12 +38,15 @@ ENVIRONMENT = {
     "PYTHONSAFEPATH": "1",
 }
 PR_SET_PDEATHSIG = 1
+# Of pyarrow's memory pool; jemalloc prepares itself for forks.
+HARMLESS_THREADS = {"jemalloc_bg_thd"}
 
 
 def start_server(imports: Sequence[str]) -> None:
-    """Start the server, unless it runs. Returns at once: its imports run beside this process.
+    """Start the server, unless it runs. Returns at once.
 
-    imports: modules that workers need; those that are missing are left out.
+    imports: modules that workers need; those that are missing are left out. What this process has
+    imported already costs nothing if it has one thread.
     """
     forkserver.set_forkserver_preload(list(imports))
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -48,7 +56,8 @@ def start_server(imports: Sequence[str]) -> None:
         # Both inherit the mask. Starting the tracker unblocks SIGTERM.
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        forkserver.ensure_running()
+        with _forked_server():
+            forkserver.ensure_running()
     finally:
         for name, value in saved.items():
             if value is None:
@@ -77,6 +86,51 @@ def end_with_server() -> None:
 def accept_signals() -> None:
     """Let SIGNALS end this worker."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def has_one_thread() -> bool:
+    """Whether a fork of this process is safe."""
+    own = os.getpid()
+    tasks = (task for task in Path("/proc/self/task").iterdir() if int(task.name) != own)
+    return {(task / "comm").read_text().strip() for task in tasks} <= HARMLESS_THREADS
+
+
+@contextmanager
+def _forked_server() -> Iterator[None]:
+    """Let Python start its server as a fork, where that is safe, instead of a new interpreter."""
+    if not has_one_thread():
+        yield
+        return
+    start_fresh = multiprocessing.util.spawnv_passfds
+
+    def start(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
+        pid = os.fork()
+        if pid == 0:
+            _become_server(arguments[-1], set(descriptors))
+        return pid
+
+    multiprocessing.util.spawnv_passfds = start  # type: ignore[assignment]  # names differ
+    try:
+        yield
+    finally:
+        multiprocessing.util.spawnv_passfds = start_fresh
+
+
+def _become_server(command: str, descriptors: set[int]) -> None:
+    """Run the server's command in this fork, with its descriptors alone. Does not return."""
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            if int(name) > 2 and int(name) not in descriptors:
+                with suppress(OSError):
+                    os.close(int(name))
+        gc.freeze()  # a collection would write to all objects, whose pages are shared
+        exec(command, {})
+    except SystemExit:  # nobody needs workers any more
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 class _Process(ForkServerProcess):

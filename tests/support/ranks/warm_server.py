@@ -17,7 +17,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import json
-import multiprocessing.util
 import os
 import random
 import runpy
@@ -25,13 +24,11 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
-from vitscale.distributed.fork_server import start_server
+from vitscale.distributed.fork_server import has_one_thread
 
 # Everything a rank imports, some of it late.
 WARMED = (
@@ -44,8 +41,6 @@ WARMED = (
 )
 # DeepSpeed imports it in `initialize`, and torch.compile with it: 5 s. Not in every release.
 WARMED_IF_THERE = ("deepspeed.runtime.zero.muon.original_muon",)
-# Of pyarrow's memory pool; jemalloc prepares itself for fork.
-HARMLESS_THREADS = {"jemalloc_bg_thd"}
 PR_SET_PDEATHSIG = 1
 
 
@@ -119,42 +114,14 @@ def _become(request: dict[str, Any]) -> None:
     os.chdir(request["folder"])
     sys.argv = [request["script"], *request["arguments"]]
     sys.path[0] = str(Path(request["script"]).parent)
-    _start_fork_server()
     # A fresh process seeds both from the system; all forks would draw the same numbers.
     random.seed()
     sys.modules["numpy"].random.seed()
 
 
-def _start_fork_server() -> None:
-    """Start the server of loader workers as a fork of this one, with all imports."""
-    start_fresh = multiprocessing.util.spawnv_passfds
-
-    def start(path: bytes, arguments: Sequence[str], descriptors: Sequence[int]) -> int:
-        if "forkserver" not in arguments[-1]:  # the tracker of resources
-            return int(start_fresh(path, arguments, descriptors))
-        pid = os.fork()
-        if pid:
-            return pid
-        listener, alive = descriptors
-        for fd in range(3, 256):
-            if fd not in descriptors:
-                with suppress(OSError):
-                    os.close(fd)
-        try:
-            forkserver.main(listener, alive, [])
-        finally:
-            os._exit(0)
-
-    multiprocessing.util.spawnv_passfds = start
-    start_server(())
-    multiprocessing.util.spawnv_passfds = start_fresh
-
-
 def _check_threads() -> None:
     """A fork never releases the locks of other threads, so there may be none."""
-    tasks = Path("/proc/self/task").iterdir()
-    names = {(task / "comm").read_text().strip() for task in tasks if int(task.name) != os.getpid()}
-    assert threading.active_count() == 1 and names <= HARMLESS_THREADS, names
+    assert threading.active_count() == 1 and has_one_thread()
 
 
 def _send(answers: Any, message: dict[str, Any]) -> None:

@@ -1,7 +1,9 @@
-"""Start the server of loader workers before torch is imported. Needs no torch."""
+"""Start the server of loader workers before this process has a thread. Needs no torch."""
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Sequence
 
 from vitscale.data.remote.urls import is_url
@@ -14,11 +16,15 @@ REMOTE_IMPORTS = ("fsspec.implementations.http",)
 
 
 def start_loader_server(num_workers: int, *, paths: Sequence[str], streamed: bool = False) -> None:
-    """Let the server import what workers need while this process imports its own, if there will
-    be any workers.
+    """Import what workers need, and start their server, which shares it, if there will be any.
 
     paths: of the shards. streamed: with the webdataset library.
     """
-    if num_workers:
-        remote = REMOTE_IMPORTS if any(map(is_url, paths)) else ()
-        start_server([*IMPORTS, *remote, *(("webdataset",) if streamed else ())])
+    if not num_workers:
+        return
+    # OpenBLAS starts its threads when numpy is imported.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    for name in IMPORTS:
+        importlib.import_module(name)
+    remote = REMOTE_IMPORTS if any(map(is_url, paths)) else ()
+    start_server([*IMPORTS, *remote, *(("webdataset",) if streamed else ())])

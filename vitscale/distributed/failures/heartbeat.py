@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import socket
 import sys
 import threading
 import time
@@ -46,6 +45,7 @@ from vitscale.distributed.failures.marks import Event, Marks, collectives_begun,
 from vitscale.distributed.failures.neighbour import Neighbour
 from vitscale.distributed.failures.watch import FirstRankWatch, OtherRankWatch, beat_key
 from vitscale.distributed.key_value_store import wait_for
+from vitscale.distributed.processes import node_name
 from vitscale.distributed.world import World, process_group
 
 LONGEST_PERIOD_S = 3.0
@@ -99,7 +99,7 @@ class Heartbeat:
         self.period_s = min(LONGEST_PERIOD_S, self.silence_s / CHECKS_PER_TIMEOUT)
         self._num_beats, self._answers = 0, 0
         self._marks = Marks(record or recorder(world.device))
-        self._state, self._node = RUNNING, socket.gethostname()
+        self._state, self._node = RUNNING, node_name()
         self._failure: Failure | None = None
         """What this rank reports."""
         self._first_node = ""
