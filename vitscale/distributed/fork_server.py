@@ -117,12 +117,18 @@ def _forked_server() -> Iterator[None]:
 
 
 def _become_server(command: str, descriptors: set[int]) -> None:
-    """Run the server's command in this fork, with its descriptors alone. Does not return."""
+    """Run the server's command in this fork, with its descriptors and no handlers of signals.
+
+    Does not return.
+    """
     try:
         for name in os.listdir("/proc/self/fd"):
             if int(name) > 2 and int(name) not in descriptors:
                 with suppress(OSError):
                     os.close(int(name))
+        for number in SIGNALS:
+            is_int = number == signal.SIGINT
+            signal.signal(number, signal.default_int_handler if is_int else signal.SIG_DFL)
         gc.freeze()  # a collection would write to all objects, whose pages are shared
         exec(command, {})
     except SystemExit:  # nobody needs workers any more

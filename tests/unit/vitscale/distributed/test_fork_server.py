@@ -91,15 +91,17 @@ def test_workers_come_from_a_process_without_threads(
 
 
 SCRIPT = """
-import os, sys, threading
+import os, signal, sys, threading
 from multiprocessing import forkserver
 from vitscale.distributed.fork_server import worker_context
 
+signal.signal(signal.SIGTERM, lambda *_: None)
 if sys.argv[1] == "thread":
     threading.Thread(target=threading.Event().wait, daemon=True).start()
 opened = open("opened", "w")  # not for the server
 context = worker_context([])
-worker = context.Process(target=os.write, args=(1, b"works\\n"))
+code = "import signal; print('works', signal.getsignal(15) is signal.SIG_DFL, flush=True)"
+worker = context.Process(target=exec, args=(code,))
 worker.start()
 worker.join(30)
 server = forkserver._forkserver._forkserver_pid
@@ -124,5 +126,5 @@ def test_the_server_is_a_fork_of_a_process_without_threads_only(
         timeout=60,
     )
     has_file, is_fork, num_threads = done.stdout.splitlines()[-3:]
-    assert "works" in done.stdout and not done.stderr, done
+    assert "works True" in done.stdout and not done.stderr, done
     assert (has_file, is_fork, num_threads) == ("False", str(threads == "none"), "1")
