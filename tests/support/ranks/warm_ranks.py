@@ -122,6 +122,8 @@ class WarmStarter:
 
         environment: for all ranks; own_environment: one mapping for each rank, over it.
         """
+        # The system uses ids again, so a session that is over must not be ended later.
+        self._leaders = [leader for leader in self._leaders if session_of(leader)]
         port = str(free_port())
         script, *arguments = map(str, command)
         ranks = []
