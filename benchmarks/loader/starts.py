@@ -71,9 +71,9 @@ def one_rank(script: str) -> None:
 
         def timed_end(self: Any, step: int) -> None:
             if step == 0:
-                print("@first_step", time.monotonic() - float(os.environ["STARTED"]), flush=True)
+                say("first_step", time.monotonic() - float(os.environ["STARTED"]))
             if step == MEMORY_STEP and self.world.is_first:
-                print("@memory", node_mib(), flush=True)
+                say("memory", node_mib())
             end_step(self, step)
 
         def timed_evaluate(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -82,7 +82,7 @@ def one_rank(script: str) -> None:
             start, to = time.monotonic(), loader.Batch.to
 
             def first(batch: Any, device: Any) -> Any:
-                print("@evaluation", time.monotonic() - start, flush=True)
+                say("evaluation", time.monotonic() - start)
                 loader.Batch.to = to  # type: ignore[method-assign]  # as it was
                 return to(batch, device)
 
@@ -95,6 +95,11 @@ def one_rank(script: str) -> None:
     sys.argv = sys.argv[1:]
     sys.path[0] = str(Path(script).parent)
     runpy.run_path(script, run_name="__main__")
+
+
+def say(name: str, value: float) -> None:
+    """One write: both ranks have the same output."""
+    os.write(1, f"@{name} {value}\n".encode())
 
 
 def node_mib() -> float:
