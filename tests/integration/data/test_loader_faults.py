@@ -179,6 +179,8 @@ def test_all_streams_use_the_same_workers(shards: Path) -> None:
     found += [batch.images for batch in training]
     assert len(found) == 20 and all(map(torch.equal, found, alone))
     assert worker_pool().pids == workers
+    # Batches that nobody takes any more.
+    assert not any(worker.replies for worker in worker_pool().workers)
 
 
 def test_only_waits_in_a_row_make_a_worker_hang(
