@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Sequence
 
 from vitscale.data.remote.urls import is_url
@@ -22,8 +21,6 @@ def start_loader_server(num_workers: int, *, paths: Sequence[str], streamed: boo
     """
     if not num_workers:
         return
-    # OpenBLAS starts its threads when numpy is imported.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     for name in IMPORTS:
         importlib.import_module(name)
     remote = REMOTE_IMPORTS if any(map(is_url, paths)) else ()
