@@ -305,4 +305,7 @@ def run_folder_lock(folder: Path, *, world: World) -> Iterator[None]:
 
 def _remove_if_unused(folder: Path) -> None:
     if folder.is_dir() and {path.name for path in folder.iterdir()} <= {".lock", EVENTS_NAME}:
-        shutil.rmtree(folder)
+        # Renamed first: another rank may record its failure meanwhile, in a folder still there.
+        unused = folder.with_name(f".{folder.name}.unused-{os.getpid()}")
+        folder.rename(unused)
+        shutil.rmtree(unused)

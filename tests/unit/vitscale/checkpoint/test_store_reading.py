@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from vitscale.checkpoint.folders import (
 )
 from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
 from vitscale.config.errors import UserError
+from vitscale.distributed.failures.events import append_event
 from vitscale.distributed.world import World
 
 
@@ -131,6 +133,21 @@ def test_second_holder_of_a_run_folder_is_refused(tmp_path: Path, world: World) 
                 raise AssertionError
     with run_folder_lock(tmp_path / "run", world=world):
         pass
+
+
+def test_a_failure_recorded_meanwhile_keeps_no_unused_folder(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove = os.rmdir
+
+    def record_then_remove(*arguments: Any, **options: Any) -> None:
+        append_event(tmp_path / "run", "failed", {"rank": 1})
+        remove(*arguments, **options)
+
+    monkeypatch.setattr(os, "rmdir", record_then_remove)
+    with pytest.raises(UserError, match="init"), run_folder_lock(tmp_path / "run", world=world):
+        raise UserError("init=nowhere")
+    assert not list(tmp_path.iterdir())
 
 
 def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path: Path, world: World) -> None:
