@@ -40,6 +40,7 @@ async def bounded_body(answer: aiohttp.ClientResponse) -> bytes:
         if span is None:
             data = await _beginning(answer, MAX_ANSWER_BYTES + 1)
             if len(data) > MAX_ANSWER_BYTES:
+                del data  # or the error keeps it, and backends keep the errors of every attempt
                 raise OSError(f"answers with more than {MAX_ANSWER_BYTES:,} bytes")
             return data
         first, last = int(span[1]), int(span[2])
