@@ -128,7 +128,8 @@ class SplitIndex:
     """int64: rows of the samples in the stored split; None: all rows, in order."""
     remote: RemoteShards | None = None
     hash_prefix: np.ndarray | None = None
-    """uint64, remote shards only: first 8 bytes of each image's BLAKE3, little-endian."""
+    """uint64: first 8 bytes of each image's BLAKE3, little-endian; None for tars that nobody
+    indexed."""
     remote_settings: RemoteSettings = BY_RANGE
 
     @property
@@ -265,7 +266,7 @@ def read_split(
     if check_files:
         _check_sizes(folder, manifest, split, tars=tars, remote_settings=remote_settings)
     remote = None
-    columns = ["shard", "offset", "length", "label"]
+    columns = ["shard", "offset", "length", "label", "blake3"]
     if isinstance(root, Url):
         remote = open_remote_shards(
             [tar for tar in tars if isinstance(tar, Url)],
@@ -273,7 +274,6 @@ def read_split(
             hashes=[shard.blake3 for shard in entry.shards],
             remote_settings=remote_settings,
         )
-        columns.append("blake3")
     table = read_columns(folder, manifest, split, columns, remote_settings=remote_settings)
     positions = {shard.name: position for position, shard in enumerate(entry.shards)}
     shard_column = table.column("shard").combine_chunks()
@@ -292,7 +292,7 @@ def read_split(
         fingerprint=entry.fingerprint,
         label_map_sha256=manifest.label_map_sha256,
         remote=remote,
-        hash_prefix=None if remote is None else hash_prefixes(table.column("blake3")),
+        hash_prefix=hash_prefixes(table.column("blake3")),
         remote_settings=remote_settings,
     )
     _check_index(index, entry)

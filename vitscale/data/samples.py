@@ -18,6 +18,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import NO_LABEL, SplitIndex
 from vitscale.data.index_keys import sample_names
 from vitscale.data.order import Draw
+from vitscale.data.remote.index import hash_prefix
 from vitscale.data.remote.shards import RemoteSamples, prefetch
 from vitscale.data.settings import DataSettings
 from vitscale.data.tars.opening import StreamedTars
@@ -34,6 +35,8 @@ from vitscale.images.size import ImageSize, rows_and_columns
 
 # Tried in place of an unreadable sample before the run ends.
 MAX_SUBSTITUTES = 8
+# Of so many local samples one is compared with its hash. All of them would cost 2 % of a decode.
+VERIFY_EVERY = 16
 # Values of `data.crop` that draw a box of random area and aspect.
 CROPS = {"inception": crops.random_crop_box, "inception_tf": crops.tf_crop_box}
 
@@ -54,17 +57,24 @@ class SplitReader:
                 hash_prefix=index.hash_prefix,
             )
 
-    def bytes_of(self, sample: int) -> bytes:
-        """The image as stored. Raises OSError if its bytes are lost, UserError if the storage
-        cannot be accessed."""
+    def bytes_of(self, sample: int, *, verify: bool = False) -> bytes:
+        """The image as stored.
+
+        verify: compare it with the hash in the index, which is always done for remote shards.
+        Raises OSError if its bytes are lost or changed, UserError if the storage cannot be read.
+        """
         if self.remote is not None:
             return self.remote.read(sample)
         index = self.index
-        return self.files.read(
+        data = self.files.read(
             int(index.shard_of[sample]),
             offset=int(index.offset[sample]),
             num_bytes=int(index.length[sample]),
         )
+        hashes = index.hash_prefix if verify else None
+        if hashes is not None and hash_prefix(data) != int(hashes[sample]):
+            raise OSError("its bytes do not have the hash in the index")
+        return data
 
     def label(self, sample: int) -> int:
         return int(self.index.label[sample])
@@ -172,7 +182,8 @@ class TrainingSamples(Samples):
         for attempt in range(MAX_SUBSTITUTES + 1):
             sample = self._substitute(draw, attempt) if attempt else draw.sample
             try:
-                self.augmentation.write(reader.bytes_of(sample), draw, out)
+                data = reader.bytes_of(sample, verify=position % VERIFY_EVERY == 0)
+                self.augmentation.write(data, draw, out)
                 return reader.label(sample), unreadable
             except UserError:
                 raise

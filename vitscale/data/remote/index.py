@@ -217,8 +217,13 @@ class RemoteFileStream(io.RawIOBase):
         super().close()
 
 
+def hash_prefix(data: bytes) -> int:
+    """The first 8 bytes of the BLAKE3 of `data`, little-endian."""
+    return int.from_bytes(blake3.blake3(data).digest(8), "little")
+
+
 def hash_prefixes(hashes: pa.ChunkedArray) -> np.ndarray:
-    """uint64 [samples]: the first 8 bytes of each 32-byte hash, little-endian."""
+    """uint64 [samples]: `hash_prefix` of each sample, from its 32-byte hash."""
     parts = [
         np.frombuffer(chunk.buffers()[1], "<u8")[4 * chunk.offset :][: 4 * len(chunk) : 4]
         for chunk in hashes.chunks

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from functools import cache, partial
 from queue import SimpleQueue
 
-import blake3
 import numpy as np
 
 from vitscale.config.errors import UserError
-from vitscale.data.remote.index import RemoteShards
+from vitscale.data.remote.index import RemoteShards, hash_prefix
 from vitscale.data.remote.store import DAMAGED_READS, DamagedError
 
 # Concurrent requests of one process: a distant store has high latency but serves many at a time.
@@ -63,9 +62,7 @@ class RemoteSamples:
         expected = None if self.hash_prefix is None else int(self.hash_prefix[sample])
 
         def is_valid(data: bytes) -> bool:
-            if expected is None:
-                return True
-            return int.from_bytes(blake3.blake3(data).digest(8), "little") == expected
+            return expected is None or hash_prefix(data) == expected
 
         if shards.cache is not None:
             blake3_hex = shards.hashes[shard]

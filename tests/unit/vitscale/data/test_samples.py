@@ -90,16 +90,33 @@ def test_a_machine_error_ends_the_run_without_a_substitute(
         shard_files._open_files.cache_clear()
 
 
+def test_damage_that_decodes_is_found_in_every_16th_sample(shards: Path) -> None:
+    samples = training(shards)
+    index = samples.parts[0].index
+    for path in index.shard_paths:
+        data = bytearray(path.read_bytes())
+        for start, length in zip(index.offset, index.length, strict=True):
+            end = min(int(start + length), len(data))
+            if data[end - 2 : end] == b"\xff\xd9":
+                data[end - 3] ^= 1  # the last coefficients
+        path.write_bytes(data)
+    for position in range(1, 16):
+        assert samples.fill(position, OUT)[1] == []
+    for position in (0, 16):
+        with pytest.raises(UserError, match="do not have the hash in the index.*8 substitutes"):
+            samples.fill(position, OUT)
+
+
 def test_an_image_with_too_many_pixels_is_substituted(shards: Path) -> None:
     samples = training(shards)
-    draw, index = samples.order.at(0), samples.parts[0].index
+    draw, index = samples.order.at(2), samples.parts[0].index
     start, length = int(index.offset[draw.sample]), int(index.length[draw.sample])
     with open(index.shard_paths[index.shard_of[draw.sample]], "r+b") as file:
         file.seek(start)
         frame = start + file.read(length).index(b"\xff\xc0")
         file.seek(frame + 5)
         file.write((65_000).to_bytes(2, "big") * 2)  # height and width
-    _, (unreadable,) = samples.fill(0, OUT)
+    _, (unreadable,) = samples.fill(2, OUT)
     assert unreadable.sample == draw.sample and "pixels" in unreadable.error
 
 
@@ -226,7 +243,7 @@ def test_substitutes_differ_and_come_again(shards: Path) -> None:
     def tried(position: int) -> list[int]:
         samples, found = training(shards), []
 
-        def fail(sample: int) -> bytes:
+        def fail(sample: int, *, verify: bool) -> bytes:
             found.append(sample)
             raise OSError("lost")
 
