@@ -280,9 +280,7 @@ def select_classes(p: Preparation, unit: str) -> None:
             where="selection.min_images_per_class",
             next_step="check the source, or lower selection.min_images_per_class",
         )
-    # Numbers given by the source are labels already: 2 comes before 10.
-    numbers = p.run.source.kind in ("webdataset", "parquet", "path_table", "idx")
-    classes = p.labels.label_map(kept, keep_numbers=numbers)
+    classes = p.labels.label_map(kept, keep_numbers=p.source.has_label_values)
     taken = _held_out_counts(p, kept)
     p.put_result(
         unit,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
+from typing import ClassVar
 
 from data_prep.shards.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
 from data_prep.sources.outages import printable, raise_if_outage
@@ -52,6 +53,7 @@ class ClassTars:
     settings: SourceSettings
     labels: LabelSettings = LabelSettings()
     """Only whether classes are ignored: the tar names the class."""
+    has_label_values: ClassVar[bool] = False
 
     @property
     def root(self) -> Path:

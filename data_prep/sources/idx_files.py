@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from data_prep.images.header import DEFLATE_MAX_RATIO
 from data_prep.sources.file_lists import FileList
@@ -50,6 +50,7 @@ class IdxFiles:
 
     settings: SourceSettings
     labels: LabelSettings = LabelSettings()
+    has_label_values: ClassVar[bool] = True
 
     @property
     def root(self) -> Path:

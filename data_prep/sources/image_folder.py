@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from data_prep.sources.outages import printable
 from data_prep.sources.paths import (
@@ -36,6 +37,7 @@ class ImageFolder:
     settings: SourceSettings
     labels: LabelSettings = LabelSettings()
     """Only whether classes are ignored: the folder names the class."""
+    has_label_values: ClassVar[bool] = False
 
     @property
     def root(self) -> Path:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from data_prep.sources.file_lists import FileList
 from data_prep.sources.outages import printable, raise_if_outage
@@ -34,6 +34,7 @@ class ParquetImages:
 
     settings: SourceSettings
     labels: LabelSettings = LabelSettings()
+    has_label_values: ClassVar[bool] = True
 
     @property
     def root(self) -> Path:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from data_prep.sources.file_lists import FileList
 from data_prep.sources.outages import printable, raise_if_outage
@@ -53,6 +53,7 @@ class PathTable:
 
     settings: SourceSettings
     labels: LabelSettings = LabelSettings()
+    has_label_values: ClassVar[bool] = True
 
     @property
     def root(self) -> Path:

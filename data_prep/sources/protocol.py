@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from vitscale.runs.data_prep import LabelSettings
 
@@ -91,6 +91,10 @@ class Spool(Protocol):
 
 class Source(Protocol):
     """One kind of source. Listing is deterministic, except for the order within a container."""
+
+    has_label_values: ClassVar[bool]
+    """Classes are stored as label values, not as the names of files or folders: numbers among them
+    keep their value, and 2 comes before 10."""
 
     @property
     def root(self) -> Path:

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 from data_prep.shards.tar_walk import (
     CompressedTar,
@@ -56,6 +57,7 @@ class WebdatasetTars:
 
     settings: SourceSettings
     labels: LabelSettings = LabelSettings()
+    has_label_values: ClassVar[bool] = True
 
     @property
     def root(self) -> Path:

@@ -15,6 +15,9 @@ URL = re.compile(r"\w+://\S+")
 # Braces stand for several files; only the folder before them is checked.
 PATH = re.compile(r"(?<![\w./~-])(?:[\w.*-]+/)+[\w.*-]*+(?!\{)")
 FILE_NAME = re.compile(r"(?<![\w./~*-])\w+\.(?:py|c|h|toml|svg|j2)\b")
+# As in the recipes: `NAME` in `PATH`, or `PATH`: one line in `NAME`.
+NAME_IN_FILE = re.compile(r"`(\w+)`\s+in\s+`([\w./]+\.py)`")
+FILE_OF_NAME = re.compile(r"`([\w./]+\.py)`: one (?:line|entry|function and one line) in\s+`(\w+)`")
 SUFFIXES = (".py", ".c", ".h", ".svg", ".j2")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # Files of other projects, cited as sources, and names that Python code of a reader would have.
@@ -76,6 +79,25 @@ def test_paths_named_in_docs_exist() -> None:
             ]
             wrong += [f"{where}: {name}" for name in FILE_NAME.findall(text) if name not in names]
     assert not wrong
+
+
+def test_names_are_defined_where_docs_say() -> None:
+    said = [
+        (page.name, name, path)
+        for page in PAGES
+        for name, path in (
+            *NAME_IN_FILE.findall(page.read_text()),
+            *(found[::-1] for found in FILE_OF_NAME.findall(page.read_text())),
+        )
+        if (ROOT / path).is_file()
+    ]
+    assert len(said) > 10
+    assert not [each for each in said if not _is_defined(each[1], ROOT / each[2])]
+
+
+def _is_defined(name: str, path: Path) -> bool:
+    pattern = rf"^(?:\s*(?:def|class) {name}\b|{name}(?:: .*)? = )"
+    return re.search(pattern, path.read_text(), flags=re.MULTILINE) is not None
 
 
 def test_links_in_docs_lead_somewhere() -> None:

@@ -12,6 +12,8 @@ from benchmarks.near_duplicates import matching_pairs
 from data_prep.duplicates.descriptors import image_descriptors
 from data_prep.pipeline import row_tables
 from data_prep.shards.tar_walk import walk_tar
+from data_prep.sources.image_folder import ImageFolder
+from data_prep.sources.registry import SOURCES
 from data_prep.verification.checks import check_folder
 from data_prep.verification.report import write_report
 from tests.support.corpora.image_corpus import encoded, ledger
@@ -149,6 +151,26 @@ def prepared(folder: Path, duplicates: str) -> dict[str, dict[str, object]]:
     )
     prepare_here(run)
     return ledger(folder / "shards")
+
+
+@pytest.mark.parametrize("has_label_values, classes", [(False, ("10", "2")), (True, ("2", "10"))])
+def test_numbers_of_a_new_source_are_labels_if_it_says_so(
+    has_label_values: bool,
+    classes: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class NewSource(ImageFolder):
+        pass
+
+    NewSource.has_label_values = has_label_values
+    monkeypatch.setitem(SOURCES, "image_folder", NewSource)
+    for number in (2, 10):
+        write(tmp_path / f"images/train/{number}/a.png", seed=number)
+        write(tmp_path / f"images/val/{number}/a.png", seed=100 + number)
+    prepared(tmp_path, "keep")
+    found = read_manifest(str(tmp_path / "shards")).classes
+    assert tuple(name for name in found if name in classes) == classes
 
 
 def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
