@@ -6,27 +6,21 @@ Leaves out: submitting one array (`launch.jobs.submission`), and what is missing
 
 from __future__ import annotations
 
-import getpass
-import json
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from launch.jobs.job import StageJob
 from launch.jobs.preparation import make_private, prepare_job
-from launch.jobs.queue import depending_on
+from launch.jobs.queue import NoAnswerError, depending_on, jobs_of, submitted_ids
 from launch.jobs.snapshot import kept_code, planned_folder
 from launch.jobs.submission import Submission, sbatch_text, submit_array
 from launch.studies.grid import FINAL, TRIAL, Grid, StudyTraining
 from launch.studies.selection import SelectingJob
 from launch.studies.states import FINISHED, TrainingState
 from vitscale.config.errors import UserError
-from vitscale.distributed.atomic_files import write_json
 from vitscale.runs.launching import LaunchSettings
 
-SUBMITTED_NAME = "submitted.json"
-SQUEUE_SECONDS = 60
 # In the order in which they are submitted.
 KINDS = ("pretrain", "finetune", TRIAL, FINAL)
 
@@ -87,7 +81,7 @@ def submit(grid: Grid, states: Mapping[str, TrainingState]) -> list[tuple[str, S
     """
     folder = _folder(grid).absolute()
     make_private(folder)
-    _check_not_queued(folder)
+    _check_not_queued(Path(grid.study.folder))
     submitted: list[tuple[str, Submission]] = []
     array_of: dict[str, str] = {}
     for array in arrays(grid, states):
@@ -103,8 +97,6 @@ def submit(grid: Grid, states: Mapping[str, TrainingState]) -> list[tuple[str, S
         )
         array_of |= {training.name: submission.job_id for training in array.trainings}
         submitted.append((job_name(grid, array), submission))
-        # After each: an array that sbatch has accepted is known even if the next one is refused.
-        write_json(folder / SUBMITTED_NAME, sorted(set(array_of.values())))
     return submitted
 
 
@@ -129,23 +121,16 @@ def _folder(grid: Grid) -> Path:
     return Path(grid.study.folder) / "slurm"
 
 
-def _check_not_queued(folder: Path) -> None:
+def _check_not_queued(study_folder: Path) -> None:
     """Two jobs of one run would wait for each other's lock and fail."""
     try:
-        before = set(json.loads((folder / SUBMITTED_NAME).read_text()))
-    except FileNotFoundError:
-        return
-    command = ["squeue", "--noheader", f"--user={getpass.getuser()}", "--format=%F"]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SQUEUE_SECONDS, check=True
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"squeue does not answer: {error}", next_step="try again later") from None
-    if queued := sorted(before & set(done.stdout.split())):
+        queued = submitted_ids(jobs_of(study_folder))
+    except NoAnswerError as error:
+        raise UserError(f"SLURM does not answer: {error}", next_step="try again later") from None
+    if queued:
         raise UserError(
             f"jobs {', '.join(queued)} of this study are still queued or running",
-            where=str(folder / SUBMITTED_NAME),
+            where=str(study_folder),
             next_step=f"wait for them, or end them: scancel {' '.join(queued)}; --results shows "
             "what is finished",
         )

@@ -52,10 +52,10 @@ def test_transfers_wait_for_their_pretrainings(
     programs = folder / "bin"
     programs.mkdir()
     for name, body in (
-        ("sbatch", 'cp "$1" "script-$(ls script-* 2>/dev/null | wc -l)"; '
+        ("sbatch", 'cp "$1" "script-$(ls script-* 2>/dev/null | wc -l)"; echo "$1" > newest; '
          'echo "Submitted batch job $((70 + $(ls script-* | wc -l)))"'),
         ("srun", "true"),
-        ("squeue", "echo 72"),
+        ("squeue", '[ ! -e newest ] || echo "72_0|72|PENDING|Dependency|N/A||1|$(cat newest)"'),
     ):  # fmt: skip
         (programs / name).write_text(f"#!/bin/sh\n{body}\n")
         (programs / name).chmod(0o755)
