@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from benchmarks.corpora.lookalikes import inspection_picture
@@ -225,3 +226,17 @@ def test_ignored_classes_refuse_settings_of_classes(
     sections[section][key] = value
     run = run_of(tmp_path, tmp_path / "s", **sections)
     assert [name for name, _ in run.problems()] == [f"{section}.{key}"]
+
+
+def test_a_held_out_split_never_takes_all_images_of_a_class(tmp_path: Path) -> None:
+    for name, num in (("few", 2), ("many", 5), ("one", 1)):
+        for number in range(num):
+            write(tmp_path / f"images/{name}/{number}.png", seed=100 * num + number)
+    source = {"val_per_class": 2, "holdout_split": "val"}
+    prepare_here(run_of(tmp_path / "images", tmp_path / "s", source=source))
+    found = {}
+    for split in ("train", "val"):
+        index = read_split(tmp_path / "s", split=split)
+        found[split] = np.bincount(index.label, minlength=3).tolist()
+    assert index.classes == ("few", "many", "one")
+    assert found == {"train": [1, 3, 1], "val": [1, 2, 0]}

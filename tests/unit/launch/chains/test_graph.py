@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from finetune.run import FinetuneRun
-from launch.chains.graph import Chain
+from launch.chains.graph import Chain, load_chain
 from tests.support.study_runs import CHAIN, chain_of, write_chain
 from vitscale.config.errors import UserError
 
@@ -95,3 +95,11 @@ def test_wrong_chains_are_refused(folder: Path, old: str, new: str, message: str
     with pytest.raises(UserError, match=message):
         chain_of(path)
     assert not (folder / "runs").exists()
+
+
+def test_a_step_on_several_nodes_has_the_tasks_of_all(folder: Path) -> None:
+    path = write_chain(folder)
+    overrides = "launch: {nodes: 2, tasks_per_node: 5}\n"
+    (folder / "pretrain.yaml").write_text((folder / "pretrain.yaml").read_text() + overrides)
+    chain = load_chain(chain_of(path).settings, cluster="slurm")
+    assert {s.name: s.steps[0].num_tasks for s in chain.stages}["pretrain"] == 10

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -88,3 +89,10 @@ def test_the_file_is_only_appended_to(tmp_path: Path) -> None:
     end_attempt(first, tmp_path, ending=Ending.STOPPED, reason="time limit", exit_code=75)
     begin(tmp_path)
     assert path.read_bytes().startswith(before)
+
+
+def test_without_a_new_checkpoint_the_time_since_the_start_is_lost(tmp_path: Path) -> None:
+    commit(tmp_path, 10)
+    os.utime(tmp_path / "checkpoints/step-00000010/manifest.json", (1e9, 1e9))
+    lost = end_attempt(begin(tmp_path), tmp_path, ending=Ending.KILLED, reason="", exit_code=137)
+    assert lost.seconds_lost is not None and lost.seconds_lost < 1e6

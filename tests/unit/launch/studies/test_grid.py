@@ -163,3 +163,14 @@ def test_studies_of_the_repository_expand(path: Path, monkeypatch: pytest.Monkey
     study = study_of(path)
     grid = expand(study, cluster="slurm")
     assert len(grid.trainings) > 4
+
+
+def test_the_init_of_an_axis_is_taken_before_that_of_the_study(tmp_path: Path) -> None:
+    text = STUDY.replace("pretrain: {file: pretrain.yaml}\n", "init: runs/of_study\n")
+    text = text.replace("      - {label: 1 %, pretrain: {overrides: [data.first_percent=1]}}\n", "")
+    text = text.replace(
+        "label: wide, series: ViT,", "label: wide, series: ViT, init: runs/of_value,"
+    )
+    grid = grid_of(write_study(tmp_path, text), "seeds=[0]")
+    inits = {training.labels["model"]: training.run.init for training in grid.trainings.values()}
+    assert inits == {"narrow": "runs/of_study", "wide": "runs/of_value", "scratch": None}

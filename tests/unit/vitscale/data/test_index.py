@@ -114,6 +114,7 @@ def test_a_few_keys_are_read_without_the_others(
     index = read_split(folder, split="train")
     keys = table.column("key").to_pylist()[4:]
     assert sample_keys(index, range(7)) == keys
+    assert index.subset(np.array([0, 2]), name="first").shard_lengths == (2, 0, 0)
     some = index.subset(np.array([1, 4, 6]), name="some")
     assert sample_keys(some, [2, 0, 2]) == [keys[6], keys[1], keys[6]]
     read = []

@@ -16,6 +16,7 @@ from PIL import Image
 from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.config.errors import UserError
 from vitscale.data.index import read_split
+from vitscale.data.loader import evaluation_batches
 from vitscale.data.samples import EvaluationSamples, TrainingSamples, augmentation_key
 from vitscale.data.settings import DataSettings
 from vitscale.data.tars import shard_files
@@ -254,3 +255,18 @@ def test_substitutes_differ_and_come_again(shards: Path) -> None:
 
     assert tried(0) == tried(0) != tried(1)
     assert len(tried(0)) == 9 and len(set(tried(0))) > 4
+
+
+def test_each_sample_is_evaluated_once_and_padding_has_no_weight(shards: Path) -> None:
+    index = read_split(shards, split="train")
+    data = DataSettings(path=str(shards), global_batch=4, num_workers=0)
+    chosen, counted = np.arange(1, 8), []
+    for rank in range(2):
+        batches = evaluation_batches(
+            index, settings=data, image_size=SIZE, rank=rank, world_size=2, micro_batch=3,
+            pin_memory=False, samples=chosen,
+        )  # fmt: skip
+        for batch in batches:
+            assert batch.weights is not None and set(batch.weights.tolist()) <= {0.0, 1.0}
+            counted += batch.positions[batch.weights.numpy() == 1].tolist()
+    assert sorted(counted) == chosen.tolist()

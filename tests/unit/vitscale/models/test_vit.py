@@ -221,3 +221,8 @@ def test_outputs_that_a_model_lacks_are_refused(changes: dict[str, object], miss
     assert missing not in model.known_outputs
     with pytest.raises(ValueError, match=f"'{missing}' is not one of logits, features"):
         model(PIXELS, output=missing)
+
+
+@pytest.mark.parametrize("depth, has_blocks", [(3, False), (4, True)])
+def test_four_blocks_are_enough_for_their_features(depth: int, has_blocks: bool) -> None:
+    assert ("blocks" in small(depth=depth).known_outputs) == has_blocks

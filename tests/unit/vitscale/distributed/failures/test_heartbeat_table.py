@@ -134,3 +134,15 @@ def test_names_groups_ranks_by_node() -> None:
 def test_a_beat_survives_the_store() -> None:
     each = beat(3, 4, reached=5, doing="save step 5:\tno progress\nin /a")
     assert Beat.parse(each.text()) == each
+
+
+def test_a_rank_that_has_ended_is_not_waited_for() -> None:
+    watch, named = table(4), None
+    for period in range(1, 2 + int(LATE_S / PERIOD_S)):
+        beats = [
+            beat(rank, 1 if rank == 0 else period, reached=reached)
+            for rank, reached in enumerate((3, 9, 5, 9))
+        ]
+        beats[0] = beats[0]._replace(state=ENDED)
+        named = watch.problem(beats, now=period * PERIOD_S)
+    assert named is not None and (named.kind, named.rank) == (FailureKind.HANG, 2)

@@ -14,12 +14,14 @@ from vitscale.models.objectives.masked_patches import (
     MaskedPatches,
     color_loss,
     colors,
+    corruption_of,
     draw_corruption,
     picture_rows,
     pixel_loss,
     predicted_patches,
     shades,
 )
+from vitscale.models.objectives.settings import MaskedPatchPredictionSettings
 from vitscale.models.vit.model import build_model
 from vitscale.models.vit.settings import ViTSettings
 
@@ -200,3 +202,16 @@ def test_pictures_show_corruption_targets_and_predictions(cells: int | None) -> 
         assert torch.equal(rows["targets"], images)
     masked = (rows["corrupted"] == 127).all(dim=1).sum(dim=(1, 2))
     assert (masked >= 4 * 64).all()
+
+
+def test_each_purpose_and_seed_has_its_own_draws() -> None:
+    arch = ViTSettings.model_validate(SIZES | {"image_size": 64}).architecture(num_classes=2)
+    settings = MaskedPatchPredictionSettings()
+    draws = {
+        (purpose, seed): corruption_of(
+            settings, arch, positions_B=np.arange(8), purpose=purpose, seed=seed
+        ).predicted_BK.tobytes()
+        for purpose in ("corrupt", "picture")
+        for seed in (0, 1)
+    }
+    assert len(set(draws.values())) == 4

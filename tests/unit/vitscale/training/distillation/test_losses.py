@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -113,3 +114,15 @@ def test_labels_are_mixed_and_smoothed_but_the_teacher_is_not() -> None:
 def test_settings_without_effect_are_refused(settings: dict[str, Any], key: str) -> None:
     values = {"teacher": {"weights": "x"}, **settings}
     assert dict(DistillationSettings.model_validate(values).problems()).keys() == {key}
+
+
+def test_agreement_is_that_of_the_distilled_head() -> None:
+    """The class head agrees on every image, the distilled one on the first of three."""
+    teacher_BC = TEACHER.expand(3, 3)
+    distilled_BC = torch.stack([TEACHER, -TEACHER, -TEACHER]).reshape(3, 3)
+    engine: Any = SimpleNamespace(dtype=torch.float32, heads=lambda _: (teacher_BC, distilled_BC))
+    batch = Batch(torch.zeros(3, 3, 4, 4), torch.tensor([0, 1, 2]), torch.ones(3))
+    own, recorded = objective(), {}
+    own.record = lambda name, value: recorded.update({name: value.item()})
+    own.loss(engine, batch)
+    assert recorded["train/teacher_agreement"] == pytest.approx(1 / 3)

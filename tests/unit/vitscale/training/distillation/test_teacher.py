@@ -205,3 +205,14 @@ def test_costs_include_the_teacher(safetensors: Path) -> None:
     unknown.teacher = opened(safetensors, image_size=64)
     assert unknown.teacher.flops_per_image > 1e6
     assert unknown.train_flops_per_image(arch) - student == unknown.teacher.flops_per_image
+
+
+def test_resized_pixels_stay_between_black_and_white(safetensors: Path) -> None:
+    """Bicubic resampling overshoots at edges."""
+    teacher = opened(safetensors, image_size=64, mean=[0.5, 0.5, 0.5], std=[0.5, 0.5, 0.5])
+    seen = []
+    teacher.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    halves = torch.zeros(2, 3, 32, 32)
+    halves[..., 16:] = 255
+    teacher.logits(halves, dtype=torch.float32)
+    assert [seen[0].min().item(), seen[0].max().item()] == pytest.approx([-1, 1])
