@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -162,3 +163,25 @@ def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path: Path, world: World) -
         resolve_weights(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match="holds no valid checkpoint"):
         resolve_weights(str(folder.parent))
+
+
+def test_leftovers_that_cannot_be_removed_at_first_are_a_warning(
+    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on NFS, while another node has a file open."""
+    leftover = tmp_path / "checkpoints/.step-00000001.old"
+    leftover.mkdir(parents=True)
+    remove, calls = shutil.rmtree, []
+
+    def fail_once(folder: Path) -> None:
+        calls.append(folder)
+        if len(calls) == 1:
+            refuse()
+        remove(folder)
+
+    monkeypatch.setattr(commit.shutil, "rmtree", fail_once)
+    store = CheckpointStore(tmp_path, keep=3, world=world)
+    store.save({"model.a": torch.zeros(3)}, step=2, progress={}, description={})
+    committed = store.wait()
+    assert committed is not None and not leftover.exists()
+    assert committed.warnings == (f"{leftover}: could not be removed (Input/output error)",)

@@ -90,3 +90,13 @@ def test_all_ranks_stop_at_the_same_step(
     for each in decisions:
         each.close()
     assert len(set(steps)) == 1 and steps[0] >= 6
+
+
+def test_decisions_are_as_far_apart_as_steps_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,000 ranks are asked once a second; here after steps of 0.25 s and then of 0.5 s."""
+    clock = iter([0.0, 10.0, 20.0, 20.001])
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: next(clock))
+    decisions = preemption._Decisions(world_of(0, 2000, dist.HashStore()))
+    found = [decisions._steps_to_next(step) for step in (40, 60, 70)]
+    decisions.close()
+    assert found == [4, 2, 100]
