@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # `deepspeed` and `ninja` are looked up on PATH by the tools that start them.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: install constraints demo test fast-tests test-all test-exhaustive check format clean FORCE
+.PHONY: install constraints demo test fast-tests test-all test-exhaustive mutants check format clean FORCE
 
 # The exact versions of constraints.txt, those last tested. With LATEST=1 pip chooses instead: it
 # keeps what is in .venv already (an older torch, say) and takes the newest of what is missing.
@@ -69,6 +69,10 @@ test-all: install
 # Every fault, mutant and pair of layouts: by hand, before a release.
 test-exhaustive: install
 	$(PYTEST) -m exhaustive
+
+# Which of 20 random changes of the product no test sees. By hand; ARGS="--help" for more.
+mutants: install
+	$(BIN)/python tests/mutants.py $(ARGS)
 
 format: install
 	$(BIN)/ruff check --fix .
