@@ -91,7 +91,7 @@ def test_the_file_is_only_appended_to(tmp_path: Path) -> None:
     assert path.read_bytes().startswith(before)
 
 
-def test_without_a_new_checkpoint_the_time_since_the_start_is_lost(tmp_path: Path) -> None:
+def test_without_a_new_checkpoint_all_time_is_lost(tmp_path: Path) -> None:
     commit(tmp_path, 10)
     os.utime(tmp_path / "checkpoints/step-00000010/manifest.json", (1e9, 1e9))
     lost = end_attempt(begin(tmp_path), tmp_path, ending=Ending.KILLED, reason="", exit_code=137)
