@@ -41,7 +41,11 @@ def main() -> None:
         FinetuneRun,
         script="finetune/main.py",
         description="Fine-tune a pre-trained Vision Transformer on a folder of shards.",
-        default_config="configs/demo/finetune.yaml",
+        examples=(
+            "python finetune/main.py --config configs/demo/finetune.yaml init=runs/demo-pretrain",
+            "deepspeed finetune/main.py --config configs/finetune/imagenet1k_384.yaml "
+            "init=RUN data.path=SHARDS",
+        ),
     )
     data = command.run.data
     # Before threads start.

@@ -38,7 +38,10 @@ def main() -> None:
         PretrainRun,
         script="pretrain/main.py",
         description="Pre-train a Vision Transformer on a folder of shards.",
-        default_config="configs/demo/pretrain.yaml",
+        examples=(
+            "python pretrain/main.py --config configs/demo/pretrain.yaml",
+            "deepspeed pretrain/main.py --config configs/vit_b16.yaml data.path=SHARDS",
+        ),
     )
     data = command.run.data
     # Before threads start.

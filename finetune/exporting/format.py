@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
 import torch
+from safetensors.torch import save_file
 
 from finetune.loading.loaded_model import LoadedModel
 
@@ -40,6 +42,14 @@ class Format:
     def usage(self, loaded: LoadedModel) -> str:
         """Python that loads the folder `FOLDER`, for the model card."""
         raise NotImplementedError
+
+
+def save_weights(weights: dict[str, torch.Tensor], path: Path) -> None:
+    """Write a safetensors file that others may read as far as the umask lets them."""
+    save_file(weights, path, metadata={"format": "pt"})
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)  # `save_file` lets its owner alone read it
 
 
 def weights_of(loaded: LoadedModel) -> dict[str, torch.Tensor]:

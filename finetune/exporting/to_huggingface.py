@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from finetune.exporting.format import Format, weights_of
+from finetune.exporting.format import Format, save_weights, weights_of
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.models.preprocessing import Preprocessing
@@ -59,7 +58,7 @@ class HuggingFaceFormat(Format):
                 yield "a distillation token beside layer scale or SwiGLU"
 
     def write(self, loaded: LoadedModel, folder: Path) -> None:
-        save_file(_weights(loaded), folder / "model.safetensors", metadata={"format": "pt"})
+        save_weights(_weights(loaded), folder / "model.safetensors")
         write_json(folder / "config.json", _config(loaded))
         write_json(folder / "preprocessor_config.json", _preprocessor(loaded.preprocessing))
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
 from finetune.exporting.description import write_description
-from finetune.exporting.format import Format
+from finetune.exporting.format import Format, save_weights
 from finetune.exporting.reading_back import logits_read_back
 from finetune.loading.loaded_model import LoadedModel
 
@@ -20,7 +19,7 @@ class SafetensorsFormat(Format):
 
     def write(self, loaded: LoadedModel, folder: Path) -> None:
         weights = {name: value.contiguous() for name, value in loaded.network.state_dict().items()}
-        save_file(weights, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+        save_weights(weights, folder / WEIGHTS_NAME)
         write_description(loaded, folder)
 
     def logits(

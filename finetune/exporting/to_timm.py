@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from finetune.exporting.format import Format, weights_of
+from finetune.exporting.format import Format, save_weights, weights_of
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.models.preprocessing import Preprocessing
@@ -38,7 +37,7 @@ class TimmFormat(Format):
 
     def write(self, loaded: LoadedModel, folder: Path) -> None:
         weights = timm_weights(weights_of(loaded), loaded.arch)
-        save_file(weights, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+        save_weights(weights, folder / WEIGHTS_NAME)
         write_json(folder / CONFIG_NAME, _config(loaded))
 
     def logits(

@@ -53,6 +53,7 @@ def load_command(
     argv: Sequence[str] | None = None,
     default_config: str | None = None,
     needs_config: bool = True,
+    examples: Sequence[str] = (),
     switches: Mapping[str, str] | None = None,
     options: Mapping[str, str] | None = None,
     words_key: str | None = None,
@@ -61,6 +62,7 @@ def load_command(
 
     `run_types`: one run type, or {stage: run type} chosen by the file's `stage:`.
     `needs_config`: false where the command line alone can make a run.
+    `examples`: commands to show when no configuration is given.
     `switches`: further switches without a value, {"--dry-run": "help text"}.
     `options`: further switches with a value, {"--to": "to"}; the same as the key to=VALUE.
     `words_key`: the key that words without `=` are the value of; several of them where it is a
@@ -93,11 +95,7 @@ def load_command(
         errors += found_errors
     config = given["--config"] or default_config
     if config is None and needs_config:
-        next_step = f"python {script} --config FILE (see configs/), or --help"
-        errors.append(
-            UserError("no configuration given", where="command line", next_step=next_step)
-        )
-        raise UserErrors(errors)
+        raise UserErrors([*errors, _no_configuration(script, examples)])
     loaded = load_run(run_types, config, overrides=overrides, errors=errors)
     if "--print-config" in asked:
         print(run_to_yaml(loaded.run, sources=loaded.sources), end="")
@@ -163,6 +161,12 @@ def _parser(
         parser.add_argument(switch, dest=switch, action="store_true", help=text)
     parser.add_argument(*IGNORED, nargs="?", help=argparse.SUPPRESS)
     return parser
+
+
+def _no_configuration(script: str, examples: Sequence[str]) -> UserError:
+    shown = examples or [f"python {script} --config FILE  # see configs/"]
+    next_step = "\n    ".join(["one of", *shown, f"python {script} --help"])
+    return UserError("no configuration given", where="command line", next_step=next_step)
 
 
 def _unknown_switch(word: str, known: Sequence[str]) -> UserError:

@@ -40,7 +40,11 @@ MAX_TAG_CHARS = 5000
 
 URI_SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 
-_SECRET_NAME = r"(?:[\w-]*_)?(?:password|passwd|secret|token|api_?key|credentials?)"
+# Settings of a model are no secrets.
+_SECRET_NAME = (
+    r"(?!(?:class|distillation)_token\b)"
+    r"(?:[\w-]*_)?(?:password|passwd|secret|token|api_?key|credentials?)"
+)
 _SECRET_KEY = re.compile(rf"(?:^|\.){_SECRET_NAME}$", re.IGNORECASE)
 # With the sign of a line in a patch.
 _SECRET_LINE = re.compile(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, get_args
 
@@ -222,7 +223,12 @@ def test_exported_folders_are_loaded_by_init(tmp_path: Path, to: str) -> None:
         classes=tuple("vwxyz"),
         preprocessing={"mean": (0.1, 0.2, 0.3), "eval_resize": "center_crop"},
     )
-    folder = export(loaded, to, tmp_path / "out")
+    umask = os.umask(0o027)
+    try:
+        folder = export(loaded, to, tmp_path / "out")
+    finally:
+        os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
     found = load_model(ExportRun(init=str(folder), to="timm", output="x"))
     assert (found.arch, found.preprocessing, found.classes) == (
         loaded.arch,

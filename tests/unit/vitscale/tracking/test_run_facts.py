@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from tests.contract.tree import ROOT
 from vitscale.config.errors import UserError
 from vitscale.config.redaction import redact
 from vitscale.tracking.run_facts import (
@@ -58,14 +60,26 @@ def test_secrets_in_urls_are_removed(text: str, expected: str) -> None:
 
 
 def test_secret_keys_are_removed_and_num_tokens_stays() -> None:
-    config = {"hub": {"api_key": "abc", "token": None}, "model": {"num_prefix_tokens": 1}}
+    model = {"num_prefix_tokens": 1, "class_token": True, "distillation_token": False}
+    config = {"hub": {"api_key": "abc", "token": None, "my_hf_token": "a"}, "model": model}
     assert flatten_params(config) == {
         "hub.api_key": "***",
         "hub.token": "null",
+        "hub.my_hf_token": "***",
         "model.num_prefix_tokens": "1",
+        "model.class_token": "true",
+        "model.distillation_token": "false",
     }
+    settings = "model:\n  class_token: true\n  distillation_token: false\n"
+    assert redact_yaml(settings) == settings
     text = redact_yaml("a:\n  hub_token: abc\n  tokens: 3\n  uri: http://u:p@h/\n")
     assert text == "a:\n  hub_token: '***'\n  tokens: 3\n  uri: http://h/\n"
+
+
+def test_no_setting_is_taken_for_a_secret() -> None:
+    keys = re.findall(r"^- \*\*`([\w.]+)`\*\*", (ROOT / "docs/configuration.md").read_text(), re.M)
+    assert len(keys) > 200
+    assert [key for key in keys if flatten_params({key: "x"}) == {key: "***"}] == []
 
 
 def test_relative_sqlite_paths_become_absolute(
