@@ -66,7 +66,7 @@ def given_outputs(
     val: SplitIndex | None = None,
 ) -> GivenOutputs:
     """values: [N, outputs]. The last batch of three is padded if N is no multiple of 3."""
-    model: Any = SimpleNamespace(world=world)
+    model: Any = SimpleNamespace(world=world, known_outputs=("logits",))
     names = tuple(classes or map(str, range(values.shape[1])))
     return GivenOutputs(
         values=values,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
+from vitscale.config.errors import UserError
 from vitscale.evaluation.interface.evaluation import Evaluation, Output, Outputs, Subject
 from vitscale.evaluation.interface.labels import check_labels
 
@@ -19,7 +20,14 @@ class LogitsEvaluation(Evaluation):
 
     def check(self, subject: Subject) -> None:
         """The head has one output for each class of the shards, in their order."""
-        check_labels(subject, name=self.settings.name)
+        name, known = self.settings.name, subject.model.known_outputs
+        if self.needs not in known:
+            raise UserError(
+                f"{name} needs the output {self.needs!r}, which this model does not have",
+                where="evaluate",
+                next_step=f"leave {name} out; the model gives {', '.join(known)}",
+            )
+        check_labels(subject, name=name)
 
     def start(self, subject: Subject) -> None:
         """Prepare to count."""
