@@ -129,7 +129,8 @@ class ShardCache:
                 try:
                     self._reserve(file, num_bytes=num_bytes)
                     _copy(read, file, num_bytes=num_bytes, blake3_hex=blake3_hex)
-                    os.rename(partial, final)
+                    with self._lock():  # or a process that counts the files would miss this one
+                        os.rename(partial, final)
                 except BaseException:
                     partial.unlink(missing_ok=True)
                     raise

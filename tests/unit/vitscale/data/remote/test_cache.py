@@ -192,6 +192,20 @@ def test_partial_files_of_a_killed_process_are_removed(cache: ShardCache) -> Non
     assert fetch(cache, 1)
 
 
+def test_a_shard_gets_its_name_while_nobody_counts(
+    cache: ShardCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rename = os.rename
+
+    def locked_rename(source: Path, target: Path) -> None:
+        with open(cache.folder / "lock") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        rename(source, target)
+
+    monkeypatch.setattr(shard_cache.os, "rename", locked_rename)
+    assert fetch(cache, 1) and held(cache) == {name(1)}
+
+
 def _fetch_all(cache: ShardCache, log: Path, first: int, sizes: Path) -> None:
     for number in [*range(first, 6), *range(first)]:
         cache.fetch(name(number), num_bytes=SIZE, read=reader(number, log=log), wait=True)
