@@ -33,7 +33,7 @@ BUSY_FACTOR = 5
 IDLE_SHARE = 0.1
 STACK_WAIT_S = 20.0
 # How often a line says which tests run, at least.
-QUIET_S = 120.0
+QUIET_S = float(os.environ.get("VITSCALE_TEST_QUIET_S", 120.0))
 # In the environment of everything that a test starts, batch jobs included.
 MARK = "VITSCALE_TEST_PROCESS"
 os.environ[MARK] = str(os.getpid())
@@ -52,9 +52,9 @@ class Facts(NamedTuple):
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if not hasattr(config, "workerinput"):
-        args = (config.pluginmanager.get_plugin("terminalreporter"),)
-        threading.Thread(target=_say_what_runs, args=args, daemon=True).start()
+    # Beside tests that run in other processes: in the same one, the line would count as output.
+    if config.getoption("numprocesses", None):
+        threading.Thread(target=_say_what_runs, args=(config,), daemon=True).start()
 
 
 def pytest_runtest_logstart(nodeid: str) -> None:
@@ -65,17 +65,20 @@ def pytest_runtest_logfinish(nodeid: str) -> None:
     running.pop(nodeid, None)
 
 
-def _say_what_runs(reporter: object) -> None:
+def _say_what_runs(config: pytest.Config) -> None:
     said = time.monotonic()
     while True:
-        time.sleep(5)
+        time.sleep(min(5.0, QUIET_S / 2))
         now, tests = time.monotonic(), dict(running)
         last = max([said, *tests.values()])
         if tests and now - last >= QUIET_S:
             said = now
             lines = [f"{nodeid} ({now - start:.0f} s)" for nodeid, start in tests.items()]
-            reporter.ensure_newline()  # type: ignore[attr-defined]  # of pytest's reporter
-            reporter.write_line("running: " + ", ".join(lines))  # type: ignore[attr-defined]  # same
+            # Not before: this plugin may be configured first.
+            reporter = config.pluginmanager.get_plugin("terminalreporter")
+            if reporter is not None:
+                reporter.ensure_newline()
+                reporter.write_line("running: " + ", ".join(lines))
 
 
 @pytest.hookimpl(wrapper=True)
