@@ -15,7 +15,7 @@ from typing import TypeVar
 from launch.jobs.queue import NoAnswerError, user_jobs
 from launch.jobs.status.reading import read_status
 from vitscale.config.errors import UserError, UserErrors, nearest
-from vitscale.config.redaction import redact
+from vitscale.config.redaction import redact, short_reason
 from vitscale.config.site import read_site
 from vitscale.config.yaml_source import parse_yaml, plain_value
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
@@ -191,9 +191,8 @@ def _asked(uri: str, ask: Callable[[str], Answer]) -> Answer | None:
         return ask(uri)
     # Any failure of the server or its database is reported as a problem of the address.
     except Exception as error:
-        reason = redact(str(error)).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            f"MLflow at {redact(uri)} cannot be read: {reason[0][:200]}",
+            f"MLflow at {redact(uri)} cannot be read: {short_reason(error)}",
             where="--uri",
             next_step="check the address, or give run folders instead",
         ) from None

@@ -18,7 +18,7 @@ from vitscale.distributed.atomic_files import write_json
 from vitscale.tracking import run_facts
 from vitscale.tracking import tracker as tracker_module
 from vitscale.tracking.mlflow_client import experiment_id, open_client, read_link
-from vitscale.tracking.mlflow_store import upload_to_linked_run
+from vitscale.tracking.mlflow_run import upload_to_linked_run
 from vitscale.tracking.parent_run import ParentRun, open_parent, origin_tags
 from vitscale.tracking.run_facts import DatasetFacts
 from vitscale.tracking.settings import TrackingSettings
