@@ -14,16 +14,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from launch.comparison.runs import default_uri
+from launch.comparison.runs import default_uri, read_config
 from launch.jobs.attempts import Attempt, Ending
 from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
 from launch.jobs.status.finding import find_runs
 from launch.jobs.status.reading import RunState, RunStatus, read_status
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.redaction import redact, short_reason
-from vitscale.config.yaml_source import parse_yaml, plain_value
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
 from vitscale.tracking.mlflow_run import copy_run
 from vitscale.tracking.run_facts import (
@@ -136,8 +134,9 @@ def _read(folder: Path, status: RunStatus, *, uri: str, experiment: str | None) 
     first = next(rows, None)
     if first is None:
         raise UserError("has no metrics", where=str(journal), next_step="give a run that has")
-    text = _read_text(config)
-    params = _params(text, name=str(config))
+    text, params = read_config(config)
+    if not params:
+        raise UserError("is no configuration of a run", where=str(config))
     record = read_record(folder)
     how, ended = _ending(status, record)
     if record is None:
@@ -159,24 +158,6 @@ def _read(folder: Path, status: RunStatus, *, uri: str, experiment: str | None) 
     files = tuple(dict.fromkeys(_files(folder, record)))
     last = status.logged.time or first[0].time
     return Source(description=description, files=files, status=how, ended=ended or last)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read ({error})", where=str(path)) from None
-
-
-def _params(text: str, *, name: str) -> dict[str, Any]:
-    errors: list[UserError] = []
-    node = parse_yaml(text, name=name, errors=errors)
-    if errors:
-        raise UserErrors(errors)
-    values = None if node is None else plain_value(node)
-    if not isinstance(values, dict):
-        raise UserError("is no configuration of a run", where=name)
-    return values
 
 
 def _files(folder: Path, record: RunRecord) -> Iterator[Path]:

@@ -102,14 +102,19 @@ def create_run(
     name: str,
     tags: Mapping[str, str],
     start_time: float | None = None,
+    folder: Path | None,
 ) -> Any:
-    """A new run. start_time: unix seconds; None: now."""
-    return client.create_run(
+    """Create a run, and link it to the folder. start_time: unix seconds; None: now."""
+    created = client.create_run(
         experiment_id(client, experiment, uri=uri),
         run_name=name,
         start_time=None if start_time is None else int(start_time * 1000),
         tags=clean_tags(tags),
     )
+    if folder is not None:
+        link = {"uri": redact(uri), "experiment": experiment, "run_id": created.info.run_id}
+        write_json(folder / LINK_NAME, link)
+    return created
 
 
 def set_status(
@@ -171,8 +176,3 @@ def read_link(folder: Path) -> dict[str, str] | None:
     except (OSError, ValueError):
         return None
     return link if isinstance(link, dict) and "run_id" in link else None
-
-
-def write_link(folder: Path, *, uri: str, experiment: str, run_id: str) -> None:
-    link = {"uri": redact(uri), "experiment": experiment, "run_id": run_id}
-    write_json(folder / LINK_NAME, link)

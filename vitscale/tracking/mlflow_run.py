@@ -31,7 +31,6 @@ from vitscale.tracking.mlflow_client import (
     read_link,
     set_status,
     tagged_run,
-    write_link,
 )
 from vitscale.tracking.parent_run import PARENT_TAG
 from vitscale.tracking.run_facts import (
@@ -159,13 +158,8 @@ def start_run(description: RunDescription, *, say: Say) -> MlflowRun:
         _close(client, known)
         known = None
     if known is None:
-        known = _create(client, description, tags | {STATUS_TAG: "running"})
-        write_link(
-            description.folder,
-            uri=description.uri,
-            experiment=description.record.experiment,
-            run_id=known.info.run_id,
-        )
+        tags[STATUS_TAG] = "running"
+        known = _create(client, description, tags, folder=description.folder)
     else:
         set_status(client, known.info.run_id, "RUNNING")
     return _describe(client, known, tags, description)
@@ -198,7 +192,8 @@ def copy_run(
     known = known or tagged_run(client, JOURNAL_TAG, identity)
     if known is None:
         origin = {} if link is None else {COPIED_TAG: link["run_id"]}
-        known = _create(client, description, tags | {JOURNAL_TAG: identity} | origin)
+        marks = {JOURNAL_TAG: identity} | origin
+        known = _create(client, description, tags | marks, folder=None)
     run = _describe(client, known, tags, description)
     num_points = run.send_journal()
     num_files = sum(map(run.upload_new, files))
@@ -207,7 +202,13 @@ def copy_run(
     return Copied(run=run, num_points=num_points, num_files=num_files)
 
 
-def _create(client: MlflowClient, description: RunDescription, tags: dict[str, str]) -> Any:
+def _create(
+    client: MlflowClient,
+    description: RunDescription,
+    tags: Mapping[str, str],
+    *,
+    folder: Path | None,
+) -> Any:
     return create_run(
         client,
         uri=description.uri,
@@ -215,6 +216,7 @@ def _create(client: MlflowClient, description: RunDescription, tags: dict[str, s
         name=description.record.name,
         tags=tags,
         start_time=description.start_time,
+        folder=folder,
     )
 
 

@@ -57,9 +57,8 @@ def _search(uri: str, query: str, limit: int, *, say: Say) -> tuple[MlflowClient
 def _stored(client: MlflowClient, run: Any) -> StoredRun:
     """The run with the history of its metrics."""
     by_step: dict[int, tuple[float, dict[str, float]]] = {}
-    for point in sorted(
-        metric_points(client, run), key=lambda point: (point.step, point.timestamp)
-    ):
+    points = metric_points(client, run)
+    for point in sorted(points, key=lambda point: (point.step, point.timestamp)):
         by_step.setdefault(point.step, (point.timestamp / 1000, {}))
         by_step[point.step][1][present_name(point.key)] = point.value
     return StoredRun(

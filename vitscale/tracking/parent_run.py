@@ -21,7 +21,6 @@ from vitscale.tracking.mlflow_client import (
     open_client,
     read_link,
     set_status,
-    write_link,
 )
 from vitscale.tracking.run_facts import (
     CONFIG_ARTIFACT,
@@ -97,11 +96,15 @@ def open_parent(
     known = linked_run(client, folder, uri=uri)
     if known is not None:
         return ParentRun(client=client, run_id=known.info.run_id, uri=uri)
+    folder.mkdir(parents=True, exist_ok=True)
     created = create_run(
-        client, uri=uri, experiment=experiment, name=name, tags=process_tags() | dict(tags)
+        client,
+        uri=uri,
+        experiment=experiment,
+        name=name,
+        tags=process_tags() | dict(tags),
+        folder=folder,
     )
     run_id = created.info.run_id
     client.log_text(run_id, redact_yaml(config_yaml), CONFIG_ARTIFACT)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_link(folder, uri=uri, experiment=experiment, run_id=run_id)
     return ParentRun(client=client, run_id=run_id, uri=uri)

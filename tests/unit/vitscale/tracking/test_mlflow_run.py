@@ -40,9 +40,11 @@ def folder(open_tracker: Callable[..., Tracker], tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def copy(folder: Path, database: Path, **changes: Any) -> Copied:
+def copy(folder: Path, database: Path, *, note: str | None = None, **changes: Any) -> Copied:
     record = read_record(folder)
     assert record is not None and record.ended is not None and record.status == "FINISHED"
+    if note is not None:
+        record = record.model_copy(update={"note": note})
     first = next(read_rows(folder / "journal.jsonl"))[0]
     description = RunDescription(
         folder=folder,
@@ -92,6 +94,18 @@ def test_a_copy_is_complete_and_made_once(folder: Path, database: Path) -> None:
     assert "mlflow.parentRunId" not in tags  # which this store does not have
     picture = database.parent / f"mlflow-artifacts/{first.run.run_id}/artifacts/pictures/a.png"
     assert picture.read_bytes() == b"a picture"
+
+
+def test_a_note_that_somebody_edited_stays(folder: Path, database: Path) -> None:
+    run_id = copy(folder, database, note="n" * 9000).run.run_id
+    assert tags_of(database, run_id)["mlflow.note.content"] == "n" * 8000
+    query(
+        database,
+        "update tags set value = 'mine' where key = 'mlflow.note.content' and run_uuid = ?",
+        run_id,
+    )
+    copy(folder, database)
+    assert tags_of(database, run_id)["mlflow.note.content"] == "mine"
 
 
 def test_an_interrupted_copy_is_completed(folder: Path, database: Path) -> None:
