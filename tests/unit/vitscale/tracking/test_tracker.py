@@ -151,6 +151,7 @@ def test_params_changed_by_a_resume_are_in_a_tag(
     tags = dict(query(database, "select key, value from tags where run_uuid = ?", run_id))
     assert tags["vitscale.changed_params"] == "optim.lr: 0.001 -> 0.5"
     assert tags["vitscale.resumed_from_step"] == "2"
+    assert "vitscale.restored_from_journal" not in tags
 
 
 def test_a_deleted_run_is_restored_from_the_journal(
