@@ -12,7 +12,7 @@ from finetune.loading.loaded_model import load_model
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.distributed.world import World
 from vitscale.images.sheet import save_figure
-from vitscale.tracking.mlflow_store import upload_to_linked_run
+from vitscale.tracking.mlflow_run import upload_to_linked_run
 
 
 def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:

@@ -21,7 +21,7 @@ import numpy as np
 from finetune.exporting.settings import ExportRun
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.config.errors import UserError
-from vitscale.config.redaction import redact
+from vitscale.config.redaction import redact, short_reason
 from vitscale.images.size import rows_and_columns
 from vitscale.tracking.mlflow_client import active_run, open_client, read_link
 
@@ -72,9 +72,8 @@ def log_model(run: ExportRun, loaded: LoadedModel) -> str:
         raise
     # Any failure of a server or its database is reported as a problem of the store.
     except Exception as error:
-        reason = redact(str(error)).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            f"MLflow did not take the model: {reason[0][:200]}",
+            f"MLflow did not take the model: {short_reason(error)}",
             where=redact(link["uri"]),
             next_step=f"the exported folder {run.output} is complete; export again with another "
             "output when the store answers",

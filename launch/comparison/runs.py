@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from launch.jobs.queue import NoAnswerError, user_jobs
 from launch.jobs.status.reading import read_status
 from vitscale.config.errors import UserError, UserErrors, nearest
-from vitscale.config.redaction import redact
+from vitscale.config.redaction import redact, short_reason
 from vitscale.config.site import read_site
 from vitscale.config.yaml_source import parse_yaml, plain_value
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.mlflow_store import StoredRun, find_stored_run, find_stored_runs
-from vitscale.tracking.run_facts import absolute_uri, flatten_params, sqlite_path
+from vitscale.tracking.run_facts import CONFIG_ARTIFACT, absolute_uri, flatten_params, sqlite_path
 
 RUNS_FOLDER = Path("runs")
 DEFAULT_URI = "sqlite:///runs/mlflow.db"
@@ -136,12 +136,13 @@ def _read_folder(folder: Path) -> RunRecord:
             where="RUN",
             next_step="give the output folder of a training run that has logged at least one step",
         )
+    config = folder / CONFIG_ARTIFACT
     return RunRecord(
         label=folder.resolve().name,
         source=str(folder),
         folder=folder,
         status=_status(folder),
-        params=_read_params(folder / "config.yaml"),
+        params=flatten_params(read_config(config)[1]) if config.is_file() else {},
         rows=rows,
     )
 
@@ -154,19 +155,18 @@ def _status(folder: Path) -> str:
     return str(read_status(folder.resolve(), jobs=jobs, now=time.time()).state)
 
 
-def _read_params(path: Path) -> dict[str, str]:
-    if not path.is_file():
-        return {}
+def read_config(path: Path) -> tuple[str, dict[str, Any]]:
+    """Text and values of a run's configuration; no values if it has no keys."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot be read ({error})", where=str(path)) from None
     errors: list[UserError] = []
     node = parse_yaml(text, name=str(path), errors=errors)
     if errors:
         raise UserErrors(errors)
-    config = plain_value(node) if node is not None else None
-    return flatten_params(config) if isinstance(config, dict) else {}
+    values = None if node is None else plain_value(node)
+    return text, values if isinstance(values, dict) else {}
 
 
 def _read_mlflow(name: str, uri: str) -> tuple[RunRecord | None, list[str]]:
@@ -191,9 +191,8 @@ def _asked(uri: str, ask: Callable[[str], Answer]) -> Answer | None:
         return ask(uri)
     # Any failure of the server or its database is reported as a problem of the address.
     except Exception as error:
-        reason = redact(str(error)).strip().splitlines() or [type(error).__name__]
         raise UserError(
-            f"MLflow at {redact(uri)} cannot be read: {reason[0][:200]}",
+            f"MLflow at {redact(uri)} cannot be read: {short_reason(error)}",
             where="--uri",
             next_step="check the address, or give run folders instead",
         ) from None

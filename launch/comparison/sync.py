@@ -3,7 +3,7 @@
     python launch/compare.py sync RUN ... [--uri URI] [--experiment NAME]
 
 Owns: the command line, what of a run folder is copied, and how a run ended that could not say so.
-Leaves out: MLflow (`vitscale.tracking.replay`).
+Leaves out: MLflow (`vitscale.tracking.mlflow_run`).
 """
 
 from __future__ import annotations
@@ -14,18 +14,16 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from launch.comparison.runs import default_uri
+from launch.comparison.runs import default_uri, read_config
 from launch.jobs.attempts import Attempt, Ending
 from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
 from launch.jobs.status.finding import find_runs
 from launch.jobs.status.reading import RunState, RunStatus, read_status
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.redaction import redact
-from vitscale.config.yaml_source import parse_yaml, plain_value
+from vitscale.config.redaction import redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
-from vitscale.tracking.replay import replay_run
+from vitscale.tracking.mlflow_run import copy_run
 from vitscale.tracking.run_facts import (
     CONFIG_ARTIFACT,
     RunDescription,
@@ -71,9 +69,8 @@ def sync(arguments: Sequence[str]) -> None:
     for source in _read_all(given.runs, uri=uri, experiment=given.experiment):
         folder = source.description.folder
         try:
-            done = replay_run(
+            done = copy_run(
                 source.description,
-                journal=folder / JOURNAL_NAME,
                 files=source.files,
                 status=source.status,
                 ended=source.ended,
@@ -81,17 +78,16 @@ def sync(arguments: Sequence[str]) -> None:
             )
         # Any failure of a server or its database is reported as a problem of the address.
         except Exception as error:
-            reason = redact(str(error)).strip().splitlines() or [type(error).__name__]
             raise UserError(
-                f"MLflow at {redact(uri)} did not take {folder}: {reason[0][:200]}",
+                f"MLflow at {redact(uri)} did not take {folder}: {short_reason(error)}",
                 where="--uri",
                 next_step="run the same command again; it sends what is missing",
             ) from None
         print(
             f"{folder}: sent {done.num_points} points, {done.num_files} files; "
-            f"{source.status.lower()}; run {done.run_id}"
+            f"{source.status.lower()}; run {done.run.run_id}"
         )
-    print(f"MLflow: {experiment_page(uri, done.experiment)}")
+    print(f"MLflow: {experiment_page(uri, done.run.experiment)}")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -138,8 +134,9 @@ def _read(folder: Path, status: RunStatus, *, uri: str, experiment: str | None) 
     first = next(rows, None)
     if first is None:
         raise UserError("has no metrics", where=str(journal), next_step="give a run that has")
-    text = _read_text(config)
-    params = _params(text, name=str(config))
+    text, params = read_config(config)
+    if not params:
+        raise UserError("is no configuration of a run", where=str(config))
     record = read_record(folder)
     how, ended = _ending(status, record)
     if record is None:
@@ -156,30 +153,11 @@ def _read(folder: Path, status: RunStatus, *, uri: str, experiment: str | None) 
         record=record,
         params=params,
         config_yaml=text,
-        resume_step=0,
         start_time=first[0].time,
     )
     files = tuple(dict.fromkeys(_files(folder, record)))
     last = status.logged.time or first[0].time
     return Source(description=description, files=files, status=how, ended=ended or last)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read ({error})", where=str(path)) from None
-
-
-def _params(text: str, *, name: str) -> dict[str, Any]:
-    errors: list[UserError] = []
-    node = parse_yaml(text, name=name, errors=errors)
-    if errors:
-        raise UserErrors(errors)
-    values = None if node is None else plain_value(node)
-    if not isinstance(values, dict):
-        raise UserError("is no configuration of a run", where=name)
-    return values
 
 
 def _files(folder: Path, record: RunRecord) -> Iterator[Path]:

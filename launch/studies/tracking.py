@@ -17,7 +17,7 @@ from launch.studies.selection import Selection
 from launch.studies.settings import slug
 from launch.studies.tables import MARKDOWN_NAME
 from vitscale.config.loader import run_to_yaml
-from vitscale.config.redaction import redact
+from vitscale.config.redaction import short_reason
 from vitscale.tracking.parent_run import PARENT_TAG, ParentRun, open_parent
 from vitscale.tracking.run_facts import absolute_uri
 
@@ -111,6 +111,5 @@ def _attempt(action: Callable[[], Any], *, say: Say) -> Any:
     try:
         return action()
     except Exception as error:  # any error of a store or a network
-        lines = redact(str(error)).strip().splitlines() or [type(error).__name__]
-        say(f"warning: the study is not shown in MLflow ({lines[0][:200]})")
+        say(f"warning: the study is not shown in MLflow ({short_reason(error)})")
         return None

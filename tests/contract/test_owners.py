@@ -23,8 +23,8 @@ OWNERS: dict[str, set[str]] = {
     "mlflow": {
         "finetune.serving.logged_model",
         "vitscale.tracking.mlflow_client",
+        "vitscale.tracking.mlflow_run",
         "vitscale.tracking.mlflow_store",
-        "vitscale.tracking.replay",
         "vitscale.tracking.system_metrics",
     },
     "submitit": {"launch.jobs.submission"},

@@ -20,6 +20,12 @@ def redact(text: str) -> str:
     return _SECRET_QUERY.sub(r"\g<key>***", _USERINFO.sub(r"\g<scheme>", text))
 
 
+def short_reason(error: BaseException) -> str:
+    """The first line of an error's text, `redact`ed and cut; the type if there is no text."""
+    lines = redact(str(error)).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]
+
+
 def redact_queries(text: str) -> str:
     """`redact`, and remove whole queries: signed URLs carry secrets under any name."""
     return _QUERY.sub("?***", redact(text))

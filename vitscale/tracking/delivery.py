@@ -1,7 +1,7 @@
 """Send the journal to MLflow in a background thread.
 
 Owns: the thread, retries while the server is unreachable, and the bounded wait at the end.
-Leaves out: the journal's format (`journal`) and MLflow itself (`mlflow_store`).
+Leaves out: the journal's format (`journal`) and MLflow itself (`mlflow_run`).
 
 The journal is the queue. The thread reads from the offset after the last line sent, so memory stays
 bounded and a slow server never slows a step. After an outage it reads the journal from the start
@@ -13,28 +13,25 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from itertools import islice
 from pathlib import Path
 
-from vitscale.config.redaction import redact
-from vitscale.tracking.journal import read_rows
+from vitscale.config.redaction import short_reason
+from vitscale.tracking.journal import JOURNAL_NAME
 from vitscale.tracking.mlflow_client import Say
-from vitscale.tracking.mlflow_store import MlflowRun, open_run
+from vitscale.tracking.mlflow_run import MlflowRun, start_run
 from vitscale.tracking.run_facts import RunDescription, experiment_page
 
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 60.0
-ROWS_PER_ROUND = 200
 MAX_WAITING_ARTIFACTS = 100
 
 
 class Delivery:
     """One daemon thread that keeps an MLflow run equal to a journal."""
 
-    def __init__(self, description: RunDescription, *, journal_path: Path, say: Say) -> None:
-        self._description, self._journal_path, self._say = description, journal_path, say
+    def __init__(self, description: RunDescription, *, say: Say) -> None:
+        self._description, self._say = description, say
         self._run: MlflowRun | None = None
-        self._offset = 0
         self._artifacts: deque[Path] = deque(maxlen=MAX_WAITING_ARTIFACTS)
         self._wake, self._closing, self._settled = (threading.Event() for _ in range(3))
         self._final_status: str | None = None
@@ -93,17 +90,13 @@ class Delivery:
     def _catch_up(self) -> None:
         """Connect if needed, then send until nothing is left."""
         if self._run is None:
-            self._run = open_run(self._description, say=self._say)
-            self.run_id, self._offset = self._run.run_id, 0
+            self._run = start_run(self._description, say=self._say)
+            self.run_id = self._run.run_id
             if self.page is None:
                 self.page = experiment_page(self._description.uri, self._run.experiment)
                 self._say(f"MLflow: {self.page}")
         self._settled.set()
-        while chunk := list(
-            islice(read_rows(self._journal_path, offset=self._offset), ROWS_PER_ROUND)
-        ):
-            self._run.write(row for row, _ in chunk)
-            self._offset = chunk[-1][1]
+        self._run.send_journal()
         while self._artifacts:
             self._upload(self._artifacts[0])
             self._artifacts.popleft()
@@ -116,9 +109,9 @@ class Delivery:
         """Upload a file. A failure is a warning: later metrics are still sent."""
         assert self._run is not None
         try:
-            self._run.upload(path, folder=self._description.folder)
+            self._run.upload(path)
         except Exception as error:
-            self._say(f"warning: {path.name} was not uploaded to MLflow ({_short(error)})")
+            self._say(f"warning: {path.name} was not uploaded to MLflow ({short_reason(error)})")
 
     def _warn_outage(self, error: Exception) -> None:
         """Warn once per outage. Drop the connection, so that the next try queries the store."""
@@ -126,11 +119,6 @@ class Delivery:
         if self._outage_start is None:
             self._outage_start = time.monotonic()
             self._say(
-                f"warning: MLflow is unreachable ({_short(error)}); training continues, "
-                f"metrics are kept in {self._journal_path.name} and sent later"
+                f"warning: MLflow is unreachable ({short_reason(error)}); training continues, "
+                f"metrics are kept in {JOURNAL_NAME} and sent later"
             )
-
-
-def _short(error: Exception) -> str:
-    lines = redact(str(error)).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]

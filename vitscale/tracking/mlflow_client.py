@@ -1,6 +1,6 @@
 """Connect to an MLflow store: the client, experiments, the link of a run folder, status.
 
-Leaves out: what a run holds (`mlflow_store`). Every call here may block or raise; none belongs in a
+Leaves out: what a run holds (`mlflow_run`). Every call here may block or raise; none belongs in a
 training loop.
 
 mlflow is imported on first use: it takes two seconds, and only one rank needs it.
@@ -12,13 +12,13 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vitscale.config.redaction import redact
 from vitscale.distributed.atomic_files import write_json
-from vitscale.tracking.run_facts import ARTIFACTS_FOLDER, sqlite_path
+from vitscale.tracking.run_facts import ARTIFACTS_FOLDER, NODE_PREFIX, clean_tags, sqlite_path
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -94,6 +94,29 @@ def experiment_id(client: MlflowClient, name: str, *, uri: str) -> str:
     return found.experiment_id
 
 
+def create_run(
+    client: MlflowClient,
+    *,
+    uri: str,
+    experiment: str,
+    name: str,
+    tags: Mapping[str, str],
+    start_time: float | None = None,
+    folder: Path | None,
+) -> Any:
+    """Create a run, and link it to the folder. start_time: unix seconds; None: now."""
+    created = client.create_run(
+        experiment_id(client, experiment, uri=uri),
+        run_name=name,
+        start_time=None if start_time is None else int(start_time * 1000),
+        tags=clean_tags(tags),
+    )
+    if folder is not None:
+        link = {"uri": redact(uri), "experiment": experiment, "run_id": created.info.run_id}
+        write_json(folder / LINK_NAME, link)
+    return created
+
+
 def set_status(
     client: MlflowClient, run_id: str, status: str, *, end_time: float | None = None
 ) -> None:
@@ -132,6 +155,20 @@ def active_run(client: MlflowClient, run_id: str) -> Any | None:
     return run if run.info.lifecycle_stage == "active" else None
 
 
+def tagged_run(client: MlflowClient, tag: str, value: str) -> Any | None:
+    """The newest run with this tag, of any experiment."""
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    found = client.search_runs(experiments, f"tags.`{tag}` = '{value}'", max_results=1)
+    return found[0] if found else None
+
+
+def metric_points(client: MlflowClient, run: Any) -> Iterator[Any]:
+    """Yield every point of a run, without the metrics of its nodes."""
+    for key in run.data.metrics:
+        if not key.startswith(NODE_PREFIX):
+            yield from client.get_metric_history(run.info.run_id, key)
+
+
 def read_link(folder: Path) -> dict[str, str] | None:
     """Content of `mlflow.json`; None if absent or unreadable."""
     try:
@@ -139,8 +176,3 @@ def read_link(folder: Path) -> dict[str, str] | None:
     except (OSError, ValueError):
         return None
     return link if isinstance(link, dict) and "run_id" in link else None
-
-
-def write_link(folder: Path, *, uri: str, experiment: str, run_id: str) -> None:
-    link = {"uri": redact(uri), "experiment": experiment, "run_id": run_id}
-    write_json(folder / LINK_NAME, link)

@@ -16,16 +16,15 @@ from typing import Any
 from vitscale.config.redaction import redact
 from vitscale.tracking.mlflow_client import (
     Say,
-    experiment_id,
+    create_run,
     linked_run,
     open_client,
     read_link,
     set_status,
-    write_link,
 )
-from vitscale.tracking.mlflow_store import MAX_NOTE_CHARS
 from vitscale.tracking.run_facts import (
     CONFIG_ARTIFACT,
+    MAX_NOTE_CHARS,
     NOTE_TAG,
     absolute_uri,
     process_tags,
@@ -97,11 +96,15 @@ def open_parent(
     known = linked_run(client, folder, uri=uri)
     if known is not None:
         return ParentRun(client=client, run_id=known.info.run_id, uri=uri)
-    created = client.create_run(
-        experiment_id(client, experiment, uri=uri), run_name=name, tags=process_tags() | dict(tags)
+    folder.mkdir(parents=True, exist_ok=True)
+    created = create_run(
+        client,
+        uri=uri,
+        experiment=experiment,
+        name=name,
+        tags=process_tags() | dict(tags),
+        folder=folder,
     )
     run_id = created.info.run_id
     client.log_text(run_id, redact_yaml(config_yaml), CONFIG_ARTIFACT)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_link(folder, uri=uri, experiment=experiment, run_id=run_id)
     return ParentRun(client=client, run_id=run_id, uri=uri)

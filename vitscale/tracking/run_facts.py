@@ -2,7 +2,7 @@
 
 Owns: flattening a configuration to parameters, removing secrets, tags about this process, the
 record of all this in the run folder, and the supported tracking URIs.
-Leaves out: sending (`mlflow_store`). Environment variables are never sent.
+Leaves out: sending (`mlflow_run`). Environment variables are never sent.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ NODE_PREFIX = "vitals/nodes/"
 MAX_KEY_CHARS = 250
 MAX_PARAM_CHARS = 6000
 MAX_TAG_CHARS = 5000
+# MLflow cuts longer notes without a word.
+MAX_NOTE_CHARS = 8000
 
 URI_SCHEMES = ("sqlite", "http", "https", "postgresql", "mysql", "mssql", "databricks")
 
@@ -120,14 +122,20 @@ class RunDescription:
     record: RunRecord
     params: dict[str, Any]
     config_yaml: str
-    resume_step: int
     start_time: float
     """Unix seconds of the first journal line."""
+    resume_step: int = 0
+    """Step of the checkpoint that a training resumes from."""
 
 
 def redact_yaml(text: str) -> str:
     """`redact` a configuration file, and remove values of keys with secret-like names."""
     return _SECRET_LINE.sub(r"\g<key>'***'", redact(text))
+
+
+def clean_tags(tags: Mapping[str, str]) -> dict[str, str]:
+    """The tags without credentials, within MLflow's limit."""
+    return {key: redact(value)[:MAX_TAG_CHARS] for key, value in tags.items()}
 
 
 def flatten_params(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """Track a run's metrics: `log`, `artifact`, `close`.
 
 Owns: writing from one rank only, and the final status of a run.
-Leaves out: the journal's format (`journal`), sending (`delivery`), MLflow (`mlflow_store`).
+Leaves out: the journal's format (`journal`), sending (`delivery`), MLflow (`mlflow_run`).
 
 Importing this module imports neither mlflow nor torch.
 """
@@ -110,7 +110,7 @@ class Tracker:
                 resume_step=resume_step,
                 start_time=first[0].time if first else time.time(),
             )
-            tracker._connect(Delivery(description, journal_path=journal.path, say=say))
+            tracker._connect(Delivery(description, say=say))
         tracker._keep_diff()
         return tracker
 

@@ -18,7 +18,7 @@ from vitscale.distributed.atomic_files import write_json
 from vitscale.tracking import run_facts
 from vitscale.tracking import tracker as tracker_module
 from vitscale.tracking.mlflow_client import experiment_id, open_client, read_link
-from vitscale.tracking.mlflow_store import upload_to_linked_run
+from vitscale.tracking.mlflow_run import upload_to_linked_run
 from vitscale.tracking.parent_run import ParentRun, open_parent, origin_tags
 from vitscale.tracking.run_facts import DatasetFacts
 from vitscale.tracking.settings import TrackingSettings
@@ -151,6 +151,7 @@ def test_params_changed_by_a_resume_are_in_a_tag(
     tags = dict(query(database, "select key, value from tags where run_uuid = ?", run_id))
     assert tags["vitscale.changed_params"] == "optim.lr: 0.001 -> 0.5"
     assert tags["vitscale.resumed_from_step"] == "2"
+    assert "vitscale.restored_from_journal" not in tags
 
 
 def test_a_deleted_run_is_restored_from_the_journal(

@@ -12,7 +12,7 @@ import pytest
 from tests.support.engine.mlflow_store import log_steps, points, query, tags_of
 from vitscale.distributed.atomic_files import write_json
 from vitscale.tracking.journal import read_rows
-from vitscale.tracking.replay import Replayed, replay_run
+from vitscale.tracking.mlflow_run import Copied, copy_run
 from vitscale.tracking.run_facts import DatasetFacts, RunDescription, read_record
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.tracker import Tracker
@@ -20,6 +20,12 @@ from vitscale.tracking.tracker import Tracker
 DATASET = DatasetFacts(
     name="digits/train", digest="d" * 64, source="shards", context="training",
     num_samples=7, num_classes=2,
+)  # fmt: skip
+
+# The methods of MLflow's client that change a run.
+WRITES = (
+    "create_run", "log_artifact", "log_batch", "log_inputs", "log_text", "set_tag",
+    "set_terminated", "update_run",
 )  # fmt: skip
 
 
@@ -40,28 +46,27 @@ def folder(open_tracker: Callable[..., Tracker], tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def replay(folder: Path, database: Path, **changes: Any) -> Replayed:
+def copy(folder: Path, database: Path, *, note: str | None = None, **changes: Any) -> Copied:
     record = read_record(folder)
     assert record is not None and record.ended is not None and record.status == "FINISHED"
-    journal = folder / "journal.jsonl"
-    first = next(read_rows(journal))[0]
+    if note is not None:
+        record = record.model_copy(update={"note": note})
+    first = next(read_rows(folder / "journal.jsonl"))[0]
     description = RunDescription(
         folder=folder,
         uri=f"sqlite:///{database}",
         record=record,
         params={"optim": {"lr": 0.1}},
         config_yaml="optim: {lr: 0.1}\n",
-        resume_step=0,
         start_time=first.time,
     )
     arguments: dict[str, Any] = {
-        "journal": journal,
         "files": [folder / name for name in record.files],
         "status": record.status,
         "ended": record.ended,
         "say": lambda text: None,
     }
-    return replay_run(description, **(arguments | changes))
+    return copy_run(description, **(arguments | changes))
 
 
 def content(database: Path, run_id: str) -> list[Any]:
@@ -79,29 +84,57 @@ def content(database: Path, run_id: str) -> list[Any]:
 
 
 def test_a_copy_is_complete_and_made_once(folder: Path, database: Path) -> None:
-    first = replay(folder, database)
+    first = copy(folder, database)
     assert (first.num_points, first.num_files) == (2 * 299, len(read_record(folder).files))  # type: ignore[union-attr]  # it has one
-    before = content(database, first.run_id)
-    again = replay(folder, database)
-    assert (again.run_id, again.num_points, again.num_files) == (first.run_id, 0, 0)
-    assert content(database, first.run_id) == before
-    moments = query(database, "select timestamp from metrics where run_uuid = ?", first.run_id)
+    before = content(database, first.run.run_id)
+    again = copy(folder, database)
+    assert (again.run.run_id, again.num_points, again.num_files) == (first.run.run_id, 0, 0)
+    assert content(database, first.run.run_id) == before
+    moments = query(database, "select timestamp from metrics where run_uuid = ?", first.run.run_id)
     rows = [row for row, _ in read_rows(folder / "journal.jsonl")]
     assert {moment for (moment,) in moments} == {int(row.time * 1000) for row in rows}
     sql = "select status, start_time from runs where run_uuid = ?"
-    assert query(database, sql, first.run_id) == [("FINISHED", int(rows[0].time * 1000))]
-    tags = tags_of(database, first.run_id)
+    assert query(database, sql, first.run.run_id) == [("FINISHED", int(rows[0].time * 1000))]
+    tags = tags_of(database, first.run.run_id)
     assert tags["mlflow.note.content"] == "a note" and tags["vitscale.stage"] == "pretrain"
     assert "mlflow.parentRunId" not in tags  # which this store does not have
-    picture = database.parent / f"mlflow-artifacts/{first.run_id}/artifacts/pictures/a.png"
+    picture = database.parent / f"mlflow-artifacts/{first.run.run_id}/artifacts/pictures/a.png"
     assert picture.read_bytes() == b"a picture"
+
+
+def test_a_second_copy_writes_nothing(
+    folder: Path, database: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    first = copy(folder, database)
+    assert first.run.offset == (folder / "journal.jsonl").stat().st_size  # the rest comes next
+
+    def refuse(*arguments: Any, **named: Any) -> None:
+        raise AssertionError(f"written again: {arguments} {named}")
+
+    for name in WRITES:
+        monkeypatch.setattr(MlflowClient, name, refuse)
+    assert copy(folder, database).run.run_id == first.run.run_id
+
+
+def test_a_note_that_somebody_edited_stays(folder: Path, database: Path) -> None:
+    run_id = copy(folder, database, note="n" * 9000).run.run_id
+    assert tags_of(database, run_id)["mlflow.note.content"] == "n" * 8000
+    query(
+        database,
+        "update tags set value = 'mine' where key = 'mlflow.note.content' and run_uuid = ?",
+        run_id,
+    )
+    copy(folder, database)
+    assert tags_of(database, run_id)["mlflow.note.content"] == "mine"
 
 
 def test_an_interrupted_copy_is_completed(folder: Path, database: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        replay(folder, database, files=[folder / "missing"])
-    run_id = replay(folder, database).run_id
-    assert replay(folder, database).num_points == 0
+        copy(folder, database, files=[folder / "missing"])
+    run_id = copy(folder, database).run.run_id
+    assert copy(folder, database).num_points == 0
     assert len(points(database, run_id)) == 2 * 299
     assert query(database, "select status from runs where run_uuid = ?", run_id) == [("FINISHED",)]
     journal = tags_of(database, run_id)["vitscale.journal"]
@@ -115,9 +148,9 @@ def test_a_parent_is_named_by_its_copy(
     with open_tracker(folder=parent, settings=TrackingSettings(uri=None)) as tracker:
         log_steps(tracker, range(1, 3))
     write_json(parent / "mlflow.json", {"uri": "http://old", "run_id": "e" * 32, "experiment": "a"})
-    copy = replay(parent, database)
-    child = replay(folder, database)
-    assert tags_of(database, child.run_id)["mlflow.parentRunId"] == copy.run_id
+    copied = copy(parent, database)
+    child = copy(folder, database)
+    assert tags_of(database, child.run.run_id)["mlflow.parentRunId"] == copied.run.run_id
 
 
 def test_a_tracked_folder_is_copied_onto_its_own_run(
@@ -131,7 +164,7 @@ def test_a_tracked_folder_is_copied_onto_its_own_run(
     query(database, "update runs set status = 'RUNNING' where run_uuid = ?", str(run_id))
     sql = "update tags set value = 'running' where key = 'vitscale.status' and run_uuid = ?"
     query(database, sql, str(run_id))
-    done = replay(tmp_path / "run", database, status="KILLED", ended=1e9)
-    assert (done.run_id, done.num_points, done.num_files) == (run_id, 0, 0)
+    done = copy(tmp_path / "run", database, status="KILLED", ended=1e9)
+    assert (done.run.run_id, done.num_points, done.num_files) == (run_id, 0, 0)
     sql = "select status, end_time from runs where run_uuid = ?"
     assert query(database, sql, str(run_id)) == [("KILLED", 10**12)]
