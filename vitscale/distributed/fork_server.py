@@ -23,9 +23,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
-from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from vitscale.distributed.threads import facts_of_threads
 
 # Signals for the process that starts workers; SLURM and a terminal send them to all.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
@@ -90,9 +91,9 @@ def accept_signals() -> None:
 
 def has_one_thread() -> bool:
     """Whether a fork of this process is safe."""
-    own = os.getpid()
-    tasks = (task for task in Path("/proc/self/task").iterdir() if int(task.name) != own)
-    return {(task / "comm").read_text().strip() for task in tasks} <= HARMLESS_THREADS
+    names = facts_of_threads(os.getpid(), "comm")
+    del names[os.getpid()]
+    return set(names.values()) <= HARMLESS_THREADS
 
 
 @contextmanager

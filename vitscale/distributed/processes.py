@@ -19,6 +19,7 @@ from typing import TypeVar
 
 from vitscale.config.errors import UserError
 from vitscale.distributed.fork_server import accept_signals, worker_context
+from vitscale.distributed.threads import facts_of_threads
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -70,12 +71,14 @@ def is_alive(pid: int) -> bool:
     return process_state(pid) != "zombie"
 
 
+def children(pid: int) -> list[int]:
+    """Processes that a process of this machine has started."""
+    return [int(one) for each in facts_of_threads(pid, "children").values() for one in each.split()]
+
+
 def descendants(pid: int) -> list[int]:
     """Processes that a process of this machine has started, and theirs; children come first."""
-    found: list[int] = []
-    with suppress(OSError):  # it may end meanwhile
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
+    found = children(pid)
     return [*found, *(each for child in found for each in descendants(child))]
 
 

@@ -1,4 +1,4 @@
-"""Choose the number of CPU threads of each rank.
+"""Choose the number of CPU threads of each rank; read what the kernel tells of threads.
 
 Owns: reading the limits (CPU affinity, SLURM, OMP_NUM_THREADS) and dividing shared cores once.
 Needs no torch.
@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 AFFINITY = "the CPU affinity mask"
 
@@ -70,6 +72,19 @@ def thread_count(ranks: Sequence[RankCpus], *, rank: int) -> tuple[int, str]:
     # Of equal limits the one set on purpose is named.
     number, source = min(reversed(limits), key=lambda limit: limit[0])
     return max(1, number), source
+
+
+def facts_of_threads(pid: int, fact: str) -> dict[int, str]:
+    """What the kernel tells of each thread of a process of this machine, by thread: see proc(5).
+
+    Threads that end meanwhile are left out.
+    """
+    found = {}
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                found[int(thread)] = Path(f"/proc/{pid}/task/{thread}/{fact}").read_text().strip()
+    return found
 
 
 def _count(text: str | None) -> int | None:

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.support.ranks.rank_processes import ROOT, free_port
+from vitscale.distributed.processes import children
 
 SERVER = Path(__file__).with_name("warm_server.py")
 # Importing torch, deepspeed and the project takes 8 s on two quiet cores, November 2026.
@@ -63,7 +64,9 @@ class WarmRank:
 
     def workers(self) -> list[int]:
         """Process ids of its loader workers: its children are servers."""
-        return [worker for server in children(self.pid) for worker in children(server)]
+        return [
+            worker for server in living_children(self.pid) for worker in living_children(server)
+        ]
 
 
 class WarmStarter:
@@ -186,16 +189,9 @@ class WarmStarter:
                 self._ready = True
 
 
-def children(pid: int) -> list[int]:
+def living_children(pid: int) -> list[int]:
     """Living children of a process, oldest first."""
-    found = []
-    try:
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            found += [int(child) for child in (task / "children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        # The process has just ended.
-        return found
-    return sorted(child for child in found if process_state(child) not in (None, "ended"))
+    return sorted(child for child in children(pid) if process_state(child) not in (None, "ended"))
 
 
 def process_state(pid: int) -> str | None:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import UserError
-from vitscale.distributed.processes import is_alive, num_cores, ordered_results, process_state
+from vitscale.distributed.processes import (
+    descendants,
+    is_alive,
+    num_cores,
+    ordered_results,
+    process_state,
+)
 
 
 def wait_for_state(pid: int, state: str) -> None:
@@ -39,6 +48,30 @@ def test_a_stopped_process_is_alive() -> None:
     assert is_alive(process.pid)
     process.kill()
     process.wait()
+
+
+def test_children_of_all_threads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the thread listed before has just ended."""
+    read, ended = Path.read_text, threading.Event()
+    started: queue.Queue[subprocess.Popen[bytes]] = queue.Queue()
+
+    def first_is_gone(path: Path) -> str:
+        if path.parent.name == str(os.getpid()):
+            raise ProcessLookupError
+        return read(path)
+
+    def start() -> None:
+        started.put(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
+        ended.wait()
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    with started.get() as child:
+        monkeypatch.setattr(Path, "read_text", first_is_gone)
+        assert child.pid in descendants(os.getpid())
+        child.kill()
+        ended.set()
+        thread.join()
 
 
 def test_cores_are_those_this_process_may_use() -> None:
