@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
@@ -16,6 +17,8 @@ from vitscale.evaluation.interface.one_pass import LogitsEvaluation
 
 if TYPE_CHECKING:
     import torch
+
+MAX_TITLE_LETTERS = 14
 
 
 class ConfusionSettings(EvaluationSettingsBase):
@@ -69,8 +72,6 @@ class Confusion(LogitsEvaluation):
 
     def _draw(self, path: Path, found: Prediction, worst: list[int]) -> None:
         """One row for each of the worst classes: images of it that were taken for others."""
-        from vitscale.evaluation.logits.pictures import draw_samples
-
         classes, shares, rows = self._subject.val.classes, class_shares(found), []
         for label in worst:
             chosen = examples(found, label, count=self.settings.num_examples)
@@ -115,3 +116,37 @@ def _write_cells(path: Path, found: Prediction, classes: tuple[str, ...]) -> Non
     writer.writerow(["class", "predicted", "images"])
     writer.writerows((classes[a], classes[b], n) for a, b, n in cells(found))
     write_text(path, file.getvalue())
+
+
+def draw_samples(
+    subject: Subject, rows: Sequence[tuple[str, list[int], list[str]]], *, path: Path
+) -> None:
+    """Draw images of the validation split with titles as a PNG.
+
+    rows: name, numbers of the samples, and the title of each; may be empty.
+
+    Raises OSError and UserError.
+    """
+    import torch
+    from matplotlib.figure import Figure
+
+    from vitscale.data.samples import EvaluationSamples
+    from vitscale.images.sheet import save_figure
+    from vitscale.images.size import rows_and_columns
+
+    samples = EvaluationSamples(subject.val, settings=subject.data, image_size=subject.image_size)
+    pixels = torch.empty(3, *rows_and_columns(subject.image_size), dtype=torch.uint8)
+    columns = max((len(numbers) for _, numbers, _ in rows), default=0) + 1
+    figure = Figure(figsize=(columns * 1.2, len(rows) * 1.4 + 0.2), layout="constrained")
+    for row, (name, numbers, titles) in enumerate(rows):
+        axes = figure.add_subplot(len(rows), columns, row * columns + 1)
+        axes.set_axis_off()
+        axes.text(1, 0.5, name, ha="right", va="center", fontsize=9, parse_math=False)
+        for column, (number, title) in enumerate(zip(numbers, titles, strict=True), start=2):
+            samples.fill(number, pixels)
+            axes = figure.add_subplot(len(rows), columns, row * columns + column)
+            axes.imshow(pixels.permute(1, 2, 0).numpy(), interpolation="nearest")
+            axes.set_axis_off()
+            # Class names come from folder names: never let matplotlib read them as mathematics.
+            axes.set_title(title[:MAX_TITLE_LETTERS], fontsize=8, color="#c0392b", parse_math=False)
+    save_figure(figure, path)
