@@ -1,15 +1,17 @@
-"""Find out which trainings of a study are done, resumable, missing, or made with other settings.
+"""Find and list which trainings of a study are done, resumable, missing or changed.
 
 Leaves out: verifying the tensors of a checkpoint, which resuming does.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from launch.comparison.text import ABSENT, Table, plain_text
 from launch.studies.grid import RUN_TYPES, TRIAL, Grid, StudyTraining
 from vitscale.checkpoint.folders import looks_whole, step_folders, step_of
 from vitscale.config.errors import UserError, UserErrors
@@ -141,3 +143,47 @@ def changed_error(training: StudyTraining, state: TrainingState) -> UserError:
         next_step="undo the change, remove this folder to train again, or choose "
         "another name for the study",
     )
+
+
+def overview(grid: Grid, states: Mapping[str, TrainingState]) -> str:
+    """List all trainings with what each costs, the totals, and the changed settings."""
+    rows = []
+    for name, training in grid.trainings.items():
+        rows.append(
+            (
+                name,
+                states[name].text,
+                _count(training.images),
+                _count(training.steps),
+                _count(training.parameters),
+                _flops(training.flops),
+            )
+        )
+    num_cells = len(grid.cells) + len(grid.trials)
+    title = (
+        f"Study {grid.study.name}: {num_cells} cells, {len(grid.trainings)} trainings "
+        f"({_states_text(states)})"
+    )
+    header = ("training", "state", "images", "steps", "parameters", "FLOPs")
+    parts = [plain_text(Table(title=title, header=header, rows=tuple(rows)))]
+    left = [t for name, t in grid.trainings.items() if states[name].progress not in FINISHED]
+    known = [training.flops for training in left if training.flops is not None]
+    unknown = f", {len(left) - len(known)} of unknown cost" if len(known) < len(left) else ""
+    parts.append(f"to train: {len(left)} trainings, {_flops(sum(known))} FLOPs{unknown}\n")
+    for name, state in states.items():
+        if state.progress is Progress.CHANGED:
+            parts.append("\n".join([f"{name} was trained with other settings:", *state.changes]))
+    return "\n".join(parts)
+
+
+def _states_text(states: Mapping[str, TrainingState]) -> str:
+    counts = Counter(state.progress for state in states.values())
+    return ", ".join(f"{counts[p]} {p.value}" for p in Progress if counts[p])
+
+
+def _count(number: int | None) -> str:
+    return ABSENT if number is None else f"{number:,}"
+
+
+def _flops(number: int | None) -> str:
+    return ABSENT if number is None else f"{number:.3g}"

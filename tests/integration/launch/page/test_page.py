@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from launch.comparison.differences import compare
-from launch.comparison.page.pictures import PNG_START
+from launch.comparison.page.data import PNG_START
 from launch.comparison.page.write import write_report
 from launch.comparison.runs import RunRecord
 from launch.jobs.attempts import ATTEMPTS_NAME

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.studies.grid import Grid
-from launch.studies.overview import overview
-from launch.studies.states import Progress, check_unchanged, states_of
+from launch.studies.states import Progress, check_unchanged, overview, states_of
 from tests.support.study_runs import grid_of, write_all, write_study, write_training
 from vitscale.config.errors import UserError
 

@@ -98,7 +98,7 @@ def test_scripts_set_text_and_never_markup() -> None:
 
 
 def test_pictures_of_runs_are_side_by_side(tmp_path: Path) -> None:
-    from launch.comparison.page.pictures import MAX_PICTURE_BYTES, PNG_START, pictures
+    from launch.comparison.page.data import MAX_PICTURE_BYTES, PNG_START, pictures
 
     runs = []
     for name in ("a", "b"):
