@@ -18,7 +18,7 @@ from launch.comparison.differences import Comparison, MetricLine
 from launch.comparison.page.curves import Packer, points_per_curve, reduced
 from launch.comparison.page.verdict import LAST_RESORT, PREFERRED, values_compared, verdict
 from launch.comparison.progress import Progress, progress_of
-from launch.comparison.runs import RunRecord
+from launch.comparison.runs import ComparedRun
 from launch.comparison.seeds import SeedGroup, spread
 from launch.jobs.attempts import Attempt, read_attempts
 
@@ -82,7 +82,7 @@ def number(value: float | None) -> float | str | None:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _run(run: RunRecord, progress: Progress, packer: Packer) -> dict[str, Any]:
+def _run(run: ComparedRun, progress: Progress, packer: Packer) -> dict[str, Any]:
     count = len(progress.steps)
     knots = np.unique(np.linspace(0, count - 1, min(count, MAX_KNOTS)).astype(int))
     axes = {}
@@ -157,7 +157,7 @@ def _curve(
     }
 
 
-def _params(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+def _params(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     rows = []
     for key in sorted({key for run in runs for key in run.params}):
         values = [run.params.get(key) for run in runs]
@@ -165,7 +165,7 @@ def _params(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     return rows
 
 
-def pictures(runs: Sequence[RunRecord]) -> dict[str, Any]:
+def pictures(runs: Sequence[ComparedRun]) -> dict[str, Any]:
     """Find the pictures of runs, so that the same picture of several runs is side by side.
 
     Returns {"rows": [{"name", "files": base64 or null by run}], "num_left_out": too large or too
