@@ -14,7 +14,7 @@ import blake3
 import torch
 from torch import nn
 
-from finetune.inference.results import Result, as_results
+from finetune.inference.results import EvaluationResult, as_results
 from finetune.inference.settings import EvaluateRun
 from finetune.loading.loaded_model import LoadedModel, load_model
 from vitscale.config.errors import UserError
@@ -80,7 +80,7 @@ def evaluate_sizes(
     train: tuple[SplitIndex, ...],
     val: SplitIndex,
     say: Callable[[str], None],
-) -> Iterator[list[Result]]:
+) -> Iterator[list[EvaluationResult]]:
     """Results at each image size; `loaded` is the model at the first. Collective.
 
     Equal on every rank. The caller has called `check`.

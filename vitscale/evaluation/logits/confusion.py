@@ -32,8 +32,8 @@ class ConfusionSettings(EvaluationSettingsBase):
     """Pictures of each of them."""
 
 
-class Prediction(NamedTuple):
-    """Arrays of one entry per image."""
+class Guesses(NamedTuple):
+    """Predicted classes of images; each array has one entry per image."""
 
     label: np.ndarray
     guess: np.ndarray
@@ -63,14 +63,14 @@ class Confusion(LogitsEvaluation):
         rows_N4 = gather_rows(torch.cat(self._rows)).cpu().numpy()
         self._rows = []
         label, guess, sample = rows_N4[rows_N4[:, 3] > 0, :3].T
-        found, classes = Prediction(label, guess, sample), self._subject.val.classes
+        found, classes = Guesses(label, guess, sample), self._subject.val.classes
         shares = class_shares(found)
         worst = sorted(shares, key=lambda each: (shares[each], each))[: self.settings.num_classes]
         self._subject.write("confusion.csv", lambda path: _write_cells(path, found, classes))
         self._subject.write("worst_classes.png", lambda path: self._draw(path, found, worst))
         return {"worst_classes_top1": float(np.mean([shares[each] for each in worst]))}
 
-    def _draw(self, path: Path, found: Prediction, worst: list[int]) -> None:
+    def _draw(self, path: Path, found: Guesses, worst: list[int]) -> None:
         """One row for each of the worst classes: images of it that were taken for others."""
         classes, shares, rows = self._subject.val.classes, class_shares(found), []
         for label in worst:
@@ -81,14 +81,14 @@ class Confusion(LogitsEvaluation):
         draw_samples(self._subject, rows, path=path)
 
 
-def class_shares(found: Prediction) -> dict[int, float]:
+def class_shares(found: Guesses) -> dict[int, float]:
     """Accuracy of each class that has images."""
     images = np.bincount(found.label)
     right = np.bincount(found.label[found.label == found.guess], minlength=len(images))
     return {int(each): float(right[each] / images[each]) for each in np.flatnonzero(images)}
 
 
-def cells(found: Prediction) -> list[tuple[int, int, int]]:
+def cells(found: Guesses) -> list[tuple[int, int, int]]:
     """(class, predicted class, images) of every cell that is not 0: confusions first, the most
     frequent ones first."""
     pairs, counts = np.unique(np.stack([found.label, found.guess]), axis=1, return_counts=True)
@@ -96,7 +96,7 @@ def cells(found: Prediction) -> list[tuple[int, int, int]]:
     return sorted(rows, key=lambda row: (row[0] == row[1], -row[2], row[:2]))
 
 
-def examples(found: Prediction, label: int, *, count: int) -> np.ndarray:
+def examples(found: Guesses, label: int, *, count: int) -> np.ndarray:
     """Positions of wrong images of a class: one for each wrong class, the most frequent wrong class
     first, then a second one for each, and so on."""
     wrong = np.flatnonzero((found.label == label) & (found.guess != label))
@@ -110,7 +110,7 @@ def examples(found: Prediction, label: int, *, count: int) -> np.ndarray:
     return wrong[np.lexsort((first, -counts[first], turn))][:count]
 
 
-def _write_cells(path: Path, found: Prediction, classes: tuple[str, ...]) -> None:
+def _write_cells(path: Path, found: Guesses, classes: tuple[str, ...]) -> None:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["class", "predicted", "images"])
