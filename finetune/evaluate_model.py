@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(2) from None
 
 if TYPE_CHECKING:
-    from finetune.inference.results import Result
+    from finetune.inference.results import EvaluationResult
 
 
 def evaluate(run: EvaluateRun) -> None:
@@ -58,7 +58,7 @@ def evaluate(run: EvaluateRun) -> None:
             say(f"index of {run.data.path}: {line}")
         check(run, loaded, world, train=train, val=val)
         say(f"evaluating {loaded.source}")
-        found: list[Result] = []
+        found: list[EvaluationResult] = []
         with run_folder_lock(folder, world=world), open_tracker(run, loaded, world) as tracker:
             if world.is_first:
                 shutil.rmtree(folder / FILES, ignore_errors=True)

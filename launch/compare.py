@@ -19,7 +19,7 @@ try:
     from launch.comparison.differences import compare
     from launch.comparison.files import write_csv, write_json
     from launch.comparison.page.write import default_output, write_report
-    from launch.comparison.runs import RunRecord, load_runs, search_runs
+    from launch.comparison.runs import ComparedRun, load_runs, search_runs
     from launch.comparison.sync import sync
     from launch.comparison.text import print_comparison
     from vitscale.config.errors import UserError, run_script
@@ -80,7 +80,7 @@ def main() -> None:
     print(f"report: {output}")
 
 
-def chosen_runs(arguments: argparse.Namespace) -> list[RunRecord]:
+def chosen_runs(arguments: argparse.Namespace) -> list[ComparedRun]:
     """The runs named, or those that the filter finds. Raises UserError for none, or for both."""
     if bool(arguments.runs) == (arguments.filter is not None):
         raise UserError(

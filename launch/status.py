@@ -45,7 +45,7 @@ def main() -> None:
         raise SystemExit(follow(find_runs(arguments.runs)))
     if arguments.watch:
         raise SystemExit(watch(arguments.runs, watcher(arguments)))
-    seen = look(find_runs(arguments.runs))
+    seen = read_report(find_runs(arguments.runs))
     if arguments.json:
         values = [*map(chain_values, seen.chains), *map(as_values, seen.runs)]
         print(json.dumps(values, indent=2))
@@ -120,7 +120,7 @@ def watch(names: Sequence[str], alarms: Watcher) -> int:
     """
     try:
         while True:
-            seen = look(find_runs(names))
+            seen = read_report(find_runs(names))
             start = CLEAR_SCREEN if sys.stdout.isatty() else f"\n{time.strftime('%H:%M:%S')}\n"
             print(start + seen.text, flush=True)
             runs = [*seen.runs, *(run for chain in seen.chains for run in chain.runs)]
@@ -134,7 +134,7 @@ def watch(names: Sequence[str], alarms: Watcher) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Look:
+class StatusReport:
     """What all runs and chains did at one moment."""
 
     runs: list[RunStatus]
@@ -148,7 +148,7 @@ class Look:
         return "\n".join([*parts, as_text(self.runs, now=self.now)]).rstrip()
 
 
-def look(folders: Sequence[Path]) -> Look:
+def read_report(folders: Sequence[Path]) -> StatusReport:
     """The states of all runs and chains. SLURM is asked once."""
     jobs: list[QueuedJob] | None = None
     note = None
@@ -166,7 +166,7 @@ def look(folders: Sequence[Path]) -> Look:
         for folder in folders
         if folder not in of_chains and folder.absolute() not in shown
     ]
-    return Look(runs=runs, chains=chains, slurm_answers=jobs is not None, now=now)
+    return StatusReport(runs=runs, chains=chains, slurm_answers=jobs is not None, now=now)
 
 
 if __name__ == "__main__":

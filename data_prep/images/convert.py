@@ -22,7 +22,6 @@ from data_prep.images.header import (
     critical_chunks,
 )
 from vitscale.images.orientation import upright
-from vitscale.images.strict_jpeg import decode_strictly
 
 PILLOW_FORMATS = {"jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
 WHITE = (255, 255, 255)
@@ -239,3 +238,18 @@ def _encoded(image: Image.Image, *, as_jpeg: bool, jpeg_quality: int) -> tuple[b
         return file.getvalue(), "jpg"
     image.save(file, format="PNG")
     return file.getvalue(), "png"
+
+
+def decode_strictly(data: bytes | memoryview) -> None:
+    """Check that a JPEG decodes without any warning.
+
+    Raises ValueError if libjpeg-turbo would repair, guess or skip anything.
+
+    All coefficients are decoded at any output size, so an eighth of the size is enough. CMYK and
+    YCCK are decoded as CMYK, other colour spaces as grey.
+    """
+    import simplejpeg
+
+    space = simplejpeg.decode_jpeg_header(data)[2]
+    target = "CMYK" if space in ("CMYK", "YCCK") else "GRAY"
+    simplejpeg.decode_jpeg(data, colorspace=target, min_height=1, min_width=1, strict=True)

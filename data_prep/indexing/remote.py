@@ -28,7 +28,7 @@ PATIENCE_S = 120.0
 class RemoteTar:
     """A tar at a URL; reads near each other, in increasing order, cost one pass over it.
 
-    Raises StorageError; opening raises UserError if there is no such file.
+    Raises RemoteStorageError; opening raises UserError if there is no such file.
     """
 
     def __init__(self, url: Url) -> None:
@@ -101,7 +101,7 @@ def remote_containers(source: SourceSettings, url: Url) -> list[Container]:
 
 
 def remote_sizes(url: Url, containers: list[Container]) -> dict[str, int]:
-    """Bytes of each tar. Raises UserError for missing ones, StorageError."""
+    """Bytes of each tar. Raises UserError for missing ones, RemoteStorageError."""
     store = RemoteStore(patience_s=PATIENCE_S)
     sizes = store.sizes([url / container.path for container in containers])
     missing = [each.path for each, size in zip(containers, sizes, strict=True) if size is None]

@@ -46,7 +46,9 @@ class Bar:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class ReportPicture:
+    """An image of the corpus or of the shards, as the report shows it."""
+
     title: str
     note: str
     data: str | None
@@ -58,7 +60,7 @@ class Reason:
     name: str
     meaning: str
     count: int
-    pictures: list[Picture]
+    pictures: list[ReportPicture]
 
 
 @dataclass(slots=True)
@@ -255,17 +257,17 @@ def _likely_copies(manifest: Manifest, source: Path | None) -> dict[str, Any]:
     return {"compared": True, "copies": [one for one in copies if one.count]}
 
 
-def _source_picture(source: Path | None, path: str, class_name: str) -> Picture:
+def _source_picture(source: Path | None, path: str, class_name: str) -> ReportPicture:
     data = None if source is None else rejected_thumbnail(source, path, reason="similar_duplicate")
-    return Picture(path, class_name, data)
+    return ReportPicture(path, class_name, data)
 
 
-def _rejected_picture(source: Path | None, reason: str, path: str, note: str) -> Picture:
+def _rejected_picture(source: Path | None, reason: str, path: str, note: str) -> ReportPicture:
     data = None if source is None else rejected_thumbnail(source, path, reason=reason)
-    return Picture(path, note, data)
+    return ReportPicture(path, note, data)
 
 
-def _sheet_picture(folder: Path, manifest: Manifest, row: dict[str, Any]) -> Picture:
+def _sheet_picture(folder: Path, manifest: Manifest, row: dict[str, Any]) -> ReportPicture:
     path = folder / manifest.shards_root / row["shard"]
     label = row["label"]
     known = 0 <= label < len(manifest.classes)
@@ -273,6 +275,6 @@ def _sheet_picture(folder: Path, manifest: Manifest, row: dict[str, Any]) -> Pic
     data = stored_thumbnail(path, offset=row["offset"], num_bytes=row["length"])
     note = f"{row['width']} × {row['height']} · {row['split']} · {row['key']}"
     if not manifest.classes:
-        return Picture("no label", note, data)
+        return ReportPicture("no label", note, data)
     note = f"{label} · {note}"
-    return Picture(title, note, data)
+    return ReportPicture(title, note, data)

@@ -1,9 +1,14 @@
-"""The interface of an export format, and what several of them share."""
+"""Define the interface of an export format, and share what several formats need.
+
+Owns: writing the description of a model, and running exported weights to compare their logits.
+Leaves out: the formats themselves (`to_*`).
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,6 +16,11 @@ import torch
 from safetensors.torch import save_file
 
 from finetune.loading.loaded_model import LoadedModel
+from vitscale.distributed.atomic_files import write_json
+from vitscale.models.registry import MODELS
+from vitscale.models.weights.folders.exported import DESCRIPTION, Description
+from vitscale.models.weights.reading import read_external_weights
+from vitscale.models.weights.transfer import transfer_weights
 
 
 class Format:
@@ -22,11 +32,11 @@ class Format:
     """Packages that write it, beyond those of every installation."""
 
     def problems(self, loaded: LoadedModel) -> Iterator[str]:
-        """What the model has that the format cannot hold."""
+        """Yield what the model has that the format cannot hold."""
         yield from ()
 
     def notes(self, loaded: LoadedModel) -> Iterator[str]:
-        """What the reader of the files has to know, for the model card."""
+        """Yield what users of the files have to know, for the model card."""
         yield from ()
 
     def write(self, loaded: LoadedModel, folder: Path) -> None:
@@ -36,7 +46,7 @@ class Format:
     def logits(
         self, loaded: LoadedModel, folder: Path, images_B3HW: torch.Tensor
     ) -> torch.Tensor | None:
-        """What the written model makes of normalised images; None if it cannot run here."""
+        """Logits of the written model for normalised images; None if it cannot run here."""
         raise NotImplementedError
 
     def usage(self, loaded: LoadedModel) -> str:
@@ -59,3 +69,34 @@ def weights_of(loaded: LoadedModel) -> dict[str, torch.Tensor]:
     if positions is not None:
         weights["pos_embed"] = positions.detach().contiguous()
     return weights
+
+
+def write_description(loaded: LoadedModel, folder: Path) -> None:
+    """Write vitscale.json, because the weights do not say which model they belong to."""
+    description = Description(
+        model=loaded.settings.model_dump(mode="json"),
+        num_classes=loaded.num_classes,
+        grid=loaded.arch.grid,
+        preprocessing=asdict(loaded.preprocessing),
+        classes=loaded.classes,
+    )
+    write_json(folder / DESCRIPTION, description.as_json())
+
+
+def logits_read_back(loaded: LoadedModel, path: Path, images_B3HW: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a model with these weights, which are read as `init=` reads them."""
+    arch = loaded.arch
+    external = read_external_weights(path, grid=arch.grid)
+    network = MODELS[arch.name].load().build_model(loaded.settings, arch, seed=1).eval()
+    transfer_weights(
+        network,
+        weights=external.weights,
+        source_grid=arch.grid,
+        target_grid=arch.grid,
+        num_prefix_tokens=arch.num_prefix_tokens,
+        convention="google",
+        where=str(path),
+        keep_head=True,
+    )
+    logits: torch.Tensor = network(images_B3HW)
+    return logits

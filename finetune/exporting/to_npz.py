@@ -13,9 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from finetune.exporting.description import write_description
-from finetune.exporting.format import Format
-from finetune.exporting.reading_back import logits_read_back
+from finetune.exporting.format import Format, logits_read_back, write_description
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.models.weights.names.fused_qkv import split
 

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.exporting.description import write_description
-from finetune.exporting.format import Format
+from finetune.exporting.format import Format, write_description
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.images.size import rows_and_columns
 

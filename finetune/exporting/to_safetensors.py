@@ -6,9 +6,7 @@ from pathlib import Path
 
 import torch
 
-from finetune.exporting.description import write_description
-from finetune.exporting.format import Format, save_weights
-from finetune.exporting.reading_back import logits_read_back
+from finetune.exporting.format import Format, logits_read_back, save_weights, write_description
 from finetune.loading.loaded_model import LoadedModel
 
 WEIGHTS_NAME = "model.safetensors"

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from finetune.inference.feature_cache import feature_cache
-from finetune.inference.results import Result, as_results
+import blake3
+import torch
+from torch import nn
+
+from finetune.inference.results import EvaluationResult, as_results
 from finetune.inference.settings import EvaluateRun
 from finetune.loading.loaded_model import LoadedModel, load_model
 from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
+from vitscale.evaluation.features.cache import FeatureCache
 from vitscale.evaluation.features.store import FeatureStore
 from vitscale.evaluation.interface.evaluation import Subject
+from vitscale.evaluation.interface.one_pass import results
 from vitscale.evaluation.registry import EVALUATIONS
-from vitscale.evaluation.running import results
 from vitscale.images.size import show_size
 
 # Folder of the evaluations' files in the folder of results.
@@ -74,7 +80,7 @@ def evaluate_sizes(
     train: tuple[SplitIndex, ...],
     val: SplitIndex,
     say: Callable[[str], None],
-) -> Iterator[list[Result]]:
+) -> Iterator[list[EvaluationResult]]:
     """Results at each image size; `loaded` is the model at the first. Collective.
 
     Equal on every rank. The caller has called `check`.
@@ -152,3 +158,40 @@ def data_settings(run: EvaluateRun, loaded: LoadedModel) -> DataSettings:
         remote=run.data.remote,
         **loaded.preprocessing.data_values(),
     )
+
+
+def feature_cache(
+    run: EvaluateRun, loaded: LoadedModel, world: World, *, dtype: torch.dtype
+) -> FeatureCache | None:
+    """Open the cache that `features.cache` names; None without one.
+
+    Raises UserError when its folder cannot be written.
+    """
+    if run.features.cache is None:
+        return None
+
+    def say(text: str) -> None:
+        if world.is_first:
+            print(f"features: {text}", file=sys.stderr, flush=True)
+
+    return FeatureCache(
+        Path(run.features.cache),
+        made_by={
+            "weights": weights_fingerprint(loaded.network),
+            "model": loaded.settings.model_dump(mode="json"),
+            "architecture": loaded.arch.description(),
+            "preprocessing": asdict(loaded.preprocessing),
+            "precision": str(dtype),
+        },
+        images_per_file=run.features.images_per_file,
+        say=say,
+    )
+
+
+def weights_fingerprint(network: nn.Module) -> str:
+    """BLAKE3 over names, shapes, types and bytes of all parameters and buffers."""
+    digest = blake3.blake3()
+    for name, tensor in sorted(network.state_dict().items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

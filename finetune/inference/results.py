@@ -18,7 +18,7 @@ HEADINGS = ("image size", "evaluation", "metric", "value", "95 % interval", "ima
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+class EvaluationResult:
     """One metric of one evaluation at one image size."""
 
     image_size: ImageSize
@@ -34,13 +34,13 @@ class Result:
 
 def as_results(
     evaluation: str, metrics: dict[str, float], *, image_size: ImageSize
-) -> list[Result]:
+) -> list[EvaluationResult]:
     rows = []
     for metric, value in metrics.items():
         low, high = value.interval() if isinstance(value, Share) else (None, None)
         images = value.images if isinstance(value, Share) else None
         rows.append(
-            Result(
+            EvaluationResult(
                 image_size=image_size,
                 evaluation=evaluation,
                 metric=metric,
@@ -53,7 +53,7 @@ def as_results(
     return rows
 
 
-def text_table(results: Sequence[Result]) -> str:
+def text_table(results: Sequence[EvaluationResult]) -> str:
     """Columns aligned, numbers to the right."""
     rows = [HEADINGS, *map(_cells, results)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
@@ -67,14 +67,14 @@ def text_table(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def markdown_table(results: Sequence[Result]) -> str:
+def markdown_table(results: Sequence[EvaluationResult]) -> str:
     rows = [HEADINGS, ("---",) * len(HEADINGS), *map(_cells, results)]
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def csv_table(results: Sequence[Result]) -> str:
+def csv_table(results: Sequence[EvaluationResult]) -> str:
     file = io.StringIO()
-    writer = csv.DictWriter(file, list(Result.__dataclass_fields__), lineterminator="\n")
+    writer = csv.DictWriter(file, list(EvaluationResult.__dataclass_fields__), lineterminator="\n")
     writer.writeheader()
     for each in results:
         writer.writerow(asdict(each) | {"image_size": show_size(each.image_size)})
@@ -82,7 +82,7 @@ def csv_table(results: Sequence[Result]) -> str:
 
 
 def write_results(
-    folder: Path, results: Sequence[Result], *, description: dict[str, Any]
+    folder: Path, results: Sequence[EvaluationResult], *, description: dict[str, Any]
 ) -> list[Path]:
     """Write results.json, which begins with `description`, results.csv and results.md."""
     # JSON has no NaN.
@@ -96,7 +96,7 @@ def write_results(
     return [folder / f"results.{kind}" for kind in ("json", "csv", "md")]
 
 
-def _cells(result: Result) -> tuple[str, ...]:
+def _cells(result: EvaluationResult) -> tuple[str, ...]:
     interval = ""
     if result.low is not None and result.high is not None:
         interval = f"{_spelled(result.low)} to {_spelled(result.high)}"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from launch.chains.graph import Chain, Step, load_chain
+from launch.chains.graph import Chain, ChainStep, load_chain
 from launch.chains.record import recorded_jobs, write_record
 from launch.chains.running import LocalChain, report
 from launch.chains.settings import ChainRun
@@ -193,7 +193,7 @@ def overview(chain: Chain, states: States, queued: dict[str, QueuedJob]) -> str:
     )
 
 
-def _text(step: Step, states: States, queued: dict[str, QueuedJob]) -> str:
+def _text(step: ChainStep, states: States, queued: dict[str, QueuedJob]) -> str:
     job = queued.get(step.name)
     return states[step.name].text if job is None else f"{job.state.lower()} (job {job.job_id})"
 
@@ -208,7 +208,7 @@ def _states_text(texts: Sequence[str]) -> str:
     )
 
 
-def resources(step: Step) -> str:
+def resources(step: ChainStep) -> str:
     """What one run asks SLURM for."""
     launch = step.run.launch
     if isinstance(step.run, DataPrepRun):

@@ -31,22 +31,22 @@ CHAIN_TYPES: dict[str, type[Run]] = {**RUN_TYPES, "comparison": ComparisonRun}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
+class ChainStep:
     """One run of a chain."""
 
     name: str
-    """Of the stage, or STAGE/RUN if the stage has several."""
+    """Name of the stage, or STAGE/RUN if the stage has several runs."""
     run: LaunchableRun | ComparisonRun
     num_tasks: int
 
     @property
     def short_name(self) -> str:
-        """Without the stage."""
+        """The name without the stage."""
         return self.name.partition("/")[2] or self.name
 
     @property
     def folder(self) -> Path:
-        """The run folder; of a data preparation that of the shards."""
+        """The run folder; for a data preparation, the folder of the shards."""
         return Path(self.run.output if isinstance(self.run, DataPrepRun) else self.run.folder)
 
     @cached_property
@@ -66,7 +66,7 @@ class Stage:
     """The `stage` of its run file; comparison where it has none."""
     needs: tuple[str, ...]
     folder: Path
-    steps: tuple[Step, ...]
+    steps: tuple[ChainStep, ...]
     grid: Grid | None = None
     """Of a sweep."""
 
@@ -176,7 +176,7 @@ class _Loading:
             key: before[name] for key, name in stage.inputs.items() if len(before[name].steps) > 1
         }
         grid: Grid | None = None
-        steps: tuple[Step, ...]
+        steps: tuple[ChainStep, ...]
         if kind == "comparison":
             steps = (self._comparison(stage, before),)
         elif kind in TRAININGS and (stage.sweep or several):
@@ -191,12 +191,12 @@ class _Loading:
             name=stage.name, kind=kind, needs=stage.needs, folder=folder, steps=steps, grid=grid
         )
 
-    def _step(self, name: str, run: LaunchableRun | ComparisonRun) -> Step:
+    def _step(self, name: str, run: LaunchableRun | ComparisonRun) -> ChainStep:
         launch = run.launch
         num_tasks = self.num_tasks or launch.nodes * launch.tasks_per_node
         if not isinstance(run, ComparisonRun):
             check_job(run, num_tasks=num_tasks, cluster=self.cluster)
-        return Step(name=name, run=run, num_tasks=num_tasks)
+        return ChainStep(name=name, run=run, num_tasks=num_tasks)
 
     def _overrides(self, stage: ChainStage, kind: str) -> list[str]:
         return [*(each for each in self.chain.overrides if _has_key(kind, each)), *stage.overrides]
@@ -209,7 +209,7 @@ class _Loading:
             if len(before[name].steps) == 1
         ]
 
-    def _comparison(self, stage: ChainStage, before: dict[str, Stage]) -> Step:
+    def _comparison(self, stage: ChainStage, before: dict[str, Stage]) -> ChainStep:
         runs = [step for name in stage.compare for step in before[name].steps]
         for name in stage.compare:
             if before[name].kind in ("data_prep", "comparison"):
@@ -251,7 +251,7 @@ class _Loading:
 
     def _runs(
         self, stage: ChainStage, kind: str, before: dict[str, Stage], several: dict[str, Stage]
-    ) -> Iterator[Step]:
+    ) -> Iterator[ChainStep]:
         """One run, or one for each run of the stage that it takes an input from."""
         if stage.sweep:
             what = f"{kind} has no sweep"
@@ -269,7 +269,7 @@ class _Loading:
             name = f"{stage.name}/{step.name.partition('/')[2]}"
             yield self._run(stage.config, name, kind, [*overrides, f"{key}={_path(step)}"])
 
-    def _run(self, file: str, name: str, kind: str, overrides: Sequence[str]) -> Step:
+    def _run(self, file: str, name: str, kind: str, overrides: Sequence[str]) -> ChainStep:
         own = []
         if kind != "data_prep":
             own = [
@@ -280,6 +280,6 @@ class _Loading:
         return self._step(name, launchable(run))
 
 
-def _path(step: Step) -> str:
+def _path(step: ChainStep) -> str:
     """The folder of a step, written as the value of an override."""
     return yaml_flow(str(step.folder))

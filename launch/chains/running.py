@@ -12,27 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from launch.chains.comparing import comparison_job
-from launch.chains.graph import Chain, Stage, Step, as_known_now
+from launch.chains.graph import Chain, ChainStep, Stage, as_known_now
 from launch.chains.settings import ComparisonRun
 from launch.chains.states import StepState, stage_states
 from launch.chains.tracking import children, close, open_parent
 from launch.jobs.monitor import StopFlag
 from launch.jobs.preparation import LaunchableRun, prepare_job, with_num_workers
 from launch.jobs.supervision.foreground import EXIT_INTERRUPTED, start_and_watch
+from launch.studies.running import FailedRun
 from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_STOPPED_RESUMABLE
 from vitscale.distributed.processes import num_cores
 from vitscale.tracking.console import format_duration
 
 Say = Callable[[str], None]
 STOPPED = (EXIT_STOPPED_RESUMABLE, EXIT_INTERRUPTED)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """A run that failed, for the report at the end."""
-
-    name: str
-    what: str
 
 
 @dataclass(kw_only=True)
@@ -44,7 +37,7 @@ class LocalChain:
     """Processes of each run."""
     say: Say
     stop: StopFlag
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FailedRun] = field(default_factory=list)
     _states: dict[str, StepState] = field(default_factory=dict)
     _not_done: set[str] = field(default_factory=set)
     """Names of stages."""
@@ -57,7 +50,7 @@ class LocalChain:
             if blocked is not None:
                 self._not_done.add(stage.name)
                 what = f"not started: stage {blocked} is not done"
-                self.failures.append(Failure(name=stage.name, what=what))
+                self.failures.append(FailedRun(name=stage.name, what=what))
                 continue
             code = self._run_stage(as_known_now(stage), f"[{number}/{num_stages}]")
             if code in STOPPED:
@@ -86,10 +79,10 @@ class LocalChain:
             self._not_done.add(stage.name)
         return int(num_failed > 0)
 
-    def _run_step(self, step: Step) -> int:
+    def _run_step(self, step: ChainStep) -> int:
         if error := self._states[step.name].error:
             # Known only now that the shards are made.
-            self.failures.append(Failure(name=step.name, what=error.text()))
+            self.failures.append(FailedRun(name=step.name, what=error.text()))
             return EXIT_BAD_INPUT
         since = time.monotonic()
         command = None
@@ -108,7 +101,7 @@ class LocalChain:
         elif code not in STOPPED:
             what = f"ended with code {code} after {took}"
             alone = f"\n    alone: {command}" if command else ""
-            self.failures.append(Failure(name=step.name, what=f"{what}{alone}"))
+            self.failures.append(FailedRun(name=step.name, what=f"{what}{alone}"))
             self.say(f"FAILED {step.name}, {what}")
         return code
 
@@ -123,7 +116,8 @@ class LocalChain:
         return code, shlex.join([*words, "--num-procs", str(self.num_procs)])
 
 
-def report(failures: list[Failure]) -> str:
+def report(failures: list[FailedRun]) -> str:
+    """List the runs that are not done, each with its error."""
     lines = [f"{len(failures)} part(s) of the chain are not done:"]
     lines += [f"  {failure.name}: {failure.what}" for failure in failures]
     return "\n".join([*lines, "the same command runs what is not done"])

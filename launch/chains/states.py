@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from finetune.inference.settings import EvaluateRun
-from launch.chains.graph import Chain, Stage, Step
+from launch.chains.graph import Chain, ChainStep, Stage
 from launch.chains.settings import ComparisonRun
 from launch.jobs.status.reading import RESULTS_NAME
 from launch.studies.states import (
-    Progress,
+    Completion,
     TrainingState,
     changed_error,
     effective_settings,
@@ -35,7 +35,7 @@ EXECUTION = ("output", "num_workers", "launch", "source.path")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepState:
-    progress: Progress
+    progress: Completion
     text: str
     finished: float | None = None
     """Time stamp of the file that finishing writes, in seconds since the epoch."""
@@ -44,7 +44,7 @@ class StepState:
 
     @property
     def is_done(self) -> bool:
-        return self.progress is Progress.DONE
+        return self.progress is Completion.DONE
 
 
 States = Mapping[str, StepState]
@@ -69,7 +69,7 @@ def stage_states(chain: Chain, stage: Stage, before: States) -> dict[str, StepSt
     return {step.name: _state(step, missing=missing, newest=newest) for step in stage.steps}
 
 
-def _state(step: Step, *, missing: Step | None, newest: float) -> StepState:
+def _state(step: ChainStep, *, missing: ChainStep | None, newest: float) -> StepState:
     """missing: an input that is not done. newest: when the last input was finished."""
     if isinstance(step.run, DataPrepRun):
         return _data_prep_state(step, step.run)
@@ -79,29 +79,29 @@ def _state(step: Step, *, missing: Step | None, newest: float) -> StepState:
     finished = _time_of(step.folder / (PAGE_NAME if is_comparison else RESULTS_NAME))
     is_current = missing is None and finished is not None and finished >= newest
     if not is_current or not (is_comparison or _is_unchanged(step)):
-        return StepState(progress=Progress.MISSING, text="missing" if finished is None else "old")
-    return StepState(progress=Progress.DONE, text="done", finished=finished)
+        return StepState(progress=Completion.MISSING, text="missing" if finished is None else "old")
+    return StepState(progress=Completion.DONE, text="done", finished=finished)
 
 
-def _training_state(step: Step, *, missing: Step | None) -> StepState:
+def _training_state(step: ChainStep, *, missing: ChainStep | None) -> StepState:
     state = state_of(step.training)
     if state.step and missing is not None:
         what = f"its input {missing.name} is missing or incomplete"
-        state = TrainingState(progress=Progress.CHANGED, step=state.step, changes=(what,))
+        state = TrainingState(progress=Completion.CHANGED, step=state.step, changes=(what,))
     error = finished = None
-    if state.progress is Progress.CHANGED:
+    if state.progress is Completion.CHANGED:
         error = changed_error(step.training, state)
-    if state.progress is Progress.DONE:
+    if state.progress is Completion.DONE:
         folder = step_folder(step.folder / "checkpoints", state.step)
         finished = _time_of(folder / MANIFEST)
     return StepState(progress=state.progress, text=state.text, finished=finished, error=error)
 
 
-def _data_prep_state(step: Step, run: DataPrepRun) -> StepState:
+def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
     folder = step.folder.expanduser()
     finished = _time_of(folder / MANIFEST_NAME)
     if finished is None:
-        return StepState(progress=Progress.MISSING, text="missing")
+        return StepState(progress=Completion.MISSING, text="missing")
     made, now = dict(_flat(read_manifest(folder).config)), dict(_flat(run.model_dump(mode="json")))
     changed = [
         f"{key}: made with {made[key]}, now {now[key]}"
@@ -109,13 +109,13 @@ def _data_prep_state(step: Step, run: DataPrepRun) -> StepState:
         if made[key] != now[key] and not key.startswith(EXECUTION)
     ]
     if not changed:
-        return StepState(progress=Progress.DONE, text="done", finished=finished)
+        return StepState(progress=Completion.DONE, text="done", finished=finished)
     error = UserError(
         "\n".join(["exists already, made with other settings", *(f"    {c}" for c in changed)]),
         where=str(folder),
         next_step="undo the change, remove this folder, or set another output",
     )
-    return StepState(progress=Progress.CHANGED, text="changed", error=error)
+    return StepState(progress=Completion.CHANGED, text="changed", error=error)
 
 
 def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -126,7 +126,7 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix.removesuffix("."), value
 
 
-def _is_unchanged(step: Step) -> bool:
+def _is_unchanged(step: ChainStep) -> bool:
     """Whether the last configuration that was run is the present one."""
     assert isinstance(step.run, EvaluateRun)
     files = sorted(step.folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.chains.comparing import comparison_job
-from launch.chains.graph import Chain, Stage, Step
+from launch.chains.graph import Chain, ChainStep, Stage
 from launch.chains.record import recorded_jobs, write_record
 from launch.chains.settings import ComparisonRun
 from launch.chains.states import States
@@ -44,7 +44,7 @@ class StageArray:
 
     stage: Stage
     launch: LaunchSettings
-    steps: tuple[Step, ...]
+    steps: tuple[ChainStep, ...]
 
     @property
     def what(self) -> str:
@@ -52,8 +52,8 @@ class StageArray:
         return f"array of {num} tasks" if num > 1 else "job"
 
 
-def arrays_of(stage: Stage, steps: Iterable[Step]) -> list[StageArray]:
-    groups: dict[str, list[Step]] = {}
+def arrays_of(stage: Stage, steps: Iterable[ChainStep]) -> list[StageArray]:
+    groups: dict[str, list[ChainStep]] = {}
     for step in steps:
         groups.setdefault(step.run.launch.model_dump_json(), []).append(step)
     found = []
@@ -137,7 +137,7 @@ class ChainSubmission:
             self.say(f"cancelled {stage.name}: job {job_id} waited for jobs that have failed")
         return [name for name in queued if name not in waiting]
 
-    def _submit_stage(self, stage: Stage, missing: Sequence[Step]) -> list[str]:
+    def _submit_stage(self, stage: Stage, missing: Sequence[ChainStep]) -> list[str]:
         """Ids of the new jobs."""
         if not missing:
             return []
@@ -170,7 +170,7 @@ def job_name(chain: Chain, stage: Stage) -> str:
     return f"{chain.settings.name}-{stage.name}"
 
 
-def batch_scripts(chain: Chain, stage: Stage, steps: Iterable[Step]) -> Iterator[str]:
+def batch_scripts(chain: Chain, stage: Stage, steps: Iterable[ChainStep]) -> Iterator[str]:
     """The batch scripts, without dependencies. Needs no SLURM."""
     for array in arrays_of(stage, steps):
         folder = stage.jobs_folder
@@ -193,7 +193,7 @@ def _jobs(array: StageArray, code: Path | None) -> Iterator[Callable[[], Any]]:
         yield from [job] * tasks
 
 
-def _run_folder(step: Step) -> str | None:
+def _run_folder(step: ChainStep) -> str | None:
     """None for runs without attempts."""
     is_run = not isinstance(step.run, DataPrepRun | ComparisonRun)
     return str(step.folder.absolute()) if is_run else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from launch.chains.graph import Stage, Step
+from launch.chains.graph import ChainStep, Stage
 from launch.studies.command import show_results
 from launch.studies.states import states_of
 from launch.studies.tracking import as_children, close_study_parent, open_study_parent
@@ -23,7 +23,9 @@ def open_parent(stage: Stage, *, say: Say) -> ParentRun | None:
     return None if stage.grid is None else open_study_parent(stage.grid, say=say)
 
 
-def children(stage: Stage, steps: Iterable[Step], parent: ParentRun | None) -> Iterator[Step]:
+def children(
+    stage: Stage, steps: Iterable[ChainStep], parent: ParentRun | None
+) -> Iterator[ChainStep]:
     """The steps, whose runs start as children of the parent."""
     grid = None if stage.grid is None else as_children(stage.grid, parent)
     for step in steps:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launch.comparison.progress import AXES, Progress, progress_of
-from launch.comparison.runs import RunRecord
+from launch.comparison.runs import ComparedRun
 from vitscale.config.errors import UserError
 
 BUDGET = re.compile(rf"({'|'.join(AXES)})(?:=([0-9.]+(?:e[+-]?[0-9]+)?))?", re.IGNORECASE)
@@ -48,7 +48,7 @@ def parse_budget(text: str) -> tuple[str, float | None]:
     return found[1].lower(), total
 
 
-def equal_budget(runs: Sequence[RunRecord], axis: str, total: float | None) -> Budget:
+def equal_budget(runs: Sequence[ComparedRun], axis: str, total: float | None) -> Budget:
     """The total of `axis` that all runs have reached, or the one given.
 
     Raises UserError for a run whose total is unknown, or that has not come so far.
@@ -76,12 +76,12 @@ def equal_budget(runs: Sequence[RunRecord], axis: str, total: float | None) -> B
     )
 
 
-def have_equal_length(runs: Sequence[RunRecord]) -> bool:
+def have_equal_length(runs: Sequence[ComparedRun]) -> bool:
     """Whether all runs have logged up to the same step."""
     return len({run.last_step for run in runs}) == 1
 
 
-def value_at(run: RunRecord, key: str, step: int | None) -> float | None:
+def value_at(run: ComparedRun, key: str, step: int | None) -> float | None:
     """The last value of a metric that is not after `step`."""
     if step is None:
         return None

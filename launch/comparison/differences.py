@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launch.comparison.budget import Budget, equal_budget, have_equal_length, value_at
-from launch.comparison.runs import RunRecord
+from launch.comparison.runs import ComparedRun
 from launch.comparison.seeds import SeedGroup, seed_groups
 
 # Which direction is better, by the suffix of a metric's name.
@@ -66,7 +66,7 @@ class MetricLine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    runs: tuple[RunRecord, ...]
+    runs: tuple[ComparedRun, ...]
     params: tuple[tuple[str, tuple[str | None, ...]], ...]
     """Parameters that differ between runs."""
     num_equal_params: int
@@ -77,7 +77,7 @@ class Comparison:
 
 
 def compare(
-    runs: Sequence[RunRecord], *, axis: str | None = None, total: float | None = None
+    runs: Sequence[ComparedRun], *, axis: str | None = None, total: float | None = None
 ) -> Comparison:
     """Compare runs. Of a single run, all parameters are listed.
 
@@ -102,7 +102,7 @@ def compare(
     )
 
 
-def _metric_line(key: str, runs: Sequence[RunRecord], budget: Budget | None) -> MetricLine:
+def _metric_line(key: str, runs: Sequence[ComparedRun], budget: Budget | None) -> MetricLine:
     better = better_direction(key)
     values = [run.series(key)[1] for run in runs]
     return MetricLine(

@@ -1,6 +1,6 @@
 """What a run had spent at each of its logged steps: samples, hours, FLOPs.
 
-Leaves out: metrics (`RunRecord.series`).
+Leaves out: metrics (`ComparedRun.series`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 
 from finetune.run import FinetuneRun
-from launch.comparison.runs import RunRecord
+from launch.comparison.runs import ComparedRun
 from launch.jobs.attempts import read_attempts
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
@@ -57,7 +57,7 @@ class Progress:
         return None if totals is None or place < 0 else totals[place]
 
 
-def progress_of(run: RunRecord) -> Progress:
+def progress_of(run: ComparedRun) -> Progress:
     """Steps and hours from the rows, samples from the parameters, FLOPs from config.yaml."""
     times: dict[int, float] = {}
     sizes: dict[int, int] = {}
@@ -75,7 +75,7 @@ def progress_of(run: RunRecord) -> Progress:
     )
 
 
-def _hours(run: RunRecord, times: list[float]) -> tuple[float, ...]:
+def _hours(run: ComparedRun, times: list[float]) -> tuple[float, ...]:
     """Hours since the first of `times`, which are unix seconds in the order of their steps."""
     start = min(times)
     attempts = [] if run.folder is None else read_attempts(run.folder)
@@ -91,13 +91,13 @@ def _hours(run: RunRecord, times: list[float]) -> tuple[float, ...]:
     return tuple(accumulate((seconds / SECONDS_PER_HOUR for seconds in running), max))
 
 
-def _global_batch(run: RunRecord) -> int | None:
+def _global_batch(run: ComparedRun) -> int | None:
     text = run.params.get("data.global_batch", "")
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
 def _flops(
-    run: RunRecord, steps: tuple[int, ...], sizes: dict[int, int], *, batch: int
+    run: ComparedRun, steps: tuple[int, ...], sizes: dict[int, int], *, batch: int
 ) -> tuple[float, ...] | None:
     """Each interval counts at the image size logged at its end, else at the model's."""
     per_image = _flops_per_image(run.folder)

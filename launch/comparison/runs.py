@@ -28,7 +28,7 @@ Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunRecord:
+class ComparedRun:
     """One run to compare. `source` names where its metrics were read."""
 
     label: str
@@ -66,7 +66,7 @@ def default_uri() -> str:
     return uri if isinstance(uri, str) else DEFAULT_URI
 
 
-def load_runs(names: Sequence[str], *, uri: str | None) -> list[RunRecord]:
+def load_runs(names: Sequence[str], *, uri: str | None) -> list[ComparedRun]:
     """Find and read every run. Raises UserErrors that name all runs not found."""
     runs, errors = [], []
     for name in names:
@@ -79,7 +79,7 @@ def load_runs(names: Sequence[str], *, uri: str | None) -> list[RunRecord]:
     return _with_distinct_labels(runs)
 
 
-def search_runs(query: str, *, uri: str | None) -> list[RunRecord]:
+def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
     """Runs of an MLflow store that its filter finds, newest first, at most 50.
 
     query: MLflow's filter string, see `MlflowClient.search_runs`.
@@ -93,7 +93,7 @@ def search_runs(query: str, *, uri: str | None) -> list[RunRecord]:
     return _with_distinct_labels(runs)
 
 
-def _with_distinct_labels(runs: list[RunRecord]) -> list[RunRecord]:
+def _with_distinct_labels(runs: list[ComparedRun]) -> list[ComparedRun]:
     seen: dict[str, int] = {}
     distinct = []
     for run in runs:
@@ -102,7 +102,7 @@ def _with_distinct_labels(runs: list[RunRecord]) -> list[RunRecord]:
     return distinct
 
 
-def _load_run(name: str, *, uri: str | None) -> RunRecord:
+def _load_run(name: str, *, uri: str | None) -> ComparedRun:
     known: list[str] = []
     if uri is not None:
         record, known = _read_mlflow(name, uri)
@@ -126,7 +126,7 @@ def _load_run(name: str, *, uri: str | None) -> RunRecord:
     )
 
 
-def _read_folder(folder: Path) -> RunRecord:
+def _read_folder(folder: Path) -> ComparedRun:
     journal = folder / JOURNAL_NAME
     rows = tuple(row for row, _ in read_rows(journal)) if journal.is_file() else ()
     if not rows:
@@ -137,7 +137,7 @@ def _read_folder(folder: Path) -> RunRecord:
             next_step="give the output folder of a training run that has logged at least one step",
         )
     config = folder / CONFIG_ARTIFACT
-    return RunRecord(
+    return ComparedRun(
         label=folder.resolve().name,
         source=str(folder),
         folder=folder,
@@ -169,7 +169,7 @@ def read_config(path: Path) -> tuple[str, dict[str, Any]]:
     return text, values if isinstance(values, dict) else {}
 
 
-def _read_mlflow(name: str, uri: str) -> tuple[RunRecord | None, list[str]]:
+def _read_mlflow(name: str, uri: str) -> tuple[ComparedRun | None, list[str]]:
     found = _asked(uri, lambda uri: find_stored_run(uri, name, say=lambda text: None))
     if found is None:
         return None, []
@@ -198,8 +198,8 @@ def _asked(uri: str, ask: Callable[[str], Answer]) -> Answer | None:
         ) from None
 
 
-def _record(stored: StoredRun) -> RunRecord:
-    return RunRecord(
+def _record(stored: StoredRun) -> ComparedRun:
+    return ComparedRun(
         label=stored.name,
         source=f"MLflow run {stored.run_id}",
         folder=None,

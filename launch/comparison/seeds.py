@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.comparison.runs import RunRecord
+from launch.comparison.runs import ComparedRun
 
 # Settings that differ between repetitions of one run and cannot change its result, but the seed.
 NOT_COMPARED = ("seed", "name", "output", "tracking", "launch", "checkpoint")
@@ -34,7 +34,7 @@ class Spread:
     count: int
 
 
-def seed_groups(runs: Sequence[RunRecord]) -> tuple[SeedGroup, ...]:
+def seed_groups(runs: Sequence[ComparedRun]) -> tuple[SeedGroup, ...]:
     """Groups in the order of their first run. Runs without a seed are in none."""
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for i, run in enumerate(runs):

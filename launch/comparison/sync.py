@@ -45,7 +45,7 @@ KILLED = (Ending.KILLED, Ending.NODE_FAILED, Ending.LOST, Ending.ENDED_BY_SLURM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
+class RunToCopy:
     """A run folder to copy."""
 
     description: RunDescription
@@ -106,13 +106,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _read_all(names: Sequence[str], *, uri: str, experiment: str | None) -> list[Source]:
+def _read_all(names: Sequence[str], *, uri: str, experiment: str | None) -> list[RunToCopy]:
     jobs: list[QueuedJob] | None = None
     try:
         jobs = user_jobs()
     except NoAnswerError:
         pass  # no SLURM here; locks, attempts and records still say how a run ended
-    sources: list[Source] = []
+    sources: list[RunToCopy] = []
     errors: list[UserError] = []
     for folder in find_runs(names):
         try:
@@ -128,7 +128,7 @@ def _read_all(names: Sequence[str], *, uri: str, experiment: str | None) -> list
     return sorted(sources, key=lambda source: source.description.start_time)
 
 
-def _read(folder: Path, status: RunStatus, *, uri: str, experiment: str | None) -> Source:
+def _read(folder: Path, status: RunStatus, *, uri: str, experiment: str | None) -> RunToCopy:
     journal, config = folder / JOURNAL_NAME, folder / CONFIG_ARTIFACT
     rows = itertools.islice(read_rows(journal), 1) if journal.is_file() else iter(())
     first = next(rows, None)
@@ -157,7 +157,7 @@ def _read(folder: Path, status: RunStatus, *, uri: str, experiment: str | None) 
     )
     files = tuple(dict.fromkeys(_files(folder, record)))
     last = status.logged.time or first[0].time
-    return Source(description=description, files=files, status=how, ended=ended or last)
+    return RunToCopy(description=description, files=files, status=how, ended=ended or last)
 
 
 def _files(folder: Path, record: RunRecord) -> Iterator[Path]:

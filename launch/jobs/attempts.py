@@ -102,8 +102,8 @@ class Attempt:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far a run folder is."""
+class FolderProgress:
+    """The newest checkpoint and the last logged step of a run folder."""
 
     checkpoint_step: int
     """0 without a checkpoint."""
@@ -186,7 +186,7 @@ def end_attempt(
     return ended
 
 
-def read_progress(run_folder: Path) -> Progress:
+def read_progress(run_folder: Path) -> FolderProgress:
     """The newest checkpoint by name, unverified, and the last step in the journal."""
     folders = step_folders(run_folder / CHECKPOINTS_NAME)
     committed = None
@@ -195,7 +195,7 @@ def read_progress(run_folder: Path) -> Progress:
             committed = (folders[0] / MANIFEST).stat().st_mtime
         except FileNotFoundError:  # removed meanwhile
             folders = []
-    return Progress(
+    return FolderProgress(
         checkpoint_step=step_of(folders[0]) if folders else 0,
         committed=committed,
         last_step=_last_row(run_folder / JOURNAL_NAME)[0],
@@ -214,7 +214,7 @@ def _last_row(path: Path) -> tuple[int, float | None]:
     return next(((row.step, row.time) for row in rows if row is not None), (0, None))
 
 
-def _gains(attempt: Attempt, progress: Progress, *, now: float) -> dict[str, Any]:
+def _gains(attempt: Attempt, progress: FolderProgress, *, now: float) -> dict[str, Any]:
     kept = attempt.started
     if progress.committed is not None and progress.checkpoint_step > attempt.first_step:
         kept = progress.committed

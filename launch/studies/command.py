@@ -21,7 +21,6 @@ from launch.planning.dry_run import check_data
 from launch.studies.arrays import arrays, batch_scripts, submit
 from launch.studies.figure import draw
 from launch.studies.grid import Grid, expand
-from launch.studies.overview import overview
 from launch.studies.results import check_metrics, collect, collect_trials, table, write_csv
 from launch.studies.running import LocalTrainings, report
 from launch.studies.selection import (
@@ -32,7 +31,7 @@ from launch.studies.selection import (
     write_selected,
 )
 from launch.studies.settings import StudyRun
-from launch.studies.states import FINISHED, TrainingState, check_unchanged, states_of
+from launch.studies.states import FINISHED, TrainingState, check_unchanged, overview, states_of
 from launch.studies.tables import markdown_page, paper_table, printed, write_tables
 from launch.studies.tracking import as_children, close_study_parent, open_study_parent, publish
 from vitscale.config.command_line import load_command

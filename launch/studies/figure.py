@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launch.studies.results import Result, is_share
+from launch.studies.results import StudyResult, is_share
 from launch.studies.settings import COMPUTE, IMAGES, AxisValue, FigureSettings, StudyRun, slug
 
 # Okabe and Ito's palette for colour-blind readers, without black and yellow and with a lighter
@@ -71,7 +71,11 @@ class Series:
 
 
 def draw(
-    study: StudyRun, results: Sequence[Result], *, folder: Path, trials: Sequence[Result] = ()
+    study: StudyRun,
+    results: Sequence[StudyResult],
+    *,
+    folder: Path,
+    trials: Sequence[StudyResult] = (),
 ) -> list[Path]:
     """Write every figure of the study that has a point. Returns the paths of the SVG files.
 
@@ -97,7 +101,7 @@ def _panels(study: StudyRun, figure: FigureSettings) -> list[str | None]:
 
 
 def panel_series(
-    study: StudyRun, figure: FigureSettings, results: Sequence[Result], *, panel: str | None
+    study: StudyRun, figure: FigureSettings, results: Sequence[StudyResult], *, panel: str | None
 ) -> list[Series]:
     """The lines of one panel, in the order of the axis; results without a value are left out."""
     lines: dict[str, list[Point]] = {}
@@ -133,7 +137,7 @@ def line_name(value: AxisValue, figure: FigureSettings) -> str:
     return value.series if figure.x == COMPUTE and value.series is not None else value.label
 
 
-def _x(study: StudyRun, figure: FigureSettings, result: Result) -> float | None:
+def _x(study: StudyRun, figure: FigureSettings, result: StudyResult) -> float | None:
     if figure.x not in X_LABELS:
         labels = [value.label for value in study.axis(figure.x).values]
         return float(labels.index(result.values[figure.x].label))
@@ -144,7 +148,7 @@ def _x(study: StudyRun, figure: FigureSettings, result: Result) -> float | None:
 
 
 def _draw(
-    study: StudyRun, figure: FigureSettings, results: Sequence[Result], *, folder: Path
+    study: StudyRun, figure: FigureSettings, results: Sequence[StudyResult], *, folder: Path
 ) -> Path:
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -202,7 +206,7 @@ def _add_legend(drawing: Any, all_axes: Sequence[Any], *, names: Sequence[str]) 
     drawing.legend([handles[name] for name in shown], shown, loc="outside right center")
 
 
-def _footnote(results: Sequence[Result]) -> str:
+def _footnote(results: Sequence[StudyResult]) -> str:
     counts = sorted({len(result.by_seed) for result in results if result.by_seed})
     if counts[-1] == 1:
         return "one seed each"

@@ -17,7 +17,7 @@ from pathlib import Path
 from launch.comparison.text import ABSENT, Table
 from launch.studies.grid import Cell, Grid, StudyTraining, in_runs
 from launch.studies.settings import AxisValue
-from launch.studies.states import Progress, TrainingState, has_diverged
+from launch.studies.states import Completion, TrainingState, has_diverged
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.distributed.atomic_files import write_text
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
@@ -28,7 +28,7 @@ SHARES = ("top1", "top5", "accuracy")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+class StudyResult:
     """One combination of the axes' values, over its seeds."""
 
     metric: str
@@ -38,7 +38,7 @@ class Result:
     pretrain: StudyTraining | None
     """The pre-training of the first seed; None: from scratch, or not trained by the study."""
     by_seed: dict[int, float]
-    """Seed -> metric, of the cells that are done."""
+    """Seed -> metric, for the cells that are done."""
     num_seeds: int
 
     @property
@@ -53,7 +53,7 @@ class Result:
 
 def collect(
     grid: Grid, states: Mapping[str, TrainingState], *, metric: str | None = None
-) -> list[Result]:
+) -> list[StudyResult]:
     """One result for each combination of values, in the order of the grid.
 
     metric: null: the first one of the study.
@@ -61,7 +61,7 @@ def collect(
     return _results(grid, states, grid.cells, metric=metric or grid.study.metric)
 
 
-def collect_trials(grid: Grid, states: Mapping[str, TrainingState]) -> list[Result]:
+def collect_trials(grid: Grid, states: Mapping[str, TrainingState]) -> list[StudyResult]:
     """The same for the trials of a selection, by its metric."""
     if grid.study.select is None:
         return []
@@ -70,7 +70,7 @@ def collect_trials(grid: Grid, states: Mapping[str, TrainingState]) -> list[Resu
 
 def _results(
     grid: Grid, states: Mapping[str, TrainingState], cells: Sequence[Cell], *, metric: str
-) -> list[Result]:
+) -> list[StudyResult]:
     groups: dict[tuple[str, ...], list[Cell]] = {}
     for cell in cells:
         groups.setdefault(tuple(v.label for v in cell.values.values()), []).append(cell)
@@ -79,9 +79,9 @@ def _results(
 
 def _result(
     grid: Grid, states: Mapping[str, TrainingState], cells: list[Cell], *, metric: str
-) -> Result:
+) -> StudyResult:
     first = cells[0]
-    return Result(
+    return StudyResult(
         metric=metric,
         values=first.values,
         training=grid.trainings[first.result],
@@ -89,7 +89,7 @@ def _result(
         by_seed={
             cell.seed: last_value(grid.trainings[cell.result], metric)
             for cell in cells
-            if states[cell.result].progress is Progress.DONE
+            if states[cell.result].progress is Completion.DONE
         },
         num_seeds=len(cells),
     )
@@ -158,7 +158,7 @@ def _evaluated(training: StudyTraining) -> list[str]:
     return [f"val/{name}" for name in [*names, *averaged]]
 
 
-def table(grid: Grid, results: list[Result]) -> Table:
+def table(grid: Grid, results: list[StudyResult]) -> Table:
     """The results to print: one line per combination, mean and spread over seeds."""
     header = (
         *(axis.name for axis in grid.study.result_axes),
@@ -179,7 +179,7 @@ def table(grid: Grid, results: list[Result]) -> Table:
 HEADINGS = ("pre-training images", "images seen", "pre-training FLOPs", "parameters")
 
 
-def _shown_costs(result: Result) -> Iterator[str]:
+def _shown_costs(result: StudyResult) -> Iterator[str]:
     images, seen, flops, parameters = _costs(result)
     yield ABSENT if images is None else f"{images:,}"
     yield ABSENT if seen is None else f"{seen:,}"
@@ -187,7 +187,7 @@ def _shown_costs(result: Result) -> Iterator[str]:
     yield ABSENT if parameters is None else f"{parameters:,}"
 
 
-def _costs(result: Result) -> tuple[int | None, int | None, int | None, int | None]:
+def _costs(result: StudyResult) -> tuple[int | None, int | None, int | None, int | None]:
     """(pre-training images, images seen, FLOPs, parameters); from scratch the first three are 0."""
     parameters = result.training.parameters
     pretrain = result.pretrain
@@ -207,13 +207,13 @@ def shown_value(mean: float | None, spread: float | None, *, metric: str) -> str
     if mean is None:
         return ABSENT
     if math.isnan(mean):
-        return Progress.DIVERGED.value
+        return Completion.DIVERGED.value
     scale, digits, unit = (100.0, 2, " %") if is_share(metric) else (1.0, 4, "")
     text = f"{mean * scale:.{digits}f}"
     return text + (f" ± {spread * scale:.{digits}f}" if spread is not None else "") + unit
 
 
-def write_csv(grid: Grid, results: list[Result], *, folder: Path) -> Path:
+def write_csv(grid: Grid, results: list[StudyResult], *, folder: Path) -> Path:
     """results.csv: one line per combination and metric, with every seed, mean and spread."""
     seeds = grid.study.seeds
     file = io.StringIO()

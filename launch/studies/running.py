@@ -23,7 +23,7 @@ from launch.studies.results import shown_value, trial_value
 from launch.studies.selection import chosen
 from launch.studies.states import (
     FINISHED,
-    Progress,
+    Completion,
     TrainingState,
     changed_error,
     has_diverged,
@@ -38,13 +38,13 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
-    """A training that failed, for the report at the end."""
+class FailedRun:
+    """A run of a study or a chain that failed, for the report at the end."""
 
     name: str
     what: str
     command: str | None = None
-    """Runs this training alone."""
+    """Runs this training alone; None if it never started, and in chains."""
 
 
 @dataclass(kw_only=True)
@@ -58,7 +58,7 @@ class LocalTrainings:
     """Trainings at a time."""
     say: Say
     stop: StopFlag
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[FailedRun] = field(default_factory=list)
     _waiting: list[str] = field(default_factory=list)
     _running: dict[str, _Job] = field(default_factory=dict)
     _ended: SimpleQueue[tuple[str, JobResult | BaseException]] = field(default_factory=SimpleQueue)
@@ -103,7 +103,7 @@ class LocalTrainings:
 
     def _fail(self, name: str, what: str) -> None:
         self._waiting.remove(name)
-        self.failures.append(Failure(name=name, what=what))
+        self.failures.append(FailedRun(name=name, what=what))
 
     def _choose(self, name: str) -> bool:
         """Make a final run the one with its best value. Whether it is to be trained."""
@@ -117,9 +117,9 @@ class LocalTrainings:
         self.grid = replace(self.grid, trainings=self.grid.trainings | {name: training})
         self.say(f"chosen  {axis} {training.labels[axis]} for {name}")
         state = state_of(training)
-        if state.progress is Progress.CHANGED:
+        if state.progress is Completion.CHANGED:
             self._fail(name, changed_error(training, state).text())
-        elif state.progress is Progress.DONE:
+        elif state.progress is Completion.DONE:
             self._waiting.remove(name)
             self._done.add(name)
         return name in self._waiting
@@ -174,7 +174,7 @@ class LocalTrainings:
             self.say(f"diverged {name} after {duration}: counted as the worst")
         else:
             what = failure_report(job.submission, result, streamed=False)
-            self.failures.append(Failure(name=name, what=what, command=job.command))
+            self.failures.append(FailedRun(name=name, what=what, command=job.command))
             self.say(f"FAILED  {name} after {duration}; the others continue")
 
     def _value(self, name: str) -> str:
@@ -207,8 +207,8 @@ class _Job:
     since: float
 
 
-def report(failures: list[Failure], *, again: str) -> str:
-    """The failed trainings, each with its error, its log and the command to run it alone."""
+def report(failures: list[FailedRun], *, again: str) -> str:
+    """List the failed trainings, each with its error, its log and the command to run it alone."""
     lines = [f"{len(failures)} training(s) failed:"]
     for failure in failures:
         lines.append(f"  {failure.name}: {failure.what}")

@@ -1,15 +1,17 @@
-"""Find out which trainings of a study are done, resumable, missing, or made with other settings.
+"""Find and list which trainings of a study are done, resumable, missing or changed.
 
 Leaves out: verifying the tensors of a checkpoint, which resuming does.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from launch.comparison.text import ABSENT, Table, plain_text
 from launch.studies.grid import RUN_TYPES, TRIAL, Grid, StudyTraining
 from vitscale.checkpoint.folders import looks_whole, step_folders, step_of
 from vitscale.config.errors import UserError, UserErrors
@@ -27,7 +29,9 @@ WITHOUT_EFFECT = (
 MAX_CHANGES = 5
 
 
-class Progress(Enum):
+class Completion(Enum):
+    """How far a training of a study, or another run of a chain, is done."""
+
     MISSING = "missing"
     RESUMABLE = "resumable"
     DONE = "done"
@@ -39,21 +43,21 @@ class Progress(Enum):
     """A final run whose value is not chosen yet."""
 
 
-FINISHED = (Progress.DONE, Progress.DIVERGED)
-"""What is not trained again."""
+FINISHED = (Completion.DONE, Completion.DIVERGED)
+"""Trainings in these states are not trained again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingState:
-    progress: Progress
+    progress: Completion
     step: int = 0
-    """Of the newest checkpoint."""
+    """Step of the newest checkpoint."""
     changes: tuple[str, ...] = ()
     """Settings that differ from those of the run folder."""
 
     @property
     def text(self) -> str:
-        is_partial = self.progress is Progress.RESUMABLE
+        is_partial = self.progress is Completion.RESUMABLE
         return f"{self.progress.value} (step {self.step:,})" if is_partial else self.progress.value
 
 
@@ -63,9 +67,9 @@ def states_of(grid: Grid) -> dict[str, TrainingState]:
     for name, training in grid.trainings.items():
         state = state_of(training)
         source = states.get(training.needs) if training.needs is not None else None
-        if source is not None and state.step and source.progress is not Progress.DONE:
+        if source is not None and state.step and source.progress is not Completion.DONE:
             what = f"its pre-training {training.needs} is {source.progress.value}"
-            state = TrainingState(progress=Progress.CHANGED, step=state.step, changes=(what,))
+            state = TrainingState(progress=Completion.CHANGED, step=state.step, changes=(what,))
         states[name] = state
     return states
 
@@ -73,23 +77,23 @@ def states_of(grid: Grid) -> dict[str, TrainingState]:
 def state_of(training: StudyTraining) -> TrainingState:
     """The state by its own folder."""
     if training.candidates:
-        return TrainingState(progress=Progress.WAITING)
+        return TrainingState(progress=Completion.WAITING)
     whole = (path for path in step_folders(training.folder / "checkpoints") if looks_whole(path))
     step = next(map(step_of, whole), 0)
     diverged = has_diverged(training)
     if not step and not diverged:
-        return TrainingState(progress=Progress.MISSING)
+        return TrainingState(progress=Completion.MISSING)
     changes = tuple(_changes(training))
     if changes:
-        return TrainingState(progress=Progress.CHANGED, step=step, changes=changes)
+        return TrainingState(progress=Completion.CHANGED, step=step, changes=changes)
     if diverged:
-        return TrainingState(progress=Progress.DIVERGED, step=step)
+        return TrainingState(progress=Completion.DIVERGED, step=step)
     is_done = training.steps is not None and step >= training.steps
-    return TrainingState(progress=Progress.DONE if is_done else Progress.RESUMABLE, step=step)
+    return TrainingState(progress=Completion.DONE if is_done else Completion.RESUMABLE, step=step)
 
 
 def has_diverged(training: StudyTraining) -> bool:
-    """Of a trial alone: any other training is tried again."""
+    """Whether a trial has diverged; any other training is tried again."""
     return training.kind == TRIAL and (training.folder / DIVERGED_NAME).exists()
 
 
@@ -125,7 +129,7 @@ def check_unchanged(grid: Grid, states: Mapping[str, TrainingState]) -> None:
     errors = [
         changed_error(grid.trainings[name], state)
         for name, state in states.items()
-        if state.progress is Progress.CHANGED
+        if state.progress is Completion.CHANGED
     ]
     if errors:
         raise UserErrors(errors)
@@ -141,3 +145,47 @@ def changed_error(training: StudyTraining, state: TrainingState) -> UserError:
         next_step="undo the change, remove this folder to train again, or choose "
         "another name for the study",
     )
+
+
+def overview(grid: Grid, states: Mapping[str, TrainingState]) -> str:
+    """List all trainings with what each costs, the totals, and the changed settings."""
+    rows = []
+    for name, training in grid.trainings.items():
+        rows.append(
+            (
+                name,
+                states[name].text,
+                _count(training.images),
+                _count(training.steps),
+                _count(training.parameters),
+                _flops(training.flops),
+            )
+        )
+    num_cells = len(grid.cells) + len(grid.trials)
+    title = (
+        f"Study {grid.study.name}: {num_cells} cells, {len(grid.trainings)} trainings "
+        f"({_states_text(states)})"
+    )
+    header = ("training", "state", "images", "steps", "parameters", "FLOPs")
+    parts = [plain_text(Table(title=title, header=header, rows=tuple(rows)))]
+    left = [t for name, t in grid.trainings.items() if states[name].progress not in FINISHED]
+    known = [training.flops for training in left if training.flops is not None]
+    unknown = f", {len(left) - len(known)} of unknown cost" if len(known) < len(left) else ""
+    parts.append(f"to train: {len(left)} trainings, {_flops(sum(known))} FLOPs{unknown}\n")
+    for name, state in states.items():
+        if state.progress is Completion.CHANGED:
+            parts.append("\n".join([f"{name} was trained with other settings:", *state.changes]))
+    return "\n".join(parts)
+
+
+def _states_text(states: Mapping[str, TrainingState]) -> str:
+    counts = Counter(state.progress for state in states.values())
+    return ", ".join(f"{counts[p]} {p.value}" for p in Completion if counts[p])
+
+
+def _count(number: int | None) -> str:
+    return ABSENT if number is None else f"{number:,}"
+
+
+def _flops(number: int | None) -> str:
+    return ABSENT if number is None else f"{number:.3g}"

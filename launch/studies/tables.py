@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.comparison.text import Table
-from launch.studies.results import Result, shown_value
+from launch.studies.results import StudyResult, shown_value
 from launch.studies.settings import AxisValue, StudyRun
 from vitscale.distributed.atomic_files import write_text
 
@@ -40,7 +40,7 @@ class PaperTable:
     """(label, one number for each column); means of groups are rows too."""
 
 
-def paper_table(study: StudyRun, results: Sequence[Result]) -> PaperTable:
+def paper_table(study: StudyRun, results: Sequence[StudyResult]) -> PaperTable:
     """results: of one metric."""
     assert study.table is not None
     axis = study.axis(study.table.rows)
@@ -57,7 +57,7 @@ def paper_table(study: StudyRun, results: Sequence[Result]) -> PaperTable:
     )
 
 
-def _column(result: Result, rows_axis: str) -> str:
+def _column(result: StudyResult, rows_axis: str) -> str:
     others = [value.label for name, value in result.values.items() if name != rows_axis]
     return ", ".join(others) or result.metric
 
@@ -76,7 +76,7 @@ def _row_groups(
         yield f"mean of {len(values)}", values
 
 
-def _number(results: Sequence[Result | None]) -> Number:
+def _number(results: Sequence[StudyResult | None]) -> Number:
     """The unweighted mean over results, by seed; absent while one of them has no seed."""
     by_seed = [set() if result is None else set(result.by_seed) for result in results]
     seeds = sorted(set.intersection(*by_seed))

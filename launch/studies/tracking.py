@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.studies.grid import Grid, StudyTraining
-from launch.studies.results import Result
+from launch.studies.results import StudyResult
 from launch.studies.selection import Selection
 from launch.studies.settings import slug
 from launch.studies.tables import MARKDOWN_NAME
@@ -73,7 +73,7 @@ def publish(
     found: Sequence[Selection],
     parent: ParentRun | None,
     *,
-    by_metric: Sequence[Sequence[Result]],
+    by_metric: Sequence[Sequence[StudyResult]],
     files: Sequence[Path],
     say: Say,
 ) -> None:
@@ -92,7 +92,7 @@ def publish(
     _attempt(written, say=say)
 
 
-def _means(by_metric: Sequence[Sequence[Result]]) -> Iterator[tuple[str, float]]:
+def _means(by_metric: Sequence[Sequence[StudyResult]]) -> Iterator[tuple[str, float]]:
     """(metric of the parent, mean over seeds) of every combination, such as val/top1/cifar-10."""
     for results in by_metric:
         for result in results:

@@ -33,7 +33,7 @@ OWNERS: dict[str, set[str]] = {
     "timm": {"vitscale.models"},
     "sklearn": {"data_prep.images.made.digits"},
     "isal": {"vitscale.images.png_webp.png"},
-    "simplejpeg": {"vitscale.images.decoders", "vitscale.images.strict_jpeg"},
+    "simplejpeg": {"data_prep.images.convert", "vitscale.images.decoders"},
 }
 # Entries of registries, whose settings need no torch, and checkpoint folders, which are listed
 # without it; their methods need it. Of these only imports at module level count.

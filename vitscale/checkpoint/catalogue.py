@@ -28,7 +28,7 @@ def slice_name(name: str, *, start: int, shape: Iterable[int]) -> str:
     return f"{name}@{start}/{'x'.join(map(str, shape))}"
 
 
-class Piece(NamedTuple):
+class TensorPiece(NamedTuple):
     """Consecutive elements of a tensor in a file."""
 
     file: str
@@ -120,7 +120,7 @@ class Catalogue:
         """The shape of a whole tensor."""
         return self._shapes[self._numbers[name]]
 
-    def pieces(self, name: str, *, start: int, num_elements: int) -> list[Piece]:
+    def pieces(self, name: str, *, start: int, num_elements: int) -> list[TensorPiece]:
         """Where the elements from `start` of a flattened tensor are, in order.
 
         The slices of a checkpoint cover every tensor, without overlaps.
@@ -137,7 +137,7 @@ class Catalogue:
             assert begin <= at and here > 0, f"slices of {name} overlap or leave a hole at {at}"
             file = self._files[self._file_of[first + row]]
             found.append(
-                Piece(file, offset + (at - begin) * size, here * size, self._dtypes[number])
+                TensorPiece(file, offset + (at - begin) * size, here * size, self._dtypes[number])
             )
             at += here
         assert at == stop, f"slices do not cover {name} beyond element {at}"

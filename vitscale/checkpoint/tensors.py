@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from vitscale.checkpoint.catalogue import SLICE, Catalogue, Piece
+from vitscale.checkpoint.catalogue import SLICE, Catalogue, TensorPiece
 from vitscale.checkpoint.joined_files import header_bytes
 
 DTYPES = {
@@ -174,7 +174,7 @@ class SavedTensors:
         shape = self._catalogue.shape(name)
         return self.part(name, 0, math.prod(shape)).view(shape)
 
-    def _read(self, piece: Piece, out: torch.Tensor) -> None:
+    def _read(self, piece: TensorPiece, out: torch.Tensor) -> None:
         descriptor, into, offset = self._descriptor(piece.file), out.numpy().data, piece.offset
         while into:
             count = os.preadv(descriptor, [into], offset)

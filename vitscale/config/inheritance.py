@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from vitscale.config.errors import UserError, nearest
 from vitscale.config.schema import groups_in
 from vitscale.config.wording import kind_of, show_value
-from vitscale.config.yaml_source import MAX_FILE_BYTES, Node, parse_yaml, plain_value
+from vitscale.config.yaml_source import MAX_FILE_BYTES, YamlNode, parse_yaml, plain_value
 
 MAX_BASES = 16
 
@@ -26,7 +26,7 @@ def shown_path(path: str) -> str:
 
 def read_layers(
     path: str, *, chain: tuple[str, ...], errors: list[UserError], where: str | None = None
-) -> list[Node] | None:
+) -> list[YamlNode] | None:
     """The file's bases, the lowest first, and the file; None if one of them is unusable."""
     name = shown_path(path)
     real = os.path.realpath(path)
@@ -43,7 +43,7 @@ def read_layers(
         return None
     if not isinstance(root.content, dict):
         if root.content is None and not root.broken:
-            root = Node({}, root.place)
+            root = YamlNode({}, root.place)
         else:
             errors.append(
                 UserError(
@@ -55,7 +55,7 @@ def read_layers(
             return None
     assert isinstance(root.content, dict)
     base = root.content.get("base")
-    own = Node({k: n for k, n in root.content.items() if k != "base"}, root.place)
+    own = YamlNode({k: n for k, n in root.content.items() if k != "base"}, root.place)
     if base is None or base.broken:
         return [own] if base is None else None
     if not isinstance(base.content, str) or not base.content:
@@ -117,7 +117,9 @@ def _missing_file(path: str, *, where: str | None) -> UserError:
     )
 
 
-def merge(under: Node, over: Node, group: type[BaseModel] | None = None, *, file: str = "") -> Node:
+def merge(
+    under: YamlNode, over: YamlNode, group: type[BaseModel] | None = None, *, file: str = ""
+) -> YamlNode:
     """`over` wins; mappings are merged key by key, everything else is replaced whole.
 
     Where `over` chooses another member of a choice in `group`, keys of the former member that the
@@ -138,12 +140,12 @@ def merge(under: Node, over: Node, group: type[BaseModel] | None = None, *, file
             member = groups.chosen_by(plain_value(merge(inherited, child)))
             inherited = _without_keys_of(former, inherited, member=member, file=file)
         merged[key] = merge(inherited, child, member, file=file)
-    return Node(merged, over.place, broken=under.broken or over.broken)
+    return YamlNode(merged, over.place, broken=under.broken or over.broken)
 
 
 def _without_keys_of(
-    former: type[BaseModel] | None, node: Node, *, member: type[BaseModel] | None, file: str
-) -> Node:
+    former: type[BaseModel] | None, node: YamlNode, *, member: type[BaseModel] | None, file: str
+) -> YamlNode:
     if former is None or member is None or not isinstance(node.content, dict):
         return node
     lost = former.model_fields.keys() - member.model_fields.keys()
@@ -152,4 +154,4 @@ def _without_keys_of(
         for key, child in node.content.items()
         if key not in lost or child.place.rpartition(":")[0] == file
     }
-    return Node(kept, node.place, broken=node.broken)
+    return YamlNode(kept, node.place, broken=node.broken)

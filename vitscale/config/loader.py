@@ -24,8 +24,8 @@ from vitscale.config.site import read_site
 from vitscale.config.validation_errors import explain, where_is, without_bad_values
 from vitscale.config.wording import show_value
 from vitscale.config.yaml_source import (
-    Node,
     Path,
+    YamlNode,
     node_at,
     parse_value,
     parse_yaml,
@@ -63,7 +63,7 @@ def load_run(
     found = list(errors)
     file = COMMAND_LINE
     card = ""
-    layers: list[Node] | None = [Node({}, COMMAND_LINE)]
+    layers: list[YamlNode] | None = [YamlNode({}, COMMAND_LINE)]
     if path is not None:
         file = shown_path(str(path))
         layers = read_layers(str(path), chain=(), errors=found)
@@ -99,7 +99,7 @@ def load_run_file(run_types: RunTypes[RunT], path: FilePath | str) -> RunT:
     return load_run(run_types, path, with_site=False).run
 
 
-def _read_override(text: str, *, errors: list[UserError]) -> Node | None:
+def _read_override(text: str, *, errors: list[UserError]) -> YamlNode | None:
     key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
     where = f"{COMMAND_LINE}: {key.strip()}"
@@ -129,7 +129,7 @@ def _read_override(text: str, *, errors: list[UserError]) -> Node | None:
         return None
     node = parse_value(value, place=COMMAND_LINE, where=where, errors=errors)
     for part in reversed(path):
-        node = Node({part: node}, COMMAND_LINE)
+        node = YamlNode({part: node}, COMMAND_LINE)
     return node
 
 
@@ -137,7 +137,7 @@ def _read_override(text: str, *, errors: list[UserError]) -> Node | None:
 
 
 def _validate(
-    run_type: type[RunT], root: Node, *, file: str, errors: list[UserError]
+    run_type: type[RunT], root: YamlNode, *, file: str, errors: list[UserError]
 ) -> RunT | None:
     values = plain_value(root)
     run, bad_paths = None, set[Path]()
@@ -156,7 +156,7 @@ def _validate(
 
 
 def _choose_type(
-    run_types: RunTypes[RunT], root: Node, *, file: str, errors: list[UserError]
+    run_types: RunTypes[RunT], root: YamlNode, *, file: str, errors: list[UserError]
 ) -> type[RunT] | None:
     by_stage = types_by_stage(run_types)
     node, broken = node_at(root, ("stage",))
@@ -192,12 +192,12 @@ def types_by_stage(run_types: RunTypes[RunT]) -> Mapping[str, type[RunT]]:
 # ---- writing ----------------------------------------------------------------------------------
 
 
-def _sources(run: Run, root: Node) -> Iterator[tuple[str, str]]:
+def _sources(run: Run, root: YamlNode) -> Iterator[tuple[str, str]]:
     for path, _ in run_leaves(run):
         yield ".".join(path), _source_of(root, path)
 
 
-def _source_of(root: Node, path: Path) -> str:
+def _source_of(root: YamlNode, path: Path) -> str:
     """The place of the key itself; that of its group does not count."""
     node = root
     for part in path:

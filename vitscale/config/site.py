@@ -13,14 +13,14 @@ from functools import reduce
 from vitscale.config.errors import UserError, nearest
 from vitscale.config.inheritance import merge, read_layers
 from vitscale.config.wording import kind_of
-from vitscale.config.yaml_source import Node
+from vitscale.config.yaml_source import YamlNode
 
 SITE_VARIABLE = "VITSCALE_SITE"
 SITE_FILE = "~/.config/vitscale/site.yaml"
 GROUPS = ("launch", "tracking")
 
 
-def read_site(groups: Container[str], *, errors: list[UserError]) -> Node | None:
+def read_site(groups: Container[str], *, errors: list[UserError]) -> YamlNode | None:
     """The site file's groups that are in `groups`; None if there is no file.
 
     The file is $VITSCALE_SITE, none if that is empty, else `SITE_FILE` if it exists.
@@ -55,4 +55,4 @@ def read_site(groups: Container[str], *, errors: list[UserError]) -> Node | None
             errors.append(UserError(what, where=where, allowed="a group of keys"))
         elif key in groups:
             kept[key] = node
-    return Node(kept, root.place)
+    return YamlNode(kept, root.place)

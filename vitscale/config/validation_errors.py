@@ -18,19 +18,19 @@ from vitscale.config.errors import UserError, nearest
 from vitscale.config.schema import NAME, Path, groups_in, known_keys, locate
 from vitscale.config.section import Run
 from vitscale.config.wording import describe_field, kind_of, show_value
-from vitscale.config.yaml_source import Node, node_at, plain_value, resolve_scalar
+from vitscale.config.yaml_source import YamlNode, node_at, plain_value, resolve_scalar
 
 RunT = TypeVar("RunT", bound=Run)
 
 
-def where_is(root: Node, path: Path, *, file: str) -> str:
+def where_is(root: YamlNode, path: Path, *, file: str) -> str:
     """`file:line: key`; a key that no file sets is placed at its group."""
     node, _ = node_at(root, path)
     return f"{file if node is root else node.place}: {'.'.join(path)}"
 
 
 def explain(
-    error: ValidationError, run_type: type[Run], root: Node, *, file: str
+    error: ValidationError, run_type: type[Run], root: YamlNode, *, file: str
 ) -> tuple[list[UserError], set[Path]]:
     """One error per invalid key, and the paths to remove so that the rest is valid."""
     found: dict[Path, UserError] = {}
@@ -168,7 +168,7 @@ LIMIT_ERRORS = frozenset(
 
 
 def _bad_value(
-    detail: Any, root: Node, path: Path, run_type: type[BaseModel], *, where: str
+    detail: Any, root: YamlNode, path: Path, run_type: type[BaseModel], *, where: str
 ) -> UserError:
     node, _ = node_at(root, path)
     value = plain_value(node)

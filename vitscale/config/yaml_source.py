@@ -35,15 +35,15 @@ Scalar = str | int | float | bool | None
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class YamlNode:
     """A value and its place. A broken node has been reported and must not be used."""
 
-    content: Scalar | list[Node] | dict[str, Node]
+    content: Scalar | list[YamlNode] | dict[str, YamlNode]
     place: str
     broken: bool = False
 
 
-def plain_value(node: Node) -> Any:
+def plain_value(node: YamlNode) -> Any:
     """The node as plain Python values, without broken parts."""
     if isinstance(node.content, dict):
         return {key: plain_value(n) for key, n in node.content.items() if not _is_broken(n)}
@@ -52,12 +52,12 @@ def plain_value(node: Node) -> Any:
     return node.content
 
 
-def _is_broken(node: Node) -> bool:
+def _is_broken(node: YamlNode) -> bool:
     """A list is broken with any of its elements; a mapping only loses the key."""
     return node.broken or (isinstance(node.content, list) and any(map(_is_broken, node.content)))
 
 
-def node_at(root: Node, path: Path) -> tuple[Node, bool]:
+def node_at(root: YamlNode, path: Path) -> tuple[YamlNode, bool]:
     """The node at `path`, or its closest parent, and whether a node on the way is broken."""
     node, broken = root, _is_broken(root)
     for part in path:
@@ -91,17 +91,17 @@ def resolve_scalar(text: str) -> Scalar:
     return text
 
 
-def parse_yaml(text: str, *, name: str, errors: list[UserError]) -> Node | None:
+def parse_yaml(text: str, *, name: str, errors: list[UserError]) -> YamlNode | None:
     """Read one document; None when it is not readable. Errors are appended to `errors`."""
     return _Reader(name=name, errors=errors).document(text)
 
 
-def parse_value(text: str, *, place: str, where: str, errors: list[UserError]) -> Node:
+def parse_value(text: str, *, place: str, where: str, errors: list[UserError]) -> YamlNode:
     """Read the value of a `key=value` override: a scalar, or YAML in brackets or quotes."""
     text = text.strip()
     reader = _Reader(name=where, errors=errors, place=place)
     if text[:1] in ("[", "{", "'", '"'):
-        return reader.document(text) or Node(None, place, broken=True)
+        return reader.document(text) or YamlNode(None, place, broken=True)
     return reader.scalar(text, is_plain=True, place=place, where=where)
 
 
@@ -154,17 +154,17 @@ TAG_ADVICE = "remove it; values are plain values, lists and groups of keys"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Reader:
-    """Converts PyYAML's nodes to `Node` and reports what the dialect refuses."""
+    """Converts PyYAML's nodes to `YamlNode` and reports what the dialect refuses."""
 
     name: str
     errors: list[UserError]
     place: str | None = None
     """The place given to every node; None: name:line."""
 
-    def document(self, text: str) -> Node | None:
+    def document(self, text: str) -> YamlNode | None:
         try:
             root = yaml.compose(text, Loader=_Loader)
-            return Node({}, self._place(1)) if root is None else self._node(root, path=())
+            return YamlNode({}, self._place(1)) if root is None else self._node(root, path=())
         except yaml.MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             what = " ".join(part for part in (error.context, error.problem) if part)
@@ -177,7 +177,7 @@ class _Reader:
             self._report(f"not readable as YAML: {error}", 1)
         return None
 
-    def scalar(self, text: str, *, is_plain: bool, place: str, where: str) -> Node:
+    def scalar(self, text: str, *, is_plain: bool, place: str, where: str) -> YamlNode:
         try:
             value = resolve_scalar(text) if is_plain else text
             text.encode()
@@ -188,8 +188,8 @@ class _Reader:
             what = f"{shorten(text)} {error}"
             self.errors.append(UserError(what, where=where, allowed="finite numbers"))
         else:
-            return Node(value, place)
-        return Node(None, place, broken=True)
+            return YamlNode(value, place)
+        return YamlNode(None, place, broken=True)
 
     def _place(self, line: int) -> str:
         return self.place or f"{self.name}:{line}"
@@ -204,17 +204,17 @@ class _Reader:
     ) -> None:
         self.errors.append(UserError(what, where=self._where(line, path), next_step=next_step))
 
-    def _node(self, source: Any, *, path: Path, line: int | None = None) -> Node:
+    def _node(self, source: Any, *, path: Path, line: int | None = None) -> YamlNode:
         """Convert one node. `line`: the line of its key, which places the value."""
         own_line = _line(source)
         place = self._place(line or own_line)
         if self._refused(source, path):
-            return Node(None, place, broken=True)
+            return YamlNode(None, place, broken=True)
         if isinstance(source, yaml.MappingNode):
-            return Node(self._mapping(source, path), place)
+            return YamlNode(self._mapping(source, path), place)
         if isinstance(source, yaml.SequenceNode):
             items = enumerate(source.value)
-            return Node([self._node(item, path=(*path, str(i))) for i, item in items], place)
+            return YamlNode([self._node(item, path=(*path, str(i))) for i, item in items], place)
         where = self._where(own_line, path)
         return self.scalar(source.value, is_plain=source.style is None, place=place, where=where)
 
@@ -224,8 +224,8 @@ class _Reader:
             self._report(what, _line(source), path=path, next_step=next_step)
         return bool(source.refused)
 
-    def _mapping(self, source: Any, path: Path) -> dict[str, Node]:
-        children: dict[str, Node] = {}
+    def _mapping(self, source: Any, path: Path) -> dict[str, YamlNode]:
+        children: dict[str, YamlNode] = {}
         lines: dict[str, int] = {}
         for key_source, value in source.value:
             key, line = self._key(key_source, path), _line(key_source)

@@ -189,11 +189,11 @@ def read_shared(path: Path) -> Any:
     return pickle.loads(data, buffers=buffers)
 
 
-class Piece(NamedTuple):
-    """Bytes of a file."""
+class FilePart(NamedTuple):
+    """Consecutive bytes of an open file, which other processes map."""
 
     file: int
-    """Number among the descriptors that are sent."""
+    """Index of the file among the descriptors that are sent."""
     start: int
     num_bytes: int
 
@@ -201,7 +201,7 @@ class Piece(NamedTuple):
 class Shared(NamedTuple):
     """A value as open files: the first has its pickle, and arrays that no file has."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePart, ...]
     descriptors: tuple[int, ...]
 
 
@@ -222,13 +222,13 @@ def share(value: object) -> Iterator[Shared]:
                 end = start + len(piece)
             if descriptor not in descriptors:
                 descriptors.append(descriptor)
-            pieces.append(Piece(descriptors.index(descriptor), start, len(piece)))
+            pieces.append(FilePart(descriptors.index(descriptor), start, len(piece)))
         yield Shared(tuple(pieces), tuple(descriptors))
     finally:
         os.close(descriptors[0])
 
 
-def receive(pieces: Sequence[Piece], descriptors: Sequence[int]) -> Any:
+def receive(pieces: Sequence[FilePart], descriptors: Sequence[int]) -> Any:
     """The value that another process shares, its arrays read-only. Closes what is not mapped."""
     files = [_map(descriptor) for descriptor in descriptors]
     data, *buffers = (files[file][start : start + size] for file, start, size in pieces)

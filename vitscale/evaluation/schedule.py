@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from vitscale.engine.engine import Engine
 from vitscale.evaluation.interface.evaluation import EvaluationSettingsBase, Subject
+from vitscale.evaluation.interface.one_pass import results
 from vitscale.evaluation.registry import EVALUATIONS
-from vitscale.evaluation.running import results
 
 
 class ScheduledEvaluations:

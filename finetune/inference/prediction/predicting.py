@@ -14,7 +14,7 @@ import torch
 
 from finetune.inference.prediction.inputs import Inputs
 from finetune.inference.prediction.settings import PredictRun
-from finetune.inference.prediction.tables import Row, join_parts, open_part
+from finetune.inference.prediction.tables import ImagePrediction, join_parts, open_part
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.config.errors import UserError
 from vitscale.data.loader import Batch, batches_of
@@ -71,7 +71,7 @@ def predict_and_print(
     run: PredictRun, loaded: LoadedModel, inputs: Inputs, world: World
 ) -> Iterator[str]:
     """Lines for people, in the order of the images. Collective."""
-    rows: list[Row] = []
+    rows: list[ImagePrediction] = []
     error = None
     try:
         rows = [row for chunk in _chunks(run, loaded, inputs, world) for row in chunk]
@@ -92,7 +92,7 @@ def predict_to_file(
     assert run.output is not None
     output, top = Path(run.output).absolute(), _num_ranked(run, loaded)
     parts = output.with_name(broadcast_object(f".{output.name}.{uuid.uuid4().hex[:8]}.parts"))
-    count, errors = Count(), list[Row]()
+    count, errors = Count(), list[ImagePrediction]()
     error: str | None = None
     try:
         try:
@@ -118,7 +118,7 @@ def predict_to_file(
 
 
 def _summary(
-    run: PredictRun, counts: list[Count], errors: list[list[Row]], inputs: Inputs
+    run: PredictRun, counts: list[Count], errors: list[list[ImagePrediction]], inputs: Inputs
 ) -> Iterator[str]:
     total = Count(
         images=sum(c.images for c in counts),
@@ -138,7 +138,7 @@ def _summary(
         yield f"... {total.unreadable - len(shown):,} more, with the reason in column error"
 
 
-def _add(count: Count, rows: list[Row]) -> None:
+def _add(count: Count, rows: list[ImagePrediction]) -> None:
     for row in rows:
         count.images += 1
         count.unreadable += row.error is not None
@@ -147,7 +147,7 @@ def _add(count: Count, rows: list[Row]) -> None:
             count.right += row.classes[0] == row.label
 
 
-def _lines(row: Row) -> Iterator[str]:
+def _lines(row: ImagePrediction) -> Iterator[str]:
     label = f" ({row.label})" if row.label is not None else ""
     if row.error is not None:
         yield f"{row.image}{label}: cannot be read: {row.error}"
@@ -168,7 +168,7 @@ def class_names(loaded: LoadedModel) -> tuple[str, ...]:
 
 def _chunks(
     run: PredictRun, loaded: LoadedModel, inputs: Inputs, world: World
-) -> Iterator[list[Row]]:
+) -> Iterator[list[ImagePrediction]]:
     """The predictions of this rank's share, in order."""
     start, stop = (
         inputs.num_images * rank // world.world_size for rank in (world.rank, world.rank + 1)
@@ -187,7 +187,7 @@ def _chunks(
     model = loaded.for_inference(world, precision=run.compute.precision)
     ranking = _Ranking(loaded, top=_num_ranked(run, loaded))
     progress = _Progress(stop - start, is_shown=world.is_first and run.output is not None)
-    pending: list[tuple[int, Row]] = []
+    pending: list[tuple[int, ImagePrediction]] = []
     with closing(batches):
         for numbers, cpu_batch in zip(positions, batches, strict=True):
             logits_BC = model.logits(cpu_batch.to(world.device).images)
@@ -202,7 +202,7 @@ def _chunks(
 
 def _unnamed(
     batch: Batch, logits_BC: torch.Tensor, ranking: _Ranking, inputs: Inputs, numbers: range
-) -> Iterator[tuple[int, Row]]:
+) -> Iterator[tuple[int, ImagePrediction]]:
     """The number of each image, and its row without the name."""
     errors = {each.sample: each.error for each in batch.unreadable}
     ranked = ranking(logits_BC)
@@ -212,10 +212,10 @@ def _unnamed(
         error = errors.get(number)
         if error is not None:
             classes, shares = (), ()
-        yield number, Row("", inputs.label_name(label), classes, shares, error)
+        yield number, ImagePrediction("", inputs.label_name(label), classes, shares, error)
 
 
-def _named(pending: list[tuple[int, Row]], inputs: Inputs) -> list[Row]:
+def _named(pending: list[tuple[int, ImagePrediction]], inputs: Inputs) -> list[ImagePrediction]:
     names = inputs.names([number for number, _ in pending])
     return [row._replace(image=name) for name, (_, row) in zip(names, pending, strict=True)]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 COPIED_ROWS = 65_536
 
 
-class Row(NamedTuple):
+class ImagePrediction(NamedTuple):
     """The prediction of one image."""
 
     image: str
@@ -36,7 +36,7 @@ class Row(NamedTuple):
 class Part(Protocol):
     """The rows of one rank, while they are written."""
 
-    def write(self, rows: Sequence[Row]) -> None: ...
+    def write(self, rows: Sequence[ImagePrediction]) -> None: ...
 
     def close(self) -> None: ...
 
@@ -64,14 +64,14 @@ class CsvPart:
         self._file = open(path, "w", newline="", encoding="utf-8")
         self._writer, self._top = csv.writer(self._file), top
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[ImagePrediction]) -> None:
         self._writer.writerows(_cells(row, self._top) for row in rows)
 
     def close(self) -> None:
         self._file.close()
 
 
-def _cells(row: Row, top: int) -> list[str]:
+def _cells(row: ImagePrediction, top: int) -> list[str]:
     pairs = zip(row.classes, row.probabilities, strict=True)
     ranked = [cell for name, share in pairs for cell in (name, f"{share:.6g}")]
     ranked += [""] * (2 * top - len(ranked))
@@ -102,7 +102,7 @@ class ParquetPart:
         self._schema, self._top = _schema(top), top
         self._writer = pq.ParquetWriter(path, self._schema)
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[ImagePrediction]) -> None:
         import pyarrow as pa
 
         columns: dict[str, list[str | float | None]] = {name: [] for name in self._schema.names}

@@ -5,19 +5,20 @@ Leaves out: reducing curves (`curves`), who is better (`verdict`), and the page 
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from launch.comparison.differences import Comparison, MetricLine
 from launch.comparison.page.curves import Packer, points_per_curve, reduced
-from launch.comparison.page.pictures import pictures
 from launch.comparison.page.verdict import LAST_RESORT, PREFERRED, values_compared, verdict
 from launch.comparison.progress import Progress, progress_of
-from launch.comparison.runs import RunRecord
+from launch.comparison.runs import ComparedRun
 from launch.comparison.seeds import SeedGroup, spread
 from launch.jobs.attempts import Attempt, read_attempts
 
@@ -27,6 +28,10 @@ GROUP_ORDER = {"val": 0, "train": 1}
 FIRST = (*PREFERRED, LAST_RESORT)
 
 Series = tuple[list[int], list[float]]
+PNG_START = b"\x89PNG\r\n\x1a\n"
+MAX_PICTURE_BYTES = 2 << 20
+MAX_ALL_PICTURE_BYTES = 16 << 20
+MAX_PICTURES = 24
 
 
 def page_data(comparison: Comparison) -> dict[str, Any]:
@@ -77,7 +82,7 @@ def number(value: float | None) -> float | str | None:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _run(run: RunRecord, progress: Progress, packer: Packer) -> dict[str, Any]:
+def _run(run: ComparedRun, progress: Progress, packer: Packer) -> dict[str, Any]:
     count = len(progress.steps)
     knots = np.unique(np.linspace(0, count - 1, min(count, MAX_KNOTS)).astype(int))
     axes = {}
@@ -152,9 +157,56 @@ def _curve(
     }
 
 
-def _params(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+def _params(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     rows = []
     for key in sorted({key for run in runs for key in run.params}):
         values = [run.params.get(key) for run in runs]
         rows.append({"key": key, "values": values, "differs": len(set(values)) > 1})
     return rows
+
+
+def pictures(runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """Find the pictures of runs, so that the same picture of several runs is side by side.
+
+    Returns {"rows": [{"name", "files": base64 or null by run}], "num_left_out": too large or too
+    many}. Objectives write pictures at the end of a training; so do evaluations and
+    `finetune/visualize.py`.
+    """
+    folders = [None if run.folder is None else run.folder / "pictures" for run in runs]
+    found = [{path.name: path for path in _picture_files(folder)} for folder in folders]
+    # Pictures that most runs have come first.
+    names = sorted({name for each in found for name in each})
+    names.sort(key=lambda name: -sum(name in each for each in found))
+    rows: list[dict[str, Any]] = []
+    bytes_left, num_left_out = MAX_ALL_PICTURE_BYTES, 0
+    for name in names:
+        files: list[str | None] = []
+        for each in found:
+            data = _read_picture(each.get(name), limit=min(MAX_PICTURE_BYTES, bytes_left))
+            if len(rows) >= MAX_PICTURES:
+                data = None
+            num_left_out += name in each and data is None
+            bytes_left -= len(data or b"")
+            files.append(None if data is None else base64.b64encode(data).decode())
+        if any(files):
+            rows.append({"name": Path(name).stem.replace("_", " "), "files": files})
+    return {"rows": rows, "num_left_out": num_left_out}
+
+
+def _picture_files(folder: Path | None) -> list[Path]:
+    if folder is None:
+        return []
+    return sorted(path for path in folder.glob("*.png") if path.is_file())
+
+
+def _read_picture(path: Path | None, *, limit: int) -> bytes | None:
+    """None for a file that is missing, too large, unreadable or no PNG."""
+    if path is None:
+        return None
+    try:
+        if path.stat().st_size > limit:
+            return None
+        data = path.read_bytes()
+    except OSError:
+        return None
+    return data if data.startswith(PNG_START) and len(data) <= limit else None

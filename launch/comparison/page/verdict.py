@@ -8,7 +8,7 @@ from typing import Any
 
 from launch.comparison.differences import Comparison, MetricLine
 from launch.comparison.progress import Progress
-from launch.comparison.runs import RunRecord
+from launch.comparison.runs import ComparedRun
 from launch.comparison.seeds import spread
 
 # The metric that decides: the first of these that the most runs have, then any of val, then loss.
@@ -132,7 +132,7 @@ def _headline(lines: Sequence[MetricLine], deciding: MetricLine) -> list[str]:
     return [deciding.key, *dict.fromkeys([*wanted, *others])][:3]
 
 
-def _reasons(runs: Sequence[RunRecord]) -> list[str]:
+def _reasons(runs: Sequence[ComparedRun]) -> list[str]:
     keys = {key for run in runs for key in run.params}
     differing = [key for key in keys if len({run.params.get(key) for run in runs}) > 1]
     order = {name: i for i, name in enumerate(REASON_ORDER)}

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from launch.comparison.differences import Comparison
 from launch.comparison.page.data import page_data
-from launch.comparison.runs import RUNS_FOLDER, RunRecord
+from launch.comparison.runs import RUNS_FOLDER, ComparedRun
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import write_text
 
@@ -28,7 +28,7 @@ UPLOT = ("uPlot.iife.min.js", "uPlot.min.css", "LICENSE")
 SCRIPTS = ("state", "format", "curves", "charts", "gestures", "tables", "sections", "main")
 
 
-def default_output(runs: Sequence[RunRecord]) -> Path:
+def default_output(runs: Sequence[ComparedRun]) -> Path:
     """runs/compare.html if there is a runs/ folder here, else beside the first run."""
     first = runs[0].folder
     if RUNS_FOLDER.is_dir() or first is None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from launch.jobs.attempts import FAILURES, FINAL, Attempt, Ending, read_attempts
 from launch.jobs.queue import QueuedJob, jobs_of
 from launch.jobs.status.progress import LoggedProgress, log_age, read_logged
-from launch.jobs.status.tasks import Failure, JobTasks, find_failure, newest_tasks
+from launch.jobs.status.tasks import JobTasks, RunFailure, find_failure, newest_tasks
 from vitscale.tracking.console import LOG_NAME
 from vitscale.tracking.journal import JOURNAL_NAME
 
@@ -82,7 +82,7 @@ class RunStatus:
     attempt: Attempt | None
     """The newest one."""
     restarts: Restarts
-    failure: Failure | None
+    failure: RunFailure | None
     tasks: dict[str, int]
     """State -> number, of a job whose tasks share work (data preparation); else empty."""
     note: str | None = None
@@ -188,7 +188,7 @@ def _live_state(
 
 def _ended_state(
     folder: Path, last: Attempt | None, tasks: JobTasks, logged: LoggedProgress
-) -> tuple[RunState, Failure | None]:
+) -> tuple[RunState, RunFailure | None]:
     """The state of a run without a job or process."""
     is_evaluated = last is None and (folder / RESULTS_NAME).is_file()
     if logged.is_done or is_evaluated or (last is not None and last.ending is Ending.DONE):

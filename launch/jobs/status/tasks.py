@@ -31,14 +31,14 @@ LAST_LINES = 400
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Failure:
+class RunFailure:
     """Why a run failed."""
 
     what: str
     """A sentence that names rank and node where they are known."""
     nodes: tuple[str, ...]
     error_line: str | None
-    """Of the log; None if a rank or the supervisor recorded the cause."""
+    """Last error line of the log; None if a rank or the supervisor recorded the cause."""
     log: Path | None
 
 
@@ -107,7 +107,7 @@ def _array_task(record: Path) -> str | None:
     return task if "_" in task and task != record.name else None
 
 
-def find_failure(tasks: JobTasks, attempt: Attempt | None, *, folder: Path) -> Failure | None:
+def find_failure(tasks: JobTasks, attempt: Attempt | None, *, folder: Path) -> RunFailure | None:
     """The failure of the newest job; None if nothing in the run folder says so.
 
     attempt: the newest one.
@@ -132,7 +132,7 @@ def find_failure(tasks: JobTasks, attempt: Attempt | None, *, folder: Path) -> F
         log = folder / attempt.cluster / job_id / f"{job_id}_0{LOG_SUFFIX}"
     if log is not None and not log.exists():
         log = None
-    return Failure(
+    return RunFailure(
         what=what,
         nodes=attempt.failed_nodes if attempt is not None else (),
         error_line=last_error(log) if log is not None and not is_recorded else None,

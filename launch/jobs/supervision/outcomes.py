@@ -16,7 +16,7 @@ from pathlib import Path
 from launch.jobs.attempts import Attempt, Ending, TaskRecord, read_task_records
 from launch.jobs.scontrol import is_ended_by_slurm, job_fields
 from launch.jobs.supervision.causes import Outcome, failure_outcome, kind_of_exit_code
-from launch.jobs.supervision.step import Step
+from launch.jobs.supervision.step import JobStep
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, FailureKind
 from vitscale.distributed.failures.events import ATTEMPT_VARIABLE, Failure
 
@@ -26,7 +26,7 @@ EARLY_S = 90
 
 
 def classify(
-    step: Step,
+    step: JobStep,
     code: int,
     dead: Sequence[str],
     *,
@@ -59,7 +59,7 @@ def classify(
     return outcome
 
 
-def _was_stopped(step: Step) -> bool:
+def _was_stopped(step: JobStep) -> bool:
     """Whether the task that ended first did so by a stop signal."""
     return bool(step.ends) and (
         step.ends[0].exit_code == EXIT_STOPPED_RESUMABLE or step.ends[0].signal in STOP_SIGNALS
@@ -74,7 +74,7 @@ def _ended_by_slurm(job_id: str, code: int) -> Outcome:
 
 
 def _seen_failure(
-    step: Step, code: int, dead: Sequence[str], *, records: Sequence[TaskRecord]
+    step: JobStep, code: int, dead: Sequence[str], *, records: Sequence[TaskRecord]
 ) -> Failure:
     """What srun says. Its first line is about the task that failed first.
 

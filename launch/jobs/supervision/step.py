@@ -66,7 +66,7 @@ class TaskEnd:
         return f"{who}: {self.what}"
 
 
-class Step:
+class JobStep:
     """A running srun. Its errors are copied to this process's and read."""
 
     def __init__(self, command: Sequence[str]) -> None:

@@ -48,7 +48,7 @@ from launch.jobs.supervision.restarts import (
     refusal,
     suspected_nodes,
 )
-from launch.jobs.supervision.step import Step
+from launch.jobs.supervision.step import JobStep
 from vitscale.config.errors import EXIT_BAD_INPUT, EXIT_STOPPED_RESUMABLE, FailureKind
 from vitscale.distributed.failures.events import ATTEMPT_VARIABLE
 from vitscale.distributed.failures.storage import forgive_output
@@ -165,7 +165,7 @@ def _run(
     set_aside_task_records(job_folder, job_id=attempt.job_id, restart=attempt.restart)
     # submitit would draw one from the job id, which may be in use, at every attempt again.
     os.environ.setdefault("MASTER_PORT", str(free_port()))
-    step = Step(options.command)
+    step = JobStep(options.command)
     code, dead = step.wait(nodes=attempt.nodes)
     outcome = classify(
         step,

@@ -138,7 +138,7 @@ def remote_index(
 class RangeFile(io.RawIOBase):
     """A remote file for reading small parts; every read is one request, nothing is verified.
 
-    Opening and reading raise StorageError; opening raises OSError if there is no such file.
+    Opening and reading raise RemoteStorageError; opening raises OSError if there is no such file.
     """
 
     def __init__(self, url: Url, *, remote_settings: RemoteSettings) -> None:
@@ -190,7 +190,7 @@ class HeaderFile(RangeFile):
 class RemoteFileStream(io.RawIOBase):
     """A remote file read from its start to its end, one chunk ahead; nothing is verified.
 
-    Raises StorageError, or OSError if there is no such file.
+    Raises RemoteStorageError, or OSError if there is no such file.
     """
 
     def __init__(self, url: Url, *, remote_settings: RemoteSettings) -> None:

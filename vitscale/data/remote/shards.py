@@ -51,7 +51,7 @@ class RemoteSamples:
         self.offset, self.length, self.hash_prefix = offset, length, hash_prefix
 
     def read(self, sample: int) -> bytes:
-        """The image as stored. Raises DamagedError, StorageError."""
+        """The image as stored. Raises DamagedError, RemoteStorageError."""
         future = _threads(os.getpid()).ahead.pop((id(self), sample), None)
         return self.read_now(sample) if future is None else future.result()
 

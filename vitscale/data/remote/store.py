@@ -39,7 +39,7 @@ class DamagedError(OSError):
     """Bytes that do not have the expected hash, however often they are read."""
 
 
-class StorageError(UserError):
+class RemoteStorageError(UserError):
     """Remote storage gave no valid answer in time."""
 
 
@@ -120,7 +120,7 @@ class RemoteStore:
         """Bytes of one range.
 
         is_valid: checks the bytes.
-        Raises StorageError if they cannot be read in time, DamagedError if they stay wrong.
+        Raises RemoteStorageError if they cannot be read in time, DamagedError if they stay wrong.
         """
         wrong: list[bytes] = []
         num_encoded = 0
@@ -150,7 +150,10 @@ class RemoteStore:
         return self._retry(attempt, url, patience_s=patience_s or self.patience_s)
 
     def check_ranges(self, url: Url) -> None:
-        """Raises UserError if the server ignores ranges and sends whole files, StorageError."""
+        """Check that the server answers requests for ranges.
+
+        Raises UserError if it ignores them and sends whole files, RemoteStorageError.
+        """
         tries = 0
 
         def attempt(timeout_s: float) -> None:
@@ -167,7 +170,7 @@ class RemoteStore:
         self._retry(attempt, url, patience_s=self.patience_s)
 
     def size(self, url: Url) -> int | None:
-        """Size of a file in bytes; None: no such file. Raises StorageError."""
+        """Size of a file in bytes; None: no such file. Raises RemoteStorageError."""
 
         def attempt(timeout_s: float) -> int | None:
             try:
@@ -195,7 +198,7 @@ class RemoteStore:
             pool.shutdown(cancel_futures=True)
 
     def names(self, folder: Url) -> list[str]:
-        """Names of the files directly below a URL. Raises StorageError."""
+        """Names of the files directly below a URL. Raises RemoteStorageError."""
 
         def attempt(timeout_s: float) -> list[str]:
             found = call(folder, "ls", timeout_s=timeout_s, detail=True)
@@ -247,9 +250,11 @@ def _final(error: Exception, url: Url, *, next_step: str) -> _NotRetryable:
     return _NotRetryable(UserError(str(error), where=str(url), next_step=next_step))
 
 
-def _unreachable(url: Url, error: Exception, *, tries: int, patience_s: float) -> StorageError:
+def _unreachable(
+    url: Url, error: Exception, *, tries: int, patience_s: float
+) -> RemoteStorageError:
     text = redact_queries(str(error)) or "no answer"
-    return StorageError(
+    return RemoteStorageError(
         f"cannot be read ({type(error).__name__}: {text}); {tries} requests in at most "
         f"{patience_s:g} s",
         where=str(url),

@@ -23,7 +23,7 @@ from vitscale.data.remote.store import take_counts
 from vitscale.data.workers.samples import Samples, Unreadable
 from vitscale.data.workers.slots import BatchSlots
 from vitscale.distributed.fork_server import SIGNALS, end_with_server
-from vitscale.distributed.node_share import Piece, receive
+from vitscale.distributed.node_share import FilePart, receive
 from vitscale.images.size import ImageSize
 
 
@@ -31,7 +31,7 @@ class Open(NamedTuple):
     """Begin a stream. The descriptors of the samples and of the slots follow."""
 
     stream: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FilePart, ...]
     num_descriptors: int
     batch: int
     image_size: ImageSize

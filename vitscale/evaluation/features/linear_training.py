@@ -25,8 +25,8 @@ RATE_BATCH = 256
 CHUNK = 4096
 
 
-class LinearHeads:
-    """One linear layer per learning rate."""
+class ParallelHeads:
+    """One linear layer per learning rate; all are computed as one matrix product."""
 
     def __init__(self, num_heads: int, *, width: int, num_classes: int, seed: int) -> None:
         """Weights are N(0, 0.01), the same for all heads; biases are zero."""
@@ -43,7 +43,7 @@ class LinearHeads:
         return logits_BX.view(-1, num_heads, num_classes)
 
     def num_correct(self, features_ND: torch.Tensor, labels_N: torch.Tensor) -> torch.Tensor:
-        """Of this rank's rows, by head: float64 [H]."""
+        """Count this rank's rows that each head predicts right: float64 [H]."""
         device = self.weights_HCD.device
         correct_H = torch.zeros(len(self.weights_HCD), dtype=torch.float64, device=device)
         for values_BD, labels_B in zip(
@@ -55,7 +55,7 @@ class LinearHeads:
 
 
 def train_heads(
-    heads: LinearHeads,
+    heads: ParallelHeads,
     features: Features,
     *,
     chosen: np.ndarray,
@@ -89,7 +89,7 @@ def train_heads(
 
 
 def _gradient(
-    heads: LinearHeads, values_BD: torch.Tensor, labels_B: torch.Tensor, *, batch: int
+    heads: ParallelHeads, values_BD: torch.Tensor, labels_B: torch.Tensor, *, batch: int
 ) -> torch.Tensor:
     """Of this rank's share of the mean cross-entropy over `batch` rows; zero without rows."""
     logits_BHC = heads.logits(values_BD)

@@ -1,4 +1,4 @@
-"""Evaluations that read each validation image's logits once, and share one pass over the images."""
+"""Run evaluations on one subject; those that read the same output of the model share a pass."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class LogitsEvaluation(Evaluation):
         raise NotImplementedError
 
     def finish(self) -> dict[str, float]:
-        """As `metrics`. Collective."""
+        """Return what `metrics` returns. Collective."""
         raise NotImplementedError
 
     def metrics(self, subject: Subject) -> dict[str, float]:
@@ -66,3 +66,25 @@ def in_one_pass(
     assert counted == expected, f"evaluated {counted} of {expected} samples"
     for each in evaluations:
         yield each.finish()
+
+
+def results(evaluations: Sequence[Evaluation], subject: Subject) -> Iterator[dict[str, float]]:
+    """Metrics of each evaluation, in their order. Collective; equal on every rank."""
+    found: dict[int, dict[str, float]] = {}
+    try:
+        for number, each in enumerate(evaluations):
+            if number in found:
+                pass
+            elif isinstance(each, LogitsEvaluation):
+                group = {
+                    later: other
+                    for later, other in enumerate(evaluations)
+                    if isinstance(other, LogitsEvaluation) and other.needs == each.needs
+                }
+                found |= zip(group, in_one_pass(list(group.values()), subject), strict=True)
+            else:
+                found[number] = each.metrics(subject)
+            yield found[number]
+    finally:
+        # The next results may be of other weights.
+        subject.features.forget()

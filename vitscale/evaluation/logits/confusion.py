@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
@@ -17,6 +18,8 @@ from vitscale.evaluation.interface.one_pass import LogitsEvaluation
 if TYPE_CHECKING:
     import torch
 
+MAX_TITLE_LETTERS = 14
+
 
 class ConfusionSettings(EvaluationSettingsBase):
     name: Literal["confusion"] = "confusion"
@@ -29,8 +32,8 @@ class ConfusionSettings(EvaluationSettingsBase):
     """Pictures of each of them."""
 
 
-class Prediction(NamedTuple):
-    """Arrays of one entry per image."""
+class Guesses(NamedTuple):
+    """Predicted classes of images; each array has one entry per image."""
 
     label: np.ndarray
     guess: np.ndarray
@@ -60,17 +63,15 @@ class Confusion(LogitsEvaluation):
         rows_N4 = gather_rows(torch.cat(self._rows)).cpu().numpy()
         self._rows = []
         label, guess, sample = rows_N4[rows_N4[:, 3] > 0, :3].T
-        found, classes = Prediction(label, guess, sample), self._subject.val.classes
+        found, classes = Guesses(label, guess, sample), self._subject.val.classes
         shares = class_shares(found)
         worst = sorted(shares, key=lambda each: (shares[each], each))[: self.settings.num_classes]
         self._subject.write("confusion.csv", lambda path: _write_cells(path, found, classes))
         self._subject.write("worst_classes.png", lambda path: self._draw(path, found, worst))
         return {"worst_classes_top1": float(np.mean([shares[each] for each in worst]))}
 
-    def _draw(self, path: Path, found: Prediction, worst: list[int]) -> None:
+    def _draw(self, path: Path, found: Guesses, worst: list[int]) -> None:
         """One row for each of the worst classes: images of it that were taken for others."""
-        from vitscale.evaluation.logits.pictures import draw_samples
-
         classes, shares, rows = self._subject.val.classes, class_shares(found), []
         for label in worst:
             chosen = examples(found, label, count=self.settings.num_examples)
@@ -80,14 +81,14 @@ class Confusion(LogitsEvaluation):
         draw_samples(self._subject, rows, path=path)
 
 
-def class_shares(found: Prediction) -> dict[int, float]:
+def class_shares(found: Guesses) -> dict[int, float]:
     """Accuracy of each class that has images."""
     images = np.bincount(found.label)
     right = np.bincount(found.label[found.label == found.guess], minlength=len(images))
     return {int(each): float(right[each] / images[each]) for each in np.flatnonzero(images)}
 
 
-def cells(found: Prediction) -> list[tuple[int, int, int]]:
+def cells(found: Guesses) -> list[tuple[int, int, int]]:
     """(class, predicted class, images) of every cell that is not 0: confusions first, the most
     frequent ones first."""
     pairs, counts = np.unique(np.stack([found.label, found.guess]), axis=1, return_counts=True)
@@ -95,7 +96,7 @@ def cells(found: Prediction) -> list[tuple[int, int, int]]:
     return sorted(rows, key=lambda row: (row[0] == row[1], -row[2], row[:2]))
 
 
-def examples(found: Prediction, label: int, *, count: int) -> np.ndarray:
+def examples(found: Guesses, label: int, *, count: int) -> np.ndarray:
     """Positions of wrong images of a class: one for each wrong class, the most frequent wrong class
     first, then a second one for each, and so on."""
     wrong = np.flatnonzero((found.label == label) & (found.guess != label))
@@ -109,9 +110,43 @@ def examples(found: Prediction, label: int, *, count: int) -> np.ndarray:
     return wrong[np.lexsort((first, -counts[first], turn))][:count]
 
 
-def _write_cells(path: Path, found: Prediction, classes: tuple[str, ...]) -> None:
+def _write_cells(path: Path, found: Guesses, classes: tuple[str, ...]) -> None:
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(["class", "predicted", "images"])
     writer.writerows((classes[a], classes[b], n) for a, b, n in cells(found))
     write_text(path, file.getvalue())
+
+
+def draw_samples(
+    subject: Subject, rows: Sequence[tuple[str, list[int], list[str]]], *, path: Path
+) -> None:
+    """Draw images of the validation split with titles as a PNG.
+
+    rows: name, numbers of the samples, and the title of each; may be empty.
+
+    Raises OSError and UserError.
+    """
+    import torch
+    from matplotlib.figure import Figure
+
+    from vitscale.data.samples import EvaluationSamples
+    from vitscale.images.sheet import save_figure
+    from vitscale.images.size import rows_and_columns
+
+    samples = EvaluationSamples(subject.val, settings=subject.data, image_size=subject.image_size)
+    pixels = torch.empty(3, *rows_and_columns(subject.image_size), dtype=torch.uint8)
+    columns = max((len(numbers) for _, numbers, _ in rows), default=0) + 1
+    figure = Figure(figsize=(columns * 1.2, len(rows) * 1.4 + 0.2), layout="constrained")
+    for row, (name, numbers, titles) in enumerate(rows):
+        axes = figure.add_subplot(len(rows), columns, row * columns + 1)
+        axes.set_axis_off()
+        axes.text(1, 0.5, name, ha="right", va="center", fontsize=9, parse_math=False)
+        for column, (number, title) in enumerate(zip(numbers, titles, strict=True), start=2):
+            samples.fill(number, pixels)
+            axes = figure.add_subplot(len(rows), columns, row * columns + column)
+            axes.imshow(pixels.permute(1, 2, 0).numpy(), interpolation="nearest")
+            axes.set_axis_off()
+            # Class names come from folder names: never let matplotlib read them as mathematics.
+            axes.set_title(title[:MAX_TITLE_LETTERS], fontsize=8, color="#c0392b", parse_math=False)
+    save_figure(figure, path)

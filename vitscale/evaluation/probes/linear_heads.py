@@ -80,8 +80,7 @@ class LinearHeads(Evaluation):
         import torch
 
         from vitscale.distributed.world import sum_over_ranks
-        from vitscale.evaluation.features.linear_training import LinearHeads as Heads
-        from vitscale.evaluation.features.linear_training import train_heads
+        from vitscale.evaluation.features.linear_training import ParallelHeads, train_heads
 
         settings, device = self.settings, subject.model.world.device
         rates = settings.learning_rates
@@ -92,7 +91,7 @@ class LinearHeads(Evaluation):
         found = []  # dev and validation top-1 and rate of each head
         for columns in column_choices(train.values_ND.shape[1], output):
             fit_on = train.columns(columns)
-            heads = Heads(
+            heads = ParallelHeads(
                 len(settings.learning_rates),
                 width=len(columns),
                 num_classes=len(subject.val.classes),

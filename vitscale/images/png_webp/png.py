@@ -43,8 +43,8 @@ class LeftToPillow(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Pixels:
-    """An image with all its bytes inflated."""
+class InflatedPng:
+    """A PNG whose rows are inflated, but still filtered."""
 
     width: int
     height: int
@@ -52,7 +52,7 @@ class Pixels:
     palette: bytes | memoryview
     """3 bytes per colour; empty for other colour types."""
     coded: bytes
-    """Of each row: the number of its filter, and its filtered samples."""
+    """Rows: each has the number of its filter, then its filtered samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ def crop(data: bytes, out: np.ndarray, box: Box, *, max_pixels: int) -> bool:
     return True
 
 
-def _header_of(pixels: Pixels) -> tuple[int, int, int]:
+def _header_of(pixels: InflatedPng) -> tuple[int, int, int]:
     return pixels.width, pixels.height, pixels.colour
 
 
@@ -147,7 +147,7 @@ def _zlib() -> ModuleType:
     return isal_zlib
 
 
-def inflate(data: bytes, *, max_pixels: int) -> Pixels:
+def inflate(data: bytes, *, max_pixels: int) -> InflatedPng:
     """Check all of a PNG but its filters, and inflate it. Raises LeftToPillow."""
     try:
         chunks = list(_chunks_of(data))
@@ -166,7 +166,7 @@ def inflate(data: bytes, *, max_pixels: int) -> Pixels:
     except (ValueError, LookupError, struct.error, zlib.error) as error:
         raise LeftToPillow(str(error)) from None
     palette = colours[b"PLTE"] if colour == PALETTE else b""
-    return Pixels(width, height, colour, palette, coded)
+    return InflatedPng(width, height, colour, palette, coded)
 
 
 def _require(is_ordinary: bool) -> None:

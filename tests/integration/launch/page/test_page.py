@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from launch.comparison.differences import compare
-from launch.comparison.page.pictures import PNG_START
+from launch.comparison.page.data import PNG_START
 from launch.comparison.page.write import write_report
-from launch.comparison.runs import RunRecord
+from launch.comparison.runs import ComparedRun
 from launch.jobs.attempts import ATTEMPTS_NAME
 from tests.integration.launch.page.browser import Browser, browser, chromium_path
 from vitscale.tracking.journal import Row
@@ -32,7 +32,7 @@ PNG = bytes.fromhex(
 )
 
 
-def make_run(root: Path, number: int) -> RunRecord:
+def make_run(root: Path, number: int) -> ComparedRun:
     """A run with 3,000 points; its accuracy is higher the higher its number."""
     folder = root / str(number)
     (folder / "pictures").mkdir(parents=True)
@@ -48,7 +48,7 @@ def make_run(root: Path, number: int) -> RunRecord:
             metrics |= {"val/top1": 0.2 + 0.1 * number + step / 1e4, f"val/{EVIL}": math.inf}
         rows.append(Row(step=step, time=60.0 * step, metrics=metrics))
     params = {"optim.lr": str(0.1 * number), "data.global_batch": "8", f"note.{EVIL}": EVIL}
-    return RunRecord(
+    return ComparedRun(
         label=LABELS[number],
         source=EVIL,
         folder=folder,

@@ -7,7 +7,7 @@ import json
 import math
 from pathlib import Path
 
-from finetune.inference.results import Result, as_results, text_table, write_results
+from finetune.inference.results import EvaluationResult, as_results, text_table, write_results
 from vitscale.evaluation.interface.evaluation import Share
 
 TABLE = """\
@@ -17,7 +17,7 @@ image size  evaluation      metric          value     95 % interval  images
         32  throughput      images_per_s  12345.7"""
 
 
-def results() -> list[Result]:
+def results() -> list[EvaluationResult]:
     rows = as_results("classification", {"top1": Share(3, 4), "loss": math.nan}, image_size=24)
     return rows + as_results("throughput", {"images_per_s": 12345.67}, image_size=32)
 

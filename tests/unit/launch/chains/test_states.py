@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from finetune.inference.settings import EvaluateRun
-from launch.chains.graph import Chain, Step
+from launch.chains.graph import Chain, ChainStep
 from launch.chains.record import read_record, recorded_jobs, write_record
 from launch.chains.states import chain_states
 from launch.jobs.preparation import prepare_job
@@ -25,7 +25,7 @@ def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Chain:
     return chain_of(write_chain(tmp_path))
 
 
-def steps_of(chain: Chain, stage: str) -> tuple[Step, ...]:
+def steps_of(chain: Chain, stage: str) -> tuple[ChainStep, ...]:
     return next(each.steps for each in chain.stages if each.name == stage)
 
 
@@ -36,7 +36,7 @@ def train(chain: Chain, *stages: str) -> None:
             write_training(step.training, step=step.training.steps)
 
 
-def write_evaluation(step: Step) -> Path:
+def write_evaluation(step: ChainStep) -> Path:
     assert isinstance(step.run, EvaluateRun)
     prepare_job(step.run, cluster="local")
     results = step.folder / "results.json"

@@ -12,7 +12,7 @@ import pytest
 from launch.comparison.budget import parse_budget
 from launch.comparison.differences import compare
 from launch.comparison.files import write_csv, write_json
-from launch.comparison.runs import RunRecord
+from launch.comparison.runs import ComparedRun
 from launch.comparison.text import markdown, plain_text, tables
 from vitscale.config.errors import UserError
 from vitscale.tracking.journal import Row
@@ -20,7 +20,7 @@ from vitscale.tracking.journal import Row
 
 def run(
     label: str, top1: list[float], *, batch: int = 8, every: int = 10, **params: str
-) -> RunRecord:
+) -> ComparedRun:
     """A run that evaluates after every `every` steps, one second each."""
     rows = tuple(
         Row(
@@ -31,7 +31,7 @@ def run(
         for i, value in enumerate(top1)
     )
     known = {"data.global_batch": str(batch)} | params
-    return RunRecord(label=label, source=label, folder=None, status=None, params=known, rows=rows)
+    return ComparedRun(label=label, source=label, folder=None, status=None, params=known, rows=rows)
 
 
 def test_runs_of_different_length_are_compared_at_equal_steps() -> None:

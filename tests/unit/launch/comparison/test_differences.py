@@ -7,15 +7,17 @@ import math
 import pytest
 
 from launch.comparison.differences import compare
-from launch.comparison.runs import RunRecord
+from launch.comparison.runs import ComparedRun
 from vitscale.tracking.journal import Row
 
 
-def run(label: str, *metrics: dict[str, float], params: dict[str, str] | None = None) -> RunRecord:
+def run(
+    label: str, *metrics: dict[str, float], params: dict[str, str] | None = None
+) -> ComparedRun:
     rows = tuple(
         Row(step=step, time=float(step), metrics=each) for step, each in enumerate(metrics, start=1)
     )
-    return RunRecord(
+    return ComparedRun(
         label=label, source=label, folder=None, status=None, params=params or {}, rows=rows
     )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.comparison.progress import progress_of
-from launch.comparison.runs import RunRecord
+from launch.comparison.runs import ComparedRun
 from launch.jobs.attempts import ATTEMPTS_NAME
 from pretrain.run import PretrainRun
 from vitscale.config.loader import load_run, run_to_yaml
@@ -18,9 +18,9 @@ from vitscale.tracking.journal import Row
 HOUR = 3600.0
 
 
-def run(folder: Path | None, *rows: Row, **params: str) -> RunRecord:
+def run(folder: Path | None, *rows: Row, **params: str) -> ComparedRun:
     params = {key.replace("__", "."): value for key, value in params.items()}
-    return RunRecord(label="", source="", folder=folder, status=None, params=params, rows=rows)
+    return ComparedRun(label="", source="", folder=folder, status=None, params=params, rows=rows)
 
 
 def row(step: int, time: float, **metrics: float) -> Row:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from launch.comparison.runs import RunRecord
+from launch.comparison.runs import ComparedRun
 from launch.comparison.seeds import seed_groups
 
 
-def run(**params: str) -> RunRecord:
+def run(**params: str) -> ComparedRun:
     label = params.pop("label", "a")
-    return RunRecord(label=label, source="", folder=None, status=None, params=params, rows=())
+    return ComparedRun(label=label, source="", folder=None, status=None, params=params, rows=())
 
 
 def test_equal_settings_with_equal_seeds_are_no_group() -> None:

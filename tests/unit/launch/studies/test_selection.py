@@ -23,7 +23,7 @@ from launch.studies.selection import (
     selections,
     write_selected,
 )
-from launch.studies.states import Progress, states_of
+from launch.studies.states import Completion, states_of
 from tests.contract.tree import ROOT
 from tests.support.study_runs import grid_of, study_of, write_study, write_training
 from vitscale.config.errors import UserError
@@ -87,14 +87,14 @@ def test_trials_and_final_runs_are_separate(study: Path) -> None:
 
 def test_the_best_value_becomes_the_final_run(study: Path) -> None:
     grid = grid_of(study)
-    assert states_of(grid)["final_pets_seed5"].progress is Progress.WAITING
+    assert states_of(grid)["final_pets_seed5"].progress is Completion.WAITING
     write_trials(grid, PETS)
     grid, states = resolve(grid)
     for seed in (5, 6):
         final = grid.trainings[f"final_pets_seed{seed}"]
         assert (final.run.optim.lr, final.labels["rate"], final.candidates) == (0.03, "high", ())
-        assert states[final.name].progress is Progress.MISSING
-    assert states["final_imagenet_seed5"].progress is Progress.WAITING
+        assert states[final.name].progress is Completion.MISSING
+    assert states["final_imagenet_seed5"].progress is Completion.WAITING
     assert [each.label for each in selections(grid, states)] == ["high", None]
 
 
@@ -147,7 +147,7 @@ def test_a_diverged_trial_is_the_worst_of_its_choice(study: Path) -> None:
     write_trials(grid, {"trial_pets_low_seed0": 0.0})
     diverge(grid, "trial_pets_high_seed0")
     grid, states = resolve(grid)
-    assert states["trial_pets_high_seed0"].progress is Progress.DIVERGED
+    assert states["trial_pets_high_seed0"].progress is Completion.DIVERGED
     assert grid.trainings["final_pets_seed5"].labels["rate"] == "low"
     pets, _ = found = selections(grid, states)
     assert pets.label == "low" and math.isnan(pets.means["high"] or 0.0)
@@ -162,9 +162,9 @@ def test_only_the_same_trial_counts_as_diverged(study: Path) -> None:
     for name in ("final_pets_seed5", "final_pets_seed6"):
         diverge(grid, name)
     changed = grid_of(study, "finetune.overrides=[optim.weight_decay=0.5]")
-    assert states_of(changed)["trial_pets_high_seed0"].progress is Progress.CHANGED
+    assert states_of(changed)["trial_pets_high_seed0"].progress is Completion.CHANGED
     write_trials(grid, {"trial_pets_low_seed0": 0.5})
-    assert resolve(grid)[1]["final_pets_seed5"].progress is Progress.MISSING
+    assert resolve(grid)[1]["final_pets_seed5"].progress is Completion.MISSING
 
 
 def test_a_choice_among_diverged_trials_is_an_error(study: Path) -> None:
@@ -180,11 +180,11 @@ def test_a_final_run_of_another_choice_is_changed(study: Path) -> None:
     grid = grid_of(study)
     write_trials(grid, PETS)
     write_training(resolve(grid)[0].trainings["final_pets_seed5"], step=12, value=0.7)
-    assert resolve(grid)[1]["final_pets_seed5"].progress is Progress.DONE
+    assert resolve(grid)[1]["final_pets_seed5"].progress is Completion.DONE
     (grid.trainings["trial_pets_high_seed0"].folder / "journal.jsonl").unlink()
     write_trials(grid, {"trial_pets_high_seed0": 0.1})
     state = resolve(grid)[1]["final_pets_seed5"]
-    assert state.progress is Progress.CHANGED
+    assert state.progress is Completion.CHANGED
     assert state.changes == ("optim.lr: trained with 0.03, now 0.001",)
 
 
@@ -233,7 +233,7 @@ def test_arrays_choose_when_they_start(study: Path) -> None:
 
 def test_a_failed_trial_keeps_the_final_runs_from_starting(study: Path) -> None:
     from launch.jobs.monitor import StopFlag
-    from launch.studies.running import Failure
+    from launch.studies.running import FailedRun
 
     grid = grid_of(study)
     write_trials(grid, PETS)
@@ -242,7 +242,7 @@ def test_a_failed_trial_keeps_the_final_runs_from_starting(study: Path) -> None:
     said: list[str] = []
     trainings = LocalTrainings(
         grid=grid, num_procs=1, parallel=0, say=said.append, stop=StopFlag(),
-        failures=[Failure(name=failed, what="x")],
+        failures=[FailedRun(name=failed, what="x")],
     )  # fmt: skip
     trainings._waiting, trainings._done = ["final_imagenet_seed5"], set(PETS)
     trainings._start_ready()

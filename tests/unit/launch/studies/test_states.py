@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from launch.studies.grid import Grid
-from launch.studies.overview import overview
-from launch.studies.states import Progress, check_unchanged, states_of
+from launch.studies.states import Completion, check_unchanged, overview, states_of
 from tests.support.study_runs import grid_of, write_all, write_study, write_training
 from vitscale.config.errors import UserError
 
@@ -27,24 +26,24 @@ def grid(study: Path) -> Grid:
     return grid_of(study)
 
 
-def progress(grid: Grid, name: str) -> Progress:
+def progress(grid: Grid, name: str) -> Completion:
     return states_of(grid)[name].progress
 
 
 def test_states_follow_the_checkpoints(grid: Grid) -> None:
-    assert {state.progress for state in states_of(grid).values()} == {Progress.MISSING}
+    assert {state.progress for state in states_of(grid).values()} == {Completion.MISSING}
     write_training(grid.trainings[PRETRAIN], step=7)
     assert states_of(grid)[PRETRAIN].text == "resumable (step 7)"
     write_training(grid.trainings[PRETRAIN], step=20)
-    assert progress(grid, PRETRAIN) is Progress.DONE
-    assert progress(grid, FINETUNE) is Progress.MISSING
+    assert progress(grid, PRETRAIN) is Completion.DONE
+    assert progress(grid, FINETUNE) is Completion.MISSING
 
 
 def test_a_damaged_checkpoint_does_not_count(grid: Grid) -> None:
     write_training(grid.trainings[PRETRAIN], step=20)
     folder = grid.trainings[PRETRAIN].folder / "checkpoints/step-00000020"
     next(folder.glob("*.safetensors")).write_bytes(b"cut")
-    assert progress(grid, PRETRAIN) is Progress.MISSING
+    assert progress(grid, PRETRAIN) is Completion.MISSING
 
 
 def test_changed_settings_are_reported(grid: Grid, study: Path) -> None:
@@ -52,7 +51,7 @@ def test_changed_settings_are_reported(grid: Grid, study: Path) -> None:
     check_unchanged(grid, states_of(grid))
     now = grid_of(study, "pretrain.overrides=[optim.weight_decay=0.5]")
     states = states_of(now)
-    assert states[PRETRAIN].progress is Progress.CHANGED
+    assert states[PRETRAIN].progress is Completion.CHANGED
     with pytest.raises(UserError) as caught:
         check_unchanged(now, states)
     assert "runs/small/pretrain_wide_1_seed0: trained to step 20" in caught.value.text()
@@ -67,23 +66,23 @@ def test_settings_without_effect_may_change(grid: Grid, study: Path) -> None:
         "engine.num_threads=1"
     )
     now = grid_of(study, f"overrides=[{changes}]")
-    assert {state.progress for state in states_of(now).values()} == {Progress.DONE}
+    assert {state.progress for state in states_of(now).values()} == {Completion.DONE}
 
 
 def test_a_transfer_without_its_pretraining_is_changed(grid: Grid) -> None:
     """A pre-training that is repeated may end with other weights than the transfer had."""
     write_all(grid, {})
     shutil.rmtree(grid.trainings[PRETRAIN].folder)
-    assert progress(grid, PRETRAIN) is Progress.MISSING
+    assert progress(grid, PRETRAIN) is Completion.MISSING
     state = states_of(grid)[FINETUNE]
-    assert state.progress is Progress.CHANGED
+    assert state.progress is Completion.CHANGED
     assert state.changes == (f"its pre-training {PRETRAIN} is missing",)
 
 
 def test_an_unreadable_configuration_counts_as_changed(grid: Grid) -> None:
     write_training(grid.trainings[PRETRAIN], step=20)
     (grid.trainings[PRETRAIN].folder / "config.yaml").write_text("stage: pretrain\nnew_key: 1\n")
-    assert progress(grid, PRETRAIN) is Progress.CHANGED
+    assert progress(grid, PRETRAIN) is Completion.CHANGED
 
 
 def test_the_overview_counts_what_is_left(grid: Grid) -> None:

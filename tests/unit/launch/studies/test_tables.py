@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from launch.studies.grid import StudyTraining
-from launch.studies.results import Result
+from launch.studies.results import StudyResult
 from launch.studies.settings import AxisValue, StudyRun
 from launch.studies.tables import csv_text, markdown, markdown_page, paper_table, printed
 from tests.support.study_runs import study_of
@@ -39,14 +39,14 @@ def study(tmp_path: Path) -> StudyRun:
     return study_of(path)
 
 
-def results(study: StudyRun, values: dict[tuple[str, str], dict[int, float]]) -> list[Result]:
+def results(study: StudyRun, values: dict[tuple[str, str], dict[int, float]]) -> list[StudyResult]:
     def value(axis: str, label: str) -> AxisValue:
         return next(each for each in study.axis(axis).values if each.label == label)
 
     no_run: Any = None  # tables do not look at it
     training = StudyTraining(name="x", run=no_run, labels={}, kind="final")
     return [
-        Result(
+        StudyResult(
             metric="val/top1",
             values={"task": value("task", task), "model": value("model", model)},
             training=training,
@@ -99,7 +99,7 @@ def test_the_csv_is_not_rounded(study: StudyRun) -> None:
 def test_a_single_column_is_named_after_the_metric(study: StudyRun) -> None:
     found = results(study, {("Pets", "B/16"): {0: 0.5}})
     alone = [
-        Result(
+        StudyResult(
             metric=each.metric, values={"task": each.values["task"]}, training=each.training,
             pretrain=None, by_seed=each.by_seed, num_seeds=1,
         )

@@ -14,7 +14,7 @@ from vitscale.config.loader import yaml_flow
 from vitscale.config.yaml_source import (
     MAX_KEY_LENGTH,
     MAX_NODES,
-    Node,
+    YamlNode,
     node_at,
     parse_value,
     parse_yaml,
@@ -22,7 +22,7 @@ from vitscale.config.yaml_source import (
 )
 
 
-def read(text: str) -> tuple[Node | None, list[str]]:
+def read(text: str) -> tuple[YamlNode | None, list[str]]:
     errors: list[UserError] = []
     root = parse_yaml(text, name="x.yaml", errors=errors)
     return root, [error.text() for error in errors]

@@ -9,12 +9,17 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from finetune.inference.prediction.tables import Row, column_names, join_parts, open_part
+from finetune.inference.prediction.tables import (
+    ImagePrediction,
+    column_names,
+    join_parts,
+    open_part,
+)
 
 ROWS = [
-    Row('a "b",\nc.jpg', "cat", ("cat", "döner"), (0.75, 0.25), None),
-    Row("d.jpg", None, (), (), "is not a file"),
-    Row("e.jpg", "", ("döner", "cat"), (0.5, 0.5), None),
+    ImagePrediction('a "b",\nc.jpg', "cat", ("cat", "döner"), (0.75, 0.25), None),
+    ImagePrediction("d.jpg", None, (), (), "is not a file"),
+    ImagePrediction("e.jpg", "", ("döner", "cat"), (0.5, 0.5), None),
 ]
 
 

@@ -10,17 +10,17 @@ import pytest
 from launch.comparison.differences import compare
 from launch.comparison.page.verdict import verdict
 from launch.comparison.progress import progress_of
-from launch.comparison.runs import RunRecord
+from launch.comparison.runs import ComparedRun
 from vitscale.tracking.journal import Row
 
 
-def run(label: str, metrics: dict[str, float], *, steps: int = 10, **params: str) -> RunRecord:
+def run(label: str, metrics: dict[str, float], *, steps: int = 10, **params: str) -> ComparedRun:
     rows = (Row(step=steps, time=1.0, metrics=metrics),)
     params = {key.replace("__", "."): value for key, value in params.items()}
-    return RunRecord(label=label, source="", folder=None, status=None, params=params, rows=rows)
+    return ComparedRun(label=label, source="", folder=None, status=None, params=params, rows=rows)
 
 
-def found(*runs: RunRecord) -> dict[str, Any]:
+def found(*runs: ComparedRun) -> dict[str, Any]:
     compared = compare(runs)
     result = verdict(compared.metrics, compared, [progress_of(each) for each in runs])
     assert result is not None
@@ -60,7 +60,7 @@ def test_reasons_are_what_differs_from_the_second() -> None:
 
 
 def test_runs_are_compared_at_equal_budgets() -> None:
-    long = RunRecord(
+    long = ComparedRun(
         label="long",
         source="",
         folder=None,
@@ -77,7 +77,7 @@ def test_runs_are_compared_at_equal_budgets() -> None:
 
 
 def test_groups_of_seeds_are_ranked_by_their_means() -> None:
-    def seeded(value: float, seed: int, rate: str) -> RunRecord:
+    def seeded(value: float, seed: int, rate: str) -> ComparedRun:
         return run(f"{rate}-{seed}", {"val/top1": value}, seed=str(seed), optim__lr=rate)
 
     low = [seeded(value, seed, "1") for seed, value in enumerate((0.2, 0.9))]

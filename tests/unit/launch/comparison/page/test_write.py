@@ -13,7 +13,7 @@ import pytest
 
 from launch.comparison.differences import compare
 from launch.comparison.page.write import FOLDER, UPLOT, render
-from launch.comparison.runs import RunRecord
+from launch.comparison.runs import ComparedRun
 from vitscale.tracking.journal import Row
 
 # uPlot 1.6.32 as npm has it: sha256 of dist/uPlot.iife.min.js, dist/uPlot.min.css and LICENSE.
@@ -27,7 +27,7 @@ EVIL = "</script><!--<script>alert(1)</script>&<img src=x onerror=alert(1)>"
 
 def page(*metrics: dict[str, float], label: str = "a") -> str:
     rows = tuple(Row(step=i, time=float(i), metrics=each) for i, each in enumerate(metrics, 1))
-    run = RunRecord(
+    run = ComparedRun(
         label=label, source=label, folder=None, status=None, params={label: label}, rows=rows
     )
     return render(compare([run, run]))
@@ -98,7 +98,7 @@ def test_scripts_set_text_and_never_markup() -> None:
 
 
 def test_pictures_of_runs_are_side_by_side(tmp_path: Path) -> None:
-    from launch.comparison.page.pictures import MAX_PICTURE_BYTES, PNG_START, pictures
+    from launch.comparison.page.data import MAX_PICTURE_BYTES, PNG_START, pictures
 
     runs = []
     for name in ("a", "b"):
@@ -107,7 +107,7 @@ def test_pictures_of_runs_are_side_by_side(tmp_path: Path) -> None:
         (folder / "worst_classes.png").write_bytes(PNG_START + name.encode())
         rows = (Row(step=1, time=0.0, metrics={"x": 1.0}),)
         runs.append(
-            RunRecord(
+            ComparedRun(
                 label=name, source="", folder=folder.parent, status=None, params={}, rows=rows
             )
         )

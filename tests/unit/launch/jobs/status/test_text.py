@@ -8,8 +8,7 @@ import pytest
 
 from launch.jobs.attempts import Ending
 from launch.jobs.status.reading import read_status
-from launch.jobs.status.reasons import plain_reason
-from launch.jobs.status.text import age, as_text, as_values, lines_of
+from launch.jobs.status.text import age, as_text, as_values, lines_of, plain_reason
 from tests.unit.launch.jobs.status.conftest import NOW, RunFolder, job
 
 

@@ -8,13 +8,13 @@ import sys
 import pytest
 
 from launch.jobs.supervision import step as step_module
-from launch.jobs.supervision.step import Step
+from launch.jobs.supervision.step import JobStep
 
 
-def errors(*lines: str) -> Step:
+def errors(*lines: str) -> JobStep:
     """A step whose srun has printed these lines."""
     program = f"import sys; sys.stderr.write({chr(10).join([*lines, ''])!r}); sys.exit(9)"
-    step = Step([sys.executable, "-c", program])
+    step = JobStep([sys.executable, "-c", program])
     assert step.wait(nodes=["n1"])[0] == 9
     return step
 

@@ -17,7 +17,7 @@ from vitscale.data.remote import backends
 from vitscale.data.remote.errors import EncodedError, NoRangesError
 from vitscale.data.remote.index import MAX_MANIFEST_BYTES
 from vitscale.data.remote.settings import RemoteSettings
-from vitscale.data.remote.store import RemoteStore, StorageError
+from vitscale.data.remote.store import RemoteStorageError, RemoteStore
 from vitscale.data.remote.urls import Url
 
 BUCKETS = ("s3", "gs")
@@ -72,7 +72,7 @@ def test_buckets_answer_with_what_was_asked_for(
             backends.call(url, "ls", timeout_s=PATIENCE_S)
         assert server.sent["bucket"] < MORE_BYTES
         server.fault = lambda path, number: "endless_error"
-        with pytest.raises(StorageError, match="cannot be read"):
+        with pytest.raises(RemoteStorageError, match="cannot be read"):
             RemoteStore(patience_s=0.1).names(url)
         server.fault = lambda path, number: None
         with open(bucket / "manifest.json", "wb") as file:

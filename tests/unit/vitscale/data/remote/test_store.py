@@ -17,8 +17,8 @@ from vitscale.data.remote.index import MAX_MANIFEST_BYTES, remote_index
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.store import (
     DamagedError,
+    RemoteStorageError,
     RemoteStore,
-    StorageError,
     remote_counts,
 )
 from vitscale.data.remote.urls import Url, is_url, location_of, url_problem
@@ -166,14 +166,14 @@ def test_a_transient_fault_is_retried_and_counted(folder: Path, fault: str) -> N
 @pytest.mark.parametrize("fault", ["error", "drop", "short", "missing"])
 def test_a_persistent_fault_ends_in_time_with_one_error(folder: Path, fault: str) -> None:
     with served(folder, fault=lambda path, number: fault) as server:
-        with pytest.raises(StorageError, match=r"a\.bin: cannot be read .*; \d+ requests"):
+        with pytest.raises(RemoteStorageError, match=r"a\.bin: cannot be read .*; \d+ requests"):
             RemoteStore(patience_s=2.0).read(Url(server.url) / "a.bin", offset=0, num_bytes=9)
         assert server.requests["a.bin"] > 1
 
 
 def test_a_refusal_is_not_repeated(folder: Path) -> None:
     with served(folder, fault=lambda path, number: "forbidden") as server:
-        with pytest.raises(StorageError, match=r"a\.bin: cannot be read .*403.*; 1 requests"):
+        with pytest.raises(RemoteStorageError, match=r"a\.bin: cannot be read .*403.*; 1 requests"):
             RemoteStore(patience_s=PATIENCE_S).read(
                 Url(server.url) / "a.bin", offset=0, num_bytes=9
             )
@@ -193,7 +193,7 @@ def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> 
 
     timeouts: list[float] = []
     monkeypatch.setattr(remote_store, "read_range", fail)
-    with pytest.raises(StorageError) as caught:
+    with pytest.raises(RemoteStorageError) as caught:
         RemoteStore(patience_s=2.0).read(Url("http://host/a.bin"), offset=0, num_bytes=9)
     assert "GET https://host/a.bin?*** failed" in str(caught.value)
     assert SECRET not in str(caught.value)
@@ -226,7 +226,7 @@ def test_the_last_error_with_a_text_is_reported(monkeypatch: pytest.MonkeyPatch)
 
     tries: list[float] = []
     monkeypatch.setattr(remote_store, "read_range", fail)
-    with pytest.raises(StorageError, match="ends after 7 bytes"):
+    with pytest.raises(RemoteStorageError, match="ends after 7 bytes"):
         RemoteStore(patience_s=1.0).read(Url("http://host/a.bin"), offset=0, num_bytes=9)
     assert len(tries) > 1
 
@@ -236,7 +236,7 @@ def test_a_silent_server_is_an_error_in_time(folder: Path) -> None:
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = Url(f"http://127.0.0.1:{silent.getsockname()[1]}/a.bin")
-        with pytest.raises(StorageError, match="cannot be read"):
+        with pytest.raises(RemoteStorageError, match="cannot be read"):
             RemoteStore(patience_s=0.8).read(url, offset=0, num_bytes=9)
 
 
@@ -253,7 +253,7 @@ def test_a_server_without_ranges_differs_from_a_failing_one(folder: Path) -> Non
     with served(folder, fault=lambda path, number: "no_ranges") as server:
         with pytest.raises(UserError, match="no range requests") as caught:
             RemoteStore(patience_s=PATIENCE_S).check_ranges(Url(server.url) / "a.bin")
-        assert not isinstance(caught.value, StorageError)
+        assert not isinstance(caught.value, RemoteStorageError)
 
 
 def test_a_failed_request_is_no_answer_without_ranges(folder: Path) -> None:
@@ -269,7 +269,7 @@ def test_a_server_that_ignores_some_ranges_is_asked_again(folder: Path) -> None:
         store.check_ranges(url)
         assert store.read(url, offset=5, num_bytes=2) == bytes([5, 6])
         server.fault = lambda path, number: "no_ranges"
-        with pytest.raises(StorageError, match="status 200: no range requests"):
+        with pytest.raises(RemoteStorageError, match="status 200: no range requests"):
             RemoteStore(patience_s=2.0).read(url, offset=5, num_bytes=2)
 
 
@@ -277,7 +277,7 @@ def test_a_server_that_ignores_some_ranges_is_asked_again(folder: Path) -> None:
 def test_only_one_byte_more_than_asked_for_is_read(folder: Path, fault: str) -> None:
     with served(folder, fault=lambda path, number: fault) as server:
         before = remote_counts().total()
-        with pytest.raises(StorageError, match="for 9 bytes with more"):
+        with pytest.raises(RemoteStorageError, match="for 9 bytes with more"):
             RemoteStore(patience_s=2.0).read(Url(server.url) / "a.bin", offset=5, num_bytes=9)
         assert remote_counts().total()["bytes"] == before["bytes"]
         # Per request what fits into the buffers of the connection.
@@ -291,7 +291,7 @@ def test_an_encoded_answer_is_one_error(folder: Path, fault: str) -> None:
             RemoteStore(patience_s=PATIENCE_S).read(
                 Url(server.url) / "a.bin", offset=5, num_bytes=9
             )
-        assert not isinstance(caught.value, StorageError)
+        assert not isinstance(caught.value, RemoteStorageError)
         assert server.requests["a.bin"] == 3
         server.fault = lambda path, number: fault if number % 3 else None
         data = RemoteStore(patience_s=PATIENCE_S).read(
@@ -328,10 +328,13 @@ def test_sizes_distinguish_missing_files_from_failing_servers(folder: Path) -> N
         server.requests.clear()
         assert RemoteStore(patience_s=PATIENCE_S).sizes(urls[:1]) == [10240]
         server.fault = lambda path, number: "error"
-        with pytest.raises(StorageError, match="cannot be read"):
+        with pytest.raises(RemoteStorageError, match="cannot be read"):
             RemoteStore(patience_s=2.0).sizes(urls)
 
 
 def test_a_range_beyond_the_end_of_a_file_is_an_error(folder: Path) -> None:
-    with served(folder) as server, pytest.raises(StorageError, match="ends after 10240 bytes"):
+    with (
+        served(folder) as server,
+        pytest.raises(RemoteStorageError, match="ends after 10240 bytes"),
+    ):
         RemoteStore(patience_s=2.0).read(Url(server.url) / "a.bin", offset=10230, num_bytes=20)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.support.engine.array_subject import WORLD
-from vitscale.evaluation.features.linear_training import LinearHeads, _positions, train_heads
+from vitscale.evaluation.features.linear_training import ParallelHeads, _positions, train_heads
 from vitscale.evaluation.features.rows import Features
 
 RATES, STEPS, BATCH, CHOSEN = (0.01, 0.5, 3.0), 12, 16, np.arange(2, 40)
@@ -25,7 +25,7 @@ def features() -> Features:
 @pytest.mark.usefixtures("group")
 def test_heads_equal_torch_sgd() -> None:
     rows = features()
-    heads = LinearHeads(len(RATES), width=6, num_classes=3, seed=1)
+    heads = ParallelHeads(len(RATES), width=6, num_classes=3, seed=1)
     first = heads.weights_HCD.clone()
     train_heads(
         heads,

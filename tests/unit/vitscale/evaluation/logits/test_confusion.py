@@ -15,7 +15,7 @@ from vitscale.distributed.world import World
 from vitscale.evaluation.logits.confusion import (
     Confusion,
     ConfusionSettings,
-    Prediction,
+    Guesses,
     cells,
     examples,
 )
@@ -24,7 +24,7 @@ from vitscale.evaluation.logits.confusion import (
 def test_cells_list_the_most_frequent_confusions_first() -> None:
     label = np.array([0, 0, 1, 1, 1, 2, 2])
     guess = np.array([0, 1, 2, 2, 1, 2, 0])
-    found = Prediction(label, guess, np.arange(7))
+    found = Guesses(label, guess, np.arange(7))
     expected = [(1, 2, 2), (0, 1, 1), (2, 0, 1), (0, 0, 1), (1, 1, 1), (2, 2, 1)]
     assert cells(found) == expected
 
@@ -32,7 +32,7 @@ def test_cells_list_the_most_frequent_confusions_first() -> None:
 def test_examples_show_each_wrong_class_before_a_second() -> None:
     label = np.array([0, 0, 0, 0, 0, 0, 1])
     guess = np.array([2, 1, 2, 1, 2, 0, 0])
-    found = Prediction(label, guess, np.array([10, 11, 12, 13, 14, 15, 16]))
+    found = Guesses(label, guess, np.array([10, 11, 12, 13, 14, 15, 16]))
     chosen = examples(found, 0, count=4)
     assert found.sample[chosen].tolist() == [10, 11, 12, 13]
     assert found.guess[chosen].tolist() == [2, 1, 2, 1]

@@ -14,9 +14,9 @@ from tests.support.engine.given_outputs import given_outputs
 from vitscale.config.errors import UserError
 from vitscale.distributed.world import World
 from vitscale.evaluation.interface.evaluation import Outputs
+from vitscale.evaluation.interface.one_pass import results
 from vitscale.evaluation.logits.calibration import Calibration, CalibrationSettings
 from vitscale.evaluation.logits.classification import Classification, ClassificationSettings
-from vitscale.evaluation.running import results
 from vitscale.evaluation.throughput import Throughput, ThroughputSettings
 
 
