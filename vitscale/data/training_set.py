@@ -25,7 +25,7 @@ from vitscale.data.settings import DataSettings, TrainingShards
 from vitscale.data.tars.labels import TarLabels
 from vitscale.data.tars.names import tars_of_split
 from vitscale.data.tars.opening import StreamedTars, open_tars
-from vitscale.data.tars.scan import ScannedTars, scan_tars
+from vitscale.data.tars.scan import scan_tars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,46 +116,46 @@ def class_names(settings: DataSettings) -> tuple[str, ...]:
     return read_manifest(settings.path, remote_settings=settings.remote).classes
 
 
-def scanned_split(settings: DataSettings, scanned: ScannedTars) -> SplitIndex:
-    """The evaluated split of tars that nobody indexed. Its samples have no hashes."""
-    assert settings.val_split is not None
-    labels = TarLabels.of(settings.webdataset)
-    urls = [tar for tar in scanned.tars if isinstance(tar, Url)]
+def open_val_split(settings: DataSettings, *, check_files: bool = True) -> SplitIndex | None:
+    """The samples of `data.val_split`; None: there is none. Raises UserError."""
+    if settings.val_split is None:
+        return None
+    if settings.reader == "webdataset":
+        return _listed_split(settings, settings.val_split)
+    return read_split(
+        settings.path,
+        split=settings.val_split,
+        remote_settings=settings.remote,
+        check_files=check_files,
+    )
+
+
+def _listed_split(settings: DataSettings, split: str) -> SplitIndex:
+    """A split of tars that nobody indexed. Its samples have no hashes."""
+    folder, labels = location_of(settings.path), TarLabels.of(settings.webdataset)
+    tars = tars_of_split(folder, split, where="data.val_split", remote_settings=settings.remote)
+    scanned = scan_tars(tars, labels=labels, remote_settings=settings.remote)
+    urls = [tar for tar in tars if isinstance(tar, Url)]
     remote = None
     if urls:
         remote = open_remote_shards(
             urls, sizes=scanned.sizes, hashes=("",) * len(urls), remote_settings=settings.remote
         )
     return SplitIndex(
-        folder=location_of(settings.path),
-        split=settings.val_split,
+        folder=folder,
+        split=split,
         shard_of=scanned.shard_of,
         offset=scanned.offset,
         length=scanned.length,
         label=scanned.label,
-        shard_paths=tuple(tar for tar in scanned.tars if isinstance(tar, Path)),
-        shard_lengths=tuple(
-            np.bincount(scanned.shard_of, minlength=len(scanned.tars)).tolist(),
-        ),
+        shard_paths=tuple(tar for tar in tars if isinstance(tar, Path)),
+        shard_lengths=tuple(np.bincount(scanned.shard_of, minlength=len(tars)).tolist()),
         classes=labels.classes,
         fingerprint=scanned.fingerprint,
         label_map_sha256=labels.sha256,
         remote=remote,
         remote_settings=settings.remote,
     )
-
-
-def scan_val_split(settings: DataSettings) -> ScannedTars:
-    """The samples of `data.val_split` of tars that nobody indexed. Raises UserError."""
-    assert settings.val_split is not None
-    tars = tars_of_split(
-        location_of(settings.path),
-        settings.val_split,
-        where="data.val_split",
-        remote_settings=settings.remote,
-    )
-    labels = TarLabels.of(settings.webdataset)
-    return scan_tars(tars, labels=labels, remote_settings=settings.remote)
 
 
 def _streamed_set(settings: DataSettings) -> TrainingSet:

@@ -14,16 +14,9 @@ import torch
 
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
-from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
-from vitscale.data.index import SplitIndex, read_split
-from vitscale.data.tars.scan import ScannedTars
-from vitscale.data.training_set import (
-    TrainingSet,
-    open_training_set,
-    scan_val_split,
-    scanned_split,
-)
+from vitscale.data.index import SplitIndex
+from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
 from vitscale.distributed.atomic_files import write_json, write_text
 from vitscale.distributed.failures.heartbeat import Heartbeat
 from vitscale.distributed.node_check import check_nodes
@@ -31,8 +24,6 @@ from vitscale.distributed.node_share import once_per_node
 from vitscale.distributed.preemption import PreemptionFlag
 from vitscale.distributed.world import (
     World,
-    agree_no_error,
-    broadcast_object,
     gather_objects,
     process_group,
 )
@@ -248,11 +239,6 @@ def _rates(world: World) -> dict[str, float]:
 
 def _read_data(run: TrainingRun, world: World) -> tuple[TrainingSet, SplitIndex | None, list[str]]:
     """Training and evaluated samples, and lines for the log."""
-    if run.data.reader == "webdataset":
-        streamed, val_index = open_training_set(run.data, seed=run.seed), None
-        if run.data.val_split is not None:
-            val_index = scanned_split(run.data, _scanned(run, world))
-        return streamed, val_index, []
     (data, val_index), lines = once_per_node(
         lambda: _read_index(run, check_files=world.is_first),
         rank=world.rank,
@@ -264,26 +250,9 @@ def _read_data(run: TrainingRun, world: World) -> tuple[TrainingSet, SplitIndex 
 
 def _read_index(run: TrainingRun, *, check_files: bool) -> tuple[TrainingSet, SplitIndex | None]:
     training_set = open_training_set(run.data, seed=run.seed, check_files=check_files)
-    val_split = run.data.val_split
-    if training_set.dev is not None or val_split is None:
+    if training_set.dev is not None:
         return training_set, training_set.dev
-    val_index = read_split(
-        run.data.path, split=val_split, remote_settings=run.data.remote, check_files=check_files
-    )
-    return training_set, val_index
-
-
-def _scanned(run: TrainingRun, world: World) -> ScannedTars:
-    """Rank 0 lists the evaluated samples for all: at a URL that is a request per sample."""
-    scanned, error = None, None
-    if world.is_first:
-        try:
-            scanned = scan_val_split(run.data)
-        except UserError as caught:
-            error = caught.text()
-    agree_no_error(error)
-    found: ScannedTars = broadcast_object(scanned)
-    return found
+    return training_set, open_val_split(run.data, check_files=check_files)
 
 
 def _opening_lines(

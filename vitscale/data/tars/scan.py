@@ -32,11 +32,10 @@ WINDOW_BYTES = 4096
 class ScannedTars:
     """The samples of some tars, in stored order. Arrays have one entry per sample."""
 
-    tars: tuple[Location, ...]
     sizes: tuple[int, ...]
     """Bytes of each tar."""
     shard_of: np.ndarray
-    """int32: position in `tars`."""
+    """int32: number of the tar."""
     offset: np.ndarray
     """int64: first byte of the image."""
     length: np.ndarray
@@ -85,7 +84,6 @@ def scan_tars(
         raise UserError("no images in these tars", where="data.val_split")
     table = np.array(values, dtype=np.int64)
     return ScannedTars(
-        tars=tuple(tars),
         sizes=tuple(size for size, _ in found),
         shard_of=table[:, 0].astype(np.int32),
         offset=table[:, 1].copy(),

@@ -31,7 +31,7 @@ def test_a_node_reads_the_index_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(node_share, "node_identity", lambda: f"node {LOCAL.rank // PER_NODE}")
     monkeypatch.setattr(node_share, "SHARED_MEMORY", str(tmp_path))
     monkeypatch.setattr(node_share, "SPARE_BYTES", 0)
-    run: Any = SimpleNamespace(data=SimpleNamespace(reader="indexed", path="shards", num_workers=0))
+    run: Any = SimpleNamespace(data=SimpleNamespace(path="shards", num_workers=0))
 
     def one(rank: int, gather: Any) -> Any:
         LOCAL.rank, LOCAL.gather = rank, gather

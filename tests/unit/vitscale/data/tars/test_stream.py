@@ -18,12 +18,12 @@ from tests.support.corpora.shard_folders import photo, write_shard_folder
 from tests.support.loader_runs import GLOBAL_BATCH, SEED
 from tests.support.range_server import served
 from vitscale.config.errors import UserError
-from vitscale.data.index import read_split
+from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.loader import evaluation_batches, open_loader, training_batches
 from vitscale.data.settings import DataSettings, reader_problems
 from vitscale.data.tars.opening import open_tars
 from vitscale.data.tars.stream import TarSample, TarStream
-from vitscale.data.training_set import open_training_set, scan_val_split, scanned_split
+from vitscale.data.training_set import open_training_set, open_val_split
 
 NUM, TARS = 24, 6
 
@@ -51,6 +51,12 @@ def stream(data: DataSettings, *, start: int = 0, process: int = 0, num: int = 1
         data.path, split=data.train_split, settings=data.webdataset, remote_settings=data.remote
     )
     return TarStream(tars, seed=SEED, start=start, process=process, num_processes=num)
+
+
+def val_split(data: DataSettings) -> SplitIndex:
+    index = open_val_split(data)
+    assert index is not None
+    return index
 
 
 def taken(found: TarStream, num: int) -> list[TarSample]:
@@ -195,7 +201,7 @@ def test_an_evaluation_has_exactly_all_samples(folder: Path) -> None:
     with served(folder) as server:
         names = "train-{000000..000005}.tar"
         places = [settings(folder), settings(server.url, val_split=names)]
-        found = [scanned_split(data, scan_val_split(data)) for data in places]
+        found = [val_split(data) for data in places]
         assert found[0].fingerprint == found[1].fingerprint != index.fingerprint
         results = []
         for data, each in zip([*places, settings(folder)], [*found, index], strict=True):
@@ -214,7 +220,7 @@ def test_an_evaluation_has_exactly_all_samples(folder: Path) -> None:
         assert results[0] == results[1] == results[2]
     with pytest.raises(UserError, match="is not a readable tar"):
         (folder / "broken.tar").write_bytes((folder / "train-000000.tar").read_bytes()[:2000])
-        scan_val_split(settings(folder, val_split="broken.tar"))
+        val_split(settings(folder, val_split="broken.tar"))
 
 
 @pytest.mark.parametrize("place", ["cut at a header", "damaged header"])
@@ -238,9 +244,9 @@ def test_a_tar_without_its_end_is_named(tmp_path: Path, place: str) -> None:
     (broken,) = [each for each in found if each.error is not None]
     assert broken.tar == str(path) and "the tar ends early: no end mark" in broken.error
     with pytest.raises(UserError, match="train-0.tar: is not a readable tar .no end mark after"):
-        scan_val_split(settings(tmp_path))
+        val_split(settings(tmp_path))
     with served(tmp_path) as server, pytest.raises(UserError, match="no end mark after"):
-        scan_val_split(settings(server.url, val_split="train-0.tar"))
+        val_split(settings(server.url, val_split="train-0.tar"))
     with gzip.open(tmp_path / "train-0.tar", "wb") as packed:
         write_tar(tmp_path / "whole.tar", photos)
         packed.write((tmp_path / "whole.tar").read_bytes())
@@ -259,7 +265,7 @@ def test_listing_a_split_takes_few_requests_or_few_bytes(
     members = {f"{n}.{kind}": d for n in range(num) for kind, d in (("jpg", image), ("cls", b"1"))}
     write_tar(tmp_path / "val-0.tar", members)
     with served(tmp_path) as server:
-        found = scan_val_split(settings(server.url, val_split="val-0.tar"))
+        found = val_split(settings(server.url, val_split="val-0.tar"))
         assert len(found.label) == num and set(found.label.tolist()) == {1}
         assert server.requests["val-0.tar"] <= requests
         assert server.sent["val-0.tar"] <= read * (tmp_path / "val-0.tar").stat().st_size
