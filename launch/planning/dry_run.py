@@ -51,7 +51,7 @@ class DataFacts:
 def data_facts(run: TrainingRun) -> DataFacts:
     """Read from the shards' manifest if it exists, else from `data.planned_num_samples`; of tars
     without an index from the settings."""
-    if run.data.reader == "webdataset":
+    if run.data.is_streamed:
         tars = TarLabels.of(run.data.webdataset)
         return DataFacts(
             num_samples=run.data.webdataset.num_samples,

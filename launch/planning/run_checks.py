@@ -95,7 +95,7 @@ def _training_checks(run: PretrainRun | FinetuneRun, *, num_tasks: int) -> Itera
 
 def _knows_data(run: TrainingRun) -> bool:
     """Whether there are shards, here or at a URL, or a planned number of samples."""
-    if run.data.reader == "webdataset":
+    if run.data.is_streamed:
         return True
     folder = location_of(run.data.path)
     here = not isinstance(folder, Path) or (folder / MANIFEST_NAME).exists()
@@ -106,7 +106,7 @@ def _data(run: LaunchableRun) -> Iterator[Check]:
     """What the run needs of its data; names, sizes and counts of the files of its splits."""
     if isinstance(run, DataPrepRun):
         return
-    if isinstance(run, PretrainRun | FinetuneRun) and run.data.reader == "webdataset":
+    if isinstance(run, PretrainRun | FinetuneRun) and run.data.is_streamed:
         yield from _tars(run)
         return
     wanted = {(run.data.path, run.data.val_split)}
@@ -205,7 +205,7 @@ def _num_shards(run: TrainingRun) -> int | None:
     """Training shards of `data.path`; None if they are not visible here."""
     folder = location_of(run.data.path)
     try:
-        if run.data.reader == "webdataset":
+        if run.data.is_streamed:
             split, where = run.data.train_split, "data.train_split"
             found = tars_of_split(folder, split, where=where, remote_settings=run.data.remote)
             return len(found)

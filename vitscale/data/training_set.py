@@ -32,37 +32,22 @@ from vitscale.data.tars.scan import scan_tars
 class TrainingSet:
     """The training samples of a run and their order."""
 
-    parts: tuple[SplitIndex, ...]
-    """Empty for streamed tars."""
-    order: TrainingOrder | None
-    """None for streamed tars, which have no positions."""
+    num_samples: int
+    """Samples of all parts: the length of an epoch."""
+    classes: tuple[str, ...]
+    label_map_sha256: str
     fingerprint: str
     """Hash of everything that determines the order, except the seed."""
+    parts: tuple[SplitIndex, ...] = ()
+    """Empty for streamed tars."""
+    order: TrainingOrder | None = None
+    """None for streamed tars, which have no positions."""
     dev: SplitIndex | None = None
     """The samples that `data.dev_percent` holds out; no part has them."""
     key_hashes: tuple[str | None, ...] = ()
     """For each part the hash of the rows that `only_keys` chose; None: not set."""
     streamed: StreamedTars | None = None
     """With `reader: webdataset`."""
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of all parts: the length of an epoch."""
-        if self.streamed is not None:
-            return self.streamed.num_samples
-        return sum(part.num_samples for part in self.parts)
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        if self.streamed is not None:
-            return self.streamed.labels.classes
-        return self.parts[0].classes
-
-    @property
-    def label_map_sha256(self) -> str:
-        if self.streamed is not None:
-            return self.streamed.labels.sha256
-        return self.parts[0].label_map_sha256
 
 
 def open_training_set(
@@ -72,7 +57,7 @@ def open_training_set(
 
     check_files: False where another rank checks that the shards are there.
     """
-    if settings.reader == "webdataset":
+    if settings.is_streamed:
         return _streamed_set(settings)
     remote_settings = settings.remote
     whole, key_hash = _read_part(settings, remote_settings, where="data", check_files=check_files)
@@ -101,9 +86,12 @@ def open_training_set(
         views=settings.views,
     )
     return TrainingSet(
+        num_samples=sum(part.num_samples for part in parts),
+        classes=first.classes,
+        label_map_sha256=first.label_map_sha256,
+        fingerprint=_fingerprint(order),
         parts=tuple(parts),
         order=order,
-        fingerprint=_fingerprint(order),
         dev=dev,
         key_hashes=tuple(key_hashes),
     )
@@ -111,7 +99,7 @@ def open_training_set(
 
 def class_names(settings: DataSettings) -> tuple[str, ...]:
     """The classes of `data.path`, read without its index. Raises UserError."""
-    if settings.reader == "webdataset":
+    if settings.is_streamed:
         return TarLabels.of(settings.webdataset).classes
     return read_manifest(settings.path, remote_settings=settings.remote).classes
 
@@ -120,7 +108,7 @@ def open_val_split(settings: DataSettings, *, check_files: bool = True) -> Split
     """The samples of `data.val_split`; None: there is none. Raises UserError."""
     if settings.val_split is None:
         return None
-    if settings.reader == "webdataset":
+    if settings.is_streamed:
         return _listed_split(settings, settings.val_split)
     return read_split(
         settings.path,
@@ -169,8 +157,9 @@ def _streamed_set(settings: DataSettings) -> TrainingSet:
     facts = [names, settings.webdataset.label, streamed.num_samples, streamed.labels.sha256]
     text = json.dumps(["webdataset", *facts])
     return TrainingSet(
-        parts=(),
-        order=None,
+        num_samples=streamed.num_samples,
+        classes=streamed.labels.classes,
+        label_map_sha256=streamed.labels.sha256,
         fingerprint=hashlib.sha256(text.encode()).hexdigest(),
         streamed=streamed,
     )

@@ -143,7 +143,7 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
     for name in names:
         if not EVALUATIONS[name].in_training:
             yield ("evaluate", f"{name} is for finetune/evaluate_model.py; remove it")
-        elif data.reader == "webdataset" and EVALUATIONS[name].needs not in ("logits", "heads"):
+        elif data.is_streamed and EVALUATIONS[name].needs not in ("logits", "heads"):
             yield ("evaluate", f"{name} needs training shards with an index; remove it")
     if not getattr(run.model, "distillation_token", False):
         for name in names:

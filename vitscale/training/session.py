@@ -260,7 +260,7 @@ def _opening_lines(
 ) -> Iterator[str]:
     if start_step:
         yield f"resuming {run.folder} at step {start_step}"
-    if run.data.reader == "webdataset":
+    if run.data.is_streamed:
         yield (
             "tars without an index: a resume is not exact, it shuffles anew; "
             "data_prep/index_shards.py makes an index, which resumes exactly"
