@@ -24,8 +24,8 @@ from vitscale.data.remote.urls import Url, location_of
 from vitscale.data.settings import DataSettings, TrainingShards
 from vitscale.data.tars.labels import TarLabels
 from vitscale.data.tars.names import tars_of_split
-from vitscale.data.tars.opening import StreamedTars, open_tars
 from vitscale.data.tars.scan import scan_tars
+from vitscale.data.tars.stream import StreamedTars
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,13 +147,21 @@ def _listed_split(settings: DataSettings, split: str) -> SplitIndex:
 
 
 def _streamed_set(settings: DataSettings) -> TrainingSet:
-    streamed = open_tars(
-        settings.path,
-        split=settings.train_split,
-        settings=settings.webdataset,
+    tars = tars_of_split(
+        location_of(settings.path),
+        settings.train_split,
+        where="data.train_split",
         remote_settings=settings.remote,
     )
-    names = [str(tar).rpartition("/")[2] for tar in streamed.tars]
+    assert settings.webdataset.num_samples is not None  # the settings are validated
+    streamed = StreamedTars(
+        tars=tuple(tars),
+        labels=TarLabels.of(settings.webdataset),
+        num_samples=settings.webdataset.num_samples,
+        shuffle=settings.webdataset.shuffle,
+        remote_settings=settings.remote,
+    )
+    names = [str(tar).rpartition("/")[2] for tar in tars]
     facts = [names, settings.webdataset.label, streamed.num_samples, streamed.labels.sha256]
     text = json.dumps(["webdataset", *facts])
     return TrainingSet(

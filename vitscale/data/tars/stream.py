@@ -21,9 +21,9 @@ from typing import Any
 
 from vitscale.config.errors import UserError
 from vitscale.data.remote.index import RemoteFileStream
+from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.urls import Location, Url
-from vitscale.data.tars.labels import IMAGE_SUFFIXES
-from vitscale.data.tars.opening import StreamedTars
+from vitscale.data.tars.labels import IMAGE_SUFFIXES, TarLabels
 from vitscale.data.tars.shard_files import DATA_LOSS_ERRNOS
 from vitscale.distributed.random_numbers import permutation, stream_key
 
@@ -31,6 +31,18 @@ from vitscale.distributed.random_numbers import permutation, stream_key
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x5d\0\0\x80", b"\x28\xb5\x2f\xfd")
 # Tars in a row without a sample before the run ends.
 MAX_EMPTY_TARS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamedTars:
+    """The tars of a training set."""
+
+    tars: tuple[Location, ...]
+    labels: TarLabels
+    num_samples: int
+    """In all tars, as the settings say."""
+    shuffle: int
+    remote_settings: RemoteSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.loader import evaluation_batches, open_loader, training_batches
 from vitscale.data.settings import DataSettings, reader_problems
-from vitscale.data.tars.opening import open_tars
 from vitscale.data.tars.stream import TarSample, TarStream
 from vitscale.data.training_set import open_training_set, open_val_split
 
@@ -47,9 +46,8 @@ def settings(path: Path | str, **more: Any) -> DataSettings:
 
 
 def stream(data: DataSettings, *, start: int = 0, process: int = 0, num: int = 1) -> TarStream:
-    tars = open_tars(
-        data.path, split=data.train_split, settings=data.webdataset, remote_settings=data.remote
-    )
+    tars = open_training_set(data, seed=SEED).streamed
+    assert tars is not None
     return TarStream(tars, seed=SEED, start=start, process=process, num_processes=num)
 
 
