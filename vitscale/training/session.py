@@ -25,7 +25,9 @@ from vitscale.data.training_set import (
     scanned_split,
 )
 from vitscale.distributed.atomic_files import write_json, write_text
+from vitscale.distributed.failures.events import EVENTS_NAME, record_start
 from vitscale.distributed.failures.heartbeat import Heartbeat
+from vitscale.distributed.failures.storage import or_warn
 from vitscale.distributed.node_check import check_nodes
 from vitscale.distributed.node_share import once_per_node
 from vitscale.distributed.preemption import PreemptionFlag
@@ -43,7 +45,7 @@ from vitscale.evaluation.models.trained_model import CLASSES_NAME
 from vitscale.images.decoders import show_decoder
 from vitscale.images.size import show_size
 from vitscale.models.weights.once_per_node import InitialWeights
-from vitscale.runs.training import DIVERGED_NAME, TrainingRun
+from vitscale.runs.training import TrainingRun
 from vitscale.tracking.console import ProgressLine
 from vitscale.training.detectors import (
     LossSpikeDetector,
@@ -194,19 +196,22 @@ def _open_log(
     folder, plan, world = Path(run.folder), segment.plan, segment.engine.world
     facts = _facts(run, objective, segment)
     if world.is_first:
-        (folder / DIVERGED_NAME).unlink(missing_ok=True)
         write_text(folder / "config.yaml", run_to_yaml(run))
         if objective.trains_classifier:
             write_json(folder / CLASSES_NAME, list(data.classes))
+    last_step = run.schedule.last_step(plan.total_steps)
     progress = stack.enter_context(
         ProgressLine.open(
             folder=folder,
-            total_steps=run.schedule.last_step(plan.total_steps),
+            total_steps=last_step,
             start_step=start_step,
             title=run.name,
             is_writer=world.is_first,
         )
     )
+    if world.is_first and start_step < last_step:
+        with or_warn(folder / EVENTS_NAME, progress.message):
+            record_start(folder, first_step=start_step, total_steps=last_step)
     return IntervalLog(
         folder=folder,
         world=world,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -15,8 +14,9 @@ from launch.comparison.differences import compare
 from launch.comparison.page.data import PNG_START
 from launch.comparison.page.write import write_report
 from launch.comparison.runs import ComparedRun
-from launch.jobs.attempts import ATTEMPTS_NAME
+from launch.jobs.attempts import ATTEMPT
 from tests.integration.launch.page.browser import Browser, browser, chromium_path
+from vitscale.distributed.failures.events import append_event
 from vitscale.tracking.journal import Row
 
 pytestmark = pytest.mark.slow
@@ -40,7 +40,7 @@ def make_run(root: Path, number: int) -> ComparedRun:
     (folder / "pictures/test_predictions.png").write_bytes(PNG)
     attempt = {"number": 1, "cluster": "slurm", "job_id": "7", "restart": 0, "num_tasks": 1}
     attempt |= {"started": 0.0, "ended": 9e3, "first_step": 0, "reason": EVIL, "ending": "done"}
-    (folder / ATTEMPTS_NAME).write_text(json.dumps(attempt) + "\n")
+    append_event(folder, ATTEMPT, attempt)
     rows = []
     for step in range(1, NUM_STEPS + 1):
         metrics = {"train/loss": 3 / (1 + number + step / 99) + 0.01 * (step % 7), "odd/zero": 0.0}
