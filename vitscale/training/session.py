@@ -47,6 +47,7 @@ from vitscale.images.size import show_size
 from vitscale.models.weights.once_per_node import InitialWeights
 from vitscale.runs.training import TrainingRun
 from vitscale.tracking.console import ProgressLine
+from vitscale.tracking.run_facts import read_record
 from vitscale.training.detectors import (
     LossSpikeDetector,
     SkippedUpdateMonitor,
@@ -74,7 +75,8 @@ def open_session(
     """Open a run: join the ranks, read the index, build the engine, resume, start tracking.
 
     initial_weights: what a new run starts from; None: random weights. Ignored when resuming.
-    Raises UserError for anything that cannot train, before the first step.
+    Raises UserError for anything that cannot train, before the first step, and SystemExit for a run
+    that is finished.
     """
     with ExitStack() as stack:
         world = stack.enter_context(_join(run.engine))
@@ -148,6 +150,21 @@ def _open(
     )
 
 
+def _end_if_finished(segments: Segments, step: int) -> None:
+    """End the ranks of a run whose last step is saved and whose end is recorded.
+
+    What a run that was killed in between has not said of its end is said by its next start.
+    """
+    run, world = segments.run, segments.world
+    if step < run.schedule.last_step(segments.plan_at(step).total_steps):
+        return
+    record = read_record(Path(run.folder)) if world.is_first else None
+    if broadcast_object(record is not None and record.status == "FINISHED"):
+        if world.is_first:
+            print(f"done before: {run.folder} at step {step}", flush=True)
+        raise SystemExit(0)
+
+
 def _compile_cache(run: TrainingRun, world: World) -> CompileCache | None:
     if resolve_compile(run.engine, world.device) is None:
         return None
@@ -155,13 +172,14 @@ def _compile_cache(run: TrainingRun, world: World) -> CompileCache | None:
 
 
 def _check_checkpoint(segments: Segments, checkpoint: Checkpoint | None) -> None:
-    """Raise UserError when the run cannot resume from it."""
+    """Raise UserError when the run cannot resume from it, SystemExit when nothing is left to do."""
     step = checkpoint.step if checkpoint else 0
     # A checkpoint of the step at which an image size ends is still of that size.
     arch, objective = segments.arch_at(max(0, step - 1)), segments.objective
     key = compatibility_key(segments.run, arch, segments.data, objective=objective.settings.name)
     key |= objective.compatibility()
     check_resumable(segments.run, checkpoint, key, segments.plan_at(step))
+    _end_if_finished(segments, step)
 
 
 def _join(settings: EngineSettings) -> AbstractContextManager[World]:

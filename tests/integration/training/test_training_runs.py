@@ -153,6 +153,21 @@ def test_run_folder_holds_the_documented_files(uninterrupted: Finished) -> None:
     assert kept == ["step-00000056", "step-00000060"]
 
 
+def test_a_finished_run_repeated_changes_nothing(
+    uninterrupted: Finished, start_warm: StartWarm
+) -> None:
+    folder = uninterrupted.folder
+
+    def contents() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    before = contents()
+    again = outcome(start_warm(command(uninterrupted.shards, folder), num_ranks=2))
+    assert [code for code, _ in again] == [0, 0]
+    assert f"done before: {folder} at step {STEPS}\n" in again[0][1]
+    assert contents() == before
+
+
 def test_every_log_line_has_the_wait_for_data(uninterrupted: Finished) -> None:
     lines = (uninterrupted.folder / "journal.jsonl").read_text().splitlines()
     rows = [row for row in map(json.loads, lines) if "train/loss" in row]
@@ -269,9 +284,12 @@ BAD_INPUT = {
     "no average": (["optim.ema=null"], "ema: checkpoint {'decay': 0.9, 'warmup': False}, now None"),
     "layer decay": (["optim.layer_decay=0.9"], "layer_decay: checkpoint 1.0, now 0.9"),
     "shards missing": (["data.path=nowhere", "output=runs/x"], "no such folder"),
-    "class count": (["model.num_classes=7", "output=runs/y"], "label map"),
+    "class count": (["model.num_classes=7", "output=new"], "label map"),
     "unknown key": (["optim.lerning_rate=1"], "did you mean"),
-    "raw key": (["deepspeed.zero_optimization.reduce_scatter=7"], "does not start with them"),
+    "raw key": (
+        ["deepspeed.zero_optimization.reduce_scatter=7", "output=new"],
+        "does not start with them",
+    ),
     "resume never": (["checkpoint.resume=never"], "holds a checkpoint"),
 }
 
@@ -288,7 +306,7 @@ def test_bad_input_ends_with_one_clear_message(
     ((code, output),) = outcome(start_warm(run, num_ranks=1))
     assert code == 2, output
     assert output.count(message) == 1 and "Traceback" not in output
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def test_without_a_launcher_there_is_one_rank(uninterrupted: Finished, tmp_path: Path) -> None:
