@@ -16,6 +16,7 @@ from vitscale.checkpoint.folders import Checkpoint
 from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
+from vitscale.config.redaction import redact
 from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.tars.scan import ScannedTars
 from vitscale.data.training_set import (
@@ -326,8 +327,9 @@ def _facts(run: TrainingRun, objective: Objective, segment: Segment) -> str:
     """Size of model, data and schedule, and how it is computed, in a line."""
     plan, arch, engine = segment.plan, segment.arch, segment.engine
     dtype = str(engine.dtype).removeprefix("torch.")
-    cores = engine.world.bound_to
+    cores, source = engine.world.bound_to, run.starts_from()
     return (
+        f"from {'random weights' if source is None else redact(source)}; "
         f"{objective.num_parameters(arch) / 1e6:.1f} M parameters "
         f"at {show_size(arch.image_size)} px, "
         f"{plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "

@@ -149,6 +149,7 @@ def test_run_folder_holds_the_documented_files(uninterrupted: Finished) -> None:
     assert averages[-1]["val/ema_loss"] != evaluated[-1]["val/loss"]
     assert f"step {STEPS}/{STEPS} loss" in (folder / "logs/rank0.log").read_text()
     assert "width: 48" in (folder / "config.yaml").read_text()
+    assert "digits-pretrain: from random weights; 0." in uninterrupted.output
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == ["step-00000056", "step-00000060"]
 
@@ -202,16 +203,6 @@ def test_transfer_starts_from_the_chosen_weights(uninterrupted: Finished) -> Non
     )
     with pytest.raises(UserError, match="no average of the weights"):
         starting_weights(plain, "ema")
-
-
-def test_finished_run_repeated_changes_nothing(
-    uninterrupted: Finished, start_warm: StartWarm
-) -> None:
-    before = (uninterrupted.folder / "journal.jsonl").read_bytes()
-    again = command(uninterrupted.shards, uninterrupted.folder)
-    finished = outcome(start_warm(again, num_ranks=2))
-    assert [code for code, _ in finished] == [0, 0], finished[0][1]
-    assert (uninterrupted.folder / "journal.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
@@ -274,6 +265,7 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "on 360 images of 'test'" in finished.stdout
+    assert f": from {uninterrupted.folder}; 0." in finished.stdout
     weights = last_checkpoint(folder).tensors(prefix="model.")
     assert weights["pos_embed"].shape == (1, 1 + 6 * 6, 48)
     assert (folder / "pictures/test_predictions.png").stat().st_size > 1000
