@@ -51,14 +51,13 @@ LEGEND = (
     "time in which training advances, with failures. Sources of the inputs: --inputs"
 )
 # Input -> (worse, better) of the figure: published or plausible extremes.
-RANGES: dict[str, tuple[Any, Any]] = {
+RANGES: dict[str, tuple[float, float]] = {
     "mfu": (0.30, 0.56),
     "micro_batch_overhead_ms": (6.0, 0.0),
     "straggler_sigma": (0.03, 0.0),
     "nic_gbit_s": (100.0, 800.0),
     "nics_per_node": (1, 8),
     "network_efficiency": (0.6, 0.95),
-    "latency_factor": (2.0, 0.5),
     "overlap_share": (0.0, 1.0),
     "loader_images_per_core_s": (270.0, 1440.0),
     "file_system_read_gb_s": (10.0, 200.0),
@@ -66,8 +65,7 @@ RANGES: dict[str, tuple[Any, Any]] = {
     "import_ops": (60_000, 0),
     "failures_per_1000_node_days": (16.0, 2.34),
     "detection_s": (600.0, 10.0),
-    "compile_cache": ("none", "seed"),
-    "restore": ("whole", "slices"),
+    "compile_s": (120.0, 20.0),
     "write_slowdown": (0.2, 0.0),
 }
 
@@ -304,7 +302,7 @@ def _draw_sensitivity(
     for side, colour in ((0, colours[5]), (1, colours[2])):
         axis.barh(order, [changes[name][side] for name in order], color=colour, height=0.6)
     for place, name in enumerate(order):
-        text = " … ".join(f"{v:g}" if isinstance(v, float) else f"{v}" for v in RANGES[name])
+        text = " … ".join(f"{value:g}" for value in RANGES[name])
         where = axis.get_yaxis_transform()
         axis.text(1.01, place, text, transform=where, va="center", fontsize=8)
     axis.axvline(0, color="0.3", lw=0.8)

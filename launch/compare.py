@@ -68,6 +68,13 @@ def main() -> None:
         sync(sys.argv[2:])
         return
     arguments = parse_arguments()
+    if arguments.output is not None and Path(arguments.output).suffix not in (".html", ".htm"):
+        raise UserError(
+            f"{arguments.output!r} is no HTML file",
+            where="--output",
+            allowed="FILE.html",
+            next_step="to save the report as PDF, print it from a browser",
+        )
     runs = chosen_runs(arguments)
     axis, total = (None, None) if arguments.at is None else parse_budget(arguments.at)
     comparison = compare(runs, axis=axis, total=total)

@@ -224,9 +224,15 @@ def submit(cluster: SlurmCluster, work: Path, name: str, *, steps: int, seed: in
 
 def check_end(storm: Storm, work: Path) -> None:
     """Wait until the job is done. Neither a process nor a second MLflow run may be there."""
-    ended = storm.cluster.wait(storm.job_id, states=FINAL_STATES)
-    if ended["JobState"] != "COMPLETED":
-        raise CheckFailed(f"the job is {ended['JobState']}")
+    reached, since = storm.step(), time.monotonic()
+    while not storm.has_ended():
+        if storm.step() > reached:
+            reached, since = storm.step(), time.monotonic()
+        if time.monotonic() - since > PATIENCE_S:
+            raise CheckFailed(f"no step after {reached} within {PATIENCE_S:.0f} s")
+        time.sleep(1)
+    if (state := storm.job()["JobState"]) != "COMPLETED":
+        raise CheckFailed(f"the job is {state}")
     if left := storm.processes():
         raise CheckFailed(f"processes are left: {left}")
     with sqlite3.connect(work / f"{storm.run_folder.name}.db") as database:

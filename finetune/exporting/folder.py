@@ -16,7 +16,7 @@ from finetune.exporting.format import Format
 from finetune.exporting.registry import EXPORTS
 from finetune.exporting.settings import ExportRun
 from finetune.loading.loaded_model import LoadedModel
-from vitscale.config.errors import UserError
+from vitscale.config.errors import UserError, not_written
 from vitscale.distributed.atomic_files import commit_folder, make_folders, write_text
 from vitscale.images.size import rows_and_columns
 
@@ -54,10 +54,10 @@ def write_folder(run: ExportRun, loaded: LoadedModel) -> Iterator[str]:
     saved_average = loaded.trained is not None and loaded.trained.description.get("ema") is not None
     averaged = saved_average and run.init_weights != "model"
     final = Path(run.output).absolute()
-    make_folders(final.parent)
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
-    temporary.mkdir()
     try:
+        make_folders(final.parent)
+        temporary.mkdir()
         form.write(loaded, temporary)
         checked = _check(form, loaded, temporary)
         write_text(
@@ -66,8 +66,10 @@ def write_folder(run: ExportRun, loaded: LoadedModel) -> Iterator[str]:
         _flush(temporary)
         check_folder(run.output)
         commit_folder(temporary, final)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise not_written(error, key="output", path=run.output) from None
         raise
     yield f"exported {loaded.source}"
     yield checked

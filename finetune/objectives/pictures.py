@@ -10,11 +10,11 @@ from vitscale.data.index import SplitIndex
 from vitscale.data.samples import EvaluationSamples
 from vitscale.data.settings import DataSettings
 from vitscale.engine.engine import Engine
-from vitscale.images.sheet import caption, save_figure
+from vitscale.images.sheet import caption, common_start, save_figure
 from vitscale.images.size import ImageSize, rows_and_columns
 
 SHEET_ROWS, SHEET_COLUMNS = 4, 8
-MAX_NAME = 14
+NAME_WIDTH, NAME_LINES = 18, 2
 
 
 @torch.no_grad()
@@ -56,15 +56,25 @@ def _draw(
 ) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(SHEET_COLUMNS * 1.2, SHEET_ROWS * 1.5), layout="constrained")
+    figure = Figure(figsize=(SHEET_COLUMNS * 1.3, SHEET_ROWS * 2.0 + 0.5), layout="constrained")
+    start = common_start(classes[each] for each in (*predicted, *labels))
+    right = sum(a == b for a, b in zip(predicted, labels, strict=True))
+    figure.suptitle(
+        f"Test images with the predicted class: {right} of {len(labels)} right, in black"
+        + (f'; "{start}" is left out' if start else ""),
+        fontsize=10,
+        parse_math=False,
+    )
     for number, image in enumerate(images_B3SS):
         axes = figure.add_subplot(SHEET_ROWS, SHEET_COLUMNS, number + 1)
         axes.imshow(image.permute(1, 2, 0).numpy())
         axes.set_axis_off()
-        guess = caption(classes[predicted[number]], width=MAX_NAME)
-        truth = caption(classes[labels[number]], width=MAX_NAME)
+        guess, truth = (
+            caption(classes[each].removeprefix(start), width=NAME_WIDTH, num_lines=NAME_LINES)
+            for each in (predicted[number], labels[number])
+        )
         right = predicted[number] == labels[number]
-        title = guess if right else f"{guess}\nis {truth}"
+        title = guess if right else f"{guess}\nis: {truth}"
         # Class names come from folder names: never let matplotlib read them as mathematics.
-        axes.set_title(title, fontsize=9, color="black" if right else "#c0392b", parse_math=False)
+        axes.set_title(title, fontsize=8, color="black" if right else "#c0392b", parse_math=False)
     save_figure(figure, path)

@@ -24,6 +24,8 @@ BETTER = {
     "images_per_s": "higher",
     "mfu": "higher",
 }
+# Parameters that differ because the runs do: where a run is, what it is called, what it is part of.
+NAMES, TAGS = ("name", "output"), "tracking.tags"
 
 
 def better_direction(key: str) -> str | None:
@@ -68,7 +70,7 @@ class MetricLine:
 class Comparison:
     runs: tuple[ComparedRun, ...]
     params: tuple[tuple[str, tuple[str | None, ...]], ...]
-    """Parameters that differ between runs."""
+    """Parameters that differ between runs, without those that name a run; of a single run all."""
     num_equal_params: int
     metrics: tuple[MetricLine, ...]
     budget: Budget | None = None
@@ -90,16 +92,21 @@ def compare(
     budget = None if axis is None else equal_budget(runs, axis, total)
     keys = sorted({key for run in runs for key in run.params})
     rows = [(key, tuple(run.params.get(key) for run in runs)) for key in keys]
-    differing = [row for row in rows if len(runs) == 1 or len(set(row[1])) > 1]
+    differing = [row for row in rows if len(runs) == 1 or differ(*row)]
     metric_keys = sorted({key for run in runs for row in run.rows for key in row.metrics})
     return Comparison(
         runs=tuple(runs),
         params=tuple(differing),
-        num_equal_params=len(rows) - len(differing),
+        num_equal_params=sum(len(set(values)) == 1 for _, values in rows),
         metrics=tuple(_metric_line(key, runs, budget) for key in metric_keys),
         budget=budget,
         seeds=seed_groups(runs),
     )
+
+
+def differ(key: str, values: Sequence[str | None]) -> bool:
+    """Whether a parameter differs between runs, other than by naming them."""
+    return len(set(values)) > 1 and not (key in NAMES or key.startswith(TAGS))
 
 
 def _metric_line(key: str, runs: Sequence[ComparedRun], budget: Budget | None) -> MetricLine:

@@ -30,7 +30,7 @@ def format_value(value: float | None) -> str:
 
 
 def tables(comparison: Comparison) -> list[Table]:
-    """Overview, differing parameters, metrics, spread over seeds; empty tables are left out."""
+    """Overview, metrics, spread over seeds, differing parameters; empty tables are left out."""
     labels = tuple(run.label for run in comparison.runs)
     overview = Table(
         title="Runs",
@@ -62,7 +62,7 @@ def tables(comparison: Comparison) -> list[Table]:
         header=("metric", "", *labels),
         rows=tuple(_metric_rows(comparison)),
     )
-    found = [overview, params, metrics, _seeds_table(comparison)]
+    found = [overview, metrics, _seeds_table(comparison), params]
     return [table for table in found if table.rows]
 
 

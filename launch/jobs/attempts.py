@@ -1,11 +1,12 @@
 """Record the attempts of a run: when each started and ended, why, and what it gained.
 
-Owns: `attempts.jsonl` in the run folder, which is only ever appended to, and the record of each
-task, a file beside its log.
-Leaves out: deciding whether to start again (`supervision`).
+Owns: the attempts among the events of a run folder, and the record of each task, a file beside
+its log.
+Leaves out: the file of the events (`vitscale.distributed.failures.events`), and deciding whether
+to start again (`supervision`).
 
-Each attempt has two lines, one at its start and one at its end. An attempt whose machine died has
-no second line: the next attempt writes it.
+Each attempt is two events, one at its start and one at its end. An attempt whose machine died has
+no second one: the next attempt appends it.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from typing import Any
 from vitscale.checkpoint.folders import MANIFEST, step_folders, step_of
 from vitscale.config.errors import FailureKind
 from vitscale.distributed.atomic_files import write_json
+from vitscale.distributed.failures.events import EVENTS_NAME, append_event, read_events
 from vitscale.distributed.failures.storage import or_warn, retried
 from vitscale.tracking.journal import JOURNAL_NAME, decode
 
-ATTEMPTS_NAME = "attempts.jsonl"
+# Name of the event.
+ATTEMPT = "attempt"
 CHECKPOINTS_NAME = "checkpoints"
 RECORD_SUFFIX = "_task.json"
 # Longer than any line of a journal.
@@ -114,14 +117,10 @@ class FolderProgress:
 
 
 def read_attempts(run_folder: Path | str) -> list[Attempt]:
-    """All attempts, oldest first; empty without the file. Unreadable lines are skipped."""
+    """All attempts, oldest first; empty without events. Unreadable ones are skipped."""
     attempts: dict[int, Attempt] = {}
-    try:
-        lines = (Path(run_folder) / ATTEMPTS_NAME).read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    for line in lines:
-        attempt = _decode(line)
+    for row in read_events(run_folder):
+        attempt = _decode(row) if row["event"] == ATTEMPT else None
         if attempt is not None:
             attempts[attempt.number] = attempt
     return [attempts[number] for number in sorted(attempts)]
@@ -245,30 +244,21 @@ def _closed(attempt: Attempt, folder: Path, dead: Sequence[str]) -> Attempt:
 
 
 def _append(folder: Path, attempt: Attempt) -> None:
-    """Add one line and flush it to disk. Lost where storage refuses it for seconds."""
-    with or_warn(folder / ATTEMPTS_NAME, _say):
-        retried(lambda: _append_line(folder, attempt))
-
-
-def _append_line(folder: Path, attempt: Attempt) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    """Append an event. Lost where storage refuses it for seconds."""
     values = {key: value for key, value in asdict(attempt).items() if value not in (None, (), "")}
-    line = (json.dumps(values) + "\n").encode()
-    with open(folder / ATTEMPTS_NAME, "a+b") as file:
-        if file.tell():
-            file.seek(-1, os.SEEK_END)
-            if file.read(1) != b"\n":  # a write was cut off
-                line = b"\n" + line
-        file.write(line)
-        file.flush()
-        os.fsync(file.fileno())
+
+    def append() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        append_event(folder, ATTEMPT, values)
+
+    with or_warn(folder / EVENTS_NAME, _say):
+        retried(append)
 
 
-def _decode(line: bytes) -> Attempt | None:
+def _decode(row: dict[str, Any]) -> Attempt | None:
+    known = {field.name for field in fields(Attempt)}
+    values = {key: value for key, value in row.items() if key in known}
     try:
-        values: dict[str, Any] = json.loads(line)
-        known = {field.name for field in fields(Attempt)}
-        values = {key: value for key, value in values.items() if key in known}
         for key in ("nodes", "failed_nodes"):
             values[key] = tuple(map(str, values.get(key, ())))
         if "ending" in values:
@@ -276,7 +266,7 @@ def _decode(line: bytes) -> Attempt | None:
         if "kind" in values:
             values["kind"] = FailureKind(values["kind"])
         return Attempt(**values)
-    except (ValueError, TypeError, AttributeError):
+    except (ValueError, TypeError):
         return None
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from launch.comparison.text import ABSENT, Table
 from launch.studies.grid import Cell, Grid, StudyTraining, in_runs
 from launch.studies.settings import AxisValue
-from launch.studies.states import Completion, TrainingState, has_diverged
+from launch.studies.states import Completion, TrainingState, is_diverged_trial
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.distributed.atomic_files import write_text
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
@@ -119,7 +119,7 @@ def last_value(training: StudyTraining, metric: str) -> float:
 
 def trial_value(training: StudyTraining, metric: str) -> float:
     """As `last_value`; NaN for a trial that has diverged."""
-    return math.nan if has_diverged(training) else last_value(training, metric)
+    return math.nan if is_diverged_trial(training) else last_value(training, metric)
 
 
 def check_metrics(grid: Grid) -> None:

@@ -26,7 +26,7 @@ from launch.studies.states import (
     Completion,
     TrainingState,
     changed_error,
-    has_diverged,
+    is_diverged_trial,
     state_of,
 )
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
@@ -169,7 +169,7 @@ class LocalTrainings:
         elif result.exit_code == EXIT_STOPPED_RESUMABLE:
             self._stopped.add(name)
             self.say(f"stopped {name} after {duration}, resumable")
-        elif has_diverged(self.grid.trainings[name]):
+        elif is_diverged_trial(self.grid.trainings[name]):
             self._done.add(name)
             self.say(f"diverged {name} after {duration}: counted as the worst")
         else:

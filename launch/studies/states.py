@@ -17,7 +17,7 @@ from vitscale.checkpoint.folders import looks_whole, step_folders, step_of
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run_file, run_leaves, yaml_flow
 from vitscale.config.section import Run
-from vitscale.runs.training import DIVERGED_NAME
+from vitscale.distributed.failures.events import has_diverged
 
 # Changing these changes where and how fast a run trains, not its result.
 WITHOUT_EFFECT = (
@@ -80,7 +80,7 @@ def state_of(training: StudyTraining) -> TrainingState:
         return TrainingState(progress=Completion.WAITING)
     whole = (path for path in step_folders(training.folder / "checkpoints") if looks_whole(path))
     step = next(map(step_of, whole), 0)
-    diverged = has_diverged(training)
+    diverged = is_diverged_trial(training)
     if not step and not diverged:
         return TrainingState(progress=Completion.MISSING)
     changes = tuple(_changes(training))
@@ -92,9 +92,9 @@ def state_of(training: StudyTraining) -> TrainingState:
     return TrainingState(progress=Completion.DONE if is_done else Completion.RESUMABLE, step=step)
 
 
-def has_diverged(training: StudyTraining) -> bool:
-    """Whether a trial has diverged; any other training is tried again."""
-    return training.kind == TRIAL and (training.folder / DIVERGED_NAME).exists()
+def is_diverged_trial(training: StudyTraining) -> bool:
+    """Whether this is a trial and has diverged; any other training is tried again."""
+    return training.kind == TRIAL and has_diverged(training.folder)
 
 
 def _changes(training: StudyTraining) -> Iterator[str]:

@@ -142,6 +142,15 @@ class UserErrors(UserError):
         super().__init__("\n".join(error.text() for error in errors))
 
 
+def not_written(error: OSError, *, key: str, path: str) -> UserError:
+    """The error for a path in a setting that cannot be written."""
+    return UserError(
+        f"cannot be written ({error.strerror or error})",
+        where=f"{key}={path}",
+        next_step="choose a place that you may write to, with free space",
+    )
+
+
 def nearest(name: str, known: Sequence[str]) -> str | None:
     """The most similar known name, or None when none is similar."""
     matches = get_close_matches(name, known, n=1, cutoff=0.6)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,12 +35,40 @@ def sheet(rows: Mapping[str, torch.Tensor]) -> Figure:
     return figure
 
 
-def caption(name: str, *, width: int) -> str:
-    """The name, or its end if it is longer than `width` characters: `…_with_acute`.
+def common_start(names: Iterable[str]) -> str:
+    """The words with which all names begin: `latin_` of `latin_a` and `latin_e`; "" for one."""
+    known = sorted(set(names))
+    if len(known) < 2:
+        return ""
+    start = os.path.commonprefix([known[0], known[-1]])
+    return re.sub(r"[^_\W]+$", "", start)
 
-    The long names of related classes begin alike and differ at their ends.
+
+def caption(name: str, *, width: int, num_lines: int = 1) -> str:
+    """The name in lines of at most `width` characters, broken between words where that fits.
+
+    A longer name is shortened in the middle: names of related classes differ at either end.
     """
-    return name if len(name) <= width else f"…{name[len(name) - width + 1 :]}"
+    for left_out in range(len(name)):
+        kept = len(name) - left_out - 1
+        text = f"{name[: kept - kept // 2]}…{name[len(name) - kept // 2 :]}" if left_out else name
+        lines = _lines(text, width)
+        if len(lines) <= num_lines:
+            return "\n".join(lines)
+    return name[: width * num_lines]
+
+
+def _lines(text: str, width: int) -> list[str]:
+    """Full lines, each ending with the separator of a word or with a part of a long word."""
+    lines = [""]
+    for word in re.findall(r"[^\s_./-]*[\s_./-]*", text):
+        if len(lines[-1]) + len(word) > width and lines[-1]:
+            lines.append("")
+        while len(word) > width:
+            lines[-1], word = word[:width], word[width:]
+            lines.append("")
+        lines[-1] += word
+    return [line for line in lines if line]
 
 
 def save_figure(figure: Figure, path: Path, *, dpi: int = DPI) -> None:

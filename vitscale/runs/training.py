@@ -42,8 +42,6 @@ from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.tracking.run_facts import absolute_uri
 from vitscale.tracking.settings import TrackingSettings
 
-# In a run folder: training ended because update after update was not finite. Gone when it resumes.
-DIVERGED_NAME = "diverged.json"
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 

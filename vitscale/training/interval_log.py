@@ -10,11 +10,11 @@ import torch
 
 from vitscale.config.errors import UserError
 from vitscale.data.remote.store import remote_metrics
-from vitscale.distributed.atomic_files import write_json
+from vitscale.distributed.failures.events import EVENTS_NAME, record_divergence
 from vitscale.distributed.failures.storage import or_warn
 from vitscale.distributed.world import World, sum_over_ranks
 from vitscale.engine.engine import Engine
-from vitscale.runs.training import DIVERGED_NAME, TrainingPlan
+from vitscale.runs.training import TrainingPlan
 from vitscale.tracking.console import ProgressLine
 from vitscale.tracking.tracker import Tracker
 from vitscale.training.detectors import (
@@ -97,8 +97,8 @@ class IntervalLog:
             self.skipped.update(health, loss_scale=scale, say=self.progress.message)
         except UserError as error:
             if self.world.is_first:
-                with or_warn(self.folder / DIVERGED_NAME, self.progress.message):
-                    write_json(self.folder / DIVERGED_NAME, {"step": step, "why": error.what})
+                with or_warn(self.folder / EVENTS_NAME, self.progress.message):
+                    record_divergence(self.folder, step=step, what=error.what)
             raise
 
     def _report_unreadable(self, step: int) -> None:

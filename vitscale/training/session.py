@@ -15,15 +15,19 @@ import torch
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
 from vitscale.config.loader import run_to_yaml
+from vitscale.config.redaction import redact
 from vitscale.data.index import SplitIndex
 from vitscale.data.training_set import TrainingSet, open_training_set, open_val_split
 from vitscale.distributed.atomic_files import write_json, write_text
+from vitscale.distributed.failures.events import EVENTS_NAME, record_start
 from vitscale.distributed.failures.heartbeat import Heartbeat
+from vitscale.distributed.failures.storage import or_warn
 from vitscale.distributed.node_check import check_nodes
 from vitscale.distributed.node_share import once_per_node
 from vitscale.distributed.preemption import PreemptionFlag
 from vitscale.distributed.world import (
     World,
+    broadcast_object,
     gather_objects,
     process_group,
 )
@@ -34,8 +38,9 @@ from vitscale.evaluation.models.trained_model import CLASSES_NAME
 from vitscale.images.decoders import show_decoder
 from vitscale.images.size import show_size
 from vitscale.models.weights.once_per_node import InitialWeights
-from vitscale.runs.training import DIVERGED_NAME, TrainingRun
+from vitscale.runs.training import TrainingRun
 from vitscale.tracking.console import ProgressLine
+from vitscale.tracking.run_facts import read_record
 from vitscale.training.detectors import (
     LossSpikeDetector,
     SkippedUpdateMonitor,
@@ -63,7 +68,8 @@ def open_session(
     """Open a run: join the ranks, read the index, build the engine, resume, start tracking.
 
     initial_weights: what a new run starts from; None: random weights. Ignored when resuming.
-    Raises UserError for anything that cannot train, before the first step.
+    Raises UserError for anything that cannot train, before the first step, and SystemExit for a run
+    that is finished.
     """
     with ExitStack() as stack:
         world = stack.enter_context(_join(run.engine))
@@ -137,6 +143,21 @@ def _open(
     )
 
 
+def _end_if_finished(segments: Segments, step: int) -> None:
+    """End the ranks of a run whose last step is saved and whose end is recorded.
+
+    What a run that was killed in between has not said of its end is said by its next start.
+    """
+    run, world = segments.run, segments.world
+    if step < run.schedule.last_step(segments.plan_at(step).total_steps):
+        return
+    record = read_record(Path(run.folder)) if world.is_first else None
+    if broadcast_object(record is not None and record.status == "FINISHED"):
+        if world.is_first:
+            print(f"done before: {run.folder} at step {step}", flush=True)
+        raise SystemExit(0)
+
+
 def _compile_cache(run: TrainingRun, world: World) -> CompileCache | None:
     if resolve_compile(run.engine, world.device) is None:
         return None
@@ -144,13 +165,14 @@ def _compile_cache(run: TrainingRun, world: World) -> CompileCache | None:
 
 
 def _check_checkpoint(segments: Segments, checkpoint: Checkpoint | None) -> None:
-    """Raise UserError when the run cannot resume from it."""
+    """Raise UserError when the run cannot resume from it, SystemExit when nothing is left to do."""
     step = checkpoint.step if checkpoint else 0
     # A checkpoint of the step at which an image size ends is still of that size.
     arch, objective = segments.arch_at(max(0, step - 1)), segments.objective
     key = compatibility_key(segments.run, arch, segments.data, objective=objective.settings.name)
     key |= objective.compatibility()
     check_resumable(segments.run, checkpoint, key, segments.plan_at(step))
+    _end_if_finished(segments, step)
 
 
 def _join(settings: EngineSettings) -> AbstractContextManager[World]:
@@ -185,19 +207,22 @@ def _open_log(
     folder, plan, world = Path(run.folder), segment.plan, segment.engine.world
     facts = _facts(run, objective, segment)
     if world.is_first:
-        (folder / DIVERGED_NAME).unlink(missing_ok=True)
         write_text(folder / "config.yaml", run_to_yaml(run))
         if objective.trains_classifier:
             write_json(folder / CLASSES_NAME, list(data.classes))
+    last_step = run.schedule.last_step(plan.total_steps)
     progress = stack.enter_context(
         ProgressLine.open(
             folder=folder,
-            total_steps=run.schedule.last_step(plan.total_steps),
+            total_steps=last_step,
             start_step=start_step,
             title=run.name,
             is_writer=world.is_first,
         )
     )
+    if world.is_first and start_step < last_step:
+        with or_warn(folder / EVENTS_NAME, progress.message):
+            record_start(folder, first_step=start_step, total_steps=last_step)
     return IntervalLog(
         folder=folder,
         world=world,
@@ -272,8 +297,9 @@ def _facts(run: TrainingRun, objective: Objective, segment: Segment) -> str:
     """Size of model, data and schedule, and how it is computed, in a line."""
     plan, arch, engine = segment.plan, segment.arch, segment.engine
     dtype = str(engine.dtype).removeprefix("torch.")
-    cores = engine.world.bound_to
+    cores, source = engine.world.bound_to, run.starts_from()
     return (
+        f"from {'random weights' if source is None else redact(source)}; "
         f"{objective.num_parameters(arch) / 1e6:.1f} M parameters "
         f"at {show_size(arch.image_size)} px, "
         f"{plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "

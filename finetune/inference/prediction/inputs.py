@@ -27,9 +27,9 @@ from vitscale.images.photographs import converted_pixels
 from vitscale.images.size import ImageSize
 
 # Files with these names are images; others in a folder are left out.
-SUFFIXES = frozenset(
-    "jpg jpeg jpe jfif mpo png apng webp bmp gif tif tiff heic heif avif jp2 ppm".split()
-)
+SUFFIXES = frozenset("jpg jpeg jpe jfif mpo png apng webp".split())
+# Images that are not read are listed with that reason.
+OTHER_SUFFIXES = frozenset("bmp gif tif tiff heic heif avif jp2 ppm".split())
 MAX_FILE_BYTES = 512 * 2**20
 
 
@@ -141,7 +141,11 @@ def _walk(folder: str) -> Iterator[str]:
 
 
 def _is_image_name(path: str) -> bool:
-    return path.rpartition(".")[2].lower() in SUFFIXES
+    return _suffix(path) in SUFFIXES | OTHER_SUFFIXES
+
+
+def _suffix(path: str) -> str:
+    return path.rpartition(".")[2].lower()
 
 
 class FileSamples(Samples):
@@ -174,6 +178,8 @@ def reason(error: Exception) -> str:
 
 def _bounded_bytes(path: str) -> bytes:
     """The content of a regular file of bounded size. Raises OSError or ValueError."""
+    if (suffix := _suffix(path)) in OTHER_SUFFIXES:
+        raise ValueError(f"{suffix.upper()} is not read; convert it to JPEG, PNG or WebP")
     # A pipe must not wait for its writer.
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(fd, "rb") as file:

@@ -16,7 +16,7 @@ from finetune.inference.prediction.inputs import Inputs
 from finetune.inference.prediction.settings import PredictRun
 from finetune.inference.prediction.tables import ImagePrediction, join_parts, open_part
 from finetune.loading.loaded_model import LoadedModel
-from vitscale.config.errors import UserError
+from vitscale.config.errors import UserError, not_written
 from vitscale.data.loader import Batch, batches_of
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.atomic_files import make_folders
@@ -102,14 +102,16 @@ def predict_to_file(
                     part.write(chunk)
                     _add(count, chunk)
                     errors += [row for row in chunk if row.error][: SHOWN_ERRORS - len(errors)]
-        except (UserError, OSError) as caught:
-            error = caught.text() if isinstance(caught, UserError) else str(caught)
+        except UserError as caught:
+            error = caught.text()
+        except OSError as caught:
+            error = not_written(caught, key="output", path=run.output).text()
         agree_no_error(error)
         if world.is_first:
             try:
                 join_parts(parts, output, top=top)
             except OSError as caught:
-                error = str(caught)
+                error = not_written(caught, key="output", path=run.output).text()
         agree_no_error(error)
     finally:
         if world.is_first:

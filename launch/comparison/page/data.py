@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from launch.comparison.differences import Comparison, MetricLine
+from launch.comparison.differences import Comparison, MetricLine, differ
 from launch.comparison.page.curves import Packer, points_per_curve, reduced
 from launch.comparison.page.verdict import LAST_RESORT, PREFERRED, values_compared, verdict
 from launch.comparison.progress import Progress, progress_of
@@ -161,7 +161,7 @@ def _params(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:
     rows = []
     for key in sorted({key for run in runs for key in run.params}):
         values = [run.params.get(key) for run in runs]
-        rows.append({"key": key, "values": values, "differs": len(set(values)) > 1})
+        rows.append({"key": key, "values": values, "differs": differ(key, values)})
     return rows
 
 

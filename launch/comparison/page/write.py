@@ -25,7 +25,7 @@ from vitscale.distributed.atomic_files import write_text
 FOLDER = Path(__file__).parent
 UPLOT = ("uPlot.iife.min.js", "uPlot.min.css", "LICENSE")
 # In the order in which they are run.
-SCRIPTS = ("state", "format", "curves", "charts", "gestures", "tables", "sections", "main")
+SCRIPTS = ("state", "format", "curves", "charts", "tables", "sections", "main")
 
 
 def default_output(runs: Sequence[ComparedRun]) -> Path:

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launch.jobs.attempts import ATTEMPTS_NAME
 from vitscale.config.errors import UserError, UserErrors, nearest
+from vitscale.distributed.failures.events import EVENTS_NAME
 from vitscale.tracking.journal import JOURNAL_NAME
 from vitscale.tracking.run_facts import ARTIFACTS_FOLDER
 
 RUNS_FOLDER = Path("runs")
 # A run of a study in a chain is three levels below.
 MAX_DEPTH = 3
-RUN_FILES = ("config.yaml", JOURNAL_NAME, ATTEMPTS_NAME)
+RUN_FILES = ("config.yaml", JOURNAL_NAME, EVENTS_NAME)
 CHAIN_FILE = "chain.json"
 # All that a run has that was submitted, or started, and has not trained yet.
 JOB_FOLDERS = ("slurm", "local")

@@ -1,4 +1,4 @@
-"""Read how far a training run is, from its checkpoints and the ends of its journal and log.
+"""Read how far a training run is, from its checkpoints, its events and the end of its journal.
 
 Leaves out: whether it still runs (`reading`).
 """
@@ -6,17 +6,15 @@ Leaves out: whether it still runs (`reading`).
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from vitscale.checkpoint.folders import step_folders, step_of
-from vitscale.tracking.console import LOG_NAME
+from vitscale.distributed.failures.events import TrainingStart, read_start
 from vitscale.tracking.journal import JOURNAL_NAME, Row, decode
 
 # Holds thousands of lines: the last evaluation is among them.
 TAIL_BYTES = 1 << 18
-STEP_LINE = re.compile(r"\bstep (\d+)/(\d+) .*\beta (\d+):(\d\d):(\d\d)")
 RESULT_PREFIX = "val/"
 
 
@@ -29,9 +27,9 @@ class LoggedProgress:
     checkpoint_step: int
     """0 without a checkpoint."""
     total_steps: int | None
-    """None before the first line of the log."""
+    """None before its first start."""
     eta_s: float | None
-    """Seconds left, as the log said at `time`."""
+    """Seconds left at `time`, at the mean speed since the start; None before the second line."""
     time: float | None
     """Of the last line in the journal."""
     images_per_s: float | None
@@ -48,18 +46,18 @@ class LoggedProgress:
 
 
 def read_logged(run_folder: Path) -> LoggedProgress:
-    """The state of journal and log. Missing files and unreadable lines count as not logged."""
+    """The state of the run's files. Missing files and unreadable lines count as not logged."""
     rows = _rows(tail(run_folder / JOURNAL_NAME))
     last: dict[str, float] = {}
     for row in rows:
         last |= row.metrics
-    total, eta = _last_step_line(tail(run_folder / LOG_NAME))
+    start = read_start(run_folder)
     saved = next(map(step_of, step_folders(run_folder / "checkpoints")), 0)
     return LoggedProgress(
         step=max(rows[-1].step if rows else 0, saved),
         checkpoint_step=saved,
-        total_steps=total,
-        eta_s=eta,
+        total_steps=start.total_steps if start is not None else None,
+        eta_s=_seconds_left(rows, start) if start is not None else None,
         time=rows[-1].time if rows else None,
         images_per_s=_named(last, "images_per_s"),
         mfu=_named(last, "mfu"),
@@ -95,14 +93,13 @@ def _rows(lines: list[bytes]) -> list[Row]:
     return [row for row in map(decode, lines) if row is not None]
 
 
-def _last_step_line(lines: list[bytes]) -> tuple[int | None, float | None]:
-    """Total steps and seconds left in the last line of a step."""
-    for line in reversed(lines):
-        found = STEP_LINE.search(line.decode(errors="replace"))
-        if found:
-            _, total, hours, minutes, seconds = map(int, found.groups())
-            return total, float(3600 * hours + 60 * minutes + seconds)
-    return None, None
+def _seconds_left(rows: list[Row], start: TrainingStart) -> float | None:
+    """At the last line of the journal, by its lines since the start."""
+    rows = [row for row in rows if row.time >= start.time]
+    done = rows[-1].step - rows[0].step if rows else 0
+    if not done:
+        return None
+    return (rows[-1].time - rows[0].time) / done * (start.total_steps - rows[-1].step)
 
 
 def _named(metrics: dict[str, float], name: str) -> float | None:

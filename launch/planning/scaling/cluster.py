@@ -8,8 +8,6 @@ Sources in brackets. "assumed" marks a plausible value that nobody measured for 
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from vitscale.config.section import Run
@@ -38,8 +36,6 @@ class Cluster(Run):
     """Share of the cards' rate that collectives reach [assumed]."""
     nvlink_gb_s: float = Field(default=370.0, gt=0)
     """Bus bandwidth of collectives inside a node in GB/s [H100, assumed; A100: about 230]."""
-    latency_factor: float = Field(default=1.0, ge=0)
-    """Factor on the latencies of NCCL's own cost model (`collectives`)."""
     overlap_share: float = Field(default=0.8, ge=0, le=1)
     """Share of the last backward pass that can hide gradient traffic [assumed]."""
 
@@ -69,14 +65,9 @@ class Cluster(Run):
     """[TCPStore with libuv: 100 s for 96,000 ranks, PyTorch tutorial]."""
     communicator_ms_per_rank: float = Field(default=10.0, ge=0)
     """Creation of process groups [gloo 1.8: 85 s for 8,000 ranks, gloo issue 408]."""
-    compile_s: float = Field(default=120.0, ge=0)
-    """torch.compile without a cache [assumed]."""
-    cached_compile_s: float = Field(default=20.0, ge=0)
-    """torch.compile with a cache [assumed]."""
-    compile_cache: Literal["seed", "none"] = "seed"
-    """Whether restarts find compiled code (`engine.compile_cache`)."""
-    restore: Literal["slices", "whole"] = "slices"
-    """What a rank reads of a checkpoint: its own slices, or everything."""
+    compile_s: float = Field(default=20.0, ge=0)
+    """torch.compile where restarts find compiled code (`engine.compile_cache`); without: about 120
+    [assumed]."""
 
     failures_per_1000_node_days: float = Field(default=6.5, gt=0)
     """Failures that end a job [Kokolis et al. 2025, table of RSC-1; RSC-2: 2.34; Llama 3 405B:

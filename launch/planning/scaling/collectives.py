@@ -77,7 +77,7 @@ def _candidates(kind: Kind, num_bytes: float, *, ranks: Ranks, cluster: Cluster)
     intra = rounds * (ranks.world - 1) - inter
     for ring in RING:
         hops = intra * ring.nvlink_hop + inter * ring.network_hop
-        latency = 1e-6 * cluster.latency_factor * (ring.base + hops)
+        latency = 1e-6 * (ring.base + hops)
         sent = wire_bytes(kind, num_bytes, world=ranks.world)
         yield latency + sent / (bandwidth * ring.bandwidth)
     if kind != "all_reduce":
@@ -85,7 +85,7 @@ def _candidates(kind: Kind, num_bytes: float, *, ranks: Ranks, cluster: Cluster)
     for tree in TREE:
         depth = math.ceil(math.log2(ranks.nodes))
         hops = 2 * ((ranks.per_node - 1) * tree.nvlink_hop + depth * tree.network_hop)
-        latency = 1e-6 * cluster.latency_factor * (tree.base + hops)
+        latency = 1e-6 * (tree.base + hops)
         yield latency + 2 * num_bytes / (bandwidth * tree.bandwidth)
 
 

@@ -80,15 +80,13 @@ def start_seconds(
 ) -> dict[str, float]:
     """Seconds of each part of a restart, in order."""
     imports = max(cluster.import_s, ranks.world * cluster.import_ops / cluster.metadata_ops_s)
-    copies = ranks.world if cluster.restore == "whole" else 1
     rate = min(cluster.file_system_read_gb_s, ranks.nodes * cluster.node_read_gb_s) * 1e9
-    cached = cluster.compile_cache == "seed"
     return {
         "scheduler": cluster.scheduler_s,
         "imports": imports,
         "rendezvous": ranks.world * cluster.rendezvous_ms_per_rank / 1e3,
         "groups": ranks.world * cluster.communicator_ms_per_rank / 1e3,
         "node check": check_s if ranks.world > 1 else 0.0,
-        "restore": copies * work.state_bytes / rate,
-        "compile": cluster.cached_compile_s if cached else cluster.compile_s,
+        "restore": work.state_bytes / rate,
+        "compile": cluster.compile_s,
     }

@@ -107,11 +107,13 @@ def test_card_has_results_and_configuration(loaded: LoadedModel, tmp_path: Path)
         assert part in card
 
 
-def predict(fault_runs: FaultRuns, folder: Path, *words: str | Path, num_ranks: int = 1) -> str:
+def predict(
+    fault_runs: FaultRuns, folder: Path, *words: str | Path, num_ranks: int = 1, code: int = 0
+) -> str:
     command: list[str | Path] = [ROOT / "finetune/predict.py", "compute.device=cpu", *words]
     folder.mkdir(exist_ok=True)
     ranks = fault_runs.starter.start(command, num_ranks=num_ranks, folder=folder)
-    assert set(wait_all(ranks)) == {0}, ranks[0].output()
+    assert set(wait_all(ranks)) == {code}, ranks[0].output()
     return ranks[0].output()
 
 
@@ -153,6 +155,9 @@ def test_unreadable_images_do_not_end_the_command(
     printed = predict(fault_runs, tmp_path / "2", *words[:2])
     assert "c.jpg: cannot be read" in printed
     assert printed.count("%") == 15
+    bad = f"output={tmp_path}/in/a.jpg/table.csv"
+    printed = predict(fault_runs, tmp_path / "3", *words[:2], bad, code=2)
+    assert f"{bad}: cannot be written" in printed and "Traceback" not in printed
 
 
 def test_names_come_from_the_shards_of_older_runs(trained: Path, tmp_path: Path) -> None:

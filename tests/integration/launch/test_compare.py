@@ -149,6 +149,7 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path) -> None:
         (("runs/empty",), "journal.jsonl does not exist"),
         (("small-lr", "--uri", "htp://x"), "is not a tracking URI"),
         (("small-lr", "--output", "/proc/none/x.html"), "cannot be written"),
+        (("small-lr", "--output", "x.pdf"), "'x.pdf' is no HTML file"),
     ],
 )
 def test_bad_input_is_reported_with_exit_code_2(

@@ -31,22 +31,21 @@ LAUNCH = LaunchSettings(timeout_min=5, signal_delay_s=30, sbatch={"hold": True})
 # Logs and saves as training does: two steps, then two more after it was stopped.
 STAGE = """
     import os, pathlib, signal, sys, time
+    from vitscale.distributed.failures.events import record_start
     from vitscale.tracking.journal import Journal
     from vitscale.tracking.console import plain_line
     stop = []
     for name in (signal.SIGUSR2, signal.SIGTERM):
         signal.signal(name, lambda *_: stop.append(1))
     run = pathlib.Path(sys.argv[2]).parents[1]
-    (run / "logs").mkdir(exist_ok=True)
     first = 2 if (run / "checkpoints").exists() else 0
+    record_start(run, first_step=first, total_steps=4)
     journal = Journal(run / "journal.jsonl", resume_step=first)
     for step in (first + 1, first + 2):
         line = plain_line(
             step=step, total_steps=4, loss=1.0, lr=0.1, images_per_s=7, data_wait=0, eta_s=9
         )
         journal.append({"train/loss": 1.0, "vitals/images_per_s": 7.0}, step=step)
-        with open(run / "logs/rank0.log", "a") as log:
-            print(line, file=log)
         print(line, flush=True)
     while first == 0 and not stop:
         time.sleep(0.05)

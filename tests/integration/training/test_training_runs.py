@@ -149,8 +149,24 @@ def test_run_folder_holds_the_documented_files(uninterrupted: Finished) -> None:
     assert averages[-1]["val/ema_loss"] != evaluated[-1]["val/loss"]
     assert f"step {STEPS}/{STEPS} loss" in (folder / "logs/rank0.log").read_text()
     assert "width: 48" in (folder / "config.yaml").read_text()
+    assert "digits-pretrain: from random weights; 0." in uninterrupted.output
     kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
     assert kept == ["step-00000056", "step-00000060"]
+
+
+def test_a_finished_run_repeated_changes_nothing(
+    uninterrupted: Finished, start_warm: StartWarm
+) -> None:
+    folder = uninterrupted.folder
+
+    def contents() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+    before = contents()
+    again = outcome(start_warm(command(uninterrupted.shards, folder), num_ranks=2))
+    assert [code for code, _ in again] == [0, 0]
+    assert f"done before: {folder} at step {STEPS}\n" in again[0][1]
+    assert contents() == before
 
 
 def test_every_log_line_has_the_wait_for_data(uninterrupted: Finished) -> None:
@@ -187,16 +203,6 @@ def test_transfer_starts_from_the_chosen_weights(uninterrupted: Finished) -> Non
     )
     with pytest.raises(UserError, match="no average of the weights"):
         starting_weights(plain, "ema")
-
-
-def test_finished_run_repeated_changes_nothing(
-    uninterrupted: Finished, start_warm: StartWarm
-) -> None:
-    before = (uninterrupted.folder / "journal.jsonl").read_bytes()
-    again = command(uninterrupted.shards, uninterrupted.folder)
-    finished = outcome(start_warm(again, num_ranks=2))
-    assert [code for code, _ in finished] == [0, 0], finished[0][1]
-    assert (uninterrupted.folder / "journal.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
@@ -259,6 +265,7 @@ def test_finetuning_at_a_higher_resolution_through_the_launcher(
     )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert "on 360 images of 'test'" in finished.stdout
+    assert f": from {uninterrupted.folder}; 0." in finished.stdout
     weights = last_checkpoint(folder).tensors(prefix="model.")
     assert weights["pos_embed"].shape == (1, 1 + 6 * 6, 48)
     assert (folder / "pictures/test_predictions.png").stat().st_size > 1000
@@ -269,9 +276,12 @@ BAD_INPUT = {
     "no average": (["optim.ema=null"], "ema: checkpoint {'decay': 0.9, 'warmup': False}, now None"),
     "layer decay": (["optim.layer_decay=0.9"], "layer_decay: checkpoint 1.0, now 0.9"),
     "shards missing": (["data.path=nowhere", "output=runs/x"], "no such folder"),
-    "class count": (["model.num_classes=7", "output=runs/y"], "label map"),
+    "class count": (["model.num_classes=7", "output=new"], "label map"),
     "unknown key": (["optim.lerning_rate=1"], "did you mean"),
-    "raw key": (["deepspeed.zero_optimization.reduce_scatter=7"], "does not start with them"),
+    "raw key": (
+        ["deepspeed.zero_optimization.reduce_scatter=7", "output=new"],
+        "does not start with them",
+    ),
     "resume never": (["checkpoint.resume=never"], "holds a checkpoint"),
 }
 
@@ -288,7 +298,7 @@ def test_bad_input_ends_with_one_clear_message(
     ((code, output),) = outcome(start_warm(run, num_ranks=1))
     assert code == 2, output
     assert output.count(message) == 1 and "Traceback" not in output
-    assert not (tmp_path / "runs").exists()
+    assert not (tmp_path / "new").exists()
 
 
 def test_without_a_launcher_there_is_one_rank(uninterrupted: Finished, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """The record of what happened to a run: `events.jsonl` in its folder, one JSON object per line.
 
-Owns: appending events, the failure of an attempt, and which of several reports names the cause.
-Needs no torch.
-Leaves out: metrics (`tracking.journal`).
+Owns: appending events, the start and the divergence of a training, the failure of an attempt, and
+which of several reports names the cause. Needs no torch.
+Leaves out: metrics (`tracking.journal`), and what the supervisor appends (`launch.jobs.attempts`).
 
 A line: {"event": "failed", "time": 1763700000.25, "attempt": "17/0", "kind": "storage", "rank": 3,
 "node": "n2", "step": 120, "what": "...", "reported_by": 3}. The rank that knows the cause writes
@@ -12,6 +12,7 @@ peer writes kind "peer lost", which is the cause if no other rank knows better.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import time
@@ -26,7 +27,7 @@ from vitscale.config.errors import FailureKind
 EVENTS_NAME = "events.jsonl"
 # Names one attempt to run a job; set by what starts the ranks.
 ATTEMPT_VARIABLE = "VITSCALE_ATTEMPT"
-FAILED = "failed"
+STARTED, DIVERGED, FAILED = "started", "diverged", "failed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,22 +57,34 @@ class Failure:
         return f"{self.what} ({self.kind}{when})"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingStart:
+    """One start of a training."""
+
+    time: float
+    """Unix seconds."""
+    first_step: int
+    """Step that it resumes from; 0: none."""
+    total_steps: int
+
+
 def append_event(run_folder: Path | str, event: str, values: dict[str, Any]) -> None:
-    """Append one line. A full or failing disk, or no such folder, loses the line, not the process.
+    """Append one line to the events of a run folder that exists. Raises OSError.
 
     Lines of several nodes may be written at once: each is one write to the end of the file, and a
     reader skips what it cannot parse.
     """
     row = {"event": event, "time": round(time.time(), 3)} | values
-    with suppress(OSError):
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        descriptor = os.open(Path(run_folder) / EVENTS_NAME, flags, 0o666)
-        try:
-            # A line that was cut off must not swallow this one.
-            os.write(descriptor, b"\n" + json.dumps(row).encode() + b"\n")
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    descriptor = os.open(Path(run_folder) / EVENTS_NAME, flags, 0o666)
+    try:
+        # A line that was cut off must not swallow this one.
+        line = b"\n" + json.dumps(row).encode() + b"\n"
+        if os.write(descriptor, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_events(run_folder: Path | str) -> Iterator[dict[str, Any]]:
@@ -87,11 +100,45 @@ def read_events(run_folder: Path | str) -> Iterator[dict[str, Any]]:
                 yield row
 
 
+def record_start(run_folder: Path | str, *, first_step: int, total_steps: int) -> None:
+    """Append that a training starts, now. Raises OSError."""
+    append_event(run_folder, STARTED, {"first_step": first_step, "total_steps": total_steps})
+
+
+def read_start(run_folder: Path | str) -> TrainingStart | None:
+    """The last start of a training; None without one."""
+    found = None
+    for row in read_events(run_folder):
+        if row["event"] == STARTED:
+            with suppress(KeyError, TypeError, ValueError):
+                found = TrainingStart(
+                    time=float(row["time"]),
+                    first_step=int(row["first_step"]),
+                    total_steps=int(row["total_steps"]),
+                )
+    return found
+
+
+def record_divergence(run_folder: Path | str, *, step: int, what: str) -> None:
+    """Append that the training ends because it has diverged. Raises OSError."""
+    append_event(run_folder, DIVERGED, {"step": step, "what": what})
+
+
+def has_diverged(run_folder: Path | str) -> bool:
+    """Whether the last training that started in this folder has diverged."""
+    events = [row["event"] for row in read_events(run_folder)]
+    return next((e for e in reversed(events) if e in (STARTED, DIVERGED)), None) == DIVERGED
+
+
 def record_failure(run_folder: Path | str, failure: Failure) -> None:
-    """Append a report of a failure, now and, if it names none, for the attempt of this process."""
+    """Append a report of a failure, now and, if it names none, for the attempt of this process.
+
+    A full or failing disk, or no such folder, loses the line, not the process.
+    """
     values = asdict(failure) | {"attempt": failure.attempt or os.environ.get(ATTEMPT_VARIABLE)}
     del values["time"]
-    append_event(run_folder, FAILED, {k: v for k, v in values.items() if v is not None})
+    with suppress(OSError):
+        append_event(run_folder, FAILED, {k: v for k, v in values.items() if v is not None})
 
 
 def read_failures(run_folder: Path | str, *, attempt: str | None = None) -> list[Failure]:

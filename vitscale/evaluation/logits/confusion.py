@@ -18,7 +18,7 @@ from vitscale.evaluation.interface.one_pass import LogitsEvaluation
 if TYPE_CHECKING:
     import torch
 
-MAX_TITLE_LETTERS = 14
+NAME_WIDTH, NAME_LINES = 18, 2
 
 
 class ConfusionSettings(EvaluationSettingsBase):
@@ -72,13 +72,26 @@ class Confusion(LogitsEvaluation):
 
     def _draw(self, path: Path, found: Guesses, worst: list[int]) -> None:
         """One row for each of the worst classes: images of it that were taken for others."""
+        from vitscale.images.sheet import caption, common_start
+
         classes, shares, rows = self._subject.val.classes, class_shares(found), []
-        for label in worst:
-            chosen = examples(found, label, count=self.settings.num_examples)
-            titles = [classes[int(found.guess[each])] for each in chosen]
-            name = f"{classes[label]}\n{shares[label]:.0%} right"
-            rows.append((name, found.sample[chosen].tolist(), titles))
-        draw_samples(self._subject, rows, path=path)
+        chosen = {
+            label: examples(found, label, count=self.settings.num_examples) for label in worst
+        }
+        taken_for = {int(found.guess[each]) for numbers in chosen.values() for each in numbers}
+        start = common_start(classes[each] for each in {*worst, *taken_for})
+
+        def shown(label: int) -> str:
+            name = classes[label].removeprefix(start)
+            return caption(name, width=NAME_WIDTH, num_lines=NAME_LINES)
+
+        for label, numbers in chosen.items():
+            titles = [shown(int(found.guess[each])) for each in numbers]
+            name = f"{shown(label)}\n{shares[label]:.0%} right"
+            rows.append((name, found.sample[numbers].tolist(), titles))
+        title = "Worst classes: images that were taken for the class above them"
+        title += f'; "{start}" is left out' if start else ""
+        draw_samples(self._subject, rows, title=title, path=path)
 
 
 def class_shares(found: Guesses) -> dict[int, float]:
@@ -119,7 +132,7 @@ def _write_cells(path: Path, found: Guesses, classes: tuple[str, ...]) -> None:
 
 
 def draw_samples(
-    subject: Subject, rows: Sequence[tuple[str, list[int], list[str]]], *, path: Path
+    subject: Subject, rows: Sequence[tuple[str, list[int], list[str]]], *, title: str, path: Path
 ) -> None:
     """Draw images of the validation split with titles as a PNG.
 
@@ -137,16 +150,17 @@ def draw_samples(
     samples = EvaluationSamples(subject.val, settings=subject.data, image_size=subject.image_size)
     pixels = torch.empty(3, *rows_and_columns(subject.image_size), dtype=torch.uint8)
     columns = max((len(numbers) for _, numbers, _ in rows), default=0) + 1
-    figure = Figure(figsize=(columns * 1.2, len(rows) * 1.4 + 0.2), layout="constrained")
+    figure = Figure(figsize=(columns * 1.3, len(rows) * 1.6 + 0.5), layout="constrained")
+    figure.suptitle(title, fontsize=10, parse_math=False)
     for row, (name, numbers, titles) in enumerate(rows):
         axes = figure.add_subplot(len(rows), columns, row * columns + 1)
         axes.set_axis_off()
         axes.text(1, 0.5, name, ha="right", va="center", fontsize=9, parse_math=False)
-        for column, (number, title) in enumerate(zip(numbers, titles, strict=True), start=2):
+        for column, (number, text) in enumerate(zip(numbers, titles, strict=True), start=2):
             samples.fill(number, pixels)
             axes = figure.add_subplot(len(rows), columns, row * columns + column)
             axes.imshow(pixels.permute(1, 2, 0).numpy(), interpolation="nearest")
             axes.set_axis_off()
             # Class names come from folder names: never let matplotlib read them as mathematics.
-            axes.set_title(title[:MAX_TITLE_LETTERS], fontsize=8, color="#c0392b", parse_math=False)
+            axes.set_title(text, fontsize=8, color="#c0392b", parse_math=False)
     save_figure(figure, path)

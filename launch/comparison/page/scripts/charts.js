@@ -2,6 +2,7 @@
 
 const CHART_HEIGHT = 250;
 const NUM_TABLE_ROWS = 21;
+const PAPER_WIDTH = 640;
 const FADED = 0.28, FADED_AMONG_MANY = 0.12;
 
 const charts = [];
@@ -32,8 +33,7 @@ class Chart {
   makeCard() {
     const id = `chart-${charts.length}`;
     this.area = make("div", {
-      class: "plot", tabindex: 0, role: "group", "aria-roledescription": "chart",
-      "aria-labelledby": id, "aria-describedby": "chart-keys",
+      class: "plot", role: "group", "aria-roledescription": "chart", "aria-labelledby": id,
     });
     this.tip = make("div", { class: "tip", role: "status", hidden: true });
     this.table = make("div", { class: "scroll" });
@@ -98,7 +98,12 @@ class Chart {
     } else {
       const data = uPlot.join(this.series.map((each) => [each.x, each.y]));
       this.plot = new uPlot(this.options(), data, this.area);
-      addGestures(this);
+      // A tap counts as a mouse that stays.
+      this.plot.over.addEventListener("mouseenter", () => { this.active = true; });
+      this.plot.over.addEventListener("mouseleave", () => {
+        this.active = false;
+        this.hideTip();
+      });
       this.area.append(this.tip);
     }
     this.card.dataset.drawn = String(this.series.length);
@@ -168,7 +173,6 @@ class Chart {
     return {
       label: runs[run].label, spanGaps: true, dash: faded ? [] : dashOf(run),
       stroke: colour, alpha: faded ? faint : 1, width: faded ? 1 : 2,
-      auto: !faded,  // the smoothed curves alone set the range of y
       points: faded ? { show: false } : { size: 6, fill: colour, stroke: colour },
     };
   }
@@ -181,26 +185,20 @@ class Chart {
     this.view.setRange(range);
   }
 
-  // Zoom by `factor` (below 1: in) about the x under `left` pixels, then move by `shift` pixels.
-  zoomAbout(left, factor, shift = 0) {
-    const width = this.plot.over.clientWidth;
-    const at = (pixels) => this.plot.posToVal(pixels, "x");
-    const range = [at(left - left * factor - shift), at(left + (width - left) * factor - shift)];
-    const [lowest, highest] = this.fullRange();
-    if (factor === 1 && (range[0] < lowest || range[1] > highest)) return;
-    this.view.setRange(within(range, [lowest, highest]));
-  }
-
   applyRange() {
     if (this.plot && this.visible) this.plot.setData(this.plot.data, true);
     else this.stale = true;
     this.fillTable();
   }
 
-  resize() {
-    if (this.plot && this.area.clientWidth > 0) {
-      this.plot.setSize({ width: this.area.clientWidth, height: this.height() });
-    }
+  resize(width = this.area.clientWidth) {
+    if (this.plot && width > 0) this.plot.setSize({ width, height: this.height() });
+  }
+
+  // A chart that was never in view is not drawn yet, and paper is narrower than a screen.
+  prepareForPaper() {
+    if (this.stale) this.draw();
+    this.resize(PAPER_WIDTH);
   }
 
   // Values of all curves at x: [{run, x, y, rawY}].
@@ -235,14 +233,14 @@ class Chart {
     this.placeTip(left);
   }
 
-  // Below the plot, where it hides no curve; above it where there is no room, or a finger.
+  // Below the plot, where it hides no curve; above it where there is no room.
   placeTip(left) {
     const { over } = this.plot;
     const { offsetWidth: width, offsetHeight: height } = this.tip;
     const wanted = over.offsetLeft + left - width / 2;
     this.tip.style.left = `${Math.max(0, Math.min(this.area.clientWidth - width, wanted))}px`;
     const room = innerHeight - over.getBoundingClientRect().bottom;
-    const above = this.touched || room < height + 12;
+    const above = room < height + 12;
     this.tip.style.top = `${over.offsetTop + (above ? -height - 6 : over.clientHeight + 6)}px`;
   }
 
@@ -316,12 +314,6 @@ function padded(low, high, isLog) {
   if (isLog) return low === high ? [low / 2, high * 2] : [low / 1.1, high * 1.1];
   const room = high > low ? 0.06 * (high - low) : Math.abs(high) * 0.1 || 1;
   return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
-}
-
-function within([low, high], [lowest, highest]) {
-  const range = [Math.max(low, lowest), Math.min(high, highest)];
-  if (range[0] <= lowest && range[1] >= highest) return null;
-  return range[1] - range[0] > 1e-9 * Math.abs(highest) ? range : null;
 }
 
 // Curves have points at different x: of each the nearest point is marked.

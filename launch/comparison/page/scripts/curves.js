@@ -57,6 +57,9 @@ function smoothed(values, weight) {
   });
 }
 
+// Fewer points, of an evaluation say, are drawn as they are.
+const FEWEST_SMOOTHED = 20;
+
 // {run, x, y, raw}: the curve of a run as drawn; raw: the unsmoothed points behind it, or null.
 function curveOf(metric, run, axis, smoothing) {
   const packed = metric.curves[run];
@@ -64,7 +67,7 @@ function curveOf(metric, run, axis, smoothing) {
   const x = onAxis(run, axis, floats(packed.x));
   if (x === null) return null;
   const y = Array.from(floats(packed.y));
-  if (smoothing === 0 || y.length < 3) return { run, x, y, raw: null };
+  if (smoothing === 0 || y.length < FEWEST_SMOOTHED) return { run, x, y, raw: null };
   const hasMeans = packed.mean_x !== null;
   return {
     run,

@@ -41,5 +41,12 @@ matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
   for (const chart of charts) chart.refresh();
 });
 
+addEventListener("beforeprint", () => {
+  for (const chart of charts) chart.prepareForPaper();
+});
+addEventListener("afterprint", () => {
+  for (const chart of charts) chart.resize();
+});
+
 // On a phone the controls would cover the charts: they start closed.
 if (matchMedia("(max-width: 700px)").matches) document.querySelector(".controls").open = false;

@@ -194,11 +194,7 @@ function fillCharts(section) {
     type: "search", placeholder: "Filter charts", "aria-label": "Filter charts", oninput: () => show(),
   });
   section.append(make("div", { class: "head" }, heading("charts", "Curves"), filter),
-    make("p", {
-      class: "soft keys", id: "chart-keys",
-      text: "Drag to zoom, double-click to reset; Ctrl and wheel or two fingers zoom too. With the " +
-        "keyboard: arrows read values, + and − zoom, 0 resets.",
-    }));
+    make("p", { class: "soft keys", text: "Drag to zoom, double-click to reset." }));
   const groups = [];
   for (const metric of page.metrics) {
     let group = groups.find((each) => each.name === metric.group);

@@ -1,6 +1,6 @@
 """A headless Chromium, driven through the DevTools protocol over two pipes.
 
-Owns: starting it without network, evaluating JavaScript, mouse, touch and keys, screenshots, and
+Owns: starting it without network, evaluating JavaScript, the mouse, screenshots, and
 what the page wrote to the console.
 """
 
@@ -19,7 +19,6 @@ from typing import Any
 from tests.support.waiting import wait_until
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-MODIFIERS = {"ctrl": 2, "shift": 8}
 
 
 def chromium_path() -> str | None:
@@ -115,20 +114,6 @@ class Browser:
         for place in (middle, stop):
             self.mouse("mouseMoved", *place, button="left", buttons=1)
         self.mouse("mouseReleased", *stop, button="left", clickCount=1)
-
-    def wheel(self, x: float, y: float, turned: float, *, modifier: str | None = None) -> None:
-        keys = MODIFIERS.get(modifier or "", 0)
-        self.mouse("mouseWheel", x, y, deltaX=0, deltaY=turned, modifiers=keys)
-
-    def touch(self, kind: str, *points: tuple[float, float]) -> None:
-        """kind: Start, Move or End."""
-        fingers = [{"x": x, "y": y, "id": i} for i, (x, y) in enumerate(points)]
-        self.send("Input.dispatchTouchEvent", type=f"touch{kind}", touchPoints=fingers)
-
-    def key(self, key: str) -> None:
-        text = {"text": key} if len(key) == 1 else {}
-        self.send("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **text)
-        self.send("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
         done = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)

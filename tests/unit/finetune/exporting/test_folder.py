@@ -31,6 +31,12 @@ def test_a_folder_with_files_is_refused(tmp_path: Path) -> None:
         check_folder(str(tmp_path / "out/README.md"))
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="output=.*cannot be written"):
+        list(write_folder(run(tmp_path / "file/out"), small_model()))
+
+
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     for to in EXPORTS:
         check_packages(to)

@@ -9,9 +9,10 @@ import pytest
 
 from launch.comparison.progress import progress_of
 from launch.comparison.runs import ComparedRun
-from launch.jobs.attempts import ATTEMPTS_NAME
+from launch.jobs.attempts import ATTEMPT
 from pretrain.run import PretrainRun
 from vitscale.config.loader import load_run, run_to_yaml
+from vitscale.distributed.failures.events import append_event
 from vitscale.models.costs import train_flops_per_image
 from vitscale.tracking.journal import Row
 
@@ -41,11 +42,12 @@ def test_samples_need_the_batch_and_hours_the_times() -> None:
 def test_waits_between_attempts_are_no_hours(tmp_path: Path) -> None:
     attempts = [(0.5, 2.0), (5.0, 6.0), (6.0, None)]
     common = {"cluster": "slurm", "job_id": "1", "restart": 0, "num_tasks": 1, "first_step": 0}
-    lines = [
+    events = [
         {"number": i, "started": start * HOUR, **common} | ({"ended": end * HOUR} if end else {})
         for i, (start, end) in enumerate(attempts, start=1)
     ]
-    (tmp_path / ATTEMPTS_NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for event in events:
+        append_event(tmp_path, ATTEMPT, event)
     rows = (row(1, 1 * HOUR), row(2, 2 * HOUR), row(3, 5.5 * HOUR), row(4, 7 * HOUR))
     assert progress_of(run(tmp_path, *rows)).hours == pytest.approx((0.0, 1.0, 1.5, 3.0))
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.attempts import (
-    ATTEMPTS_NAME,
     Attempt,
     Ending,
     begin_attempt,
     end_attempt,
     read_attempts,
 )
+from vitscale.distributed.failures.events import EVENTS_NAME
 
 
 def begin(folder: Path, *, restart: int = 0) -> Attempt:
@@ -71,10 +71,12 @@ def test_the_next_attempt_closes_one_without_an_end(tmp_path: Path) -> None:
     assert (second.number, second.restart, second.ended) == (2, 1, None)
 
 
-@pytest.mark.parametrize("rest", [b'{"number": 7', b"\xff\n", b"[]\n", b'{"number": 3}\n'])
+@pytest.mark.parametrize(
+    "rest", [b'{"event": "attempt", "number": 7', b'{"event": "attempt", "number": 3}\n']
+)
 def test_a_damaged_line_hides_no_other(tmp_path: Path, rest: bytes) -> None:
     first = begin(tmp_path)
-    with open(tmp_path / ATTEMPTS_NAME, "ab") as file:
+    with open(tmp_path / EVENTS_NAME, "ab") as file:
         file.write(rest)
     end_attempt(first, tmp_path, ending=Ending.DONE, reason="", exit_code=0)
     begin(tmp_path)
@@ -83,7 +85,7 @@ def test_a_damaged_line_hides_no_other(tmp_path: Path, rest: bytes) -> None:
 
 
 def test_the_file_is_only_appended_to(tmp_path: Path) -> None:
-    path = tmp_path / ATTEMPTS_NAME
+    path = tmp_path / EVENTS_NAME
     first = begin(tmp_path)
     before = path.read_bytes()
     end_attempt(first, tmp_path, ending=Ending.STOPPED, reason="time limit", exit_code=75)

@@ -28,7 +28,7 @@ from tests.contract.tree import ROOT
 from tests.support.study_runs import grid_of, study_of, write_study, write_training
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
-from vitscale.runs.training import DIVERGED_NAME
+from vitscale.distributed.failures.events import record_divergence
 
 SELECTING = """\
 stage: study
@@ -139,7 +139,7 @@ def diverge(grid: Grid, name: str) -> None:
     training = grid.trainings[name]
     training.folder.mkdir(parents=True)
     (training.folder / "config.yaml").write_text(run_to_yaml(training.run))
-    (training.folder / DIVERGED_NAME).write_text('{"step": 3}')
+    record_divergence(training.folder, step=3, what="skipped")
 
 
 def test_a_diverged_trial_is_the_worst_of_its_choice(study: Path) -> None:

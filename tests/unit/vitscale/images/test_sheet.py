@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
-from vitscale.images.sheet import caption
+from vitscale.images.sheet import caption, common_start
 
 
-def test_a_long_name_keeps_its_end() -> None:
+def test_a_long_name_is_shortened_in_the_middle() -> None:
     assert caption("cat", width=3) == "cat"
-    assert caption("letter_a_with_acute", width=9) == "…th_acute"
+    assert caption("letter_a_with_acute", width=9) == "lett…cute"
+    assert caption("letter", width=4) == "le…r"
+
+
+def test_a_name_is_broken_between_words() -> None:
+    name = "capital_letter_a_with_acute"
+    assert caption(name, width=16, num_lines=2) == "capital_letter_\na_with_acute"
+    assert caption(name, width=15, num_lines=1) == "capital…h_acute"
+    assert caption("abcdefgh-ij", width=4, num_lines=3) == "abcd\nefgh\n-ij"
+
+
+def test_words_that_all_names_share_are_left_out() -> None:
+    assert common_start(["latin_capital_a", "latin_capital_e", "latin_small_a"]) == "latin_"
+    assert common_start(["latin_a", "lamp"]) == ""
+    assert common_start(["cat", "cat"]) == ""

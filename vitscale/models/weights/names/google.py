@@ -1,144 +1,155 @@
-"""Google's names of tensors, and ours: vision_transformer, big_vision and big_transfer.
+"""Google's names and shapes of tensors, and ours: vision_transformer, big_vision and big_transfer.
 
-Leaves out: reading files (`reading`).
+Owns: one table of modules for both directions, and how names of old and new files differ.
+Leaves out: reading files (`reading`) and writing them (`finetune.exporting.to_npz`).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 
-from vitscale.models.weights.names.fused_qkv import joined
-
-Name = str | Callable[[re.Match[str]], str]
-Turn = Callable[[torch.Tensor], torch.Tensor]
+from vitscale.models.weights.names.fused_qkv import joined, split
 
 # Every file of a model has one of these.
 FIRST_NAMES = ("embedding/kernel", "resnet/root_block/standardized_conv2d/kernel")
-
-# Patterns over names of vit_jax and big_vision, which number the modules of a block differently.
-_BLOCK = r"Transformer/encoderblock_(\d+)/"
-_ATTENTION = _BLOCK + r"MultiHeadDotProductAttention_[01]/"
-# The pooling head of big_vision, models/vit.py, `MAPHead`.
-_MAP = r"MAPHead_0/"
-_MAP_ATTENTION = _MAP + r"MultiHeadDotProductAttention_0/"
-# The same of big_transfer; some of its files number the modules of a unit.
-_UNIT = r"block(\d+)/unit(\d+)/"
-_BIT_CONV, _BIT_NORM = r"standardized_conv2d(?:_\d+)?/kernel", r"group_norm(?:_\d+)?/"
 _STEM = "patch_embed.backbone."
 
 
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """One tensor of a module."""
+
+    theirs: str
+    ours: str
+    num_dims: tuple[int, ...]
+    """There. Older files have norms as [1, 1, 1, channels]."""
+    read: Callable[[torch.Tensor], torch.Tensor]
+    write: Callable[[torch.Tensor, int], torch.Tensor]
+    """(our tensor, number of attention heads) -> theirs."""
 
 
-def _transposed(x: torch.Tensor) -> torch.Tensor:
-    return x.T
+def _vector(theirs: str, ours: str, *num_dims: int) -> _Value:
+    return _Value(theirs, ours, num_dims, torch.flatten, lambda x, _: x)
 
 
-def _in_heads(x_DHE: torch.Tensor) -> torch.Tensor:
-    return x_DHE.flatten(1).T
-
-
-def _out_of_heads(x_HED: torch.Tensor) -> torch.Tensor:
-    return x_HED.flatten(0, 1).T
-
-
-def _kernel(x_HWIO: torch.Tensor) -> torch.Tensor:
-    return x_HWIO.permute(3, 2, 0, 1)
-
-
-def _in_unit(match: re.Match[str], stem: str, part: str) -> str:
-    """timm counts stages and units from 0."""
-    return f"{stem}stages.{int(match[1]) - 1}.blocks.{int(match[2]) - 1}.{part}"
-
-
-def _unit_names() -> Iterator[tuple[str, Name, int, Turn]]:
-    """The units of a hybrid's stem, and of BiT, whose convolutions have letters."""
-    parts = {"conv1": "conv1", "conv2": "conv2", "conv3": "conv3", "conv_proj": "downsample.conv"}
-    for theirs, ours in parts.items():
-        yield (
-            _UNIT + f"{theirs}/kernel",
-            partial(_in_unit, stem=_STEM, part=f"{ours}.weight"),
-            4,
-            _kernel,
-        )
-    parts = {"gn1": "norm1", "gn2": "norm2", "gn3": "norm3", "gn_proj": "downsample.norm"}
-    for theirs, ours in parts.items():
-        for value, kind in (("scale", "weight"), ("bias", "bias")):
-            # Older files hold them as [1, 1, 1, channels].
-            for num_dims in (1, 4):
-                name = partial(_in_unit, stem=_STEM, part=f"{ours}.{kind}")
-                yield _UNIT + f"{theirs}/{value}", name, num_dims, torch.flatten
-    parts = {"a": "1", "b": "2", "c": "3"}
-    for theirs, number in parts.items():
-        name = partial(_in_unit, stem="", part=f"conv{number}.weight")
-        yield f"resnet/{_UNIT}{theirs}/{_BIT_CONV}", name, 4, _kernel
-        for value, kind in (("gamma", "weight"), ("beta", "bias")):
-            for num_dims in (1, 4):
-                name = partial(_in_unit, stem="", part=f"norm{number}.{kind}")
-                yield f"resnet/{_UNIT}{theirs}/{_BIT_NORM}{value}", name, num_dims, torch.flatten
-    name = partial(_in_unit, stem="", part="downsample.conv.weight")
-    yield f"resnet/{_UNIT}a/proj/{_BIT_CONV}", name, 4, _kernel
-
-
-# (pattern, our name, dimensions, how a tensor is turned)
-NAMES: tuple[tuple[str, Name, int, Turn], ...] = (
-    (r"cls", "cls_token", 3, _same),
-    (r"(?:Transformer/)?(?:posembed_input/)?pos_embedding", "pos_embed", 3, _same),
-    (r"embedding/kernel", "patch_embed.proj.weight", 4, _kernel),
-    (r"embedding/bias", "patch_embed.proj.bias", 1, _same),
-    (r"Transformer/encoder_norm/scale", "norm.weight", 1, _same),
-    (r"Transformer/encoder_norm/bias", "norm.bias", 1, _same),
-    (_BLOCK + r"LayerNorm_0/scale", r"blocks.\1.norm1.weight", 1, _same),
-    (_BLOCK + r"LayerNorm_0/bias", r"blocks.\1.norm1.bias", 1, _same),
-    (_BLOCK + r"LayerNorm_[12]/scale", r"blocks.\1.norm2.weight", 1, _same),
-    (_BLOCK + r"LayerNorm_[12]/bias", r"blocks.\1.norm2.bias", 1, _same),
-    # [width, heads, width / heads] each; joined to one below.
-    (_ATTENTION + r"(query|key|value)/kernel", r"blocks.\1.attn.\2.weight", 3, _in_heads),
-    (_ATTENTION + r"(query|key|value)/bias", r"blocks.\1.attn.\2.bias", 2, torch.flatten),
-    (_ATTENTION + r"out/kernel", r"blocks.\1.attn.proj.weight", 3, _out_of_heads),
-    (_ATTENTION + r"out/bias", r"blocks.\1.attn.proj.bias", 1, _same),
-    (_BLOCK + r"MlpBlock_[03]/Dense_0/kernel", r"blocks.\1.mlp.fc1.weight", 2, _transposed),
-    (_BLOCK + r"MlpBlock_[03]/Dense_0/bias", r"blocks.\1.mlp.fc1.bias", 1, _same),
-    (_BLOCK + r"MlpBlock_[03]/Dense_1/kernel", r"blocks.\1.mlp.fc2.weight", 2, _transposed),
-    (_BLOCK + r"MlpBlock_[03]/Dense_1/bias", r"blocks.\1.mlp.fc2.bias", 1, _same),
-    (r"pre_logits/kernel", "pre_logits.weight", 2, _transposed),
-    (r"pre_logits/bias", "pre_logits.bias", 1, _same),
-    (_MAP + r"probe", "attn_pool.latent", 3, _same),
-    (_MAP_ATTENTION + r"query/kernel", "attn_pool.q.weight", 3, _in_heads),
-    (_MAP_ATTENTION + r"query/bias", "attn_pool.q.bias", 2, torch.flatten),
-    (_MAP_ATTENTION + r"(key|value)/kernel", r"attn_pool.\1.weight", 3, _in_heads),
-    (_MAP_ATTENTION + r"(key|value)/bias", r"attn_pool.\1.bias", 2, torch.flatten),
-    (_MAP_ATTENTION + r"out/kernel", "attn_pool.proj.weight", 3, _out_of_heads),
-    (_MAP_ATTENTION + r"out/bias", "attn_pool.proj.bias", 1, _same),
-    (_MAP + r"LayerNorm_0/scale", "attn_pool.norm.weight", 1, _same),
-    (_MAP + r"LayerNorm_0/bias", "attn_pool.norm.bias", 1, _same),
-    (_MAP + r"MlpBlock_0/Dense_0/kernel", "attn_pool.mlp.fc1.weight", 2, _transposed),
-    (_MAP + r"MlpBlock_0/Dense_0/bias", "attn_pool.mlp.fc1.bias", 1, _same),
-    (_MAP + r"MlpBlock_0/Dense_1/kernel", "attn_pool.mlp.fc2.weight", 2, _transposed),
-    (_MAP + r"MlpBlock_0/Dense_1/bias", "attn_pool.mlp.fc2.bias", 1, _same),
-    (r"head/kernel", "head.weight", 2, _transposed),
-    (r"head/bias", "head.bias", 1, _same),
-    (r"conv_root/kernel", _STEM + "stem.conv.weight", 4, _kernel),
-    *((r"gn_root/scale", _STEM + "stem.norm.weight", dims, torch.flatten) for dims in (1, 4)),
-    *((r"gn_root/bias", _STEM + "stem.norm.bias", dims, torch.flatten) for dims in (1, 4)),
-    (rf"resnet/root_block/{_BIT_CONV}", "stem.conv.weight", 4, _kernel),
-    *((rf"resnet/{_BIT_NORM}gamma", "norm.weight", dims, torch.flatten) for dims in (1, 4)),
-    *((rf"resnet/{_BIT_NORM}beta", "norm.bias", dims, torch.flatten) for dims in (1, 4)),
-    (r"resnet/head/conv2d/kernel", "head.fc.weight", 4, _kernel),
-    (r"resnet/head/conv2d/bias", "head.fc.bias", 1, _same),
-    *_unit_names(),
+_BIAS = _vector("/bias", ".bias", 1)
+# Theirs: [in, out].
+DENSE = (_Value("/kernel", ".weight", (2,), lambda x: x.T, lambda x, _: x.T), _BIAS)
+# [height, width, in, out].
+CONV = (
+    _Value(
+        *("/kernel", ".weight", (4,)),
+        lambda x: x.permute(3, 2, 0, 1),
+        lambda x, _: x.permute(2, 3, 1, 0),
+    ),
+    _BIAS,
 )
+# [width, heads, head width].
+INTO_HEADS = (
+    _Value(
+        *("/kernel", ".weight", (3,)),
+        lambda x: x.flatten(1).T,
+        lambda x, num_heads: x.T.unflatten(1, (num_heads, -1)),
+    ),
+    _Value(
+        *("/bias", ".bias", (2,)),
+        torch.flatten,
+        lambda x, num_heads: x.unflatten(0, (num_heads, -1)),
+    ),
+)
+# [heads, head width, width].
+OUT_OF_HEADS = (
+    _Value(
+        *("/kernel", ".weight", (3,)),
+        lambda x: x.flatten(0, 1).T,
+        lambda x, num_heads: x.T.unflatten(0, (num_heads, -1)),
+    ),
+    _BIAS,
+)
+NORM = (_vector("/scale", ".weight", 1, 4), _vector("/bias", ".bias", 1, 4))
+BIT_NORM = (_vector("/gamma", ".weight", 1, 4), _vector("/beta", ".bias", 1, 4))
+# A tensor that is no part of a module.
+TENSOR = (_Value("", "", (3,), lambda x: x, lambda x, _: x),)
+
+Module = tuple[str, str, tuple[_Value, ...]]
+"""(theirs, ours, its tensors). {} stands for a number: blocks count from 0; stages and units, which
+Google calls blocks and units, from 0 here and from 1 there."""
+
+
+def _attention(theirs: str, ours: str, *, query: str = "query") -> Iterator[Module]:
+    for part, name in (("query", query), ("key", "key"), ("value", "value")):
+        yield f"{theirs}/{part}", f"{ours}.{name}", INTO_HEADS
+    yield f"{theirs}/out", f"{ours}.proj", OUT_OF_HEADS
+
+
+# As big_vision numbers the modules of a block.
+_BLOCK = "Transformer/encoderblock_{}"
+_HEAD = "MAPHead_0"
+VIT: tuple[Module, ...] = (
+    ("cls", "cls_token", TENSOR),
+    ("pos_embedding", "pos_embed", TENSOR),
+    ("embedding", "patch_embed.proj", CONV),
+    (f"{_BLOCK}/LayerNorm_0", "blocks.{}.norm1", NORM),
+    *_attention(f"{_BLOCK}/MultiHeadDotProductAttention_0", "blocks.{}.attn"),
+    (f"{_BLOCK}/LayerNorm_1", "blocks.{}.norm2", NORM),
+    (f"{_BLOCK}/MlpBlock_0/Dense_0", "blocks.{}.mlp.fc1", DENSE),
+    (f"{_BLOCK}/MlpBlock_0/Dense_1", "blocks.{}.mlp.fc2", DENSE),
+    ("Transformer/encoder_norm", "norm", NORM),
+    ("pre_logits", "pre_logits", DENSE),
+    # The pooling head of big_vision, models/vit.py, `MAPHead`.
+    (f"{_HEAD}/probe", "attn_pool.latent", TENSOR),
+    *_attention(f"{_HEAD}/MultiHeadDotProductAttention_0", "attn_pool", query="q"),
+    (f"{_HEAD}/LayerNorm_0", "attn_pool.norm", NORM),
+    (f"{_HEAD}/MlpBlock_0/Dense_0", "attn_pool.mlp.fc1", DENSE),
+    (f"{_HEAD}/MlpBlock_0/Dense_1", "attn_pool.mlp.fc2", DENSE),
+    ("head", "head", DENSE),
+    # The stem of a hybrid.
+    ("conv_root", f"{_STEM}stem.conv", CONV),
+    ("gn_root", f"{_STEM}stem.norm", NORM),
+    *(
+        (f"block{{}}/unit{{}}/{theirs}", f"{_STEM}stages.{{}}.blocks.{{}}.{ours}", kind)
+        for theirs, ours, kind in (
+            *((f"conv{n}", f"conv{n}", CONV) for n in (1, 2, 3)),
+            *((f"gn{n}", f"norm{n}", NORM) for n in (1, 2, 3)),
+            ("conv_proj", "downsample.conv", CONV),
+            ("gn_proj", "downsample.norm", NORM),
+        )
+    ),
+)
+_BIT_UNIT = "resnet/block{}/unit{:02}"
+BIT: tuple[Module, ...] = (
+    ("resnet/root_block/standardized_conv2d", "stem.conv", CONV),
+    *(
+        (f"{_BIT_UNIT}/{theirs}", f"stages.{{}}.blocks.{{}}.{ours}", kind)
+        for letter, n in (("a", 1), ("b", 2), ("c", 3))
+        for theirs, ours, kind in (
+            (f"{letter}/standardized_conv2d", f"conv{n}", CONV),
+            (f"{letter}/group_norm", f"norm{n}", BIT_NORM),
+        )
+    ),
+    (f"{_BIT_UNIT}/a/proj/standardized_conv2d", "stages.{}.blocks.{}.downsample.conv", CONV),
+    ("resnet/group_norm", "norm", BIT_NORM),
+    ("resnet/head/conv2d", "head.fc", CONV),
+)
+# In a block: (of big_vision, of vision_transformer).
+_NUMBERS = (
+    ("MultiHeadDotProductAttention_0", "MultiHeadDotProductAttention_1"),
+    ("LayerNorm_1", "LayerNorm_2"),
+    ("MlpBlock_0", "MlpBlock_3"),
+)
+_POSITIONS = "Transformer/posembed_input/pos_embedding"
 
 
 def heads_of(tensors: Mapping[str, torch.Tensor]) -> int | None:
     """Attention heads, which only Google's shapes show: kernels are [width, heads, head width]."""
+    query = re.compile(r"Transformer/encoderblock_\d+/MultiHeadDotProductAttention_0/query/kernel")
     for name, tensor in _unstacked(tensors).items():
-        if re.fullmatch(_ATTENTION + "query/kernel", name) and tensor.ndim == 3:
+        if query.fullmatch(_as_big_vision(name)) and tensor.ndim == 3:
             return int(tensor.shape[1])
     return None
 
@@ -156,20 +167,90 @@ def _unstacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+def _as_big_vision(name: str) -> str:
+    """The name in the tables. Some files of big_transfer number the modules of a unit."""
+    name = re.sub(r"(standardized_conv2d|group_norm)_\d+/", r"\1/", name)
+    if re.fullmatch(r"(Transformer/)?(posembed_input/)?pos_embedding", name):
+        return "pos_embedding"
+    if name.startswith("Transformer/encoderblock_"):
+        for here, there in _NUMBERS:
+            name = name.replace(f"/{there}/", f"/{here}/")
+    return name
+
+
+def _as_vision_transformer(name: str) -> str:
+    if name == "pos_embedding":
+        return _POSITIONS
+    if name.startswith("Transformer/encoderblock_"):
+        for here, there in _NUMBERS:
+            name = name.replace(f"/{here}/", f"/{there}/")
+    return name
+
+
+def _translated(name: str, source: str, target: str, *, offset: int) -> str | None:
+    """A name that one template matches, written by the other; offset: added to its numbers."""
+    match = _pattern(source).fullmatch(name)
+    return None if match is None else target.format(*(int(n) + offset for n in match.groups()))
+
+
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    return re.compile(r"(\d+)".join(map(re.escape, re.split(r"\{[^}]*\}", template))))
+
+
+def _tensors(modules: Iterable[Module]) -> Iterator[tuple[str, str, int, _Value]]:
+    """(their template, ours, number of their first block, stage or unit, the tensor)."""
+    for theirs, ours, values in modules:
+        for value in values:
+            yield theirs + value.theirs, ours + value.ours, int("unit" in theirs), value
+
+
 def renamed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Under our names; what has none keeps its own, for the table of what does not fit."""
-    found: dict[str, torch.Tensor] = {}
-    for name, tensor in _unstacked(tensors).items():
-        for pattern, ours, num_dims, turn in NAMES:
-            match = re.fullmatch(pattern, name)
-            if match is not None and tensor.ndim == num_dims:
-                found[match.expand(ours) if isinstance(ours, str) else ours(match)] = turn(
-                    tensor
-                ).contiguous()
-                break
-        else:
-            found[name] = tensor
+    found = dict(_read(name, tensor) for name, tensor in _unstacked(tensors).items())
     if not any(name.startswith(_STEM + "stages.") for name in found):
         # A hybrid whose stem is the root alone: timm has no module around it.
         found = {name.replace(_STEM + "stem.", _STEM): value for name, value in found.items()}
     return joined(found)
+
+
+def _read(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
+    known = _as_big_vision(name)
+    for theirs, ours, first, value in _tensors((*VIT, *BIT)):
+        if tensor.ndim in value.num_dims:
+            found = _translated(known, theirs, ours, offset=-first)
+            if found is not None:
+                return found, value.read(tensor).contiguous()
+    return name, tensor
+
+
+Named = tuple[str, torch.Tensor]
+
+
+def written(
+    weights: Mapping[str, torch.Tensor], *, num_heads: int, is_bit: bool, is_big_vision: bool
+) -> dict[str, Named | None]:
+    """Our name, Q, K and V split -> their name and tensor; None where their code has no module.
+
+    is_bit: of big_transfer; is_big_vision: else of vision_transformer.
+    """
+    found: dict[str, Named | None] = {}
+    for name, tensor in split(weights).items():
+        found[name] = _written(name, tensor, num_heads=num_heads, modules=BIT if is_bit else VIT)
+    if is_bit:
+        return found
+    change = "params/{}".format if is_big_vision else _as_vision_transformer
+    return {ours: named and (change(named[0]), named[1]) for ours, named in found.items()}
+
+
+def _written(
+    name: str, tensor: torch.Tensor, *, num_heads: int, modules: Iterable[Module]
+) -> Named | None:
+    # A hybrid whose stem is the root alone; a head with a hidden layer.
+    name = re.sub(f"^{re.escape(_STEM)}(conv|norm)", rf"{_STEM}stem.\1", name)
+    name = name.replace("head.0.", "pre_logits.").replace("head.2.", "head.")
+    for theirs, ours, first, value in _tensors(modules):
+        found = _translated(name, ours, theirs, offset=first)
+        if found is not None:
+            return found, value.write(tensor, num_heads)
+    return None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from finetune.inference.prediction.inputs import Files, Paths, find_files, find_inputs
 from finetune.inference.prediction.settings import PredictRun
@@ -44,8 +45,9 @@ def test_missing_paths_and_empty_folders_are_errors(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").touch()
     with pytest.raises(UserError, match="no such file or folder: 'none'"):
         find_files(["none", str(tmp_path)])
-    with pytest.raises(UserError, match="no images in .*; 1 other files"):
+    with pytest.raises(UserError, match="no images in .*; 1 other files") as caught:
         find_files([str(tmp_path)])
+    assert "jpeg" in str(caught.value.allowed) and "gif" not in str(caught.value.allowed)
 
 
 def test_an_unreadable_file_is_a_blank_row_with_a_reason(tmp_path: Path) -> None:
@@ -61,6 +63,13 @@ def test_an_unreadable_file_is_a_blank_row_with_a_reason(tmp_path: Path) -> None
         pixels, errors = filled(inputs, number)
         assert pixels.sum() == 0 and len(errors) == 1 and reason in errors[0]
         assert " at 0x" not in errors[0]
+
+
+def test_an_image_of_another_format_is_refused_by_name(tmp_path: Path) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.GIF", "GIF")
+    pixels, errors = filled(find_files([str(tmp_path)]), 0)
+    assert pixels.sum() == 0
+    assert errors == ["GIF is not read; convert it to JPEG, PNG or WebP"]
 
 
 def test_names_that_are_no_utf8_are_escaped() -> None:

@@ -16,6 +16,7 @@ from launch.jobs.attempts import (
     write_record,
 )
 from launch.jobs.queue import QueuedJob
+from vitscale.distributed.failures.events import STARTED, append_event, read_start
 from vitscale.tracking.journal import Row, encode
 
 NOW = 1_700_000_000.0
@@ -32,13 +33,13 @@ class RunFolder:
         (folder / "slurm" / SCRIPT).touch()
 
     def log(self, step: int, *, total: int = 100, ago: float = 10.0, **metrics: float) -> None:
-        """One interval: a line in the journal and one in the log."""
-        (self.folder / "logs").mkdir(exist_ok=True)
+        """The end of an interval, of a training that has started a minute ago."""
+        if read_start(self.folder) is None:
+            facts = {"time": NOW - 60, "first_step": 0, "total_steps": total}
+            append_event(self.folder, STARTED, facts)
         row = Row(step=step, time=NOW - ago, metrics={"train/loss": 1.25, **metrics})
         with open(self.folder / "journal.jsonl", "ab") as file:
             file.write(encode(row))
-        with open(self.folder / "logs/rank0.log", "a") as log:
-            log.write(f"step {step}/{total} loss 1.2500 img/s 812 wait 3% eta 0:01:20\n")
 
     def attempt(self, ending: Ending | None, reason: str = "", **more: Any) -> None:
         started = begin_attempt(

@@ -16,7 +16,7 @@ from vitscale.config.errors import UserError
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Runs: one trained, one submitted, two of a study; and what is none."""
     monkeypatch.chdir(tmp_path)
-    for path in ("vit/config.yaml", "study/a/journal.jsonl", "study/b/attempts.jsonl"):
+    for path in ("vit/config.yaml", "study/a/journal.jsonl", "study/b/events.jsonl"):
         file = tmp_path / "runs" / path
         file.parent.mkdir(parents=True)
         file.touch()

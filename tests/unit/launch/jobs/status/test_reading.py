@@ -28,11 +28,14 @@ def test_a_started_job_is_running(run: RunFolder) -> None:
     run.attempt(None)
     found = status(run, job("RUNNING", nodes="n[1-2]"))
     assert (found.state, found.since, found.is_starting) == (RunState.RUNNING, NOW - 60, True)
+    run.log(1, ago=90)  # before this start
+    run.log(2, ago=14)
+    assert status(run).logged.eta_s is None
     run.log(4, **{"vitals/images_per_s": 812.0, "perf/mfu": 0.4})
     found = status(run, job("RUNNING", nodes="n[1-2]"))
     assert not found.is_starting
     logged = found.logged
-    assert (logged.step, logged.total_steps, logged.eta_s) == (4, 100, 80.0)
+    assert (logged.step, logged.total_steps, logged.eta_s) == (4, 100, 192.0)
     assert (logged.images_per_s, logged.mfu, logged.loss) == (812.0, 0.4, 1.25)
 
 

@@ -22,10 +22,11 @@ def test_a_queued_run_says_why_and_until_when(run: RunFolder) -> None:
 def test_a_running_run_says_how_far_and_how_fast(run: RunFolder) -> None:
     run.attempt(Ending.KILLED)
     run.attempt(None)
+    run.log(30, ago=20)
     run.log(40, **{"vitals/images_per_s": 8120.0, "perf/mfu": 0.412})
     found = read_status(run.folder, jobs=[job("RUNNING", nodes="n[1-2]")], now=NOW)
     head, place, speed, restarts = lines_of(found, now=NOW)
-    assert head.endswith(": running, step 40 of 100 (40%), 0:01:10 left")
+    assert head.endswith(": running, step 40 of 100 (40%), 0:00:50 left")
     assert place == "  job 4711 on n[1-2], attempt 2"
     assert speed.startswith("  8,120 img/s, MFU 41.2%, loss 1.2500, last written to the log ")
     assert restarts.startswith("  restarted once: 1 killed; ")

@@ -59,12 +59,11 @@ def test_the_published_rate_gives_the_published_mtbf() -> None:
     assert predicted(2048).mtbf / 3600 == pytest.approx(1.8, abs=0.01)
 
 
-def test_start_grows_with_what_every_rank_reads() -> None:
-    slices, whole = (predicted(64, restore=kind).start for kind in ("slices", "whole"))
-    assert whole["restore"] == pytest.approx(512 * slices["restore"])
+def test_imports_are_by_rank_and_the_checkpoint_is_read_once() -> None:
+    assert predicted(64).start["restore"] == pytest.approx(WORK.state_bytes / 50e9)
     assert predicted(64).start["imports"] == pytest.approx(512 * 30_000 / 100_000)
     assert predicted(64, import_ops=0).start["imports"] == 15
-    assert predicted(64, compile_cache="none").start["compile"] == 120
+    assert predicted(64, compile_s=120.0).start["compile"] == 120
 
 
 def test_failures_that_never_let_it_work_have_no_goodput() -> None:

@@ -14,9 +14,13 @@ from vitscale.distributed.failures.events import (
     Failure,
     append_event,
     cause,
+    has_diverged,
     read_events,
     read_failures,
+    read_start,
+    record_divergence,
     record_failure,
+    record_start,
 )
 
 
@@ -29,7 +33,7 @@ def test_failures_are_read_as_written_by_attempt(
     for attempt in ("17/0", "17/1"):
         monkeypatch.setenv(ATTEMPT_VARIABLE, attempt)
         record_failure(tmp_path, failure)
-    append_event(tmp_path, "started", {"ranks": 4})
+    record_start(tmp_path, first_step=0, total_steps=9)
     assert [found.attempt for found in read_failures(tmp_path)] == ["17/0", "17/1"]
     (found,) = read_failures(tmp_path, attempt="17/1")
     assert (found.kind, found.what, found.rank, found.node) == ("storage", "no space", 3, "n2")
@@ -45,10 +49,24 @@ def test_cut_and_unknown_lines_are_skipped(tmp_path: Path) -> None:
     assert [row["event"] for row in read_events(tmp_path)] == ["one", "two"]
 
 
-def test_events_of_a_folder_that_cannot_be_written_are_lost(tmp_path: Path) -> None:
+def test_failures_in_a_folder_that_cannot_be_written_are_lost(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    append_event(tmp_path / "file", "one", {})
-    assert list(read_events(tmp_path / "file")) == []
+    record_failure(tmp_path / "file", Failure(kind=FailureKind.OTHER, what="an error"))
+    assert read_failures(tmp_path / "file") == []
+
+
+def test_the_last_start_counts(tmp_path: Path) -> None:
+    assert read_start(tmp_path) is None and not has_diverged(tmp_path)
+    record_start(tmp_path, first_step=0, total_steps=9)
+    record_divergence(tmp_path, step=3, what="four updates were skipped")
+    record_failure(tmp_path, Failure(kind=FailureKind.OTHER, what="an error"))
+    assert has_diverged(tmp_path)
+    record_start(tmp_path, first_step=2, total_steps=12)
+    append_event(tmp_path, "started", {"first_step": "none"})
+    assert not has_diverged(tmp_path)
+    start = read_start(tmp_path)
+    assert start is not None and (start.first_step, start.total_steps) == (2, 12)
+    assert start.time > 1.7e9
 
 
 @pytest.mark.parametrize(

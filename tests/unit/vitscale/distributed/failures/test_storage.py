@@ -13,7 +13,7 @@ from launch.jobs.attempts import TaskRecord, begin_attempt, read_attempts, write
 from tests.support.ranks.rank_processes import ROOT
 from vitscale.config.errors import EXIT_CODES, FailureKind
 from vitscale.distributed.failures import storage
-from vitscale.distributed.failures.events import append_event, read_events
+from vitscale.distributed.failures.events import Failure, read_failures, record_failure
 from vitscale.tracking.journal import Journal, read_rows
 
 SCRIPT = """
@@ -81,11 +81,11 @@ def test_records_of_a_full_disk_are_lost_with_a_warning(
         small_disk, cluster="slurm", job_id="7", restart=0, nodes=["n1"], num_tasks=1
     )
     write_record(small_disk / "7_0_task.json", TaskRecord(rank=0, pid=1))
-    append_event(small_disk, "failed", {"what": "x" * 600})
+    record_failure(small_disk, Failure(kind=FailureKind.OTHER, what="x" * 600))
     assert attempt.number == 1 and not read_attempts(small_disk)
     assert capsys.readouterr().err.count("No space left on device") == 2
     filler.unlink()
     begin_attempt(small_disk, cluster="slurm", job_id="7", restart=1, nodes=["n1"], num_tasks=1)
-    append_event(small_disk, "failed", {"what": "y"})
+    record_failure(small_disk, Failure(kind=FailureKind.OTHER, what="y"))
     assert [each.restart for each in read_attempts(small_disk)] == [1]
-    assert [event["what"] for event in read_events(small_disk)] == ["y"]
+    assert [failure.what for failure in read_failures(small_disk)] == ["y"]
