@@ -19,8 +19,8 @@ from vitscale.checkpoint.folders import (
     step_folders,
 )
 from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
-from vitscale.config.errors import UserError
-from vitscale.distributed.failures.events import append_event
+from vitscale.config.errors import FailureKind, UserError
+from vitscale.distributed.failures.events import Failure, record_failure
 from vitscale.distributed.world import World
 
 
@@ -142,7 +142,7 @@ def test_a_failure_recorded_meanwhile_keeps_no_unused_folder(
     remove = os.rmdir
 
     def record_then_remove(*arguments: Any, **options: Any) -> None:
-        append_event(tmp_path / "run", "failed", {"rank": 1})
+        record_failure(tmp_path / "run", Failure(kind=FailureKind.OTHER, what="an error"))
         remove(*arguments, **options)
 
     monkeypatch.setattr(os, "rmdir", record_then_remove)
