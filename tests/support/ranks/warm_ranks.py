@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -56,7 +57,9 @@ class WarmRank:
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the rank has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            # It may have been reaped since, and its exit code be on its way.
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def output(self) -> str:
         """What it printed, with earlier starts that used the same log."""
