@@ -12,8 +12,6 @@ import argparse
 import sys
 
 try:
-    from launch.chains.command import names_a_chain, run_chain_locally
-    from launch.chains.sweeps import names_a_sweep, run_sweep_locally
     from launch.jobs.monitor import StopFlag
     from launch.jobs.preparation import (
         RUN_TYPES,
@@ -23,7 +21,9 @@ try:
         with_num_workers,
     )
     from launch.jobs.supervision.foreground import start_and_watch
-    from launch.studies.command import names_a_study, run_study_locally
+    from launch.plans.chains.command import names_a_plan, plan_command
+    from launch.plans.chains.sweeps import names_a_sweep, sweep_command
+    from launch.plans.command import LOCAL_COUNTS, run_locally
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, run_script
     from vitscale.distributed.processes import num_cores
@@ -33,12 +33,11 @@ except ModuleNotFoundError as error:
 
 
 def main() -> None:
-    if names_a_study(sys.argv[1:]):
-        raise SystemExit(run_study_locally(sys.argv[1:]))
-    if names_a_chain(sys.argv[1:]):
-        raise SystemExit(run_chain_locally(sys.argv[1:]))
-    if names_a_sweep(sys.argv[1:]):
-        raise SystemExit(run_sweep_locally(sys.argv[1:]))
+    argv, script = sys.argv[1:], "launch/local.py"
+    if names_a_plan(argv):
+        raise SystemExit(run_locally(plan_command(argv, script=script, counts=LOCAL_COUNTS)))
+    if names_a_sweep(argv):
+        raise SystemExit(run_locally(sweep_command(argv, script=script, counts=LOCAL_COUNTS)))
     num_procs, argv = parse_num_procs()
     command = load_command(
         RUN_TYPES,

@@ -13,8 +13,6 @@ import sys
 from pathlib import Path
 
 try:
-    from launch.chains.command import names_a_chain, run_chain_on_slurm
-    from launch.chains.sweeps import names_a_sweep, run_sweep_on_slurm
     from launch.jobs.preparation import (
         RUN_TYPES,
         LaunchableRun,
@@ -42,7 +40,9 @@ try:
     from launch.jobs.submission import Submission, folder_lock, require_slurm, submit_to_slurm
     from launch.planning.before_submitting import check, warn
     from launch.planning.dry_run import describe
-    from launch.studies.command import names_a_study, run_study_on_slurm
+    from launch.plans.chains.command import names_a_plan, plan_command
+    from launch.plans.chains.sweeps import names_a_sweep, sweep_command
+    from launch.plans.command import run_on_slurm
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, run_script
     from vitscale.runs.data_prep import DataPrepRun
@@ -60,12 +60,11 @@ SWITCHES = {
 
 
 def main() -> None:
-    if names_a_study(sys.argv[1:]):
-        raise SystemExit(run_study_on_slurm(sys.argv[1:]))
-    if names_a_chain(sys.argv[1:]):
-        raise SystemExit(run_chain_on_slurm(sys.argv[1:]))
-    if names_a_sweep(sys.argv[1:]):
-        raise SystemExit(run_sweep_on_slurm(sys.argv[1:]))
+    argv, script = sys.argv[1:], "launch/slurm.py"
+    if names_a_plan(argv):
+        raise SystemExit(run_on_slurm(plan_command(argv, script=script, counts=())))
+    if names_a_sweep(argv):
+        raise SystemExit(run_on_slurm(sweep_command(argv, script=script, counts=())))
     command = load_command(
         RUN_TYPES,
         script="launch/slurm.py",

@@ -3,8 +3,8 @@
     python launch/status.py [RUN ...] [--watch | --follow | --json]
     python launch/status.py RUN --watch --stalled-min 30 --call "COMMAND ..."
 
-RUN: the folder of a run or a chain, its name below runs/, or a folder of runs; default: all below
-runs/.
+RUN: the folder of a run, a study or a chain, its name below runs/, or a folder of runs; default:
+all below runs/.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 try:
-    from launch.chains.status import ChainStatus, chain_lines, chain_values, read_chain
     from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
-    from launch.jobs.status.finding import CHAIN_FILE, find_runs
+    from launch.jobs.status.finding import PLAN_FILE, find_runs
     from launch.jobs.status.following import EXIT_INTERRUPTED, follow_run
     from launch.jobs.status.reading import RunStatus, read_status
     from launch.jobs.status.text import as_text, as_values
     from launch.jobs.status.watching import Watcher
+    from launch.plans.status import PlanStatus, plan_lines, plan_values, read_plan
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -47,7 +47,7 @@ def main() -> None:
         raise SystemExit(watch(arguments.runs, watcher(arguments)))
     seen = read_report(find_runs(arguments.runs))
     if arguments.json:
-        values = [*map(chain_values, seen.chains), *map(as_values, seen.runs)]
+        values = [*map(plan_values, seen.plans), *map(as_values, seen.runs)]
         print(json.dumps(values, indent=2))
     else:
         print(seen.text)
@@ -103,8 +103,8 @@ def watcher(arguments: argparse.Namespace) -> Watcher:
 def follow(folders: Sequence[Path]) -> int:
     """Follow the only run of `folders`. Returns its exit code."""
     [folder, *others] = folders
-    if others or (folder / CHAIN_FILE).is_file():
-        what = f"these are {len(folders)}" if others else f"{folder} is a chain"
+    if others or (folder / PLAN_FILE).is_file():
+        what = f"these are {len(folders)}" if others else f"{folder} is a study or a chain"
         raise UserError(
             f"--follow shows one run, but {what}",
             where="command line",
@@ -123,7 +123,7 @@ def watch(names: Sequence[str], alarms: Watcher) -> int:
             seen = read_report(find_runs(names))
             start = CLEAR_SCREEN if sys.stdout.isatty() else f"\n{time.strftime('%H:%M:%S')}\n"
             print(start + seen.text, flush=True)
-            runs = [*seen.runs, *(run for chain in seen.chains for run in chain.runs)]
+            runs = [*seen.runs, *(run for plan in seen.plans for run in plan.runs)]
             for alarm in alarms.look(runs, slurm_answers=seen.slurm_answers, now=seen.now):
                 print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {alarm}", flush=True)
             if alarms.is_over:
@@ -135,21 +135,21 @@ def watch(names: Sequence[str], alarms: Watcher) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatusReport:
-    """What all runs and chains did at one moment."""
+    """What all runs and plans did at one moment."""
 
     runs: list[RunStatus]
-    chains: list[ChainStatus]
+    plans: list[PlanStatus]
     slurm_answers: bool
     now: float
 
     @property
     def text(self) -> str:
-        parts = ["\n".join(chain_lines(chain, now=self.now)) for chain in self.chains]
+        parts = ["\n".join(plan_lines(plan, now=self.now)) for plan in self.plans]
         return "\n".join([*parts, as_text(self.runs, now=self.now)]).rstrip()
 
 
 def read_report(folders: Sequence[Path]) -> StatusReport:
-    """The states of all runs and chains. SLURM is asked once."""
+    """The states of all runs and plans. SLURM is asked once."""
     jobs: list[QueuedJob] | None = None
     note = None
     try:
@@ -157,16 +157,16 @@ def read_report(folders: Sequence[Path]) -> StatusReport:
     except NoAnswerError as error:
         note = f"as its records say; SLURM does not answer: {error}"
     now = time.time()
-    of_chains = [folder for folder in folders if (folder / CHAIN_FILE).is_file()]
-    chains = [read_chain(folder, jobs=jobs, note=note, now=now) for folder in of_chains]
+    of_plans = [folder for folder in folders if (folder / PLAN_FILE).is_file()]
+    plans = [read_plan(folder, jobs=jobs, note=note, now=now) for folder in of_plans]
     # The jobs of a chain's data preparation are in a run folder of their own.
-    shown = {run.folder.absolute() for chain in chains for run in chain.runs}
+    shown = {run.folder.absolute() for plan in plans for run in plan.runs}
     runs = [
         read_status(folder, jobs=jobs, note=note, now=now)
         for folder in folders
-        if folder not in of_chains and folder.absolute() not in shown
+        if folder not in of_plans and folder.absolute() not in shown
     ]
-    return StatusReport(runs=runs, chains=chains, slurm_answers=jobs is not None, now=now)
+    return StatusReport(runs=runs, plans=plans, slurm_answers=jobs is not None, now=now)
 
 
 if __name__ == "__main__":

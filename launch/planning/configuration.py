@@ -10,8 +10,8 @@ import argparse
 from finetune.exporting.settings import ExportRun
 from finetune.inference.prediction.settings import PredictRun
 from finetune.inspection.settings import VisualizeRun
-from launch.chains.settings import ChainRun
 from launch.jobs.preparation import RUN_TYPES
+from launch.plans.chains.settings import ChainRun
 from launch.studies.settings import StudyRun
 from vitscale.config.reference import as_markdown, settings_reference
 

@@ -14,7 +14,7 @@ from typing import Any
 from launch.comparison.text import ABSENT, Table, plain_text
 from launch.studies.grid import RUN_TYPES, TRIAL, Grid, StudyTraining
 from vitscale.checkpoint.folders import looks_whole, step_folders, step_of
-from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run_file, run_leaves, yaml_flow
 from vitscale.config.section import Run
 from vitscale.distributed.failures.events import has_diverged
@@ -122,17 +122,6 @@ def _is_without_effect(key: str) -> bool:
 
 def _shown(values: Mapping[str, Any], key: str) -> str:
     return yaml_flow(values[key]) if key in values else "nothing"
-
-
-def check_unchanged(grid: Grid, states: Mapping[str, TrainingState]) -> None:
-    """Raise UserErrors for trainings made with other settings; none is used or overwritten."""
-    errors = [
-        changed_error(grid.trainings[name], state)
-        for name, state in states.items()
-        if state.progress is Completion.CHANGED
-    ]
-    if errors:
-        raise UserErrors(errors)
 
 
 def changed_error(training: StudyTraining, state: TrainingState) -> UserError:

@@ -11,7 +11,7 @@ from finetune.inference.prediction.settings import PredictRun
 from finetune.inference.settings import EvaluateRun
 from finetune.inspection.settings import VisualizeRun
 from finetune.run import FinetuneRun
-from launch.chains.settings import ChainRun
+from launch.plans.chains.settings import ChainRun
 from launch.studies.settings import StudyRun
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT

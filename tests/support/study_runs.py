@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from launch.chains.graph import Chain, load_chain
-from launch.chains.settings import ChainRun
+from launch.plans.chains.graph import load_chain
+from launch.plans.chains.settings import ChainRun
+from launch.plans.stages import Plan, load_study
 from launch.studies.grid import Grid, StudyTraining, expand
 from launch.studies.settings import StudyRun
 from tests.support.light_checkpoints import light_save
@@ -58,6 +59,10 @@ def study_of(path: Path, *overrides: str) -> StudyRun:
 
 def grid_of(path: Path, *overrides: str) -> Grid:
     return expand(study_of(path, *overrides), cluster="local")
+
+
+def plan_of(path: Path, *overrides: str) -> Plan:
+    return load_study(study_of(path, *overrides), "local")
 
 
 def write_training(training: StudyTraining, *, step: int, value: float | None = None) -> None:
@@ -116,5 +121,5 @@ def write_chain(folder: Path, text: str = CHAIN) -> Path:
     return path
 
 
-def chain_of(path: Path, *overrides: str) -> Chain:
-    return load_chain(load_run(ChainRun, path, overrides=overrides).run, cluster="local")
+def chain_of(path: Path, *overrides: str, cluster: str = "local") -> Plan:
+    return load_chain(load_run(ChainRun, path, overrides=overrides).run, cluster)

@@ -8,9 +8,10 @@ from __future__ import annotations
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from launch.jobs.attempts import Ending, begin_attempt, end_attempt
+from launch.jobs.attempts import Attempt, Ending, begin_attempt, end_attempt
 from launch.jobs.job import StageJob
 from launch.jobs.monitor import (
     CONTROLLER_SECONDS,
@@ -36,40 +37,65 @@ ENDINGS = {
 }
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StartedJob:
+    """A job on this machine whose attempt is open."""
+
+    submission: Submission
+    run_folder: str | None
+    attempt: Attempt | None
+    """None for jobs without a run folder."""
+
+
+def start(job: StageJob, *, launch: LaunchSettings, num_procs: int, folder: Path) -> StartedJob:
+    """Start the job; record the attempt. `finish` must follow."""
+    submission = start_locally(
+        job, launch=launch, num_procs=num_procs, folder=folder, independent=job.independent
+    )
+    attempt = None
+    if job.run_folder is not None:
+        attempt = begin_attempt(
+            job.run_folder,
+            cluster="local",
+            job_id=submission.job_id,
+            restart=0,
+            nodes=[node_name()],
+            num_tasks=num_procs,
+        )
+    return StartedJob(submission=submission, run_folder=job.run_folder, attempt=attempt)
+
+
+def finish(started: StartedJob, result: JobResult) -> int:
+    """Record how the attempt ended. Returns the exit code of the job."""
+    if started.attempt is None or started.run_folder is None:
+        return result.exit_code
+    outcome = _outcome(result, started.submission, started.run_folder)
+    end_attempt(
+        started.attempt,
+        started.run_folder,
+        ending=outcome.ending,
+        reason=outcome.reason,
+        exit_code=outcome.exit_code,
+        kind=outcome.kind,
+        failed_nodes=outcome.failed_nodes,
+    )
+    if outcome.kind is not None:
+        print(f"cause: {outcome.reason}", file=sys.stderr, flush=True)
+    return outcome.exit_code
+
+
 def start_and_watch(
     job: StageJob, *, launch: LaunchSettings, num_procs: int, folder: Path, stop: StopFlag
 ) -> int:
     """Run the job to its end and return its exit code. SIGTERM stops it with a checkpoint."""
-    submission = start_locally(
-        job, launch=launch, num_procs=num_procs, folder=folder, independent=job.independent
-    )
-    if job.run_folder is None:
-        return watch(submission, stop=stop).exit_code
-    attempt = begin_attempt(
-        job.run_folder,
-        cluster="local",
-        job_id=submission.job_id,
-        restart=0,
-        nodes=[node_name()],
-        num_tasks=num_procs,
-    )
+    started = start(job, launch=launch, num_procs=num_procs, folder=folder)
     result = JobResult(exit_code=1, failure=None)
+    code = result.exit_code
     try:
-        result = watch(submission, stop=stop)
+        result = watch(started.submission, stop=stop)
     finally:
-        outcome = _outcome(result, submission, job.run_folder)
-        end_attempt(
-            attempt,
-            job.run_folder,
-            ending=outcome.ending,
-            reason=outcome.reason,
-            exit_code=outcome.exit_code,
-            kind=outcome.kind,
-            failed_nodes=outcome.failed_nodes,
-        )
-    if outcome.kind is not None:
-        print(f"cause: {outcome.reason}", file=sys.stderr, flush=True)
-    return outcome.exit_code
+        code = finish(started, result)
+    return code
 
 
 def _outcome(result: JobResult, submission: Submission, run_folder: str) -> Outcome:

@@ -49,7 +49,7 @@ def test_a_stopped_chain_resumes_and_reports_failures(tmp_path: Path) -> None:
 
     chain = start(tmp_path)
     assert chain.stdout is not None
-    next(line for line in iter(chain.stdout.readline, "") if line.startswith("running 1 process"))
+    next(line for line in iter(chain.stdout.readline, "") if "started pretrain" in line)
     chain.send_signal(signal.SIGTERM)
     output, _ = chain.communicate(timeout=PATIENCE_S)
     assert chain.returncode == 75, output
@@ -60,6 +60,6 @@ def test_a_stopped_chain_resumes_and_reports_failures(tmp_path: Path) -> None:
         output, _ = chain.communicate(timeout=PATIENCE_S)
         assert chain.returncode == 1, output
         assert ("[1/4] pretrain: done before" in output) == (times == 2), output
-        assert "lost: ended with code 2" in output
+        assert "lost: ended with code 2 after" in output
         assert "both: not started: stage lost is not done" in output
         assert (tmp_path / "runs/small/alone/compare.html").exists()

@@ -101,7 +101,7 @@ def test_a_chain_continues_after_a_failure(slurm, tmp_path: Path) -> None:
             timeout=PATIENCE_S,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-        new = re.findall(r"submitted (\w+): (?:job|array of 2 tasks) (\d+)", done.stdout)
+        new = re.findall(r"submitted small-(\w+): (?:job|array of 2 tasks) (\d+)", done.stdout)
         return dict(new), done.stdout
 
     def logs(stage: str) -> str:
@@ -119,7 +119,7 @@ def test_a_chain_continues_after_a_failure(slurm, tmp_path: Path) -> None:
 
     (tmp_path / "allowed").touch()
     second, output = chain()
-    assert list(second) == STAGES[1:] and "skipped   shards: done" in output, output
+    assert list(second) == STAGES[1:] and "skipped   small-shards: done" in output, output
     ended = slurm.wait(second["comparison"], states=ENDED)
     assert ended["JobState"] == "COMPLETED", [logs(stage) for stage in STAGES]
     assert (tmp_path / "shards/manifest.json").stat().st_mtime_ns == made

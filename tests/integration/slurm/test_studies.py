@@ -63,9 +63,10 @@ def test_a_study_is_trained_as_two_arrays(slurm, tmp_path: Path) -> None:
     assert "99 cores per node exceed the limit of partition" in output, output
     assert "submitted" not in output
     output = study()
-    submitted = re.findall(r"submitted small-(\w+): job (\d+)", output)
+    submitted = re.findall(r"submitted small-(\w+): array of 2 tasks (\d+)", output)
     assert [stage for stage, _ in submitted] == ["pretrain", "finetune"], output
-    assert "are still queued or running" in study()
+    again = study()
+    assert "submitted" not in again and again.count("kept ") == 4, again
     for stage, job in submitted:
         for task in (0, 1):
             ended = slurm.wait(f"{job}_{task}", states=["COMPLETED", "FAILED", "CANCELLED"])

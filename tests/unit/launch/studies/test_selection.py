@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from launch.jobs.job import StageJob
-from launch.studies.arrays import arrays, batch_scripts
+from launch.jobs.monitor import StopFlag
+from launch.plans.running import FailedRun, _StageRuns
+from launch.plans.states import plan_states
+from launch.plans.submitting import missing_steps
 from launch.studies.grid import Grid
 from launch.studies.results import collect, collect_trials
-from launch.studies.running import LocalTrainings
 from launch.studies.selection import (
     SelectingJob,
     best,
@@ -25,7 +27,7 @@ from launch.studies.selection import (
 )
 from launch.studies.states import Completion, states_of
 from tests.contract.tree import ROOT
-from tests.support.study_runs import grid_of, study_of, write_study, write_training
+from tests.support.study_runs import grid_of, plan_of, study_of, write_study, write_training
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
 from vitscale.distributed.failures.events import record_divergence
@@ -152,7 +154,9 @@ def test_a_diverged_trial_is_the_worst_of_its_choice(study: Path) -> None:
     pets, _ = found = selections(grid, states)
     assert pets.label == "low" and math.isnan(pets.means["high"] or 0.0)
     assert ("Pets", "low", "0.00 %", "diverged", "") in selected_table(grid, found).rows
-    left = [training.name for array in arrays(grid, states) for training in array.trainings]
+    plan = plan_of(study)
+    arrays = missing_steps(plan.stages[0], plan_states(plan))
+    left = [step.name for array in arrays for step in array.steps]
     assert "trial_pets_high_seed0" not in left
 
 
@@ -212,12 +216,10 @@ def test_results_are_those_of_the_final_runs(study: Path) -> None:
 
 def test_arrays_choose_when_they_start(study: Path) -> None:
     """The final array waits for the trials; its tasks read their journals."""
-    grid, states = resolve(grid_of(study))
-    assert [(a.kind, len(a.trainings)) for a in arrays(grid, states)] == [
-        ("trial", 5),
-        ("final", 4),
-    ]
-    assert list(batch_scripts(grid, states))[1].startswith("# Array of 4 x final, after the trials")
+    plan = plan_of(study)
+    arrays = missing_steps(plan.stages[0], plan_states(plan))
+    assert [(a.name, len(a.steps)) for a in arrays] == [("small-trial", 5), ("small-final", 4)]
+    grid = grid_of(study)
     final = grid.trainings["final_pets_seed5"]
     job = SelectingJob(
         name=final.name,
@@ -232,21 +234,16 @@ def test_arrays_choose_when_they_start(study: Path) -> None:
 
 
 def test_a_failed_trial_keeps_the_final_runs_from_starting(study: Path) -> None:
-    from launch.jobs.monitor import StopFlag
-    from launch.studies.running import FailedRun
-
-    grid = grid_of(study)
-    write_trials(grid, PETS)
-    grid = grid_of(study)
+    write_trials(grid_of(study), PETS)
     failed = "trial_imagenet_low_seed0"
-    said: list[str] = []
-    trainings = LocalTrainings(
-        grid=grid, num_procs=1, parallel=0, say=said.append, stop=StopFlag(),
-        failures=[FailedRun(name=failed, what="x")],
+    plan = plan_of(study)
+    runs = _StageRuns(
+        stage=plan.stages[0], states=plan_states(plan), num_procs=1, parallel=0, say=print,
+        stop=StopFlag(), failures=[FailedRun(name=failed, what="x")],
     )  # fmt: skip
-    trainings._waiting, trainings._done = ["final_imagenet_seed5"], set(PETS)
-    trainings._start_ready()
-    assert trainings.failures[1].what == f"not started: {failed} failed"
+    runs._waiting, runs._done = ["final_imagenet_seed5"], set(PETS)
+    runs._start_ready()
+    assert runs.failures[1].what == f"not started: {failed} failed"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from finetune.run import FinetuneRun
-from launch.chains.graph import Chain, load_chain
+from launch.plans.stages import Plan
 from tests.support.study_runs import CHAIN, chain_of, write_chain
 from vitscale.config.errors import UserError
 
@@ -18,7 +18,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def folders(chain: Chain, stage: str) -> list[str]:
+def folders(chain: Plan, stage: str) -> list[str]:
     return [str(step.folder) for each in chain.stages if each.name == stage for step in each.steps]
 
 
@@ -101,5 +101,5 @@ def test_a_step_on_several_nodes_has_the_tasks_of_all(folder: Path) -> None:
     path = write_chain(folder)
     overrides = "launch: {nodes: 2, tasks_per_node: 5}\n"
     (folder / "pretrain.yaml").write_text((folder / "pretrain.yaml").read_text() + overrides)
-    chain = load_chain(chain_of(path).settings, cluster="slurm")
+    chain = chain_of(path, cluster="slurm")
     assert {s.name: s.steps[0].num_tasks for s in chain.stages}["pretrain"] == 10

@@ -1,15 +1,40 @@
-"""The job of a comparison: `launch/compare.py` on the runs of earlier stages."""
+"""Compare finished runs: the run type and its job, `launch/compare.py` on their folders."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-from launch.chains.settings import ComparisonRun
-from launch.chains.states import PAGE_NAME
+from pydantic import Field
+
+from vitscale.config.section import Run
+from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.tracking.source_version import PROJECT_ROOT
+
+PAGE_NAME = "compare.html"
+
+
+class ComparisonRun(Run):
+    """Finished runs -> a page that compares them."""
+
+    stage: Literal["comparison"] = "comparison"
+    name: str
+    output: str
+    """Folder of the page."""
+    runs: tuple[str, ...] = Field(min_length=1, strict=False)
+    """Run folders; differences are relative to the first."""
+    launch: LaunchSettings = LaunchSettings()
+
+    @property
+    def folder(self) -> str:
+        return self.output
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from launch_problems(self.launch)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -14,7 +14,6 @@ from pydantic import Field
 
 from vitscale.config.errors import nearest
 from vitscale.config.section import Run, Section
-from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.runs.training import RUN_NAME
 
 # Overrides that a chain makes itself.
@@ -102,22 +101,3 @@ def _stage_problems(stage: ChainStage) -> Iterator[str]:
             yield f"{key}: the chain sets it itself, from {OWN_KEYS[key]}"
     for key in sorted({*stage.inputs} & {*stage.sweep} | {*given} & {*stage.inputs, *stage.sweep}):
         yield f"{key} is given twice; keep one of overrides, inputs and sweep"
-
-
-class ComparisonRun(Run):
-    """Finished runs -> a page that compares them."""
-
-    stage: Literal["comparison"] = "comparison"
-    name: str
-    output: str
-    """Folder of the page."""
-    runs: tuple[str, ...] = Field(min_length=1, strict=False)
-    """Run folders; differences are relative to the first."""
-    launch: LaunchSettings = LaunchSettings()
-
-    @property
-    def folder(self) -> str:
-        return self.output
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from launch_problems(self.launch)

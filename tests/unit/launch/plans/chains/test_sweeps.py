@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from launch.chains.sweeps import _split, names_a_sweep, sweep_command
-from launch.studies.grid import expand
+from launch.plans.chains.sweeps import _split, names_a_sweep, sweep_command
 from tests.support.study_runs import FINETUNE, PRETRAIN
 from vitscale.config.errors import UserError
 
@@ -24,9 +23,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def runs_of(*words: str, stage: str = "pretrain") -> dict[str, Any]:
     argv = ["--config", f"{stage}.yaml", *words]
-    study = sweep_command(argv, script="launch/local.py", counts=("--num-procs",)).study
-    grid = expand(study, cluster="local")
-    return {name: training.run for name, training in grid.trainings.items()}
+    command = sweep_command(argv, script="launch/local.py", counts=("--num-procs",))
+    [stage] = command.load("local", None).stages
+    return {step.name: step.run for step in stage.steps}
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Find out and show the states of a chain's stages, in order."""
+"""Find out and show the states of a plan's stages, in order."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from launch.chains.record import StageRecord, StepRecord, read_record
 from launch.jobs.queue import QueuedJob
 from launch.jobs.status.reading import ACTIVE, RESULTS_NAME, RunState, RunStatus, read_status
 from launch.jobs.status.text import ORDER, as_values, details_of, headline, shown_folder
+from launch.plans.record import StageRecord, StepRecord, read_record
 
 # What a stage without training writes last.
 RESULTS = {"data_prep": "manifest.json", "evaluate": RESULTS_NAME, "comparison": "compare.html"}
@@ -31,8 +31,10 @@ class StageStatus:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChainStatus:
+class PlanStatus:
     folder: Path
+    kind: str
+    """chain or study."""
     stages: tuple[StageStatus, ...]
 
     @property
@@ -40,10 +42,11 @@ class ChainStatus:
         return [run for stage in self.stages for run in stage.runs.values()]
 
 
-def read_chain(
+def read_plan(
     folder: Path, *, jobs: Sequence[QueuedJob] | None, note: str | None = None, now: float
-) -> ChainStatus:
-    """The states of all runs of a chain. Arguments as of `read_status`."""
+) -> PlanStatus:
+    """The states of all runs of a chain or a study. Arguments as of `read_status`."""
+    record = read_record(folder)
     stages = [
         StageStatus(
             name=stage.name,
@@ -54,9 +57,9 @@ def read_chain(
                 for step in stage.steps
             },
         )
-        for stage in read_record(folder)
+        for stage in record.stages
     ]
-    return ChainStatus(folder=folder, stages=tuple(stages))
+    return PlanStatus(folder=folder, kind=record.kind, stages=tuple(stages))
 
 
 def _read(
@@ -77,10 +80,11 @@ def _read(
     return replace(run, state=RunState.FINISHED if result.exists() else RunState.NOT_STARTED)
 
 
-def chain_lines(chain: ChainStatus, *, now: float) -> list[str]:
-    """The chain, then each stage with what is active or failed in it."""
-    lines = [f"{shown_folder(chain.folder)}: chain of {len(chain.stages)} stages"]
-    for stage in chain.stages:
+def plan_lines(plan: PlanStatus, *, now: float) -> list[str]:
+    """The plan, then each stage with what is active or failed in it."""
+    size = f" of {len(plan.stages)} stages" if plan.kind == "chain" else ""
+    lines = [f"{shown_folder(plan.folder)}: {plan.kind}{size}"]
+    for stage in plan.stages:
         after = f" (after {', '.join(stage.needs)})" if stage.needs else ""
         if len(stage.runs) == 1:
             [run] = stage.runs.values()
@@ -97,11 +101,12 @@ def chain_lines(chain: ChainStatus, *, now: float) -> list[str]:
     return lines
 
 
-def chain_values(chain: ChainStatus) -> dict[str, Any]:
+def plan_values(plan: PlanStatus) -> dict[str, Any]:
     """Plain values for JSON."""
     return {
-        "name": chain.folder.name,
-        "folder": str(chain.folder),
+        "name": plan.folder.name,
+        "kind": plan.kind,
+        "folder": str(plan.folder),
         "stages": [
             {
                 "name": stage.name,
@@ -109,6 +114,6 @@ def chain_values(chain: ChainStatus) -> dict[str, Any]:
                 "needs": list(stage.needs),
                 "runs": {name: as_values(run) for name, run in stage.runs.items()},
             }
-            for stage in chain.stages
+            for stage in plan.stages
         ],
     }

@@ -12,21 +12,15 @@ import argparse
 import shlex
 import types
 from collections.abc import Iterator, Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
 from finetune.run import FinetuneRun
 from launch.jobs.preparation import RUN_TYPES
-from launch.studies.command import (
-    LOCAL_COUNTS,
-    SWITCHES,
-    StudyCommand,
-    parse_counts,
-    submit_study,
-    train_study,
-)
+from launch.plans.command import SWITCHES, PlanCommand, parse_counts
+from launch.plans.stages import load_study
 from launch.studies.grid import RUN_TYPES as TRAINING_TYPES
 from launch.studies.settings import Axis, AxisValue, StageChange, StudyRun
 from pretrain.run import PretrainRun
@@ -50,17 +44,7 @@ def names_a_sweep(argv: Sequence[str]) -> bool:
     return bool(_split(argv)[0])
 
 
-def run_sweep_locally(argv: Sequence[str]) -> int:
-    """Train what is missing on this machine, then show the results. Returns the exit code."""
-    return train_study(sweep_command(argv, script="launch/local.py", counts=LOCAL_COUNTS))
-
-
-def run_sweep_on_slurm(argv: Sequence[str]) -> int:
-    """Submit what is missing, or show the results if nothing is. Returns the exit code."""
-    return submit_study(sweep_command(argv, script="launch/slurm.py", counts=()))
-
-
-def sweep_command(argv: Sequence[str], *, script: str, counts: Sequence[str]) -> StudyCommand:
+def sweep_command(argv: Sequence[str], *, script: str, counts: Sequence[str]) -> PlanCommand:
     values, others = _split(argv)
     numbers, others = parse_counts(others, counts)
     # Checks everything but the values that are swept.
@@ -78,7 +62,9 @@ def sweep_command(argv: Sequence[str], *, script: str, counts: Sequence[str]) ->
         command.config_path, overrides, values, name=command.run.name, output=command.run.folder
     )
     again = shlex.join(word for word in argv if word not in SWITCHES)
-    return StudyCommand(study=study, again=again, switches=command.switches, **numbers)
+    return PlanCommand(
+        load=partial(load_study, study), again=again, switches=command.switches, **numbers
+    )
 
 
 def _split(argv: Sequence[str]) -> tuple[dict[str, list[Any]], list[str]]:

@@ -1,4 +1,4 @@
-"""Find out which runs of a chain are done, by their folders.
+"""Find out which runs of a plan are done, by their folders.
 
 A training is done when its last checkpoint is whole, a data preparation when its manifest is there.
 An evaluation or a comparison is done while its results are newer than all that it reads.
@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from finetune.inference.settings import EvaluateRun
-from launch.chains.graph import Chain, ChainStep, Stage
-from launch.chains.settings import ComparisonRun
 from launch.jobs.status.reading import RESULTS_NAME
+from launch.plans.comparing import PAGE_NAME, ComparisonRun
+from launch.plans.stages import Plan, Stage, Step
+from launch.studies.grid import StudyTraining
 from launch.studies.states import (
+    FINISHED,
     Completion,
     TrainingState,
     changed_error,
     effective_settings,
     state_of,
+    states_of,
 )
 from vitscale.checkpoint.folders import MANIFEST, step_folder
 from vitscale.config.errors import UserError, UserErrors
@@ -28,7 +31,6 @@ from vitscale.config.loader import load_run_file
 from vitscale.data.index import MANIFEST_NAME, read_manifest
 from vitscale.runs.data_prep import DataPrepRun
 
-PAGE_NAME = "compare.html"
 # Settings of a data preparation that do not change the shards.
 EXECUTION = ("output", "num_workers", "launch", "source.path")
 
@@ -44,37 +46,45 @@ class StepState:
 
     @property
     def is_done(self) -> bool:
-        return self.progress is Completion.DONE
+        return self.progress in FINISHED
 
 
 States = Mapping[str, StepState]
 """Name of the step -> state."""
 
 
-def chain_states(chain: Chain) -> dict[str, StepState]:
-    """The state of every run. Raises UserErrors for runs made with other settings."""
+def plan_states(plan: Plan) -> dict[str, StepState]:
+    """The state of every run."""
     states: dict[str, StepState] = {}
-    for stage in chain.stages:
-        states |= stage_states(chain, stage, states)
-    if errors := [state.error for state in states.values() if state.error is not None]:
-        raise UserErrors(errors)
+    for stage in plan.stages:
+        states |= stage_states(plan, stage, states)
     return states
 
 
-def stage_states(chain: Chain, stage: Stage, before: States) -> dict[str, StepState]:
+def check_unchanged(states: States) -> None:
+    """Raise UserErrors for runs made with other settings; none is used or overwritten."""
+    if errors := [state.error for state in states.values() if state.error is not None]:
+        raise UserErrors(errors)
+
+
+def stage_states(plan: Plan, stage: Stage, before: States) -> dict[str, StepState]:
     """before: the states of the stages that it needs."""
-    inputs = [step for each in chain.inputs_of(stage) for step in each.steps]
+    inputs = [step for each in plan.inputs_of(stage) for step in each.steps]
     missing = next((step for step in inputs if not before[step.name].is_done), None)
     newest = max((before[step.name].finished or 0.0 for step in inputs), default=0.0)
-    return {step.name: _state(step, missing=missing, newest=newest) for step in stage.steps}
+    of_grid = {} if stage.grid is None else states_of(stage.grid)
+    return {
+        step.name: _state(step, missing=missing, newest=newest)
+        if step.training is None
+        else training_state(step.training, of_grid.get(step.short_name), missing=missing)
+        for step in stage.steps
+    }
 
 
-def _state(step: ChainStep, *, missing: ChainStep | None, newest: float) -> StepState:
+def _state(step: Step, *, missing: Step | None, newest: float) -> StepState:
     """missing: an input that is not done. newest: when the last input was finished."""
     if isinstance(step.run, DataPrepRun):
         return _data_prep_state(step, step.run)
-    if not isinstance(step.run, EvaluateRun | ComparisonRun):
-        return _training_state(step, missing=missing)
     is_comparison = isinstance(step.run, ComparisonRun)
     finished = _time_of(step.folder / (PAGE_NAME if is_comparison else RESULTS_NAME))
     is_current = missing is None and finished is not None and finished >= newest
@@ -83,21 +93,24 @@ def _state(step: ChainStep, *, missing: ChainStep | None, newest: float) -> Step
     return StepState(progress=Completion.DONE, text="done", finished=finished)
 
 
-def _training_state(step: ChainStep, *, missing: ChainStep | None) -> StepState:
-    state = state_of(step.training)
+def training_state(
+    training: StudyTraining, state: TrainingState | None = None, *, missing: Step | None = None
+) -> StepState:
+    """state: in its grid; None: by its own folder alone."""
+    state = state or state_of(training)
     if state.step and missing is not None:
         what = f"its input {missing.name} is missing or incomplete"
         state = TrainingState(progress=Completion.CHANGED, step=state.step, changes=(what,))
     error = finished = None
     if state.progress is Completion.CHANGED:
-        error = changed_error(step.training, state)
+        error = changed_error(training, state)
     if state.progress is Completion.DONE:
-        folder = step_folder(step.folder / "checkpoints", state.step)
+        folder = step_folder(training.folder / "checkpoints", state.step)
         finished = _time_of(folder / MANIFEST)
     return StepState(progress=state.progress, text=state.text, finished=finished, error=error)
 
 
-def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
+def _data_prep_state(step: Step, run: DataPrepRun) -> StepState:
     folder = step.folder.expanduser()
     finished = _time_of(folder / MANIFEST_NAME)
     if finished is None:
@@ -126,7 +139,7 @@ def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix.removesuffix("."), value
 
 
-def _is_unchanged(step: ChainStep) -> bool:
+def _is_unchanged(step: Step) -> bool:
     """Whether the last configuration that was run is the present one."""
     assert isinstance(step.run, EvaluateRun)
     files = sorted(step.folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime)

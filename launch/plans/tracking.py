@@ -1,7 +1,7 @@
-"""Show a study in MLflow: one parent run, its trainings as children, the results on the parent.
+"""Show a study or a sweep in MLflow: a parent run with the results, its trainings as children.
 
-Leaves out: MLflow itself (`vitscale.tracking.parent_run`). A store that does not answer is reported
-once; it never keeps a study from training.
+Leaves out: MLflow itself (`vitscale.tracking.parent_run`), tables and figures (`results`). A store
+that does not answer is reported once; it never keeps a run from training.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from launch.plans.stages import Stage
 from launch.studies.grid import Grid, StudyTraining
 from launch.studies.results import StudyResult
 from launch.studies.selection import Selection
@@ -18,24 +19,28 @@ from launch.studies.settings import slug
 from launch.studies.tables import MARKDOWN_NAME
 from vitscale.config.loader import run_to_yaml
 from vitscale.config.redaction import short_reason
-from vitscale.tracking.parent_run import PARENT_TAG, ParentRun, open_parent
+from vitscale.tracking.parent_run import PARENT_TAG, ParentRun
+from vitscale.tracking.parent_run import open_parent as open_parent_run
 from vitscale.tracking.run_facts import absolute_uri
 
 Say = Callable[[str], None]
 
 
-def open_study_parent(grid: Grid, *, say: Say) -> ParentRun | None:
-    """The study's MLflow run, set RUNNING; None without MLflow, or if it does not answer.
+def open_parent(stage: Stage, *, say: Say) -> ParentRun | None:
+    """The MLflow run above the runs of a grid, set RUNNING.
 
-    It is in the store of the first training.
+    It is in the store of the first training. None without a grid or MLflow, or if it does not
+    answer.
     """
-    uri = next(iter(grid.trainings.values())).run.tracking.uri
+    if stage.grid is None:
+        return None
+    uri = next(iter(stage.grid.trainings.values())).run.tracking.uri
     if uri is None:
         return None
-    study = grid.study
+    study = stage.grid.study
 
     def opened() -> ParentRun:
-        parent = open_parent(
+        parent = open_parent_run(
             Path(study.folder),
             uri=absolute_uri(uri),
             experiment=study.experiment or study.name,
@@ -50,12 +55,12 @@ def open_study_parent(grid: Grid, *, say: Say) -> ParentRun | None:
     return _attempt(opened, say=say)
 
 
-def as_children(grid: Grid, parent: ParentRun | None) -> Grid:
-    """The grid whose trainings start as children of the study's run."""
-    if parent is None:
-        return grid
-    trainings = {name: _child(each, parent) for name, each in grid.trainings.items()}
-    return replace(grid, trainings=trainings)
+def as_children(stage: Stage, parent: ParentRun | None) -> Stage:
+    """The stage whose runs start as children of the parent."""
+    if parent is None or stage.grid is None:
+        return stage
+    trainings = stage.grid.trainings.items()
+    return stage.with_trainings({name: _child(each, parent) for name, each in trainings})
 
 
 def _child(training: StudyTraining, parent: ParentRun) -> StudyTraining:
@@ -101,7 +106,7 @@ def _means(by_metric: Sequence[Sequence[StudyResult]]) -> Iterator[tuple[str, fl
                 yield "/".join([result.metric, *labels]), result.mean
 
 
-def close_study_parent(parent: ParentRun | None, status: str, *, say: Say) -> None:
+def close_parent(parent: ParentRun | None, status: str, *, say: Say) -> None:
     if parent is not None:
         _attempt(lambda: parent.set_status(status), say=say)
 

@@ -1,4 +1,4 @@
-"""Read and write chain.json: the stages of a chain, their run folders and SLURM jobs.
+"""Read and write plan.json: the stages of a chain or study, their run folders and SLURM jobs.
 
 Leaves out: what is done, which the run folders tell (`states`).
 """
@@ -15,9 +15,9 @@ from vitscale.distributed.atomic_files import write_json
 
 if TYPE_CHECKING:
     # Reading a record, which a status does, needs no run types.
-    from launch.chains.graph import Chain, Stage
+    from launch.plans.stages import Plan, Stage
 
-RECORD_NAME = "chain.json"
+RECORD_NAME = "plan.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,7 +25,7 @@ class StepRecord:
     """One run."""
 
     name: str
-    """Of the stage, or STAGE/RUN."""
+    """As of `Step`."""
     folder: str
     """Run folder, or folder of the shards; absolute."""
     job: str | None = None
@@ -39,18 +39,26 @@ class StageRecord:
 
     name: str
     kind: str
-    """data_prep, pretrain, finetune, evaluate or comparison."""
+    """data_prep, pretrain, finetune, evaluate, comparison or study."""
     needs: tuple[str, ...]
     jobs_folder: str
     """Folder of the logs and batch scripts of its SLURM jobs; absolute."""
     steps: tuple[StepRecord, ...]
 
 
-def write_record(chain: Chain, jobs: dict[str, str]) -> None:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanRecord:
+    kind: str
+    """chain or study."""
+    stages: tuple[StageRecord, ...] = ()
+    """In order; empty before the plan was started."""
+
+
+def write_record(plan: Plan, jobs: dict[str, str]) -> None:
     """jobs: name of a step -> its last SLURM job."""
-    chain.folder.mkdir(parents=True, exist_ok=True)
-    stages = [asdict(_record(stage, jobs)) for stage in chain.stages]
-    write_json(chain.folder / RECORD_NAME, {"chain": chain.settings.name, "stages": stages})
+    plan.folder.mkdir(parents=True, exist_ok=True)
+    stages = tuple(_record(stage, jobs) for stage in plan.stages)
+    write_json(plan.folder / RECORD_NAME, asdict(PlanRecord(kind=plan.kind, stages=stages)))
 
 
 def _record(stage: Stage, jobs: dict[str, str]) -> StageRecord:
@@ -71,14 +79,14 @@ def _record(stage: Stage, jobs: dict[str, str]) -> StageRecord:
     )
 
 
-def read_record(folder: Path) -> tuple[StageRecord, ...]:
-    """The stages in order; empty before the chain was started. Raises UserError."""
+def read_record(folder: Path) -> PlanRecord:
+    """The record of the plan in this folder. Raises UserError."""
     path = folder / RECORD_NAME
     try:
-        stages = json.loads(path.read_text())["stages"]
-        return tuple(_stage(each) for each in stages)
+        values = json.loads(path.read_text())
+        return PlanRecord(kind=values["kind"], stages=tuple(map(_stage, values["stages"])))
     except FileNotFoundError:
-        return ()
+        return PlanRecord(kind="chain")
     except (OSError, ValueError, KeyError, TypeError) as error:
         what = f"cannot be read ({type(error).__name__})"
         raise UserError(what, where=str(path), next_step="remove it") from None
@@ -91,5 +99,5 @@ def _stage(values: dict[str, Any]) -> StageRecord:
 
 def recorded_jobs(folder: Path) -> dict[str, str]:
     """Name of a step -> its last SLURM job."""
-    steps = [step for stage in read_record(folder) for step in stage.steps]
+    steps = [step for stage in read_record(folder).stages for step in stage.steps]
     return {step.name: step.job for step in steps if step.job is not None}

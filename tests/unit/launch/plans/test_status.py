@@ -1,4 +1,4 @@
-"""The states of a chain's stages."""
+"""The states of a plan's stages."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.chains.status import ChainStatus, chain_lines, chain_values, read_chain
 from launch.jobs.attempts import Ending
 from launch.jobs.status.reading import RunState
+from launch.plans.status import PlanStatus, plan_lines, plan_values, read_plan
 from tests.unit.launch.jobs.status.conftest import JOB, NOW, SCRIPT, RunFolder, job
 
 
@@ -46,21 +46,21 @@ def chain(tmp_path: Path) -> Path:
         stage("finetune", "finetune", ["pretrain"], {"finetune/a": "12_0", "finetune/b": "12_1"}),
         stage("evaluate", "evaluate", ["finetune"], {"evaluate": "13"}),
     ]
-    (folder / "chain.json").write_text(json.dumps({"chain": "c", "stages": stages}))
+    (folder / "plan.json").write_text(json.dumps({"kind": "chain", "stages": stages}))
     return folder
 
 
 @pytest.fixture
-def status(chain: Path) -> ChainStatus:
+def status(chain: Path) -> PlanStatus:
     jobs = [
         job("RUNNING", nodes="n1"),
         job("PENDING", reason="Dependency", job_id="12_0", submitted_id="12", script="x"),
         job("PENDING", reason="Dependency", job_id="13", submitted_id="13", script="y"),
     ]
-    return read_chain(chain, jobs=jobs, now=NOW)
+    return read_plan(chain, jobs=jobs, now=NOW)
 
 
-def test_stages_are_in_order_with_the_states_of_their_runs(status: ChainStatus) -> None:
+def test_stages_are_in_order_with_the_states_of_their_runs(status: PlanStatus) -> None:
     found = {stage.name: [run.state for run in stage.runs.values()] for stage in status.stages}
     assert list(found.items()) == [
         ("shards", [RunState.FINISHED]),
@@ -71,8 +71,8 @@ def test_stages_are_in_order_with_the_states_of_their_runs(status: ChainStatus) 
     assert status.stages[0].runs["shards"].tasks == {"finished": 1}
 
 
-def test_a_chain_shows_what_runs_and_what_failed(status: ChainStatus) -> None:
-    lines = chain_lines(status, now=NOW)
+def test_a_chain_shows_what_runs_and_what_failed(status: PlanStatus) -> None:
+    lines = plan_lines(status, now=NOW)
     assert lines[0].endswith("chain: chain of 4 stages")
     assert "  shards: finished" in lines
     assert any(x.startswith("  pretrain (after shards): running, step 40 of 100") for x in lines)
@@ -84,6 +84,6 @@ def test_a_chain_shows_what_runs_and_what_failed(status: ChainStatus) -> None:
 
 def test_a_chain_that_has_not_begun_is_not_started(chain: Path) -> None:
     (chain / "tars/manifest.json").unlink()
-    found = read_chain(chain, jobs=[], now=NOW)
+    found = read_plan(chain, jobs=[], now=NOW)
     assert [run.state for run in found.stages[0].runs.values()] == [RunState.NOT_STARTED]
-    assert json.loads(json.dumps(chain_values(found)))["stages"][0]["kind"] == "data_prep"
+    assert json.loads(json.dumps(plan_values(found)))["stages"][0]["kind"] == "data_prep"

@@ -1,28 +1,28 @@
 """Load the stages of a chain: every run validated, in the order in which they can run.
 
 Owns: names and folders of the runs, what they take from earlier stages, and one report of errors.
-Leaves out: what is done (`states`), running (`running`) and submitting (`submission`).
+Leaves out: what is done, running and submitting (`launch.plans`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 from finetune.run import FinetuneRun
-from launch.chains.settings import ChainRun, ChainStage, ComparisonRun
-from launch.chains.sweeps import axis_value, stage_of, study_of
-from launch.jobs.preparation import RUN_TYPES, LaunchableRun, check_job, job_folder, launchable
+from launch.jobs.preparation import RUN_TYPES, LaunchableRun, check_job, launchable
+from launch.plans.chains.settings import ChainRun, ChainStage
+from launch.plans.chains.sweeps import axis_value, stage_of, study_of
+from launch.plans.comparing import ComparisonRun
+from launch.plans.stages import Plan, Stage, Step
 from launch.studies.grid import Grid, StudyTraining, expand, with_costs
 from launch.studies.settings import Axis
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run, yaml_flow
 from vitscale.config.section import Run
-from vitscale.runs.data_prep import DataPrepRun
 
 TRAININGS = ("pretrain", "finetune")
 # Key -> kinds of stages that it can be the folder of.
@@ -30,85 +30,7 @@ SOURCES = {"data.path": ("data_prep",), "init": TRAININGS}
 CHAIN_TYPES: dict[str, type[Run]] = {**RUN_TYPES, "comparison": ComparisonRun}
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChainStep:
-    """One run of a chain."""
-
-    name: str
-    """Name of the stage, or STAGE/RUN if the stage has several runs."""
-    run: LaunchableRun | ComparisonRun
-    num_tasks: int
-
-    @property
-    def short_name(self) -> str:
-        """The name without the stage."""
-        return self.name.partition("/")[2] or self.name
-
-    @property
-    def folder(self) -> Path:
-        """The run folder; for a data preparation, the folder of the shards."""
-        return Path(self.run.output if isinstance(self.run, DataPrepRun) else self.run.folder)
-
-    @cached_property
-    def training(self) -> StudyTraining:
-        """The run with its number of steps, as far as the shards are known."""
-        assert isinstance(self.run, PretrainRun | FinetuneRun)
-        bare = StudyTraining(name=self.name, run=self.run, labels={}, kind=self.run.stage)
-        return with_costs(bare, num_tasks=self.num_tasks)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
-    """The runs of one stage, which may run at the same time."""
-
-    name: str
-    kind: str
-    """The `stage` of its run file; comparison where it has none."""
-    needs: tuple[str, ...]
-    folder: Path
-    steps: tuple[ChainStep, ...]
-    grid: Grid | None = None
-    """Of a sweep."""
-
-    @property
-    def jobs_folder(self) -> Path:
-        """Folder of the logs and records of its SLURM jobs."""
-        run = self.steps[0].run
-        return job_folder(run, cluster="slurm") if isinstance(run, DataPrepRun) else (
-            (self.folder / "slurm").absolute()
-        )  # fmt: skip
-
-
-def as_known_now(stage: Stage) -> Stage:
-    """The stage with the lengths of its runs read again: their shards may have been made since."""
-    steps = tuple(replace(step) for step in stage.steps)  # without the cached lengths
-    grid = stage.grid
-    if grid is not None:
-        trainings = {
-            name: with_costs(training, num_tasks=step.num_tasks)
-            for (name, training), step in zip(grid.trainings.items(), steps, strict=True)
-        }
-        grid = replace(grid, trainings=trainings)
-    return replace(stage, steps=steps, grid=grid)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chain:
-    """A chain with all of its runs."""
-
-    settings: ChainRun
-    stages: tuple[Stage, ...]
-    """Each after those that it needs."""
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.settings.folder)
-
-    def inputs_of(self, stage: Stage) -> list[Stage]:
-        return [each for each in self.stages if each.name in stage.needs]
-
-
-def load_chain(settings: ChainRun, *, cluster: str, num_tasks: int | None = None) -> Chain:
+def load_chain(settings: ChainRun, cluster: str, num_tasks: int | None = None) -> Plan:
     """Load and validate every run.
 
     num_tasks: processes of each run; None: as its `launch` section says.
@@ -130,7 +52,12 @@ def load_chain(settings: ChainRun, *, cluster: str, num_tasks: int | None = None
     errors += _shared_folders(list(found.values()))
     if errors:
         raise UserErrors(errors)
-    return Chain(settings=settings, stages=tuple(found.values()))
+    return Plan(
+        name=settings.name,
+        kind="chain",
+        folder=Path(settings.folder),
+        stages=tuple(found.values()),
+    )
 
 
 def _unused_overrides(settings: ChainRun, kinds: Sequence[str]) -> Iterator[UserError]:
@@ -176,13 +103,13 @@ class _Loading:
             key: before[name] for key, name in stage.inputs.items() if len(before[name].steps) > 1
         }
         grid: Grid | None = None
-        steps: tuple[ChainStep, ...]
+        steps: tuple[Step, ...]
         if kind == "comparison":
             steps = (self._comparison(stage, before),)
         elif kind in TRAININGS and (stage.sweep or several):
             grid = self._grid(stage, before, several)
             steps = tuple(
-                self._step(f"{stage.name}/{name}", each.run)
+                self._step(stage.name, each.run, name=f"{stage.name}/{name}", training=each)
                 for name, each in grid.trainings.items()
             )
         else:
@@ -191,12 +118,30 @@ class _Loading:
             name=stage.name, kind=kind, needs=stage.needs, folder=folder, steps=steps, grid=grid
         )
 
-    def _step(self, name: str, run: LaunchableRun | ComparisonRun) -> ChainStep:
+    def _step(
+        self,
+        stage: str,
+        run: LaunchableRun | ComparisonRun,
+        *,
+        name: str | None = None,
+        training: StudyTraining | None = None,
+    ) -> Step:
+        """name: null: that of the stage. training: of a grid."""
         launch = run.launch
         num_tasks = self.num_tasks or launch.nodes * launch.tasks_per_node
         if not isinstance(run, ComparisonRun):
             check_job(run, num_tasks=num_tasks, cluster=self.cluster)
-        return ChainStep(name=name, run=run, num_tasks=num_tasks)
+        name = name or stage
+        if training is None and isinstance(run, PretrainRun | FinetuneRun):
+            bare = StudyTraining(name=name, run=run, labels={}, kind=run.stage)
+            training = with_costs(bare, num_tasks=num_tasks)
+        return Step(
+            name=name,
+            run=run,
+            num_tasks=num_tasks,
+            array=f"{self.chain.name}-{stage}",
+            training=training,
+        )
 
     def _overrides(self, stage: ChainStage, kind: str) -> list[str]:
         return [*(each for each in self.chain.overrides if _has_key(kind, each)), *stage.overrides]
@@ -209,7 +154,7 @@ class _Loading:
             if len(before[name].steps) == 1
         ]
 
-    def _comparison(self, stage: ChainStage, before: dict[str, Stage]) -> ChainStep:
+    def _comparison(self, stage: ChainStage, before: dict[str, Stage]) -> Step:
         runs = [step for name in stage.compare for step in before[name].steps]
         for name in stage.compare:
             if before[name].kind in ("data_prep", "comparison"):
@@ -251,7 +196,7 @@ class _Loading:
 
     def _runs(
         self, stage: ChainStage, kind: str, before: dict[str, Stage], several: dict[str, Stage]
-    ) -> Iterator[ChainStep]:
+    ) -> Iterator[Step]:
         """One run, or one for each run of the stage that it takes an input from."""
         if stage.sweep:
             what = f"{kind} has no sweep"
@@ -262,14 +207,15 @@ class _Loading:
         overrides = [*self._overrides(stage, kind), *self._inputs(stage, before)]
         assert stage.config is not None
         if not several:
-            yield self._run(stage.config, stage.name, kind, overrides)
+            yield self._run(stage.config, stage.name, stage.name, kind, overrides)
             return
         ((key, source),) = several.items()
         for step in source.steps:
-            name = f"{stage.name}/{step.name.partition('/')[2]}"
-            yield self._run(stage.config, name, kind, [*overrides, f"{key}={_path(step)}"])
+            name = f"{stage.name}/{step.short_name}"
+            added = [*overrides, f"{key}={_path(step)}"]
+            yield self._run(stage.config, stage.name, name, kind, added)
 
-    def _run(self, file: str, name: str, kind: str, overrides: Sequence[str]) -> ChainStep:
+    def _run(self, file: str, stage: str, name: str, kind: str, overrides: Sequence[str]) -> Step:
         own = []
         if kind != "data_prep":
             own = [
@@ -277,9 +223,9 @@ class _Loading:
                 f"output={yaml_flow(f'{self.chain.folder}/{name}')}",
             ]
         run = load_run(RUN_TYPES, file, overrides=[*overrides, *own]).run
-        return self._step(name, launchable(run))
+        return self._step(stage, launchable(run), name=name)
 
 
-def _path(step: ChainStep) -> str:
+def _path(step: Step) -> str:
     """The folder of a step, written as the value of an override."""
     return yaml_flow(str(step.folder))

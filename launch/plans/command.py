@@ -1,0 +1,210 @@
+"""Run or submit a plan from the command line: show it, check it, do what is missing.
+
+Owns: the options of --study, --chain and sweeps, and the order of the steps on both launchers.
+Leaves out: reading the plan (`launch.plans.chains`), and the steps themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from launch.jobs.monitor import StopFlag
+from launch.jobs.submission import require_slurm
+from launch.jobs.supervision.foreground import EXIT_INTERRUPTED
+from launch.planning.before_submitting import check
+from launch.planning.checks import caught
+from launch.planning.cluster_checks import slurm_limits
+from launch.planning.dry_run import check_data
+from launch.plans.overview import overview
+from launch.plans.record import recorded_jobs, write_record
+from launch.plans.results import finish_stage
+from launch.plans.running import LocalPlan, report
+from launch.plans.stages import Plan, Stage
+from launch.plans.states import States, check_unchanged, plan_states
+from launch.plans.submitting import PlanSubmission, batch_scripts, missing_steps, queued_jobs
+from launch.plans.tracking import open_parent
+from launch.studies.grid import in_runs
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
+
+LOCAL_COUNTS = ("--num-procs", "--parallel")
+SWITCHES = {
+    "--dry-run": "list the runs with their states, on SLURM with the batch scripts; start nothing",
+    "--results": "tabulate and draw what is finished; start nothing",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanCommand:
+    """The command line of a plan."""
+
+    load: Callable[[str, int | None], Plan]
+    """(local or slurm, processes of each run or None) -> the plan, validated."""
+    again: str
+    """The arguments that name the plan, for messages."""
+    switches: frozenset[str]
+    num_procs: int = 1
+    parallel: int = 1
+
+    @property
+    def starts_nothing(self) -> bool:
+        return bool(self.switches & SWITCHES.keys())
+
+
+def split_option(
+    argv: Sequence[str], option: str, *, counts: Sequence[str]
+) -> tuple[list[str], dict[str, int], str]:
+    """(arguments with --config for `option FILE`, numbers of processes, FILE).
+
+    Raises UserError if --config is given too.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(option, nargs="?", const="", dest="file")
+    found, others = parser.parse_known_args(argv)
+    numbers, others = parse_counts(others, counts)
+    if any(word.partition("=")[0] == "--config" for word in others):
+        raise UserError(
+            f"--config together with {option}",
+            where="command line",
+            next_step=f"give {option} alone",
+        )
+    return (["--config", found.file, *others] if found.file else others), numbers, found.file
+
+
+def parse_counts(argv: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int], list[str]]:
+    """({"num_procs": 2}, the other arguments) for options such as --num-procs; 1 by default."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in names:
+        parser.add_argument(name, nargs="?", const="", default="1", metavar="N")
+    found, others = parser.parse_known_args(argv)
+    numbers = {}
+    for name in names:
+        key = name.removeprefix("--").replace("-", "_")
+        text = getattr(found, key)
+        if not text.isdecimal() or int(text) == 0:
+            raise UserError(f"{text!r} is not a number above 0", where=name, allowed="1, 2, …")
+        numbers[key] = int(text)
+    return numbers, others
+
+
+def run_locally(command: PlanCommand) -> int:
+    """Run what is missing on this machine, then show the results. Returns the exit code."""
+    # First of all: a signal that comes while the plan is read must not be missed.
+    stop = StopFlag()
+    plan = command.load("local", command.num_procs)
+    states = plan_states(plan)
+    say(overview(plan, states, {}))
+    if command.starts_nothing:
+        return show(plan, command, states)
+    check_unchanged(states)
+    check_known_data(plan, states)
+    write_record(plan, recorded_jobs(plan.folder))
+    local = LocalPlan(
+        plan=plan, num_procs=command.num_procs, parallel=command.parallel, say=say, stop=stop
+    )
+    try:
+        code = local.run()
+    except KeyboardInterrupt:
+        print("\ninterrupted: all processes were ended", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
+    if local.failures:
+        print(report(local.failures, plan=plan), file=sys.stderr, flush=True)
+    if code == EXIT_STOPPED_RESUMABLE:
+        say(f"stopped; the same command resumes the {plan.kind}")
+    return code
+
+
+def run_on_slurm(command: PlanCommand) -> int:
+    """Submit what is missing, or show the results if nothing is. Returns the exit code."""
+    plan = command.load("slurm", None)
+    states = plan_states(plan)
+    if command.starts_nothing:
+        say(overview(plan, states, {}))
+        if "--dry-run" in command.switches:
+            for array in (each for stage in plan.stages for each in missing_steps(stage, states)):
+                say(batch_scripts(array))
+        return show(plan, command, states)
+    if all(state.is_done for state in states.values()):
+        say(overview(plan, states, {}))
+        for stage in plan.stages:
+            finish_stage(stage, open_parent(stage, say=say), status="FINISHED", say=say)
+        return 0
+    check_unchanged(states)
+    check_known_data(plan, states)
+    require_slurm()
+    check_arrays(plan, states)
+    queued = queued_jobs(plan)
+    say(overview(plan, states, queued))
+    submission = PlanSubmission(plan=plan, states=states, queued=queued, say=say)
+    submission.submit()
+    if ids := [each.job_id for each in submission.submitted]:
+        say(
+            f"  state    python launch/status.py {plan.folder} --watch\n"
+            f"  cancel   scancel {' '.join(ids)}\n"
+            f"  results  python launch/slurm.py {command.again} --results\n"
+            "When the jobs have ended, the same command submits what is not done."
+        )
+    return 0
+
+
+def show(plan: Plan, command: PlanCommand, states: States) -> int:
+    """Show the results, if they are asked for."""
+    if "--results" in command.switches:
+        check_unchanged(states)
+        for stage in plan.stages:
+            finish_stage(stage, None, status="", say=say)
+    return 0
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def is_made_by(plan: Plan, stage: Stage, states: States) -> bool:
+    """Whether the shards of a stage are still to be made by the plan."""
+    sources = [each for each in plan.inputs_of(stage) if each.kind == "data_prep"]
+    return not all(states[step.name].is_done for source in sources for step in source.steps)
+
+
+def check_known_data(plan: Plan, states: States) -> None:
+    """Check the shards of all trainings but those whose shards the plan makes.
+
+    Raises UserErrors.
+    """
+    found: dict[str, list[str]] = {}
+    for stage in plan.stages:
+        for step in stage.steps:
+            if step.training is None or is_made_by(plan, stage, states):
+                continue
+            try:
+                if not states[step.name].is_done:
+                    check_data(step.training.run)
+            except UserError as error:
+                found.setdefault(error.text(), []).append(step.name)
+    if found:
+        raise UserErrors([in_runs(text, names) for text, names in found.items()])
+
+
+def check_arrays(plan: Plan, states: States) -> None:
+    """Check one run for each array: all ask for the same resources.
+
+    Raises UserErrors for runs that could never start.
+    """
+    errors: list[UserError] = []
+    for stage in plan.stages:
+        for array in missing_steps(stage, states):
+            first = array.steps[0]
+            try:
+                if first.training is not None and not is_made_by(plan, stage, states):
+                    # Weights may come from the plan itself.
+                    check(first.training.run, leave_out={"weights"})
+                else:
+                    rows = caught("SLURM limits", partial(slurm_limits, first.run.launch))
+                    errors += [each.error for each in rows if each.error is not None]
+            except UserError as error:
+                errors += error.errors if isinstance(error, UserErrors) else [error]
+    if errors:
+        raise UserErrors(list({error.text(): error for error in errors}.values()))
