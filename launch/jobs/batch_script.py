@@ -48,11 +48,9 @@ def slurm_parameters(
     }
     if launch.mem_gb is not None:
         parameters["mem"] = f"{launch.mem_gb}GB"
-    for field in ("partition", "account", "qos", "constraint", "exclude", "comment"):
+    for field in ("partition", "account", "qos", "exclude"):
         if (value := getattr(launch, field)) is not None:
             parameters[field] = value
-    if launch.reservation is not None:
-        parameters["additional_parameters"]["reservation"] = launch.reservation
     imports = _imports_from(code) if code else ()
     parameters["setup"] = [IGNORE_SIGNALS, *launch.setup, *imports, QUIET]
     return parameters

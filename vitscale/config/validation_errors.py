@@ -144,6 +144,8 @@ OTHER_NAMES = {
     "grad_clip": "optim.clip_norm",
     "gradient_clipping": "optim.clip_norm",
     "stochastic_depth": "model.drop_path",
+    "constraint": "launch.sbatch",
+    "reservation": "launch.sbatch",
 }
 # Ratio of difflib: one wrong letter of five gives 0.8; unrelated names such as warmup and name 0.6.
 CLEARLY_A_TYPO = 0.75

@@ -55,14 +55,8 @@ class LaunchSettings(Section):
     """SLURM account; null: the site's default."""
     qos: str | None = None
     """SLURM quality of service; null: the site's default."""
-    constraint: str | None = None
-    """Node features that SLURM must match, for example a100&ib."""
-    reservation: str | None = None
-    """SLURM reservation to run in."""
     exclude: str | None = None
     """Nodes not to run on, for example node[3,5-7]."""
-    comment: str | None = None
-    """Text that SLURM keeps with the job."""
     setup: tuple[str, ...] = Field(default=(), strict=False)
     """Shell lines run in the batch script before srun (module load ..., export ...)."""
     srun_args: tuple[str, ...] = Field(default=(), strict=False)
@@ -75,7 +69,7 @@ class LaunchSettings(Section):
     snapshot: bool = True
     """SLURM only: the job runs a copy of the code as submitted; false: the code on disk."""
     sbatch: dict[str, str | int | bool] = {}
-    """Further sbatch options, passed unchanged."""
+    """Further sbatch options, passed unchanged, for example {constraint: a100&ib}."""
 
 
 # One name, or several separated by commas.
@@ -85,13 +79,7 @@ FIELD_PATTERNS = {
     "partition": (_NAMES, "names separated by commas"),
     "account": (_NAMES, "a name"),
     "qos": (_NAMES, "a name"),
-    "reservation": (_NAMES, "names separated by commas"),
-    "constraint": (
-        re.compile(r"[A-Za-z0-9_.,&|*()\[\]:=!-]+"),
-        "features joined by & | , * ( ) [ ]",
-    ),
     "exclude": (re.compile(r"[A-Za-z0-9_.,\[\]-]+"), "node names such as node[3,5-7]"),
-    "comment": (re.compile(r".{1,200}"), "printable text of at most 200 characters"),
     "python": (re.compile(r".+"), "a command on one line"),
 }
 SBATCH_OPTION = re.compile(r"[a-z][a-z0-9-]*")
@@ -99,8 +87,6 @@ SBATCH_OPTION = re.compile(r"[a-z][a-z0-9-]*")
 SBATCH_OWNED = {
     "account": "launch.account",
     "array": "launch.num_tasks and launch.max_running_tasks",
-    "comment": "launch.comment",
-    "constraint": "launch.constraint",
     "cpus-per-task": "launch.cpus_per_task",
     "error": None,
     "exclude": "launch.exclude",
@@ -117,7 +103,6 @@ SBATCH_OWNED = {
     "partition": "launch.partition",
     "qos": "launch.qos",
     "requeue": None,
-    "reservation": "launch.reservation",
     "signal": "launch.signal_delay_s",
     "time": "launch.timeout_min",
     "wrap": None,

@@ -151,7 +151,11 @@ def test_requeueing_stops_at_its_limit(slurm, submit, tmp_path) -> None:
 def test_unusual_values_reach_slurm_unchanged(slurm, submit, tmp_path) -> None:
     comment = 'it\'s $(touch canary) `touch canary`; "quoted" # é'
     launch = LAUNCH.model_copy(
-        update={"comment": comment, "setup": ("export FROM_SETUP=1",), "gpu_request": "none"}
+        update={
+            "sbatch": {"comment": comment},
+            "setup": ("export FROM_SETUP=1",),
+            "gpu_request": "none",
+        }
     )
     job = submit("import os, sys; sys.exit(os.environ.get('FROM_SETUP') != '1')", launch)
     shown = slurm.run(["scontrol", "show", "job", job.job_id])

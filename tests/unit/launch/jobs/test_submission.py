@@ -55,14 +55,14 @@ def test_gpus_can_come_with_the_partition() -> None:
 def test_every_field_reaches_the_script() -> None:
     text = script(
         nodes=3, tasks_per_node=2, timeout_min=90, signal_delay_s=60, mem_gb=100, partition="p",
-        account="a", qos="q", constraint="c", reservation="r", exclude="n[1-2]",
-        comment="two words",
+        account="a", qos="q", exclude="n[1-2]",
         setup=["module load cuda"], srun_args=["--cpu-bind=none"],
-        python="apptainer exec image.sif python", sbatch={"exclusive": True, "nice": 5},
+        python="apptainer exec image.sif python",
+        sbatch={"exclusive": True, "nice": 5, "constraint": "c", "comment": "two words"},
     )  # fmt: skip
     for line in (
         "--nodes=3", "--ntasks-per-node=2", "--time=90", "--signal=USR2@60", "--mem=100GB",
-        "--partition=p", "--account=a", "--qos=q", "--constraint=c", "--reservation=r",
+        "--partition=p", "--account=a", "--qos=q", "--constraint=c",
         "--exclude='n[1-2]'", "--comment='two words'", "--requeue", "--exclusive", "--nice=5",
     ):  # fmt: skip
         assert f"#SBATCH {line}" in text.splitlines()

@@ -68,7 +68,7 @@ def test_ranks_and_independent_tasks_have_different_keys() -> None:
     "fields",
     [
         {"setup": ["export A=$(hostname)\t# a tab", "module load 'a b'"]},
-        {"constraint": "[rack1*2&ib]|h200", "exclude": "node[3,5-7],other"},
+        {"sbatch": {"constraint": "[rack1*2&ib]|h200"}, "exclude": "node[3,5-7],other"},
         {"sbatch": {"mail-type": "END", "exclusive": True, "wckey": "vit"}},
         {"python": "apptainer exec --nv image.sif python"},
         {"gpus_per_node": 8, "tasks_per_node": 8, "gpu_type": "h200"},
@@ -105,7 +105,7 @@ TEXT = st.text(min_size=1, max_size=40)
 def test_accepted_values_stay_on_their_option_line(
     comment: str, partition: str, extra: str
 ) -> None:
-    fields = {"comment": comment, "partition": partition, "sbatch": {"mail-user": extra}}
+    fields = {"partition": partition, "sbatch": {"comment": comment, "mail-user": extra}}
     if keys_of(**fields):
         return
     launch = LaunchSettings.model_validate(fields)
@@ -119,8 +119,8 @@ def test_accepted_values_stay_on_their_option_line(
 
 # Fields whose text is no shell. `setup` and `python` are shell by design, on one line.
 QUOTED_FIELDS = (
-    "gpu_type", "partition", "account", "qos", "constraint", "reservation", "exclude", "comment",
-    "srun_args", "sbatch value", "sbatch option", "run name",
+    "gpu_type", "partition", "account", "qos", "exclude", "srun_args", "sbatch value",
+    "sbatch option", "run name",
 )  # fmt: skip
 HOSTILE = (
     "$(touch canary)", "`touch canary`", "; touch canary", "x & touch canary #", "x | touch canary",
@@ -156,9 +156,7 @@ def test_no_field_runs_as_shell(tmp_path: Path) -> None:
     }
     accepted = {key: script for key, script in scripts.items() if script is not None}
     # Free text and paths are quoted, the rest is refused.
-    assert {field for field, _ in accepted} == {
-        "comment", "srun_args", "sbatch value", "run name"
-    }  # fmt: skip
+    assert {field for field, _ in accepted} == {"srun_args", "sbatch value", "run name"}
     assert not [text for _, text in accepted if "\n" in text]
     for script in accepted.values():
         options = [line for line in script.splitlines() if line.startswith("#SBATCH ")]
