@@ -90,11 +90,13 @@ def evaluate_sizes(
         if number:
             loaded = load_model(run.model_copy(update={"image_size": size}))
         subject = subject_of(run, loaded, world, train=train, val=val)
-        rows, start = [], time.perf_counter()
+        rows, shown = [], f"{show_size(subject.image_size)} px"
+        names = ", ".join(each.settings.name for each in evaluations)
+        say(f"{shown}: {val.num_samples} images; {names}")
+        start = time.perf_counter()
         for each, metrics in zip(evaluations, results(evaluations, subject), strict=True):
             rows += as_results(each.settings.name, metrics, image_size=subject.image_size)
-        seconds = time.perf_counter() - start
-        say(f"{show_size(subject.image_size)} px: {val.num_samples} images, {seconds:.1f} s")
+            say(f"{shown}: {each.settings.name} after {time.perf_counter() - start:.1f} s")
         yield rows
 
 

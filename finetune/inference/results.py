@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def as_results(
 
 
 def text_table(results: Sequence[EvaluationResult]) -> str:
-    """Columns aligned, numbers to the right."""
+    """Columns aligned, numbers to the right; then why a metric has no interval."""
     rows = [HEADINGS, *map(_cells, results)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     lines = []
@@ -64,12 +64,13 @@ def text_table(results: Sequence[EvaluationResult]) -> str:
             for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+    return "\n".join([*lines, *_reasons(results)])
 
 
 def markdown_table(results: Sequence[EvaluationResult]) -> str:
     rows = [HEADINGS, ("---",) * len(HEADINGS), *map(_cells, results)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    table = "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    return table + "".join(f"\n{reason}\n" for reason in _reasons(results))
 
 
 def csv_table(results: Sequence[EvaluationResult]) -> str:
@@ -94,6 +95,15 @@ def write_results(
     write_text(folder / "results.csv", csv_table(results))
     write_text(folder / "results.md", markdown_table(results))
     return [folder / f"results.{kind}" for kind in ("json", "csv", "md")]
+
+
+def _reasons(results: Sequence[EvaluationResult]) -> Iterator[str]:
+    """Why shares have no interval: Wilson's is for one share of one set of images."""
+    without = [each.metric for each in results if each.low is None]
+    if "class_mean_top1" in without:
+        yield "class_mean_top1 has no interval: it is a mean over classes"
+    if any(metric.startswith("few_shot") and metric.endswith("_top1") for metric in without):
+        yield "few_shotK_top1 has no interval: it is a mean over draws, with few_shotK_std"
 
 
 def _cells(result: EvaluationResult) -> tuple[str, ...]:

@@ -30,7 +30,7 @@ from vitscale.tracking.run_facts import (
     RunRecord,
     Status,
     absolute_uri,
-    experiment_page,
+    chart_page,
     read_record,
 )
 from vitscale.tracking.settings import TrackingSettings
@@ -87,7 +87,7 @@ def sync(arguments: Sequence[str]) -> None:
             f"{folder}: sent {done.num_points} points, {done.num_files} files; "
             f"{source.status.lower()}; run {done.run.run_id}"
         )
-    print(f"MLflow: {experiment_page(uri, done.run.experiment)}")
+    print(f"MLflow: {chart_page(uri, done.run.experiment)}")
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

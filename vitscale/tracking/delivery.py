@@ -19,7 +19,8 @@ from vitscale.config.redaction import short_reason
 from vitscale.tracking.journal import JOURNAL_NAME
 from vitscale.tracking.mlflow_client import Say
 from vitscale.tracking.mlflow_run import MlflowRun, start_run
-from vitscale.tracking.run_facts import RunDescription, experiment_page
+from vitscale.tracking.parent_run import PARENT_TAG
+from vitscale.tracking.run_facts import RunDescription, chart_page
 
 FIRST_PAUSE_S = 2.0
 LONGEST_PAUSE_S = 60.0
@@ -93,7 +94,12 @@ class Delivery:
             self._run = start_run(self._description, say=self._say)
             self.run_id = self._run.run_id
             if self.page is None:
-                self.page = experiment_page(self._description.uri, self._run.experiment)
+                is_child = PARENT_TAG in self._description.record.tags
+                self.page = chart_page(
+                    self._description.uri,
+                    self._run.experiment,
+                    run=self.run_id if is_child else None,
+                )
                 self._say(f"MLflow: {self.page}")
         self._settled.set()
         self._run.send_journal()

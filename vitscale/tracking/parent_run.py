@@ -34,11 +34,11 @@ from vitscale.tracking.run_facts import (
 PARENT_TAG = "mlflow.parentRunId"
 
 
-def origin_tags(path: str | Path, *, uri: str | None, tag: str) -> dict[str, str]:
-    """Tags of a run that uses the weights of another: `tag` with its MLflow run, and the parent.
+def origin_tags(path: str | Path, *, tag: str, uri: str | None = None) -> dict[str, str]:
+    """Tags of a run that uses the weights of another: `tag` with its MLflow run.
 
-    path: a run folder or one of its checkpoints. uri: the store of the run that is tagged; only a
-    run of the same store can be its parent.
+    path: a run folder or one of its checkpoints. uri: the store of the run that is tagged, to make
+    the other one its parent if it is in the same store.
     """
     path = Path(path)
     link = read_link(path) or read_link(path.parent.parent)

@@ -214,12 +214,18 @@ def absolute_uri(uri: str, *, where: str = "tracking.uri") -> str:
     return "sqlite:///" + str(Path(rest[3:]).absolute())
 
 
-def experiment_page(uri: str, experiment: str) -> str:
+def chart_page(uri: str, experiment: str, *, run: str | None = None) -> str:
     """Where to see the charts of an experiment: its address, for a database with the command.
 
-    uri: absolute. experiment: its id. MLflow 3 starts in its view for generative models otherwise.
+    uri: absolute. experiment: its id. run: id of a run, to see its charts alone: those of the
+    experiment leave out children whose parent is not opened. MLflow 3 starts in its view for
+    generative models otherwise.
     """
-    page = f"#/experiments/{experiment}/runs?workflowType=machine_learning&compareRunsMode=CHART"
+    page = f"#/experiments/{experiment}/runs"
+    if run is None:
+        page += "?workflowType=machine_learning&compareRunsMode=CHART"
+    else:
+        page += f"/{run}/model-metrics"
     if uri.startswith("http"):
         return f"{redact(uri).rstrip('/')}/{page}"
     database = sqlite_path(uri)

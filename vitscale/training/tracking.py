@@ -17,7 +17,7 @@ from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.world import World
 from vitscale.runs.training import TrainingRun
 from vitscale.tracking.console import ProgressLine
-from vitscale.tracking.parent_run import PARENT_TAG, origin_tags
+from vitscale.tracking.parent_run import origin_tags
 from vitscale.tracking.run_facts import DatasetFacts
 from vitscale.tracking.system_metrics import node_metrics
 from vitscale.tracking.tracker import Tracker
@@ -71,13 +71,11 @@ def note(card: str, facts: str) -> str:
 
 
 def _origin(run: TrainingRun) -> dict[str, str]:
-    """The run that the weights come from; a parent that the tags of the run name goes first."""
+    """The run that the weights come from. It is no parent: charts leave children out at first."""
     path = run.starts_from()
     if path is None:
         return {}
-    tags = origin_tags(path, uri=run.tracking.uri, tag="vitscale.init_run_id")
-    given = {key: value for key, value in run.tracking.tags.items() if key == PARENT_TAG}
-    return {"vitscale.init": redact(path)} | tags | given
+    return {"vitscale.init": redact(path)} | origin_tags(path, tag="vitscale.init_run_id")
 
 
 def _datasets(data: TrainingSet, val_index: SplitIndex | None) -> Iterator[DatasetFacts]:

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 from pydantic import Field
 
-from vitscale.evaluation.interface.evaluation import Evaluation, EvaluationSettingsBase, Subject
+from vitscale.evaluation.interface.evaluation import (
+    Evaluation,
+    EvaluationSettingsBase,
+    Share,
+    Subject,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -73,11 +78,15 @@ class FewShot(Evaluation):
                     num_classes=len(subject.val.classes),
                 )
         shares = (sum_over_ranks(correct) / subject.val.num_samples).cpu().numpy()
-        found = {}
+        found: dict[str, float] = {}
         for column, count in enumerate(shots):
-            found[f"few_shot{count}_top1"] = float(shares[:, column].mean())
-            if len(draws) > 1:
-                found[f"few_shot{count}_std"] = float(shares[:, column].std(ddof=1))
+            name, drawn = f"few_shot{count}", shares[:, column]
+            if len(draws) == 1:
+                images = subject.val.num_samples
+                found[f"{name}_top1"] = Share(float(drawn[0]) * images, images)
+            else:
+                found[f"{name}_top1"] = float(drawn.mean())
+                found[f"{name}_std"] = float(drawn.std(ddof=1))
         return found
 
     def _num_correct(

@@ -26,6 +26,15 @@ def test_columns_are_aligned() -> None:
     assert text_table(results()) == TABLE
 
 
+def test_metrics_without_an_interval_say_why() -> None:
+    metrics = {"few_shot5_top1": 0.5, "few_shot5_std": 0.1, "class_mean_top1": 0.25}
+    *_, first, second = text_table(as_results("x", metrics, image_size=8)).splitlines()
+    assert first == "class_mean_top1 has no interval: it is a mean over classes"
+    assert second.startswith("few_shotK_top1 has no interval: it is a mean over draws")
+    one_draw = as_results("few_shot", {"few_shot5_top1": Share(3, 4)}, image_size=8)
+    assert "no interval" not in text_table(one_draw)
+
+
 def test_files_hold_the_same_numbers(tmp_path: Path) -> None:
     write_results(tmp_path, results(), description={"name": "demo"})
     stored = json.loads((tmp_path / "results.json").read_text())

@@ -114,7 +114,19 @@ def test_a_run_has_datasets_a_description_and_its_edits(
     assert sum(page in text for text in said) == 2  # at the start and at the end
 
 
-def test_the_origin_of_the_weights_is_the_parent(database: Path, tmp_path: Path) -> None:
+def test_a_child_names_its_own_charts(open_tracker: Callable[..., Tracker], tmp_path: Path) -> None:
+    """The charts of the experiment leave out the children of parents that are not opened."""
+    with open_tracker() as parent:
+        parent_id = str(parent.run_id)
+    said: list[str] = []
+    tags = {"mlflow.parentRunId": parent_id}
+    with open_tracker(folder=tmp_path / "child", tags=tags, say=said.append) as tracker:
+        run_id = str(tracker.run_id)
+    assert run_id not in (parent_id, "None")
+    assert sum(f"/runs/{run_id}/model-metrics" in text for text in said) == 2, said
+
+
+def test_an_evaluation_is_a_child_of_the_training(database: Path, tmp_path: Path) -> None:
     uri = f"sqlite:///{database}"
     (tmp_path / "run").mkdir()
     write_json(tmp_path / "run/mlflow.json", {"uri": uri, "run_id": "x", "experiment": "y"})
@@ -122,6 +134,7 @@ def test_the_origin_of_the_weights_is_the_parent(database: Path, tmp_path: Path)
         assert origin_tags(path, uri=uri, tag="from") == {"from": "x", "mlflow.parentRunId": "x"}
     assert origin_tags(tmp_path / "run", uri="http://other", tag="from") == {"from": "x"}
     assert origin_tags(tmp_path, uri=uri, tag="from") == {}
+    assert origin_tags(tmp_path / "run", tag="from") == {"from": "x"}
 
 
 def test_tags_and_params_are_stored_without_secrets(
