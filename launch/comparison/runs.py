@@ -20,7 +20,14 @@ from vitscale.config.site import read_site
 from vitscale.config.yaml_source import parse_yaml, plain_value
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.mlflow_store import StoredRun, find_stored_run, find_stored_runs
-from vitscale.tracking.run_facts import CONFIG_ARTIFACT, absolute_uri, flatten_params, sqlite_path
+from vitscale.tracking.run_facts import (
+    CONFIG_ARTIFACT,
+    absolute_uri,
+    flatten_params,
+    origin_line,
+    read_record,
+    sqlite_path,
+)
 
 RUNS_FOLDER = Path("runs")
 DEFAULT_URI = "sqlite:///runs/mlflow.db"
@@ -37,6 +44,8 @@ class ComparedRun:
     status: str | None
     params: dict[str, str]
     rows: tuple[Row, ...]
+    origin: str = ""
+    """When, from which commit, on which data and by whom it was made."""
 
     @property
     def last_step(self) -> int:
@@ -136,7 +145,7 @@ def _read_folder(folder: Path) -> ComparedRun:
             where="RUN",
             next_step="give the output folder of a training run that has logged at least one step",
         )
-    config = folder / CONFIG_ARTIFACT
+    config, record = folder / CONFIG_ARTIFACT, read_record(folder)
     return ComparedRun(
         label=folder.resolve().name,
         source=str(folder),
@@ -144,6 +153,7 @@ def _read_folder(folder: Path) -> ComparedRun:
         status=_status(folder),
         params=flatten_params(read_config(config)[1]) if config.is_file() else {},
         rows=rows,
+        origin=origin_line(record.tags, record.datasets, time_s=rows[0].time) if record else "",
     )
 
 
@@ -206,4 +216,5 @@ def _record(stored: StoredRun) -> ComparedRun:
         status=stored.status.lower(),
         params=stored.params,
         rows=tuple(stored.rows),
+        origin=origin_line(stored.tags, stored.datasets, time_s=stored.rows[0].time),
     )

@@ -5,12 +5,15 @@ Leaves out: writing (`mlflow_run`), connections (`mlflow_client`). Every call ma
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vitscale.tracking.journal import Row, present_name
 from vitscale.tracking.mlflow_client import Say, metric_points, open_client
+from vitscale.tracking.run_facts import DatasetFacts
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -28,6 +31,8 @@ class StoredRun:
     status: str
     params: dict[str, str]
     rows: Sequence[Row]
+    tags: dict[str, str]
+    datasets: tuple[DatasetFacts, ...]
 
 
 def find_stored_run(uri: str, name_or_id: str, *, say: Say) -> tuple[StoredRun | None, list[str]]:
@@ -67,4 +72,19 @@ def _stored(client: MlflowClient, run: Any) -> StoredRun:
         status=run.info.status,
         params=dict(run.data.params),
         rows=[Row(step=step, time=at, metrics=each) for step, (at, each) in by_step.items()],
+        tags=dict(run.data.tags),
+        datasets=tuple(_datasets(run)),
     )
+
+
+def _datasets(run: Any) -> Iterator[DatasetFacts]:
+    """The data of a run that vitscale has written; data of others has no counts."""
+    for each in run.inputs.dataset_inputs:
+        with suppress(ValueError):
+            yield DatasetFacts(
+                name=each.dataset.name,
+                digest=each.dataset.digest,
+                source=each.dataset.source,
+                context=next((tag.value for tag in each.tags), ""),
+                **json.loads(each.dataset.profile or "{}"),
+            )

@@ -12,7 +12,8 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -181,6 +182,20 @@ def process_tags() -> dict[str, str]:
         tags["mlflow.source.type"] = "JOB"
         tags["vitscale.job_id"] = job
     return tags
+
+
+def origin_line(tags: Mapping[str, str], datasets: Sequence[DatasetFacts], *, time_s: float) -> str:
+    """When, from which commit, on which data and by whom a run was made, in one line."""
+    parts = [time.strftime("%Y-%m-%d", time.localtime(time_s))]
+    if commit := tags.get("mlflow.source.git.commit"):
+        edited = " with edits" if tags.get("mlflow.source.git.dirty") == "true" else ""
+        parts.append(f"commit {commit[:12]}{edited}")
+    for each in datasets:
+        if each.context == "training":
+            parts.append(f"{each.name}, {each.num_samples:,} images, {each.digest[:12]}")
+    if user := tags.get("mlflow.user"):
+        parts.append(f"by {user}")
+    return "; ".join(parts)
 
 
 def _user() -> str:

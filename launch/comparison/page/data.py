@@ -94,6 +94,7 @@ def _run(run: ComparedRun, progress: Progress, packer: Packer) -> dict[str, Any]
         "label": run.label,
         "source": run.source,
         "status": run.status,
+        "origin": run.origin,
         "axes": axes,
         "totals": {axis: progress.at(axis, last) for axis in axes},
         "attempts": [] if run.folder is None else [_attempt(a) for a in read_attempts(run.folder)],

@@ -188,10 +188,11 @@ def picture_rows(
     mean: tuple[float, float, float],
     std: tuple[float, float, float],
 ) -> dict[str, torch.Tensor]:
-    """Title -> uint8 images [B, 3, S, S]: before, what is seen, reconstructed, all predictions.
+    """Title -> uint8 images [B, 3, S, S]: the image, what the model sees, predicts, and both.
 
     patches_BLP: of pixels normalised by `mean` and `std`. normalized: the model predicts neither
-    mean nor contrast of a patch; they are taken from the true one.
+    mean nor contrast of a patch; they are taken from the true one. Patches that the model sees have
+    no loss, so what it gives for them means nothing and is left out.
     """
     predicted_BLP = predicted_BLP.float()
     if normalized:
@@ -202,8 +203,8 @@ def picture_rows(
     rows = {
         "image": patches_BLP,
         "visible": patches_BLP.masked_fill(is_removed_BL1, 0.0),
-        "reconstructed": torch.where(is_removed_BL1, predicted_BLP, patches_BLP),
-        "predicted": predicted_BLP,
+        "predicted": predicted_BLP.masked_fill(~is_removed_BL1, 0.0),
+        "visible +\npredicted": torch.where(is_removed_BL1, predicted_BLP, patches_BLP),
     }
     mean_311, std_311 = (
         torch.tensor(each, device=patches_BLP.device).view(3, 1, 1) for each in (mean, std)

@@ -28,7 +28,7 @@ function fillVerdict(section) {
   const table = runsTable(found);
   if (found === null || found.ranked.length < 2) {
     const text = runs.length > 1 ? "No metric says which run is better" : "Summary";
-    section.append(heading("verdict", text), table.element);
+    section.append(heading("verdict", text), table.element, origins());
     return table;
   }
   const metric = metricOf(found.metric);
@@ -47,8 +47,15 @@ function fillVerdict(section) {
       `${metric.key}${where}: `, bold(formatNumber(best)),
       `${spread} (${formatDelta(best - next)} against ${second.label})`);
   }
-  section.append(title, ...reservations(found, Math.abs(best - next)).filter(Boolean), table.element);
+  section.append(title, ...reservations(found, Math.abs(best - next)).filter(Boolean), table.element, origins());
   return table;
+}
+
+// When, from which commit, on which data and by whom each run was made.
+function origins() {
+  const known = [...runs.keys()].filter((run) => runs[run].origin);
+  return make("ul", { class: "reasons" }, ...known.map((run) =>
+    make("li", { "data-run": run }, swatch(run), ` ${runs[run].label}: ${runs[run].origin}`)));
 }
 
 function bold(text) {
@@ -96,7 +103,7 @@ function runsTable(found) {
     { name: "run" },
     ...metrics.map((metric) => ({ name: metric.key + arrowOf(metric), group: page.budget ? capital(page.budget) : "Final value", numeric: true })),
     ...reasons.map((key) => ({ name: key, group: "What differs" })),
-    ...AXES.map((axis) => ({ name: AXIS_NAMES[axis].replace(/^[SH]/, (c) => c.toLowerCase()), group: "Spent", numeric: true })),
+    ...AXES.map((axis) => ({ name: axis === "hours" ? "time" : AXIS_NAMES[axis].replace(/^S/, (c) => c.toLowerCase()), group: "Spent", numeric: true })),
     ...(hasStatus ? [{ name: "status", group: "Ended" }] : []),
   ];
   const order = found ? [...found.ranked, ...runs.keys()] : [...runs.keys()];

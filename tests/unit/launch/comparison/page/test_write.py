@@ -13,8 +13,11 @@ import pytest
 
 from launch.comparison.differences import compare
 from launch.comparison.page.write import FOLDER, UPLOT, render
-from launch.comparison.runs import ComparedRun
+from launch.comparison.runs import ComparedRun, load_runs
 from vitscale.tracking.journal import Row
+from vitscale.tracking.run_facts import DatasetFacts
+from vitscale.tracking.settings import TrackingSettings
+from vitscale.tracking.tracker import Tracker
 
 # uPlot 1.6.32 as npm has it: sha256 of dist/uPlot.iife.min.js, dist/uPlot.min.css and LICENSE.
 UPLOT_SHA256 = {
@@ -50,6 +53,30 @@ def test_the_page_keeps_the_licence_of_the_library() -> None:
     licence = (FOLDER / "uplot/LICENSE").read_text()
     assert "The MIT License" in licence and "Leon Sorokin" in licence
     assert " ".join(licence.replace('"', "&#34;").split()) in " ".join(text.split())
+
+
+def test_a_run_says_when_by_whom_and_from_what(tmp_path: Path) -> None:
+    """From its folder, and the same from MLflow."""
+    with Tracker.open(
+        folder=tmp_path / "run",
+        settings=TrackingSettings(uri=f"sqlite:///{tmp_path}/mlflow.db", system_metrics=False),
+        run_name="run", stage="pretrain", params={}, tags={}, config_yaml="name: run\n",
+        resume_step=0, is_writer=True, say=lambda text: None,
+        datasets=(
+            DatasetFacts(name="digits/train", digest="d" * 64, source="x", context="training",
+                         num_samples=1437, num_classes=10),
+            DatasetFacts(name="digits/test", digest="e" * 64, source="x", context="validation",
+                         num_samples=360, num_classes=10),
+        ),
+    ) as tracker:  # fmt: skip
+        tracker.log({"val/top1": 0.5}, step=1)
+    [run] = load_runs([str(tmp_path / "run")], uri=None)
+    [stored] = load_runs(["run"], uri=f"sqlite:///{tmp_path}/mlflow.db")
+    assert run.origin == stored.origin
+    day, *_, data, author = run.origin.split("; ")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", day) and author.startswith("by ")
+    assert data == "digits/train, 1,437 images, dddddddddddd"
+    assert data_of(render(compare([run])))["runs"][0]["origin"] == run.origin
 
 
 def test_hostile_names_cannot_leave_the_data() -> None:

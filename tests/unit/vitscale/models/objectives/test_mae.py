@@ -205,14 +205,19 @@ def test_pictures_show_true_pixels_where_they_are_seen() -> None:
     options: Any = {"removed_BR": removed, "grid": (2, 2), "mean": mean, "std": std}
     rows = picture_rows(torch.zeros_like(patches), patches, normalized=True, **options)
     assert torch.equal(rows["image"], images)
-    seen = rows["reconstructed"] == images
+    seen = rows["visible +\npredicted"] == images
     assert seen[0, :, :4, 4:].all() and seen[0, :, 4:, :4].all() and not seen[0].all()
     assert torch.equal(rows["visible"][0, :, :4, 4:], images[0, :, :4, 4:])
     # The removed patches are predicted as their mean, which is one of all channels.
     flat = to_patches(rows["predicted"].float(), patch_size=4)[0, 0].view(16, 3)
     assert (flat == flat[0]).all()
     perfect = picture_rows(patches, patches, normalized=False, **options)
-    assert torch.equal(perfect["predicted"], images)
+    assert torch.equal(perfect["visible +\npredicted"], images)
+    # Where the model sees the patch nothing is drawn: all pixels are the mean.
+    grey = (torch.tensor(mean) * 255).round().to(torch.uint8)
+    for place in (perfect["predicted"][0, :, :4, 4:], perfect["predicted"][1, :, 4:, 4:]):
+        assert (place == grey.view(3, 1, 1)).all()
+    assert torch.equal(perfect["predicted"][0, :, :4, :4], images[0, :, :4, :4].to(torch.uint8))
 
 
 def test_statistics_of_a_patch_are_unbiased() -> None:
