@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 
 try:
@@ -39,6 +40,8 @@ try:
     from launch.jobs.status.text import shown_folder
     from launch.jobs.submission import Submission, folder_lock, require_slurm, submit_to_slurm
     from launch.planning.before_submitting import check, warn
+    from launch.planning.checks import caught
+    from launch.planning.cluster_checks import slurm_limits
     from launch.planning.dry_run import describe
     from launch.plans.chains.command import names_a_plan, plan_command
     from launch.plans.chains.sweeps import names_a_sweep, sweep_command
@@ -84,6 +87,9 @@ def main() -> None:
     check_job(run, num_tasks=run.launch.nodes * run.launch.tasks_per_node, cluster="slurm")
     if "--dry-run" in command.switches:
         print(describe(run, show_script=True))
+        for each in caught("SLURM limits", partial(slurm_limits, run.launch)):
+            if each.result == "error":
+                warn(f"{each.detail}\n  next: {each.next_step}")
         return
     check(run)
     require_slurm()

@@ -86,12 +86,12 @@ class StageJob:
         return code
 
     def _announce(self, task: Task) -> None:
-        attempt = restart_count() + 1
         tasks = f"{task.world_size} task(s)"
         if task.array_index is not None:
             tasks = f"task {task.array_index} ({task.array_size} in total)"
+        restarts = f"restart {number} of the job, " if (number := restart_count()) else ""
         print(
-            f"{Path(self.script).parent.name}: {tasks}, attempt {attempt}, config {self.config}",
+            f"{Path(self.script).parent.name}: {tasks}, {restarts}config {self.config}",
             flush=True,
         )
         now = code_version()

@@ -74,10 +74,13 @@ def _read(
     # The jobs of a data preparation are not in the folder of its shards.
     folder = Path(stage.jobs_folder).parent if stage.kind == "data_prep" else Path(step.folder)
     run = read_status(folder, jobs=jobs, note=note, now=now, job_id=step.job)
-    if run.state in ACTIVE or run.state is RunState.FAILED or is_training:
-        return run
-    result = Path(step.folder) / RESULTS[stage.kind]
-    return replace(run, state=RunState.FINISHED if result.exists() else RunState.NOT_STARTED)
+    if run.state not in ACTIVE and run.state is not RunState.FAILED and not is_training:
+        result = Path(step.folder) / RESULTS[stage.kind]
+        run = replace(run, state=RunState.FINISHED if result.exists() else RunState.NOT_STARTED)
+    if run.state is RunState.NOT_STARTED and step.job is not None and jobs is not None:
+        # SLURM cancels what needs a run that failed.
+        run = replace(run, note=f"job {step.job} was cancelled before it started")
+    return run
 
 
 def plan_lines(plan: PlanStatus, *, now: float) -> list[str]:

@@ -265,7 +265,8 @@ def newest_of(
         except LaterVersion:
             raise
         except UserError as error:
-            complaints.append(f"skipping damaged checkpoint: {error}")
+            shown = UserError(error.what, where=error.where)  # the next step is done here
+            complaints.append(f"skipping damaged checkpoint: {shown}")
     return None, complaints
 
 

@@ -95,6 +95,7 @@ class ProgressLine:
         self._total, self._start_step = total_steps, start_step
         self._live, self._log = live, log
         self._start = time.monotonic()
+        self._after_first: tuple[int, float] | None = None
 
     @classmethod
     def open(
@@ -119,6 +120,9 @@ class ProgressLine:
         """Move the bar to `step`. Cheap enough for every step."""
         if self._live is not None:
             self._live.update(completed=step)
+            if self._after_first is None:
+                # The first step compiles, and warms caches and workers.
+                self._after_first = step, time.monotonic()
 
     def update(
         self, step: int, *, loss: float, lr: float, images_per_s: float, data_wait: float = 0.0
@@ -126,8 +130,10 @@ class ProgressLine:
         """Log a plain line at the end of an interval; on a terminal, show its metrics."""
         if self._live is None:
             return
-        done = step - self._start_step
-        elapsed = time.monotonic() - self._start
+        first, since = self._after_first or (self._start_step, self._start)
+        if step <= first:
+            first, since = self._start_step, self._start
+        done, elapsed = step - first, time.monotonic() - since
         line = plain_line(
             step=step,
             total_steps=self._total,

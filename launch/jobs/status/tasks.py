@@ -73,7 +73,9 @@ class JobTasks:
         live: its jobs in the queue, one for each task.
         """
         arrays = {p: r for p, r in self.records.items() if _array_task(p) is not None}
-        if not arrays and len(live) < 2:
+        # A run may also have two plain jobs, of which the second waits for the first.
+        live = [job for job in live if "_" in job.job_id]
+        if not arrays and not live:
             return {}
         counts = Counter("queued" if job.state == "PENDING" else "running" for job in live)
         ids = {job.job_id for job in live}

@@ -18,6 +18,8 @@ ORDER = list(RunState)
 # JOB REASON CODES of `man squeue`, SLURM 22.05 to 24.11.
 REASONS = {
     "AssociationJobLimit": "your account has reached its limit of jobs",
+    "BadConstraints": "asks for nodes or features that its partition does not have, or excludes "
+    "all of them: it will never start",
     # cred_expire in slurm.conf: until the old credential has expired.
     "BeginTime": "waits for its start time; SLURM holds a requeued job back for two minutes",
     "Cleaning": "SLURM still cleans up after the last attempt",
@@ -104,6 +106,8 @@ def _details(run: RunStatus, *, now: float) -> Iterator[str]:
     if run.state is RunState.RUNNING:
         yield _place(run)
         yield _speed(run)
+        yield run.note or ""
+    if run.state is RunState.NOT_STARTED:
         yield run.note or ""
     if run.state is RunState.FINISHED:
         shown = list(run.logged.results.items())[-MAX_RESULTS:]

@@ -101,3 +101,16 @@ def test_data_preparation_is_shown_as_an_array(launch, tmp_path) -> None:
     # A task uses the cores that it requested, not all that the node has.
     assert "\nnum_workers: 8\n" in done.stdout
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_names_what_the_partition_refuses(launch, tmp_path) -> None:
+    programs = tmp_path / "nothing"
+    programs.mkdir()
+    partition = "PartitionName=main Default=YES MaxTime=01:00:00 MaxNodes=8 State=UP TotalNodes=4"
+    for name, text in (("sbatch", ""), ("sinfo", ""), ("scontrol", f"echo {partition}")):
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    done = launch("--dry-run", "launch.timeout_min=120")
+    assert done.returncode == 0, done.stderr
+    assert "warning: launch.timeout_min: " in done.stderr and "60" in done.stderr, done.stderr
+    assert "warning" not in launch("--dry-run", "launch.timeout_min=60").stderr

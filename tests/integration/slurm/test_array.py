@@ -113,7 +113,7 @@ def test_tasks_are_jobs_and_continue_when_one_fails(slurm, submit, tmp_path) -> 
     assert ended[3]["ExitCode"] == "2:0"
     record = read_task_record(task_record_path(job.folder, job_id=f"{job.job_id}_3", rank=0))
     assert record is not None and record.exit_code == 2
-    assert "slurm: task 3 (4 in total), attempt 1" in logs[3]
+    assert "slurm: task 3 (4 in total), config " in logs[3]
 
     units = (tmp_path / "slurm/units.txt").read_text().split()
     assert sorted(units) == [str(unit) for unit in range(9)]

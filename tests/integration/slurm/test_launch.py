@@ -134,7 +134,7 @@ def test_a_stopped_job_is_requeued_once_and_finishes(slurm, submit, tmp_path) ->
     ended = slurm.wait(job.job_id, states=["COMPLETED"])
     assert ended["Restarts"] == "1"
     log = job.log(0).read_text()
-    assert "attempt 1" in log and "attempt 2" in log and "resumed" in log
+    assert log.count("2 task(s), ") == 2 and "restart 1 of the job" in log and "resumed" in log
     assert f"requeueing job {job.job_id} (1 of 3)" in log
 
 

@@ -78,7 +78,7 @@ def test_the_demo_model_trains_on_two_nodes(slurm, tmp_path) -> None:
 
     run = tmp_path / "runs/slurm-demo"
     lines = log.read_text()
-    assert "2 task(s), attempt 1" in lines
+    assert "2 task(s), config " in lines
     assert "node check of 1 s, 2 ranks on 2 node(s): matrix product " in lines
     # Both nodes are this machine: its cores are divided, and SLURM allows one.
     assert "CPU threads per rank: 1, from SLURM_CPUS_PER_TASK" in lines

@@ -86,4 +86,6 @@ def test_a_chain_that_has_not_begun_is_not_started(chain: Path) -> None:
     (chain / "tars/manifest.json").unlink()
     found = read_plan(chain, jobs=[], now=NOW)
     assert [run.state for run in found.stages[0].runs.values()] == [RunState.NOT_STARTED]
+    # Its job is no longer known: SLURM has cancelled it, because pre-training failed.
+    assert "    job 13 was cancelled before it started" in plan_lines(found, now=NOW)
     assert json.loads(json.dumps(plan_values(found)))["stages"][0]["kind"] == "data_prep"

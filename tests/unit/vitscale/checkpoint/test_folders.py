@@ -129,6 +129,7 @@ def test_damaged_newest_falls_back_to_the_one_before(tmp_path: Path, damage: str
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 1
     assert len(complaints) == 1 and "skipping damaged checkpoint" in complaints[0]
+    assert "next:" not in complaints[0]  # the older one is taken without being asked
     # The run resumes from step 1 and commits step 2 again, over the damaged folder.
     save(tmp_path, 2)
     checkpoint, complaints = newest_checkpoint(tmp_path / "checkpoints")

@@ -50,6 +50,22 @@ def test_without_a_terminal_lines_go_to_output_and_log(
     assert len(re.findall(clock + "reading 3 shards$", log, re.M)) == 2
 
 
+def test_the_first_step_does_not_count_for_the_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It compiles, and may take as long as hundreds of others."""
+    now = [0.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    with ProgressLine.open(folder=tmp_path, total_steps=110, is_writer=True) as progress:
+        for step, time_s in ((1, 600.0), (5, 608.0), (10, 618.0)):
+            now[0] = time_s
+            progress.advance(step)
+            if step != 5:
+                progress.update(step, loss=1.0, lr=1e-3, images_per_s=5.0)
+    alone, later = capsys.readouterr().out.splitlines()
+    assert alone.endswith("eta 18:10:00") and later.endswith("eta 0:03:20")
+
+
 def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with ProgressLine.open(folder=tmp_path, total_steps=2, is_writer=False) as progress:
         progress.message("hello")

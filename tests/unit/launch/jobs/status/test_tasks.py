@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs.status.tasks import last_error
+from launch.jobs.status.tasks import JobTasks, last_error
+from tests.unit.launch.jobs.status.conftest import job
 
 SRUN = "srun: error: n1: task 0: Exited with exit code 1"
 
@@ -29,3 +30,11 @@ def test_the_error_line_is_the_most_telling_one(
     log = tmp_path / "log.out"
     log.write_text("".join(f"{line}\n" for line in lines))
     assert last_error(log) == found
+
+
+def test_two_jobs_of_one_run_are_no_array() -> None:
+    """The second was submitted with --after."""
+    both = [job("RUNNING", nodes="n1"), job("PENDING", reason="Dependency", job_id="4712")]
+    assert JobTasks().counts(both) == {}
+    tasks = [job("RUNNING", job_id="12_0"), job("PENDING", job_id="12_1")]
+    assert JobTasks().counts(tasks) == {"running": 1, "queued": 1}
