@@ -1,7 +1,7 @@
 """Parse the command line that all scripts share.
 
-Owns: --config, key=value overrides, --resume, --print-config, --help, and a script's own switches,
-options and words.
+Owns: --config, key=value overrides, --resume, --print-config, --help, --help-all, and a script's
+own switches, options and words.
 Leaves out: reading and validating the configuration (`loader`), the list of keys (`reference`).
 """
 
@@ -17,13 +17,21 @@ from typing import Generic, get_origin
 
 from vitscale.config.errors import UserError, UserErrors, nearest
 from vitscale.config.loader import RunT, RunTypes, load_run, run_to_yaml, types_by_stage
-from vitscale.config.reference import WIDTH, as_text, settings_reference
+from vitscale.config.reference import (
+    WIDTH,
+    SettingsGroup,
+    as_overview,
+    as_text,
+    groups_named,
+    settings_reference,
+)
 
 WITH_VALUE = {"--config": ("FILE", "the run's YAML file")}
 OPTIONS = {"--resume": "checkpoint.resume"}
 COMMON_SWITCHES = {
     "--print-config": "print the resolved configuration with the source of every value, and end",
-    "--help": "print this text, and end",
+    "--help": "print this text, or with names of groups their settings, and end",
+    "--help-all": "print all settings, and end",
 }
 # Launchers add it; the environment (LOCAL_RANK) is what counts.
 IGNORED = ("--local_rank", "--local-rank")
@@ -67,7 +75,7 @@ def load_command(
     `options`: further switches with a value, {"--to": "to"}; the same as the key to=VALUE.
     `words_key`: the key that words without `=` are the value of; several of them where it is a
     list. None: such words are errors.
-    Raises UserErrors with all errors; SystemExit(0) after --help and --print-config.
+    Raises UserErrors with all errors; SystemExit(0) after --help, --help-all and --print-config.
     """
     known = dict(switches or {}) | COMMON_SWITCHES
     options = OPTIONS | dict(options or {})
@@ -80,8 +88,11 @@ def load_command(
     found, others = parser.parse_known_args([word for word in words if word not in with_value])
     given = vars(found)
     asked = frozenset(switch for switch in known if given[switch])
-    if "--help" in asked:
-        print(parser.format_help() + as_text(settings_reference(types_by_stage(run_types))))
+    if asked & {"--help", "--help-all"}:
+        groups = settings_reference(types_by_stage(run_types))
+        names = [word for word in others if "=" not in word and not word.startswith("-")]
+        intro = parser.format_help() + "".join(["\n", *(f"  {each}\n" for each in examples)])
+        _print_help(intro, groups, names, everything="--help-all" in asked)
         raise SystemExit(0)
     overrides = [word for word in others if not word.startswith("-")]
     unknown = [word for word in others if word.startswith("-")]
@@ -101,6 +112,18 @@ def load_command(
         print(run_to_yaml(loaded.run, sources=loaded.sources), end="")
         raise SystemExit(0)
     return Command(run=loaded.run, sources=loaded.sources, switches=asked, config_path=config)
+
+
+def _print_help(
+    intro: str, groups: Sequence[SettingsGroup], names: Sequence[str], *, everything: bool
+) -> None:
+    """names: of groups, whose settings are shown alone."""
+    if everything:
+        print(intro + as_text(groups))
+    elif names:
+        print(as_text(groups_named(groups, names)).lstrip("\n"))
+    else:
+        print(f"{intro}\n{as_overview(groups)}")
 
 
 def _with_words(

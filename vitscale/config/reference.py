@@ -6,14 +6,16 @@ Leaves out: the descriptions, which are the docstrings of the sections and their
 
 from __future__ import annotations
 
+import re
 import textwrap
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from vitscale.config.errors import UserError, UserErrors, nearest
 from vitscale.config.loader import yaml_flow
 from vitscale.config.schema import NAME, Groups, groups_in
 from vitscale.config.section import Run
@@ -157,7 +159,44 @@ def _facts(setting: Setting) -> str:
     return f"{setting.allowed}; {default}"
 
 
-def as_text(groups: list[SettingsGroup]) -> str:
+def _by_name(groups: Sequence[SettingsGroup]) -> dict[str, list[SettingsGroup]]:
+    """Top-level key -> its group with those inside it; stage -> its own keys."""
+    found: dict[str, list[SettingsGroup]] = {}
+    for group in groups:
+        name = re.split(r"[ .,]", group.title.removeprefix("stage: "), maxsplit=1)[0]
+        found.setdefault(name, []).append(group)
+    return found
+
+
+def groups_named(groups: Sequence[SettingsGroup], names: Sequence[str]) -> list[SettingsGroup]:
+    """The groups of these top-level keys. Raises UserErrors for unknown ones."""
+    known, errors = _by_name(groups), []
+    for name in names:
+        if name not in known:
+            best = nearest(name, list(known))
+            step = f"did you mean {best}?" if best else None
+            what = f"there is no group {name!r}"
+            errors.append(UserError(what, where="--help", allowed=", ".join(known), next_step=step))
+    if errors:
+        raise UserErrors(errors)
+    return [group for name in dict.fromkeys(names) for group in known[name]]
+
+
+def as_overview(groups: Sequence[SettingsGroup]) -> str:
+    """A line for each top-level key."""
+    lines = ["Groups of settings, listed by --help GROUP:"]
+    for name, members in _by_name(groups).items():
+        keys = [setting.key.removeprefix(f"{name}.") for setting in members[0].settings]
+        choices = [
+            each.title.split()[3] for each in members if f"{name} with {NAME}:" in each.title
+        ]
+        text = f"{NAME}: {', '.join(choices)}" if choices else ", ".join(keys) or members[0].text
+        shown = textwrap.shorten(text, WIDTH - 17, placeholder=" ...")
+        lines.append(f"  {name:<14} {shown}")
+    return "\n".join(lines)
+
+
+def as_text(groups: Sequence[SettingsGroup]) -> str:
     """For a terminal."""
     lines = []
     for group in groups:

@@ -60,6 +60,26 @@ def test_default_config_is_used_when_none_is_given() -> None:
         command(examples=("first", "second"))
 
 
+def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        command(*argv, examples=("x.py data.path=SHARDS",))
+    assert ended.value.code == 0
+    return capsys.readouterr().out
+
+
+def test_help_lists_groups_a_group_or_all(capsys: pytest.CaptureFixture[str]) -> None:
+    short = shown(capsys, "--help")
+    assert "  x.py data.path=SHARDS" in short and "optim.lr: a number" not in short
+    optim = shown(capsys, "--help", "optim", "schedule")
+    assert "optim.lr: a number above 0; required" in optim and "optim.ema.decay: " in optim
+    assert "schedule.epochs: " in optim and "data.path: " not in optim
+    everything = shown(capsys, "--help-all")
+    for part in ("data.crop_area: a list of 2", "engine.zero_stage: 0, 1, 2, 3; default 1"):
+        assert part in everything
+    [error] = errors("--help", "optm")
+    assert "there is no group 'optm'" in error and "did you mean optim?" in error
+
+
 def test_resume_is_a_key() -> None:
     found = command("--config", "a.yaml", "--resume", "never")
     assert found.run.checkpoint.resume == "never"
