@@ -143,7 +143,7 @@ class Inspected:
             data: Any = {} if trained is None else trained.config["data"]
             wanted = data.get("val_split") or "test"
             split = wanted if wanted in splits else next(iter(splits))
-        return Shards(read_split(path, split=split, remote_settings=remote))
+        return Shards(read_split(path, split=split, key="split", remote_settings=remote))
 
     def _reader(self, inputs: Files | Shards, *, roots: Sequence[str] = ()) -> ImageReader:
         preprocessing = self.loaded.preprocessing

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import blake3
 
-from vitscale.config.errors import UserError
+from vitscale.config.errors import UserError, nearest
 from vitscale.distributed.atomic_files import blake3_of_file, json_text, sha256_of_file
 
 if TYPE_CHECKING:
@@ -305,9 +305,13 @@ def resolve_weights(path: str, *, key: str = "init") -> tuple[Checkpoint, list[s
     if checkpoint is not None:
         return checkpoint, complaints
     what = "holds no valid checkpoint" if folder.is_dir() else "no such run or checkpoint folder"
+    others = [each.name for each in folder.parent.glob("*/") if each != folder]
+    best = nearest(folder.name, others)
     raise UserError(
         "\n".join([what, *complaints]),
         where=f"{key}={path}",
         allowed="a run folder (runs/NAME) or a checkpoint folder (runs/NAME/checkpoints/step-N)",
-        next_step="run pre-training first, or correct the path",
+        next_step=f"did you mean {folder.parent / best}?"
+        if best
+        else "run pre-training first, or correct the path",
     )

@@ -81,7 +81,7 @@ def load_run(
             run = _validate(run_type, root, file=file, errors=found)
             if run is not None and not found:
                 return Loaded(run=run.with_card(card), sources=dict(_sources(run, root)))
-    raise UserErrors(found)
+    raise UserErrors(_in_order(found))
 
 
 def _card(path: FilePath | str) -> str:
@@ -166,7 +166,9 @@ def _choose_type(
         errors.append(
             UserError("stage is missing", where=f"{file}: stage", allowed=", ".join(by_stage))
         )
-        return None
+        # Its other errors, too: those of the stage that it fits best.
+        values = plain_value(root)
+        return min(by_stage.values(), key=lambda run_type: _num_errors(run_type, values))
     if broken:
         return None
     if isinstance(node.content, str) and node.content in by_stage:
@@ -180,6 +182,28 @@ def _choose_type(
         )
     )
     return None
+
+
+def _num_errors(run_type: type[Run], values: Any) -> int:
+    try:
+        run_type.model_validate(values)
+    except ValidationError as error:
+        return error.error_count()
+    return 0
+
+
+def _in_order(errors: Sequence[UserError]) -> list[UserError]:
+    """By file and line, what is missing from a file first; the command line last."""
+    files: dict[str, int] = {}
+
+    def place(error: UserError) -> tuple[int, int]:
+        file, _, rest = (error.where or COMMAND_LINE).partition(":")
+        line = rest.partition(":")[0]
+        if file == COMMAND_LINE:
+            return len(errors), 0
+        return files.setdefault(file, len(files)), int(line) if line.isdecimal() else 0
+
+    return sorted(errors, key=place)
 
 
 def types_by_stage(run_types: RunTypes[RunT]) -> Mapping[str, type[RunT]]:

@@ -120,6 +120,9 @@ def nearest_key(path: Path, *, run_type: type[BaseModel], values: Any = None) ->
     if same_name:
         return nearest(".".join(path), same_name) or same_name[0]
     siblings = [key[-1] for key in keys if key[:-1] == path[:-1]]
+    longer = [key for key in siblings if _extends(key, path[-1])]
+    if len(longer) == 1:
+        return ".".join((*path[:-1], longer[0]))
     if close := get_close_matches(path[-1], siblings, n=1, cutoff=CLEARLY_A_TYPO):
         return ".".join((*path[:-1], close[0]))
     other = get_close_matches(path[-1], OTHER_NAMES, n=1, cutoff=CLEARLY_A_TYPO)

@@ -242,12 +242,13 @@ def read_split(
     folder: Location | str,
     *,
     split: str,
+    key: str | None = None,
     remote_settings: RemoteSettings = BY_RANGE,
     check_files: bool = True,
 ) -> SplitIndex:
     """Read the index of one split; check that its files exist with the right sizes.
 
-    check_files: False where another rank checks them.
+    key: the setting that names the split. check_files: False where another rank checks them.
     Raises UserError, with all problems at once.
     """
     if isinstance(folder, str):
@@ -258,7 +259,7 @@ def read_split(
             f"no split {split!r}",
             where=str(folder),
             allowed=", ".join(sorted(manifest.splits)),
-            next_step="set data.train_split or data.val_split (null: none)",
+            next_step=f"set {key}" if key else None,
         )
     entry = manifest.splits[split]
     root = location_of_tars(folder, manifest)

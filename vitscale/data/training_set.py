@@ -113,6 +113,7 @@ def open_val_split(settings: DataSettings, *, check_files: bool = True) -> Split
     return read_split(
         settings.path,
         split=settings.val_split,
+        key="data.val_split (null: none)",
         remote_settings=settings.remote,
         check_files=check_files,
     )
@@ -192,6 +193,7 @@ def _read_part(
     index = read_split(
         folder,
         split=settings.train_split,
+        key=f"{where}.train_split",
         remote_settings=remote_settings,
         check_files=check_files,
     )

@@ -63,7 +63,9 @@ def find_inputs(run: PredictRun) -> Inputs:
             allowed="image files and folders of images, or one shard folder",
         )
     if shards:
-        return Shards(read_split(shards[0], split=run.split, remote_settings=run.remote))
+        return Shards(
+            read_split(shards[0], split=run.split, key="split", remote_settings=run.remote)
+        )
     return find_files(run.images)
 
 

@@ -161,6 +161,8 @@ def test_init_takes_a_run_or_a_checkpoint_folder(tmp_path: Path, world: World) -
     assert checkpoint.step == 4 and "step-00000005" in complaints[0]
     with pytest.raises(UserError, match="no such run"):
         resolve_weights(str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=f"did you mean {tmp_path}[?]"):
+        resolve_weights(f"{tmp_path}x")
     with pytest.raises(UserError, match="holds no valid checkpoint"):
         resolve_weights(str(folder.parent))
 

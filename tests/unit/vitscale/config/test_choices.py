@@ -238,10 +238,10 @@ def test_errors_name_the_line_in_the_file() -> None:
     text += "evaluate:\n  - name: knn\n    every_steps: x\n  - name: knn\n    every_steps: 3\n"
     found = [error.splitlines()[0] for error in errors(a=text)]
     assert found == [
+        "a.yaml:1: seed: 13 is unlucky",
         "a.yaml:3: objective.name: 'maee' is not allowed",
         "a.yaml:6: teacher.ratio: unknown key teacher.ratio",
         "a.yaml:9: evaluate.0.every_steps: 'x' was read as text",
-        "a.yaml:1: seed: 13 is unlucky",
     ]
 
 

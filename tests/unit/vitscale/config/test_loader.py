@@ -201,6 +201,7 @@ def test_missing_key_is_placed_at_its_group(here: Path) -> None:
         ("zero_stage", "engine.zero_stage"),
         ("tracking.url", "tracking.uri"),
         ("global_batch", "data.global_batch"),
+        ("model.heads", "model.num_heads"),
     ],
 )
 def test_typo_suggests_the_nearest_key(here: Path, typed: str, meant: str) -> None:
@@ -236,6 +237,19 @@ def test_stage_chooses_the_run_type(here: Path) -> None:
     (here / "c.yaml").write_text(VALID.replace("stage: pretrain\n", ""))
     with pytest.raises(UserError, match="stage is missing\n  allowed: data_prep, pretrain, finet"):
         load_run_file(STAGES, "c.yaml")
+
+
+def test_errors_are_in_the_order_of_lines(here: Path) -> None:
+    """A missing stage hides none of them: they are those of the stage that fits best."""
+    text = VALID.replace("stage: pretrain\n", "").replace("lr: 1e-3", "lr: -1")
+    (here / "b.yaml").write_text(text.replace("name: demo", "name: [1]") + "unknown: 1\n")
+    with pytest.raises(UserErrors) as caught:
+        load_run(STAGES, "b.yaml", overrides=["engine.zero_stage=7"])
+    places = [str(error.where) for error in caught.value.errors]
+    assert places[:2] == ["b.yaml: stage", "b.yaml:1: name"] and len(places) == 5
+    lines = [int(place.split(":")[1]) for place in places[1:4]]
+    assert lines == sorted(lines) and places[3].endswith(": unknown")
+    assert places[4] == "command line: engine.zero_stage"
 
 
 # ---- writing ----------------------------------------------------------------------------------

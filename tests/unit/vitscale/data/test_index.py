@@ -172,6 +172,8 @@ def test_wrong_folders_and_splits_say_what_to_do(folder: Path) -> None:
         read_split(folder / "nowhere", split="train")
     with pytest.raises(UserError, match="(?s)no split 'val'.*allowed: test, train"):
         read_split(folder, split="val")
+    with pytest.raises(UserError, match="next: set split$"):  # the key of the script that asks
+        read_split(folder, split="val", key="split")
     (folder / "manifest.json").unlink()
     with pytest.raises(UserError, match="(?s)5 tar files but no manifest.json.*index_shards.py"):
         read_split(folder, split="train")
