@@ -21,7 +21,7 @@ MAX_NAMES = 20
 def model_card(form: Format, loaded: LoadedModel, *, checked: str, averaged: bool) -> str:
     """Markdown. The licence is left to whoever publishes the model."""
     sections = [
-        f"# {_title(loaded)}",
+        _front_matter(form, loaded) + f"# {_title(loaded)}",
         "\n".join(_facts(loaded, averaged=averaged)),
         f"## Load it\n```python\n{form.usage(loaded)}\n```",
         *form.notes(loaded),
@@ -34,6 +34,17 @@ def model_card(form: Format, loaded: LoadedModel, *, checked: str, averaged: boo
         "## Licence\nNot stated. Name the licence of the weights here before you publish them."
     )
     return "\n\n".join(sections) + "\n"
+
+
+def _front_matter(form: Format, loaded: LoadedModel) -> str:
+    """What the Hugging Face Hub reads of a card."""
+    task = "image-classification" if loaded.num_classes else "image-feature-extraction"
+    facts = {
+        "library_name": form.hub_library,
+        "pipeline_tag": task,
+        "tags": ["vitscale", loaded.arch.name],
+    }
+    return f"---\n{yaml.safe_dump(facts, sort_keys=False)}---\n"
 
 
 def _title(loaded: LoadedModel) -> str:

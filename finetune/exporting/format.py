@@ -28,6 +28,8 @@ class Format:
 
     library: ClassVar[str]
     """Who reads it, in words."""
+    hub_library: ClassVar[str]
+    """The same, as the Hugging Face Hub names it."""
     needs: ClassVar[tuple[str, ...]] = ()
     """Packages that write it, beyond those of every installation."""
 

@@ -35,6 +35,7 @@ FILTERS = {"bilinear": 2, "bicubic": 3, "area": 4}
 
 class HuggingFaceFormat(Format):
     library = "transformers"
+    hub_library = "transformers"
 
     def problems(self, loaded: LoadedModel) -> Iterator[str]:
         settings, arch = loaded.settings, loaded.arch
@@ -49,9 +50,9 @@ class HuggingFaceFormat(Format):
             yield f"a centre crop of {rows} x {columns} px"
         if settings.head_width not in (None, arch.feature_width // settings.numbers()["num_heads"]):
             yield "attention heads of a width of their own"
-        if not loaded.num_classes:
-            yield "no head"
-        if _model_type(loaded).startswith("dinov2"):
+        if not loaded.num_classes and _model_type(loaded) != "vit":
+            yield "no head beside registers, layer scale, SwiGLU or a distillation token"
+        elif _model_type(loaded).startswith("dinov2"):
             yield from _dinov2_problems(loaded)
         elif _model_type(loaded) == "deit":
             if settings.layer_scale is not None or settings.mlp != "gelu":
@@ -67,18 +68,35 @@ class HuggingFaceFormat(Format):
     ) -> torch.Tensor | None:
         if importlib.util.find_spec("transformers") is None:
             return None
-        from transformers import AutoModelForImageClassification
+        from transformers import AutoModelForImageClassification, ViTModel
 
-        model: Any = AutoModelForImageClassification.from_pretrained(folder, local_files_only=True)
-        found: torch.Tensor = model.eval()(pixel_values=images_B3HW).logits
-        return found
+        found: torch.Tensor
+        if loaded.num_classes:
+            model: Any = AutoModelForImageClassification.from_pretrained(
+                folder, local_files_only=True
+            )
+            found = model.eval()(pixel_values=images_B3HW).logits
+            return found
+        settings: Any = loaded.settings
+        model = ViTModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
+        found = model.eval()(pixel_values=images_B3HW).last_hidden_state
+        return found[:, 0] if settings.pool == "cls" else found[:, 1:].mean(dim=1)
 
     def usage(self, loaded: LoadedModel) -> str:
+        kind, more = "AutoModelForImageClassification", ""
+        if not loaded.num_classes:
+            kind, more = "ViTModel", ", add_pooling_layer=False"
         return (
-            "from transformers import AutoImageProcessor, AutoModelForImageClassification\n"
-            'model = AutoModelForImageClassification.from_pretrained("FOLDER")\n'
+            f"from transformers import AutoImageProcessor, {kind}\n"
+            f'model = {kind}.from_pretrained("FOLDER"{more})\n'
             'processor = AutoImageProcessor.from_pretrained("FOLDER")'
         )
+
+    def notes(self, loaded: LoadedModel) -> Iterator[str]:
+        if not loaded.num_classes:
+            settings: Any = loaded.settings
+            token = "that of the class token" if settings.pool == "cls" else "the mean of patches"
+            yield f"The model has no head. Of `last_hidden_state`, an image's feature is {token}."
 
 
 def _pool_problems(settings: ViTSettings) -> Iterator[str]:
@@ -110,7 +128,8 @@ def _model_type(loaded: LoadedModel) -> str:
         return "deit"
     if settings.num_registers:
         return "dinov2_with_registers"
-    is_plain = settings.pool == "cls" and settings.layer_scale is None and settings.mlp == "gelu"
+    pools_as_vit = settings.pool == "cls" or not loaded.num_classes
+    is_plain = pools_as_vit and settings.layer_scale is None and settings.mlp == "gelu"
     return "vit" if is_plain else "dinov2"
 
 
@@ -134,7 +153,10 @@ def _weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:
         none_11D = torch.zeros_like(weights["pos_embed"][:, :1])
         weights["pos_embed"] = torch.cat([none_11D, weights["pos_embed"]], dim=1)
     if not model_type.startswith("dinov2"):
-        return to_huggingface(weights, model_type)
+        named = to_huggingface(weights, model_type)
+        if loaded.num_classes:
+            return named
+        return {name.removeprefix(f"{model_type}."): value for name, value in named.items()}
     settings: Any = loaded.settings
     arch: Any = loaded.arch
     width = arch.width
@@ -158,7 +180,7 @@ def _config(loaded: LoadedModel) -> dict[str, Any]:
     names = loaded.classes or tuple(f"class {label}" for label in range(loaded.num_classes))
     config = {
         "model_type": model_type,
-        "architectures": [CLASSES[model_type]],
+        "architectures": [CLASSES[model_type] if loaded.num_classes else "ViTModel"],
         "hidden_size": arch.width,
         "num_hidden_layers": arch.depth,
         "num_attention_heads": arch.num_heads,

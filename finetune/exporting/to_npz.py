@@ -20,7 +20,7 @@ WEIGHTS_NAME = "model.npz"
 
 
 class NpzFormat(Format):
-    library = "vitscale"
+    library = hub_library = "vitscale"
 
     def problems(self, loaded: LoadedModel) -> Iterator[str]:
         settings: Any = loaded.settings

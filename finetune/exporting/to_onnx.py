@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
+import json
 import warnings
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ TRACED_IMAGES = 2
 
 class OnnxFormat(Format):
     library = "onnxruntime"
+    hub_library = "onnx"
     needs = ("onnx", "onnxscript")
 
     def write(self, loaded: LoadedModel, folder: Path) -> None:
@@ -38,12 +41,13 @@ class OnnxFormat(Format):
                 (torch.zeros(TRACED_IMAGES, 3, *sides),),
                 folder / GRAPH_NAME,
                 input_names=["images"],
-                output_names=["logits"],
+                output_names=[_output(loaded)],
                 dynamic_shapes=({0: torch.export.Dim("batch")},),
                 external_data=num_bytes > MAX_INSIDE_BYTES,
                 verbose=False,
             )
         write_description(loaded, folder)
+        _add_metadata(loaded, folder / GRAPH_NAME)
 
     def logits(
         self, loaded: LoadedModel, folder: Path, images_B3HW: torch.Tensor
@@ -65,15 +69,33 @@ class OnnxFormat(Format):
     def notes(self, loaded: LoadedModel) -> Iterator[str]:
         yield (
             "Input `images`: fp32 [batch, 3, height, width], resized and normalised as below. "
-            "Output `logits`: fp32 [batch, classes]."
+            f"Output `{_output(loaded)}`: fp32 [batch, "
+            f"{'classes' if loaded.num_classes else 'channels'}]. The metadata of the graph has the "
+            "names of the classes and the preprocessing as JSON."
         )
 
     def usage(self, loaded: LoadedModel) -> str:
         return (
             "import onnxruntime\n"
             'session = onnxruntime.InferenceSession("FOLDER/model.onnx")\n'
-            'logits = session.run(None, {"images": images})[0]'
+            f'{_output(loaded)} = session.run(None, {{"images": images}})[0]\n'
+            "metadata = session.get_modelmeta().custom_metadata_map"
         )
+
+
+def _output(loaded: LoadedModel) -> str:
+    return "logits" if loaded.num_classes else "features"
+
+
+def _add_metadata(loaded: LoadedModel, path: Path) -> None:
+    """Names of the classes and the preprocessing, as JSON in the graph itself."""
+    import onnx
+
+    graph = onnx.load(path, load_external_data=False)
+    values = {"preprocessing": asdict(loaded.preprocessing), "classes": loaded.classes}
+    known = {key: json.dumps(value) for key, value in values.items() if value is not None}
+    onnx.helper.set_model_props(graph, known)
+    onnx.save(graph, path)
 
 
 class _Logits(nn.Module):

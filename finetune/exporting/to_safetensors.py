@@ -13,7 +13,7 @@ WEIGHTS_NAME = "model.safetensors"
 
 
 class SafetensorsFormat(Format):
-    library = "vitscale"
+    library = hub_library = "vitscale"
 
     def write(self, loaded: LoadedModel, folder: Path) -> None:
         weights = {name: value.contiguous() for name, value in loaded.network.state_dict().items()}

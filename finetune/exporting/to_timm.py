@@ -31,6 +31,7 @@ INTERPOLATIONS = {"bilinear": "bilinear", "bicubic": "bicubic", "area": "box"}
 
 class TimmFormat(Format):
     library = "timm, and transformers' Auto classes"
+    hub_library = "timm"
 
     def problems(self, loaded: LoadedModel) -> Iterator[str]:
         yield from architecture_problems(loaded.settings, loaded.arch)

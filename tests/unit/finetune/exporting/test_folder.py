@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from finetune.exporting.folder import check_folder, check_packages, write_folder
 from finetune.exporting.registry import EXPORTS
@@ -74,6 +75,12 @@ def test_card_says_how_to_load_it(tmp_path: Path) -> None:
     loaded = small_model(classes=("a", "b", "c", "d", "e"))
     list(write_folder(run(tmp_path / "out", "timm"), loaded))
     card = (tmp_path / "out/README.md").read_text()
+    front = yaml.safe_load(card.split("---")[1])
+    assert front == {
+        "library_name": "timm",
+        "pipeline_tag": "image-classification",
+        "tags": ["vitscale", "vit"],
+    }
     for part in (
         'timm.create_model("local-dir:FOLDER", pretrained=True)',
         "Without `pretrained=True` timm builds the model with random weights",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from finetune.exporting.settings import ExportRun
 from finetune.loading.loaded_model import LoadedModel, load_model
 from tests.support.engine.numpy_vit import vit_logits
 from tests.support.engine.small_models import small_model
+from vitscale.config.errors import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -94,3 +96,42 @@ def test_onnxruntime_gives_the_logits_of_resnets(tmp_path: Path, family: str) ->
         with torch.no_grad():
             own = loaded.network(pixels).numpy()
         assert np.abs(found - own).max() < 1e-4
+
+
+@pytest.mark.parametrize("settings", [{}, {"pool": "gap", "class_token": True, "mlp_width": 56}])
+def test_a_model_without_a_head_is_a_vit_model(tmp_path: Path, settings: dict[str, Any]) -> None:
+    from transformers import ViTModel
+
+    loaded = small_model(num_classes=0, **settings)
+    folder = tmp_path / "out"
+    lines = list(write_folder(ExportRun(init="x", to="huggingface", output=str(folder)), loaded))
+    assert any(line.startswith("checked: the same logits in transformers") for line in lines)
+    model: Any = ViTModel.from_pretrained(folder, add_pooling_layer=False).eval()
+    pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2))
+    with torch.no_grad():
+        network: Any = loaded.network
+        tokens = network.forward_features(pixels)
+        found = model(pixel_values=pixels).last_hidden_state
+    assert found.shape == (2, 17, 24) and (found - tokens).abs().max() < 1e-4
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: image-feature-extra")
+    assert "ViTModel.from_pretrained" in card and "The model has no head." in card
+    with pytest.raises(UserError, match="no head beside registers"):
+        no_head = small_model(num_classes=0, num_registers=1)
+        run = ExportRun(init="x", to="huggingface", output=str(tmp_path / "no"))
+        list(write_folder(run, no_head))
+
+
+def test_a_graph_says_what_it_gives_and_needs(tmp_path: Path) -> None:
+    import onnxruntime
+
+    for classes in ((), ("a", "é: 'b'", "c", "d", "e")):
+        loaded = small_model(num_classes=len(classes), classes=classes or None)
+        folder = tmp_path / str(len(classes))
+        list(write_folder(ExportRun(init="x", to="onnx", output=str(folder)), loaded))
+        session = onnxruntime.InferenceSession(folder / "model.onnx")
+        known = session.get_modelmeta().custom_metadata_map
+        (output,) = session.get_outputs()
+        assert output.name == ("logits" if classes else "features")
+        assert json.loads(known["preprocessing"])["image_size"] == 16
+        assert tuple(json.loads(known.get("classes", "[]"))) == classes
