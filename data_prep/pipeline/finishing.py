@@ -38,7 +38,7 @@ from data_prep.shards.fingerprints import (
     sample_bytes,
     split_fingerprint,
 )
-from data_prep.shards.index import write_index, write_info, write_manifest
+from data_prep.shards.index import write_card, write_index, write_info, write_manifest
 from data_prep.shards.ledger import (
     LedgerWriter,
     describe_rejected,
@@ -75,16 +75,21 @@ def write_side_file(p: Preparation, unit: str) -> None:
         p.put_result(unit, {"source": source, "inputs": inputs})
         return
     names = {split: _final_names(p, split, plan) for split, plan in plans.items()}
-    tables = (
-        _index_rows(p, split, number, name)
-        for split in sorted(names)
-        for number, name in names[split].items()
-    )
+    formats: set[str] = set()
+
+    def tables() -> Iterator[pa.Table]:
+        for split in sorted(names):
+            for number, name in names[split].items():
+                table = _index_rows(p, split, number, name)
+                formats.update(table.column("format").unique().to_pylist())
+                yield table
+
     with _side_files(p) as folder:
-        write_index(folder, tables=tables)
+        write_index(folder, tables=tables())
     fingerprints = {split: _fingerprint(p, split, names[split]) for split in names}
     digest = blake3_of_file(p.path("final") / INDEX_NAME)
-    p.put_result(unit, {"blake3": digest, "fingerprints": fingerprints})
+    known = {"blake3": digest, "fingerprints": fingerprints, "formats": sorted(formats)}
+    p.put_result(unit, known)
 
 
 @contextmanager
@@ -99,7 +104,7 @@ def _side_files(p: Preparation) -> Iterator[Path]:
 
 
 def finish(p: Preparation, unit: str) -> None:
-    """Write info and manifest, and commit the folder."""
+    """Write info, card and manifest, and commit the folder."""
     check_unchanged(p)
     config = _unchanged_config(p)
     final = p.path("final")
@@ -127,6 +132,7 @@ def finish(p: Preparation, unit: str) -> None:
     )
     with _side_files(p) as folder:
         write_info(folder, splits=entries)
+        write_card(folder, splits=entries, classes=classes, formats=index["formats"])
         write_manifest(folder, manifest=manifest)
     _commit(p, final, names, entries)
 

@@ -1,4 +1,4 @@
-"""Write index.parquet, `_info.json` and manifest.json, and locate the tars they describe.
+"""Write index.parquet, `_info.json`, manifest.json and README.md, and locate their tars.
 
 Owns: their bytes, which depend only on the stored samples.
 Leaves out: their columns and fields (`vitscale.data.index`) and the tars (`tar_writer`).
@@ -6,12 +6,14 @@ Leaves out: their columns and fields (`vitscale.data.index`) and the tars (`tar_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import yaml
 
 from vitscale.config.errors import UserError
 from vitscale.data.index import (
@@ -23,7 +25,9 @@ from vitscale.data.index import (
     index_schema,
     location_of_tars,
 )
-from vitscale.distributed.atomic_files import atomic_file, write_json
+from vitscale.distributed.atomic_files import atomic_file, write_json, write_text
+
+CARD_NAME = "README.md"
 
 # Rows per parquet row group: held in memory by the writer, skipped as one by readers of a split.
 ROW_GROUP_ROWS = 1 << 13
@@ -86,6 +90,36 @@ def info_of(splits: Mapping[str, SplitEntry], *, shards_root: str = ".") -> dict
 
 def write_info(folder: Path, *, splits: Mapping[str, SplitEntry], shards_root: str = ".") -> None:
     write_json(folder / INFO_NAME, info_of(splits, shards_root=shards_root))
+
+
+def write_card(
+    folder: Path,
+    *,
+    splits: Mapping[str, SplitEntry],
+    classes: Sequence[str],
+    formats: Iterable[str],
+) -> None:
+    """Write README.md, from which Hugging Face `datasets` knows the splits and the classes.
+
+    formats: suffixes of the images.
+    """
+    features: list[dict[str, Any]] = [{"name": suffix, "dtype": "image"} for suffix in formats]
+    if classes:
+        names = {str(label): name for label, name in enumerate(classes)}
+        features.append({"name": "cls", "dtype": {"class_label": {"names": names}}})
+    features += [{"name": name, "dtype": "string"} for name in ("__key__", "__url__")]
+    files = [{"split": name, "path": f"{name}-*.tar"} for name in sorted(splits)]
+    facts = {
+        "configs": [{"config_name": "default", "data_files": files}],
+        "dataset_info": {"features": features},
+    }
+    front = yaml.safe_dump(facts, sort_keys=False, allow_unicode=True, width=math.inf)
+    counts = "".join(
+        f"- {name}: {entry.num_samples:,} images in {len(entry.shards):,} tars\n"
+        for name, entry in sorted(splits.items())
+    )
+    text = f"---\n{front}---\n\n# Images as WebDataset tars\n\n{counts}"
+    write_text(folder / CARD_NAME, text + f"- {len(classes):,} classes\n" if classes else text)
 
 
 def write_manifest(folder: Path, *, manifest: Manifest) -> None:

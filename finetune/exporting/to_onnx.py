@@ -70,7 +70,7 @@ class OnnxFormat(Format):
         yield (
             "Input `images`: fp32 [batch, 3, height, width], resized and normalised as below. "
             f"Output `{_output(loaded)}`: fp32 [batch, "
-            f"{'classes' if loaded.num_classes else 'channels'}]. The metadata of the graph has the "
+            f"{'classes' if loaded.num_classes else 'channels'}]. Its metadata has the "
             "names of the classes and the preprocessing as JSON."
         )
 
