@@ -111,8 +111,9 @@ def queued_jobs(plan: Plan) -> dict[str, QueuedJob]:
         alive = jobs_of(stage.jobs_folder.parent, jobs=jobs)
         known = {recorded.get(step.name) for step in stage.steps}
         known |= {name.partition("_")[0] for name in known if name is not None}
-        if unknown := submitted_ids(job for job in alive if job.submitted_id not in known):
-            # Two jobs of one run would wait for each other's lock and fail.
+        unknown = submitted_ids(job for job in alive if job.submitted_id not in known)
+        if unknown and stage.kind != "data_prep":  # whose jobs share the work
+            # Two jobs of one training would wait for each other's lock and fail.
             raise UserError(
                 f"jobs {', '.join(unknown)} of this {plan.kind} are queued or running, and not in "
                 "its record",
