@@ -8,8 +8,9 @@
 Owns: the kinds of change, which tests belong to a module, and the report.
 Leaves out: slow tests, and judging: a survivor may be an equivalent program.
 
-Works in a copy of the tree. The tests of a module are those of the same name and those that import
-it. Modules without tests, or with tests that fail before any change, are reported and left out.
+Works in a copy of the tree. The tests of a module are those of the same name, those that import it
+and those of its folder. Modules without tests, or with tests that fail before any change, are
+reported and left out.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PRODUCT = ("vitscale", "pretrain", "finetune", "data_prep", "launch")
 # Of one module; the closest by name come first.
-MOST_TEST_FILES = 8
+MOST_TEST_FILES = 12
 LIMIT_S = 300.0
 SWAPPED: dict[type, Any] = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq},
@@ -83,7 +84,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
         yield node, f"({ast.unparse(node.values[0])})"
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         yield node, f"({ast.unparse(node.operand)})"
-    elif isinstance(node, ast.Constant) and not _is_annotation(node):
+    elif isinstance(node, ast.Constant) and not _is_declaration(node):
         if isinstance(node.value, bool):
             yield node, str(not node.value)
         elif isinstance(node.value, int):
@@ -108,11 +109,14 @@ def _number(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
 
 
-def _is_annotation(node: ast.AST) -> bool:
+def _is_declaration(node: ast.AST) -> bool:
+    """Whether it is part of a type, or of a decorator such as dataclass(frozen=True)."""
     while (parent := getattr(node, "parent", None)) is not None:
         if isinstance(parent, ast.AnnAssign) and node is parent.annotation:
             return True
         if isinstance(parent, ast.arg) or getattr(parent, "returns", None) is node:
+            return True
+        if node in getattr(parent, "decorator_list", ()):
             return True
         node = parent
     return False
@@ -137,7 +141,7 @@ def tests_of(path: str) -> list[str]:
     imports = (f"from {module} import", f"import {module}\n", f"from {package} import {name}\n")
     found = [p for p, text in _tests() if p == own or any(each in text for each in imports)]
     near = f"tests/unit/{path.rpartition('/')[0]}/"
-    found = found or [p for p, _ in _tests() if p.startswith(near)]
+    found += [p for p, _ in _tests() if p.startswith(near) and p not in found]
     found = [p for p in found if not p.startswith("tests/contract/")]
     key = {p: (p != own, not p.startswith(near), "integration" in p, p) for p in found}
     return sorted(found, key=key.__getitem__)[:MOST_TEST_FILES]
