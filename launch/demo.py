@@ -52,6 +52,10 @@ class Corpus:
     def report(self) -> str:
         return f"runs/{self.name}/report.html"
 
+    @property
+    def configs(self) -> str:
+        return "configs/demo" if self.data is None else "configs/digits"
+
     def run(self, part: str) -> str:
         return f"{self.name}-{part}"
 
@@ -114,8 +118,7 @@ def training_command(corpus: Corpus, script: str, config: str, part: str, *more:
 
 
 def training_commands(corpus: Corpus) -> list[list[str]]:
-    configs = "configs/demo" if corpus.data is None else "configs/digits"
-    pretrain, finetune = f"{configs}/pretrain.yaml", f"{configs}/finetune.yaml"
+    pretrain, finetune = (f"{corpus.configs}/{part}.yaml" for part in ("pretrain", "finetune"))
     # The size of a folder is unknown: a fixed number of steps bounds the demo's time.
     length = (
         [] if corpus.data is None else ["schedule.epochs=null", f"schedule.steps={FOLDER_STEPS}"]
@@ -179,7 +182,8 @@ Look at the runs:
 
 Try next:
   .venv/bin/python launch/slurm.py --config configs/vit_h14.yaml --dry-run
-  .venv/bin/deepspeed --num_gpus 2 pretrain/main.py name=demo-deeper model.depth=6
+  .venv/bin/deepspeed --num_gpus 2 pretrain/main.py --config {corpus.configs}/pretrain.yaml \\
+    data.path={corpus.shards} name={corpus.run("deeper")} model.depth=6
   make demo DATA=/path/to/folder    # your own images, one sub-folder per class"""
     )
 
