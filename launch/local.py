@@ -44,6 +44,7 @@ def main() -> None:
         script="launch/local.py",
         description="Run a stage on this machine. --num-procs N (default 1) sets the processes.",
         argv=argv,
+        examples=("python launch/local.py --config configs/demo/pretrain.yaml --num-procs 2",),
     )
     run = launchable(command.run)
     check_job(run, num_tasks=num_procs, cluster="local")

@@ -72,6 +72,10 @@ def main() -> None:
         RUN_TYPES,
         script="launch/slurm.py",
         description="Submit a stage to SLURM. The job requeues itself and resumes.",
+        examples=(
+            "python launch/slurm.py --config configs/vit_h14.yaml --dry-run",
+            "python launch/slurm.py --config configs/vit_h14.yaml launch.nodes=8 --follow",
+        ),
         switches=SWITCHES,
     )
     if {"--replace", "--after"} <= command.switches:

@@ -32,7 +32,7 @@ from vitscale.runs.data_prep import DataPrepRun
 
 SETTINGS_NAME = "settings.json"
 # Format of the files in a preparation folder: raised when a release cannot resume another's work.
-WORK_FORMAT = 4
+WORK_FORMAT = 5
 # Settings that do not change the bytes of the result.
 EXECUTION_KEYS = ("output", "launch", "num_workers", "script")
 FOLDERS = (

@@ -113,7 +113,7 @@ def write_card(
         "configs": [{"config_name": "default", "data_files": files}],
         "dataset_info": {"features": features},
     }
-    front = yaml.safe_dump(facts, sort_keys=False, allow_unicode=True, width=math.inf)
+    front = yaml.safe_dump(facts, sort_keys=False, width=math.inf)
     counts = "".join(
         f"- {name}: {entry.num_samples:,} images in {len(entry.shards):,} tars\n"
         for name, entry in sorted(splits.items())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import floor
 
 import yaml
 
@@ -10,6 +11,7 @@ from finetune.exporting.format import Format
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.evaluation.models.trained_model import TrainedModel
 from vitscale.images.size import rows_and_columns
+from vitscale.models.vit.architecture import ViTArchitecture
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
 from vitscale.tracking.run_facts import redact_yaml
 
@@ -55,12 +57,22 @@ def _title(loaded: LoadedModel) -> str:
 def _facts(loaded: LoadedModel, *, averaged: bool) -> Iterator[str]:
     number = sum(parameter.numel() for parameter in loaded.network.parameters())
     kind = f"{loaded.arch.name} {loaded.settings.preset or ''}".strip()
-    yield f"- model: {kind}, {number:,} parameters, {loaded.arch.summary}"
+    yield f"- model: {kind}, {number:,} parameters: {_architecture(loaded)}"
     of = ", their average over training" if averaged else ""
     yield f"- weights from: {loaded.source}{of}"
     names = loaded.classes or ()
     shown = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
     yield f"- classes: {loaded.num_classes or 'no head'}{f' ({shown})' if shown else ''}"
+
+
+def _architecture(loaded: LoadedModel) -> str:
+    arch = loaded.arch
+    if not isinstance(arch, ViTArchitecture):
+        return arch.summary
+    return (
+        f"{arch.depth} blocks of width {arch.width:,} with {arch.num_heads} heads, patches of "
+        f"{arch.patch_size} px, {arch.summary}"
+    )
 
 
 def _images(loaded: LoadedModel) -> Iterator[str]:
@@ -70,7 +82,7 @@ def _images(loaded: LoadedModel) -> Iterator[str]:
     if how.eval_resize == "squash":
         yield f"- the whole image is resized to {shown} ({how.eval_interpolation})"
     else:
-        larger = " x ".join(str(round(side / how.eval_crop_fraction)) for side in (rows, columns))
+        larger = " x ".join(str(floor(side / how.eval_crop_fraction)) for side in (rows, columns))
         what = f"short side is resized to {larger.split()[0]} px"
         if rows != columns:
             what = f"image is resized until it covers {larger} px"

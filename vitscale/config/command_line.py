@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -81,9 +82,7 @@ def load_command(
     options = OPTIONS | dict(options or {})
     usage = _usage(script, needs_config and not default_config, known, options, words_key)
     parser = _parser(usage, description, known, options, default_config=default_config)
-    words = [
-        "--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)
-    ]
+    words = _with_help_names(sys.argv[1:] if argv is None else argv)
     with_value = [word for word in words if word.partition("=")[0] in known and "=" in word]
     found, others = parser.parse_known_args([word for word in words if word not in with_value])
     given = vars(found)
@@ -91,7 +90,9 @@ def load_command(
     if asked & {"--help", "--help-all"}:
         groups = settings_reference(types_by_stage(run_types))
         names = [word for word in others if "=" not in word and not word.startswith("-")]
-        intro = parser.format_help() + "".join(["\n", *(f"  {each}\n" for each in examples)])
+        intro = parser.format_help()
+        if examples:
+            intro += "\n" + "".join(f"  {each}\n" for each in examples)
         _print_help(intro, groups, names, everything="--help-all" in asked)
         raise SystemExit(0)
     overrides = [word for word in others if not word.startswith("-")]
@@ -112,6 +113,13 @@ def load_command(
         print(run_to_yaml(loaded.run, sources=loaded.sources), end="")
         raise SystemExit(0)
     return Command(run=loaded.run, sources=loaded.sources, switches=asked, config_path=config)
+
+
+def _with_help_names(argv: Sequence[str]) -> list[str]:
+    """--help=NAME as two words; -h as --help."""
+    words = ["--help" if word == "-h" else word for word in argv]
+    split = [word.split("=", 1) if word.startswith("--help=") else [word] for word in words]
+    return [word for parts in split for word in parts]
 
 
 def _print_help(
@@ -154,7 +162,8 @@ def _usage(
     parts.append("[key=value ...]")
     parts += [f"[{name}]" for name in switches if name not in COMMON_SWITCHES]
     parts += [f"{name} VALUE" for name in options if name not in OPTIONS]
-    return " ".join([*parts, *([words_key.upper()] if words_key else [])])
+    text = " ".join([*parts, *([words_key.upper()] if words_key else [])])
+    return "\n         ".join(textwrap.wrap(text, WIDTH - 9, break_on_hyphens=False))
 
 
 def _parser(

@@ -166,9 +166,10 @@ def _choose_type(
         errors.append(
             UserError("stage is missing", where=f"{file}: stage", allowed=", ".join(by_stage))
         )
-        # Its other errors, too: those of the stage that it fits best.
-        values = plain_value(root)
-        return min(by_stage.values(), key=lambda run_type: _num_errors(run_type, values))
+        # Its other errors, too: those of the stage that it fits best, if its keys say which.
+        found = {each: _num_errors(each, plain_value(root)) for each in by_stage.values()}
+        same_keys = len({unknown for unknown, _ in found.values()}) == 1
+        return None if same_keys else min(found, key=lambda each: found[each])
     if broken:
         return None
     if isinstance(node.content, str) and node.content in by_stage:
@@ -184,12 +185,14 @@ def _choose_type(
     return None
 
 
-def _num_errors(run_type: type[Run], values: Any) -> int:
+def _num_errors(run_type: type[Run], values: Any) -> tuple[int, int]:
+    """(unknown keys, errors)."""
     try:
         run_type.model_validate(values)
     except ValidationError as error:
-        return error.error_count()
-    return 0
+        unknown = sum(each["type"] == "extra_forbidden" for each in error.errors())
+        return unknown, error.error_count()
+    return 0, 0
 
 
 def _in_order(errors: Sequence[UserError]) -> list[UserError]:

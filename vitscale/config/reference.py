@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from pydantic import BaseModel
@@ -62,9 +62,13 @@ def _groups(
     text: str,
     *,
     prefix: str,
+    parents: str = "",
     leave_out: Collection[str] = (),
 ) -> Iterator[SettingsGroup]:
-    """The group, and then the groups inside it."""
+    """The group, and then the groups inside it.
+
+    prefix: of its keys; parents: of the titles of those inside it.
+    """
     fields = {key: info for key, info in group.model_fields.items() if key not in leave_out}
     inner = {key: groups for key, info in fields.items() if (groups := groups_in(info))}
     settings = tuple(
@@ -76,7 +80,7 @@ def _groups(
     for key, groups in inner.items():
         listed: dict[str, type[BaseModel]] = {}
         for name, member in (groups.by_name or {"": groups.members[0]}).items():
-            where = f"{prefix}{key}" + (", each item" if groups.is_list else "")
+            where = f"{parents}{key}" + (", each item" if groups.is_list else "")
             chosen = f" with {NAME}: {name}" if groups.is_choice else ""
             text = _member_text(member, groups) or _one_line(fields[key].description)
             shared = _shared_with(member, listed)
@@ -85,6 +89,7 @@ def _groups(
                 f"{where}{chosen}",
                 " ".join([text, *(f"As with {NAME}: {n}: {', '.join(k)}." for n, k in shared)]),
                 prefix="" if groups.is_list else f"{prefix}{key}.",
+                parents=f"{parents}{key}.",
                 leave_out=[NAME, *(k for _, keys in shared for k in keys)] if chosen else (),
             )
             listed[name] = member
@@ -169,14 +174,23 @@ def _by_name(groups: Sequence[SettingsGroup]) -> dict[str, list[SettingsGroup]]:
 
 
 def groups_named(groups: Sequence[SettingsGroup], names: Sequence[str]) -> list[SettingsGroup]:
-    """The groups of these top-level keys. Raises UserErrors for unknown ones."""
+    """The groups of these top-level keys, or those that hold a key, with it alone.
+
+    Raises UserErrors for unknown names.
+    """
     known, errors = _by_name(groups), []
+    keys: dict[str, list[SettingsGroup]] = {}
+    for group in groups:
+        for setting in group.settings:
+            keys.setdefault(setting.key, []).append(replace(group, settings=(setting,)))
+    known = {name: keys[name] for name in names if name in keys} | known
     for name in names:
         if name not in known:
-            best = nearest(name, list(known))
+            best = nearest(name, [*known, *keys])
             step = f"did you mean {best}?" if best else None
-            what = f"there is no group {name!r}"
-            errors.append(UserError(what, where="--help", allowed=", ".join(known), next_step=step))
+            what = f"there is no group or key {name!r}"
+            allowed = f"{', '.join(known)}, and their keys, such as optim.lr"
+            errors.append(UserError(what, where="--help", allowed=allowed, next_step=step))
     if errors:
         raise UserErrors(errors)
     return [group for name in dict.fromkeys(names) for group in known[name]]
@@ -184,13 +198,17 @@ def groups_named(groups: Sequence[SettingsGroup], names: Sequence[str]) -> list[
 
 def as_overview(groups: Sequence[SettingsGroup]) -> str:
     """A line for each top-level key."""
-    lines = ["Groups of settings, listed by --help GROUP:"]
+    lines = ["Settings, listed by --help NAME:"]
     for name, members in _by_name(groups).items():
         keys = [setting.key.removeprefix(f"{name}.") for setting in members[0].settings]
         choices = [
-            each.title.split()[3] for each in members if f"{name} with {NAME}:" in each.title
+            chosen[1]
+            for each in members
+            if (chosen := re.match(rf"{name}\b[^.]* with {NAME}: (\w+)", each.title))
         ]
-        text = f"{NAME}: {', '.join(choices)}" if choices else ", ".join(keys) or members[0].text
+        text = ", ".join(keys) or members[0].text
+        if choices and not members[0].title.startswith("stage: "):
+            text = f"{NAME}: {', '.join(choices)}"
         shown = textwrap.shorten(text, WIDTH - 17, placeholder=" ...")
         lines.append(f"  {name:<14} {shown}")
     return "\n".join(lines)

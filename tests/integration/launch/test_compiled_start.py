@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from tests.support.ranks.rank_processes import ROOT
 from tests.support.waiting import PATIENCE_S
+from vitscale.engine.compile_cache import VARIABLE
 
 WORKER = ROOT / "tests/support/ranks/compile_worker.py"
 
@@ -17,7 +19,9 @@ WORKER = ROOT / "tests/support/ranks/compile_worker.py"
 def start(node: Path, run: Path) -> subprocess.Popen[str]:
     command = [sys.executable, str(WORKER), str(node), str(run)]
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    # Torch sets the folder in the environment of any process that compiled something, this one too.
+    environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
+    return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=environment)
 
 
 def lines_of(process: subprocess.Popen[str]) -> list[str]:

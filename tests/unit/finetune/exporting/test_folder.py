@@ -72,7 +72,9 @@ def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
 
 
 def test_card_says_how_to_load_it(tmp_path: Path) -> None:
-    loaded = small_model(classes=("a", "b", "c", "d", "e"))
+    # 16 / 0.9 is 17.8; the crop rounds down.
+    crop = {"eval_resize": "center_crop", "eval_crop_fraction": 0.9}
+    loaded = small_model(classes=("a", "b", "c", "d", "e"), preprocessing=crop)
     list(write_folder(run(tmp_path / "out", "timm"), loaded))
     card = (tmp_path / "out/README.md").read_text()
     front = yaml.safe_load(card.split("---")[1])
@@ -86,7 +88,8 @@ def test_card_says_how_to_load_it(tmp_path: Path) -> None:
         "Without `pretrained=True` timm builds the model with random weights",
         "classes: 5 (a, b, c, d, e)",
         "weights from: a small vit",
-        "16 x 16 px",
+        "short side is resized to 17 px (bilinear), and the centre 16 x 16 px",
+        "parameters: 2 blocks of width 24 with 3 heads, patches of 4 px, 17 tokens",
         "## Licence\nNot stated.",
     ):
         assert part in card

@@ -76,8 +76,11 @@ def test_help_lists_groups_a_group_or_all(capsys: pytest.CaptureFixture[str]) ->
     everything = shown(capsys, "--help-all")
     for part in ("data.crop_area: a list of 2", "engine.zero_stage: 0, 1, 2, 3; default 1"):
         assert part in everything
+    for words in (("--help", "optim.lr"), ("--help=optim.lr",)):
+        key = shown(capsys, *words)
+        assert "optim.lr: a number above 0; required" in key and "optim.ema" not in key
     [error] = errors("--help", "optm")
-    assert "there is no group 'optm'" in error and "did you mean optim?" in error
+    assert "there is no group or key 'optm'" in error and "did you mean optim?" in error
 
 
 def test_resume_is_a_key() -> None:

@@ -250,6 +250,11 @@ def test_errors_are_in_the_order_of_lines(here: Path) -> None:
     lines = [int(place.split(":")[1]) for place in places[1:4]]
     assert lines == sorted(lines) and places[3].endswith(": unknown")
     assert places[4] == "command line: engine.zero_stage"
+    # Of keys that all stages have, none is told which are missing.
+    (here / "c.yaml").write_text("output: x\n")
+    with pytest.raises(UserErrors) as caught:
+        load_run(STAGES, "c.yaml")
+    assert len(caught.value.errors) == 1
 
 
 # ---- writing ----------------------------------------------------------------------------------
