@@ -22,11 +22,15 @@ from vitscale.models.vit.settings import ViTSettings
 from vitscale.models.weights.names.huggingface import to_huggingface
 
 ACTIVATIONS = {"tanh": "gelu_pytorch_tanh", "erf": "gelu"}
+# Model type -> class with a head, class without one.
 CLASSES = {
-    "vit": "ViTForImageClassification",
-    "deit": "DeiTForImageClassificationWithTeacher",
-    "dinov2": "Dinov2ForImageClassification",
-    "dinov2_with_registers": "Dinov2WithRegistersForImageClassification",
+    "vit": ("ViTForImageClassification", "ViTModel"),
+    "deit": ("DeiTForImageClassificationWithTeacher", "DeiTModel"),
+    "dinov2": ("Dinov2ForImageClassification", "Dinov2Model"),
+    "dinov2_with_registers": (
+        "Dinov2WithRegistersForImageClassification",
+        "Dinov2WithRegistersModel",
+    ),
 }
 MAX_MLP_RATIO = 32
 # Pillow's numbers of filters; box averages areas.
@@ -50,9 +54,7 @@ class HuggingFaceFormat(Format):
             yield f"a centre crop of {rows} x {columns} px"
         if settings.head_width not in (None, arch.feature_width // settings.numbers()["num_heads"]):
             yield "attention heads of a width of their own"
-        if not loaded.num_classes and _model_type(loaded) != "vit":
-            yield "no head beside registers, layer scale, SwiGLU or a distillation token"
-        elif _model_type(loaded).startswith("dinov2"):
+        if _model_type(loaded).startswith("dinov2"):
             yield from _dinov2_problems(loaded)
         elif _model_type(loaded) == "deit":
             if settings.layer_scale is not None or settings.mlp != "gelu":
@@ -68,24 +70,24 @@ class HuggingFaceFormat(Format):
     ) -> torch.Tensor | None:
         if importlib.util.find_spec("transformers") is None:
             return None
-        from transformers import AutoModelForImageClassification, ViTModel
+        import transformers
 
+        kind: Any = getattr(transformers, _class_name(loaded))
+        model = kind.from_pretrained(folder, local_files_only=True, **_options(loaded)).eval()
+        outputs = model(pixel_values=images_B3HW)
         found: torch.Tensor
         if loaded.num_classes:
-            model: Any = AutoModelForImageClassification.from_pretrained(
-                folder, local_files_only=True
-            )
-            found = model.eval()(pixel_values=images_B3HW).logits
+            found = outputs.logits
             return found
-        settings: Any = loaded.settings
-        model = ViTModel.from_pretrained(folder, local_files_only=True, add_pooling_layer=False)
-        found = model.eval()(pixel_values=images_B3HW).last_hidden_state
-        return found[:, 0] if settings.pool == "cls" else found[:, 1:].mean(dim=1)
+        parts = [outputs.last_hidden_state[:, each].mean(dim=1) for each in _pooled_tokens(loaded)]
+        found = torch.cat(parts, dim=1)
+        return found
 
     def usage(self, loaded: LoadedModel) -> str:
         kind, more = "AutoModelForImageClassification", ""
         if not loaded.num_classes:
-            kind, more = "ViTModel", ", add_pooling_layer=False"
+            kind = _class_name(loaded)
+            more = "".join(f", {key}={value}" for key, value in _options(loaded).items())
         return (
             f"from transformers import AutoImageProcessor, {kind}\n"
             f'model = {kind}.from_pretrained("FOLDER"{more})\n'
@@ -94,9 +96,31 @@ class HuggingFaceFormat(Format):
 
     def notes(self, loaded: LoadedModel) -> Iterator[str]:
         if not loaded.num_classes:
-            settings: Any = loaded.settings
-            token = "that of the class token" if settings.pool == "cls" else "the mean of patches"
-            yield f"The model has no head. Of `last_hidden_state`, an image's feature is {token}."
+            means = [
+                f"`last_hidden_state[:, {each.start or ''}:{each.stop or ''}].mean(1)`"
+                for each in _pooled_tokens(loaded)
+            ]
+            feature = " and ".join(means) + (", concatenated" if len(means) > 1 else "")
+            yield f"The model has no head. An image's feature is {feature}."
+
+
+def _class_name(loaded: LoadedModel) -> str:
+    return CLASSES[_model_type(loaded)][0 if loaded.num_classes else 1]
+
+
+def _pooled_tokens(loaded: LoadedModel) -> list[slice]:
+    """The tokens whose means are the feature of an image."""
+    settings: Any = loaded.settings
+    patches = slice(loaded.arch.num_prefix_tokens, None)
+    if settings.distillation_token:
+        return [slice(0, 2)]
+    return {"cls": [slice(0, 1)], "gap": [patches]}.get(settings.pool, [slice(0, 1), patches])
+
+
+def _options(loaded: LoadedModel) -> dict[str, Any]:
+    """Of `from_pretrained`: these two families would add a pooler with random weights."""
+    has_pooler = not loaded.num_classes and _model_type(loaded) in ("vit", "deit")
+    return {"add_pooling_layer": False} if has_pooler else {}
 
 
 def _pool_problems(settings: ViTSettings) -> Iterator[str]:
@@ -152,25 +176,31 @@ def _weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:
     if weights["pos_embed"].shape[1] == rows * columns:
         none_11D = torch.zeros_like(weights["pos_embed"][:, :1])
         weights["pos_embed"] = torch.cat([none_11D, weights["pos_embed"]], dim=1)
-    if not model_type.startswith("dinov2"):
-        named = to_huggingface(weights, model_type)
-        if loaded.num_classes:
-            return named
-        return {name.removeprefix(f"{model_type}."): value for name, value in named.items()}
+    arch: Any = loaded.arch
+    if model_type.startswith("dinov2"):
+        _add_what_dinov2_has(weights, loaded)
+    named = to_huggingface(weights, model_type, gated=arch.mlp == "swiglu")
+    if model_type.startswith("dinov2"):
+        # What masked patches of a pre-training there would be.
+        named[f"{model_type}.embeddings.mask_token"] = torch.zeros(1, arch.width)
+    if loaded.num_classes:
+        return named
+    return {name.removeprefix(f"{model_type}."): value for name, value in named.items()}
+
+
+def _add_what_dinov2_has(weights: dict[str, torch.Tensor], loaded: LoadedModel) -> None:
     settings: Any = loaded.settings
     arch: Any = loaded.arch
-    width = arch.width
     for name in [f"blocks.{n}.ls{part}.gamma" for n in range(arch.depth) for part in (1, 2)]:
-        weights.setdefault(name, torch.ones(width))
+        weights.setdefault(name, torch.ones(arch.width))
+    if not loaded.num_classes:
+        return
     head_CD = weights["head.weight"]
     none_CD = torch.zeros_like(head_CD)
     if settings.pool == "cls":
         weights["head.weight"] = torch.cat([head_CD, none_CD], dim=1)
     elif settings.pool == "gap":
         weights["head.weight"] = torch.cat([none_CD, head_CD], dim=1)
-    # What masked patches of a pre-training there would be.
-    mask = {f"{model_type}.embeddings.mask_token": torch.zeros(1, width)}
-    return to_huggingface(weights, model_type, gated=arch.mlp == "swiglu") | mask
 
 
 def _config(loaded: LoadedModel) -> dict[str, Any]:
@@ -180,7 +210,7 @@ def _config(loaded: LoadedModel) -> dict[str, Any]:
     names = loaded.classes or tuple(f"class {label}" for label in range(loaded.num_classes))
     config = {
         "model_type": model_type,
-        "architectures": [CLASSES[model_type] if loaded.num_classes else "ViTModel"],
+        "architectures": [_class_name(loaded)],
         "hidden_size": arch.width,
         "num_hidden_layers": arch.depth,
         "num_attention_heads": arch.num_heads,
