@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 try:
-    from finetune.inference.settings import EvaluateRun, steps_of
+    from finetune.inference.settings import EvaluateRun, settings_of_run, steps_of
     from vitscale.config.command_line import load_command
     from vitscale.data.workers.server import start_loader_server
     from vitscale.distributed.failures.ending import run_rank_script
@@ -77,11 +77,19 @@ def evaluate(run: EvaluateRun) -> None:
 
 
 def main() -> None:
+    argv = sys.argv[1:]
+    of_run = [] if "--config" in argv else settings_of_run(argv)
     command = load_command(
         EvaluateRun,
         script="finetune/evaluate_model.py",
-        description="Evaluate a trained model on a folder of shards.",
-        default_config="configs/eval/demo.yaml",
+        description="Evaluate a trained model on a folder of shards.\n"
+        "Without --config: on the data of its run, by the evaluations of its run.",
+        argv=of_run + argv,
+        needs_config=not of_run,
+        examples=(
+            "python finetune/evaluate_model.py init=runs/demo-finetune",
+            "python finetune/evaluate_model.py --config configs/eval/features.yaml init=FILE",
+        ),
     )
     data = command.run.data
     # Before threads start.

@@ -70,7 +70,11 @@ def check_so_far(p: Preparation, unit: str, found: Rejections) -> None:
     if faults > limit * num_images:
         so_far = rejected_so_far(p)
         check_bad_fraction(
-            so_far.reasons, so_far.examples, num_images=num_images, max_bad_fraction=limit
+            so_far.reasons,
+            so_far.examples,
+            num_images=num_images,
+            max_bad_fraction=limit,
+            stopped_early=True,
         )
 
 

@@ -145,16 +145,20 @@ def check_bad_fraction(
     *,
     num_images: int,
     max_bad_fraction: float,
+    stopped_early: bool = False,
 ) -> None:
-    """Raise UserError if more than `max_bad_fraction` of the images are bad."""
+    """Raise UserError if more than `max_bad_fraction` of the images are bad.
+
+    stopped_early: not all images were looked at.
+    """
     faults = {r: n for r, n in reasons.items() if r in SOURCE_FAULTS or r in FAULTS}
     bad = sum(faults.values())
     if bad > max_bad_fraction * num_images:
         raise UserError(
-            f"{bad} of {num_images} images are bad, more than the fraction "
-            f"{max_bad_fraction} allowed\n{describe_rejected(faults, examples)}",
+            f"{'at least ' if stopped_early else ''}{bad} of {num_images} images are bad, more "
+            f"than the fraction {max_bad_fraction} allowed\n{describe_rejected(faults, examples)}",
             where="images.max_bad_fraction",
-            next_step="fix or remove these files, or raise images.max_bad_fraction",
+            next_step="fix, convert or remove these files, or raise images.max_bad_fraction",
         )
 
 

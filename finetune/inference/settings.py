@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from pydantic import Field
 
 from finetune.loading.settings import ModelRun
+from vitscale.checkpoint.folders import resolve_weights
 from vitscale.config.section import Section
+from vitscale.config.yaml_source import parse_yaml, plain_value
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.evaluation.features.settings import FeatureSettings
 from vitscale.evaluation.registry import EvaluationSettings
@@ -79,6 +83,32 @@ class EvaluateRun(ModelRun):
             if each.every_steps is not None:
                 yield ("evaluate", f"{each.name}: every_steps is for trainings; remove it")
         yield from launch_problems(self.launch)
+
+
+def settings_of_run(argv: Sequence[str]) -> list[str]:
+    """Overrides that evaluate the run of `init=` on its own data, as it evaluates itself.
+
+    Of weights outside a run folder: a name, and classification. Raises UserError if nothing is
+    there.
+    """
+    init = next((word[5:] for word in reversed(argv) if word.startswith("init=")), None)
+    if init is None:
+        return []
+    if not Path(init).exists():
+        resolve_weights(init)
+    files = [each / "config.yaml" for each in (Path(init), Path(init).absolute().parent.parent)]
+    path = next((each for each in files if each.is_file()), None)
+    root = None if path is None else parse_yaml(path.read_text(), name=str(path), errors=[])
+    config: Any = {} if root is None else plain_value(root)
+    evaluations = [
+        {key: value for key, value in each.items() if key != "every_steps"}
+        for each in config.get("evaluate") or [{"name": "classification"}]
+    ]
+    name = f"{config.get('name', Path(init).stem)}-evaluation"
+    data = {key: config.get("data", {}).get(key) for key in ("path", "train_split", "val_split")}
+    values = {"name": name, "evaluate": evaluations}
+    values |= {f"data.{key}": value for key, value in data.items() if value is not None}
+    return [f"{key}={json.dumps(value)}" for key, value in values.items()]
 
 
 def steps_of(sizes: Sequence[ImageSize]) -> list[int]:

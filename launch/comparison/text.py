@@ -9,12 +9,15 @@ from __future__ import annotations
 import re
 import sys
 from dataclasses import dataclass
+from itertools import zip_longest
+from textwrap import wrap
 
 from launch.comparison.differences import Comparison
 from launch.comparison.seeds import Spread, spread
 from vitscale.tracking.console import format_duration
 
 ABSENT = "-"
+MAX_CELL = 60
 GROUP_ORDER = ("val", "train")
 
 
@@ -135,8 +138,12 @@ def markdown(table: Table) -> str:
 
 
 def plain_text(table: Table) -> str:
-    """Columns padded to their widest cell; control characters are replaced."""
-    cells = [tuple(_printable(cell) for cell in row) for row in (table.header, *table.rows)]
+    """Columns padded to their widest cell; long cells on several lines, control characters
+    replaced."""
+    cells: list[tuple[str, ...]] = []
+    for row in (table.header, *table.rows):
+        parts = [wrap(_printable(cell), MAX_CELL) for cell in row]
+        cells += zip_longest(*parts, fillvalue="")
     widths = [max(len(row[i]) for row in cells) for i in range(len(table.header))]
     lines = [table.title]
     for row in cells:

@@ -305,7 +305,7 @@ def resolve_weights(path: str, *, key: str = "init") -> tuple[Checkpoint, list[s
     if checkpoint is not None:
         return checkpoint, complaints
     what = "holds no valid checkpoint" if folder.is_dir() else "no such run or checkpoint folder"
-    others = [each.name for each in folder.parent.glob("*/") if each != folder]
+    others = [each.parent.name for each in folder.parent.glob("*/checkpoints/")]
     best = nearest(folder.name, others)
     raise UserError(
         "\n".join([what, *complaints]),

@@ -60,7 +60,6 @@ def load_command(
     script: str,
     description: str,
     argv: Sequence[str] | None = None,
-    default_config: str | None = None,
     needs_config: bool = True,
     examples: Sequence[str] = (),
     switches: Mapping[str, str] | None = None,
@@ -80,8 +79,8 @@ def load_command(
     """
     known = dict(switches or {}) | COMMON_SWITCHES
     options = OPTIONS | dict(options or {})
-    usage = _usage(script, needs_config and not default_config, known, options, words_key)
-    parser = _parser(usage, description, known, options, default_config=default_config)
+    usage = _usage(script, needs_config, known, options, words_key)
+    parser = _parser(usage, description, known, options)
     words = _with_help_names(sys.argv[1:] if argv is None else argv)
     with_value = [word for word in words if word.partition("=")[0] in known and "=" in word]
     found, others = parser.parse_known_args([word for word in words if word not in with_value])
@@ -105,7 +104,7 @@ def load_command(
     if words_key is not None:
         overrides, found_errors = _with_words(overrides, words_key, run_types)
         errors += found_errors
-    config = given["--config"] or default_config
+    config = given["--config"]
     if config is None and needs_config:
         raise UserErrors([*errors, _no_configuration(script, examples)])
     loaded = load_run(run_types, config, overrides=overrides, errors=errors)
@@ -171,14 +170,12 @@ def _parser(
     description: str,
     switches: Mapping[str, str],
     options: Mapping[str, str],
-    *,
-    default_config: str | None,
 ) -> argparse.ArgumentParser:
     """A parser that never exits; `load_command` reports unknown words with the other errors."""
     parser = argparse.ArgumentParser(
         usage=usage,
         description=description,
-        epilog=EPILOG + (f"Default --config: {default_config}\n" if default_config else ""),
+        epilog=EPILOG,
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=WIDTH),
         add_help=False,
         allow_abbrev=False,

@@ -110,7 +110,7 @@ def _details(run: RunStatus, *, now: float) -> Iterator[str]:
     if run.state is RunState.NOT_STARTED:
         yield run.note or ""
     if run.state is RunState.FINISHED:
-        shown = list(run.logged.results.items())[-MAX_RESULTS:]
+        shown = list(run.logged.results.items())[:MAX_RESULTS]
         if run.logged.loss is not None:
             shown.append(("train/loss", run.logged.loss))
         yield ", ".join(f"{name} {value:.4f}" for name, value in shown)

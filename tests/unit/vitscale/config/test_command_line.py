@@ -53,8 +53,7 @@ def test_arguments_may_stand_in_any_order(config: list[str], rank: list[str]) ->
     assert found.switches == {"--dry-run"}
 
 
-def test_default_config_is_used_when_none_is_given() -> None:
-    assert command(default_config="a.yaml").config_path == "a.yaml"
+def test_no_configuration_is_answered_with_commands() -> None:
     assert "no configuration given" in errors()[0]
     with pytest.raises(UserErrors, match=r"one of\n    first\n    second\n    python .* --help"):
         command(examples=("first", "second"))

@@ -43,13 +43,14 @@ def test_a_failed_run_says_what_failed(run: RunFolder) -> None:
 
 
 def test_active_runs_are_first_and_all_are_counted(run: RunFolder) -> None:
-    run.log(100, **{"val/top1": 0.75})
+    run.log(100, **{"val/top1": 0.75} | {f"val/m{number}": 0.5 for number in range(9)})
     run.checkpoint(100)
     finished = read_status(run.folder, jobs=[], now=NOW)
     running = read_status(run.folder, jobs=[job("RUNNING")], now=NOW)
     lines = as_text([finished, running], now=NOW).splitlines()
     assert ": running" in lines[0]
-    assert "  val/top1 0.7500, train/loss 1.2500" in lines
+    metrics = "".join(f", val/m{number} 0.5000" for number in range(5))
+    assert f"  val/top1 0.7500{metrics}, train/loss 1.2500" in lines
     assert lines[-1] == "2 runs: 1 running, 1 finished"
 
 
