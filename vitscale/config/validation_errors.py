@@ -36,10 +36,15 @@ def explain(
     found: dict[Path, UserError] = {}
     bad_paths: set[Path] = set()
     values = plain_value(root)
-    for detail in error.errors(include_url=False):
-        kind = detail["type"]
+    details = error.errors(include_url=False)
+    for detail in details:
+        kind, loc = detail["type"], detail["loc"]
+        if kind == "too_short" and any(
+            each["loc"][: len(loc)] == loc and each is not detail for each in details
+        ):
+            continue  # pydantic counts without the items that have errors of their own
         absent = kind in ("missing", "extra_forbidden")
-        path = _path_of(values, detail["loc"], keep_last=absent)
+        path = _path_of(values, loc, keep_last=absent)
         if absent and locate(run_type, path[:-1], values).group is None:
             path = path[:-1]  # a list of the wrong length, not a missing key
             absent = False
@@ -116,7 +121,11 @@ def nearest_key(path: Path, *, run_type: type[BaseModel], values: Any = None) ->
     """The most similar known dotted key."""
     keys = list(known_keys(run_type, values))
     dotted = [".".join(key) for key in keys]
-    same_name = [name for key, name in zip(keys, dotted, strict=True) if key[-1] == path[-1]]
+    same_name = [
+        name
+        for key, name in zip(keys, dotted, strict=True)
+        if key[-1] == path[-1] and not _is_set_around(key, path, values)
+    ]
     if same_name:
         return nearest(".".join(path), same_name) or same_name[0]
     siblings = [key[-1] for key in keys if key[:-1] == path[:-1]]
@@ -135,6 +144,15 @@ def nearest_key(path: Path, *, run_type: type[BaseModel], values: Any = None) ->
         return name
     last = nearest(path[-1], [key[-1] for key in keys])
     return next((name for name in dotted if name.split(".")[-1] == last), None)
+
+
+def _is_set_around(key: Path, path: Path, values: Any) -> bool:
+    """Whether `key` is set already, in a group that `path` is in."""
+    if key[:-1] != path[: len(key) - 1]:
+        return False
+    for part in key[:-1]:
+        values = values[int(part)] if isinstance(values, list) else values[part]
+    return isinstance(values, dict) and key[-1] in values
 
 
 # Names in other trainers; by spelling alone an unrelated key would be nearest.

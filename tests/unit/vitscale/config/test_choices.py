@@ -118,6 +118,19 @@ def test_name_chooses_the_member() -> None:
     assert load("teacher={name: mae}").run.teacher == Mae()
 
 
+def test_items_with_errors_are_still_counted() -> None:
+    class NeedsOne(SomeRun):
+        evaluate: tuple[Knn, ...] = Field(min_length=1, strict=False)
+
+    with pytest.raises(UserErrors) as caught:
+        load("seed=1", "evaluate=[{every_steps: 1, seed: 2}]", run_type=NeedsOne)
+    (error,) = caught.value.errors
+    # The run's own seed is set.
+    assert error.what == "unknown key evaluate.0.seed" and error.next_step != "did you mean seed?"
+    with pytest.raises(UserErrors, match="is a list of 0"):
+        load("evaluate=[]", run_type=NeedsOne)
+
+
 def test_items_of_a_list_are_chosen_by_name() -> None:
     text = "evaluate:\n  - {name: knn, every_steps: 100}\n  - name: probe\n    every_steps: 5\n"
     found = load(a=text)
