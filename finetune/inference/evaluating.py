@@ -23,13 +23,10 @@ from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
 from vitscale.evaluation.features.cache import FeatureCache
 from vitscale.evaluation.features.store import FeatureStore
-from vitscale.evaluation.interface.evaluation import Subject
+from vitscale.evaluation.interface.evaluation import FILES, Subject
 from vitscale.evaluation.interface.one_pass import results
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.images.size import show_size
-
-# Folder of the evaluations' files in the folder of results.
-FILES = "evaluation"
 
 
 def splits(

@@ -31,6 +31,7 @@ from vitscale.distributed.world import World
 from vitscale.engine.compile_cache import CompileCache
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
+from vitscale.evaluation.interface.evaluation import FILES
 from vitscale.models.interface.architecture import Architecture
 from vitscale.optim.schedules import learning_rate
 from vitscale.runs.training import TrainingPlan, TrainingRun
@@ -213,8 +214,10 @@ class TrainingSession:
         if self.segment.evaluations.due(done, is_last=is_last):
             self._evaluate(done, is_last=is_last)
         if is_last:
-            for picture in self.objective.pictures(self):
-                self.log.tracker.artifact(picture)
+            pictures = self.objective.pictures(self)
+            written = sorted((Path(self.run.folder) / FILES).rglob("*.*"))
+            for path in [*pictures, *written]:
+                self.log.tracker.artifact(path)
         is_saved = ends or stops or preempted or done % self.run.checkpoint.every_steps == 0
         every = self.run.engine.compare_weights_every_steps
         if every is not None and self.world.world_size > 1 and (is_saved or done % every == 0):

@@ -24,7 +24,7 @@ from vitscale.engine.attention import use_attention
 from vitscale.engine.configuration import deepspeed_config, resolve_compile, resolve_precision
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
-from vitscale.evaluation.interface.evaluation import Subject
+from vitscale.evaluation.interface.evaluation import FILES, Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.interface.compilation import compile_forward
@@ -109,7 +109,7 @@ class Segments:
                 micro_batch=plan.max_micro_batch,
                 num_outputs=arch.num_classes,
                 classes=self.data.classes if arch.num_classes else None,
-                folder=Path(self.run.folder) / "evaluation",
+                folder=Path(self.run.folder) / FILES,
             )
         return ScheduledEvaluations(
             self.objective.evaluations(self.run),

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from vitscale.data.index import SplitIndex
     from vitscale.distributed.world import World
 
+# Folder of the evaluations' files in that of a run or of results.
+FILES = "evaluation"
 NORMAL_QUANTILE_975 = 1.959963984540054
 Output = Literal["logits", "features", "heads", "representation", "blocks"]
 """representation: what the last layer sees, after a representation layer."""
