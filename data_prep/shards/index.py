@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pyarrow as pa
@@ -144,5 +145,8 @@ def training_command(folder: Path, manifest: Manifest) -> str:
     config, setting = "vit_b16", f"model.num_classes={len(manifest.classes)}"
     if not manifest.classes:
         config, setting = "mae/b16", "'evaluate=[]'"
+    held_out = sorted(manifest.splits.keys() - {"train"})
+    if "val" not in held_out:  # which these files name
+        setting += f" data.val_split={held_out[0] if held_out else 'null'}"
     command = f"deepspeed pretrain/main.py --config configs/{config}.yaml"
-    return f"{command} data.path={folder} {setting}"
+    return f"{command} data.path={quote(str(folder))} {setting}"

@@ -120,7 +120,8 @@ def _check(form: Format, loaded: LoadedModel, folder: Path) -> str:
             allowed=f"{TOLERANCE * scale:.1e}",
             next_step="export to another format (--to safetensors), and report this",
         )
-    return f"checked: the same logits in {form.library}, largest difference {difference:.1e}"
+    what = "logits" if loaded.num_classes else "features"
+    return f"checked: the same {what} in {form.library}, largest difference {difference:.1e}"
 
 
 def _flush(folder: Path) -> None:

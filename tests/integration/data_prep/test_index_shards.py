@@ -109,7 +109,7 @@ def test_tars_of_images_alone_give_an_index_without_labels(tmp_path: Path) -> No
     rows = [{"__key__": f"k{i}", "jpg": photo(i)} for i in range(3)]
     write_tar(tmp_path / "tars/a.tar", [*rows, {"__key__": "k3", "jpg": photo(3), "cls": 7}])
     text = index(tmp_path / "tars", tmp_path / "index", "labels.values=none")
-    assert "no labels" in text and "configs/mae/b16.yaml" in text
+    assert "no labels" in text and "configs/mae/b16.yaml" in text and "data.val_split=null" in text
     assert read_split(tmp_path / "index", split="train").label.tolist() == [-1] * 4
     assert read_manifest(tmp_path / "index").classes == ()
     assert {row["class"] for row in ledger(tmp_path / "index")} == {None}
