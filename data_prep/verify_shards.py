@@ -1,6 +1,7 @@
 """Read a shard folder completely and compare it with its manifest.
 
     python data_prep/verify_shards.py SHARDS [--report FILE.html] [--source SOURCE]
+    python data_prep/verify_shards.py SHARDS --entry-points
 
 Exit code 0: valid. 2: errors, all of which are printed.
 
@@ -23,6 +24,7 @@ try:
     from vitscale.config.errors import EXIT_BAD_INPUT, UserError, run_script
     from vitscale.data.index import Manifest, read_manifest
     from vitscale.distributed.processes import num_cores
+    from vitscale.images.jpeg.entry_points import require_entry_points
     from vitscale.tracking.console import item_progress
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -37,6 +39,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--report", metavar="FILE.html", help="page to write, with pictures")
     parser.add_argument(
         "--source", help="source.path of the preparation: shows rejected images in the report"
+    )
+    parser.add_argument(
+        "--entry-points",
+        action="store_true",
+        help="write where decoding of each JPEG can start, so that training reads less of it",
     )
     parser.add_argument(
         "--samples", type=int, default=60, help="images on the contact sheet (default 60)"
@@ -54,12 +61,18 @@ def main() -> None:
         if (value := getattr(arguments, name)) is not None and value < least:
             where = f"--{name.replace('_', '-')}"
             raise UserError(f"{value} is too small", where=where, allowed=f"at least {least}")
+    if arguments.entry_points:
+        require_entry_points(where="--entry-points")
     folder = Path(arguments.shards)
     manifest = read_manifest(folder)
     start = time.monotonic()
     with item_progress("verify", total=num_samples(manifest)) as advance:
         findings = check_folder(
-            folder, manifest=manifest, num_workers=arguments.num_workers, advance=advance
+            folder,
+            manifest=manifest,
+            num_workers=arguments.num_workers,
+            advance=advance,
+            write_entry_points=arguments.entry_points,
         )
     seconds = time.monotonic() - start
     for finding in findings:

@@ -61,6 +61,7 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
     for key in EXECUTION_KEYS:
         del config[key]
     del config["source"]["path"]
+    config.get("shards", {}).pop("entry_points", None)
     config["labels"] |= label_hashes(run.labels)
     if run.selection.evaluation_sets:
         listings = list(map(evaluation_listing, run.selection.evaluation_sets))

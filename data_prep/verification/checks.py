@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from vitscale.data.index import (
 )
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.processes import ordered_results, workers_for
+from vitscale.images.jpeg.entry_points import entry_points_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -50,8 +51,12 @@ def check_folder(
     manifest: Manifest,
     num_workers: int | None,
     advance: Callable[[int], None],
+    write_entry_points: bool = False,
 ) -> list[Finding]:
-    """All findings; empty for a valid folder. Raises UserError for tars at a URL."""
+    """All findings; empty for a valid folder. Raises UserError for tars at a URL.
+
+    write_entry_points: of the images of each tar without a finding.
+    """
     findings = check_manifest(manifest)
     findings += _check_info(folder, manifest)
     findings += _check_whole_index(folder, manifest)
@@ -59,7 +64,10 @@ def check_folder(
     num_bytes = sum(entry.num_bytes for entry in manifest.splits.values())
     num_workers = workers_for(num_bytes, num_workers=num_workers)
     notes: list[Finding] = []
-    tasks = tar_tasks(folder, manifest=manifest, sums=index_rows, notes=notes)
+    tasks = (
+        replace(task, write_entry_points=write_entry_points)
+        for task in tar_tasks(folder, manifest=manifest, sums=index_rows, notes=notes)
+    )
     for task, found in ordered_results(check_tar, tasks, num_workers=num_workers):
         findings += found
         advance(task.entry.samples)
@@ -153,7 +161,14 @@ def tar_tasks(
 
     def task(entry: ShardEntry, rows: pa.Table | None) -> TarTask:
         path = root / entry.name
-        return TarTask(path=path, entry=entry, rows=rows, ours=ours, labels_stored=labels_stored)
+        return TarTask(
+            path=path,
+            entry=entry,
+            rows=rows,
+            ours=ours,
+            labels_stored=labels_stored,
+            entry_points=entry_points_file(folder, entry.name),
+        )
 
     waiting = {
         (split, shard.name): shard

@@ -6,6 +6,7 @@ Leaves out: which tars there are (`checks`), walking a tar (`shards.tar_walk`).
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -16,6 +17,11 @@ from data_prep.images.check import SUFFIXES
 from data_prep.images.header import HeaderError, read_header
 from data_prep.shards.tar_walk import TarDefect, TarMember, walk_tar
 from vitscale.data.index import NO_LABEL, ShardEntry
+from vitscale.images.jpeg.entry_points import (
+    find_entry_points,
+    read_entry_points,
+    write_entry_points,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -49,6 +55,9 @@ class TarTask:
     """Written by make_shards: an image and its label, if any, per sample; no other members."""
     labels_stored: bool
     """Whether KEY.cls holds the label of the index."""
+    entry_points: Path
+    """File of the entry points of its images, which may be missing."""
+    write_entry_points: bool = False
 
 
 def check_tar(task: TarTask) -> list[Finding]:
@@ -79,6 +88,9 @@ def _check_content(file: BinaryIO, task: TarTask, num_bytes: int) -> list[str]:
     found = []
     whole = blake3()
     position = 0
+    points: dict[int, bytes] | None = None
+    if task.write_entry_points or task.entry_points.exists():
+        points = {}
     for row in _by_offset(task.rows):
         start, end = row["offset"], row["offset"] + row["length"]
         if not position <= start < end <= num_bytes:
@@ -91,10 +103,27 @@ def _check_content(file: BinaryIO, task: TarTask, num_bytes: int) -> list[str]:
         wrong = _image_problem(image, row)
         if wrong:
             found.append(f"sample {row['key']!r}: {wrong}")
+        elif points is not None:
+            points[int.from_bytes(row["blake3"][:8], "little")] = find_entry_points(image)
     _hash_to(file, num_bytes, position, whole)
     if whole.hexdigest() != task.entry.blake3:
         found.insert(0, "content differs from the manifest (BLAKE3)")
+    if points is not None and task.write_entry_points and not found:
+        write_entry_points(task.entry_points, points)
+    elif points is not None and not found:
+        found += _wrong_entry_points(task, points)
     return found
+
+
+def _wrong_entry_points(task: TarTask, points: Mapping[int, bytes]) -> Iterator[str]:
+    path = task.entry_points
+    known = [(key, expected) for key, expected in points.items() if expected]
+    wrong = sum(read_entry_points(path, key=key) != expected for key, expected in known)
+    if wrong:
+        yield (
+            f"the entry points of {wrong:,} images are missing or wrong; remove "
+            f"{path}, or write it again with --entry-points"
+        )
 
 
 def _by_offset(rows: pa.Table | None) -> list[dict[str, Any]]:

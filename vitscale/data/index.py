@@ -28,6 +28,7 @@ from vitscale.data.remote.index import (
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.urls import Location, Url, is_url, location_of
 from vitscale.data.tars.shard_files import check_sizes
+from vitscale.images.jpeg.entry_points import FOLDER_NAME, entry_points_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -39,6 +40,8 @@ INDEX_NAME = "index.parquet"
 INFO_NAME = "_info.json"
 MANIFEST_NAME = "manifest.json"
 NO_LABEL = -1
+# Read by a training.
+COLUMNS = ("shard", "offset", "length", "label", "blake3")
 MAKE_SHARDS = (
     "python data_prep/make_shards.py --config configs/data/image_folder.yaml "
     "source.path=IMAGES output={folder}"
@@ -131,6 +134,8 @@ class SplitIndex:
     """uint64: first 8 bytes of each image's BLAKE3, little-endian; None for tars that nobody
     indexed."""
     remote_settings: RemoteSettings = BY_RANGE
+    entry_points: tuple[Path, ...] = ()
+    """Files of the entry points of the images of each tar, which may be missing; empty: none."""
 
     @property
     def num_samples(self) -> int:
@@ -267,7 +272,6 @@ def read_split(
     if check_files:
         _check_sizes(folder, manifest, split, tars=tars, remote_settings=remote_settings)
     remote = None
-    columns = ["shard", "offset", "length", "label", "blake3"]
     if isinstance(root, Url):
         remote = open_remote_shards(
             [tar for tar in tars if isinstance(tar, Url)],
@@ -275,7 +279,7 @@ def read_split(
             hashes=[shard.blake3 for shard in entry.shards],
             remote_settings=remote_settings,
         )
-    table = read_columns(folder, manifest, split, columns, remote_settings=remote_settings)
+    table = read_columns(folder, manifest, split, list(COLUMNS), remote_settings=remote_settings)
     positions = {shard.name: position for position, shard in enumerate(entry.shards)}
     shard_column = table.column("shard").combine_chunks()
     stored_names = shard_column.dictionary.to_pylist()
@@ -295,9 +299,16 @@ def read_split(
         remote=remote,
         hash_prefix=hash_prefixes(table.column("blake3")),
         remote_settings=remote_settings,
+        entry_points=_entry_points(folder, entry),
     )
     _check_index(index, entry)
     return index
+
+
+def _entry_points(folder: Location, entry: SplitEntry) -> tuple[Path, ...]:
+    if not isinstance(folder, Path) or not (folder / FOLDER_NAME).is_dir():
+        return ()
+    return tuple(entry_points_file(folder, shard.name) for shard in entry.shards)
 
 
 def _check_sizes(

@@ -29,6 +29,7 @@ from vitscale.distributed.random_numbers import CounterRandom, stream_key
 from vitscale.images import crops
 from vitscale.images.augment import augment
 from vitscale.images.decoders import DECODERS, resolve_decoder
+from vitscale.images.jpeg.entry_points import read_entry_points
 from vitscale.images.settings import AugmentSettings
 from vitscale.images.size import ImageSize, rows_and_columns
 
@@ -75,6 +76,13 @@ class SplitReader:
             raise OSError("its bytes do not have the hash in the index")
         return data
 
+    def entry_points_of(self, sample: int) -> bytes:
+        """Where decoding of the image can start; empty: at its top."""
+        files, hashes = self.index.entry_points, self.index.hash_prefix
+        if hashes is None or not files:
+            return b""
+        return read_entry_points(files[self.index.shard_of[sample]], key=int(hashes[sample]))
+
     def label(self, sample: int) -> int:
         return int(self.index.label[sample])
 
@@ -103,7 +111,9 @@ class Augmentation:
         self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
         self.augments = settings.augment != AugmentSettings()
 
-    def write(self, data: bytes, draw: Draw, out: torch.Tensor) -> None:
+    def write(
+        self, data: bytes, draw: Draw, out: torch.Tensor, *, entry_points: bytes = b""
+    ) -> None:
         """Write the image into `out`, uint8 [3, rows, columns]. Raises OSError or ValueError."""
         settings = self.settings
         random = CounterRandom(augmentation_key(self.seed, draw))
@@ -127,6 +137,7 @@ class Augmentation:
             interpolation=settings.interpolation,
             antialias=settings.antialias,
             flip=flip,
+            entry_points=entry_points,
         )
         self.decoder.crop(data, request, out=out)
         if right or down:
@@ -182,7 +193,8 @@ class TrainingSamples(Samples):
             sample = self._substitute(draw, attempt) if attempt else draw.sample
             try:
                 data = reader.bytes_of(sample, verify=position % VERIFY_EVERY == 0)
-                self.augmentation.write(data, draw, out)
+                entry_points = reader.entry_points_of(sample)
+                self.augmentation.write(data, draw, out, entry_points=entry_points)
                 return reader.label(sample), unreadable
             except UserError:
                 raise

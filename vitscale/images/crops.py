@@ -59,6 +59,8 @@ class CropRequest:
     antialias: bool
     flip: bool
     """Mirror left and right."""
+    entry_points: bytes = b""
+    """Of the same file (`jpeg.entry_points`), to decode less of it; empty: from the top."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

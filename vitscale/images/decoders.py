@@ -187,9 +187,9 @@ def decode_region(
     assert request.interpolation in INTERPOLATIONS
     box, cubic = request.box, request.interpolation == "bicubic"
     corners = (box.left, box.top, box.width, box.height)
-    antialias, flip = request.antialias, request.flip
+    options = (cubic, request.antialias, request.flip, MAX_PIXELS, allow_avx2)
     used_own: bool = _extension().crop(
-        data, corners, out, request.size, cubic, antialias, flip, MAX_PIXELS, allow_avx2
+        data, corners, out, request.size, *options, request.entry_points
     )
     return used_own
 

@@ -90,6 +90,9 @@ class ShardSettings(Section):
     """Target size of a tar. Samples are spread evenly over the resulting number of tars."""
     min_shards: int = Field(default=1, gt=0)
     """At least this many tars per split, for small corpora on many ranks."""
+    entry_points: bool = False
+    """Keep beside each tar where decoding of its JPEGs can start, so that training reads less of
+    them; docs/decoding.md."""
 
 
 class ImageSettings(Section):

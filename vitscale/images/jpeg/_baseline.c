@@ -49,6 +49,8 @@ struct baseline {
     JDIMENSION width, height, mcus_across, mcus_down, done; /* rows given to `sink` */
     struct span mcu_columns, mcu_rows;                      /* that hold blocks of the box */
     size_t segment, interval, until_restart;
+    struct entries entries;
+    size_t entry, place; /* the number of the next entry, and the bits before it */
     int num_bands, halves_rows;
     uint8_t *rgb, *chroma[2];
     uint16_t *sums;
@@ -292,6 +294,59 @@ static int finish_pair(struct band *band)
     return first ? blocks_transform(band->pair, band->quant, first, NULL, band->stride) : 0;
 }
 
+static size_t entry_size(const struct baseline *b)
+{
+    return 2 + 2 * (size_t)b->num_bands;
+}
+
+static JDIMENSION entries_across(const struct baseline *b, JDIMENSION each)
+{
+    return (b->mcus_across + each - 1) / each;
+}
+
+static int entries_fit(const struct baseline *b, const struct entries *entries)
+{
+    const uint8_t *bytes = entries->bytes;
+    size_t num_mcus = (size_t)b->mcus_across * b->mcus_down;
+
+    if (entries->num_bytes < ENTRY_HEADER || bytes[0] != ENTRY_VERSION || bytes[1] == 0 ||
+        b->interval != num_mcus)
+        return 0;
+    return entries->num_bytes ==
+           ENTRY_HEADER + (size_t)entries_across(b, bytes[1]) * b->mcus_down * entry_size(b);
+}
+
+static unsigned two_bytes(const uint8_t *from)
+{
+    return from[0] | (unsigned)from[1] << 8;
+}
+
+/* Go on at the last entry at or before an MCU, which must be behind the last one. Returns its
+ * column, or `mcus_across` if it lies outside the scan. */
+FAST static JDIMENSION enter(struct baseline *b, JDIMENSION row, JDIMENSION column)
+{
+    JDIMENSION each = b->entries.bytes[1];
+    size_t size = entry_size(b), number = (size_t)row * entries_across(b, each) + column / each;
+    const uint8_t *record = b->entries.bytes + ENTRY_HEADER + number * size;
+    unsigned rest;
+    int i;
+
+    for (; b->entry <= number; b->entry++)
+        b->place += two_bytes(b->entries.bytes + ENTRY_HEADER + b->entry * size);
+    if (b->place >= b->scan.ends[0] * 8)
+        return b->mcus_across;
+    rest = b->place % 8;
+    b->in.next = b->scan.bytes + b->place / 8;
+    b->in.bits = 0;
+    b->in.count = 0;
+    refill(&b->in);
+    b->in.bits <<= rest;
+    b->in.count -= (int)rest;
+    for (i = 0; i < b->num_bands; i++)
+        b->bands[i].last_dc = (uint32_t)(int16_t)two_bytes(record + 2 + 2 * i);
+    return column / each * each;
+}
+
 /* MCUs [from, stop) of a row; `any`: some of their blocks are needed. */
 FAST static int read_mcus(struct baseline *b, JDIMENSION row, JDIMENSION from, JDIMENSION stop,
                           int any)
@@ -378,17 +433,23 @@ static int read_rows(struct baseline *b)
     b->segment = skipped / b->interval; /* segments above the box are skipped entirely */
     if (next_segment(b, &b->in, b->segment))
         return -1;
+    if (b->entries.num_bytes)
+        row = b->mcu_rows.first;
     for (; row < b->mcu_rows.first; row++, from = 0)
         if (read_mcus(b, row, from, b->mcus_across, 0))
             return -1;
     for (; row < b->mcu_rows.stop; row++, from = 0) {
+        if (b->entries.num_bytes)
+            from = enter(b, row, b->mcu_columns.first);
+        if (from == b->mcus_across)
+            return -1;
         stop = b->mcu_columns.first > from ? b->mcu_columns.first : from;
         if (read_mcus(b, row, from, stop, 0) || read_mcus(b, row, stop, b->mcu_columns.stop, 1))
             return -1;
         for (i = 0; i < b->num_bands; i++)
             if (finish_pair(&b->bands[i]))
                 return -1;
-        if (row + 1 < b->mcu_rows.stop &&
+        if (row + 1 < b->mcu_rows.stop && !b->entries.num_bytes &&
             read_mcus(b, row, b->mcu_columns.stop, b->mcus_across, 0))
             return -1;
         /* The last row of an MCU is interpolated with the first row of the next. */
@@ -397,47 +458,125 @@ static int read_rows(struct baseline *b)
     return place_of(b, &b->in) <= b->scan.ends[b->segment] * 8 ? 0 : -1;
 }
 
-static int read_image(struct baseline *b, const struct jpeg_decompress_struct *codec)
+/* 0: not supported. */
+static int open_image(struct baseline *b, const struct jpeg_decompress_struct *codec,
+                      const struct box *box)
 {
     size_t num_mcus;
-    int failed;
 
-    lay_out(b, codec);
-    num_mcus = (size_t)b->mcus_across * b->mcus_down;
-    b->interval = codec->restart_interval ? codec->restart_interval : num_mcus;
-    failed = open_tables(b, codec) || open_memory(b) ||
-             scan_open(&b->scan, codec->src->next_input_byte, codec->src->bytes_in_buffer,
-                       (num_mcus + b->interval - 1) / b->interval) ||
-             read_rows(b);
-    close_memory(b);
-    return !failed;
-}
-
-int baseline_read(const struct jpeg_decompress_struct *codec, const struct box *box,
-                  struct resampler *sink)
-{
-    struct baseline b;
-
+    memset(b, 0, sizeof *b);
     if (!takes(codec) || !__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("bmi") ||
         !__builtin_cpu_supports("bmi2"))
         return 0;
-    memset(&b, 0, sizeof b);
-    b.box = *box;
-    b.sink = sink;
-    b.width = codec->image_width;
-    b.height = codec->image_height;
-    b.num_bands = codec->num_components;
-    b.done = box->top;
-    return read_image(&b, codec);
+    b->box = *box;
+    b->width = codec->image_width;
+    b->height = codec->image_height;
+    b->num_bands = codec->num_components;
+    b->done = box->top;
+    lay_out(b, codec);
+    num_mcus = (size_t)b->mcus_across * b->mcus_down;
+    b->interval = codec->restart_interval ? codec->restart_interval : num_mcus;
+    return open_tables(b, codec) == 0 &&
+           scan_open(&b->scan, codec->src->next_input_byte, codec->src->bytes_in_buffer,
+                     (num_mcus + b->interval - 1) / b->interval) == 0;
+}
+
+int baseline_read(const struct jpeg_decompress_struct *codec, const struct box *box,
+                  const struct entries *entries, struct resampler *sink)
+{
+    struct baseline b;
+    int is_read = open_image(&b, codec, box) && open_memory(&b) == 0;
+
+    if (is_read) {
+        b.sink = sink;
+        if (entries_fit(&b, entries))
+            b.entries = *entries;
+        is_read = read_rows(&b) == 0;
+    }
+    close_memory(&b);
+    return is_read;
+}
+
+/* The record of the place that was reached; -1 if it is too far or too large. */
+static int add_entry(struct baseline *b, uint8_t *record)
+{
+    size_t place = place_of(b, &b->in), bits = place - b->place;
+    int i;
+
+    if (bits > UINT16_MAX)
+        return -1;
+    record[0] = (uint8_t)bits;
+    record[1] = (uint8_t)(bits >> 8);
+    for (i = 0; i < b->num_bands; i++) {
+        int32_t dc = (int32_t)b->bands[i].last_dc;
+        if (dc < INT16_MIN || dc > INT16_MAX)
+            return -1;
+        record[2 + 2 * i] = (uint8_t)dc;
+        record[3 + 2 * i] = (uint8_t)((uint32_t)dc >> 8);
+    }
+    b->place = place;
+    return 0;
+}
+
+static int find_entries(struct baseline *b, JDIMENSION each, struct entries *entries)
+{
+    size_t size = entry_size(b), start, end;
+    JDIMENSION row, from, stop;
+    uint8_t *record;
+
+    entries->num_bytes =
+        ENTRY_HEADER + (size_t)entries_across(b, each) * b->mcus_down * size;
+    entries->bytes = record = malloc(entries->num_bytes);
+    if (record == NULL || next_segment(b, &b->in, b->segment))
+        return -1;
+    *record++ = ENTRY_VERSION;
+    *record++ = (uint8_t)each;
+    for (row = 0; row < b->mcus_down; row++)
+        for (from = 0; from < b->mcus_across; from = stop, record += size) {
+            stop = b->mcus_across - from > each ? from + each : b->mcus_across;
+            if (add_entry(b, record) || read_mcus(b, row, from, stop, 0))
+                return -1;
+        }
+    start = place_of(b, &b->in);
+    end = b->scan.ends[0] * 8;
+    return start <= end && start + 7 >= end ? 0 : -1;
+}
+
+int baseline_find_entries(const struct jpeg_decompress_struct *codec, unsigned each,
+                          struct entries *entries)
+{
+    const struct box whole = {0, 0, codec->image_width, codec->image_height};
+    struct baseline b;
+    int is_found = open_image(&b, codec, &whole) && !codec->restart_interval;
+
+    entries->bytes = NULL;
+    is_found = is_found && find_entries(&b, each, entries) == 0;
+    if (!is_found) {
+        free(entries->bytes);
+        entries->bytes = NULL;
+        entries->num_bytes = 0;
+    }
+    close_memory(&b);
+    return is_found;
 }
 
 #else
 int baseline_read(const struct jpeg_decompress_struct *codec, const struct box *box,
-                  struct resampler *sink)
+                  const struct entries *entries, struct resampler *sink)
 {
     (void)codec;
     (void)box;
+    (void)entries;
     (void)sink;
+    return 0;
+}
+
+int baseline_find_entries(const struct jpeg_decompress_struct *codec, unsigned each,
+                          struct entries *entries)
+{
+    (void)codec;
+    (void)each;
+    (void)entries;
     return 0;
 }
 #endif

@@ -11,6 +11,7 @@
 
 #include <setjmp.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 #include <jpeglib.h>
@@ -45,6 +46,8 @@ struct request {
     struct box box;
     struct resampler *sink; /* takes the rows of the box; NULL: read the header only */
     int allow_baseline;     /* our own decoder, for images that it supports */
+    struct entries entries; /* known, or found if `each` is not 0 */
+    unsigned each;
     JDIMENSION image_width, image_height;
     int was_baseline;
 };
@@ -166,10 +169,13 @@ static int run(struct request *request, char *text)
     if (request->sink != NULL) {
         check_box(&codec, &request->box);
         request->was_baseline =
-            request->allow_baseline && baseline_read(&codec, &request->box, request->sink);
+            request->allow_baseline &&
+            baseline_read(&codec, &request->box, &request->entries, request->sink);
         if (!request->was_baseline)
             read_box(&codec, request);
     }
+    if (request->each != 0)
+        baseline_find_entries(&codec, request->each, &request->entries);
     jpeg_destroy_decompress(&codec); /* frees everything, at any stage of decoding */
     return 0;
 }
@@ -207,6 +213,31 @@ static PyObject *size(PyObject *module, PyObject *arguments)
     return Py_BuildValue("II", request.image_width, request.image_height);
 }
 
+static PyObject *entries(PyObject *module, PyObject *arguments)
+{
+    struct request request = {0};
+    Py_buffer data;
+    PyObject *found = NULL;
+    int each, failed = -1;
+
+    (void)module;
+    if (!PyArg_ParseTuple(arguments, "y*ik", &data, &each, &request.max_pixels))
+        return NULL;
+    request.data = data.buf;
+    request.num_bytes = (unsigned long)data.len;
+    request.each = (unsigned)each;
+    if (each < 1 || each > UINT8_MAX)
+        PyErr_SetString(PyExc_ValueError, "an entry is at each 1 to 255 MCUs");
+    else
+        failed = run_unlocked(&request, NULL);
+    PyBuffer_Release(&data);
+    if (!failed)
+        found = PyBytes_FromStringAndSize((const char *)request.entries.bytes,
+                                          (Py_ssize_t)request.entries.num_bytes);
+    free(request.entries.bytes);
+    return found;
+}
+
 /* An integer, the side of a square, or (rows, columns). Returns 0, or -1 with an error set. */
 static int read_size(PyObject *size, Py_ssize_t *rows, Py_ssize_t *columns)
 {
@@ -237,15 +268,15 @@ static int crop_unlocked(struct request *request, int rows, int columns, const i
 static PyObject *crop(PyObject *module, PyObject *arguments)
 {
     struct request request = {0};
-    Py_buffer data, out;
+    Py_buffer data, out, known;
     PyObject *size;
     Py_ssize_t left, top, width, height, rows, columns;
     int options[4], failed = -1; /* cubic, antialias, flip, allow AVX2 */
 
     (void)module;
-    if (!PyArg_ParseTuple(arguments, "y*(nnnn)w*Opppkp", &data, &left, &top, &width, &height, &out,
+    if (!PyArg_ParseTuple(arguments, "y*(nnnn)w*Opppkpy*", &data, &left, &top, &width, &height, &out,
                           &size, &options[0], &options[1], &options[2], &request.max_pixels,
-                          &options[3]))
+                          &options[3], &known))
         return NULL;
     if (read_size(size, &rows, &columns))
         ; /* the error is set */
@@ -261,6 +292,8 @@ static PyObject *crop(PyObject *module, PyObject *arguments)
         request.data = data.buf;
         request.num_bytes = (unsigned long)data.len;
         request.allow_baseline = options[3];
+        request.entries.bytes = known.buf;
+        request.entries.num_bytes = (size_t)known.len;
         request.box.left = (JDIMENSION)left;
         request.box.top = (JDIMENSION)top;
         request.box.width = (JDIMENSION)width;
@@ -269,6 +302,7 @@ static PyObject *crop(PyObject *module, PyObject *arguments)
     }
     PyBuffer_Release(&data);
     PyBuffer_Release(&out);
+    PyBuffer_Release(&known);
     if (failed)
         return NULL;
     return PyBool_FromLong(request.was_baseline);
@@ -276,9 +310,10 @@ static PyObject *crop(PyObject *module, PyObject *arguments)
 
 static PyMethodDef methods[] = {
     {"size", size, METH_VARARGS, "size(data, max_pixels) -> (width, height)"},
+    {"entries", entries, METH_VARARGS, "entries(data, each, max_pixels) -> bytes"},
     {"crop", crop, METH_VARARGS,
      "crop(data, (left, top, width, height), out, size, cubic, antialias, flip, max_pixels, "
-     "allow_avx2): fills out with planes; size is a side or (rows, columns)"},
+     "allow_avx2, entries): fills out with planes; size is a side or (rows, columns)"},
     {NULL, NULL, 0, NULL},
 };
 

@@ -1,0 +1,117 @@
+"""Places inside a JPEG where decoding can start, found once and kept beside the shards.
+
+Owns: finding them, and the file of one tar: writing it, and reading single images of it.
+Leaves out: using them (`_baseline.c`), which tars have such files (`data_prep`).
+
+A file holds, little-endian: MAGIC; the number of images N as uint64; N uint64, the first 8 bytes of
+each image's BLAKE3, rising; N + 1 uint64, where its entry points begin; N uint32, their CRC-32;
+and the entry points, one after the other. Images without any are left out.
+"""
+
+from __future__ import annotations
+
+import io
+import mmap
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from vitscale.config.errors import UserError
+from vitscale.distributed.atomic_files import make_folders, write_bytes
+
+FOLDER_NAME = "entry_points"
+SUFFIX = ".jpt"
+MAGIC = b"VSENTRY1"
+MAX_PIXELS = 1 << 28
+# MCUs, of 8 or 16 pixels, from one entry point to the next.
+EVERY = 16
+MAX_OPEN_FILES = 64
+
+
+def find_entry_points(image: bytes | memoryview, *, every: int = EVERY) -> bytes:
+    """The entry points of an image, `every` MCUs of each row; empty if it can have none.
+
+    These are ordinary JPEGs in one scan without restart markers; on a machine without the C
+    extension or AVX2 there are none.
+    """
+    try:
+        from vitscale.images.jpeg import _region
+
+        return _region.entries(image, every, MAX_PIXELS)
+    except (ImportError, ValueError):  # ValueError: not a JPEG, or damaged
+        return b""
+
+
+def require_entry_points(*, where: str) -> None:
+    """Raise UserError if this machine cannot find entry points. where: the setting."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(file, "JPEG")
+    if not find_entry_points(file.getvalue()):
+        raise UserError(
+            "this machine cannot find entry points: that needs AVX2 and the C extension",
+            where=where,
+            next_step="install gcc and libjpeg-turbo's headers, then `pip install -e .` again",
+        )
+
+
+def entry_points_file(folder: Path, tar: str) -> Path:
+    """Where a shard folder has the entry points of one of its tars."""
+    return folder / FOLDER_NAME / f"{tar.removesuffix('.tar')}{SUFFIX}"
+
+
+def write_entry_points(path: Path, found: Mapping[int, bytes]) -> None:
+    """found: first 8 bytes of an image's BLAKE3, little-endian -> its entry points."""
+    keys = sorted(key for key, points in found.items() if points)
+    starts = np.cumsum([0, *(len(found[key]) for key in keys)], dtype="<u8")
+    sums = np.array([crc32(found[key]) for key in keys], dtype="<u4")
+    tables = (np.array(keys, "<u8"), starts, sums)
+    pieces = [MAGIC, len(keys).to_bytes(8, "little"), *(table.tobytes() for table in tables)]
+    make_folders(path.parent)
+    write_bytes(path, b"".join([*pieces, *(found[key] for key in keys)]))
+
+
+class _Table(NamedTuple):
+    keys: np.ndarray
+    starts: np.ndarray
+    sums: np.ndarray
+    points: memoryview
+
+
+def read_entry_points(path: Path, *, key: int) -> bytes:
+    """The entry points of an image; empty if there are none, or the file is missing or damaged.
+
+    key: first 8 bytes of its BLAKE3, little-endian.
+    """
+    table = _open(path)
+    if table is None:
+        return b""
+    row = int(table.keys.searchsorted(np.uint64(key)))
+    if row == len(table.keys) or int(table.keys[row]) != key:
+        return b""
+    found = bytes(table.points[int(table.starts[row]) : int(table.starts[row + 1])])
+    return found if crc32(found) == int(table.sums[row]) else b""
+
+
+@lru_cache(maxsize=MAX_OPEN_FILES)
+def _open(path: Path) -> _Table | None:
+    """The file, mapped; None if it is missing or not of this format."""
+    try:
+        with open(path, "rb") as file:
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    except (OSError, ValueError):
+        return None
+    head = len(MAGIC) + 8
+    num = int.from_bytes(data[len(MAGIC) : head], "little")
+    if data[: len(MAGIC)] != MAGIC or head + 20 * num + 8 > len(data):
+        return None
+    keys = np.frombuffer(data, "<u8", num, head)
+    starts = np.frombuffer(data, "<u8", num + 1, head + 8 * num)
+    sums = np.frombuffer(data, "<u4", num, head + 16 * num + 8)
+    points = data[head + 20 * num + 8 :]
+    return _Table(keys, starts, sums, points) if int(starts[num]) == len(points) else None
