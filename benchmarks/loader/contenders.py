@@ -19,7 +19,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from vitscale.data.order import SampleOrder
 from vitscale.data.samples import SplitReader
 from vitscale.data.settings import DataSettings
 from vitscale.data.tars.settings import WebdatasetSettings
-from vitscale.data.training_set import open_training_set
+from vitscale.data.training_set import TrainingSet, open_training_set
 from vitscale.distributed.fork_server import worker_context
 
 BATCH, SIDE, SEED = 64, 224, 0  # SIDE: pixels a side of the output, unless given
@@ -70,12 +70,20 @@ def data_settings(
     )
 
 
-def ours(task: Task, *, decoder: str, antialias: bool = False) -> Batches:
+def ours(
+    task: Task, *, decoder: str, antialias: bool = False, entry_points: bool = True
+) -> Batches:
     """As training reads: `training_batches` within `open_loader`."""
     settings = data_settings(
         task.shards, workers=task.workers, decoder=decoder, antialias=antialias
     )
-    loader = training_loader(settings, start=0, stop=BATCH << 20, side=task.side)
+    training_set = open_training_set(settings, seed=SEED)
+    if not entry_points:
+        parts = tuple(replace(part, entry_points=()) for part in training_set.parts)
+        training_set = replace(training_set, parts=parts)
+    loader = training_loader(
+        settings, start=0, stop=BATCH << 20, side=task.side, training_set=training_set
+    )
     with open_loader(loader) as batches:
         for batch in batches:
             yield batch.images, batch.labels
@@ -98,9 +106,16 @@ def streamed(task: Task) -> Batches:
             yield batch.images, batch.labels
 
 
-def training_loader(settings: DataSettings, *, start: int, stop: int, side: int = SIDE) -> Any:
+def training_loader(
+    settings: DataSettings,
+    *,
+    start: int,
+    stop: int,
+    side: int = SIDE,
+    training_set: TrainingSet | None = None,
+) -> Any:
     return training_batches(
-        open_training_set(settings, seed=SEED),
+        training_set or open_training_set(settings, seed=SEED),
         settings=settings,
         image_size=side,
         seed=SEED,
@@ -332,6 +347,9 @@ CONTENDERS = {
         in_our_order=False,
     ),
     "region": Contender(partial(ours, decoder="region"), "ours"),
+    "region_from_top": Contender(
+        partial(ours, decoder="region", entry_points=False), "ours, without entry points"
+    ),
     "region_antialias": Contender(
         partial(ours, decoder="region", antialias=True), "ours; antialias"
     ),

@@ -64,14 +64,16 @@ def test_goals_beside_missing_loaders_are_left_out(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     runs = {name: [{"rate": 100.0, "start_s": 1.0}] for name in ("torchvision", "pillow")}
+    loader_speed.print_rates(runs, side=32)
+    assert "the best rival: 1.00 (1.00 to 1.00); goal 1.7" in capsys.readouterr().out
     loader_speed.print_rates(runs)
     text = capsys.readouterr().out
     assert "pillow / webdataset: not compared, webdataset is left out" in text
-    assert "pillow / torchvision, the best rival: 1.00" in text and "goal 3.0" not in text
+    assert "pillow / torchvision, the best rival: 1.00" in text and "goal 6.0" not in text
     loader_speed.print_rates({"pillow": runs["pillow"]})
     assert "the best rival: not compared" in capsys.readouterr().out
     loader_speed.print_rates({"webdataset": [{"rate": 50.0, "start_s": 1.0}], **runs})
-    assert "pillow / webdataset: 2.00 (2.00 to 2.00); goal 3.0" in capsys.readouterr().out
+    assert "pillow / webdataset: 2.00 (2.00 to 2.00); goal 6.0: MISSED" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
