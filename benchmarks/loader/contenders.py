@@ -16,6 +16,7 @@ import importlib.util
 import io
 import itertools
 import json
+import multiprocessing
 import os
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -36,7 +37,6 @@ from vitscale.data.samples import SplitReader
 from vitscale.data.settings import DataSettings
 from vitscale.data.tars.settings import WebdatasetSettings
 from vitscale.data.training_set import TrainingSet, open_training_set
-from vitscale.distributed.fork_server import worker_context
 
 BATCH, SIDE, SEED = 64, 224, 0  # SIDE: pixels a side of the output, unless given
 AREA = (0.05, 1.0)
@@ -155,8 +155,11 @@ def webdataset_pillow(task: Task) -> Batches:
 
 
 def _processes(task: Task) -> dict[str, Any]:
-    """For torch's DataLoader: workers from a fork server, as ours have one."""
-    context = worker_context([__name__]) if task.workers else None
+    """For torch's DataLoader: workers from a fork server, as ours have one.
+
+    From Python's own: that of the product does not import the main module, where these classes are.
+    """
+    context = multiprocessing.get_context("forkserver") if task.workers else None
     return {"num_workers": task.workers, "multiprocessing_context": context}
 
 
