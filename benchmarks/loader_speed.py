@@ -41,14 +41,8 @@ try:
     )
     from benchmarks.faults.process_runs import ROOT, CommandFailed, check_results_path, run_command
     from benchmarks.loader import contenders, properties
-    from benchmarks.loader.contenders import (
-        BATCH,
-        CONTENDERS,
-        RIVALS,
-        SIDE,
-        sample_order,
-        why_missing,
-    )
+    from benchmarks.loader.contenders import CONTENDERS, RIVALS, sample_order, why_missing
+    from benchmarks.loader.ours import BATCH, SIDE
     from benchmarks.sharding.commands import make_shards_command
     from benchmarks.sharding.contenders import NUM_CORES
     from benchmarks.sharding.output_checks import WrongOutput

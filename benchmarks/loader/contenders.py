@@ -18,9 +18,10 @@ import itertools
 import json
 import multiprocessing
 import os
+import sys
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,102 +31,23 @@ import torch
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
-from vitscale.data.index import read_split
-from vitscale.data.loader import open_loader, training_batches
-from vitscale.data.order import SampleOrder
-from vitscale.data.samples import SplitReader
-from vitscale.data.settings import DataSettings
-from vitscale.data.tars.settings import WebdatasetSettings
-from vitscale.data.training_set import TrainingSet, open_training_set
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 
-BATCH, SIDE, SEED = 64, 224, 0  # SIDE: pixels a side of the output, unless given
+try:
+    from benchmarks.loader.ours import BATCH, SEED, SIDE, Batches, Task, ours, streamed
+    from vitscale.data.index import read_split
+    from vitscale.data.order import SampleOrder
+    from vitscale.data.samples import SplitReader
+except ModuleNotFoundError as error:
+    print(f"{error}. Run: pip install -e '.[demo,dev]'", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
 AREA = (0.05, 1.0)
 PNG_START = b"\x89PNG"
 MEAN, STD = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
-Pixels = torch.Tensor | None
-Batches = Generator[tuple[Pixels, torch.Tensor], None, None]
 Decode = Callable[[bytes], torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What every loader is given."""
-
-    shards: Path
-    workers: int
-    side: int
-    """Pixels a side of the output."""
-
-
-def data_settings(
-    shards: Path, *, workers: int, decoder: str = "region", antialias: bool = False
-) -> DataSettings:
-    return DataSettings(
-        path=str(shards),
-        global_batch=BATCH,
-        num_workers=workers,
-        decoder=decoder,
-        antialias=antialias,
-    )
-
-
-def ours(
-    task: Task, *, decoder: str, antialias: bool = False, entry_points: bool = True
-) -> Batches:
-    """As training reads: `training_batches` within `open_loader`."""
-    settings = data_settings(
-        task.shards, workers=task.workers, decoder=decoder, antialias=antialias
-    )
-    training_set = open_training_set(settings, seed=SEED)
-    if not entry_points:
-        parts = tuple(replace(part, entry_points=()) for part in training_set.parts)
-        training_set = replace(training_set, parts=parts)
-    loader = training_loader(
-        settings, start=0, stop=BATCH << 20, side=task.side, training_set=training_set
-    )
-    with open_loader(loader) as batches:
-        for batch in batches:
-            yield batch.images, batch.labels
-
-
-def streamed(task: Task) -> Batches:
-    """As training reads tars without an index: the same crops, through webdataset's pipeline."""
-    index = read_split(task.shards, split="train")
-    settings = data_settings(task.shards, workers=task.workers).model_copy(
-        update={
-            "reader": "webdataset",
-            "webdataset": WebdatasetSettings(
-                num_samples=index.num_samples, num_classes=len(index.classes)
-            ),
-        }
-    )
-    loader = training_loader(settings, start=0, stop=BATCH << 20, side=task.side)
-    with open_loader(loader) as batches:
-        for batch in batches:
-            yield batch.images, batch.labels
-
-
-def training_loader(
-    settings: DataSettings,
-    *,
-    start: int,
-    stop: int,
-    side: int = SIDE,
-    training_set: TrainingSet | None = None,
-) -> Any:
-    return training_batches(
-        training_set or open_training_set(settings, seed=SEED),
-        settings=settings,
-        image_size=side,
-        seed=SEED,
-        start=start,
-        stop=stop,
-        rank=0,
-        world_size=1,
-        micro_batch=BATCH,
-        pin_memory=False,
-    )
 
 
 def webdataset_pillow(task: Task) -> Batches:

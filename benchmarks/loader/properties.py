@@ -23,15 +23,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 
-from benchmarks.loader.contenders import (
-    AREA,
-    BATCH,
-    SEED,
-    SIDE,
-    data_settings,
-    sample_order,
-    training_loader,
-)
+from benchmarks.loader.contenders import AREA, sample_order
+from benchmarks.loader.ours import BATCH, SEED, SIDE, data_settings, training_loader
 from vitscale.data.index import read_split
 from vitscale.data.loader import open_loader
 from vitscale.data.order import Draw, SampleOrder, TrainingOrder

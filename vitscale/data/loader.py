@@ -8,6 +8,7 @@ normalisation (`engine`).
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -32,6 +33,8 @@ from vitscale.images.size import ImageSize, rows_and_columns
 
 # How long the end of a loader waits for the thread that pins memory.
 CLOSE_S = 1.0
+# Copies of batches whose memory is used again.
+MAX_KEPT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,8 @@ def open_loader(loader: Loader) -> Iterator[Iterator[Batch]]:
             with closing(_Pinned(stream)) as batches:
                 yield batches
         else:
-            yield (_copied(filled, pinned=False) for filled in stream)
+            memory = _Memory()
+            yield (_batch(memory.copy(x), y.clone(), unreadable) for x, y, unreadable in stream)
     finally:
         stream.close()
 
@@ -195,15 +199,42 @@ def _filled_here(loader: Loader) -> Iterator[Batch]:
         images = torch.empty(len(positions), 3, *shape, dtype=torch.uint8)
         labels, unreadable = fill_batch(loader.samples, positions, images)
         batch = Filled(images, torch.tensor(labels), tuple(unreadable))
-        yield _copied(batch, pinned=True) if loader.pin_memory else _batch(*batch)
+        yield _pinned(batch) if loader.pin_memory else _batch(*batch)
 
 
-def _copied(filled: Filled, *, pinned: bool) -> Batch:
+def _pinned(filled: Filled) -> Batch:
     """Copy a batch out of its slot."""
     images, labels, unreadable = filled
-    if pinned:
-        return _batch(images.pin_memory(), labels.pin_memory(), unreadable, pinned=True)
-    return _batch(images.clone(), labels.clone(), unreadable)
+    return _batch(images.pin_memory(), labels.pin_memory(), unreadable, pinned=True)
+
+
+class _Memory:
+    """For copies of batches: used again when no tensor shows it, since new pages take longer than
+    the copy."""
+
+    def __init__(self) -> None:
+        self._arrays: list[np.ndarray] = []
+
+    def copy(self, images: torch.Tensor) -> torch.Tensor:
+        arrays, shape = self._arrays, tuple(images.shape)
+        for number in range(len(arrays)):
+            if arrays[number].shape == shape and _references(arrays, number) == UNUSED:
+                break
+        else:
+            del arrays[: len(arrays) + 1 - MAX_KEPT]
+            arrays.append(np.empty(shape, np.uint8))
+            number = len(arrays) - 1
+        # By one thread: torch's would wait for cores that decode.
+        np.copyto(arrays[number], images.numpy())
+        return torch.from_numpy(arrays[number])
+
+
+def _references(arrays: list[np.ndarray], number: int) -> int:
+    """The storage of a tensor adds one, however many tensors share it."""
+    return sys.getrefcount(arrays[number])
+
+
+UNUSED = _references([np.empty(0)], 0)
 
 
 def _batch(
@@ -248,7 +279,7 @@ class _Pinned(Iterator[Batch]):
     def _copy(self) -> None:
         try:
             for filled in self._stream:
-                self._put(_copied(filled, pinned=True))
+                self._put(_pinned(filled))
                 if self._closed:
                     return
             self._put(StopIteration())
