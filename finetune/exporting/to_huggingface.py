@@ -72,6 +72,7 @@ class HuggingFaceFormat(Format):
             return None
         import transformers
 
+        transformers.utils.logging.disable_progress_bar()
         kind: Any = getattr(transformers, _class_name(loaded))
         model = kind.from_pretrained(folder, local_files_only=True, **_options(loaded)).eval()
         outputs = model(pixel_values=images_B3HW)

@@ -100,7 +100,7 @@ def read_entry_points(path: Path, *, key: int) -> bytes:
 
 @lru_cache(maxsize=MAX_OPEN_FILES)
 def _open(path: Path) -> _Table | None:
-    """The file, mapped; None if it is missing or not of this format."""
+    """The file, mapped; None if it is missing, not of this format, or has no image."""
     try:
         with open(path, "rb") as file:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -108,7 +108,7 @@ def _open(path: Path) -> _Table | None:
         return None
     head = len(MAGIC) + 8
     num = int.from_bytes(data[len(MAGIC) : head], "little")
-    if data[: len(MAGIC)] != MAGIC or head + 20 * num + 8 > len(data):
+    if not num or data[: len(MAGIC)] != MAGIC or head + 20 * num + 8 > len(data):
         return None
     keys = np.frombuffer(data, "<u8", num, head)
     starts = np.frombuffer(data, "<u8", num + 1, head + 8 * num)
