@@ -245,6 +245,8 @@ def missing(name: str) -> str | None:
         decode_region(file.getvalue(), request, pixels)
     except ValueError as error:
         return str(error)
+    except TypeError:  # it takes other arguments
+        return "its C extension was built from other sources"
     expected = crops.decode(file.getvalue())[21:30, 20:29].permute(2, 0, 1).numpy()
     return None if np.array_equal(pixels, expected) else "its pixels differ from Pillow's"
 

@@ -42,7 +42,7 @@ def find_entry_points(image: bytes | memoryview, *, every: int = EVERY) -> bytes
         from vitscale.images.jpeg import _region
 
         return _region.entries(image, every, MAX_PIXELS)
-    except (ImportError, ValueError):  # ValueError: not a JPEG, or damaged
+    except (ImportError, AttributeError, ValueError):  # ValueError: not a JPEG, or damaged
         return b""
 
 

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -388,6 +389,17 @@ def test_a_machine_without_the_extension_says_how_to_get_it(
         with pytest.raises(UserError, match="libjpeg-dev") as error:
             resolve_decoder("region")
         assert "auto, region, simplejpeg, pillow" in str(error.value)
+        assert resolve_decoder("auto") == "simplejpeg"
+    finally:
+        decoders.missing.cache_clear()
+
+
+def test_an_extension_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    stale = SimpleNamespace(crop=lambda data, box: True)
+    monkeypatch.setattr(decoders, "_extension", lambda: stale)
+    decoders.missing.cache_clear()
+    try:
+        assert decoders.missing("region") == "its C extension was built from other sources"
         assert resolve_decoder("auto") == "simplejpeg"
     finally:
         decoders.missing.cache_clear()
