@@ -26,6 +26,7 @@ class Neighbour:
         self.rank = world.rank - world.local_rank if is_last else world.rank + 1
         self.needs_address = world.store is not None and self.rank != world.rank
         self._watched: int | None = None
+        self._was_gone = False
 
     def announce(self) -> None:
         """Say where this rank's process is."""
@@ -33,7 +34,10 @@ class Neighbour:
         self._store.set(f"{KEY}/{self._own}", _address(os.getpid()))
 
     def read_address(self) -> None:
-        """Begin to watch the neighbour, if it has announced itself and can be seen from here."""
+        """Begin to watch the neighbour, if it has announced itself and can be seen from here.
+
+        It may have ended since.
+        """
         assert self._store is not None
         key = f"{KEY}/{self.rank}"
         if not self._store.check([key]):
@@ -41,8 +45,13 @@ class Neighbour:
         self.needs_address = False
         address = self._store.get(key).decode()
         pid = int(address.rpartition(" ")[2])
-        with suppress(OSError):
+        try:
             watched = os.pidfd_open(pid)
+        except OSError as error:
+            # Of another process namespace or node it may be there all the same.
+            is_near = _place(address) == _place(_address(os.getpid()))
+            self._was_gone = isinstance(error, ProcessLookupError) and is_near
+        else:
             # Of another process namespace it would be another process.
             if _address(pid) == address:
                 self._watched = watched
@@ -50,14 +59,21 @@ class Neighbour:
                 os.close(watched)
 
     def is_gone(self) -> bool:
-        """Whether its process has ended. False as long as it is not watched."""
-        return self._watched is not None and bool(select.select([self._watched], [], [], 0)[0])
+        """Whether its process has ended. False as long as it cannot be seen."""
+        if self._watched is None:
+            return self._was_gone
+        return bool(select.select([self._watched], [], [], 0)[0])
 
     def forget(self) -> None:
         """Watch it no longer."""
         if self._watched is not None:
             os.close(self._watched)
-        self._watched = None
+        self._watched, self._was_gone = None, False
+
+
+def _place(address: str) -> str:
+    """Node and process namespace."""
+    return address.rsplit(" ", 2)[0]
 
 
 def _address(pid: int) -> str:
