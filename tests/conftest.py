@@ -17,6 +17,7 @@ from tests.hang_watch import (  # noqa: F401  # hooks
     pytest_runtest_logstart,
     pytest_runtest_protocol,
 )
+from tests.support.golden import Golden
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore searches new ones. Without a deadline:
 # a shared machine may stall.
@@ -25,6 +26,15 @@ settings.register_profile("explore", deadline=None)
 # The developer's own site file has no effect on the tests.
 os.environ["VITSCALE_SITE"] = ""
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--renew-golden", action="store_true", help="write tests/golden anew")
+
+
+@pytest.fixture(scope="session")
+def golden(pytestconfig: pytest.Config) -> Golden:
+    return Golden(renew=pytestconfig.getoption("--renew-golden"))
 
 
 @contextmanager
