@@ -18,6 +18,7 @@ from tests.hang_watch import (  # noqa: F401  # hooks
     pytest_runtest_protocol,
 )
 from tests.support.golden import Golden
+from tests.support.ranks.warm_ranks import WarmStarter
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore searches new ones. Without a deadline:
 # a shared machine may stall.
@@ -35,6 +36,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def golden(pytestconfig: pytest.Config) -> Golden:
     return Golden(renew=pytestconfig.getoption("--renew-golden"))
+
+
+@pytest.fixture(scope="session")
+def warm_starter() -> Iterator[WarmStarter]:
+    with WarmStarter() as starter:
+        yield starter
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -38,12 +37,6 @@ def digits_shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
         script, *arguments = map(str, command)
         subprocess.run([sys.executable, ROOT / script, *arguments], check=True, cwd=folder)
     return folder / "shards"
-
-
-@pytest.fixture(scope="session")
-def warm_starter() -> Iterator[WarmStarter]:
-    with WarmStarter() as starter:
-        yield starter
 
 
 @pytest.fixture(scope="session")

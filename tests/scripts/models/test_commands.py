@@ -1,0 +1,153 @@
+"""The commands of `finetune/`, started as users start them, on stored weights and on a run."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from tests.scripts.models.conftest import NPZ, NUM_HEADS, SAFETENSORS, Scripts
+from tests.support.golden import Golden
+
+pytestmark = pytest.mark.distributed
+
+REL = 1e-5
+EVALUATIONS = (
+    "[{name: classification}, {name: calibration}, {name: per_class}, {name: confusion}, "
+    "{name: knn, k: 5}, {name: few_shot, shots: [2], num_draws: 2}]"
+)
+FORMATS = {
+    "timm": {"config.json", "model.safetensors"},
+    "huggingface": {"config.json", "model.safetensors", "preprocessor_config.json"},
+    "npz": {"model.npz", "vitscale.json"},
+    "safetensors": {"model.safetensors", "vitscale.json"},
+    "onnx": {"model.onnx", "vitscale.json"},
+}
+# Width and height in px; of the pictures that stay.
+PICTURES = {
+    "patch_filters": (682, 473),
+    "position_similarity": (726, 649),
+    "attention_distance": (704, 484),
+    "attention_rollout": (814, 583),
+}
+Run = tuple[Path, dict[str, list[float]]]
+
+
+def predictions(path: Path) -> list[dict[str, Any]]:
+    """Rows of a table, with names instead of paths and numbers instead of text."""
+    if path.suffix == ".parquet":
+        rows = pq.read_table(path).to_pylist()
+    else:
+        rows = list(csv.DictReader(path.open()))
+    for row in rows:
+        row["image"] = Path(row["image"]).name
+        for name in row:
+            row[name] = float(row[name]) if name.startswith("p_") else row[name] or None
+    return rows
+
+
+def shares(path: Path) -> np.ndarray:
+    """Probability of each class, by name, of each image."""
+    found = []
+    for row in predictions(path):
+        pairs = sorted((row[f"class_{rank}"], row[f"p_{rank}"]) for rank in (1, 2, 3))
+        found.append([share for _, share in pairs])
+    return np.array(found)
+
+
+def results(folder: Path) -> dict[str, float]:
+    stored = json.loads((folder / "results.json").read_text())
+    return {row["metric"]: row["value"] for row in stored["results"]}
+
+
+def test_finetuning_starts_from_weight_files(
+    golden: Golden, scripts: Scripts, from_npz: Run
+) -> None:
+    """Positions are resampled; the first keeps its head, the second gets a head of zeros."""
+    words = (f"init={SAFETENSORS}", "position_embedding=timm")
+    like_deit3 = ("model.layer_scale=1e-4", "model.class_position=false", "model.gelu=erf")
+    _, headless = scripts.finetune("from-safetensors", *words, *like_deit3)
+    found = {"npz": from_npz[1], "safetensors": headless}
+    assert found["safetensors"]["train/loss"][0] == pytest.approx(np.log(3), rel=1e-6)
+    golden.json("scripts/finetune.json", found, rel=REL)
+
+
+def test_evaluations_of_files_and_of_a_run(golden: Golden, scripts: Scripts, from_npz: Run) -> None:
+    found = {}
+    data = (f"data.path={scripts.shards}", "data.num_workers=0", "tracking.uri=null")
+    for name, words in {
+        "npz": (f"init={NPZ}", *data),
+        "safetensors": (f"init={SAFETENSORS}", NUM_HEADS, "image_size=12", *data),
+        "run": (f"init={from_npz[0]}", "data.num_workers=0"),
+    }.items():
+        output = scripts.folder / f"evaluated-{name}"
+        more = (f"output={output}", "compute.device=cpu", f"evaluate={EVALUATIONS}")
+        printed = scripts.run("evaluate_model", *words, *more)
+        assert "95 % interval" in printed
+        found[name] = results(output)
+    golden.json("scripts/evaluate.json", found, rel=REL)
+    last = {name: values[-1] for name, values in from_npz[1].items() if name.startswith("val/")}
+    assert found["run"]["top1"] == last["val/top1"]
+
+
+def test_predictions_as_csv_and_parquet(golden: Golden, scripts: Scripts) -> None:
+    found = {}
+    for name, words, inputs in (
+        ("npz.csv", (f"init={NPZ}",), scripts.shards),
+        ("npz.parquet", (f"init={NPZ}",), scripts.images),
+        ("safetensors.csv", (f"init={SAFETENSORS}", NUM_HEADS, "image_size=12"), scripts.images),
+    ):
+        output = scripts.folder / f"predicted-{name}"
+        more = (f"output={output}", "compute.device=cpu", "num_workers=0", "top=3")
+        scripts.run("predict", *words, *more, inputs)
+        found[name] = predictions(output)
+    golden.json("scripts/predict.json", found, rel=REL)
+
+
+@pytest.mark.slow
+def test_exports_predict_as_the_run_does(scripts: Scripts, from_npz: Run) -> None:
+    def predicted(init: Path, name: str) -> np.ndarray:
+        output = scripts.folder / f"{name}.parquet"
+        more = (f"output={output}", "compute.device=cpu", "num_workers=0", "top=3")
+        scripts.run("predict", f"init={init}", *more, scripts.images)
+        return shares(output)
+
+    expected = predicted(from_npz[0], "own")
+    assert expected.std(axis=0).min() > 0.003
+    for to, files in FORMATS.items():
+        folder = scripts.folder / f"exported-{to}"
+        printed = scripts.run("export", f"init={from_npz[0]}", "--to", to, folder)
+        assert "checked: the same logits" in printed
+        assert {path.name for path in folder.iterdir()} == {"README.md", *files}
+        if to != "onnx":
+            assert np.abs(predicted(folder, to) - expected).max() < 1e-5
+    session = onnxruntime.InferenceSession(scripts.folder / "exported-onnx/model.onnx")
+    (logits,) = session.run(None, {"images": np.zeros((5, 3, 12, 12), np.float32)})
+    assert logits.shape == (5, 3)
+    again = scripts.run("export", f"init={NPZ}", "--to", "npz", folder, code=2)
+    assert "is not empty" in again and "Traceback" not in again
+
+
+def test_pictures_are_drawn(scripts: Scripts, from_npz: Run) -> None:
+    names = f"pictures=[{', '.join(PICTURES)}]"
+    more = ("num_images=4", "num_measured_images=12", "compute.device=cpu", "mlflow=false")
+    scripts.run("visualize", f"init={from_npz[0]}", names, *more)
+    output = scripts.folder / "pictures"
+    words = (f"init={NPZ}", f"output={output}", "pictures=[attention_rollout]")
+    scripts.run("visualize", *words, *more, scripts.images)
+    found = {}
+    for name in PICTURES:
+        with Image.open(from_npz[0] / f"pictures/{name}.png", formats=["PNG"]) as image:
+            pixels = np.asarray(image.convert("RGB"), np.float64)
+        found[name] = image.size
+        # Lines and curves on white, or tiles.
+        assert pixels.std() > 10 and len(np.unique(pixels.reshape(-1, 3), axis=0)) > 50
+    assert found == PICTURES
+    assert [path.name for path in output.iterdir()] == ["attention_rollout.png"]
