@@ -1,0 +1,120 @@
+"""A job on a SLURM of shell scripts: submitted by launch/slurm.py, and run by bash."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.golden import FOLDER
+from tests.support.waiting import PATIENCE_S
+
+REPOSITORY = Path(__file__).parents[3]
+PROGRAMS = REPOSITORY / "tests/support/fake_slurm"
+CONFIG = f"""\
+stage: pretrain
+name: small
+data: {{path: {FOLDER}/shards/folder, val_split: test, global_batch: 2, num_workers: 0}}
+model: {{preset: Ti/16, image_size: 32}}
+optim: {{lr: 0.001}}
+schedule: {{steps: 100}}
+tracking: {{uri: null}}
+launch: {{nodes: 2, max_requeues: 9, snapshot: false}}
+"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FakeSlurm:
+    """A folder with a run, and the answers of the fake programs."""
+
+    folder: Path
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / "runs/small"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        path = f"{PROGRAMS}:{os.environ['PATH']}"
+        return os.environ | {"PATH": path, "FAKE_SLURM": str(self.folder / "slurm")}
+
+    def write(self, name: str, text: str) -> None:
+        """An answer: queue, state or ranks."""
+        (self.folder / "slurm" / name).write_text(text)
+
+    def call(self, script: str, *arguments: str, slurm: bool = True) -> str:
+        """Output of a script of launch/, called in the folder."""
+        done = subprocess.run(
+            [sys.executable, str(REPOSITORY / script), *arguments],
+            cwd=self.folder, capture_output=True, text=True, timeout=PATIENCE_S,
+            env=self.environment if slurm else os.environ | {"PATH": str(self.folder)},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def run_job(self, ranks: str, *, restart: int = 0, state: str = "RUNNING") -> int:
+        """Run the batch script once, as SLURM does. Returns the exit code of the job."""
+        self.write("ranks", ranks)
+        self.write("state", state)
+        self.write("calls", "")
+        script = (self.folder / "slurm/script").read_text()
+        log = re.findall(r"#SBATCH --output=(.*)", script)[0].replace("%j", "12")
+        variables = {"SLURM_RESTART_COUNT": str(restart)} if restart else {}
+        variables |= {
+            "SLURM_JOB_ID": "12",
+            "SLURM_JOB_NODELIST": "n[1-2]",
+            "SLURM_JOB_NUM_NODES": "2",
+            "SLURMD_NODENAME": "n1",
+            "RUN": str(self.run_folder),
+        }
+        with open(log, "a") as output:
+            done = subprocess.run(
+                ["bash", str(self.folder / "slurm/script")],
+                cwd=self.folder, env=self.environment | variables, timeout=PATIENCE_S,
+                stdout=output, stderr=output,
+            )  # fmt: skip
+        return done.returncode
+
+    @property
+    def is_requeued(self) -> bool:
+        """Whether the last run of the job asked SLURM to start it again."""
+        calls = [line for line in self.calls if line.startswith("scontrol requeue")]
+        assert calls in ([], ["scontrol requeue 12"])
+        return bool(calls)
+
+    @property
+    def calls(self) -> list[str]:
+        return (self.folder / "slurm/calls").read_text().splitlines()
+
+    @property
+    def log(self) -> str:
+        return (self.run_folder / "slurm/12/12_0_log.out").read_text()
+
+
+@pytest.fixture(scope="session")
+def submitted(tmp_path_factory: pytest.TempPathFactory) -> FakeSlurm:
+    """A job that was submitted and never ran; not to be changed."""
+    slurm = FakeSlurm(folder=tmp_path_factory.mktemp("slurm"))
+    (slurm.folder / "slurm").mkdir()
+    (slurm.folder / "run.yaml").write_text(CONFIG)
+    slurm.write("queue", "")
+    output = slurm.call("launch/slurm.py", "--config", "run.yaml")
+    assert "submitted job 12: small, 2 task(s)" in output
+    return slurm
+
+
+@pytest.fixture
+def slurm(submitted: FakeSlurm, tmp_path: Path) -> FakeSlurm:
+    """The submitted job, to be run."""
+    folder = tmp_path / "job"
+    shutil.copytree(submitted.folder, folder, symlinks=True)
+    slurm = FakeSlurm(folder=folder)
+    script = (folder / "slurm/script").read_text()
+    slurm.write("script", script.replace(str(submitted.folder), str(folder)))
+    return slurm
