@@ -1,0 +1,112 @@
+"""The first global batches of training and evaluation are those of the golden files."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.support.golden import Golden
+from tests.support.runs import OTHER_SHARDS, SHARDS, TINY, make_shards
+from vitscale.data.loader import Batch, evaluation_batches, open_loader, training_batches
+from vitscale.data.mixing import mix_batch
+from vitscale.data.settings import DataSettings
+from vitscale.data.training_set import open_training_set, open_val_split
+
+BATCH, BATCHES, SIZE, SEED = 8, 3, 8, 7
+TRAINING: dict[str, dict[str, Any]] = {
+    "plain": {"crop": "plain", "interpolation": "bicubic", "antialias": True},
+    "augreg": {
+        "augment": {"randaugment": {"num_ops": 2, "magnitude": 15}},
+        "mixing": {"mixup_alpha": 0.5},
+    },
+    "deit": {
+        "views": 2,
+        "interpolation": "bicubic",
+        "augment": {
+            "randaugment": {"policy": "timm", "magnitude": 9, "magnitude_std": 0.5},
+            "erasing": {"probability": 0.5, "mode": "pixel"},
+        },
+        "mixing": {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "mode": "pair"},
+    },
+    "two_sets": {
+        "mixture": [{"path": str(OTHER_SHARDS), "share": 0.3}],
+        "augment": {"three_augment": True},
+        "first_percent": 80.0,
+    },
+}
+EVALUATION: dict[str, dict[str, Any]] = {
+    "squash": {},
+    "center_crop": {"eval_resize": "center_crop", "eval_interpolation": "bicubic"},
+}
+
+
+def settings(changes: dict[str, Any]) -> DataSettings:
+    return DataSettings.model_validate(TINY["data"] | changes)
+
+
+def rows(batch: Batch) -> list[str]:
+    """Each image as its label and the hash of its pixels."""
+    images = zip(batch.images, batch.labels.tolist(), strict=True)
+    return [f"{label} {hashlib.sha256(image.numpy()).hexdigest()[:32]}" for image, label in images]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stored_shards(golden: Golden, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Write the shards of all golden trainings anew, first of all with --renew-golden."""
+    for shards, how in (
+        (SHARDS, {"per_class": 20, "seed": 100}),
+        (OTHER_SHARDS, {"per_class": 5, "seed": 200}),
+    ):
+        make = partial(make_shards, images=tmp_path_factory.mktemp("images"), **how)
+        golden.folder(f"training/{shards.name}", make)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training(golden: Golden, name: str) -> None:
+    data = settings(TRAINING[name])
+    loader = training_batches(
+        open_training_set(data, seed=SEED),
+        settings=data,
+        image_size=SIZE,
+        seed=SEED,
+        start=0,
+        stop=BATCHES * BATCH,
+        rank=0,
+        world_size=1,
+        micro_batch=BATCH,
+        pin_memory=False,
+    )
+    found: list[dict[str, Any]] = []
+    with open_loader(loader) as batches:
+        for step, batch in enumerate(batches):
+            found.append({"images": rows(batch)})
+            if data.mixing is not None:
+                first = step * BATCH
+                mixed = mix_batch(batch, data.mixing, seed=SEED, step=step, first_position=first)
+                assert mixed.mixed_labels is not None and mixed.mix_lambda is not None
+                found[-1]["mixed_labels"] = mixed.mixed_labels.tolist()
+                found[-1]["mix_lambda"] = mixed.mix_lambda.tolist()
+                # Mixed pixels are not whole numbers, and processors round them differently.
+                found[-1]["mixed_mean"] = mixed.images.mean(dim=(1, 2, 3)).tolist()
+    golden.json(f"training/batches/{name}.json", found, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", EVALUATION)
+def test_evaluation(golden: Golden, name: str) -> None:
+    data = settings(EVALUATION[name])
+    index = open_val_split(data)
+    assert index is not None
+    batches = evaluation_batches(
+        index,
+        settings=data,
+        image_size=SIZE,
+        rank=0,
+        world_size=1,
+        micro_batch=BATCH,
+        pin_memory=False,
+    )
+    found = [{"images": rows(batch), "weights": batch.weights.tolist()} for batch in batches]
+    golden.json(f"training/batches/{name}.json", found)

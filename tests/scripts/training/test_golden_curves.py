@@ -1,0 +1,81 @@
+"""Losses, learning rates and gradient norms of short trainings are those of the golden files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.golden import Golden
+from tests.support.ranks.warm_ranks import WarmStarter
+from tests.support.runs import CURVES, MIXED, REL, journal, run
+
+pytestmark = pytest.mark.distributed
+
+OBJECTIVES = {
+    "mae": (
+        *("objective.name=mae", "objective.decoder_width=8", "objective.decoder_depth=1"),
+        *("objective.decoder_heads=2", "model.positions=sincos2d_mae"),
+    ),
+    "masked_patch_prediction": (
+        "objective.name=masked_patch_prediction",
+        "objective.target=mean_color",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def supervised(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run, two ranks at ZeRO 1."""
+    folder = tmp_path_factory.mktemp("supervised")
+    run(warm_starter, "pretrain/main.py", folder, *MIXED, num_ranks=2)
+    return folder / "run"
+
+
+def test_supervised(supervised: Path, golden: Golden) -> None:
+    golden.json("training/curves/supervised.json", journal(supervised, *CURVES), rel=REL)
+
+
+@pytest.mark.parametrize("stage", [0, pytest.param(2, marks=pytest.mark.slow), 3])
+def test_every_zero_stage_gives_the_same(
+    warm_starter: WarmStarter, tmp_path: Path, golden: Golden, stage: int
+) -> None:
+    run(
+        warm_starter,
+        "pretrain/main.py",
+        tmp_path,
+        *MIXED,
+        f"engine.zero_stage={stage}",
+        num_ranks=2,
+    )
+    golden.json("training/curves/supervised.json", journal(tmp_path / "run", *CURVES), rel=REL)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_objectives_without_labels(
+    warm_starter: WarmStarter, tmp_path: Path, golden: Golden, name: str
+) -> None:
+    run(warm_starter, "pretrain/main.py", tmp_path, *OBJECTIVES[name])
+    golden.json(f"training/curves/{name}.json", journal(tmp_path / "run", *CURVES), rel=REL)
+
+
+def test_distillation(
+    warm_starter: WarmStarter, supervised: Path, tmp_path: Path, golden: Golden
+) -> None:
+    teacher = f"objective.teacher.weights={supervised}"
+    token = "model.distillation_token=true"
+    run(warm_starter, "pretrain/main.py", tmp_path, "objective.name=distillation", teacher, token)
+    golden.json("training/curves/distillation.json", journal(tmp_path / "run", *CURVES), rel=REL)
+
+
+def test_finetuning_at_a_higher_resolution(
+    warm_starter: WarmStarter, supervised: Path, tmp_path: Path, golden: Golden
+) -> None:
+    run(
+        warm_starter,
+        "finetune/main.py",
+        tmp_path,
+        f"init={supervised}",
+        "model.image_size=16",
+    )
+    golden.json("training/curves/finetune.json", journal(tmp_path / "run", *CURVES), rel=REL)

@@ -1,0 +1,131 @@
+"""A tiny training, its shards, and one function that runs a script.
+
+Everything is drawn from fixed seeds and computed by one thread, so a run gives the same numbers
+each time.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from PIL import Image
+
+from tests.support.golden import FOLDER
+from tests.support.ranks.fault_runs import wait_all, wait_and_end_others
+from tests.support.ranks.rank_processes import ROOT
+from tests.support.ranks.warm_ranks import WarmStarter
+
+SHARDS = FOLDER / "training/shards"
+OTHER_SHARDS = FOLDER / "training/other_shards"
+CLASSES = ("ant", "bee", "cod")
+
+# Without dropout, whose draws depend on the processor. Two ranks accumulate two micro-batches.
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "data": {
+        "path": str(SHARDS),
+        "global_batch": 8,
+        "num_workers": 0,
+        "crop_area": [0.5, 1.0],
+        "mean": [0.4, 0.5, 0.6],
+    },
+    "model": {
+        "image_size": 8,
+        "patch_size": 2,
+        "width": 16,
+        "depth": 2,
+        "num_heads": 2,
+        "mlp_width": 32,
+    },
+    "optim": {"lr": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0},
+    "schedule": {"steps": 20, "warmup_steps": 5},
+    "engine": {"device": "cpu", "num_threads": 1, "timeout_min": 1.0, "max_micro_batch": 2},
+    "checkpoint": {"every_steps": 100},
+    "evaluate": [],
+    "tracking": {"uri": None, "log_every_steps": 1},
+}
+SGD = {"optim": {"name": "sgd", "lr": 1e-3, "clip_norm": 1.0}}
+TRAININGS = {
+    "pretrain/main.py": TINY | {"stage": "pretrain"},
+    "finetune/main.py": TINY | SGD | {"stage": "finetune"},
+}
+MIXED = ("data.mixing.mixup_alpha=0.8", "data.mixing.cutmix_alpha=1.0", "data.mixing.mode=pair")
+CURVES = ("train/loss", "train/lr", "train/grad_norm")
+# Processors add in another order. After 20 steps SSE and AVX-512 differ by 1.1e-6.
+REL = 1e-5
+
+
+def run(
+    starter: WarmStarter,
+    script: str,
+    folder: Path,
+    *arguments: str,
+    num_ranks: int = 1,
+    faults: Mapping[int, list[dict[str, Any]]] | None = None,
+) -> str:
+    """Run a script, a training on the tiny configuration in FOLDER/run; returns rank 0's output.
+
+    faults: by rank. They end the script; the ranks left 10 s later are killed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    command: list[str | Path] = [ROOT / script]
+    if faults:
+        command.insert(0, ROOT / "tests/support/ranks/patched_rank.py")
+    if script in TRAININGS:
+        (folder / "tiny.yaml").write_text(yaml.safe_dump(TRAININGS[script]))
+        command += ["--config", folder / "tiny.yaml", f"output={folder / 'run'}"]
+    own = [
+        {"VITSCALE_FAULTS": json.dumps((faults or {}).get(rank, [])), "VITSCALE_MUTANT": ""}
+        for rank in range(num_ranks)
+    ]
+    ranks = starter.start(
+        [*command, *arguments], num_ranks=num_ranks, folder=folder, own_environment=own
+    )
+    codes = wait_and_end_others(ranks, grace_s=10) if faults else wait_all(ranks)
+    assert any(codes) == bool(faults), (codes, ranks[0].output())
+    return ranks[0].output()
+
+
+def journal(folder: Path, *names: str) -> dict[str, list[float]]:
+    """The values of each step in the journal of a run folder, by metric; null: without them."""
+    rows: dict[int, dict[str, Any]] = {}
+    for line in (folder / "journal.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rows.setdefault(row["step"], {}).update(row)
+    return {
+        name: [rows[step][name] for step in sorted(rows) if name in rows[step]] for name in names
+    }
+
+
+def make_shards(folder: Path, *, images: Path, per_class: int, seed: int) -> None:
+    """Write small photographs of different shapes as JPEG, and shards of them.
+
+    images: an empty folder for the photographs.
+    """
+    for number in range(per_class * len(CLASSES)):
+        path = images / CLASSES[number % len(CLASSES)] / f"{number:03d}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(_photograph(seed + number, colour=number % len(CLASSES)))
+    command = ["data_prep/make_shards.py", "--config", "configs/data/image_folder.yaml"]
+    command += [f"source.path={images}", f"output={folder}", "source.holdout_fraction=0.2"]
+    command += ["shards.min_shards=2"]
+    subprocess.run([sys.executable, *command], check=True, cwd=ROOT)
+
+
+def _photograph(seed: int, *, colour: int) -> bytes:
+    random = np.random.default_rng(seed)
+    small = random.integers(0, 180, (4, 5, 3), dtype=np.uint8)
+    small[..., colour] += 60
+    width, height = 14 + seed % 7, 12 + seed % 4
+    image = Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+    file = io.BytesIO()
+    image.save(file, format="JPEG", quality=85)
+    return file.getvalue()
