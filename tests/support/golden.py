@@ -36,7 +36,8 @@ class Golden:
             self._write(name, json.dumps(found, indent=1) + "\n")
         expected = json.loads((FOLDER / name).read_text())
         found = json.loads(json.dumps(found))
-        assert differences(found, expected, rel=rel) == []
+        changed = differences(found, expected, rel=rel)
+        assert not changed, "\n".join(changed)
 
     def folder(self, name: str, make: Callable[[Path], None]) -> Path:
         """Return a golden folder or file; `make` writes it when golden files are renewed."""
