@@ -24,7 +24,7 @@ WITHOUT_EFFECT = (
     *("name", "output", "launch", "tracking", "checkpoint"),
     *("data.num_workers", "data.timeout_s", "data.remote", "data.planned_num_samples"),
     *("engine.num_threads", "engine.timeout_min", "engine.init_timeout_min"),
-    *("engine.max_micro_batch", "engine.profile_steps", "engine.compare_weights_every_steps"),
+    *("engine.max_micro_batch", "engine.profile_steps"),
 )
 MAX_CHANGES = 5
 

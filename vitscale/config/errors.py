@@ -22,8 +22,6 @@ EXIT_STORAGE = 74
 EXIT_STOPPED_RESUMABLE = 75
 # Losses or gradients stayed not finite: the same start would end in the same way.
 EXIT_DIVERGED = 76
-# Ranks have different weights: a fault of the hardware, so that another node may succeed.
-EXIT_WEIGHTS_DIFFER = 77
 
 
 class FailureKind(StrEnum):
@@ -31,7 +29,6 @@ class FailureKind(StrEnum):
 
     BAD_INPUT = "bad input"
     DIVERGED = "diverged"
-    WEIGHTS_DIFFER = "weights differ"
     STORAGE = "storage"
     DEVICE = "device"
     WORKER = "worker"
@@ -48,7 +45,6 @@ class FailureKind(StrEnum):
 EXIT_CODES = {
     FailureKind.BAD_INPUT: EXIT_BAD_INPUT,
     FailureKind.DIVERGED: EXIT_DIVERGED,
-    FailureKind.WEIGHTS_DIFFER: EXIT_WEIGHTS_DIFFER,
     FailureKind.STORAGE: EXIT_STORAGE,
 }
 FINAL_EXIT_CODES = (EXIT_BAD_INPUT, EXIT_DIVERGED)
@@ -86,12 +82,6 @@ class DivergedError(UserError):
     """The optimisation failed: updates stay not finite. All ranks raise it at the same point."""
 
     kind = FailureKind.DIVERGED
-
-
-class WeightsDifferError(UserError):
-    """Ranks hold different weights. All ranks raise it at the same point."""
-
-    kind = FailureKind.WEIGHTS_DIFFER
 
 
 class StorageError(UserError):

@@ -20,8 +20,7 @@ import torch
 from torch import nn
 
 from vitscale.checkpoint.catalogue import slice_name
-from vitscale.distributed.world import World, agree_no_error, broadcast_tensor, gather_objects
-from vitscale.engine.agreement import disagreement, num_negative, shown_names
+from vitscale.distributed.world import World, agree_no_error, broadcast_tensor
 from vitscale.engine.guard import Health, UpdateGuard
 from vitscale.engine.head_remainders import HeadRemainders
 from vitscale.engine.layouts import destroy_deepspeed, initialize_deepspeed, layout_of
@@ -224,29 +223,6 @@ class Engine:
         """Global norm before clipping, of the last update."""
         norm = self._layout.norm()
         return math.nan if norm is None else float(norm)
-
-    @torch.no_grad()
-    def disagreement(self) -> str | None:
-        """Describe the ranks whose weights differ from the rest; None when all agree.
-
-        Compares the weights of the forward pass, without ZeRO also the optimiser states. Under
-        ZeRO each rank also compares its own weights with their fp32 originals. Second moments must
-        not be negative. Another wrong original or state is not found where one rank alone holds
-        it: the next update spreads it, and only a replay shows it.
-        """
-        names, sums, unequal = self._layout.checksums(self._parameters(), self._state_names)
-        differ = "differs from its fp32 original"
-        counts = {f"{name} {differ}": count for name, count in unequal.items()}
-        for name, _, kind, _, part in self._own_parts():
-            if kind in self._kind.non_negative:
-                counts[f"{name} is negative"] = num_negative(part)
-        # Offloaded states are on the host.
-        scalars = [each.to(self.world.device).view(1) for each in [*sums, *counts.values()]]
-        numbers = torch.cat(scalars).tolist() if scalars else []
-        own = [what for what, count in zip(counts, numbers[len(sums) :], strict=True) if count]
-        rows = gather_objects((numbers[: len(sums)], own))
-        wrong = [f"rank {rank}: {shown_names(each)}" for rank, (_, each) in enumerate(rows) if each]
-        return "; ".join(wrong) if wrong else disagreement(names, [row for row, _ in rows])
 
     def close(self) -> None:
         """Release the model and the optimiser, so that another engine can be built."""

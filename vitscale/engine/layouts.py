@@ -25,7 +25,6 @@ import torch.distributed as dist
 from torch import nn
 
 from vitscale.distributed.world import World, broadcast_tensor
-from vitscale.engine.agreement import checksum, num_unequal
 
 
 @contextmanager
@@ -65,7 +64,6 @@ with _kept_out("mlflow"):
 LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 # DeepSpeed adds attributes to parameters, hence Any.
 Named = Iterable[tuple[str, Any]]
-Checksums = tuple[list[str], list[torch.Tensor], dict[str, torch.Tensor]]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -178,11 +176,6 @@ class Layout(ABC):
     def share_parts(self, named: Named, kinds: Iterable[str]) -> None:
         """Give every rank what it needs of the parts that others have set. Collective."""
 
-    @abstractmethod
-    def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
-        """Names and checksums of all that must be equal on all ranks; and, for each weight of this
-        rank, how many elements of the forward pass differ from their fp32 originals."""
-
     def shape(self, parameter: Any) -> torch.Size:
         """The shape of the whole parameter."""
         return parameter.shape
@@ -248,14 +241,6 @@ class PlainLayout(Layout):
                 tensor = self._whole(parameter, kind).detach()
                 broadcast_tensor(tensor, source=number % self._world.world_size)
 
-    def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
-        names, sums = [], []
-        for name, parameter in named:
-            for kind in (None, *kinds):
-                names.append(f"{kind or 'model'}.{name}")
-                sums.append(checksum(self._whole(parameter, kind)))
-        return names, sums, {}
-
     def measure_norm(self) -> None:
         # Gradients are averaged over the ranks by now, and not yet clipped.
         gradients = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
@@ -285,16 +270,6 @@ class FlatLayout(Layout):
 
     def share_parts(self, named: Named, kinds: Iterable[str]) -> None:
         self.publish_weights()
-
-    def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
-        names, sums, unequal = [], [], {}
-        for name, parameter in named:
-            names.append(name)
-            sums.append(checksum(parameter))
-            mapping = parameter._hp_mapping
-            if mapping is not None:
-                unequal[name] = num_unequal(mapping.lp_fragment, mapping.hp_fragment)
-        return names, sums, unequal
 
     def publish_weights(self) -> None:
         self._wrapper.update_lp_params()
@@ -338,17 +313,6 @@ class PartitionedLayout(Layout):
 
     def share_parts(self, named: Named, kinds: Iterable[str]) -> None:
         """The weights of the forward pass are gathered when it needs them."""
-
-    def checksums(self, named: Named, kinds: Iterable[str]) -> Checksums:
-        named = list(named)
-        unequal = {
-            name: num_unequal(parameter.ds_tensor, safe_get_local_fp32_param(parameter))
-            for name, parameter in named
-        }
-        # Small parameters stay gathered: every rank has all of them.
-        whole = [(name, p) for name, p in named if p.ds_persist and p.numel() == p.ds_numel]
-        names = [name for name, _ in whole]
-        return names, [checksum(parameter) for _, parameter in whole], unequal
 
     def publish_weights(self) -> None:
         wrapper = self._wrapper

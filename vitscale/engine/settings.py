@@ -81,9 +81,6 @@ class EngineSettings(Section):
     """Longest that ranks wait for the others to start."""
     max_skipped_steps: int = Field(default=10, gt=0)
     """Updates skipped in a row, because a loss or gradient was not finite, that end the run."""
-    compare_weights_every_steps: int | None = Field(default=1000, gt=0)
-    """Steps between comparisons of the weights of all ranks, which are also compared before every
-    save; null: never."""
     profile_steps: int = Field(default=0, ge=0)
     """Steps to trace with torch's profiler, after the first five: RUN/profile.json on rank 0."""
     num_threads: int | None = Field(default=None, gt=0)

@@ -19,7 +19,7 @@ import torch
 
 from vitscale.checkpoint.commit import Commit
 from vitscale.checkpoint.store import CheckpointStore
-from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, WeightsDifferError
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
 from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch
 from vitscale.data.mixing import mix_batch
@@ -219,10 +219,6 @@ class TrainingSession:
             for path in [*pictures, *written]:
                 self.log.tracker.artifact(path)
         is_saved = ends or stops or preempted or done % self.run.checkpoint.every_steps == 0
-        every = self.run.engine.compare_weights_every_steps
-        if every is not None and self.world.world_size > 1 and (is_saved or done % every == 0):
-            # Before a save: what differs must not replace checkpoints from before.
-            self._compare_weights(done)
         # Saved last: a checkpoint means that everything up to its step was logged.
         if is_saved:
             self._save(done)
@@ -246,16 +242,6 @@ class TrainingSession:
         subject = f"{self.val_index.num_samples} images of {self.run.data.evaluated}"
         for metrics in self.segment.evaluations.run(done, is_last=is_last):
             self.log.write_evaluation(done, metrics, subject=subject)
-
-    def _compare_weights(self, done: int) -> None:
-        found = self.engine.disagreement()
-        if found is not None:
-            raise WeightsDifferError(
-                f"weights diverged across ranks by step {done}: {found}",
-                where="engine.compare_weights_every_steps",
-                next_step="find the faulty GPU or node, exclude it, and rerun; every checkpoint is "
-                "from before, since weights are compared before a save",
-            )
 
     def _save(self, done: int) -> None:
         """Start saving everything that the next step depends on; committed in the background."""

@@ -19,7 +19,7 @@ SUSPECT_HOURS = 24.0
 # A node is suspected after this many failures that one of its ranks caused.
 FAILURES_OF_A_NODE = 2
 # Hardware that computes wrongly or fails: once is enough.
-SUSPECT_AT_ONCE = (FailureKind.WEIGHTS_DIFFER, FailureKind.DEVICE)
+SUSPECT_AT_ONCE = (FailureKind.DEVICE,)
 # The same on every node.
 NEVER_THE_NODE = (FailureKind.BAD_INPUT, FailureKind.DIVERGED, FailureKind.STORAGE)
 FINAL_TEXTS = {

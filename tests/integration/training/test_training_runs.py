@@ -47,7 +47,6 @@ SETTINGS = [
     "model.drop_path=0.1",
     "data.mixing.mixup_alpha=0.2",
     "optim.ema.decay=0.9",
-    "engine.compare_weights_every_steps=10",
     "checkpoint.every_steps=7",
     "tracking.log_every_steps=5",
     "evaluate=[{name: classification, every_steps: 25}]",

@@ -203,36 +203,6 @@ def averaged(world: World, *, stage: int, plain: Plain) -> dict[str, object]:
     }
 
 
-def come_apart(world: World, *, stage: int) -> dict[str, object]:
-    """One bit of one weight of the forward pass changes on rank 1; then the sign of a moment."""
-    engine = new_engine(world, stage=stage)
-    engine_losses(engine, world, start=0, stop=2)
-    before = engine.disagreement()
-    weight = engine._engine.module.blocks[1].mlp.fc1.weight
-    flat = weight.ds_tensor if stage == 3 else weight.data
-    if world.rank == 1:
-        flat.view(-1).view(torch.int32)[-1] ^= 1
-    after = engine.disagreement()
-    moments = [
-        (name, part) for name, _, kind, _, part in engine._own_parts() if kind == "exp_avg_sq"
-    ]
-    if world.rank == 1:
-        flat.view(-1).view(torch.int32)[-1] ^= 1
-        moments[-1][1].view(-1)[-1] = -1e-9
-    negative = engine.disagreement()
-    if world.rank == 1:  # the copy that ZeRO 3 keeps gathered; elsewhere the weight itself
-        moments[-1][1].view(-1)[-1] = 0.0
-        weight.data.view(-1).view(torch.int32)[0] ^= 1
-    name = gather_objects(moments[-1][0])[1]
-    return {
-        "before": before,
-        "after": after,
-        "negative": negative,
-        "moment": name,
-        "gathered": engine.disagreement(),
-    }
-
-
 def clipped_in_bf16(world: World, *, stage: int) -> dict[str, float]:
     """The first update of SGD is the clipped gradient itself."""
     engine = new_engine(world, stage=stage, recipe=SGD, dtype=torch.bfloat16)
@@ -348,7 +318,6 @@ def main() -> None:
                 world, source=stage, target=stage, recipe=ADAMW, dtype=torch.bfloat16, steps=20
             )
             results[f"left out {stage}"] = left_out(world, stage=stage)
-            results[f"apart {stage}"] = come_apart(world, stage=stage)
             results[f"clipped {stage}"] = clipped_in_bf16(world, stage=stage)
             results[f"averaged {stage}"] = averaged(world, stage=stage, plain=short)
         for stage in (0, 1, 2, 3):

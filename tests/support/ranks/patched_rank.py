@@ -116,13 +116,6 @@ def _poison_gradient(call: Call, args: tuple[Any, ...]) -> Any:
     return logits + 0.0 * torch.sqrt((logits - logits.detach()).abs())
 
 
-def _flip_bit(call: Call, args: tuple[Any, ...]) -> Any:
-    """Flip one bit of one weight of the forward pass, as faulty memory does."""
-    parameter = next(args[0]._engine.module.parameters())
-    parameter.data.view(-1).view(torch.int32)[0] ^= 1 << 20
-    return call()
-
-
 def _flip_moment(call: Call, args: tuple[Any, ...]) -> Any:
     """Flip one bit of a first moment that this rank owns."""
     kinds = ((kind, part) for _, _, kind, _, part in args[0]._own_parts())
@@ -197,7 +190,6 @@ ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
     "NaN": _poison,
     "infinity": _infinite,
     "NaN gradient": _poison_gradient,
-    "flip bit": _flip_bit,
     "flip moment": _flip_moment,
     "lag": _lag,
     "lag and kill": _lag_and_kill,

@@ -113,7 +113,6 @@ def failures(*rows: tuple[FailureKind | None, float, str]) -> list[Attempt]:
         ([(None, 1, "n2"), (None, 1, "n2")], ["n2"]),
         ([(FailureKind.KILLED, 1, "n2"), (FailureKind.KILLED, 1, "n1")], []),
         ([(FailureKind.DEVICE, 1, "n2")], ["n2"]),
-        ([(FailureKind.WEIGHTS_DIFFER, 1, "n2")], ["n2"]),
         ([(FailureKind.STORAGE, 1, "n2")] * 3, []),
         ([(FailureKind.DIVERGED, 1, "n2")] * 3, []),
         # Suspicion expires.
