@@ -30,8 +30,8 @@ from vitscale.distributed.processes import descendants, free_port
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = (
     "schedule.steps=60 schedule.epochs=null schedule.warmup_steps=5 data.global_batch=32 "
-    "engine.max_micro_batch=8 engine.num_threads=1 engine.bind_cores=true model.width=48 "
-    "model.depth=2 model.mlp_width=96 optim.ema.decay=0.9 engine.compare_weights_every_steps=10 "
+    "engine.max_micro_batch=8 engine.num_threads=1 model.width=48 "
+    "model.depth=2 model.mlp_width=96 optim.ema.decay=0.9 "
     "checkpoint.every_steps=7 tracking.log_every_steps=5 tracking.uri=null"
 ).split() + ["evaluate=[{name: classification, every_steps: 5}]"]
 

@@ -23,10 +23,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-from vitscale.distributed.threads import facts_of_threads
 
 # Signals for the process that starts workers; SLURM and a terminal send them to all.
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)
@@ -41,6 +40,19 @@ ENVIRONMENT = {
 PR_SET_PDEATHSIG = 1
 # Of pyarrow's memory pool; jemalloc prepares itself for forks.
 HARMLESS_THREADS = {"jemalloc_bg_thd"}
+
+
+def facts_of_threads(pid: int, fact: str) -> dict[int, str]:
+    """What the kernel tells of each thread of a process of this machine, by thread: see proc(5).
+
+    Threads that end meanwhile are left out.
+    """
+    found = {}
+    with suppress(FileNotFoundError, ProcessLookupError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                found[int(thread)] = Path(f"/proc/{pid}/task/{thread}/{fact}").read_text().strip()
+    return found
 
 
 def start_server(imports: Sequence[str]) -> None:

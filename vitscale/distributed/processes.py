@@ -1,4 +1,4 @@
-"""Count usable cores, inspect processes of this machine, and map a function over worker processes.
+"""Count cores and threads, inspect processes of this machine, map a function over processes.
 
 Needs no torch.
 Leaves out: work that several machines share (`data_prep.pipeline.work_units`).
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from vitscale.config.errors import UserError
-from vitscale.distributed.fork_server import accept_signals, worker_context
-from vitscale.distributed.threads import facts_of_threads
+from vitscale.distributed.fork_server import accept_signals, facts_of_threads, worker_context
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -50,6 +49,24 @@ def free_port() -> int:
 def num_cores() -> int:
     """Cores that this process may use; containers and batch systems allow fewer than exist."""
     return len(os.sched_getaffinity(0))
+
+
+def threads_per_rank(
+    *, world_size: int, local_world_size: int, environment: Mapping[str, str] = os.environ
+) -> int:
+    """CPU threads of this rank: the CPUs of its SLURM task, else its share of the usable cores.
+
+    OMP_NUM_THREADS limits them further.
+    """
+    threads = num_cores() // local_world_size
+    # Where srun started each rank; a launcher inside one task shares its CPUs.
+    if environment.get("SLURM_STEP_NUM_TASKS") == str(world_size):
+        threads = min(num_cores(), int(environment.get("SLURM_CPUS_PER_TASK", threads)))
+    # A list has one number for each level of nested regions.
+    limit = environment.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    if limit.isascii() and limit.isdecimal():
+        threads = min(threads, int(limit))
+    return max(1, threads)
 
 
 def process_state(pid: int) -> str:

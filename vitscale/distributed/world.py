@@ -19,10 +19,8 @@ import torch
 import torch.distributed as dist
 
 from vitscale.config.errors import UserError
-from vitscale.distributed.binding import bound, gpu_numa_node, shown_cores
 from vitscale.distributed.key_value_store import connect, leave, rendezvous
-from vitscale.distributed.processes import free_port
-from vitscale.distributed.threads import RankCpus, rank_cpus, thread_count
+from vitscale.distributed.processes import free_port, threads_per_rank
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,10 +32,6 @@ class World:
     local_rank: int
     local_world_size: int
     device: torch.device
-    threads_from: str = "the configuration"
-    """What set the number of CPU threads."""
-    bound_to: str | None = None
-    """Cores that this rank was bound to, such as `0-7`; None: those it was started with."""
     store: dist.Store | None = field(default=None, repr=False, compare=False)
     """Of small messages, for all threads of this rank: no call on it may wait for another rank,
     see `wait_for`. None for one rank."""
@@ -93,13 +87,11 @@ def process_group(
     timeout_min: float,
     num_threads: int | None,
     init_timeout_min: float = 5.0,
-    bind_cores: bool | Literal["auto"] = "auto",
 ) -> Iterator[World]:
     """Join the other ranks inside the block. gloo on CPU, NCCL on GPU.
 
     timeout_min: for collectives; init_timeout_min: for all ranks to start.
-    num_threads: CPU threads of every rank; None: see `thread_count`.
-    bind_cores: whether ranks that share cores divide them (`own_cores`); auto: on GPU.
+    num_threads: CPU threads of every rank; None: see `threads_per_rank`.
     Raises UserError naming the ranks that did not start.
     """
     _complete_environment()
@@ -131,8 +123,11 @@ def process_group(
     try:
         if world.world_size > 1:
             world = replace(world, store=connect(timeout_min=init_timeout_min))
-        is_bound = world.device.type == "cuda" if bind_cores == "auto" else bind_cores
-        yield _set_up_cores(world, num_threads, bind_cores=is_bound)
+        torch.set_num_threads(
+            num_threads
+            or threads_per_rank(world_size=world.world_size, local_world_size=local_world)
+        )
+        yield world
     except SystemExit:
         _leave_group(world)
         raise
@@ -149,34 +144,6 @@ def _leave_group(world: World) -> None:
     dist.destroy_process_group()
     if world.store is not None:
         leave(world.store, rank=world.rank, world_size=world.world_size)
-
-
-def _set_up_cores(world: World, num_threads: int | None, *, bind_cores: bool) -> World:
-    """Bind this rank and set its CPU threads."""
-    if num_threads is None or bind_cores:
-        own = replace(rank_cpus(), gpu_numa_node=_gpu_numa_node(world.device))
-        ranks: list[RankCpus] = gather_objects(own)
-        if bind_cores:
-            ranks = bound(ranks, rank=world.rank)
-            if ranks[world.rank].cores != own.cores:
-                world = replace(world, bound_to=shown_cores(ranks[world.rank].cores))
-        if num_threads is None:
-            num_threads, source = thread_count(ranks, rank=world.rank)
-            world = replace(world, threads_from=source)
-    torch.set_num_threads(num_threads)
-    return world
-
-
-def _gpu_numa_node(device: torch.device) -> int | None:
-    if device.type != "cuda":
-        return None
-    gpu = torch.cuda.get_device_properties(device)
-    # Left out of torch's type stubs.
-    numbers = [getattr(gpu, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    if None in numbers:
-        return None
-    domain, bus, number = numbers
-    return gpu_numa_node(f"{domain:04x}:{bus:02x}:{number:02x}.0")
 
 
 def agree_no_error(error: str | None) -> None:

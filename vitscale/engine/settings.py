@@ -84,11 +84,8 @@ class EngineSettings(Section):
     profile_steps: int = Field(default=0, ge=0)
     """Steps to trace with torch's profiler, after the first five: RUN/profile.json on rank 0."""
     num_threads: int | None = Field(default=None, gt=0)
-    """CPU threads per rank; null: the least of OMP_NUM_THREADS, SLURM_CPUS_PER_TASK and the usable
-    cores. Cores that several ranks may use are divided among them."""
-    bind_cores: bool | Literal["auto"] = "auto"
-    """Bind each rank and its loader processes to cores of its own: ranks that may use the same
-    cores divide them, near their GPUs. What SLURM has bound stays so. auto: on GPU."""
+    """CPU threads per rank; null: those of its SLURM task, else the usable cores divided among the
+    ranks of the node; at most OMP_NUM_THREADS."""
 
 
 def raw_problems(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

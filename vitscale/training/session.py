@@ -181,7 +181,6 @@ def _join(settings: EngineSettings) -> AbstractContextManager[World]:
         timeout_min=settings.timeout_min,
         num_threads=settings.num_threads,
         init_timeout_min=settings.init_timeout_min,
-        bind_cores=settings.bind_cores,
     )
 
 
@@ -297,7 +296,7 @@ def _facts(run: TrainingRun, objective: Objective, segment: Segment) -> str:
     """Size of model, data and schedule, and how it is computed, in a line."""
     plan, arch, engine = segment.plan, segment.arch, segment.engine
     dtype = str(engine.dtype).removeprefix("torch.")
-    cores, source = engine.world.bound_to, run.starts_from()
+    source = run.starts_from()
     return (
         f"from {'random weights' if source is None else redact(source)}; "
         f"{objective.num_parameters(arch) / 1e6:.1f} M parameters "
@@ -306,6 +305,5 @@ def _facts(run: TrainingRun, objective: Objective, segment: Segment) -> str:
         f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
         f"ZeRO {run.engine.zero_stage} ({engine.gradient_path}); "
         f"decoder {show_decoder(run.data.decoder)}; "
-        f"CPU threads per rank: {torch.get_num_threads()}, from {engine.world.threads_from}"
-        + (f"; rank 0 bound to cores {cores}" if cores else "")
+        f"CPU threads per rank: {torch.get_num_threads()}"
     )

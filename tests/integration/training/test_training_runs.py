@@ -7,7 +7,6 @@ which is equivalent (test_warm_ranks).
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -24,7 +23,6 @@ from tests.support.ranks.warm_ranks import WarmRank, WarmStarter
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.checkpoint.folders import Checkpoint, newest_checkpoint
 from vitscale.config.errors import UserError
-from vitscale.distributed.binding import shown_cores
 from vitscale.evaluation.models.trained_model import starting_weights
 
 pytestmark = pytest.mark.distributed
@@ -77,8 +75,8 @@ class Finished:
 @pytest.fixture(scope="module")
 def uninterrupted(digits_shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    # Profiled and bound to cores, unlike the runs that are compared with it: it changes nothing.
-    run = command(digits_shards, folder, "engine.profile_steps=2", "engine.bind_cores=true")
+    # Profiled, unlike the runs that are compared with it: it changes nothing.
+    run = command(digits_shards, folder, "engine.profile_steps=2")
     finished = run_ranks(run, num_ranks=2, cwd=folder.parent)
     assert [code for code, _ in finished] == [0, 0], finished[0][1]
     return Finished(folder, finished[0][1], digits_shards)
@@ -180,13 +178,6 @@ def test_profiled_steps_are_traced(uninterrupted: Finished) -> None:
     names = [event.get("name", "") for event in trace["traceEvents"]]
     assert len({name for name in names if name.startswith("ProfilerStep#")}) == 2
     assert names.count("aten::addmm") > 0 and "gloo:all_reduce" in " ".join(names)
-
-
-def test_ranks_are_bound_to_cores_of_their_own(uninterrupted: Finished) -> None:
-    cores = sorted(os.sched_getaffinity(0))
-    mine = shown_cores(cores[: len(cores) // 2])
-    bound = f"; rank 0 bound to cores {mine}" if len(cores) > 1 else ""
-    assert f"from the configuration{bound}\n" in uninterrupted.output
 
 
 def test_transfer_starts_from_the_chosen_weights(uninterrupted: Finished) -> None:

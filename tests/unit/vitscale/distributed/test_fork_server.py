@@ -21,10 +21,10 @@ from vitscale.distributed.fork_server import (
     ENVIRONMENT,
     HARMLESS_THREADS,
     SIGNALS,
+    facts_of_threads,
     has_one_thread,
     worker_context,
 )
-from vitscale.distributed.threads import facts_of_threads
 
 IMPORTS = ("vitscale.data.workers.process", "vitscale.data.samples", "no_such_module")
 

@@ -21,6 +21,7 @@ from vitscale.distributed.processes import (
     num_cores,
     ordered_results,
     process_state,
+    threads_per_rank,
 )
 
 
@@ -29,6 +30,32 @@ def wait_for_state(pid: int, state: str) -> None:
     while process_state(pid) != state:
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "environment", "threads"),
+    [
+        (1, {}, 8),
+        (2, {}, 4),
+        (16, {}, 1),
+        (2, {"SLURM_STEP_NUM_TASKS": "4", "SLURM_CPUS_PER_TASK": "3"}, 3),
+        (2, {"SLURM_STEP_NUM_TASKS": "4", "SLURM_CPUS_PER_TASK": "12"}, 8),
+        (2, {"SLURM_STEP_NUM_TASKS": "4"}, 4),
+        # A launcher inside one task of each node, and one in a batch script.
+        (2, {"SLURM_STEP_NUM_TASKS": "2", "SLURM_CPUS_PER_TASK": "8"}, 4),
+        (2, {"SLURM_CPUS_PER_TASK": "8"}, 4),
+        (1, {"OMP_NUM_THREADS": "4,2"}, 4),
+        (4, {"OMP_NUM_THREADS": "4"}, 2),
+        *((1, {"OMP_NUM_THREADS": text}, 8) for text in ("", "many", "-1", "²")),
+        (1, {"OMP_NUM_THREADS": "0"}, 1),
+    ],
+)
+def test_ranks_share_the_cores_of_a_node(
+    monkeypatch: pytest.MonkeyPatch, local_ranks: int, environment: dict[str, str], threads: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    found = threads_per_rank(world_size=4, local_world_size=local_ranks, environment=environment)
+    assert found == threads
 
 
 def test_a_zombie_counts_as_dead() -> None:
