@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,9 +79,6 @@ class TwoRanks:
             return self._receive()
         self._send(value)
         return value
-
-    def scatter(self, values: Sequence[Any] | None) -> Any:
-        raise NotImplementedError("each rank writes its own file")
 
     def _send(self, value: Any) -> None:
         print(json.dumps(value), file=self.sent, flush=True)

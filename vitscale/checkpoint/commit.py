@@ -11,9 +11,6 @@ process that is killed at every system call starts in a tenth of a second.
                 rename to step-N; fsync of the parent; remove checkpoints beyond `keep`
     to all      the result
 
-In large worlds the ranks of a node join their tensors in one file (`joined_files`): all but the
-first put theirs in shared memory, and rank 0 tells the first where.
-
 Nothing is removed before the new step is durable and was read back. ATTEMPT is drawn anew for every
 save, so files of a killed save are never mistaken for those of another.
 """
@@ -21,11 +18,9 @@ save, so files of a killed save are never mistaken for those of another.
 from __future__ import annotations
 
 import os
-import pickle
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,7 +37,6 @@ from vitscale.checkpoint.folders import (
     step_of,
     verify_files,
 )
-from vitscale.checkpoint.joined_files import Blob, joined
 from vitscale.config.errors import (
     DivergedError,
     FailureKind,
@@ -52,7 +46,6 @@ from vitscale.config.errors import (
 )
 from vitscale.distributed.atomic_files import commit_folder, make_folders, write_new_file
 from vitscale.distributed.failures.storage import retried
-from vitscale.distributed.node_share import SharedFile, read_shared
 
 Answer = dict[str, Any]
 CHUNK_BYTES = 1 << 26
@@ -80,10 +73,6 @@ class Exchange(Protocol):
         """Rank 0's value."""
         ...
 
-    def scatter(self, values: Sequence[Any] | None) -> Any:
-        """The value that rank 0 has for this rank; it passes those of all ranks."""
-        ...
-
 
 class OneRank:
     """An exchange without others."""
@@ -93,10 +82,6 @@ class OneRank:
 
     def broadcast(self, value: Any) -> Any:
         return value
-
-    def scatter(self, values: Sequence[Any] | None) -> Any:
-        assert values is not None
-        return values[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,86 +122,26 @@ class Commit:
     """Problems after the commit: old folders that could not be removed."""
 
 
-def commit_save(
-    save: Save,
-    pieces: Iterable[bytes | memoryview],
-    *,
-    exchange: Exchange,
-    writer: int | None = None,
-) -> Commit:
+def commit_save(save: Save, pieces: Iterable[bytes | memoryview], *, exchange: Exchange) -> Commit:
     """Write this rank's tensors and commit the step once all ranks have.
 
-    writer: the rank of this node that writes this rank's tensors; None: each its own.
     Every rank makes the same exchanges, also after an error, so no rank waits for one that failed.
     Raises StorageError, the same on all ranks, when a disk fails.
     """
-    with ExitStack() as until_committed:
-        if writer is None:
-            share, defect = _answer_of(save, lambda: _write_share(save, pieces))
-        else:
-            own: list[bytes | memoryview] = []
-            offer, offer_defect = _answer_of(
-                save, lambda: _offer(save, pieces, own, writer, until_committed)
-            )
-            paths = exchange.scatter(_paths_by_writer(exchange.gather(offer)))
-            share, defect = _answer_of(save, lambda: _write_joined(save, own, offer, paths))
-            defect = offer_defect or defect
-        shares = exchange.gather(share)
-        ending: Answer | None = None
-        if shares is not None:
-            ending, own_defect = _answer_of(save, lambda: _finish(save, shares))
-            defect = defect or own_defect
-            if "error" in ending:
-                _remove([save.temporary])
-        ending = exchange.broadcast(ending)
+    share, defect = _answer_of(save, lambda: _write_share(save, pieces))
+    shares = exchange.gather(share)
+    ending: Answer | None = None
+    if shares is not None:
+        ending, own_defect = _answer_of(save, lambda: _finish(save, shares))
+        defect = defect or own_defect
+        if "error" in ending:
+            _remove([save.temporary])
+    ending = exchange.broadcast(ending)
     if defect is not None:
         raise defect
     if "error" in ending:
         raise ERRORS[ending["kind"]](ending["error"])
     return Commit(folder=save.final, step=save.step, warnings=tuple(ending["warnings"]))
-
-
-def _offer(
-    save: Save,
-    pieces: Iterable[bytes | memoryview],
-    own: list[bytes | memoryview],
-    writer: int,
-    until_committed: ExitStack,
-) -> Answer:
-    """Put this rank's tensors where another one writes them; without room it writes itself."""
-    own.extend(pieces)
-    if writer == save.rank:
-        return {}
-    header, data = own
-    try:
-        file = SharedFile.write((bytes(header), pickle.PickleBuffer(data)))
-    except OSError:
-        return {}
-    until_committed.callback(file.remove)
-    return {"path": str(file.path), "writer": writer}
-
-
-def _paths_by_writer(offers: list[Answer] | None) -> list[list[str]] | None:
-    """On rank 0: for each rank what the others have put in shared memory for it."""
-    if offers is None:
-        return None
-    paths: list[list[str]] = [[] for _ in offers]
-    for offer in offers:
-        if "path" in offer:
-            paths[offer["writer"]].append(offer["path"])
-    return paths
-
-
-def _write_joined(
-    save: Save, own: list[bytes | memoryview], offer: Answer, paths: list[str]
-) -> Answer:
-    if "error" in offer:
-        return offer
-    if "path" in offer:
-        return {}
-    header, data = own
-    others = (Blob(*read_shared(Path(path))) for path in paths)
-    return _write_share(save, joined([Blob(bytes(header), memoryview(data)), *others]))
 
 
 def _answer_of(save: Save, work: Callable[[], Answer]) -> tuple[Answer, Exception | None]:
@@ -283,9 +208,7 @@ def _finish(save: Save, shares: list[Answer]) -> Answer:
             raise ERRORS[share["kind"]](
                 share["error"] if len(shares) == 1 else f"rank {rank}: {share['error']}"
             )
-    written = [share for share in shares if "file" in share]
-    files = {share["file"]: share["entry"] for share in written}
-    assert len(files) == len(written)
+    files = {share["file"]: share["entry"] for share in shares}
     # Not so if the folder is on a disk that the nodes do not share.
     check_sizes(save.temporary, files)
     text = manifest_text(

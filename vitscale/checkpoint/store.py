@@ -34,13 +34,11 @@ from vitscale.checkpoint.folders import (
     step_folders,
     verify_share,
 )
-from vitscale.checkpoint.joined_files import MAX_RANK_FILES, writing_ranks
 from vitscale.checkpoint.tensors import HostCopy
 from vitscale.config.errors import DivergedError, StorageError, UserError
 from vitscale.distributed.failures.events import EVENTS_NAME
 from vitscale.distributed.failures.heartbeat import NOBODY, Heartbeat
 from vitscale.distributed.key_value_store import StoreExchange
-from vitscale.distributed.node_share import node_identity
 from vitscale.distributed.world import World, agree_no_error, broadcast_object, gather_objects
 
 T = TypeVar("T")
@@ -83,7 +81,6 @@ class CheckpointStore:
                 timeout_s=EXCHANGE_TIMEOUT_S,
             )
         self._num_saves, self._num_failed = 0, 0
-        self._writer: int | None = None
         self._thread: threading.Thread | None = None
         self._commit: Commit | None = None
         self._error: BaseException | None = None
@@ -171,22 +168,11 @@ class CheckpointStore:
                 save,
                 self._finite(save, pieces),
                 exchange=self._exchange or OneRank(),
-                writer=self._writing_rank(tensors),
             )
         except BaseException as error:  # raised again on the main thread, by wait
             self._error = error
         finally:
             self._copied.set()
-
-    def _writing_rank(self, tensors: Mapping[str, torch.Tensor]) -> int | None:
-        """Agreed at the first save: later ones have the same sizes, but for a few positions."""
-        if self._writer is None and self.world.world_size > MAX_RANK_FILES:
-            assert self._exchange is not None
-            num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-            places = self._exchange.gather((node_identity(), num_bytes))
-            writers = writing_ranks(*map(list, zip(*places, strict=True))) if places else None
-            self._writer = self._exchange.scatter(writers)
-        return self._writer
 
     def _finite(self, save: Save, pieces: list[bytes | memoryview]) -> Iterator[bytes | memoryview]:
         """The pieces; DivergedError before the first if this rank holds what is not finite."""

@@ -9,6 +9,7 @@ written here because the library wants all bytes at once, which would double the
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,7 +20,6 @@ import torch
 from safetensors import safe_open
 
 from vitscale.checkpoint.catalogue import SLICE, Catalogue, TensorPiece
-from vitscale.checkpoint.joined_files import header_bytes
 
 DTYPES = {
     torch.float64: "F64",
@@ -69,7 +69,9 @@ class HostCopy:
         order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
         with torch.no_grad(), self._beside(after):
             header = self._copy(tensors, order)
-        return [header_bytes(header), self._buffer.numpy().data]
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return [len(text).to_bytes(8, "little") + text, self._buffer.numpy().data]
 
     def _copy(self, tensors: Mapping[str, torch.Tensor], order: list[str]) -> dict[str, object]:
         header: dict[str, object] = {}

@@ -15,7 +15,7 @@ import os
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -195,19 +195,6 @@ class StoreExchange:
             self._published.append(key)
             return value
         return self._receive(key)
-
-    def scatter(self, values: Sequence[Any] | None) -> Any:
-        """The value that rank 0 has for this rank; it passes those of all ranks."""
-        prefix = self._next()
-        if self._rank == 0:
-            assert values is not None
-            keys = [f"{prefix}/{rank}" for rank in range(1, self._world_size)]
-            texts = [json.dumps(value) for value in values[1:]]
-            self._store.multi_set(keys, texts)  # type: ignore[attr-defined]  # not in torch's stubs
-            return values[0]
-        value = self._receive(f"{prefix}/{self._rank}")
-        self._store.delete_key(f"{prefix}/{self._rank}")
-        return value
 
     def _receive(self, key: str) -> Any:
         # Rank 0 may have waited as long for another.

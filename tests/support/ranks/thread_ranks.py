@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -46,6 +46,3 @@ class GatheredExchange:
 
     def broadcast(self, value: Any) -> Any:
         return self._gather(value)[0]
-
-    def scatter(self, values: Sequence[Any] | None) -> Any:
-        return self._gather(values)[0][self._rank]
