@@ -53,13 +53,6 @@ def test_any_range_is_read_from_any_layout(
         assert torch.equal(saved.whole("model.w"), WHOLE)
 
 
-def test_hole_between_slices_is_noticed(tmp_path: Path) -> None:
-    paths = write(tmp_path, [20, 40])
-    catalogue = Catalogue(map(read_table, (paths[0], paths[2])))
-    with pytest.raises(AssertionError, match="hole at 20"):
-        catalogue.pieces("model.w", start=0, num_elements=60)
-
-
 def test_open_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vitscale.checkpoint.tensors.MAX_OPEN_FILES", 3)
     catalogue = Catalogue(map(read_table, write(tmp_path, list(range(1, 60)))))

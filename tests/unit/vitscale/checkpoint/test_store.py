@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,11 +19,7 @@ from vitscale.checkpoint.folders import (
 )
 from vitscale.checkpoint.store import CheckpointStore
 from vitscale.config.errors import DivergedError, StorageError, UserError
-from vitscale.distributed import atomic_files
-from vitscale.distributed.failures.heartbeat import SHARE_OF_TIMEOUT, Heartbeat
 from vitscale.distributed.world import World
-
-CPU = torch.device("cpu")
 
 
 def test_unfinished_save_is_ignored_and_removed(tmp_path: Path, world: World) -> None:
@@ -49,24 +42,6 @@ def test_full_disk_is_one_clear_error_and_loses_nothing(small_disk: Path, world:
         store.wait()
     checkpoint, complaints = newest_checkpoint(small_disk / "checkpoints")
     assert checkpoint is not None and checkpoint.step == 1 and complaints == []
-
-
-def test_thread_that_writes_uses_the_gpu_of_its_rank(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A thread starts on GPU 0: the save would open a context there for every rank of the node."""
-    chosen: list[tuple[str, torch.device]] = []
-    monkeypatch.setattr(
-        torch.cuda, "set_device", lambda d: chosen.append((threading.current_thread().name, d))
-    )
-    store = CheckpointStore(tmp_path, keep=2, world=world)
-    store.world = replace(world, device=torch.device("cuda", 3))
-    monkeypatch.setattr(
-        store._host_copy, "_beside", lambda after: contextlib.nullcontext(chosen.append(("", CPU)))
-    )
-    store.save({"model.a": torch.zeros(3)}, step=1, progress={}, description={})
-    assert store.wait() is not None
-    assert chosen == [("save step 1", torch.device("cuda", 3)), ("", CPU)]
 
 
 def test_save_returns_before_data_is_on_disk(
@@ -110,96 +85,6 @@ def test_update_waits_only_for_the_host_copy(
     released.set()
     waiting.join(60)
     assert not waiting.is_alive() and store.wait() is not None
-
-
-class GivenUp(Exception):
-    """Raised instead of ending the process."""
-
-
-@pytest.fixture
-def watched(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> tuple[CheckpointStore, list[str]]:
-    """A store with a stall limit of 0.6 s, and its messages."""
-    said: list[str] = []
-    heartbeat = Heartbeat(world, timeout_min=0.6 / 60 / SHARE_OF_TIMEOUT, say=said.append)
-
-    def give_up(what: str) -> None:
-        raise GivenUp(what)
-
-    monkeypatch.setattr(heartbeat, "give_up", give_up)
-    return CheckpointStore(tmp_path, keep=2, world=world, heartbeat=heartbeat), said
-
-
-class FakeThread:
-    """A save in which each check period is one given step; nothing waits."""
-
-    name = "save step 7"
-
-    def __init__(self, steps: Iterable[Callable[[], object]]) -> None:
-        self.steps = list(steps)
-
-    def join(self, timeout: float) -> None:
-        self.steps.pop(0)()
-
-    def is_alive(self) -> bool:
-        return bool(self.steps)
-
-
-def stall() -> None:
-    pass
-
-
-def test_stalled_write_is_reported_and_ends_the_rank(
-    watched: tuple[CheckpointStore, list[str]],
-) -> None:
-    store, said = watched
-    store._thread = FakeThread([store._count_part, *[stall] * 9])  # type: ignore[assignment]  # a fake
-    with pytest.raises(GivenUp, match="save step 7: no progress in .* for 0.6 s: its storage"):
-        store.wait()
-    assert len(said) == 3 and said[0].startswith("rank 0: save step 7: no progress in ")
-
-
-def test_slow_disk_and_slow_ranks_are_waited_for(
-    watched: tuple[CheckpointStore, list[str]],
-) -> None:
-    """One part in every fourth period, then an exchange of ten periods."""
-    store, _ = watched
-
-    def exchange() -> None:
-        store._exchange = SimpleNamespace(is_waiting=True)  # type: ignore[assignment]  # a fake
-
-    slow = [stall, stall, stall, store._count_part] * 5
-    store._thread = FakeThread([*slow, exchange, *[stall] * 10])  # type: ignore[assignment]  # a fake
-    store.wait()
-
-
-def test_progress_counts_written_and_verified_parts(
-    watched: tuple[CheckpointStore, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ten chunks of tensors and the header, written and read back."""
-    store, _ = watched
-    monkeypatch.setattr(commit, "CHUNK_BYTES", 1 << 8)
-    monkeypatch.setattr(atomic_files, "HASH_CHUNK_BYTES", 1 << 8)
-    store.save({"a": torch.arange(640.0)}, step=7, progress={}, description={})
-    assert store.wait() is not None
-    assert store._num_parts >= 2 * 11
-
-
-def test_failed_copy_releases_the_update_and_is_raised(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = CheckpointStore(tmp_path, keep=2, world=world)
-
-    def broken(*_: object, **__: object) -> None:
-        raise RuntimeError("copy failed")
-
-    monkeypatch.setattr(store._host_copy, "take", broken)
-    store.save({"model.a": torch.zeros(10)}, step=1, progress={}, description={})
-    store.wait_for_host_copy()
-    with pytest.raises(RuntimeError, match="copy failed"):
-        store.wait()
-    assert newest_checkpoint(store.folder)[0] is None
 
 
 def test_next_save_waits_and_raises_the_previous_error(
@@ -268,13 +153,3 @@ def test_state_that_is_not_finite_is_not_committed(
     momentum[531] = torch.finfo(dtype).max
     store.save(tensors, step=2, progress={}, description={})
     assert store.wait() is not None
-
-
-def test_defect_in_the_code_is_not_a_disk_error(
-    tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(commit, "manifest_text", lambda **_: 1 / 0)
-    store = CheckpointStore(tmp_path, keep=2, world=world)
-    store.save({"a": torch.zeros(3)}, step=1, progress={}, description={})
-    with pytest.raises(ZeroDivisionError):
-        store.wait()

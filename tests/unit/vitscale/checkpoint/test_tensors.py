@@ -73,23 +73,3 @@ def test_slices_of_any_layout_restore_the_tensor(
     assert found["model.y"] is flat
     with pytest.raises(AssertionError, match="do not cover"):
         whole_tensors([(slice_name("x", start=0, shape=(flat.numel() + 1,)), flat)])
-
-
-def test_prefix_selects_tensors_and_is_removed(tmp_path: Path) -> None:
-    halves = [
-        {f"ema.w@{start}/4": torch.arange(4.0)[start : start + 2], f"model.{start}": torch.ones(1)}
-        for start in (0, 2)
-    ]
-    files = []
-    for number, tensors in enumerate(halves):
-        files.append(tmp_path / str(number))
-        write_new_file(files[-1], taken(tensors))
-    assert read_tensors(files, prefix="ema.")["w"].tolist() == [0, 1, 2, 3]
-    assert read_tensors(files, prefix="model.").keys() == {"0", "2"}
-
-
-def test_fewer_tensors_leave_nothing_of_those_before() -> None:
-    few, many = {"a": torch.ones(3)}, {"a": torch.zeros(5), "b": torch.zeros(5)}
-    copy = HostCopy(CPU)
-    taken(many, copy)
-    assert b"".join(taken(few, copy)) == b"".join(taken(few))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -16,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.ranks.rank_processes import ROOT
 from vitscale.distributed.fork_server import (
     ENVIRONMENT,
     HARMLESS_THREADS,
@@ -90,46 +88,6 @@ def test_workers_come_from_a_process_without_threads(
     assert worker.exitcode == 0
     assert worker_context(IMPORTS) is not None
     assert forkserver._forkserver._forkserver_pid == server  # type: ignore[attr-defined]  # same
-
-
-SCRIPT = """
-import os, signal, sys, threading
-from multiprocessing import forkserver
-from vitscale.distributed.fork_server import worker_context
-
-signal.signal(signal.SIGTERM, lambda *_: None)
-if sys.argv[1] == "thread":
-    threading.Thread(target=threading.Event().wait, daemon=True).start()
-opened = open("opened", "w")  # not for the server
-context = worker_context([])
-code = "import signal; print('works', signal.getsignal(15) is signal.SIG_DFL, flush=True)"
-worker = context.Process(target=exec, args=(code,))
-worker.start()
-worker.join(30)
-server = forkserver._forkserver._forkserver_pid
-print(os.path.realpath("opened") in map(os.path.realpath, os.scandir(f"/proc/{server}/fd")))
-print(open(f"/proc/{server}/cmdline").read() == open("/proc/self/cmdline").read())
-print(len(os.listdir(f"/proc/{server}/task")))
-sys.stdout.flush()
-os._exit(0)
-"""
-
-
-@pytest.mark.parametrize("threads", ["none", "thread"])
-def test_the_server_is_a_fork_of_a_process_without_threads_only(
-    tmp_path: Path, threads: str
-) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, threads],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    has_file, is_fork, num_threads = done.stdout.splitlines()[-3:]
-    assert "works True" in done.stdout and not done.stderr, done
-    assert (has_file, is_fork, num_threads) == ("False", str(threads == "none"), "1")
 
 
 def test_threads_that_end_meanwhile_are_no_error() -> None:

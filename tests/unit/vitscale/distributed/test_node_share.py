@@ -129,28 +129,6 @@ def test_without_shared_memory_each_rank_reads(
     assert fault.split()[-1] in found[0][1][0] and not list(folder.iterdir())
 
 
-def test_full_shared_memory_is_left_for_the_temporary_folder(
-    folder: Path, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It had room when it was asked; another rank was faster."""
-    monkeypatch.setattr(node_share, "SHARED_MEMORY", str(small_disk))
-    monkeypatch.setattr(node_share, "_free", lambda _: 1 << 40)
-    value = np.arange(1 << 18)
-    file = SharedFile.write(value)
-    assert file.path.parent == folder and not list(small_disk.iterdir())
-    assert np.array_equal(read_shared(file.path), value)
-    monkeypatch.setattr(node_share.tempfile, "gettempdir", lambda: str(small_disk))
-    with pytest.raises(OSError, match="cannot be written .*No space left"):
-        SharedFile.write(value)
-    assert not list(small_disk.iterdir())
-
-
-def test_a_start_alone_on_its_node_removes_leftovers(folder: Path) -> None:
-    os.close(SharedFile.write(np.arange(3))._descriptor)
-    shared(1, lambda rank: rank)
-    assert not list(folder.iterdir())
-
-
 def test_leftovers_are_removed_and_files_in_use_stay(folder: Path) -> None:
     """As of a killed job, and of another job on the same node."""
     killed = SharedFile.write(np.arange(3))

@@ -56,15 +56,6 @@ def test_repeated_stop_signal_is_ignored(number: signal.Signals) -> None:
         os.kill(os.getpid(), again)
 
 
-def test_rank_stopping_with_the_others_ignores_its_signal(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with PreemptionFlag(ONE_RANK) as stop:
-        monkeypatch.setattr(stop, "_ask", lambda: True)  # as another rank's signal has it
-        assert stop.set_on_any_rank()
-    assert all(signal.getsignal(number) is signal.SIG_IGN for number in STOP_SIGNALS)
-
-
 @pytest.mark.parametrize("world_size, rank", [(2, 1), (2, 0), (24, 17)])
 def test_all_ranks_stop_at_the_same_step(
     monkeypatch: pytest.MonkeyPatch, world_size: int, rank: int
@@ -90,13 +81,3 @@ def test_all_ranks_stop_at_the_same_step(
     for each in decisions:
         each.close()
     assert len(set(steps)) == 1 and steps[0] >= 6
-
-
-def test_decisions_are_as_far_apart_as_steps_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """2,000 ranks are asked once a second; here after steps of 0.25 s and then of 0.5 s."""
-    clock = iter([0.0, 10.0, 20.0, 20.001])
-    monkeypatch.setattr(preemption.time, "monotonic", lambda: next(clock))
-    decisions = preemption._Decisions(world_of(0, 2000, dist.HashStore()))
-    found = [decisions._steps_to_next(step) for step in (40, 60, 70)]
-    decisions.close()
-    assert found == [4, 2, 100]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -18,7 +17,6 @@ from vitscale.config.errors import UserError
 from vitscale.distributed.processes import (
     descendants,
     is_alive,
-    num_cores,
     ordered_results,
     process_state,
     threads_per_rank,
@@ -68,15 +66,6 @@ def test_a_zombie_counts_as_dead() -> None:
     assert not is_alive(process.pid) and process_state(process.pid) == "gone"
 
 
-def test_a_stopped_process_is_alive() -> None:
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process.send_signal(signal.SIGSTOP)
-    wait_for_state(process.pid, "stopped")
-    assert is_alive(process.pid)
-    process.kill()
-    process.wait()
-
-
 def test_children_of_all_threads_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the thread listed before has just ended."""
     read, ended = Path.read_text, threading.Event()
@@ -99,16 +88,6 @@ def test_children_of_all_threads_are_found(monkeypatch: pytest.MonkeyPatch) -> N
         child.kill()
         ended.set()
         thread.join()
-
-
-def test_cores_are_those_this_process_may_use() -> None:
-    allowed = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, {min(allowed)})
-        assert num_cores() == 1
-    finally:
-        os.sched_setaffinity(0, allowed)
-    assert num_cores() == len(allowed)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -49,12 +49,6 @@ def test_cut_and_unknown_lines_are_skipped(tmp_path: Path) -> None:
     assert [row["event"] for row in read_events(tmp_path)] == ["one", "two"]
 
 
-def test_failures_in_a_folder_that_cannot_be_written_are_lost(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    record_failure(tmp_path / "file", Failure(kind=FailureKind.OTHER, what="an error"))
-    assert read_failures(tmp_path / "file") == []
-
-
 def test_the_last_start_counts(tmp_path: Path) -> None:
     assert read_start(tmp_path) is None and not has_diverged(tmp_path)
     record_start(tmp_path, first_step=0, total_steps=9)
@@ -91,7 +85,3 @@ def test_what_a_rank_says_of_itself_is_the_cause() -> None:
     own = Failure(kind=FailureKind.OTHER, what="an error", rank=0, reported_by=0)
     assert cause([seen, own]) == own
     assert cause([seen, replace(own, rank=2, reported_by=2)]) == seen
-
-
-def test_there_is_no_cause_without_reports() -> None:
-    assert cause([]) is None

@@ -18,7 +18,6 @@ from vitscale.distributed.failures.heartbeat_table import (
     HeartbeatTable,
     Silence,
     failure_to_json,
-    names,
 )
 
 PERIOD_S = heartbeat.LONGEST_PERIOD_S
@@ -73,15 +72,6 @@ def test_the_rank_whose_device_hangs_is_named() -> None:
     assert named.what == what
 
 
-def test_ranks_at_the_same_mark_are_not_late() -> None:
-    watch = table(8)
-    found = [
-        watch.problem([beat(r, period, reached=7) for r in range(8)], now=period * PERIOD_S)
-        for period in range(1, 1000)
-    ]
-    assert not any(found)
-
-
 @pytest.mark.parametrize("others", [{"begun": 3}, {"begun": 2, "state": ENDED}])
 def test_a_rank_that_hangs_between_marks_is_named(others: dict[str, Any]) -> None:
     """The others wait for it in a collective that it has not begun, or have ended."""
@@ -123,17 +113,6 @@ def test_a_report_ends_the_run_at_once_and_names_its_culprit() -> None:
     beats = [beat(rank, 1) for rank in range(6)]
     beats[1] = beat(1, 1, state=REPORTS, doing=failure_to_json(failure))
     assert table(6).problem(beats, now=1.0) == failure
-
-
-def test_names_groups_ranks_by_node() -> None:
-    beats = [beat(rank, 1) for rank in range(64)]
-    assert names(beats, [3, 4, *range(8, 16)]) == "rank 3, 4 on n0, all of n1 (rank 8 to 15)"
-    assert names(beats, range(0, 64, 8)).endswith("rank 24 on n3 and ranks on 4 more nodes")
-
-
-def test_a_beat_survives_the_store() -> None:
-    each = beat(3, 4, reached=5, doing="save step 5:\tno progress\nin /a")
-    assert Beat.parse(each.text()) == each
 
 
 def test_a_rank_that_has_ended_is_not_waited_for() -> None:
