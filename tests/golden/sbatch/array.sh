@@ -14,7 +14,7 @@
 
 # setup
 trap '' USR2 TERM
-export PYTHONPATH=FOLDER/runs/data_prep-shards/slurm/code-43d97ced1387${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=FOLDER/runs/data_prep-shards/slurm/code-HASH${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONSAFEPATH=1
 export SUBMITIT_LOG_LEVEL=CRITICAL
 

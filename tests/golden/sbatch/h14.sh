@@ -14,7 +14,7 @@
 
 # setup
 trap '' USR2 TERM
-export PYTHONPATH=FOLDER/runs/vit_h14-imagenet21k/slurm/code-43d97ced1387${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH=FOLDER/runs/vit_h14-imagenet21k/slurm/code-HASH${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONSAFEPATH=1
 export SUBMITIT_LOG_LEVEL=CRITICAL
 

@@ -44,11 +44,11 @@ DRY_RUNS = {
 
 
 def normal(text: str, slurm: FakeSlurm) -> str:
-    """A script without the paths of this machine."""
+    """A script without the paths of this machine and the hash of its code."""
     for path, name in ((slurm.folder, "FOLDER"), (sys.executable, "PYTHON")):
         text = text.replace(str(path), name)
     assert str(REPOSITORY) not in text
-    return text.strip() + "\n"
+    return re.sub(r"/code-[0-9a-f]{12}\b", "/code-HASH", text.strip()) + "\n"
 
 
 @pytest.mark.parametrize("name", DRY_RUNS)
