@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # `deepspeed` and `ninja` are looked up on PATH by the tools that start them.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: install constraints demo test fast-tests test-all test-exhaustive mutants check format clean FORCE
+.PHONY: install constraints demo test fast-tests test-all test-exhaustive check format clean FORCE
 
 # The exact versions of constraints.txt, those last tested. With LATEST=1 pip chooses instead: it
 # keeps what is in .venv already (an older torch, say) and takes the newest of what is missing.
@@ -55,7 +55,7 @@ check: install
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-# VITSCALE_REQUIRE_SLURM=1 makes tests that need SLURM fail where they would otherwise be skipped.
+# VITSCALE_REQUIRE_ALL=1 makes tests fail that would be skipped because the machine lacks something.
 test: install
 	@$(MAKE) --no-print-directory --jobs 2 check fast-tests
 
@@ -66,13 +66,9 @@ fast-tests: install
 test-all: install
 	$(PYTEST) -m "slow and not exhaustive"
 
-# Every fault, mutant and pair of layouts: by hand, before a release.
+# Storms of faults and every pair of layouts: by hand, before a release.
 test-exhaustive: install
 	$(PYTEST) -m exhaustive
-
-# Which of 20 random changes of the product no test sees. By hand; ARGS="--help" for more.
-mutants: install
-	$(BIN)/python tests/mutants.py $(ARGS)
 
 format: install
 	$(BIN)/ruff check --fix .

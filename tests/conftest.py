@@ -11,14 +11,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.hang_watch import (  # noqa: F401  # hooks
-    pytest_configure,
-    pytest_runtest_logfinish,
-    pytest_runtest_logstart,
-    pytest_runtest_protocol,
-)
+from tests.support.golden import Golden
 from tests.support.golden import Golden
 from tests.support.ranks.warm_ranks import WarmStarter
+from tests.support.required import skip_or_fail
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore searches new ones. Without a deadline:
 # a shared machine may stall.
@@ -46,20 +42,18 @@ def warm_starter() -> Iterator[WarmStarter]:
 
 @contextmanager
 def mounted(folder: Path, source: str | Path, *options: str) -> Iterator[Path]:
-    """Mount for the length of the block. Skips the test where mounting is not allowed, or fails it
-    with VITSCALE_REQUIRE_MOUNT=1."""
-    folder.mkdir(exist_ok=True)
+    """Mount for the length of the block. Skips the test where mounting is not allowed."""
+    folder.mkdir(parents=True, exist_ok=True)
     mount = ["mount", *options, str(source), str(folder)]
     done = subprocess.run(mount, capture_output=True, text=True)
     if done.returncode:
-        reason = f"cannot mount a small disk: {done.stderr.strip()}"
-        if os.environ.get("VITSCALE_REQUIRE_MOUNT") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_or_fail(f"cannot mount a small disk: {done.stderr.strip()}")
     try:
         yield folder
     finally:
-        subprocess.run(["umount", str(folder)], check=True)
+        # Processes that a test ended may still have files of a tmpfs open.
+        lazy = ["--lazy"] if source == "tmpfs" else []
+        subprocess.run(["umount", *lazy, str(folder)], check=True)
 
 
 @pytest.fixture

@@ -1,23 +1,25 @@
-"""Hold the documentation to the tree: the paths, tests, links and messages that it names exist."""
+"""Hold the documentation to the tree: the paths, links and metrics that it names exist."""
 
 from __future__ import annotations
 
 import ast
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
-from tests.contract.tree import ROOT, module_files, parsed, python_files
+from tests.contract.tree import ROOT, parsed
+from vitscale.data.remote.store import COUNTS
+from vitscale.evaluation.registry import EVALUATIONS
 
+LOGGING = ("vitscale/data", "vitscale/evaluation", "vitscale/training", "pretrain", "finetune")
+METRIC = re.compile(r"(train|val|vitals)/[a-z0-9_]*[a-z0-9]")
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 CARDS = [ROOT / "Makefile", *sorted((ROOT / "configs").rglob("*.yaml"))]
 URL = re.compile(r"\w+://\S+")
 # Braces stand for several files; only the folder before them is checked.
 PATH = re.compile(r"(?<![\w./~-])(?:[\w.*-]+/)+[\w.*-]*+(?!\{)")
 FILE_NAME = re.compile(r"(?<![\w./~*-])\w+\.(?:py|c|h|toml|svg|j2)\b")
-# As in the recipes: `NAME` in `PATH`, or `PATH`: one line in `NAME`.
-NAME_IN_FILE = re.compile(r"`(\w+)`\s+in\s+`([\w./]+\.py)`")
-FILE_OF_NAME = re.compile(r"`([\w./]+\.py)`: one (?:line|entry|function and one line) in\s+`(\w+)`")
 SUFFIXES = (".py", ".c", ".h", ".svg", ".j2")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 # Files of other projects, cited as sources, and names that Python code of a reader would have.
@@ -31,12 +33,6 @@ EXTERNAL = {
     *("models_mae.py", "util/pos_embed.py", "util/lars.py"),
     *("eval/knn.py", "eval/linear.py", "evaluators/fewshot_lsr.py"),
 }
-TEST_NAME = re.compile(r"\btest_(?!NAME)\w+")
-# A cell of the tables of messages: the first column, in backticks.
-MESSAGE = re.compile(r"^\| `([^`]+)`", re.MULTILINE)
-FILLED_IN = re.compile(r"\b[A-Z]+\b(?! out of memory)|\.\.\.")
-MIN_PART = 12
-FROM_ELSEWHERE = {"CUDA out of memory"}
 
 
 def _tracked() -> set[str]:
@@ -81,25 +77,6 @@ def test_paths_named_in_docs_exist() -> None:
     assert not wrong
 
 
-def test_names_are_defined_where_docs_say() -> None:
-    said = [
-        (page.name, name, path)
-        for page in PAGES
-        for name, path in (
-            *NAME_IN_FILE.findall(page.read_text()),
-            *(found[::-1] for found in FILE_OF_NAME.findall(page.read_text())),
-        )
-        if (ROOT / path).is_file()
-    ]
-    assert len(said) > 10
-    assert not [each for each in said if not _is_defined(each[1], ROOT / each[2])]
-
-
-def _is_defined(name: str, path: Path) -> bool:
-    pattern = rf"^(?:\s*(?:def|class) {name}\b|{name}(?:: .*)? = )"
-    return re.search(pattern, path.read_text(), flags=re.MULTILINE) is not None
-
-
 def test_links_in_docs_lead_somewhere() -> None:
     wrong = []
     for page in PAGES:
@@ -113,44 +90,32 @@ def test_links_in_docs_lead_somewhere() -> None:
     assert not wrong
 
 
-def test_tests_named_in_docs_exist() -> None:
-    tests = [path for path in python_files() if path.is_relative_to(ROOT / "tests")]
-    names = {path.stem for path in tests} | {
-        node.name
-        for path in tests
-        for node in ast.walk(parsed(path))
-        if isinstance(node, ast.FunctionDef)
+def test_the_docs_list_every_metric() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/tracking.md").read_text(), re.MULTILINE)
+    documented = {name for name in rows if METRIC.fullmatch(name)}
+    logged = {f"vitals/remote_{name}" for name in COUNTS}
+    for folder in LOGGING:
+        for path in (ROOT / folder).rglob("*.py"):
+            logged |= set(_metrics_in(path))
+    assert documented == logged
+
+
+def test_evaluations_declare_their_metrics() -> None:
+    """`Settings.metrics` lists what the evaluation returns."""
+    declared = {f"val/{name}" for each in EVALUATIONS.values() for name in each.Settings.metrics}
+    logged = {
+        name for path in (ROOT / "vitscale/evaluation").rglob("*.py") for name in _metrics_in(path)
     }
-    wrong = {
-        f"{page.relative_to(ROOT)}: {name}"
-        for page in PAGES
-        for name in TEST_NAME.findall(page.read_text())
-        if not any(known.startswith(name) for known in names)
-    }
-    assert not wrong
+    assert declared == {name for name in logged if METRIC.fullmatch(name)}
 
 
-def _texts() -> list[str]:
-    """Every string of the product, with a NUL for each value that it fills in."""
-    found = []
-    for path in module_files().values():
-        for node in ast.walk(parsed(path)):
-            if isinstance(node, ast.JoinedStr):
-                parts = (p.value if isinstance(p, ast.Constant) else "\0" for p in node.values)
-                found.append("".join(map(str, parts)))
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                found.append(node.value)
-    return found
-
-
-def test_messages_in_troubleshooting_exist() -> None:
-    """A part of each message that is not filled in is a string of the product."""
-    texts = "\n".join(_texts())
-    messages = MESSAGE.findall((ROOT / "docs/troubleshooting.md").read_text())
-    assert messages
-    wrong = []
-    for message in set(messages) - FROM_ELSEWHERE:
-        parts = [part.strip(" :;,") for part in FILLED_IN.split(message)]
-        if not any(part in texts for part in parts if len(part) >= MIN_PART):
-            wrong.append(message)
-    assert not wrong
+def _metrics_in(path: Path) -> Iterator[str]:
+    """Literal names, and the keys of metrics that an evaluation returns without a prefix."""
+    for node in ast.walk(parsed(path)):
+        if isinstance(node, ast.Constant) and METRIC.fullmatch(str(node.value)):
+            yield str(node.value)
+        if "evaluation" in path.parts and isinstance(node, ast.Return) and node.value:
+            dicts = [part for part in ast.walk(node.value) if isinstance(part, ast.Dict)]
+            for key in [key for each in dicts for key in each.keys if key is not None]:
+                part = key.values[-1] if isinstance(key, ast.JoinedStr) else key
+                yield f"val/{ast.literal_eval(part)}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from pathlib import Path
+from importlib.metadata import packages_distributions
 
 from tests.contract.tree import (
     PACKAGES,
@@ -57,7 +58,6 @@ RUN_TYPES = {
     "finetune.inspection.settings",
     "pretrain.run",
 }
-MAX_ENTRIES = 12
 
 
 def package_of(module: str) -> str:
@@ -163,18 +163,17 @@ def test_neighbours_are_still_needed() -> None:
     assert used >= NEIGHBOURS, "remove these rows: " + str(NEIGHBOURS - used)
 
 
-def test_folders_stay_small() -> None:
-    """At most a dozen entries, so that a folder is read at a glance."""
-    folders = [ROOT / name for name in (*PACKAGES, "benchmarks", "tests")]
-    folders += [p for root in folders for p in root.rglob("*[!_]") if p.is_dir()]
-    large = {
-        str(f.relative_to(ROOT)): len(found)
-        for f in folders
-        if len(found := _entries(f)) > MAX_ENTRIES
+def test_no_file_beside_a_script_shadows_a_module() -> None:
+    """`python launch/x.py` puts launch/ first on the path: launch/queue.py would hide `queue`."""
+    installed = {
+        name for name, owners in packages_distributions().items() if owners != ["vitscale"]
     }
-    assert not large
-
-
-def _entries(folder: Path) -> list[str]:
-    hidden = ("__init__.py", "__pycache__", "py.typed")
-    return [p.name for p in folder.iterdir() if p.name not in hidden and p.suffix != ".so"]
+    # evaluate, datasets: dependencies of dependencies, not installed everywhere.
+    taken = sys.stdlib_module_names | installed | set(PACKAGES) | {"evaluate", "datasets"}
+    # Deeper ones run as `python -m`, which puts no folder first.
+    folders = {module_files()[s].parent for s in scripts() if s.count(".") == 1}
+    assert {folder.name for folder in folders} == set(STAGES)
+    names = [
+        path for folder in folders for path in folder.iterdir() if not path.name.startswith("__")
+    ]
+    assert not [str(path.relative_to(ROOT)) for path in names if path.stem in taken]

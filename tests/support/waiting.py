@@ -7,8 +7,11 @@ that would happen later.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 # Below pytest's time limit, which would not say what the test waited for.
 PATIENCE_S = 600.0
@@ -25,3 +28,14 @@ def wait_until(
     while not condition():
         assert time.monotonic() < deadline, else_say()
         time.sleep(every_s)
+
+
+def stacks(pids: Sequence[int]) -> str:
+    """What all threads of hung processes do, by py-spy."""
+    py_spy = str(Path(sys.executable).with_name("py-spy"))
+    command = ["timeout", "20", py_spy, "dump", "--native", "--pid"]
+    done = [
+        subprocess.run([*command, str(pid)], capture_output=True, text=True, check=False)
+        for pid in pids
+    ]
+    return "\n".join(each.stdout + each.stderr for each in done)

@@ -28,6 +28,7 @@ from tests.conftest import mounted
 from tests.support.light_checkpoints import LENGTH, light_save
 from tests.support.protocol_mutants import MUTANTS
 from tests.support.ranks.rank_processes import ROOT
+from tests.support.required import skip_or_fail
 from tests.support.waiting import PATIENCE_S
 from vitscale.checkpoint import commit
 from vitscale.checkpoint.folders import newest_checkpoint
@@ -45,14 +46,11 @@ DISK_CALLS = (
 
 @pytest.fixture(scope="module")
 def strace() -> str:
-    """Skipped where it is missing or may not trace; VITSCALE_REQUIRE_STRACE=1 fails."""
+    """Skipped where it is missing or may not trace."""
     found = shutil.which("strace")
     works = found and subprocess.run([found, "-o", os.devnull, "true"]).returncode == 0
     if not works:
-        reason = "strace is missing or may not trace: apt-get install strace"
-        if os.environ.get("VITSCALE_REQUIRE_STRACE") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        skip_or_fail("strace is missing or may not trace: apt-get install strace")
     assert found is not None
     return found
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import mounted
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.levels import by_level
 from tests.support.ranks.fault_runs import (
@@ -130,22 +130,6 @@ def test_clocks_and_leftovers_have_no_effect(fault_runs: FaultRuns, killed_copy:
     assert "at step 15\n" in said and "damaged" not in said
 
 
-@contextmanager
-def small_file_system(folder: Path, *, mib: int) -> Iterator[None]:
-    folder.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True)
-    if done.returncode:
-        reason = f"cannot mount a small file system: {done.stderr.strip()}"
-        if os.environ.get("VITSCALE_REQUIRE_MOUNT") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
 def remount(folder: Path, mode: str) -> None:
     subprocess.run(["mount", "-o", f"remount,{mode}", str(folder)], check=True)
 
@@ -166,7 +150,7 @@ def test_failed_checkpoint_storage_ends_the_run(
     fault_runs: FaultRuns, tmp_path: Path, fault_name: str
 ) -> None:
     checkpoints = tmp_path / "run/checkpoints"
-    with small_file_system(checkpoints, mib=8):
+    with mounted(checkpoints, "tmpfs", "-t", "tmpfs", "-o", "size=8m"):
         ranks = fault_runs.start(tmp_path, faults={1: [fault("backward", micro_step(8), "hold")]})
         wait_for_hold(tmp_path, ranks)
         # Its commit goes on in the background while the rank is held.
@@ -190,7 +174,7 @@ def test_failed_checkpoint_storage_ends_the_run(
 @exhaustive
 def test_full_disk_of_the_run_folder_ends_the_run(fault_runs: FaultRuns, tmp_path: Path) -> None:
     """Journal and log cannot be written either."""
-    with small_file_system(tmp_path / "run", mib=8):
+    with mounted(tmp_path / "run", "tmpfs", "-t", "tmpfs", "-o", "size=8m"):
         ranks = fault_runs.start(tmp_path, faults={1: [fault("backward", micro_step(8), "hold")]})
         wait_for_hold(tmp_path, ranks)
         filler = fill(tmp_path / "run")

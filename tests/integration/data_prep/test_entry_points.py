@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import torch
 
 from tests.support.corpora.image_corpus import corpus, make_shards
 from tests.support.ranks.rank_processes import ROOT
+from tests.support.required import skip_or_fail
 from vitscale.data.samples import TrainingSamples
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
@@ -26,8 +26,8 @@ SIZE = 24
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The same shards, plain and with entry points."""
     why = missing("region")
-    if why is not None and not os.environ.get("VITSCALE_REQUIRE_REGION_DECODER"):
-        pytest.skip(f"the region decoder does not work here: {why}")
+    if why is not None:
+        skip_or_fail(f"the region decoder does not work here: {why}")
     base = tmp_path_factory.mktemp("entry_points")
     source = corpus(base / "images", side=300)
     for name, setting in (("plain", "false"), ("with", "true")):

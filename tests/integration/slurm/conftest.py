@@ -24,6 +24,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.required import skip_or_fail
 from tests.support.waiting import PATIENCE_S, wait_until
 
 DAEMONS = ("munged", "slurmctld", "slurmd")
@@ -280,11 +281,9 @@ def _end_jobs(cluster: SlurmCluster) -> None:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[SlurmCluster]:
-    """The cluster, started once. With VITSCALE_REQUIRE_SLURM=1 a missing SLURM is a failure."""
+    """The cluster, started once."""
     if missing := missing_daemons():
-        reason = f"no {', '.join(missing)} here (Debian, Ubuntu: apt-get install slurm-wlm munge)"
-        if os.environ.get("VITSCALE_REQUIRE_SLURM") == "1":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        names = ", ".join(missing)
+        skip_or_fail(f"no {names} here (Debian, Ubuntu: apt-get install slurm-wlm munge)")
     with slurm_cluster() as cluster:
         yield cluster

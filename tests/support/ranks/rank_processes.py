@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.support.waiting import PATIENCE_S
+from tests.support.waiting import PATIENCE_S, stacks
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -63,6 +63,9 @@ def run_ranks(
         # At once: a rank whose pipe is full would stop, and the others would wait for it.
         with ThreadPoolExecutor(num_ranks) as pool:
             outputs = list(pool.map(lambda each: each.communicate(timeout=timeout_s)[0], processes))
+    except subprocess.TimeoutExpired:
+        print(stacks([process.pid for process in processes if process.poll() is None]))
+        raise
     finally:
         for process in processes:
             if process.poll() is None:

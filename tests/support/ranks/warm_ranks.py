@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Any
 
 from tests.support.ranks.rank_processes import ROOT, free_port
+from tests.support.waiting import stacks
 from vitscale.distributed.processes import children
 
 SERVER = Path(__file__).with_name("warm_server.py")
@@ -50,7 +51,8 @@ class WarmRank:
         while (code := self.poll()) is None:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise TimeoutError(f"rank {self.rank} (pid {self.pid}) still runs; log: {self.log}")
+                what = f"rank {self.rank} (pid {self.pid}) still runs; log: {self.log}"
+                raise TimeoutError(f"{what}\n{stacks(session_of(self.pid))}")
             self.starter.read_answers(wait_s=left)
         return code
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import io
-import os
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.support.required import skip_or_fail
 from vitscale.config.errors import UserError
 from vitscale.images import crops, decoders
 from vitscale.images.crops import CropBox, CropRequest
@@ -40,8 +40,8 @@ def _require(name: str) -> None:
     why = decoders.missing(name)
     if why is None:
         return
-    if name == "region" and not os.environ.get("VITSCALE_REQUIRE_REGION_DECODER"):
-        pytest.skip(f"the region decoder does not work here: {why}")
+    if name == "region":
+        skip_or_fail(f"the region decoder does not work here: {why}")
     pytest.fail(why)
 
 

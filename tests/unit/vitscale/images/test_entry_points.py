@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from tests.support.required import skip_or_fail
 from vitscale.config.errors import UserError
 from vitscale.images.crops import CropBox, CropRequest
 from vitscale.images.decoders import _extension, decode_region, missing
@@ -39,8 +39,8 @@ SIZE = 9
 @pytest.fixture(autouse=True)
 def extension() -> None:
     why = missing("region")
-    if why is not None and not os.environ.get("VITSCALE_REQUIRE_REGION_DECODER"):
-        pytest.skip(f"the region decoder does not work here: {why}")
+    if why is not None:
+        skip_or_fail(f"the region decoder does not work here: {why}")
     require_entry_points(where="this machine")
 
 
