@@ -1,240 +1,309 @@
-"""Check and time training on one GPU, in four calls of at most nine minutes each.
+"""Measure training on one device: our engine beside a bare loop and timm's, and with real images.
 
-    python benchmarks/gpu_training.py --call 1 --out OUT        # then 2, 3 and 4
-    python benchmarks/gpu_training.py --call 2 --out OUT --sections H14,tax
-    python benchmarks/gpu_training.py --call 1 --out OUT --toy  # tiny, on a CPU, as a rehearsal
-    python benchmarks/gpu_training.py --report OUT OTHER        # goals reached, of several folders
+    python benchmarks/gpu_training.py --json results.json          # one GPU: B/16, L/16 and H/14
+    python benchmarks/gpu_training.py --device cpu --toy           # to show that it works
 
-A machine without internet needs the folder that `benchmarks/training/pack.py` makes.
-
-Owns: the processes of a call and their time.
-Leaves out: which sections a call has (`training.plan`), what they do (`training.checks`, `speed`,
-`data`, `rows`), the table at the end (`training.report`).
-
-Each section runs in a process of its own, which ends its loops when its time is over and is killed
-a little later. It writes OUT/SECTION.json after every measurement, so what was measured is kept
-whatever happens. Exit code 1: a check or a section failed. A missed goal is not a failure.
+First each model by itself, with ZeRO 1 and compiled: images/s, model FLOP/s over the datasheet's
+and over those of a large matrix product, peak memory beside the estimate of a dry run. Then ZeRO 0
+to 3, a bare PyTorch loop and timm's step of one model, in turn. Then the same model on JPEGs,
+through the loader, beside batches that are on the device already. One rank does not communicate, so
+ZeRO costs its hooks, copies and checks here.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import os
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
+
+import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 
-from benchmarks.training.plan import CALLS, GRACE_S, MAX_CALL_S, SECTIONS, Section
+from benchmarks.corpora.photo_folder import given_photos, noise_photos, write_photo_folder
+from benchmarks.measuring import (
+    NUM_CORES,
+    ROOT,
+    Failed,
+    make_shards_command,
+    parser_of,
+    ratio,
+    run_benchmark,
+    run_command,
+    spread,
+)
+from benchmarks.training_loops import (
+    BareLoop,
+    EngineLoop,
+    Images,
+    Task,
+    TimmLoop,
+    interleaved,
+    matmul_rate,
+    seconds_of,
+    start_afresh,
+    synchronize,
+)
+from pretrain.run import PretrainRun
+from vitscale.config.errors import run_script
+from vitscale.config.loader import load_run
+from vitscale.data.loader import open_loader, training_batches
+from vitscale.data.settings import DataSettings
+from vitscale.data.training_set import open_training_set
+from vitscale.distributed.world import World, process_group
+from vitscale.engine.device_batches import DeviceBatches
+from vitscale.models.costs import memory_estimate, train_flops_per_image
+from vitscale.training.meters import peak_flops
 
-NEEDED = {
-    **{"torch": "torch", "timm": "timm", "deepspeed": "deepspeed", "pydantic": "pydantic"},
-    **{"yaml": "PyYAML", "pyarrow": "pyarrow", "safetensors": "safetensors", "blake3": "blake3"},
-    **{"PIL": "pillow", "psutil": "psutil", "numpy": "numpy", "hjson": "hjson", "tqdm": "tqdm"},
-    **{"msgpack": "msgpack", "cpuinfo": "py-cpuinfo", "einops": "einops", "ninja": "ninja"},
+# Of the recipes in configs/: no regularisation, 1,000 classes, softmax, clipping, a short schedule.
+PLAIN = (
+    *("model.num_classes=1000", "model.representation_layer=false", "model.dropout=0.0"),
+    *("model.head_bias=0.0", "objective.loss=softmax", "optim.clip_norm=1.0", "optim.lr=3e-4"),
+    *("optim.weight_decay=0.1", "schedule.epochs=null", "schedule.steps=1000"),
+    *("schedule.warmup_steps=10", "schedule.final_lr=0.0", "schedule.decay=cosine"),
+    *("checkpoint.every_steps=1000", "evaluate=[]", "tracking.uri=null"),
+)
+TINY = (
+    *("model.width=48", "model.depth=2", "model.num_heads=2", "model.mlp_width=96"),
+    *("model.image_size=32", "model.patch_size=8"),
+)
+TINY_TIMM = {"patch_size": 8, "embed_dim": 48, "depth": 2, "num_heads": 2}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A recipe of configs/, the batch that fills a GPU of 80 GB, and timm's name."""
+
+    config: str
+    batch: int
+    timm_name: str
+
+
+MODELS = {
+    "B16": Model("vit_b16", 512, "vit_base_patch16_224"),
+    "L16": Model("vit_l16", 256, "vit_large_patch16_224"),
+    "H14": Model("vit_h14", 128, "vit_huge_patch14_224"),
 }
+COMPARED = "L16"
+# Several loops are in memory at once.
+COMPARED_SHARE = 0.5
+# Largest gap to the losses of the bare loop, over its first loss; other sums of bf16.
+MAX_GAP = 0.05
+WARM_UP = 10
 
 
 def main() -> None:
-    options = parse_arguments()
-    missing = [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
-    if missing and not options.report:
-        print(f"missing packages: {', '.join(missing)}", file=sys.stderr)
-        print("run: pip install -e ., or see benchmarks/training/pack.py", file=sys.stderr)
-        raise SystemExit(2)
-    if options.report:
-        report(options.report)
-    elif options.first_step:
-        in_process(options, "start", first_step=options.first_step)
-    elif options.section:
-        in_process(options, options.section)
-    else:
-        run_call(options)
-
-
-def run_call(options: argparse.Namespace) -> None:
-    """Run the sections one after the other; does not import torch."""
-    from benchmarks.training.report import print_summary
-
-    start = time.monotonic()
-    wanted = options.sections or [section.name for section in CALLS[options.call]]
-    sections = [SECTIONS[name] for name in wanted]
-    options.out.mkdir(parents=True, exist_ok=True)
-    for section in sections:  # of an earlier command into the same folder
-        (options.out / f"{section.name}.json").unlink(missing_ok=True)
-    if options.work:
-        options.work.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix="vitscale-gpu-", dir=options.work))
-    due = start
-    try:
-        for section in sections:
-            due = min(due + section.seconds, start + 60 * options.minutes - GRACE_S)
-            run_section(section, options, work, due=due)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    print(f"\ncall {options.call}: {time.monotonic() - start:.0f} s")
-    failed = print_summary(options.out, [section.name for section in sections])
-    raise SystemExit(1 if failed else 0)
-
-
-def run_section(section: Section, options: argparse.Namespace, work: Path, *, due: float) -> None:
-    """Run a section in a process of its own until `due` (time.monotonic), or kill it."""
-    from benchmarks.training.scale import Results
-
-    results, start = Results(options.out, section.name), time.monotonic()
-    if due - start < 5:
-        results.record({"status": "left out", "error": "no time left in this call"})
-        return
-    command = [sys.executable, __file__, "--section", section.name, "--due", str(due)]
-    command += ["--out", str(options.out), "--work", str(work), *(["--toy"] * options.toy)]
-    command += ["--kill-section", options.kill_section] if options.kill_section else []
-    log_path = options.out / "log.txt"
-    # One cache for the sections of a call; none that an earlier command left.
-    folders = {"TORCHINDUCTOR_CACHE_DIR": str(work / "compiled")}
-    folders |= {"TRITON_CACHE_DIR": str(work / "compiled/triton")}
-    with open(log_path, "a") as log:
-        log.write(f"=== {section.name}\n")
-        log.flush()
-        at = log.tell()
-        process = subprocess.Popen(
-            command,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            env=os.environ | folders,
-        )
-    reason = ""
-    try:
-        code = process.wait(timeout=max(1.0, due + GRACE_S - 5 - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        reason, code = "killed: it did not end when its time was over", -signal.SIGKILL
-    # Also what a dead process may have left: workers of a loader.
-    with_group(process.pid, signal.SIGKILL)
-    process.wait()
-    seconds = time.monotonic() - start
-    text = log_path.read_text(errors="replace")[at:]
-    results.values = Results.read(results.path)
-    if code or "status" not in results.values:
-        error = reason or results.values.get("error") or f"the process ended with {code}"
-        results.record({"status": "failed", "error": error, "log": text[-3000:]})
-    # torch says only in its log that a function was compiled too often and runs uncompiled.
-    hit = "recompile_limit" in text or "cache_size_limit" in text
-    results.record({"process_s": seconds, "hit_recompile_limit": hit})
-    print(f"{section.name}: {results.values['status']} in {seconds:.0f} s", flush=True)
-
-
-def with_group(pid: int, number: int) -> None:
-    try:
-        os.killpg(pid, number)
-    except ProcessLookupError:
-        return
-
-
-def import_sections() -> dict[str, Callable[[Any], None]]:
-    """What each section does."""
-    from benchmarks.training import checks, data, rows, speed
-
-    return {
-        **{"smoke": checks.check_smoke, "losses": checks.check_losses},
-        **{"rates": speed.measure_rates, "profile": speed.measure_profile},
-        **{f"compile_{name}": speed.measure_compiling for name in ("L16", "H14", "B16")},
-        **{name: speed.measure_model for name in ("L16", "H14", "B16")},
-        **{"tax": speed.measure_tax, "data": data.measure_data, "start": data.measure_start},
-        **{"checkpoint": data.measure_checkpoint, "recipes": rows.measure_recipes},
-        **{"timm": rows.measure_timm, "attention": rows.measure_attention},
-        **{"variants": rows.measure_variants},
-    }
-
-
-def in_process(options: argparse.Namespace, name: str, *, first_step: str = "") -> None:
-    """A section, in a process of its own; or a first step for the section `start`."""
-    from benchmarks.training.data import run_first_step
-    from benchmarks.training.scale import GPU, TOY, Context, Results
-    from vitscale.distributed.failures.ending import skip_teardown
-    from vitscale.distributed.world import process_group
-
-    scale = TOY if options.toy else GPU
-    start = time.monotonic()
-    with process_group(
-        device=scale.device,  # type: ignore[arg-type]  # one of its literals
-        timeout_min=5,
-        num_threads=1 if options.toy else None,
-    ) as world:
-        ctx = Context(
-            world=world,
-            scale=scale,
-            work=options.work,
-            out=options.out,
-            section=name,
-            deadline=options.due,
-            section_seconds=options.due - start,
-            results=Results(options.out, name),
-        )
-        if first_step:
-            run_first_step(ctx, first_step)
-        else:
-            code = run_and_record(ctx, kill=options.kill_section == name)
-    skip_teardown(0 if first_step else code)
-
-
-def run_and_record(ctx: Any, *, kill: bool) -> int:
-    from benchmarks.training.scale import OutOfTime
-
-    ctx.record(seconds=0.0)
-    if kill:  # as when the system kills the process
-        os.kill(os.getpid(), signal.SIGKILL)
-    start, values = time.monotonic(), {"status": "done"}
-    try:
-        import_sections()[ctx.section](ctx)
-    except OutOfTime as error:
-        values = {"status": "cut short", "error": str(error)}
-    except Exception as error:
-        values = {"status": "failed", "error": f"{type(error).__name__}: {error}"[:3000]}
-        traceback.print_exc()
-    ctx.record(**values, seconds=time.monotonic() - start)
-    return int(values["status"] == "failed")
-
-
-def report(folders: list[Path]) -> None:
-    from benchmarks.training.report import print_report
-    from benchmarks.training.scale import read_results
-
-    merged: dict[str, dict[str, Any]] = {}
-    for folder in folders:
-        merged |= read_results(folder)
-    print_report(merged)
-
-
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--call", type=int, choices=sorted(CALLS), default=1, help="which sections")
-    parser.add_argument("--sections", help="some of them: " + ",".join(SECTIONS))
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu_training"), help="for results")
-    parser.add_argument("--work", type=Path, help="folder for shards and checkpoints")
-    parser.add_argument(
-        "--minutes", type=float, default=MAX_CALL_S / 60, help="longest that the call may take"
-    )
-    parser.add_argument("--toy", action="store_true", help="tiny sizes, on a CPU")
-    parser.add_argument("--report", type=Path, nargs="+", help="print the goals of these folders")
-    for internal in ("--section", "--first-step", "--kill-section"):
-        parser.add_argument(internal, default="", help=argparse.SUPPRESS)
-    parser.add_argument("--due", type=float, default=float("inf"), help=argparse.SUPPRESS)
+    parser = parser_of(__doc__, rounds=5)
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--images", type=Path, help="folder or tar of JPEGs; default: noise")
+    parser.add_argument("--total-mib", type=float, default=700, help="images are repeated")
+    parser.add_argument("--steps", type=int, default=20, help="of each loop and round")
+    if parser.parse_args().toy:
+        parser.set_defaults(rounds=2, steps=2, total_mib=1)
     options = parser.parse_args()
-    options.sections = options.sections.split(",") if options.sections else []
-    unknown = [name for name in options.sections if name not in SECTIONS]
-    if unknown:
-        parser.error(f"--sections: no {', '.join(unknown)}; allowed: {', '.join(SECTIONS)}")
-    return options
+    run_benchmark(options, lambda work: measure(work, options), "torch", "deepspeed", "timm")
+
+
+def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
+    threads = 1 if options.toy else None
+    with process_group(device=options.device, timeout_min=10, num_threads=threads) as world:
+        bench = Bench(options=options, world=world)
+        results = {"models": bench.models(), "loops": bench.loops(), "data": bench.data(work)}
+    return results
+
+
+@dataclass(kw_only=True)
+class Bench:
+    """The measurements of one call."""
+
+    options: argparse.Namespace
+    world: World
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.world.device.type == "cuda"
+
+    @property
+    def precision(self) -> str:
+        return "bf16" if self.on_gpu else "fp32"
+
+    def task(self, name: str, *, share: float = 1.0) -> Task:
+        """A model with a share of its batch."""
+        start_afresh(self.world.device)
+        batch = 4 if self.options.toy else int(MODELS[name].batch * share)
+        sizes = (f"data.global_batch={batch}", f"engine.max_micro_batch={batch}")
+        given = [*PLAIN, *(TINY if self.options.toy else ()), *sizes]
+        given += [f"engine.device={self.world.device.type}", f"engine.precision={self.precision}"]
+        path = ROOT / "configs" / f"{MODELS[name].config}.yaml"
+        run = load_run(PretrainRun, path, overrides=given, with_site=False).run
+        return Task(run=run, device=self.world.device)
+
+    def models(self) -> dict[str, dict[str, Any]]:
+        print("\nmodel  images/s: min / median / max  TFLOP/s  of datasheet  of matmul  memory")
+        return {name: self.model(name) for name in self.options.models}
+
+    def model(self, name: str) -> dict[str, Any]:
+        """The whole engine at ZeRO 1."""
+        task = self.task(name)
+        losses: list[torch.Tensor] = []
+        loop = EngineLoop(task, self.world)
+        step = stepper(loop, task.pool, losses)
+        first_s = seconds_of(lambda: step(0), self.world.device)
+        memory = self.memory(task, warm=step)
+        before = self.matmul()
+        seconds = interleaved({name: step}, **self.turns())[name]
+        flops = task.batch / median(seconds) * train_flops_per_image(task.arch)
+        of_matmul, datasheet = 2 * flops / (before + self.matmul()), peak_flops(task.device)
+        rates = [task.batch / each for each in seconds]
+        gib = " of an estimated ".join(f"{each / 2**30:.2f}" for each in memory.values())
+        of_datasheet = "-" if datasheet is None else f"{flops / datasheet:.3f}"
+        print(
+            f"{name:6} {spread(rates):28} {flops / 1e12:8.1f} {of_datasheet:>13} "
+            f"{of_matmul:10.3f}  {gib} GiB",
+            flush=True,
+        )
+        loop.engine.close()
+        if not losses[-1] < losses[0]:
+            raise Failed(f"{name}: the loss does not fall: {[float(each) for each in losses]}")
+        return {
+            "batch": task.batch,
+            "first_step_s": first_s,
+            "images_per_s": rates,
+            "model_flops": flops,
+            "of_datasheet": datasheet and flops / datasheet,
+            "of_matmul": of_matmul,
+            **memory,
+        }
+
+    def matmul(self) -> float:
+        return matmul_rate(self.world.device, side=64 if self.options.toy else 8192)
+
+    def turns(self) -> dict[str, Any]:
+        rounds, steps = self.options.rounds, self.options.steps
+        return {"rounds": rounds, "steps_per_round": steps, "device": self.world.device}
+
+    def memory(self, task: Task, *, warm: Callable[[int], Any]) -> dict[str, int]:
+        """Bytes: the peak of the allocator in a few steps (0 on CPUs), and the estimate."""
+        for number in range(1, WARM_UP):
+            warm(number)
+        synchronize(self.world.device)
+        engine, objective = task.run.engine, task.run.make_objective()
+        estimate = memory_estimate(
+            task.arch,
+            zero_stage=1,
+            world_size=1,
+            precision=self.precision,
+            micro_batch=task.batch,
+            activation_checkpointing=engine.activation_checkpointing,
+            optimizer_bytes=task.run.optim.state_bytes_per_parameter,
+            bucket_elements=engine.reduce_bucket_elements,
+            costs=objective,
+        )
+        peak = torch.cuda.max_memory_allocated(self.world.device) if self.on_gpu else 0
+        return {"peak_bytes": peak, "estimated_bytes": estimate.total}
+
+    def loops(self) -> dict[str, Any]:
+        """ZeRO 0 to 3, the bare loop and timm's step, in turn on the same batches."""
+        task = self.task(COMPARED, share=COMPARED_SHARE)
+        sizes = TINY_TIMM if self.options.toy else {}
+        master, plain = ("master", "autocast") if self.on_gpu else ("fp32", "fp32")
+        bare = partial(BareLoop, task, compiled=self.on_gpu)
+        build: dict[str, Callable[[], Any]] = {
+            "bare": partial(bare, precision=master),
+            "bare, autocast": partial(bare, precision=plain),
+            "timm": lambda: TimmLoop(
+                MODELS[COMPARED].timm_name, task, compiled=self.on_gpu, **sizes
+            ),
+            **{
+                f"ZeRO {stage}": partial(EngineLoop, task, self.world, stage=stage)
+                for stage in range(4)
+            },
+        }
+        losses: dict[str, list[torch.Tensor]] = {name: [] for name in build}
+        steps = {name: stepper(make(), task.pool, losses[name]) for name, make in build.items()}
+        for step in steps.values():
+            for number in range(WARM_UP):
+                step(number)
+        seconds = interleaved(steps, **self.turns())
+        print(
+            f"\n{COMPARED}, batch {task.batch}: images/s, min / median / max; speed over bare, timm"
+        )
+        for name, each in seconds.items():
+            rates = spread([task.batch / one for one in each])
+            own = "bare, autocast" if name in ("ZeRO 0", "bare, autocast") else "bare"
+            over = f"{ratio(seconds[own], each)}  {ratio(seconds['timm'], each)}"
+            print(f"{name:15} {rates:20} {over}", flush=True)
+            values = [float(loss) for loss in losses[name][:WARM_UP]]
+            expected = [float(loss) for loss in losses[own][:WARM_UP]]
+            gap = max(abs(a - b) for a, b in zip(values, expected, strict=True)) / expected[0]
+            if name.startswith("ZeRO") and not gap < MAX_GAP:
+                raise Failed(f"{name}: losses {values}, of the bare loop {expected}")
+        return {"batch": task.batch, "seconds": seconds}
+
+    def data(self, work: Path) -> dict[str, Any]:
+        """Steps on JPEGs that the loader decodes, beside steps on synthetic batches."""
+        photos = given_photos(self.options.images) if self.options.images else noise_photos()
+        total = int(self.options.total_mib * 2**20)
+        source = write_photo_folder(work / "photos", photos, total_bytes=total)
+        run_command(make_shards_command(source.root, work / "shards", shard_mib=32))
+        task, workers = self.task(COMPARED), max(1, NUM_CORES - 2)
+        settings = DataSettings(
+            path=str(work / "shards"), global_batch=task.batch, num_workers=workers
+        )
+        loader = training_batches(
+            open_training_set(settings, seed=0),
+            settings=settings,
+            image_size=task.arch.image_size,
+            seed=0,
+            start=0,
+            stop=100_000 * task.batch,
+            rank=0,
+            world_size=1,
+            micro_batch=task.batch,
+            pin_memory=self.on_gpu,
+        )
+        loop = EngineLoop(task, self.world)
+        synthetic = stepper(loop, task.pool, [])
+        with open_loader(loader) as batches:
+            on_device = DeviceBatches(batches, self.world.device)
+
+            def real(number: int) -> torch.Tensor:
+                batch = next(on_device)
+                loss = loop.step(number, batch.images, batch.labels)
+                on_device.prefetch()
+                return loss
+
+            for number in range(WARM_UP):
+                synthetic(number)
+            # What the loader has prefetched must not count.
+            for number in range(2 * workers + 2):
+                real(number)
+            seconds = interleaved({"synthetic": synthetic, "real": real}, **self.turns())
+        print(f"\n{COMPARED}, batch {task.batch}, {workers} workers: images/s, min / median / max")
+        for name, each in seconds.items():
+            print(f"{name:15} {spread([task.batch / one for one in each])}")
+        print(f"real / synthetic: {ratio(seconds['synthetic'], seconds['real'])}")
+        return {"batch": task.batch, "workers": workers, "seconds": seconds}
+
+
+def stepper(
+    loop: Any, pool: list[Images], losses: list[torch.Tensor]
+) -> Callable[[int], torch.Tensor]:
+    """Steps over the batches of the pool in turn; keeps the losses on the device."""
+
+    def step(number: int) -> torch.Tensor:
+        loss: torch.Tensor = loop.step(number, *pool[number % len(pool)])
+        losses.append(loss)
+        return loss
+
+    return step
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -27,6 +27,8 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--renew-golden", action="store_true", help="write tests/golden anew")
+    parser.addoption("--storm-kills", type=int, default=200, help="faults of each storm")
+    parser.addoption("--storm-seed", type=int, default=1, help="decides the plan of each storm")
 
 
 @pytest.fixture(scope="session")

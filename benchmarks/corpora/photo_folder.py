@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import random
+import tarfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -73,11 +74,17 @@ def as_png(photos: list[bytes], *, side: int | None) -> list[bytes]:
     return coded
 
 
-def given_photos(folder: Path) -> list[bytes]:
-    files = [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in (".jpg", ".jpeg")]
-    photos = [data for data in (path.read_bytes() for path in files) if data[:2] == b"\xff\xd8"]
+def given_photos(source: Path) -> list[bytes]:
+    """The JPEG files of a folder or of a tar."""
+    if source.is_dir():
+        found = [path.read_bytes() for path in sorted(source.rglob("*")) if path.is_file()]
+    else:
+        with tarfile.open(source) as tar:
+            files = [tar.extractfile(member) for member in tar if member.isfile()]
+            found = [file.read() for file in files if file is not None]
+    photos = [data for data in found if data[:2] == b"\xff\xd8"]
     if not photos:
-        raise UserError("contains no JPEG files", where=f"--images {folder}")
+        raise UserError("contains no JPEG files", where=f"--images {source}")
     return photos
 
 

@@ -3,7 +3,7 @@
     python benchmarks/loader/contenders.py NAME SHARDS --workers 2 --seconds 8
 
 Owns: each loader as its authors would write it, and timing one of them in its own process.
-Leaves out: turns and tables (`loader_speed`), checks of pixels (`properties`).
+Leaves out: turns and tables (`loader_speed`), checks of pixels (`pixels`).
 
 `torchvision`, `opencv`, `simplejpeg_torch` and `decode_only` read through our index in our order,
 so only decoding and batching differ from ours. simplejpeg leaves PNG images to Pillow.
@@ -33,15 +33,10 @@ from torch.utils.data import DataLoader, Dataset
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # the checkout
 
-try:
-    from benchmarks.loader.ours import BATCH, SEED, SIDE, Batches, Task, ours, streamed
-    from vitscale.data.index import read_split
-    from vitscale.data.order import SampleOrder
-    from vitscale.data.samples import SplitReader
-except ModuleNotFoundError as error:
-    print(f"{error}. Run: pip install -e '.[demo,dev]'", file=sys.stderr)
-    raise SystemExit(2) from None
-
+from benchmarks.loader.ours import BATCH, SEED, SIDE, Batches, Task, ours
+from vitscale.data.index import read_split
+from vitscale.data.order import SampleOrder
+from vitscale.data.samples import SplitReader
 
 AREA = (0.05, 1.0)
 PNG_START = b"\x89PNG"
@@ -277,9 +272,6 @@ CONTENDERS = {
     ),
     "region_antialias": Contender(
         partial(ours, decoder="region", antialias=True), "ours; antialias"
-    ),
-    "region_streamed": Contender(
-        streamed, "ours; data.reader=webdataset, no index", in_our_order=False
     ),
     "simplejpeg": Contender(partial(ours, decoder="simplejpeg"), "ours"),
     "pillow": Contender(partial(ours, decoder="pillow"), "ours"),

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from vitscale.data.index import read_split
 from vitscale.data.loader import open_loader, training_batches
 from vitscale.data.settings import DataSettings
-from vitscale.data.tars.settings import WebdatasetSettings
 from vitscale.data.training_set import TrainingSet, open_training_set
 
 BATCH, SIDE, SEED = 64, 224, 0  # SIDE: pixels a side of the output, unless given
@@ -57,23 +55,6 @@ def ours(
     loader = training_loader(
         settings, start=0, stop=BATCH << 20, side=task.side, training_set=training_set
     )
-    with open_loader(loader) as batches:
-        for batch in batches:
-            yield batch.images, batch.labels
-
-
-def streamed(task: Task) -> Batches:
-    """As training reads tars without an index: the same crops, through webdataset's pipeline."""
-    index = read_split(task.shards, split="train")
-    settings = data_settings(task.shards, workers=task.workers).model_copy(
-        update={
-            "reader": "webdataset",
-            "webdataset": WebdatasetSettings(
-                num_samples=index.num_samples, num_classes=len(index.classes)
-            ),
-        }
-    )
-    loader = training_loader(settings, start=0, stop=BATCH << 20, side=task.side)
     with open_loader(loader) as batches:
         for batch in batches:
             yield batch.images, batch.labels

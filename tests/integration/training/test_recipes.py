@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.training.recipes import CONFIGS, recipes, shrunk
 from finetune.run import FinetuneRun
 from launch.planning.dry_run import plan_rows
 from pretrain.run import PretrainRun
@@ -23,6 +22,7 @@ from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.ranks.fault_runs import wait_all
 from tests.support.ranks.run_states import journal_rows
 from tests.support.ranks.warm_ranks import ROOT, WarmStarter
+from tests.support.recipes import CONFIGS, recipes, shrunk
 
 # The card's command names the run folder of another recipe.
 INIT = re.compile(r"\binit=runs/(\S+)")

@@ -26,28 +26,6 @@ def recipes() -> dict[str, PretrainRun | FinetuneRun]:
     }
 
 
-def one_of_each() -> list[str]:
-    """The first recipe of each combination of options that change what a step computes."""
-    first: dict[tuple[object, ...], str] = {}
-    for name, run in recipes().items():
-        first.setdefault(_options(run), name)
-    return list(first.values())
-
-
-def _options(run: PretrainRun | FinetuneRun) -> tuple[object, ...]:
-    model, optim = run.model, run.optim
-    named = ("name", "positions", "pool", "mlp", "gelu", "distillation_token", "pool_norm")
-    rates = ("layer_scale", "dropout", "drop_path", "patch_dropout", "num_registers")
-    mixing = run.data.mixing
-    return (
-        *(run.stage, run.objective.name, getattr(run.objective, "loss", None)),
-        *(optim.name, optim.momentum_dtype, optim.ema is not None),
-        None if mixing is None else (mixing.mode, mixing.cutmix_alpha is not None),
-        *(getattr(model, each, None) for each in (*named, "representation_layer")),
-        *(bool(getattr(model, each, None)) for each in rates),
-    )
-
-
 def shrunk(run: PretrainRun | FinetuneRun) -> list[str]:
     """Overrides that make the model tiny, at twice or thrice its stride a side."""
     model = run.model
