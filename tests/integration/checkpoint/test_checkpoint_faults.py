@@ -136,32 +136,26 @@ def fault_at_each(
     return found
 
 
-def test_save_survives_a_kill_at_some_system_calls(strace: str, tmp_path: Path) -> None:
-    found = fault_at_each(strace, tmp_path, KILL, stride=9)
-    assert {step for _, step in found} == {1, 2} and {code for code, _ in found} == {-9}
+def some_or_every(stride: int) -> list[Any]:
+    """Strides over the calls of a save: every call only by hand."""
+    return [stride, pytest.param(1, marks=pytest.mark.exhaustive)]
 
 
-@pytest.mark.exhaustive
-def test_save_survives_a_kill_at_every_system_call(strace: str, tmp_path: Path) -> None:
-    found = fault_at_each(strace, tmp_path, KILL)
-    assert len(found) > 50 and {code for code, _ in found} == {-9}
+@pytest.mark.parametrize("stride", some_or_every(9))
+def test_save_survives_a_kill_at_any_system_call(strace: str, tmp_path: Path, stride: int) -> None:
+    found = fault_at_each(strace, tmp_path, KILL, stride=stride)
+    assert {code for code, _ in found} == {-9}
     steps = [step for _, step in found]
     assert steps == sorted(steps) and set(steps) == {1, 2}, "once committed, always there"
 
 
+@pytest.mark.parametrize("stride", some_or_every(4))
 @pytest.mark.parametrize("fault", REFUSALS)
-def test_save_survives_one_disk_error(strace: str, tmp_path: Path, fault: str) -> None:
-    found = fault_at_each(
-        strace, tmp_path, fault, calls=("write", "fsync", "rename", "mkdir"), stride=2
-    )
+def test_save_survives_a_disk_error_at_any_call(
+    strace: str, tmp_path: Path, fault: str, stride: int
+) -> None:
+    found = fault_at_each(strace, tmp_path, fault, calls=DISK_CALLS, stride=stride)
     assert {code for code, _ in found} <= {0, 2} and (2, 1) in found
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("fault", REFUSALS)
-def test_save_survives_a_disk_error_at_each_call(strace: str, tmp_path: Path, fault: str) -> None:
-    found = fault_at_each(strace, tmp_path, fault, calls=DISK_CALLS)
-    assert len(found) > 30 and {code for code, _ in found} <= {0, 2}
 
 
 def two_ranks(strace: str, folder: Path, *, victim: int, inject: str | None) -> list[int]:
@@ -182,36 +176,27 @@ def two_ranks(strace: str, folder: Path, *, victim: int, inject: str | None) -> 
     return codes
 
 
-def kill_one_of_two(strace: str, tmp_path: Path, *, victim: int, stride: int) -> None:
-    """Kill one rank: the other ends by itself; the step is valid or absent."""
-    watched = tmp_path / "watched"
-    assert two_ranks(strace, watched, victim=victim, inject=None) == [0, 0]
-    steps = set()
-    for number, occasion in enumerate(calls_of(watched.with_suffix(".log"))[::stride]):
-        folder = tmp_path / str(number)
-        name, when = occasion.split(":")
-        codes = two_ranks(strace, folder, victim=victim, inject=f"{name}:{KILL}:{when}")
-        assert codes[victim] in (-9, 0) and codes[1 - victim] in (0, 3), occasion
-        checkpoint, _ = newest_checkpoint(folder)
-        assert checkpoint is not None
-        num_ranks = checkpoint.step  # step 1 is of one rank, step 2 of both
-        steps.add(check_recovery(folder, promised=0 in codes, num_ranks=num_ranks))
-        shutil.rmtree(folder)
-    assert steps == {1, 2}
-
-
 @pytest.mark.distributed
-def test_save_survives_one_rank_killed_at_some_calls(strace: str, tmp_path: Path) -> None:
-    kill_one_of_two(strace, tmp_path, victim=0, stride=16)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.distributed
-@pytest.mark.parametrize("victim", [0, 1])
-def test_save_survives_one_rank_killed_at_every_call(
-    strace: str, tmp_path: Path, victim: int
+@pytest.mark.parametrize("stride", some_or_every(16))
+def test_save_survives_one_rank_killed_at_any_call(
+    strace: str, tmp_path: Path, stride: int
 ) -> None:
-    kill_one_of_two(strace, tmp_path, victim=victim, stride=1)
+    """The other rank ends by itself; the step is valid or absent."""
+    for victim in (0, 1) if stride == 1 else (0,):
+        watched = tmp_path / f"watched {victim}"
+        assert two_ranks(strace, watched, victim=victim, inject=None) == [0, 0]
+        steps = set()
+        for number, occasion in enumerate(calls_of(watched.with_suffix(".log"))[::stride]):
+            folder = tmp_path / f"{victim}-{number}"
+            name, when = occasion.split(":")
+            codes = two_ranks(strace, folder, victim=victim, inject=f"{name}:{KILL}:{when}")
+            assert codes[victim] in (-9, 0) and codes[1 - victim] in (0, 3), occasion
+            checkpoint, _ = newest_checkpoint(folder)
+            assert checkpoint is not None
+            num_ranks = checkpoint.step  # step 1 is of one rank, step 2 of both
+            steps.add(check_recovery(folder, promised=0 in codes, num_ranks=num_ranks))
+            shutil.rmtree(folder)
+        assert steps == {1, 2}
 
 
 @pytest.mark.parametrize("option", ["size", "nr_inodes"])
@@ -318,33 +303,18 @@ def save_and_lose_power(
     return step, promised
 
 
-def lose_power_at_each(
-    formatted: Path, tmp_path: Path, *, mode: str, stride: int
-) -> list[tuple[int, bool]]:
-    """(step, promised) for power loss at call 1, 1 + stride, ... and after the end."""
+@pytest.mark.parametrize("stride", some_or_every(5))
+@pytest.mark.parametrize("mode", POWER_LOSS)
+def test_save_survives_power_loss_at_any_call(
+    formatted: Path, tmp_path: Path, mode: str, stride: int
+) -> None:
+    """At call 1, 1 + stride, ... and after the end."""
     found, number, promised = [], 1, False
     while not promised:
         found.append(save_and_lose_power(formatted, tmp_path, number, POWER_LOSS[mode]))
         promised, number = found[-1][1], number + stride
-    return found
-
-
-def assert_nothing_lost(found: list[tuple[int, bool]]) -> None:
     assert all(step == 2 if promised else step in (1, 2) for step, promised in found)
     assert found[-1] == (2, True)
-
-
-@pytest.mark.parametrize("mode", POWER_LOSS)
-def test_save_survives_power_loss_at_some_calls(formatted: Path, tmp_path: Path, mode: str) -> None:
-    assert_nothing_lost(lose_power_at_each(formatted, tmp_path, mode=mode, stride=5))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", POWER_LOSS)
-def test_save_survives_power_loss_at_each_call(formatted: Path, tmp_path: Path, mode: str) -> None:
-    found = lose_power_at_each(formatted, tmp_path, mode=mode, stride=1)
-    assert_nothing_lost(found)
-    assert len(found) > 10
 
 
 SEEN_ON_EXT4 = ("no fsync of the tensors", "no fsync of the manifest", "no fsync of the parent")
