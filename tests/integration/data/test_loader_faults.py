@@ -9,10 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.ranks.warm_ranks import ROOT
@@ -23,8 +21,7 @@ from vitscale.data.index_keys import sample_keys
 from vitscale.data.loader import Batch, evaluation_batches, open_loader, training_batches
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
-from vitscale.data.workers import pool
-from vitscale.data.workers.pool import NUM_WAITS, worker_pool
+from vitscale.data.workers.pool import worker_pool
 from vitscale.distributed.processes import is_alive, process_state
 
 NUM = 60
@@ -149,55 +146,6 @@ def test_a_dead_or_hung_worker_is_named(shards: Path, number: signal.Signals, me
     assert caught.match("(?s)" + message.format(pid=workers[0]))
     assert {process_state(worker) for worker in workers} == {"gone"}
     assert len(list(batches(shards, workers=2))) == 10  # of other workers
-
-
-def test_all_workers_that_are_stopped_are_named(shards: Path) -> None:
-    running = batches(shards, workers=2, steps=10_000, timeout_s=3.0)
-    next(running)
-    workers = worker_pool().pids[:2]
-    for worker in workers:
-        os.kill(worker, signal.SIGSTOP)
-    with pytest.raises(WorkerError, match="stopped.*stopped.* gave no batch for 3 s") as caught:
-        for _ in running:
-            pass
-    assert all(f"pid {worker}, stopped" in str(caught.value) for worker in workers)
-
-
-def test_all_streams_use_the_same_workers(shards: Path) -> None:
-    """An evaluation within training starts no process and changes no batch."""
-    alone = [batch.images for batch in batches(shards, workers=0, steps=20)]
-    training = batches(shards, workers=2, steps=20)
-    found = [next(training).images]
-    workers = worker_pool().pids
-    for _ in range(3):
-        evaluated = [batch.images for batch in batches(shards, workers=2, steps=9)]
-        assert all(map(torch.equal, evaluated, alone[:9]))
-        closed_early = batches(shards, workers=2, steps=9)
-        next(closed_early)
-        closed_early.close()  # type: ignore[attr-defined]  # a generator
-        found += [next(training).images, next(training).images]
-    found += [batch.images for batch in training]
-    assert len(found) == 20 and all(map(torch.equal, found, alone))
-    assert worker_pool().pids == workers
-    # Batches that nobody takes any more.
-    assert not any(worker.replies for worker in worker_pool().workers)
-
-
-def test_only_waits_in_a_row_make_a_worker_hang(
-    shards: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """After a pause of the whole job one wait expires; then batches come again."""
-    expired, own_wait = [0], pool.wait
-
-    def wait(objects: Any, timeout: float) -> list[Any]:
-        expired[0] += 1
-        return [] if expired[0] % NUM_WAITS else own_wait(objects, timeout)
-
-    monkeypatch.setattr(pool, "wait", wait)
-    assert len(list(batches(shards, workers=2))) == 10 and expired[0] >= 10 * NUM_WAITS
-    monkeypatch.setattr(pool, "wait", lambda *_: [])
-    with pytest.raises(WorkerError, match="gave no batch for 25 s"):
-        next(batches(shards, workers=2))
 
 
 ABANDONED = """

@@ -8,19 +8,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from launch.planning.dry_run import DataFacts, data_facts
-from pretrain.run import PretrainRun
 from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.loader_runs import Run, same_run
 from tests.support.range_server import RangeServer, served
 from tests.support.waiting import wait_until
 from vitscale.config.errors import UserError
-from vitscale.config.loader import load_run
 from vitscale.data.index import MANIFEST_NAME, read_split
-from vitscale.data.index_keys import sample_keys, sample_names
 from vitscale.data.remote import shards as remote_shards
 from vitscale.data.remote import store as remote_store
 from vitscale.data.remote.settings import RemoteSettings
@@ -88,26 +83,6 @@ def test_every_layout_gives_the_batches_of_local_shards(
     assert len(files) > 15 if cached else not files
 
 
-def test_the_index_may_lie_here_and_the_tars_there(
-    folder: Path, server: RangeServer, undisturbed: list[list[bytes]], tmp_path: Path
-) -> None:
-    for name in ("index.parquet", MANIFEST_NAME):
-        shutil.copy(folder / name, tmp_path / name)
-    text = json.loads((tmp_path / MANIFEST_NAME).read_text()) | {"shards_root": server.url}
-    (tmp_path / MANIFEST_NAME).write_text(json.dumps(text))
-    run = Run(path=tmp_path)
-    assert same_run(run, (2, 1), (1, 0), stop=1, steps=STEPS) == undisturbed
-    assert set(server.requests) == {path.name for path in folder.glob("*.tar")}
-
-
-def test_local_and_remote_shards_mix(folder: Path, server: RangeServer, tmp_path: Path) -> None:
-    other = write_shard_folder(tmp_path / "other", num_per_class=9, num_shards=2, seed=3)
-    expected = Run(path=other, mixture=[{"path": str(folder), "share": 0.5}])
-    mixed = Run(path=other, mixture=[{"path": server.url, "share": 0.5}])
-    batches = expected.batches(ranks=1, workers=0, start=0, stop=STEPS)
-    assert same_run(mixed, (2, 2), (3, 0), stop=2, steps=STEPS) == batches
-
-
 def test_each_shard_is_prefetched_once_within_the_cache_size(
     folder: Path, server: RangeServer, undisturbed: list[list[bytes]], tmp_path: Path
 ) -> None:
@@ -129,14 +104,6 @@ def test_each_shard_is_prefetched_once_within_the_cache_size(
     assert all(name == MANIFEST_NAME or num <= 3 for name, num in more.items())
 
 
-def test_a_cache_too_small_for_what_is_read_at_once_is_refused(
-    server: RangeServer, tmp_path: Path
-) -> None:
-    remote = with_cache(tmp_path, cache_gib=1e-5)
-    with pytest.raises(UserError, match=r"(?s)data\.remote\.cache_gib.*16 largest"):
-        Run(path=server.url, remote=remote).batches(ranks=1, workers=0, start=0, stop=1)
-
-
 def test_a_damaged_cache_file_is_fetched_again(
     server: RangeServer, undisturbed: list[list[bytes]], tmp_path: Path
 ) -> None:
@@ -147,76 +114,6 @@ def test_a_damaged_cache_file_is_fetched_again(
         path.write_bytes(b"x" * path.stat().st_size)
     assert run.batches(ranks=1, workers=1, start=0, stop=STEPS) == undisturbed
     assert not any(path.exists() and path.read_bytes()[:9] == b"x" * 9 for path in cached)
-
-
-def cached_index(tmp_path: Path) -> Path:
-    (path,) = (p for p in (tmp_path / "cache").iterdir() if p.read_bytes()[:4] == b"PAR1")
-    return path
-
-
-def test_a_bit_turned_in_the_cached_index_changes_no_label(
-    server: RangeServer, tmp_path: Path
-) -> None:
-    remote_settings = RemoteSettings(**with_cache(tmp_path))
-    labels = read_split(server.url, split="train", remote_settings=remote_settings).label
-    path = cached_index(tmp_path)
-    good = path.read_bytes()
-    for place in range(4, len(good), len(good) // 9):
-        path.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
-        np.testing.assert_array_equal(
-            read_split(server.url, split="train", remote_settings=remote_settings).label, labels
-        )
-        assert path.read_bytes() == good
-
-
-@pytest.mark.parametrize("smaller", [False, True])
-def test_an_index_that_exceeds_the_cache_is_read_into_memory(
-    smaller: bool, server: RangeServer, tmp_path: Path
-) -> None:
-    """All of it is in use by another job, or it is smaller than the index."""
-    remote_settings = RemoteSettings(**with_cache(tmp_path))
-    expected = read_split(server.url, split="train", remote_settings=remote_settings)
-    path = cached_index(tmp_path)
-    if not smaller:
-        path.with_name("0" * 64).write_bytes(path.read_bytes())  # in use
-    num_bytes = path.stat().st_size - smaller
-    path.unlink()
-    full = RemoteSettings(**with_cache(tmp_path, cache_gib=num_bytes / 2**30))
-    found = read_split(server.url, split="train", remote_settings=full)
-    np.testing.assert_array_equal(found.offset, expected.offset)
-    assert not path.exists()
-
-
-@pytest.mark.parametrize("cached", [False, True])
-def test_substitutes_for_damaged_remote_samples_fit_every_layout(
-    cached: bool, folder: Path, tmp_path: Path
-) -> None:
-    damaged = tmp_path / "damaged"
-    shutil.copytree(folder, damaged)
-    index = read_split(folder, split="train")
-    for sample in (3, 50):
-        with open(damaged / index.shard_paths[index.shard_of[sample]].name, "r+b") as file:
-            file.seek(int(index.offset[sample]))
-            file.write(b"\xff" * 60)
-    local = Run(path=damaged)
-    expected = local.batches(ranks=1, workers=0, start=0, stop=STEPS)
-    with served(damaged) as server:
-        run = Run(path=server.url, remote=with_cache(tmp_path) if cached else {})
-        assert same_run(run, (2, 0), (1, 2), stop=2, steps=STEPS) == expected
-        assert run.unreadable and set(run.unreadable) <= {3, 50}
-
-
-def test_remote_samples_are_named_by_key_or_else_by_number(
-    folder: Path, server: RangeServer
-) -> None:
-    index = read_split(server.url, split="train", remote_settings=RemoteSettings(patience_s=1.0))
-    assert sample_keys(index, [70, 3]) == ["train-00070", "train-00003"]
-    number = int(index.shard_of[70])
-    assert SplitReader(index).unreadable(70, OSError()).shard == (
-        f"{server.url}/train-{number:06d}.tar"
-    )
-    server.fault = lambda path, number: "error"
-    assert sample_names([index], [(0, 70)]) == ["number 70 of 'train'"]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -292,37 +189,3 @@ def test_an_index_with_another_hash_is_refused(folder: Path, tmp_path: Path) -> 
                 UserError, match=r"index.parquet: cannot be read .*not have the hash"
             ):
                 read_split(server.url, split="train", remote_settings=remote_settings)
-
-
-def test_a_dry_run_reads_the_plan_from_the_url(server: RangeServer) -> None:
-    def facts(path: str, **data: int) -> DataFacts:
-        sections = {
-            "data": {"path": path, "global_batch": 8, **data},
-            "model": {"preset": "B/16"},
-            "optim": {"lr": 1e-3},
-            "schedule": {"steps": 10, "warmup_steps": 1},
-        }
-        return data_facts(PretrainRun.model_validate({"name": "x", **sections}))
-
-    assert (facts(server.url).num_samples, facts(server.url).num_classes) == (80, 2)
-    with pytest.raises(UserError, match="no such file"):
-        facts(f"{server.url}/nowhere")
-    # A login node need not see what the nodes see.
-    assert facts(f"{server.url}/nowhere", planned_num_samples=7).num_samples == 7
-
-
-def test_url_errors_name_the_problem_and_no_secret(tmp_path: Path) -> None:
-    config = tmp_path / "run.yaml"
-    config.write_text(
-        "name: x\nstage: pretrain\nmodel: {preset: B/16}\noptim: {lr: 1.0e-3}\n"
-        "schedule: {steps: 10, warmup_steps: 1}\n"
-        "data:\n  path: 'https://user:hunter2@host/shards'\n  global_batch: 8\n  timeout_s: 5\n"
-        f"  mixture: [{{path: 'pipe:touch {tmp_path}/canary', share: 0.5}}]\n"
-    )
-    with pytest.raises(UserError) as caught:
-        load_run(PretrainRun, config)
-    text = str(caught.value)
-    for part in ("data.path: a URL with a user name", "scheme 'pipe:'", "below data.timeout_s"):
-        assert part in text, text
-    assert "hunter2" not in text
-    assert not (tmp_path / "canary").exists()
