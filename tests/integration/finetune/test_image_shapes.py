@@ -1,6 +1,6 @@
 """Images that are not square through training, resuming, transfer and evaluation.
 
-Ranks start warm, which is equivalent (test_warm_ranks).
+Ranks start warm, which gives the same bits.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Hybrids and BiT ResNets on two processes: training, resuming, transfer, and ZeRO 0 and 3 alike.
 
-Ranks start warm, which is equivalent (test_warm_ranks).
+Ranks start warm, which gives the same bits.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Owns: the client of `warm_server`: starts with a launcher's environment, signals, exit codes, and
 the list of processes that ranks leave.
-Leaves out: what runs. test_warm_ranks shows that a cold start gives the same bits.
+Leaves out: what runs. test_training_runs shows that a cold start gives the same bits.
 """
 
 from __future__ import annotations
