@@ -3,9 +3,7 @@
     python patched_rank.py pretrain/main.py --config ...
 
 Owns: the places where a fault can be injected, and the faults. VITSCALE_FAULTS is a JSON list of
-{"place", "nth", "do"}: the nth call of that place in this process does that fault. A fault of
-WORKER_PLACES happens in the first loader worker. When it happens, FAULT_MARK appears in the folder
-VITSCALE_HOLD.
+{"place", "nth", "do"}: the nth call of that place in this process does that fault.
 VITSCALE_MUTANT names a row of `resume_mutants`.
 Leaves out: the cases and their expectations (test_faults, test_resume_mutations).
 """
@@ -31,21 +29,13 @@ from vitscale.data.workers import pool
 # Calls of a training, in the module that looks the name up.
 PLACES = {
     "start": ("vitscale.training.segment", "build_engine"),
-    "worker process": ("vitscale.data.workers.pool", "_Worker"),
     "restore": ("vitscale.training.session", "restore"),
     "batch": ("vitscale.training.loop", "TrainingSession._next_batch"),
     "change": ("vitscale.training.loop", "TrainingSession._change_image_size"),
-    "loader": ("vitscale.data.loader", "Batch.to"),
     "forward": ("vitscale.engine.engine", "Engine.logits"),
-    # Of the trained model, not of a teacher or in an evaluation.
-    "block": ("timm.models.vision_transformer", "Block.forward"),
-    "gradient": ("timm.models.vision_transformer", "Block.forward"),
     "backward": ("vitscale.engine.engine", "Engine.backward"),
     "step": ("vitscale.engine.engine", "Engine.step"),
-    "average": ("vitscale.engine.engine", "Engine._average_weights"),
     "log": ("vitscale.training.interval_log", "IntervalLog.write"),
-    "tracker": ("vitscale.tracking.tracker", "Tracker.log"),
-    "pictures": ("pretrain.objectives.mae", "Mae.pictures"),
     "end": ("vitscale.training.loop", "TrainingSession._finish_save"),
     "evaluation": ("vitscale.training.loop", "TrainingSession._evaluate"),
     # Of the weights and of their average in turn.
@@ -59,9 +49,6 @@ PLACES = {
     "prune": ("vitscale.checkpoint.commit", "_prune"),
     "feature file": ("vitscale.evaluation.features.cache", "write_bytes"),
 }
-# Of the workers' samples: the first call in a worker, and the nth image.
-WORKER_PLACES = ("worker start", "worker image")
-FAULT_MARK = "fault"
 Call = Callable[[], Any]
 
 
@@ -202,43 +189,9 @@ ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
 }
 
 
-class FaultySamples:
-    """Samples whose first worker does a fault. See `vitscale.data.workers.samples`."""
-
-    def __init__(self, samples: Any, fault: dict[str, Any]) -> None:
-        self.samples, self.fault = samples, fault
-        self.image_size = samples.image_size
-        self.calls, self.is_first = 0, False
-
-    def start(self, *, worker: int, num_workers: int) -> None:
-        self.is_first = worker == 0
-        if self.is_first and self.fault["place"] == "worker start":
-            _act(self.fault, lambda: None, ())
-        self.samples.start(worker=worker, num_workers=num_workers)
-
-    def prefetch(self, positions: Any) -> None:
-        self.samples.prefetch(positions)
-
-    def fill(self, position: int, out: torch.Tensor) -> Any:
-        self.calls += 1
-        if self.is_first and self.fault["nth"] == self.calls:
-            _act(self.fault, lambda: None, ())
-        return self.samples.fill(position, out)
-
-
-def _act(fault: dict[str, Any], call: Call, args: tuple[Any, ...]) -> Any:
-    folder = os.environ.get("VITSCALE_HOLD")
-    if folder and fault["nth"] != "every":
-        (Path(folder) / FAULT_MARK).write_text(f"{time.time()} {os.getpid()}")
-    return ACTIONS[fault["do"]](call, args)
-
-
 def plant(fault: dict[str, Any]) -> None:
     """`nth`: a number, or "every" for all calls."""
-    if fault["place"] in WORKER_PLACES:
-        return plant_in_worker(fault)
-    place = fault["place"]
-    module_name, path = PLACES[place]
+    module_name, path = PLACES[fault["place"]]
     owner: Any = importlib.import_module(module_name)
     *outer, name = path.split(".")
     for each in outer:
@@ -252,31 +205,12 @@ def plant(fault: dict[str, Any]) -> None:
         def call() -> Any:
             return own(*args, **kwargs)
 
-        if place in ("block", "gradient") and not args[0].training:
-            return call()
         calls += 1
         if fault["nth"] not in (calls, "every"):
             return call()
-        if place != "gradient":
-            return _act(fault, call, args)
-        output = call()
-        output.register_hook(lambda gradient: _act(fault, lambda: None, ()))
-        return output
+        return ACTIONS[fault["do"]](call, args)
 
     setattr(owner, name, faulty)
-
-
-def plant_in_worker(fault: dict[str, Any]) -> None:
-    """In the workers of the first stream of batches that is opened."""
-    # Not from this script: workers must be able to import the class.
-    here: Any = importlib.import_module("tests.support.ranks.patched_rank")
-    own = pool.share
-
-    def share(samples: Any) -> Any:
-        pool.share = own
-        return own(here.FaultySamples(samples, fault))
-
-    pool.share = share
 
 
 def main() -> None:
