@@ -101,21 +101,6 @@ def test_update_not_finite_on_one_rank_is_skipped_on_all(
     assert after_three == [[3, 0, 9, []], [3, 0, 9, []]]
 
 
-PEAKS = ["1", "2", "3"]
-WAITS = [*(f"{stage} adamw" for stage in range(4)), "1 half", "2 owners", "0 lamb", "1 fp32"]
-
-
-@pytest.mark.parametrize("run", WAITS)
-def test_step_never_waits_for_the_device(results: dict[str, Any], run: str) -> None:
-    """With Mixup, CutMix, the average of weights and the guard, in DeepSpeed's code for CUDA."""
-    assert results[f"waits {run}"] == []
-
-
-def test_start_on_a_gpu_probes_no_operators(results: dict[str, Any]) -> None:
-    """DeepSpeed would run nvcc on every rank, and build what it finds."""
-    assert not results["probed operators"]
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_average_of_weights_equals_a_manual_one(results: dict[str, Any], stage: int) -> None:
     found = results[f"averaged {stage}"]
@@ -134,8 +119,8 @@ def test_features_equal_those_of_plain_torch(results: dict[str, Any], stage: int
     assert found["losses_after"] == pytest.approx(results["plain adamw"][15:18], rel=CLOSE)
 
 
-@pytest.mark.parametrize("run", ["0", "2", "1 whole"])
-def test_compiled_model_trains_equally_without_graph_breaks(
+@pytest.mark.parametrize("run", ["0", "2"])
+def test_compiled_blocks_train_equally_without_graph_breaks(
     results: dict[str, Any], run: str
 ) -> None:
     """All blocks share their graphs: forward and backward passes in training, and one without."""
@@ -154,62 +139,6 @@ def test_fp16_resumes_its_loss_scale_bit_for_bit(results: dict[str, Any]) -> Non
     assert found["alike"]
     # It did overflow, the skips are counted, and the scale halved for all but the first.
     assert found["skipped"] >= 2 and found["scale"] == 2.0 ** (17 - found["skipped"])
-
-
-def test_all_engines_share_one_group_and_its_timeout(results: dict[str, Any]) -> None:
-    assert results["timeouts"] == [5 * 60]
-
-
-# In bf16: 2 bytes of each parameter twice through the ring to sum gradients, once to gather
-# weights, of which two ranks send half. The last layer adds 4 bytes of each of its parameters.
-ALL_REDUCE, GATHER = 1.0, 0.5
-
-
-@pytest.mark.parametrize(
-    "run, sent",
-    [
-        ("1 1", ALL_REDUCE + GATHER),
-        ("1 4", ALL_REDUCE + GATHER),  # stage 1 sends the sum of all micro-batches
-        ("2 4", 4 * ALL_REDUCE + GATHER),  # stage 2 sends every micro-batch
-        ("wide", 2 * ALL_REDUCE + GATHER),
-    ],
-)
-def test_bytes_sent_are_those_of_the_stage(results: dict[str, Any], run: str, sent: float) -> None:
-    found = results[f"path {run}"]
-    for each in found["sent"]:
-        assert each == pytest.approx(sent, rel=0.04)
-    assert found["num_collectives"] > 4, "one bucket cannot overlap with the backward pass"
-
-
-def test_log_names_the_wrapper_and_the_sums(results: dict[str, Any]) -> None:
-    one, many = results["path 1 1"]["path"], results["path wide"]["path"]
-    ours = "DeepSpeedZeroOptimizer: gradients summed in"
-    assert one == f"{ours} bfloat16, over ranks in bfloat16 after the backward pass"
-    assert many == f"{ours} float32, over ranks in float32 after the backward pass"
-
-
-def test_reduction_to_owners_sends_less(results: dict[str, Any]) -> None:
-    """gloo reduces by a reduce-scatter and a gather: 3/4 here; a chain, as NCCL's, takes 1/2."""
-    found = results["path to owners"]
-    assert "reduce" in found["collectives"]
-    assert sum(found["sent"]) / 2 == pytest.approx(0.75 + GATHER, abs=0.06)
-
-
-def test_sum_of_two_micro_batches_loses_nothing_in_bf16(results: dict[str, Any]) -> None:
-    """Gradients are rounded before they are sent: the bits are those of a sum in fp32."""
-    half, wide = results["path to owners"], results["path fp32 sums"]
-    assert "summed in bfloat16" in half["path"] and "summed in float32" in wide["path"]
-    assert half["error"] == wide["error"]
-    # Four rounded sums in a row would be worse than one rounding of an exact sum.
-    assert results["path 1 4"]["error"] < 3e-3
-    assert results["path wide"]["error"] < 1e-6
-
-
-@pytest.mark.parametrize("run", PEAKS)
-def test_memory_is_the_estimated_one(results: dict[str, Any], run: str) -> None:
-    """All tensors that live, with buckets and temporary ones, on the rank that has most."""
-    found = results[f"peak {run}"]
-    assert found["peak"] == pytest.approx(found["estimate"], rel=0.05)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])

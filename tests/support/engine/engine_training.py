@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 
@@ -24,7 +23,6 @@ from vitscale.distributed.world import World, gather_objects, sum_over_ranks
 from vitscale.engine.configuration import deepspeed_config
 from vitscale.engine.engine import Engine, ReadPart
 from vitscale.engine.settings import EngineSettings
-from vitscale.models.interface.compilation import compile_forward
 from vitscale.models.vit.model import (
     checkpoint_activations,
     compile_blocks,
@@ -38,27 +36,21 @@ def new_engine(
     recipe: Recipe = ADAMW,
     dtype: torch.dtype = torch.float32,
     compiler: str | None = None,
-    whole: bool = False,
     offload: bool = False,
-    overlap: bool = False,
-    reduce_to: Literal["all", "owners"] = "all",
 ) -> Engine:
     vit = new_model(recipe)
     if compiler is not None:
         checkpoint_activations(vit)
-        (compile_forward if whole else compile_blocks)(vit, backend=compiler)
+        compile_blocks(vit, backend=compiler)
     config = deepspeed_config(
-        EngineSettings(zero_stage=stage, offload_optimizer=offload, reduce_to=reduce_to),  # type: ignore[arg-type]  # 0 to 3
+        EngineSettings(zero_stage=stage, offload_optimizer=offload),  # type: ignore[arg-type]  # 0 to 3
         micro_batch=BATCH // ACCUMULATION // world.world_size,
         accumulation=ACCUMULATION,
         world_size=world.world_size,
         largest_parameter=max(each.numel() for each in vit.parameters()),
         clip_norm=CLIP,
         dtype=dtype,
-        # Many buckets: some are reduced in hooks of the backward pass.
-        raw={"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 1000}}
-        if overlap
-        else {},
+        raw={},
     )
     return Engine(
         vit,
