@@ -12,7 +12,6 @@ import pytest
 from hypothesis import settings
 
 from tests.support.golden import Golden
-from tests.support.golden import Golden
 from tests.support.ranks.warm_ranks import WarmStarter
 from tests.support.required import skip_or_fail
 
