@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,9 +116,3 @@ def test_configuration_errors_are_reported(started: dict[str, Any]) -> None:
         and (run["code"] != 2 or not all(part in run["output"] for part in parts))
     }
     assert not wrong
-
-
-def test_scripts_with_a_configuration_were_found() -> None:
-    expected = {"data_prep.make_shards", "pretrain.main", "finetune.main", "launch.slurm"}
-    assert expected <= set(WITH_CONFIG)
-    assert Path(ROOT / "configs").is_dir()

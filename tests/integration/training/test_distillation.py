@@ -14,7 +14,6 @@ from tests.support.ranks.fault_runs import FaultRuns, wait_all
 from tests.support.ranks.rank_processes import ROOT
 from tests.support.ranks.run_states import journal_rows
 from vitscale.checkpoint.folders import newest_checkpoint
-from vitscale.config.errors import UserError
 from vitscale.evaluation.models.trained_model import starting_weights
 from vitscale.training.distillation.settings import TeacherSettings
 from vitscale.training.distillation.teacher import Teacher, open_teacher
@@ -138,20 +137,3 @@ def test_the_student_is_finetuned_at_a_higher_resolution(
     assert f"starting from {student}/checkpoints/step-00000004, step 4\n" in printed
     (row,) = (row for row in journal_rows(tmp_path / "run") if "val/dist_top1" in row)
     assert row["step"] == 3
-
-
-def test_runs_that_cannot_teach(teacher: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="predicts 10 classes, but the label map has 7"):
-        opened(teacher, num_classes=7)
-    with pytest.raises(UserError, match="objective.teacher.weights=.*no such run"):
-        opened(tmp_path / "none")
-    with pytest.raises(UserError, match="is a file, but objective.teacher.model does not say"):
-        opened(teacher / "config.yaml")
-    shutil.copytree(teacher, tmp_path / "bare")
-    config = tmp_path / "bare/config.yaml"
-    config.write_text(config.read_text().replace("depth: 1", "depth: 2"))
-    with pytest.raises(UserError, match=r"config.yaml: does not describe the model of"):
-        opened(tmp_path / "bare")
-    config.unlink()
-    with pytest.raises(UserError, match=r"config.yaml: cannot be read"):
-        opened(tmp_path / "bare")

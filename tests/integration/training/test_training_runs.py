@@ -11,19 +11,16 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.ranks.rank_processes import ROOT, free_port, run_ranks
 from tests.support.ranks.run_states import differences, journal_rows, read_state
 from tests.support.ranks.warm_ranks import WarmRank, WarmStarter
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.checkpoint.folders import Checkpoint, newest_checkpoint
-from vitscale.config.errors import UserError
-from vitscale.evaluation.models.trained_model import starting_weights
 
 pytestmark = pytest.mark.distributed
 
@@ -175,21 +172,6 @@ def test_profiled_steps_are_traced(uninterrupted: Finished) -> None:
     assert names.count("aten::addmm") > 0 and "gloo:all_reduce" in " ".join(names)
 
 
-def test_transfer_starts_from_the_chosen_weights(uninterrupted: Finished) -> None:
-    checkpoint = last_checkpoint(uninterrupted.folder)
-    weights = {choice: starting_weights(checkpoint, choice) for choice in ("auto", "ema", "model")}
-    assert weights["auto"].keys() == weights["ema"].keys() == weights["model"].keys()
-    assert all(torch.equal(weights["auto"][name], ema) for name, ema in weights["ema"].items())
-    assert not all(torch.equal(weights["model"][name], e) for name, e in weights["ema"].items())
-    plain = replace(checkpoint, description={**checkpoint.description, "ema": None})
-    assert all(
-        torch.equal(value, weights["model"][name])
-        for name, value in starting_weights(plain, "auto").items()
-    )
-    with pytest.raises(UserError, match="no average of the weights"):
-        starting_weights(plain, "ema")
-
-
 @pytest.mark.slow
 def test_checkpoint_resumes_on_another_number_of_ranks(
     uninterrupted: Finished, start_warm: StartWarm, tmp_path: Path
@@ -281,21 +263,6 @@ def test_bad_input_ends_with_one_clear_message(
     assert code == 2, output
     assert output.count(message) == 1 and "Traceback" not in output
     assert not (tmp_path / "new").exists()
-
-
-def test_without_a_launcher_there_is_one_rank(uninterrupted: Finished, tmp_path: Path) -> None:
-    overrides, message = BAD_INPUT["shards missing"]
-    run = command(uninterrupted.shards, uninterrupted.folder, *overrides)
-    finished = subprocess.run(
-        [sys.executable, *map(str, run)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert finished.returncode == 2, finished.stdout + finished.stderr
-    assert message in finished.stderr and "Traceback" not in finished.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_wrong_init_leaves_no_run_folder(
