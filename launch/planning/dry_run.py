@@ -16,8 +16,6 @@ from finetune.run import FinetuneRun
 from launch.jobs.preparation import LaunchableRun, job_folder, run_name
 from launch.jobs.snapshot import planned_folder
 from launch.jobs.submission import sbatch_text
-from launch.planning.scaling.cluster import Cluster
-from launch.planning.scaling.prediction import line, predict
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
@@ -338,21 +336,6 @@ def _cost_rows(
         f"{_gib(memory.activations)} activations",
     )
     yield "", f"(ZeRO {run.engine.zero_stage}, {precision}; estimate with buckets, without slack)"
-    if run.launch.gpus_per_node:
-        yield "prediction", _prediction_text(run, plans, num_classes=num_classes)
-        yield "", "(model, nothing measured; inputs: benchmarks/scaling_model.py --inputs)"
-
-
-def _prediction_text(run: PretrainRun | FinetuneRun, plans: Plans, *, num_classes: int) -> str:
-    """Of all nodes of the job, with the default inputs."""
-    prediction = predict(
-        run,
-        nodes=run.launch.nodes,
-        cluster=Cluster(),
-        num_classes=num_classes,
-        total_images=plans[-1].total_steps * plans[-1].global_batch,
-    )
-    return line(prediction)
 
 
 def _archs(run: PretrainRun | FinetuneRun, plans: Plans, *, num_classes: int) -> list[Architecture]:
