@@ -74,8 +74,6 @@ class ScheduleSettings(Section):
     """Passes over the training split; give this or `steps`."""
     steps: int | None = Field(default=None, gt=0)
     """Optimiser steps; give this or `epochs`."""
-    stop_at_step: int | None = Field(default=None, gt=0)
-    """Save and end after this step, with the learning rates of all steps; null: after the last."""
     warmup_steps: int = Field(default=0, ge=0)
     """Linear rise from 0 to the peak."""
     warmup_epochs: float = Field(default=0.0, ge=0)
@@ -100,16 +98,9 @@ class ScheduleSettings(Section):
     """Image sizes, one after the other; position embeddings are resampled in between. null:
     `model.image_size` throughout."""
 
-    def last_step(self, total_steps: int) -> int:
-        """Where a run of `total_steps` ends: there, or before at `stop_at_step`."""
-        return min(total_steps, self.stop_at_step or total_steps)
-
 
 def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
     """Combinations in which a setting could have no effect."""
-    if schedule.stop_at_step and schedule.steps and schedule.stop_at_step > schedule.steps:
-        what = f"{schedule.stop_at_step} is beyond the last of {schedule.steps} steps"
-        yield ("schedule.stop_at_step", f"{what}; set it to null")
     if schedule.warmup_steps and schedule.warmup_epochs:
         yield ("schedule.warmup_epochs", "and warmup_steps exclude each other; set one to 0")
     if schedule.decay != "rsqrt" and schedule.rsqrt_timescale is not None:

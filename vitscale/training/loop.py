@@ -103,10 +103,6 @@ class TrainingSession:
     def engine(self) -> Engine:
         return self.segment.engine
 
-    @property
-    def last_step(self) -> int:
-        return self.run.schedule.last_step(self.plan.total_steps)
-
     def steps(self) -> Iterator[int]:
         """The steps from the checkpoint's to the last one, each with its learning rate set.
 
@@ -114,16 +110,14 @@ class TrainingSession:
         """
         if self.start_step == 0:
             self.objective.start(self)
-        for step in range(self.start_step, self.last_step):
+        for step in range(self.start_step, self.plan.total_steps):
             if step == self.plan.stop:
                 self._change_image_size(step)
             self.lr = learning_rate_at(step, run=self.run, plan=self.plan)
             self.engine.set_learning_rate(self.lr)
             yield step
         self._finish_save()
-        total = self.plan.total_steps
-        early = f", of {total}: schedule.stop_at_step" if self.last_step < total else ""
-        self.log.progress.message(f"done: {self.folder} at step {self.last_step}{early}")
+        self.log.progress.message(f"done: {self.folder} at step {self.plan.total_steps}")
 
     def _change_image_size(self, step: int) -> None:
         """Build the next segment from the checkpoint that the last one ended with.
@@ -207,8 +201,7 @@ class TrainingSession:
         ends = done == self.plan.stop
         self.heartbeat.step = done
         self.log.advance(done)
-        stops = done == self.last_step
-        preempted = self.preemption.set_on_any_rank() and not stops
+        preempted = self.preemption.set_on_any_rank() and not is_last
         if ends or done % self.run.tracking.log_every_steps == 0:
             self._write_log(done)
         if self.segment.evaluations.due(done, is_last=is_last):
@@ -218,7 +211,7 @@ class TrainingSession:
             written = sorted((Path(self.run.folder) / FILES).rglob("*.*"))
             for path in [*pictures, *written]:
                 self.log.tracker.artifact(path)
-        is_saved = ends or stops or preempted or done % self.run.checkpoint.every_steps == 0
+        is_saved = ends or preempted or done % self.run.checkpoint.every_steps == 0
         # Saved last: a checkpoint means that everything up to its step was logged.
         if is_saved:
             self._save(done)

@@ -149,7 +149,7 @@ def _end_if_finished(segments: Segments, step: int) -> None:
     What a run that was killed in between has not said of its end is said by its next start.
     """
     run, world = segments.run, segments.world
-    if step < run.schedule.last_step(segments.plan_at(step).total_steps):
+    if step < segments.plan_at(step).total_steps:
         return
     record = read_record(Path(run.folder)) if world.is_first else None
     if broadcast_object(record is not None and record.status == "FINISHED"):
@@ -209,19 +209,18 @@ def _open_log(
         write_text(folder / "config.yaml", run_to_yaml(run))
         if objective.trains_classifier:
             write_json(folder / CLASSES_NAME, list(data.classes))
-    last_step = run.schedule.last_step(plan.total_steps)
     progress = stack.enter_context(
         ProgressLine.open(
             folder=folder,
-            total_steps=last_step,
+            total_steps=plan.total_steps,
             start_step=start_step,
             title=run.name,
             is_writer=world.is_first,
         )
     )
-    if world.is_first and start_step < last_step:
+    if world.is_first and start_step < plan.total_steps:
         with or_warn(folder / EVENTS_NAME, progress.message):
-            record_start(folder, first_step=start_step, total_steps=last_step)
+            record_start(folder, first_step=start_step, total_steps=plan.total_steps)
     return IntervalLog(
         folder=folder,
         world=world,

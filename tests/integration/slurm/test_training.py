@@ -1,4 +1,4 @@
-"""The demo model trains through SLURM on two nodes, is tracked, and is equal when replayed."""
+"""The demo model trains through SLURM on two nodes and is tracked."""
 
 from __future__ import annotations
 
@@ -86,13 +86,6 @@ def test_the_demo_model_trains_on_two_nodes(slurm, tmp_path) -> None:
     assert "train/loss" in json.dumps(journal)
     assert (run / "config.yaml").exists()
     assert [path.name for path in run.glob(f"checkpoints/step-{STEPS:08d}")]
-    assert_tracked(tmp_path / "runs/mlflow.db", steps=STEPS)
-    replayed = script(
-        ROOT / "launch/replay.py", "runs/slurm-demo", "--slurm",
-        cwd=tmp_path, environment=slurm.environment,
-    )  # fmt: skip
-    expected = f"equal: steps 0 to {STEPS} of runs/slurm-demo on 2 rank(s)"
-    assert expected in replayed.splitlines()[-1], replayed
     assert_tracked(tmp_path / "runs/mlflow.db", steps=STEPS)
 
 

@@ -120,7 +120,7 @@ MESSAGES = [
     (
         "schedule=3",
         "command line: schedule: 3 was read as a whole number\n  allowed: a group with the keys "
-        "epochs, steps, stop_at_step, warmup_steps, warmup_epochs, decay, drops_at, decay_from, "
+        "epochs, steps, warmup_steps, warmup_epochs, decay, drops_at, decay_from, "
         "final_lr",
     ),
     (

@@ -200,12 +200,6 @@ def test_cooldown_is_a_share_of_all_steps() -> None:
     assert cooldown_steps(0.001, total_steps=100) == 1
 
 
-def test_a_run_ends_at_its_last_step_or_before() -> None:
-    assert ScheduleSettings().last_step(12) == 12
-    assert ScheduleSettings(stop_at_step=7).last_step(12) == 7
-    assert ScheduleSettings(stop_at_step=15).last_step(12) == 12
-
-
 def test_warmup_in_epochs_is_counted_in_whole_steps() -> None:
     counts = {"num_samples": 1000, "global_batch": 64}
     assert warmup_steps(ScheduleSettings(warmup_epochs=5), **counts) == 78
@@ -222,7 +216,6 @@ def test_warmup_in_epochs_is_counted_in_whole_steps() -> None:
         ({"decay": "rsqrt", "final_lr": 1e-5}, "schedule.final_lr"),
         ({"decay": "rsqrt", "decay_from": "start"}, "schedule.decay_from"),
         ({"warmup_steps": 5, "warmup_epochs": 0.1}, "schedule.warmup_epochs"),
-        ({"stop_at_step": 10}, "schedule.stop_at_step"),
     ],
 )
 def test_settings_without_effect_are_refused(settings: dict[str, object], where: str) -> None:
@@ -234,7 +227,7 @@ def test_settings_without_effect_are_refused(settings: dict[str, object], where:
     "settings",
     [
         {},
-        {"decay": "linear", "final_lr": 1e-5, "stop_at_step": 9},
+        {"decay": "linear", "final_lr": 1e-5},
         {"decay": "cosine", "decay_from": "start"},
         {"decay": "constant"},
         {"decay": "constant", "cooldown_share": 0.2, "final_lr": 1e-5},
