@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 
 try:
@@ -39,10 +38,9 @@ try:
     from launch.jobs.status.following import follow_run
     from launch.jobs.status.text import shown_folder
     from launch.jobs.submission import Submission, folder_lock, require_slurm, submit_to_slurm
-    from launch.planning.before_submitting import check, warn
-    from launch.planning.checks import caught
-    from launch.planning.cluster_checks import slurm_limits
-    from launch.planning.dry_run import describe
+    from launch.planning.checks import as_table, refuse_or_warn, warn
+    from launch.planning.dry_run import batch_script, describe
+    from launch.planning.run_checks import run_checks, slurm_check
     from launch.plans.chains.command import names_a_plan, plan_command
     from launch.plans.chains.sweeps import names_a_sweep, sweep_command
     from launch.plans.command import run_on_slurm
@@ -89,13 +87,17 @@ def main() -> None:
         )
     run = with_num_workers(run, num_cores=run.launch.cpus_per_task)
     check_job(run, num_tasks=run.launch.nodes * run.launch.tasks_per_node, cluster="slurm")
+    script = batch_script(run)
+    checks = [*run_checks(run), *slurm_check(script)]
     if "--dry-run" in command.switches:
-        print(describe(run, show_script=True))
-        for each in caught("SLURM limits", partial(slurm_limits, run.launch)):
-            if each.result == "error":
-                warn(f"{each.detail}\n  next: {each.next_step}")
+        print(
+            describe(run),
+            f"# Checks\n{as_table(checks)}",
+            f"# Batch script\n{script.rstrip()}",
+            sep="\n\n",
+        )
         return
-    check(run)
+    refuse_or_warn(checks)
     require_slurm()
     submission, earlier = submit(run, switches=command.switches)
     print_next_steps(run, submission)

@@ -143,7 +143,7 @@ def user_jobs() -> list[QueuedJob]:
     return sorted(jobs, key=lambda job: _natural(job.job_id))
 
 
-def ask_slurm(*command: str) -> str:
+def ask_slurm(*command: str, stdin: str = "") -> str:
     """The output of one of SLURM's commands, with times in seconds since the epoch.
 
     Raises NoAnswerError with the command's own message.
@@ -158,6 +158,7 @@ def ask_slurm(*command: str) -> str:
         done = subprocess.run(
             command,
             env=environment | {"SLURM_TIME_FORMAT": "%s"},
+            input=stdin,
             capture_output=True,
             text=True,
             errors="replace",

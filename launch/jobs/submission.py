@@ -32,6 +32,7 @@ from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, LocalExecutor
 from submitit.slurm.slurm import SlurmExecutor
 
 from launch.jobs.batch_script import slurm_parameters, submission_folder, supervised
+from launch.jobs.queue import ask_slurm
 from launch.jobs.scontrol import reachable_address
 from vitscale.config.errors import UserError
 from vitscale.distributed.failures.events import ATTEMPT_VARIABLE
@@ -145,6 +146,15 @@ def require_slurm() -> None:
             next_step="use a login node, run here with launch/local.py, or show the batch script "
             "with --dry-run",
         )
+
+
+def try_start(script: str) -> None:
+    """Ask SLURM whether a job with this batch script could start. Submits nothing.
+
+    Raises NoAnswerError with its reason if not: a limit, or that nodes are down at present.
+    """
+    with _outside_any_job():
+        ask_slurm("sbatch", "--test-only", stdin=script)
 
 
 def submit_to_slurm(

@@ -1,9 +1,9 @@
-"""Results of the checks before a run is submitted, as a table, JSON or errors."""
+"""Results of the checks before a run is submitted: as a table, warnings or errors."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -53,15 +53,20 @@ def caught(name: str, check: Callable[[], Iterable[Check]]) -> list[Check]:
     return rows
 
 
-def worst(checks: Sequence[Check]) -> Result:
-    results = {check.result for check in checks}
-    return "error" if "error" in results else "warning" if "warning" in results else "ok"
+def refuse_or_warn(checks: Sequence[Check], *, leave_out: Container[str] = ()) -> None:
+    """Print the warnings. Raise UserErrors with all errors, if any.
 
-
-def raise_errors(checks: Sequence[Check]) -> None:
-    """Raise UserErrors with all errors, if any."""
+    leave_out: checks whose warnings are not printed.
+    """
     if errors := [check.error for check in checks if check.error is not None]:
         raise UserErrors(errors)
+    for check in checks:
+        if check.result == "warning" and check.name not in leave_out:
+            warn(f"{check.name}: {check.detail}\n  next: {check.next_step}")
+
+
+def warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def as_table(checks: Sequence[Check]) -> str:
@@ -81,16 +86,3 @@ def as_table(checks: Sequence[Check]) -> str:
             lines.append(f"{column}next: {next_step}")
         previous = name
     return "\n".join(lines)
-
-
-def as_json(checks: Sequence[Check]) -> str:
-    rows = [
-        {
-            "check": check.name,
-            "result": check.result,
-            "detail": check.detail,
-            "next_step": check.next_step,
-        }
-        for check in checks
-    ]
-    return json.dumps({"result": worst(checks), "checks": rows}, indent=2)

@@ -171,23 +171,24 @@ def check_data(run: PretrainRun | FinetuneRun) -> None:
     training_plan(run, world_size=num_tasks, num_samples=facts.num_samples)
 
 
-def describe(run: LaunchableRun, *, show_script: bool) -> str:
-    """Everything `--dry-run` prints."""
-    parts = [f"# Resolved run\n{run_to_yaml(run).rstrip()}"]
+def describe(run: LaunchableRun) -> str:
+    """The resolved run and its plan."""
     rows = list(_rows(run))
     width = max(len(name) for name, _ in rows)
-    parts.append("\n".join(["# Plan", *(f"{name:<{width}}  {value}" for name, value in rows)]))
-    if show_script:
-        folder = job_folder(run, cluster="slurm")
-        script = sbatch_text(
-            run.launch,
-            name=run_name(run),
-            folder=folder,
-            code=planned_folder(run.launch, folder),
-            run_folders=[] if isinstance(run, DataPrepRun) else [str(folder.parent)],
-        )
-        parts.append(f"# Batch script\n{script.rstrip()}")
-    return "\n\n".join(parts)
+    plan = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+    return f"# Resolved run\n{run_to_yaml(run).rstrip()}\n\n# Plan\n{plan}"
+
+
+def batch_script(run: LaunchableRun) -> str:
+    """The batch script of the run's job. Writes nothing and needs no SLURM."""
+    folder = job_folder(run, cluster="slurm")
+    return sbatch_text(
+        run.launch,
+        name=run_name(run),
+        folder=folder,
+        code=planned_folder(run.launch, folder),
+        run_folders=[] if isinstance(run, DataPrepRun) else [str(folder.parent)],
+    )
 
 
 def _rows(run: LaunchableRun) -> Rows:

@@ -1,27 +1,22 @@
-"""Check what a run needs: shards, loader, memory, and room for its checkpoints.
-
-Leaves out: this machine, servers and SLURM (`cluster_checks`).
-"""
+"""Check what a run needs: shards, loader, room for its checkpoints, and a place in SLURM."""
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 from finetune.run import FinetuneRun
 from launch.jobs.preparation import LaunchableRun, check_job
-from launch.planning.checks import Check, caught, failed, ok, warning
+from launch.jobs.queue import NoAnswerError
+from launch.jobs.submission import try_start
+from launch.planning.checks import Check, caught, ok, warning
 from launch.planning.dry_run import (
     DataFacts,
-    Plans,
     check_data,
     data_facts,
     known_plans,
-    peak_memory,
     planned_classes,
 )
 from pretrain.run import PretrainRun
@@ -30,30 +25,14 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME, read_manifest, read_split
 from vitscale.data.remote.urls import location_of
 from vitscale.data.tars.names import tars_of_split
-from vitscale.images.size import rows_and_columns
-from vitscale.models.costs import MemoryEstimate
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingRun
 
-# GB of one GPU, by what its type's name contains; the smaller where a type exists in two sizes.
-GPU_MEMORY_GB = {
-    **{"b200": 180, "gh200": 96, "h200": 141, "h100": 80, "h800": 80, "a100": 40, "v100": 16},
-    **{"l40": 48, "a40": 48, "a6000": 48, "l4": 24, "a30": 24, "a10": 24, "t4": 16},
-    **{"mi300x": 192, "mi250": 64, "rtx3090": 24, "rtx4090": 24, "rtx5090": 32},
-}
-_GB_IN_NAME = re.compile(r"(\d+)gb?(?![a-z0-9])")
-# What the estimate leaves out: allocator slack, NCCL's buffers, the CUDA context.
-USABLE_SHARE = 0.9
-# Host memory of a rank beside tensors (November 2026: 0.9 GiB on CPU with MLflow; more with CUDA),
-# and of a loader worker.
-PROCESS_GIB, CUDA_PROCESS_GIB, WORKER_GIB = 1.0, 3.0, 0.25
-PREFETCH = 2
 GIB = 2**30
-NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 
 
 def run_checks(run: LaunchableRun) -> list[Check]:
-    """Rows about the configuration, data, memory and files of a run, none of them heavy."""
+    """Rows about the configuration, data, loader and files of a run, none of them heavy."""
     num_tasks = run.launch.nodes * run.launch.tasks_per_node
 
     def configuration() -> Iterator[Check]:
@@ -72,6 +51,18 @@ def run_checks(run: LaunchableRun) -> list[Check]:
     return rows
 
 
+def slurm_check(script: str) -> list[Check]:
+    """Ask SLURM whether it could start a job with this batch script; not on other machines."""
+    if shutil.which("sbatch") is None:
+        return []
+    try:
+        try_start(script)
+    except NoAnswerError as error:
+        next_step = "compare the launch section with what sinfo shows"
+        return [warning("SLURM", f"sbatch --test-only: {error}", next_step=next_step)]
+    return [ok("SLURM", "the job can start on the nodes as they are")]
+
+
 def _training_checks(run: PretrainRun | FinetuneRun, *, num_tasks: int) -> Iterator[Check]:
     """Rows that follow from the size of the data; none where that is unknown."""
     try:
@@ -85,11 +76,7 @@ def _training_checks(run: PretrainRun | FinetuneRun, *, num_tasks: int) -> Itera
     yield from caught("loader", lambda: _loader(run, facts, num_tasks=num_tasks))
     if num_classes is None or not plans:
         return
-    memory, precision = peak_memory(run, plans, num_classes=num_classes, world_size=num_tasks)
     checkpoint = checkpoint_bytes(run, num_classes=num_classes)
-    if run.launch.gpus_per_node:
-        yield _gpu_memory(run, memory, precision)
-    yield _host_memory(run, memory, plans, checkpoint=checkpoint)
     yield from caught("disk", lambda: [_disk(run, checkpoint)])
 
 
@@ -214,80 +201,6 @@ def _num_shards(run: TrainingRun) -> int | None:
         return None
     entry = manifest.splits.get(run.data.train_split)
     return None if entry is None else len(entry.shards)
-
-
-def gpu_memory_gb(gpu_type: str | None) -> int | None:
-    """GB of a GPU of the site's type, by a size in its name or a known model; None if unknown."""
-    name = (gpu_type or "").lower()
-    if sizes := _GB_IN_NAME.findall(name):
-        return int(sizes[-1])
-    plain = name.replace("_", "").replace("-", "")
-    known = [model for model in GPU_MEMORY_GB if model in plain]
-    return GPU_MEMORY_GB[max(known, key=len)] if known else None
-
-
-def _local_gpu_gb() -> int | None:
-    """GB of the smallest GPU of this machine; None without one."""
-    try:
-        done = subprocess.run(NVIDIA_SMI, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    sizes = [int(line) for line in done.stdout.split() if line.isdecimal()]
-    return min(sizes) // 1024 if sizes and done.returncode == 0 else None
-
-
-def _gpu_memory(run: PretrainRun | FinetuneRun, memory: MemoryEstimate, precision: str) -> Check:
-    name, gpu_type = "GPU memory", run.launch.gpu_type
-    offloaded = memory.optimizer if run.engine.offload_optimizer else 0
-    total = memory.total - offloaded
-    states = total - memory.activations
-    text = f"about {total / GIB:.3g} GiB (ZeRO {run.engine.zero_stage}, {precision})"
-    size_gb, source = gpu_memory_gb(gpu_type), f"launch.gpu_type={gpu_type}"
-    if size_gb is None:
-        size_gb, source = _local_gpu_gb(), "the GPU of this machine"
-    if size_gb is None:
-        next_step = "set launch.gpu_type, for example h100 or a100_80gb, or compare it yourself"
-        return warning(name, f"{text}; the size of the GPU is not known", next_step=next_step)
-    text += f" of {size_gb} GB ({source})"
-    less = "lower engine.max_micro_batch, or set engine.activation_checkpointing=true"
-    if states > size_gb * GIB:
-        what = f"model and optimiser alone need {states / GIB:.1f} GiB of {size_gb} GB ({source})"
-        error = UserError(
-            what,
-            where="engine.zero_stage",
-            next_step="raise engine.zero_stage, use more GPUs, or engine.offload_optimizer=true",
-        )
-        return next(failed(name, error))
-    if total > USABLE_SHARE * size_gb * GIB:
-        return warning(name, f"{text}; buffers add to this", next_step=less)
-    return ok(name, text)
-
-
-def _host_memory(
-    run: PretrainRun | FinetuneRun, memory: MemoryEstimate, plans: Plans, *, checkpoint: int
-) -> Check:
-    """An estimate: processes, batches prepared ahead, and what a save copies to the host."""
-    launch, workers = run.launch, run.data.num_workers
-    largest = max(plans, key=lambda plan: rows_and_columns(plan.image_size))
-    rows, columns = rows_and_columns(largest.image_size)
-    batches = (workers * PREFETCH + 1) * largest.micro_batch * 3 * rows * columns
-    per_rank = batches + int(WORKER_GIB * GIB) * workers
-    if launch.gpus_per_node:
-        per_rank += int(CUDA_PROCESS_GIB * GIB)
-        per_rank += memory.optimizer if run.engine.offload_optimizer else 0
-    else:
-        per_rank += int(PROCESS_GIB * GIB) + memory.total
-    needed = (per_rank * launch.tasks_per_node + checkpoint // launch.nodes) / GIB
-    text = f"about {needed:.3g} GiB per node"
-    if launch.mem_gb is None:
-        return ok("host memory", f"{text}; launch.mem_gb is not set: the site's default")
-    if needed > launch.mem_gb:
-        return warning(
-            "host memory",
-            f"{text}, launch.mem_gb={launch.mem_gb}",
-            next_step=f"launch.mem_gb={int(needed) + 1}, or fewer data.num_workers",
-        )
-    return ok("host memory", f"{text} of launch.mem_gb={launch.mem_gb}")
 
 
 def checkpoint_bytes(run: PretrainRun | FinetuneRun, *, num_classes: int) -> int:

@@ -10,22 +10,20 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from launch.jobs.monitor import StopFlag
 from launch.jobs.submission import require_slurm
 from launch.jobs.supervision.foreground import EXIT_INTERRUPTED
-from launch.planning.before_submitting import check
-from launch.planning.checks import caught
-from launch.planning.cluster_checks import slurm_limits
+from launch.planning.checks import refuse_or_warn
 from launch.planning.dry_run import check_data
+from launch.planning.run_checks import run_checks, slurm_check
 from launch.plans.overview import overview
 from launch.plans.record import recorded_jobs, write_record
 from launch.plans.results import finish_stage
 from launch.plans.running import LocalPlan, report
 from launch.plans.stages import Plan, Stage
 from launch.plans.states import States, check_unchanged, plan_states
-from launch.plans.submitting import PlanSubmission, batch_scripts, missing_steps, queued_jobs
+from launch.plans.submitting import PlanSubmission, batch_script, missing_steps, queued_jobs
 from launch.plans.tracking import open_parent
 from launch.studies.grid import in_runs
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
@@ -125,7 +123,9 @@ def run_on_slurm(command: PlanCommand) -> int:
         say(overview(plan, states, {}))
         if "--dry-run" in command.switches:
             for array in (each for stage in plan.stages for each in missing_steps(stage, states)):
-                say(batch_scripts(array))
+                script = batch_script(array)
+                say(f"# {array.name}: {array.what}\n{script.rstrip()}\n")
+                refuse_or_warn(slurm_check(script))
         return show(plan, command, states)
     if all(state.is_done for state in states.values()):
         say(overview(plan, states, {}))
@@ -191,20 +191,18 @@ def check_known_data(plan: Plan, states: States) -> None:
 def check_arrays(plan: Plan, states: States) -> None:
     """Check one run for each array: all ask for the same resources.
 
-    Raises UserErrors for runs that could never start.
+    Prints warnings. Raises UserErrors with all errors.
     """
     errors: list[UserError] = []
     for stage in plan.stages:
         for array in missing_steps(stage, states):
-            first = array.steps[0]
+            training, checks = array.steps[0].training, slurm_check(batch_script(array))
+            if training is not None and not is_made_by(plan, stage, states):
+                checks += run_checks(training.run)
             try:
-                if first.training is not None and not is_made_by(plan, stage, states):
-                    # Weights may come from the plan itself.
-                    check(first.training.run, leave_out={"weights"})
-                else:
-                    rows = caught("SLURM limits", partial(slurm_limits, first.run.launch))
-                    errors += [each.error for each in rows if each.error is not None]
-            except UserError as error:
-                errors += error.errors if isinstance(error, UserErrors) else [error]
+                # Weights may come from the plan itself.
+                refuse_or_warn(checks, leave_out={"weights"})
+            except UserErrors as error:
+                errors += error.errors
     if errors:
         raise UserErrors(list({error.text(): error for error in errors}.values()))

@@ -228,20 +228,19 @@ class PlanSubmission:
         return sorted({self._jobs[name].partition("_")[0] for name in active})
 
 
-def batch_scripts(array: JobArray) -> str:
+def batch_script(array: JobArray) -> str:
     """The batch script of an array, without dependencies. Needs no SLURM."""
     folder = array.stage.jobs_folder
     folders = [_run_folder(step) for step in array.steps]
     if array.stage.kind == "data_prep":
         folders *= array.launch.num_tasks
-    text = sbatch_text(
+    return sbatch_text(
         array.launch,
         name=array.name,
         folder=folder,
         code=planned_folder(array.launch, folder),
         run_folders=folders,
     )
-    return f"# {array.name}: {array.what}\n{text.rstrip()}\n"
 
 
 def _jobs(array: JobArray, code: Path | None) -> Iterator[Callable[[], Any]]:

@@ -111,12 +111,6 @@ class RankStorageError(RankError):
     kind = FailureKind.STORAGE
 
 
-class DeviceError(RankError):
-    """The device of this rank failed."""
-
-    kind = FailureKind.DEVICE
-
-
 class PeerLostError(RankError):
     """Another rank did not start, or is gone."""
 

@@ -63,9 +63,6 @@ class LaunchSettings(Section):
     """Further options of srun, for example --cpu-bind=none."""
     python: str | None = None
     """Interpreter command on the nodes, for example a container call; null: this interpreter."""
-    doctor_seconds: float = Field(default=10.0, ge=0, le=300)
-    """Time of the node check at the start of a SLURM job with several ranks, which names slow
-    ranks; 0: none."""
     snapshot: bool = True
     """SLURM only: the job runs a copy of the code as submitted; false: the code on disk."""
     sbatch: dict[str, str | int | bool] = {}

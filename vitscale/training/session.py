@@ -5,7 +5,6 @@ Leaves out: what happens in a step (`loop`), and what a checkpoint must agree on
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -22,7 +21,6 @@ from vitscale.distributed.atomic_files import write_json, write_text
 from vitscale.distributed.failures.events import EVENTS_NAME, record_start
 from vitscale.distributed.failures.heartbeat import Heartbeat
 from vitscale.distributed.failures.storage import or_warn
-from vitscale.distributed.node_check import check_nodes
 from vitscale.distributed.node_share import once_per_node
 from vitscale.distributed.preemption import PreemptionFlag
 from vitscale.distributed.world import (
@@ -89,7 +87,6 @@ def _open(
     objective: Objective,
     initial_weights: InitialWeights | None,
 ) -> TrainingSession:
-    node_lines = _check_nodes(run, world)
     data, val_index, index_lines = _read_data(run, world)
     num_classes = len(data.classes)
     check_objective(objective, num_classes=num_classes, views=run.data.views, path=run.data.path)
@@ -119,7 +116,7 @@ def _open(
         restore(engine, arch, objective, meter, spikes, checkpoint=checkpoint, world=world)
         messages += changes(checkpoint.description, facts)
     log = _open_log(stack, run, objective, segment, data, val_index, start_step, meter, spikes)
-    for line in [*node_lines, *messages, *_opening_lines(run, objective, segment, start_step)]:
+    for line in [*messages, *_opening_lines(run, objective, segment, start_step)]:
         log.progress.message(line)
     loader = stack.enter_context(ExitStack())
     return TrainingSession(
@@ -182,14 +179,6 @@ def _join(settings: EngineSettings) -> AbstractContextManager[World]:
         num_threads=settings.num_threads,
         init_timeout_min=settings.init_timeout_min,
     )
-
-
-def _check_nodes(run: TrainingRun, world: World) -> list[str]:
-    """Lines for the log; none outside SLURM, where a launcher's ranks share one machine."""
-    seconds = run.launch.doctor_seconds
-    if seconds == 0 or world.world_size == 1 or "SLURM_JOB_ID" not in os.environ:
-        return []
-    return list(check_nodes(world, seconds=seconds))
 
 
 def _open_log(

@@ -70,6 +70,9 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(launch, tmp_path) -> None:
     assert "GiB" in plan["memory per GPU"]
     assert "#SBATCH --gpus-per-node=4" in done.stdout
     assert "srun " in done.stdout
+    checks = done.stdout.partition("# Checks\n")[2].partition("\n\n")[0]
+    assert "data           warning  no manifest.json in shards here" in checks
+    assert "SLURM" not in checks
 
 
 def test_submitting_without_slurm_names_alternatives(launch, tmp_path) -> None:
@@ -103,14 +106,18 @@ def test_data_preparation_is_shown_as_an_array(launch, tmp_path) -> None:
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dry_run_names_what_the_partition_refuses(launch, tmp_path) -> None:
-    programs = tmp_path / "nothing"
-    programs.mkdir()
-    partition = "PartitionName=main Default=YES MaxTime=01:00:00 MaxNodes=8 State=UP TotalNodes=4"
-    for name, text in (("sbatch", ""), ("sinfo", ""), ("scontrol", f"echo {partition}")):
-        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
-        (programs / name).chmod(0o755)
-    done = launch("--dry-run", "launch.timeout_min=120")
+def test_a_dry_run_shows_what_slurm_says(launch, tmp_path) -> None:
+    sbatch = tmp_path / "nothing/sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(
+        "#!/bin/sh\n"
+        "[ $1 = --test-only ] || exit 9\n"
+        "while read line; do [ \"$line\" = '#SBATCH --nodes=2' ] && exit 0; done\n"
+        "echo 'allocation failure: no such nodes' >&2\n"
+        "exit 1\n"
+    )
+    sbatch.chmod(0o755)
+    done = launch("--dry-run", "launch.nodes=4")
     assert done.returncode == 0, done.stderr
-    assert "warning: launch.timeout_min: " in done.stderr and "60" in done.stderr, done.stderr
-    assert "warning" not in launch("--dry-run", "launch.timeout_min=60").stderr
+    assert "SLURM          warning  sbatch --test-only: allocation failure: no such" in done.stdout
+    assert "SLURM          ok " in launch("--dry-run").stdout

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from finetune.inference.settings import EvaluateRun
-from launch.planning.dry_run import check_data, describe, plan_rows
+from launch.planning.dry_run import batch_script, check_data, describe, plan_rows
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
 from tests.support.corpora.shard_folders import write_shard_folder
@@ -152,6 +152,7 @@ def test_every_source_of_a_mixture_is_counted(tmp_path: Path) -> None:
 def test_an_evaluation_can_be_submitted() -> None:
     overrides = ["launch.tasks_per_node=2"]
     run = load_run(EvaluateRun, ROOT / "configs/eval/demo.yaml", overrides=overrides).run
-    text = describe(run, show_script=True)
-    assert "evaluation  classification, knn" in text
-    assert "#SBATCH --ntasks-per-node=2" in text and "#SBATCH --job-name=demo-evaluation" in text
+    assert "evaluation  classification, knn" in describe(run)
+    script = batch_script(run)
+    assert "#SBATCH --ntasks-per-node=2" in script
+    assert "#SBATCH --job-name=demo-evaluation" in script

@@ -11,7 +11,7 @@ from launch.plans.stages import Plan
 from launch.plans.states import plan_states
 from launch.plans.submitting import (
     PlanSubmission,
-    batch_scripts,
+    batch_script,
     missing_steps,
     queued_jobs,
 )
@@ -56,9 +56,9 @@ def test_each_set_of_resources_is_an_array(folder: Path) -> None:
         ("small-finetune", 10, 1),
     ]
     arrays = missing_steps(plan.stages[0], plan_states(plan))
-    first, second, third = map(batch_scripts, arrays)
+    first, second, third = map(batch_script, arrays)
     assert "#SBATCH --array=0-3%3" in first and "#SBATCH --nodes=2" in second
-    assert third.startswith("# small-finetune: array of 10 tasks\n")
+    assert "--job-name=small-finetune" in third
 
 
 def submit(plan: Plan) -> list[str]:
