@@ -1,7 +1,7 @@
 """Submit any stage to SLURM after checking its configuration and data.
 
     python launch/slurm.py --config configs/vit_h14.yaml [key=value ...]
-        [--dry-run | --replace | --after] [--follow]
+        [--dry-run | --after] [--follow]
     python launch/slurm.py --study configs/studies/vit_subsets.yaml [--dry-run | --results]
 
 --study submits a grid of runs as arrays.
@@ -29,7 +29,6 @@ try:
         NoAnswerError,
         QueuedJob,
         already_queued,
-        cancel,
         depending_on,
         jobs_of,
         submitted_ids,
@@ -54,7 +53,6 @@ except ModuleNotFoundError as error:
 
 SWITCHES = {
     "--dry-run": "print the run, its plan and the batch script; submit nothing",
-    "--replace": "cancel the queued or running job of this run, and start after it",
     "--after": "start when the queued or running job of this run has ended",
     "--follow": "show the job's state and log until the run ends; Ctrl-C leaves the job alone",
 }
@@ -76,14 +74,12 @@ def main() -> None:
         ),
         switches=SWITCHES,
     )
-    if {"--replace", "--after"} <= command.switches:
-        raise UserError("--replace and --after exclude each other", where="command line")
     run = launchable(command.run)
     if "--follow" in command.switches and run.launch.num_tasks > 1:
         raise UserError(
             f"--follow shows the log of one job, and this is an array of {run.launch.num_tasks}",
             where="command line",
-            next_step="submit without it; then python launch/status.py --watch",
+            next_step="submit without it; then python launch/status.py",
         )
     run = with_num_workers(run, num_cores=run.launch.cpus_per_task)
     check_job(run, num_tasks=run.launch.nodes * run.launch.tasks_per_node, cluster="slurm")
@@ -99,53 +95,44 @@ def main() -> None:
         return
     refuse_or_warn(checks)
     require_slurm()
-    submission, earlier = submit(run, switches=command.switches)
+    submission = submit(run, after="--after" in command.switches)
     print_next_steps(run, submission)
-    if "--replace" in command.switches and earlier:
-        end(earlier)
     if "--follow" in command.switches:
         print(flush=True)
         raise SystemExit(follow_run(job_folder(run, cluster="slurm").parent, output=sys.stdout))
 
 
-def submit(run: LaunchableRun, *, switches: frozenset[str]) -> tuple[Submission, list[QueuedJob]]:
-    """Submit the run; also return its earlier jobs that the new one waits for.
-
-    A job that replaces another one waits for it too: if sbatch refuses it, nothing is lost.
-    """
+def submit(run: LaunchableRun, *, after: bool) -> Submission:
+    """Submit the run. after: start when its earlier jobs have ended."""
     folder = job_folder(run, cluster="slurm")
     with removed_if_refused(folder):
         make_private(folder)
         with folder_lock(folder.parent):
-            earlier = earlier_jobs(run, folder.parent, switches=switches)
+            earlier = earlier_jobs(run, folder.parent, after=after)
             code = kept_code(run.launch, folder)
             job, _ = prepare_job(run, cluster="slurm", code=code)
-            submission = submit_to_slurm(
+            return submit_to_slurm(
                 job,
                 launch=depending_on(run.launch, submitted_ids(earlier)),
                 name=run_name(run),
                 folder=folder,
                 code=code,
             )
-    return submission, earlier
 
 
-def earlier_jobs(
-    run: LaunchableRun, run_folder: Path, *, switches: frozenset[str]
-) -> list[QueuedJob]:
+def earlier_jobs(run: LaunchableRun, run_folder: Path, *, after: bool) -> list[QueuedJob]:
     """Jobs of this run that the new one waits for. Raises UserError if it may not."""
-    asked = sorted({"--replace", "--after"} & switches)
     try:
         jobs = jobs_of(run_folder)
     except NoAnswerError as error:
-        if asked:
+        if after:
             raise UserError(
-                f"SLURM does not say which job {asked[0]} means: {error}",
+                f"SLURM does not say which job --after means: {error}",
                 next_step="try again later, or leave it out",
             ) from None
         warn(f"SLURM does not say whether a job of this run is queued: {error}")
         return []
-    if asked:
+    if after:
         return jobs
     # Tasks of data preparation share the work, whichever job they belong to.
     if jobs and not isinstance(run, DataPrepRun):
@@ -153,34 +140,21 @@ def earlier_jobs(
     return []
 
 
-def end(jobs: list[QueuedJob]) -> None:
-    ids = " ".join(submitted_ids(jobs))
-    print(f"cancelling job {ids}", flush=True)
-    try:
-        left = cancel(jobs)
-    except NoAnswerError as error:
-        warn(f"SLURM did not confirm it: {error}. The new job waits; try: scancel {ids}")
-        return
-    for job in left:
-        warn(f"job {job.job_id} is still {job.state}; the new one starts when it has ended")
-    if not left:
-        print(f"job {ids} has ended")
-
-
 def print_next_steps(run: LaunchableRun, submission: Submission) -> None:
     job_id = submission.job_id
     if submission.is_array:
-        kind, pause, watch = "array", "finished work is kept, then requeue", "--watch"
+        kind, pause = "array", "finished work is kept, then requeue"
         log = f"{submission.log('TASK')}, TASK from 0 to {submission.num_tasks - 1}"
     else:
-        kind, pause, watch = "job", "checkpoint, then requeue", "--follow"
+        kind, pause = "job", "checkpoint, then requeue"
         log = str(submission.log(0))
     status = f"python launch/status.py {shown_folder(job_folder(run, cluster='slurm').parent)}"
+    follow = "" if submission.is_array else f"  watch    {status} --follow\n"
     print(
         f"submitted {kind} {job_id}: {run_name(run)}, {submission.num_tasks} task(s)\n"
         f"  log      {log}\n"
         f"  state    {status}\n"
-        f"  watch    {status} {watch}\n"
+        f"{follow}"
         f"  cancel   scancel {job_id}\n"
         f"  pause    scancel --signal=USR2 {job_id}   ({pause})"
     )

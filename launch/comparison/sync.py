@@ -41,7 +41,7 @@ LIVE: dict[RunState, Status] = {
     RunState.QUEUED: "PAUSED",
     RunState.PAUSED: "PAUSED",
 }
-KILLED = (Ending.KILLED, Ending.NODE_FAILED, Ending.LOST, Ending.ENDED_BY_SLURM)
+KILLED = (Ending.KILLED, Ending.LOST, Ending.ENDED_BY_SLURM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

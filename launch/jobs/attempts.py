@@ -16,7 +16,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from pathlib import Path
@@ -50,12 +50,11 @@ class Ending(StrEnum):
     FAILED = "failed"
     KILLED = "killed"
     """A rank ended by a signal that it does not handle: SIGKILL, out of memory, SIGSEGV."""
-    NODE_FAILED = "node failed"
     LOST = "lost"
-    """Without a record of its end, and all its nodes answer."""
+    """Without a record of its end."""
 
 
-FAILURES = (Ending.FAILED, Ending.KILLED, Ending.NODE_FAILED)
+FAILURES = (Ending.FAILED, Ending.KILLED)
 # The next start would end in the same way.
 FINAL = (Ending.BAD_INPUT, Ending.DIVERGED)
 
@@ -85,7 +84,7 @@ class Attempt:
     """Of the failure that ended it; None without one, and in records of older versions."""
     exit_code: int | None = None
     failed_nodes: tuple[str, ...] = ()
-    """Nodes that died, or the node of the rank that caused the failure."""
+    """The node of the rank that caused the failure."""
     checkpoint_step: int | None = None
     """Step of the newest checkpoint at the end."""
     last_step: int | None = None
@@ -135,16 +134,12 @@ def begin_attempt(
     nodes: Sequence[str],
     num_tasks: int,
     started: float | None = None,
-    dead_nodes: Callable[[Sequence[str]], list[str]] = lambda nodes: [],
 ) -> Attempt:
-    """Record the start of an attempt, now or at `started`. Closes an attempt without an end.
-
-    dead_nodes: which of these nodes do not answer; asked about the nodes of that attempt.
-    """
+    """Record the start of an attempt, now or at `started`. Closes an attempt without an end."""
     folder = Path(run_folder)
     before = read_attempts(folder)
     if before and before[-1].ended is None:
-        _append(folder, _closed(before[-1], folder, dead_nodes(before[-1].nodes)))
+        _append(folder, _closed(before[-1], folder))
     attempt = Attempt(
         number=before[-1].number + 1 if before else 1,
         cluster=cluster,
@@ -224,21 +219,16 @@ def _gains(attempt: Attempt, progress: FolderProgress, *, now: float) -> dict[st
     }
 
 
-def _closed(attempt: Attempt, folder: Path, dead: Sequence[str]) -> Attempt:
+def _closed(attempt: Attempt, folder: Path) -> Attempt:
     """An attempt that left no record of its end; its last sign of life counts as the end."""
-    reason = "no record of its end: SLURM ended it at once, or the node of the batch script died"
-    if dead:
-        reason = f"{', '.join(dead)} died (does not answer SLURM)"
     progress = read_progress(folder)
     signs = (attempt.started, progress.committed, _last_row(folder / JOURNAL_NAME)[1])
     ended = max(sign for sign in signs if sign is not None)
     return replace(
         attempt,
         ended=ended,
-        ending=Ending.NODE_FAILED if dead else Ending.LOST,
-        reason=reason,
-        kind=FailureKind.KILLED if dead else None,
-        failed_nodes=tuple(dead),
+        ending=Ending.LOST,
+        reason="no record of its end: SLURM ended it at once, or its supervisor or node died",
         **_gains(attempt, progress, now=ended),
     )
 

@@ -81,22 +81,16 @@ def submission_folder(launch: LaunchSettings, folder: Path) -> Path:
     return folder / ("%A" if launch.num_tasks > 1 else "%j")
 
 
-# A supervisor says on descriptor 3 that it has decided what follows. Another one takes over from
-# one that was killed or failed; if that fails too, the script requeues by itself.
+# The supervisor writes to descriptor 3 when it has decided what follows. If it does not start, or
+# is killed, the script requeues by itself.
 SCRIPT = """\
-supervise() {{
-{supervisor} "$@" {options} -- \\
-{srun}
-}}
 exec 4>&1
-decided=$(supervise 3>&1 >&4 4>&-) && code=0 || code=$?
-if [ -z "$decided" ]; then
-    decided=$(supervise --take-over "$code" 3>&1 >&4 4>&-) && code=0 || code=$?
-fi
+decided=$({supervisor} {options} -- \\
+{srun} 3>&1 >&4 4>&-) && code=0 || code=$?
 job={job}
 if [ -z "$decided" ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {max_requeues} ] &&
     scontrol show job "$job" | grep -q JobState=RUNNING; then
-    echo "requeueing job $job: its supervisor does not start"
+    echo "requeueing job $job: its supervisor did not start, or was killed"
     scontrol requeue "$job" || code=1
 fi
 exit "$code"
@@ -111,14 +105,9 @@ def supervised(
     folder: the job folder, with patterns of SLURM; run_folders: one for each task of an array.
     """
     options = ["--job-folder", str(folder), "--signal-delay", str(launch.signal_delay_s)]
-    options += ["--num-nodes", str(launch.nodes)]
     options += ["--num-tasks", str(launch.nodes * launch.tasks_per_node)]
     options += ["--max-requeues", str(launch.max_requeues)]
     options += ["--max-fruitless-restarts", str(launch.max_fruitless_restarts)]
-    if launch.exclude is not None:
-        options += ["--exclude", launch.exclude]
-    if launch.exclude_failed_nodes:
-        options += ["--exclude-failed-nodes"]
     for run_folder in run_folders:
         if run_folder is not None:
             options += ["--run-folder", run_folder]

@@ -1,6 +1,6 @@
 """Jobs of a run folder that SLURM knows: queued, running, and for minutes after their end.
 
-Owns: finding them, refusing a second job of the same run, cancelling, and waiting for one another.
+Owns: finding them, refusing a second job of the same run, and waiting for one another.
 Leaves out: what a job did (its task records and log), and submitting (`submission`).
 
 Works without accounting, and asks once for all jobs of the user. A job belongs to the folder that
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +21,6 @@ from vitscale.config.errors import UserError
 from vitscale.runs.launching import LaunchSettings
 
 SLURM_SECONDS = 60
-# Above KillWait (30 s by default) and the time in which a large job ends.
-CANCEL_SECONDS, CANCEL_PAUSE_S = 300.0, 2.0
 # The batch script's path is last: it may contain the separator.
 FIELDS = ("%i", "%F", "%T", "%r", "%S", "%N", "%V", "%o")
 # JOB STATE CODES of `man squeue`: states that a job does not leave.
@@ -94,8 +91,8 @@ def already_queued(jobs: Sequence[QueuedJob], *, run_folder: Path) -> UserError:
     return UserError(
         f"job {shown}{more} of this run has not ended; a second one would fail when it starts",
         where=str(run_folder),
-        next_step=f"wait for it, or add --replace (cancels {' '.join(ids)}) or --after (starts "
-        "when it has ended)",
+        next_step=f"wait for it, cancel it (scancel {' '.join(ids)}), or add --after (starts when "
+        "it has ended)",
     )
 
 
@@ -118,21 +115,6 @@ def depending_on(
         # Otherwise it would stay in the queue as DependencyNeverSatisfied.
         added["kill-on-invalid-dep"] = "yes"
     return launch.model_copy(update={"sbatch": {**launch.sbatch, **added}})
-
-
-def cancel(jobs: Sequence[QueuedJob]) -> list[QueuedJob]:
-    """Cancel jobs and wait until they have ended. Returns those that have not, after minutes.
-
-    Raises NoAnswerError.
-    """
-    ids = submitted_ids(jobs)
-    ask_slurm("scancel", *ids)
-    deadline = time.monotonic() + CANCEL_SECONDS
-    while left := [job for job in user_jobs() if job.submitted_id in ids and not job.has_ended]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(CANCEL_PAUSE_S)
-    return left
 
 
 def user_jobs() -> list[QueuedJob]:

@@ -1,6 +1,6 @@
-"""Query and control SLURM from inside a job, through `scontrol` and `sinfo`.
+"""Query and control SLURM from inside a job, through `scontrol`.
 
-Owns: requeueing, changes of a queued job, job state, restart count, state and address of nodes.
+Owns: requeueing, job state, restart count, names and addresses of nodes.
 Leaves out: submitting (`submission`) and deciding when to requeue (`supervision`).
 """
 
@@ -11,17 +11,11 @@ import re
 import signal
 import socket
 import subprocess
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 SCONTROL_SECONDS = 60
-CONNECT_SECONDS = 5.0
-# Of SLURM's default configuration.
-SLURMD_PORT = 6818
 REQUEUE_SECONDS, REQUEUE_PAUSE_S = 60.0, 5.0
-# Short forms of sinfo; a * would say that the node does not answer.
-USABLE_STATE = re.compile(r"(idle|mix|alloc|comp|plnd|resv)[-~#%@+]*")
 # ESLURM_JOB_PENDING; SLURM does not translate its messages.
 ALREADY_QUEUED = "Job is pending execution"
 
@@ -58,86 +52,6 @@ def host_names(node_list: str) -> tuple[str, ...]:
     return tuple(_scontrol("show", "hostnames", node_list).stdout.split())
 
 
-def silent_nodes(nodes: Sequence[str]) -> list[str]:
-    """Those of the nodes that are down or whose slurmd does not answer.
-
-    SLURM itself notices a dead node late: SlurmdTimeout is 5 minutes by default.
-    None if SLURM does not answer.
-    """
-    if not nodes:
-        return []
-    try:
-        text = _scontrol("--oneliner", "show", "node", ",".join(nodes)).stdout
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    found = (dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines())
-    return [fields["NodeName"] for fields in found if "NodeName" in fields and _is_silent(fields)]
-
-
-def _is_silent(fields: Mapping[str, str]) -> bool:
-    state = fields.get("State", "")
-    if "*" in state or state.startswith(("DOWN", "FAIL")):
-        return True
-    try:
-        address = fields["NodeAddr"], int(fields.get("Port", SLURMD_PORT))
-        socket.create_connection(address, timeout=CONNECT_SECONDS).close()
-    except (KeyError, ValueError, socket.gaierror):
-        return False  # unknown
-    except OSError:
-        return True
-    return False
-
-
-def usable_nodes(job_id: str, *, without: str = "") -> list[str]:
-    """The nodes of a job's partition that run jobs, busy ones too, without those of a list.
-
-    Empty if SLURM does not answer.
-    """
-    partition = job_fields(job_id).get("Partition", "")
-    command = ["sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N %t"]
-    try:
-        left_out = set(host_names(without)) if without else set()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=SCONTROL_SECONDS)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    found = (line.split() for line in done.stdout.splitlines())
-    states = {words[0]: words[1] for words in found if len(words) == 2}
-    return [
-        node
-        for node, state in states.items()
-        if node not in left_out and USABLE_STATE.fullmatch(state)
-    ]
-
-
-def leave_nodes(job_id: str, kept: Sequence[str]) -> None:
-    """Shrink this running job to the nodes `kept`.
-
-    A job that is requeued with a dead node stays COMPLETING until SLURM gives the node up.
-    """
-    # SLURM writes scripts with new environment variables into the current folder.
-    with tempfile.TemporaryDirectory() as folder:
-        _update(job_id, {"NodeList": ",".join(kept)}, folder=folder)
-
-
-def update_queued(job_id: str, changes: Mapping[str, str]) -> None:
-    """Change fields of a job in the queue, such as NumNodes and ExcNodeList."""
-    _update(job_id, changes)
-
-
-def _update(job_id: str, changes: Mapping[str, str], *, folder: str | None = None) -> None:
-    words = [f"{name}={value}" for name, value in changes.items()]
-    try:
-        done = _scontrol("update", f"JobId={job_id}", *words, folder=folder)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        print(f"warning: job {job_id} was not changed ({' '.join(words)}): {error}", flush=True)
-        return
-    if done.returncode:
-        print(
-            f"warning: job {job_id} was not changed ({' '.join(words)}): {done.stderr.strip()}",
-            flush=True,
-        )
-
-
 def requeue(job_id: str) -> None:
     """Put this job (ARRAY_TASK for a task of an array) back into the queue.
 
@@ -166,7 +80,7 @@ def _refusal(job_id: str) -> str | None:
     return done.stderr.strip() or f"scontrol ended with code {done.returncode}"
 
 
-def _scontrol(*arguments: str, folder: str | None = None) -> subprocess.CompletedProcess[str]:
+def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run scontrol with SIGTERM blocked.
 
     SLURM signals every process of a job that it requeues, which would end this call before the
@@ -179,7 +93,6 @@ def _scontrol(*arguments: str, folder: str | None = None) -> subprocess.Complete
             capture_output=True,
             text=True,
             timeout=SCONTROL_SECONDS,
-            cwd=folder,
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -142,7 +142,7 @@ def run_on_slurm(command: PlanCommand) -> int:
     submission.submit()
     if ids := [each.job_id for each in submission.submitted]:
         say(
-            f"  state    python launch/status.py {plan.folder} --watch\n"
+            f"  state    python launch/status.py {plan.folder}\n"
             f"  cancel   scancel {' '.join(ids)}\n"
             f"  results  python launch/slurm.py {command.again} --results\n"
             "When the jobs have ended, the same command submits what is not done."

@@ -46,9 +46,6 @@ class LaunchSettings(Section):
     """Times that a job is requeued, for any reason, before it stops for good."""
     max_fruitless_restarts: int = Field(default=3, ge=0)
     """Restarts in a row that may fail without a newer checkpoint; 0: a failure is final."""
-    exclude_failed_nodes: bool = False
-    """Whether a restart avoids nodes that caused two failures in a day, or one of a device; false:
-    they are named in the log."""
     partition: str | None = None
     """SLURM partition, or several with commas; null: the site's default."""
     account: str | None = None

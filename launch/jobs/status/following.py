@@ -98,7 +98,7 @@ class _Follower:
             raise UserError(
                 f"{shown_folder(self.folder)} has a job of several tasks, each with its own log",
                 where="--follow",
-                next_step=f"python launch/status.py {shown_folder(self.folder)} --watch",
+                next_step=f"python launch/status.py {shown_folder(self.folder)}",
             )
         self._copy_log()
         self.has_looked = True

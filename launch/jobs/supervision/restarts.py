@@ -1,27 +1,17 @@
 """Decide whether a job starts again after an attempt ended.
 
-Owns: which endings are restarted, the limits of restarts, which nodes are suspected and excluded.
+Owns: which endings are restarted, and the limits of restarts.
 Leaves out: why an attempt failed (`causes`).
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launch.jobs.attempts import FAILURES, Attempt, Ending
-from vitscale.config.errors import FailureKind
 
-# Older failures of a node do not count: it may have been repaired.
-SUSPECT_HOURS = 24.0
-# A node is suspected after this many failures that one of its ranks caused.
-FAILURES_OF_A_NODE = 2
-# Hardware that computes wrongly or fails: once is enough.
-SUSPECT_AT_ONCE = (FailureKind.DEVICE,)
-# The same on every node.
-NEVER_THE_NODE = (FailureKind.BAD_INPUT, FailureKind.DIVERGED, FailureKind.STORAGE)
 FINAL_TEXTS = {
     Ending.BAD_INPUT: "bad input: a restart would fail in the same way. Correct it and submit "
     "again.",
@@ -92,38 +82,7 @@ def _crash_loop_text(
             f"  attempt {attempt.number}, ended {at} at step {attempt.last_step}: {attempt.reason}"
         )
     lines.append(f"launch.max_fruitless_restarts={number} is reached.")
+    for node in sorted(set.intersection(*(set(attempt.failed_nodes) for attempt in fruitless))):
+        lines.append(f"Each of them failed on {node}. To avoid it: launch.exclude='{node}'")
     lines.append("Submit the same command again when the cause is removed.")
     return "\n".join(lines)
-
-
-def suspected_nodes(attempts: Sequence[Attempt], *, now: float) -> list[str]:
-    """Nodes whose ranks caused failures of the run within `SUSPECT_HOURS`, the worst first."""
-    failures: defaultdict[str, int] = defaultdict(int)
-    for attempt in attempts:
-        is_recent = now - (attempt.ended or now) <= SUSPECT_HOURS * 3600
-        if attempt.ending not in FAILURES or attempt.kind in NEVER_THE_NODE or not is_recent:
-            continue
-        weight = FAILURES_OF_A_NODE if attempt.kind in SUSPECT_AT_ONCE else 1
-        for node in set(attempt.failed_nodes):
-            failures[node] += weight
-    suspected = [node for node, number in failures.items() if number >= FAILURES_OF_A_NODE]
-    return sorted(suspected, key=lambda node: (-failures[node], node))
-
-
-def nodes_to_exclude(
-    suspected: Sequence[str], *, usable: Sequence[str], num_nodes: int
-) -> list[str]:
-    """Those of the suspected nodes without which the job can still start.
-
-    suspected: worst first; usable: nodes that the job could get now, suspected ones among them;
-    empty if that is unknown, and none is excluded.
-    """
-    if not usable:
-        return []
-    left, excluded = set(usable), []
-    for node in suspected:
-        # A node that is down cannot be missed.
-        if node not in left or len(left) > num_nodes:
-            excluded.append(node)
-            left.discard(node)
-    return excluded

@@ -1,4 +1,4 @@
-"""Run srun, and read from its errors which tasks failed and which nodes died.
+"""Run srun, and read from its errors which tasks failed.
 
 Leaves out: what follows from it (`supervisor`).
 """
@@ -10,22 +10,17 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
-from launch.jobs.scontrol import host_names, silent_nodes
+from launch.jobs.scontrol import host_names
 
 # srun: error: n[1-2]: tasks 0-1: Exited with exit code 75
 TASK_ENDED = re.compile(r"srun: error: ([^\s:]+): tasks? ([\d,-]+): (.+)")
-NODE_FAILED = re.compile(r"srun: error: Node failure on (\S+)")
 EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 OUT_OF_MEMORY = "Out Of Memory"
-# srun ends the other tasks once one has failed. A node whose tasks have not ended by then is dead.
-STRAGGLER_S = 90.0
-# How often SLURM is asked whether such a node answers.
-ASK_EVERY_S = 5.0
+# A process that outlives srun may keep its errors open.
+READ_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,10 +66,7 @@ class JobStep:
 
     def __init__(self, command: Sequence[str]) -> None:
         self.ends: list[TaskEnd] = []
-        self.failed_nodes: list[str] = []
-        """Nodes that SLURM says have failed."""
         self.last_error = ""
-        self.first_end: float | None = None
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -90,33 +82,11 @@ class JobStep:
         if found := TASK_ENDED.match(line):
             end = TaskEnd(nodes=host_names(found[1]), ranks=found[2], what=found[3].strip())
             self.ends.append(end)
-            self.first_end = self.first_end or time.monotonic()
-        elif found := NODE_FAILED.match(line):
-            self.failed_nodes += host_names(found[1])
         elif line.startswith("srun: error:"):
             self.last_error = line.removeprefix("srun: error:").strip()
 
-    def wait(self, *, nodes: Sequence[str]) -> tuple[int, list[str]]:
-        """Wait for the end. Returns srun's exit code and the nodes that have died.
-
-        srun waits for a dead node until SLURM gives it up (SlurmdTimeout, 5 min by default).
-        """
-        suspects: list[str] = []
-        while True:
-            with suppress(subprocess.TimeoutExpired):
-                code = self._process.wait(timeout=ASK_EVERY_S)
-                self._reader.join(timeout=ASK_EVERY_S)
-                return code, list(self.failed_nodes)
-            if self.first_end is None:
-                continue
-            reported = {node for end in self.ends for node in end.nodes}
-            unreported = [node for node in nodes if node not in reported]
-            silent = silent_nodes(unreported)
-            # Twice: a slurmd may just be restarting.
-            dead = [node for node in silent if node in suspects]
-            if time.monotonic() - self.first_end > STRAGGLER_S:
-                dead = dead or unreported
-            if dead:
-                self._process.kill()
-                return self._process.wait(), dead
-            suspects = silent
+    def wait(self) -> int:
+        """Wait for the end. Returns srun's exit code."""
+        code = self._process.wait()
+        self._reader.join(timeout=READ_S)
+        return code

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -183,38 +182,6 @@ def test_sigterm_stops_with_a_checkpoint(tmp_path: Path) -> None:
     assert "the same command resumes the run" in output
     await_end(tasks)
     assert [attempt.ending for attempt in read_attempts(tmp_path)] == [Ending.STOPPED]
-
-
-# Two steps, as a training run logs them, in a run folder that is locked while it runs.
-LOGGING = """
-    import fcntl, os, pathlib
-    if os.environ["RANK"] == "0":
-        lock = open(".lock", "w")
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        from vitscale.tracking.journal import Journal
-        Journal(pathlib.Path("journal.jsonl"), resume_step=0).append({"train/loss": 1.0}, step=2)
-"""
-
-
-def test_a_stopped_process_and_an_ended_run_are_told(tmp_path: Path) -> None:
-    process = start(tmp_path, LOGGING + WAITING)
-    tasks = pids(process, tmp_path)
-    for pid in tasks:
-        os.kill(pid, signal.SIGSTOP)
-    program = "import os; open('heard', 'a').write(os.environ['VITSCALE_SENTENCE'] + '\\n')"
-    status = [sys.executable, str(ROOT / "launch/status.py"), str(tmp_path), "--watch"]
-    status += ["--call", shlex.join([sys.executable, "-c", program])]
-
-    def watch(*more: str) -> int:
-        return subprocess.run([*status, *more], cwd=tmp_path, timeout=PATIENCE_S).returncode
-
-    assert watch("--stalled-min", "0.001") == 3
-    for pid in tasks:
-        os.kill(pid, signal.SIGKILL)
-    process.communicate(timeout=PATIENCE_S)
-    assert watch() == 1
-    stalled, ended = (tmp_path / "heard").read_text().splitlines()
-    assert "no step for" in stalled and "at step 2" in ended and " was killed" in ended
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ SETTINGS = (
 )
 LAUNCH = (
     *("launch.partition=low", "launch.nodes=2", "launch.tasks_per_node=1", "launch.timeout_min=50"),
+    *("launch.signal_delay_s=30", "launch.max_requeues=1000"),
 )
 PARTITIONS = f"""
 PreemptType=preempt/partition_prio

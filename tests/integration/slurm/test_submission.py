@@ -121,16 +121,14 @@ def test_a_run_has_one_job_unless_asked_otherwise(
     first, _ = checkout.submit(HOLD, "launch.snapshot=false")
     assert not checkout.names("code-*")
     files = checkout.names("*") + checkout.names(".*")
-    # A replacement that sbatch refuses leaves the first job and no files.
-    refused, output = checkout.submit("--replace", "launch.partition=nowhere")
+    # What sbatch refuses leaves the first job and no files.
+    refused, output = checkout.submit("--after", "launch.partition=nowhere")
     assert not refused and "sbatch refused the job: invalid partition specified" in output, output
     assert checkout.names("*") + checkout.names(".*") == files
     assert slurm.job(first)["JobState"] == "PENDING"
 
-    second, output = checkout.submit("--replace", HOLD)
-    assert f"job {first} has ended" in output
-    assert slurm.job(first)["JobState"] == "CANCELLED"
-    assert slurm.job(second)["JobState"] == "PENDING"
+    second, output = checkout.submit("--after", HOLD)
+    assert slurm.job(second)["Dependency"].startswith(f"afterany:{first}")
 
     silent = tmp_path / "silent"
     silent.mkdir()
@@ -144,7 +142,7 @@ def test_a_run_has_one_job_unless_asked_otherwise(
     (snapshot,) = checkout.names("code-*")
     record = json.loads((checkout.folder / f"runs/tiny/slurm/{snapshot}/source.json").read_text())
     assert record["dirty"] is False
-    slurm.run(["scancel", second, third])
+    slurm.run(["scancel", first, second, third])
 
 
 def test_what_slurm_cannot_start_is_said_before(slurm: SlurmCluster, checkout: Checkout) -> None:

@@ -44,7 +44,6 @@ def test_a_run_ended_as_it_says(tmp_path: Path, status: str, expected: str) -> N
         (Ending.STOPPED, "PAUSED"),
         (Ending.FAILED, "FAILED"),
         (Ending.KILLED, "KILLED"),
-        (Ending.NODE_FAILED, "KILLED"),
         (Ending.DONE, "FINISHED"),
         (None, "KILLED"),
     ],

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.jobs import queue
-from launch.jobs.queue import NoAnswerError, cancel, jobs_of, user_jobs
+from launch.jobs.queue import NoAnswerError, jobs_of, user_jobs
 
 # As squeue of SLURM 22.05 prints them with SLURM_TIME_FORMAT=%s.
 ANSWER = """\
@@ -80,18 +79,3 @@ def test_no_answer_says_why(squeue, monkeypatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(NoAnswerError, match="squeue is not on PATH"):
         user_jobs()
-
-
-def test_cancelling_waits_for_every_task_of_an_array(squeue, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(queue, "CANCEL_SECONDS", 0.2)
-    monkeypatch.setattr(queue, "CANCEL_PAUSE_S", 0.01)
-    squeue(ANSWER)
-    scancel = tmp_path / "bin/scancel"
-    scancel.write_text(f'#!/bin/sh\necho "$@" > "{tmp_path}/cancelled"\n')
-    scancel.chmod(0o755)
-    jobs = jobs_of(run_folder(tmp_path))
-    assert [job.job_id for job in cancel(jobs)] == ["9_1", "10"]
-    assert (tmp_path / "cancelled").read_text().split() == ["9", "10"]
-    # As SLURM ends them.
-    scancel.write_text(f'#!/bin/sh\nsed -i -E "s/RUNNING|PENDING/CANCELLED/" "{tmp_path}/answer"\n')
-    assert cancel(jobs) == []

@@ -75,7 +75,6 @@ def test_the_last_step_without_its_checkpoint_is_not_finished(run: RunFolder) ->
         (Ending.STOPPED, RunState.STOPPED),
         (Ending.ENDED_BY_SLURM, RunState.STOPPED),
         (Ending.BAD_INPUT, RunState.FAILED),
-        (Ending.NODE_FAILED, RunState.FAILED),
         (None, RunState.FAILED),  # its node died, and no attempt followed
     ],
 )

@@ -1,4 +1,4 @@
-"""Which endings are restarted, how often, and which nodes are suspected."""
+"""Which endings are restarted, and how often."""
 
 from __future__ import annotations
 
@@ -7,16 +7,7 @@ from dataclasses import replace
 import pytest
 
 from launch.jobs.attempts import Attempt, Ending
-from launch.jobs.supervision.restarts import (
-    RestartLimits,
-    fruitless_restarts,
-    nodes_to_exclude,
-    refusal,
-    suspected_nodes,
-)
-from vitscale.config.errors import FailureKind
-
-NOW = 1_700_000_000.0
+from launch.jobs.supervision.restarts import RestartLimits, fruitless_restarts, refusal
 
 LIMITS = RestartLimits(max_requeues=9, max_fruitless_restarts=2)
 
@@ -57,7 +48,7 @@ KILLED, STOPPED = (Ending.KILLED, 0), (Ending.STOPPED, 0)
         ([KILLED, KILLED], True),
         ([KILLED, KILLED, KILLED], False),
         ([KILLED, KILLED, (Ending.FAILED, 5)], True),
-        ([KILLED, (Ending.NODE_FAILED, 5), KILLED], True),
+        ([KILLED, (Ending.FAILED, 5), KILLED], True),
         # A preemption neither counts nor ends the row.
         ([KILLED, KILLED, STOPPED, KILLED], False),
         ([STOPPED] * 9, True),
@@ -81,69 +72,13 @@ def test_a_crash_loop_names_the_reason_of_each() -> None:
     text = refusal(attempts((Ending.KILLED, 5), KILLED, KILLED), limits=LIMITS)
     assert text is not None and "2 restarts in a row" in text
     assert [f"reason {number}" in text for number in (1, 2, 3)] == [True, True, True]
+    assert "launch.exclude='n2'" in text
 
 
 def test_without_fruitless_restarts_a_failure_is_final() -> None:
     limits = RestartLimits(max_requeues=9, max_fruitless_restarts=0)
     assert "is final" in (refusal(attempts((Ending.KILLED, 5)), limits=limits) or "")
     assert refusal(attempts(STOPPED), limits=limits) is None
-
-
-def failures(*rows: tuple[FailureKind | None, float, str]) -> list[Attempt]:
-    """One failed attempt for each (kind, hours ago, node of the culprit)."""
-    return [
-        replace(
-            attempts(KILLED)[0],
-            number=number,
-            kind=kind,
-            ended=NOW - hours * 3600,
-            failed_nodes=(node,),
-            ending=Ending.DIVERGED if kind is FailureKind.DIVERGED else Ending.FAILED,
-        )
-        for number, (kind, hours, node) in enumerate(rows, start=1)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("rows", "suspected"),
-    [
-        ([(FailureKind.KILLED, 1, "n2")], []),
-        ([(FailureKind.KILLED, 1, "n2"), (FailureKind.HANG, 1, "n2")], ["n2"]),
-        # Of an older version, which recorded no kind.
-        ([(None, 1, "n2"), (None, 1, "n2")], ["n2"]),
-        ([(FailureKind.KILLED, 1, "n2"), (FailureKind.KILLED, 1, "n1")], []),
-        ([(FailureKind.DEVICE, 1, "n2")], ["n2"]),
-        ([(FailureKind.STORAGE, 1, "n2")] * 3, []),
-        ([(FailureKind.DIVERGED, 1, "n2")] * 3, []),
-        # Suspicion expires.
-        ([(FailureKind.KILLED, 23, "n2"), (FailureKind.KILLED, 25, "n2")], []),
-        ([(FailureKind.DEVICE, 25, "n2")], []),
-        # The worst first.
-        ([(FailureKind.HANG, 1, "n2")] * 3 + [(FailureKind.DEVICE, 1, "n1")], ["n2", "n1"]),
-    ],
-)
-def test_nodes_are_suspected_by_what_failed_and_when(
-    rows: list[tuple[FailureKind | None, float, str]], suspected: list[str]
-) -> None:
-    assert suspected_nodes(failures(*rows), now=NOW) == suspected
-
-
-@pytest.mark.parametrize(
-    ("suspected", "usable", "excluded"),
-    [
-        (["n2"], ["n1", "n2", "n3"], ["n2"]),
-        (["n2", "n1"], ["n1", "n2", "n3"], ["n2"]),
-        (["n2"], ["n1", "n2"], []),
-        # A node that is down cannot be missed.
-        (["n2"], ["n1", "n3"], ["n2"]),
-        # SLURM does not say.
-        (["n2"], [], []),
-    ],
-)
-def test_enough_nodes_are_left_to_start(
-    suspected: list[str], usable: list[str], excluded: list[str]
-) -> None:
-    assert nodes_to_exclude(suspected, usable=usable, num_nodes=2) == excluded
 
 
 def test_a_checkpoint_after_the_recorded_end_counts_as_progress() -> None:
