@@ -18,19 +18,13 @@ export SUBMITIT_LOG_LEVEL=CRITICAL
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-supervise() {
-PYTHON -u -m launch.jobs.supervision --decision-descriptor=3 "$@" --job-folder FOLDER/runs/small/slurm/%j --signal-delay 120 --num-nodes 2 --num-tasks 2 --max-requeues 9 --max-fruitless-restarts 3 --run-folder FOLDER/runs/small -- \
-srun --unbuffered --output FOLDER/runs/small/slurm/%j/%j_%t_log.out --cpus-per-task=1 --kill-on-bad-exit=1 PYTHON -u -m submitit.core._submit FOLDER/runs/small/slurm/%j
-}
 exec 4>&1
-decided=$(supervise 3>&1 >&4 4>&-) && code=0 || code=$?
-if [ -z "$decided" ]; then
-    decided=$(supervise --take-over "$code" 3>&1 >&4 4>&-) && code=0 || code=$?
-fi
+decided=$(PYTHON -u -m launch.jobs.supervision --decision-descriptor=3 --job-folder FOLDER/runs/small/slurm/%j --signal-delay 120 --num-tasks 2 --max-requeues 9 --max-fruitless-restarts 3 --run-folder FOLDER/runs/small -- \
+srun --unbuffered --output FOLDER/runs/small/slurm/%j/%j_%t_log.out --cpus-per-task=1 --kill-on-bad-exit=1 PYTHON -u -m submitit.core._submit FOLDER/runs/small/slurm/%j 3>&1 >&4 4>&-) && code=0 || code=$?
 job=$SLURM_JOB_ID
 if [ -z "$decided" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 9 ] &&
     scontrol show job "$job" | grep -q JobState=RUNNING; then
-    echo "requeueing job $job: its supervisor does not start"
+    echo "requeueing job $job: its supervisor did not start, or was killed"
     scontrol requeue "$job" || code=1
 fi
 exit "$code"

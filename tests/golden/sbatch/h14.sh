@@ -20,19 +20,13 @@ export SUBMITIT_LOG_LEVEL=CRITICAL
 
 # command
 export SUBMITIT_EXECUTOR=slurm
-supervise() {
-PYTHON -u -m launch.jobs.supervision --decision-descriptor=3 "$@" --job-folder FOLDER/runs/vit_h14-imagenet21k/slurm/%j --signal-delay 300 --num-nodes 8 --num-tasks 64 --max-requeues 100 --max-fruitless-restarts 3 --run-folder FOLDER/runs/vit_h14-imagenet21k -- \
-srun --unbuffered --output FOLDER/runs/vit_h14-imagenet21k/slurm/%j/%j_%t_log.out --cpus-per-task=12 --kill-on-bad-exit=1 PYTHON -u -m submitit.core._submit FOLDER/runs/vit_h14-imagenet21k/slurm/%j
-}
 exec 4>&1
-decided=$(supervise 3>&1 >&4 4>&-) && code=0 || code=$?
-if [ -z "$decided" ]; then
-    decided=$(supervise --take-over "$code" 3>&1 >&4 4>&-) && code=0 || code=$?
-fi
+decided=$(PYTHON -u -m launch.jobs.supervision --decision-descriptor=3 --job-folder FOLDER/runs/vit_h14-imagenet21k/slurm/%j --signal-delay 300 --num-tasks 64 --max-requeues 100 --max-fruitless-restarts 3 --run-folder FOLDER/runs/vit_h14-imagenet21k -- \
+srun --unbuffered --output FOLDER/runs/vit_h14-imagenet21k/slurm/%j/%j_%t_log.out --cpus-per-task=12 --kill-on-bad-exit=1 PYTHON -u -m submitit.core._submit FOLDER/runs/vit_h14-imagenet21k/slurm/%j 3>&1 >&4 4>&-) && code=0 || code=$?
 job=$SLURM_JOB_ID
 if [ -z "$decided" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ] &&
     scontrol show job "$job" | grep -q JobState=RUNNING; then
-    echo "requeueing job $job: its supervisor does not start"
+    echo "requeueing job $job: its supervisor did not start, or was killed"
     scontrol requeue "$job" || code=1
 fi
 exit "$code"
