@@ -19,7 +19,6 @@ from tests.conftest import mounted
 from tests.support.levels import by_level
 from tests.support.ranks.fault_runs import (
     FaultRuns,
-    copy_run,
     fault,
     micro_step,
     newest_step,
@@ -139,66 +138,6 @@ def test_training_goes_on_after_a_save_that_fails_on_one_rank(
     saved = {path.name[-2:] for path in tmp_path.glob("run/checkpoints/step-*")}
     assert saved == {"05", "15", "20", "24"}
     fault_runs.assert_resumes_exactly(tmp_path)
-
-
-@slow
-def test_shard_lost_before_a_restart_is_refused(fault_runs: FaultRuns, tmp_path: Path) -> None:
-    shards = shutil.copytree(fault_runs.shards, tmp_path / "shards")
-    ranks = fault_runs.start(
-        tmp_path, faults={1: [fault("backward", micro_step(8), "kill")]}, shards=shards
-    )
-    wait_and_end_others(ranks)
-    rows = journal_rows(tmp_path / "run")
-    lost = shards / "train-000001.tar"
-    whole = lost.read_bytes()
-    os.truncate(lost, len(whole) // 2)
-    assert fault_runs.run(tmp_path, shards=shards) == [2, 2]
-    assert lost.name in output(tmp_path)
-    assert journal_rows(tmp_path / "run") == rows
-    lost.write_bytes(whole)
-    ours = fault_runs.finish(tmp_path, shards=shards)
-    assert differences(ours, fault_runs.uninterrupted()) == []
-
-
-@slow
-def test_overwritten_shard_is_named(fault_runs: FaultRuns, tmp_path: Path) -> None:
-    """Unreadable samples are replaced until there are too many."""
-    shards = shutil.copytree(fault_runs.shards, tmp_path / "shards")
-    planted = {0: [fault("batch", micro_step(7), "hold")]}
-    settings = ["data.max_unreadable_fraction=0"]
-    ranks = fault_runs.start(tmp_path, *settings, faults=planted, shards=shards)
-    wait_for_hold(tmp_path, ranks)
-    damaged = min(shards.glob("train-*.tar"))
-    overwrite(damaged, at=0, data=b"\xff" * damaged.stat().st_size)
-    release_hold(tmp_path)
-    codes = wait_and_end_others(ranks, grace_s=30)
-    assert 2 in codes and 0 not in codes
-    assert damaged.name in output(tmp_path)
-    assert newest_step(tmp_path) == 5
-    shutil.copy(fault_runs.shards / damaged.name, damaged)
-    ours = fault_runs.finish(tmp_path, *settings, shards=shards)
-    assert differences(ours, fault_runs.uninterrupted()) == []
-
-
-@slow
-@pytest.mark.parametrize("num_ranks, stage", [(1, 0), (4, 2)])
-def test_killed_run_resumes_on_another_layout(
-    fault_runs: FaultRuns, tmp_path: Path, num_ranks: int, stage: int
-) -> None:
-    """Without dropout, which is drawn per rank: losses within 1e-5, the same samples."""
-    still = ["model.dropout=0", "model.drop_path=0"]
-    whole = fault_runs.uninterrupted(*still)
-    template = fault_runs.folder / "killed without dropout"
-    if not template.exists():
-        planted = {1: [fault("backward", micro_step(17), "lag and kill")]}
-        wait_and_end_others(fault_runs.start(template, *still, faults=planted))
-    place = copy_run(template, tmp_path)
-    layout = f"engine.zero_stage={stage}"
-    ours = fault_runs.finish(place, *still, layout, num_ranks=num_ranks)
-    assert "at step 15\n" in output(place)
-    key = "train/loss"
-    found, wanted = ([row[key] for row in each.journal if key in row] for each in (ours, whole))
-    assert len(found) == 6 and found == pytest.approx(wanted, rel=1e-5)
 
 
 @slow

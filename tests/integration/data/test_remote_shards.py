@@ -21,7 +21,6 @@ from vitscale.data.remote import store as remote_store
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.store import remote_metrics
 from vitscale.data.samples import SplitReader
-from vitscale.data.training_set import open_training_set
 
 STEPS = 4
 # (ranks, workers) before and after a stop.
@@ -123,34 +122,6 @@ def test_an_outage_ends_the_run_and_names_the_shard(workers: int, server: RangeS
     server.fault = lambda path, number: "error" if number > 3 else None
     with pytest.raises(UserError, match=r"(?s)train-0000\d\d\.tar: cannot be read.*requests"):
         run.batches(ranks=1, workers=workers, start=0, stop=STEPS)
-
-
-def test_missing_and_truncated_shards_are_found_at_the_start(folder: Path, tmp_path: Path) -> None:
-    damaged = tmp_path / "damaged"
-    shutil.copytree(folder, damaged)
-    (damaged / "train-000002.tar").unlink()
-    with open(damaged / "train-000004.tar", "r+b") as file:
-        file.truncate(700)
-    with served(damaged) as server, pytest.raises(UserError) as caught:
-        open_training_set(Run(path=server.url).settings(0), seed=0)
-    text = str(caught.value)
-    assert "train-000002.tar: missing" in text
-    assert "train-000004.tar: 700 bytes, but the manifest says" in text
-    assert "2 of 21 files" in text
-
-
-@pytest.mark.parametrize(
-    "path, message",
-    [
-        ("nowhere", r"nowhere/manifest\.json: no such file"),
-        ("", r"no range requests"),
-    ],
-)
-def test_what_is_no_shard_folder_is_one_error(path: str, message: str, server: RangeServer) -> None:
-    if not path:
-        server.fault = lambda name, number: "no_ranges" if name.endswith(".tar") else None
-    with pytest.raises(UserError, match=message):
-        read_split(f"{server.url}/{path}", split="train")
 
 
 @pytest.mark.parametrize(

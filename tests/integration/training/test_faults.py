@@ -99,21 +99,6 @@ def test_killed_again_while_resuming(fault_runs: FaultRuns, killed_copy: Path) -
 
 
 @slow
-def test_training_killed_at_every_start_still_finishes(
-    fault_runs: FaultRuns, tmp_path: Path
-) -> None:
-    """Killed in the eleventh step of each start, one step after the second save."""
-    for attempt in range(8):
-        victim, call = attempt % 2, micro_step(11, number=1)
-        world = fault_runs.start(tmp_path, faults={victim: [fault("backward", call, "kill")]})
-        if set(wait_and_end_others(world)) == {0}:
-            break
-        assert newest_step(tmp_path) >= min(INTERVAL * (attempt + 1), STEPS - INTERVAL)
-    assert newest_step(tmp_path) == STEPS
-    fault_runs.assert_resumes_exactly(tmp_path)
-
-
-@slow
 @pytest.mark.parametrize("rank, do", [(0, "leave"), (1, "kill"), (0, "crash")])
 def test_surviving_rank_ends_and_names_the_other(
     fault_runs: FaultRuns, tmp_path: Path, rank: int, do: str
@@ -134,15 +119,6 @@ def test_killed_loader_worker_is_named(fault_runs: FaultRuns, tmp_path: Path) ->
     world = fault_runs.start(tmp_path, faults=planted)
     assert wait_and_end_others(world, grace_s=10)[1] > 0
     assert "a loader worker died" in world[1].output()
-    fault_runs.assert_resumes_exactly(tmp_path)
-
-
-@slow
-def test_stopped_loader_worker_is_named(fault_runs: FaultRuns, tmp_path: Path) -> None:
-    planted = {1: [fault("batch", micro_step(7), "stop worker")]}
-    world = fault_runs.start(tmp_path, "data.timeout_s=3", faults=planted)
-    assert wait_and_end_others(world, grace_s=30)[1] == 1
-    assert "stopped) gave no batch for 3 s" in world[1].output()
     fault_runs.assert_resumes_exactly(tmp_path)
 
 

@@ -171,7 +171,6 @@ ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
     "SIGUSR2": _signal(signal.SIGUSR2),
     "burst": _signal(*[signal.SIGUSR2, signal.SIGTERM] * 10),
     "kill worker": _signal_worker(signal.SIGKILL),
-    "stop worker": _signal_worker(signal.SIGSTOP),
     "SIGTERM worker": _signal_worker(signal.SIGTERM),
     "hold": _hold,
     "NaN": _poison,
