@@ -1,9 +1,9 @@
 """Run any stage on this machine as the job that SLURM would run.
 
     python launch/local.py --config configs/demo/pretrain.yaml [key=value ...] --num-procs 2
-    python launch/local.py --study configs/studies/vit_subsets.yaml --parallel 2
+    python launch/local.py --study configs/studies/digits_models.yaml --parallel 2
 
---study trains a grid of runs and draws the results.
+--study trains a grid of runs.
 """
 
 from __future__ import annotations

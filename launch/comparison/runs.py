@@ -76,16 +76,28 @@ def default_uri() -> str:
 
 
 def load_runs(names: Sequence[str], *, uri: str | None) -> list[ComparedRun]:
-    """Find and read every run. Raises UserErrors that name all runs not found."""
+    """Find and read every run; the folder of a chain or a study stands for the runs below it.
+
+    Raises UserErrors that name all runs not found.
+    """
     runs, errors = [], []
-    for name in names:
+    for each in (run for name in names for run in _runs_below(name)):
         try:
-            runs.append(_load_run(name, uri=uri))
+            runs.append(_load_run(each, uri=uri))
         except UserError as error:
             errors.append(error)
     if errors:
         raise errors[0] if len(errors) == 1 else UserErrors(errors)
     return _with_distinct_labels(runs)
+
+
+def _runs_below(name: str) -> list[str]:
+    """The runs of a chain or a study; the name itself if it means something else."""
+    for folder in (Path(name), RUNS_FOLDER / name):
+        if folder.is_dir() and not (folder / JOURNAL_NAME).is_file():
+            journals = (*folder.glob(f"*/{JOURNAL_NAME}"), *folder.glob(f"*/*/{JOURNAL_NAME}"))
+            return sorted(str(path.parent) for path in journals) or [name]
+    return [name]
 
 
 def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:

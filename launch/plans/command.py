@@ -19,19 +19,16 @@ from launch.planning.dry_run import check_data
 from launch.planning.run_checks import run_checks, slurm_check
 from launch.plans.overview import overview
 from launch.plans.record import recorded_jobs, write_record
-from launch.plans.results import finish_stage
 from launch.plans.running import LocalPlan, report
 from launch.plans.stages import Plan, Stage
 from launch.plans.states import States, check_unchanged, plan_states
 from launch.plans.submitting import PlanSubmission, batch_script, missing_steps, queued_jobs
-from launch.plans.tracking import open_parent
 from launch.studies.grid import in_runs
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, UserErrors
 
 LOCAL_COUNTS = ("--num-procs", "--parallel")
 SWITCHES = {
     "--dry-run": "list the runs with their states, on SLURM with the batch scripts; start nothing",
-    "--results": "tabulate and draw what is finished; start nothing",
 }
 
 
@@ -41,21 +38,15 @@ class PlanCommand:
 
     load: Callable[[str, int | None], Plan]
     """(local or slurm, processes of each run or None) -> the plan, validated."""
-    again: str
-    """The arguments that name the plan, for messages."""
-    switches: frozenset[str]
+    is_dry_run: bool
     num_procs: int = 1
     parallel: int = 1
-
-    @property
-    def starts_nothing(self) -> bool:
-        return bool(self.switches & SWITCHES.keys())
 
 
 def split_option(
     argv: Sequence[str], option: str, *, counts: Sequence[str]
-) -> tuple[list[str], dict[str, int], str]:
-    """(arguments with --config for `option FILE`, numbers of processes, FILE).
+) -> tuple[list[str], dict[str, int]]:
+    """(arguments with --config for `option FILE`, numbers of processes).
 
     Raises UserError if --config is given too.
     """
@@ -69,7 +60,7 @@ def split_option(
             where="command line",
             next_step=f"give {option} alone",
         )
-    return (["--config", found.file, *others] if found.file else others), numbers, found.file
+    return (["--config", found.file, *others] if found.file else others), numbers
 
 
 def parse_counts(argv: Sequence[str], names: Sequence[str]) -> tuple[dict[str, int], list[str]]:
@@ -89,14 +80,14 @@ def parse_counts(argv: Sequence[str], names: Sequence[str]) -> tuple[dict[str, i
 
 
 def run_locally(command: PlanCommand) -> int:
-    """Run what is missing on this machine, then show the results. Returns the exit code."""
+    """Run what is missing on this machine. Returns the exit code."""
     # First of all: a signal that comes while the plan is read must not be missed.
     stop = StopFlag()
     plan = command.load("local", command.num_procs)
     states = plan_states(plan)
     say(overview(plan, states, {}))
-    if command.starts_nothing:
-        return show(plan, command, states)
+    if command.is_dry_run:
+        return 0
     check_unchanged(states)
     check_known_data(plan, states)
     write_record(plan, recorded_jobs(plan.folder))
@@ -112,25 +103,25 @@ def run_locally(command: PlanCommand) -> int:
         print(report(local.failures, plan=plan), file=sys.stderr, flush=True)
     if code == EXIT_STOPPED_RESUMABLE:
         say(f"stopped; the same command resumes the {plan.kind}")
+    if code == 0:
+        say(comparison_of(plan))
     return code
 
 
 def run_on_slurm(command: PlanCommand) -> int:
-    """Submit what is missing, or show the results if nothing is. Returns the exit code."""
+    """Submit what is missing. Returns the exit code."""
     plan = command.load("slurm", None)
     states = plan_states(plan)
-    if command.starts_nothing:
+    if command.is_dry_run:
         say(overview(plan, states, {}))
-        if "--dry-run" in command.switches:
-            for array in (each for stage in plan.stages for each in missing_steps(stage, states)):
-                script = batch_script(array)
-                say(f"# {array.name}: {array.what}\n{script.rstrip()}\n")
-                refuse_or_warn(slurm_check(script))
-        return show(plan, command, states)
+        for array in (each for stage in plan.stages for each in missing_steps(stage, states)):
+            script = batch_script(array)
+            say(f"# {array.name}: {array.what}\n{script.rstrip()}\n")
+            refuse_or_warn(slurm_check(script))
+        return 0
     if all(state.is_done for state in states.values()):
         say(overview(plan, states, {}))
-        for stage in plan.stages:
-            finish_stage(stage, open_parent(stage, say=say), status="FINISHED", say=say)
+        say(comparison_of(plan))
         return 0
     check_unchanged(states)
     check_known_data(plan, states)
@@ -144,19 +135,15 @@ def run_on_slurm(command: PlanCommand) -> int:
         say(
             f"  state    python launch/status.py {plan.folder}\n"
             f"  cancel   scancel {' '.join(ids)}\n"
-            f"  results  python launch/slurm.py {command.again} --results\n"
+            f"{comparison_of(plan)}\n"
             "When the jobs have ended, the same command submits what is not done."
         )
     return 0
 
 
-def show(plan: Plan, command: PlanCommand, states: States) -> int:
-    """Show the results, if they are asked for."""
-    if "--results" in command.switches:
-        check_unchanged(states)
-        for stage in plan.stages:
-            finish_stage(stage, None, status="", say=say)
-    return 0
+def comparison_of(plan: Plan) -> str:
+    """How to compare what the plan has trained."""
+    return f"  compare  python launch/compare.py {plan.folder}"
 
 
 def say(text: str) -> None:

@@ -21,15 +21,9 @@ from launch.jobs.monitor import CONTROLLER_SECONDS, JobResult, StopFlag, end, fa
 from launch.jobs.preparation import LaunchableRun, prepare_job, with_num_workers
 from launch.jobs.supervision.foreground import EXIT_INTERRUPTED, StartedJob, finish, start
 from launch.plans.comparing import ComparisonRun, comparison_job
-from launch.plans.results import finish_stage
 from launch.plans.stages import Plan, Stage, Step, as_known_now
-from launch.plans.states import StepState, stage_states, training_state
-from launch.plans.tracking import as_children, close_parent, open_parent
-from launch.studies.grid import TRIAL
-from launch.studies.results import shown_value, trial_value
-from launch.studies.selection import chosen
-from launch.studies.states import is_diverged_trial
-from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
+from launch.plans.states import StepState, stage_states
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.distributed.processes import num_cores
 from vitscale.runs.training import TrainingRun
 from vitscale.tracking.console import format_duration
@@ -86,29 +80,21 @@ class LocalPlan:
         """Whether it was stopped."""
         self._states |= stage_states(self.plan, stage, self._states)
         missing = [step for step in stage.steps if not self._states[step.name].is_done]
-        parent = open_parent(stage, say=self.say)
         if not missing:
             self.say(f"{title}: done before")
-            finish_stage(stage, parent, status="FINISHED", say=self.say)
             return False
         self.say(f"{title}: {len(missing)} run(s)")
         runs = _StageRuns(
-            stage=as_children(stage, parent),
+            stage=stage,
             states=self._states,
             num_procs=self.num_procs,
             parallel=self.parallel,
             say=self.say,
             stop=self.stop,
         )
-        try:
-            runs.run()
-        except BaseException:
-            close_parent(parent, "KILLED", say=self.say)
-            raise
+        runs.run()
         self.failures += runs.failures
-        status = "KILLED" if runs.stopped else "FAILED" if runs.failures else "FINISHED"
-        finish_stage(runs.stage, parent, status=status, say=self.say)
-        self._states |= stage_states(self.plan, runs.stage, self._states)
+        self._states |= stage_states(self.plan, stage, self._states)
         if runs.failures:
             self._not_done.add(stage.name)
         return bool(runs.stopped)
@@ -158,7 +144,7 @@ class _StageRuns:
                 self._waiting.remove(name)
                 self.stopped.add(name)
             elif len(self._running) < self.parallel and self._done >= set(needed):
-                if self._choose(name) and self._is_allowed(name):
+                if self._is_allowed(name):
                     self._waiting.remove(name)
                     self._start(self._step(name))
 
@@ -169,26 +155,6 @@ class _StageRuns:
         if name in self._waiting:
             self._waiting.remove(name)
         self.failures.append(FailedRun(name=name, what=what, command=command))
-
-    def _choose(self, name: str) -> bool:
-        """Make a final run the one with its best value. Whether it is to be trained."""
-        grid, training = self.stage.grid, self._step(name).training
-        if grid is None or training is None or not training.candidates:
-            return True
-        assert grid.study.select is not None
-        axis = grid.study.select.axis
-        try:
-            training = chosen(grid, training)
-        except UserError as error:
-            self._fail(name, f"not started: {error.text()}")
-            return False
-        self.stage = self.stage.with_trainings({name: training})
-        self.say(f"chosen  {axis} {training.labels[axis]} for {name}")
-        self.states[name] = training_state(training)
-        if self.states[name].is_done:
-            self._waiting.remove(name)
-            self._done.add(name)
-        return name in self._waiting
 
     def _is_allowed(self, name: str) -> bool:
         """Whether its folder has no run with other settings; known only now that all is made."""
@@ -249,34 +215,17 @@ class _StageRuns:
     def _end(self, name: str, code: int, since: float, *, command: str | None, report: str) -> None:
         """Sort in a run that has ended."""
         duration = format_duration(time.monotonic() - since)
-        training = self._step(name).training
         if code == 0:
             self._done.add(name)
-            self.say(f"done    {name} in {duration}{self._value(name)}")
+            self.say(f"done    {name} in {duration}")
         elif code == EXIT_STOPPED_RESUMABLE:
             self.stopped.add(name)
             self.say(f"stopped {name} after {duration}, resumable")
-        elif training is not None and is_diverged_trial(training):
-            self._done.add(name)
-            self.say(f"diverged {name} after {duration}: counted as the worst")
         else:
             self._fail(
                 name, f"ended with code {code} after {duration}{report and f'; {report}'}", command
             )
             self.say(f"FAILED  {name} after {duration}; the others continue")
-
-    def _value(self, name: str) -> str:
-        """The metric of a grid, for the progress line; not every stage has it."""
-        grid, training = self.stage.grid, self._step(name).training
-        if grid is None or training is None:
-            return ""
-        study = grid.study
-        metric = study.select_metric if training.kind == TRIAL else study.metric
-        try:
-            value = trial_value(training, metric)
-        except UserError:
-            return ""
-        return f": {metric} {shown_value(value, None, metric=metric)}"
 
     def _end_all(self) -> None:
         """Leave no process running, whatever ended the plan."""

@@ -13,8 +13,6 @@ from pathlib import Path
 from launch.jobs.preparation import LaunchableRun, job_folder
 from launch.plans.comparing import ComparisonRun
 from launch.studies.grid import Grid, StudyTraining, expand, with_costs
-from launch.studies.results import check_metrics
-from launch.studies.selection import check_held_out, resolve
 from launch.studies.settings import StudyRun
 from vitscale.runs.data_prep import DataPrepRun
 
@@ -40,7 +38,8 @@ class Step:
     @property
     def needs(self) -> tuple[str, ...]:
         """Short names of the steps of the same stage that must be done before."""
-        return () if self.training is None else self.training.waits_for
+        needs = None if self.training is None else self.training.needs
+        return () if needs is None else (needs,)
 
     @property
     def folder(self) -> Path:
@@ -107,8 +106,6 @@ def load_study(study: StudyRun, cluster: str, num_tasks: int | None = None) -> P
     Raises UserErrors that name the invalid runs.
     """
     grid = expand(study, cluster=cluster, num_tasks=num_tasks)
-    check_held_out(grid)
-    check_metrics(grid)
     steps = tuple(
         Step(
             name=name,
@@ -120,10 +117,8 @@ def load_study(study: StudyRun, cluster: str, num_tasks: int | None = None) -> P
         for name, training in grid.trainings.items()
     )
     folder = Path(study.folder)
-    stage = Stage(
-        name=study.name, kind="study", needs=(), folder=folder, steps=steps, grid=grid
-    )  # fmt: skip
-    return Plan(name=study.name, kind="study", folder=folder, stages=(with_choices(stage),))
+    stage = Stage(name=study.name, kind="study", needs=(), folder=folder, steps=steps, grid=grid)
+    return Plan(name=study.name, kind="study", folder=folder, stages=(stage,))
 
 
 def as_known_now(stage: Stage) -> Stage:
@@ -134,10 +129,3 @@ def as_known_now(stage: Stage) -> Stage:
         if step.training is not None
     }
     return stage.with_trainings(trainings)
-
-
-def with_choices(stage: Stage) -> Stage:
-    """The stage with every value chosen whose trials are done."""
-    if stage.grid is None:
-        return stage
-    return stage.with_trainings(resolve(stage.grid)[0].trainings)

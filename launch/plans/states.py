@@ -17,7 +17,6 @@ from launch.plans.comparing import PAGE_NAME, ComparisonRun
 from launch.plans.stages import Plan, Stage, Step
 from launch.studies.grid import StudyTraining
 from launch.studies.states import (
-    FINISHED,
     Completion,
     TrainingState,
     changed_error,
@@ -46,7 +45,7 @@ class StepState:
 
     @property
     def is_done(self) -> bool:
-        return self.progress in FINISHED
+        return self.progress is Completion.DONE
 
 
 States = Mapping[str, StepState]

@@ -5,7 +5,7 @@ Leaves out: one array (`launch.jobs.submission`), what SLURM knows (`launch.jobs
 
 A job waits for `afterok` of all jobs of the stages that its stage needs, with kill-on-invalid-dep:
 when one of them fails, SLURM cancels all that follows. Within a study it waits for `afterany`: a
-transfer fails at its start if its own pre-training is not done, a final run if its trials are not.
+transfer fails at its start if its own pre-training is not done.
 In both cases the same command submits again what is not done.
 """
 
@@ -32,9 +32,6 @@ from launch.plans.comparing import ComparisonRun, comparison_job
 from launch.plans.record import recorded_jobs, write_record
 from launch.plans.stages import Plan, Stage, Step
 from launch.plans.states import States
-from launch.plans.tracking import as_children, open_parent
-from launch.studies.grid import Grid, StudyTraining
-from launch.studies.selection import SelectingJob
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.launching import LaunchSettings
@@ -152,8 +149,6 @@ class PlanSubmission:
         self._jobs = recorded_jobs(self.plan.folder)
         for stage in self.plan.stages:
             self._stage_jobs[stage.name] = []
-            if not all(self.states[step.name].is_done for step in stage.steps):
-                stage = as_children(stage, open_parent(stage, say=self.say))
             for steps in groups_of(stage):
                 self._submit_group(stage, steps)
 
@@ -247,28 +242,10 @@ def _jobs(array: JobArray, code: Path | None) -> Iterator[Callable[[], Any]]:
     for step in array.steps:
         if isinstance(step.run, ComparisonRun):
             yield comparison_job(step.run)
-        elif step.training is not None and step.training.candidates:
-            assert array.stage.grid is not None
-            yield _selecting_job(array.stage.grid, step.training, code)
         else:
             run = with_num_workers(step.run, num_cores=array.launch.cpus_per_task)
             job = prepare_job(run, cluster="slurm", code=code)[0]
             yield from [job] * (array.launch.num_tasks if isinstance(run, DataPrepRun) else 1)
-
-
-def _selecting_job(grid: Grid, training: StudyTraining, code: Path | None) -> SelectingJob:
-    return SelectingJob(
-        name=training.name,
-        metric=grid.study.select_metric,
-        trials={
-            each.label: tuple(grid.trainings[name] for name in each.trials)
-            for each in training.candidates
-        },
-        jobs={
-            each.label: prepare_job(each.training.run, cluster="slurm", code=code)[0]
-            for each in training.candidates
-        },
-    )
 
 
 def _run_folder(step: Step) -> str | None:

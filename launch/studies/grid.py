@@ -1,7 +1,8 @@
-"""Expand a study into its cells and their runs, all of them validated.
+"""Expand a study into its runs, all of them validated.
 
-Owns: which runs a cell needs, their names, folders and tags, and one report of all invalid cells.
-Leaves out: what is already trained (`states`) and training (`running`, `arrays`).
+Owns: which runs a combination of values needs, their names, folders and tags, and one report of all
+invalid runs.
+Leaves out: what is already trained (`states`) and training (`running`, `submitting`).
 """
 
 from __future__ import annotations
@@ -24,24 +25,20 @@ from vitscale.runs.training import training_plan
 
 RUN_TYPES: dict[str, type[Run]] = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 MAX_EXAMPLES = 3
-TRIAL, FINAL = "trial", "final"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyTraining:
-    """One run of a study, trained once, however many cells need it."""
+    """One run of a study, trained once, however many combinations of values need it."""
 
     name: str
     run: PretrainRun | FinetuneRun
     labels: dict[str, str]
     """Axis -> label, of the axes that change this run."""
     kind: str
-    """pretrain or finetune; trial or final where a selection measures or uses a value."""
+    """pretrain or finetune."""
     needs: str | None = None
     """Name of the pre-training that this transfer starts from."""
-    candidates: tuple[Candidate, ...] = ()
-    """Of a final run whose value is not chosen yet: what it may become. The rest of this training
-    is that of the first."""
     images: int | None = None
     """Size of the training set; None while the shards are unknown, as for all below."""
     steps: int | None = None
@@ -53,115 +50,31 @@ class StudyTraining:
     def folder(self) -> Path:
         return Path(self.run.folder)
 
-    @property
-    def trials(self) -> tuple[str, ...]:
-        """Names of the trainings that its value is chosen by; empty once it is chosen."""
-        return tuple(name for each in self.candidates for name in each.trials)
-
-    @property
-    def waits_for(self) -> tuple[str, ...]:
-        """Names of the trainings that must be done before this one starts."""
-        return self.trials if self.needs is None else (self.needs, *self.trials)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """One value of the axis that is chosen from, for one final run."""
-
-    label: str
-    trials: tuple[str, ...]
-    """Names of the trainings that measure it, one for each seed of the trials."""
-    training: StudyTraining
-    """The final run with this value."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
-    """One combination of the axes' values with one seed."""
-
-    values: dict[str, AxisValue]
-    """Without the axis that is chosen from, if this is a cell of final runs."""
-    seed: int
-    pretrain: str | None
-    """Name of the training; None: from scratch, or from weights that the study did not train."""
-    finetune: str | None
-    """Name of the training; None: the study has no transfer."""
-
-    @property
-    def result(self) -> str:
-        """Name of the training whose metric is the cell's result."""
-        name = self.finetune or self.pretrain
-        assert name is not None
-        return name
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Grid:
-    """All cells of a study, and the trainings that they need, each before those that need it."""
+    """All trainings of a study, each before those that need it."""
 
     study: StudyRun
-    cells: tuple[Cell, ...]
     trainings: dict[str, StudyTraining]
-    trials: tuple[Cell, ...] = ()
-    """Cells of the trials of a selection."""
 
 
 Choice = Sequence[tuple[Axis, AxisValue]]
 
 
 def expand(study: StudyRun, *, cluster: str, num_tasks: int | None = None) -> Grid:
-    """Load and validate the runs of every cell.
+    """Load and validate every run.
 
     num_tasks: processes of each run; None: as its `launch` section says.
     Raises UserErrors that name every invalid run, equal errors once.
     """
     expansion = _Expansion(study=study, cluster=cluster, num_tasks=num_tasks)
-    choices, select = list(_choices(study)), study.select
-    trials: list[Cell] = []
-    if select is None:
-        cells = [expansion.cell(each, seed) for seed in study.seeds for each in choices]
-    else:
-        trials = [expansion.cell(each, seed, TRIAL) for seed in select.seeds for each in choices]
-        expansion.measured = _measured(study, trials)
-        groups = _groups(choices, without=select.axis)
-        cells = [expansion.final_cell(each, seed) for seed in study.seeds for each in groups]
+    for seed in study.seeds:
+        for choice in itertools.product(*([(axis, v) for v in axis.values] for axis in study.axes)):
+            expansion.add(choice, seed)
     if expansion.found:
         raise UserErrors([in_runs(text, names) for text, names in expansion.found.items()])
-    return Grid(
-        study=study, cells=tuple(cells), trainings=expansion.trainings, trials=tuple(trials)
-    )
-
-
-def _choices(study: StudyRun) -> Iterator[Choice]:
-    """Every combination of values that `only` allows."""
-    for choice in itertools.product(*([(axis, v) for v in axis.values] for axis in study.axes)):
-        labels = {axis.name: value.label for axis, value in choice}
-        limits = [limit for _, value in choice for limit in value.only.items()]
-        if all(labels[name] in allowed for name, allowed in limits):
-            yield choice
-
-
-Measured = dict[tuple[tuple[str, ...], str], tuple[str, ...]]
-
-
-def _measured(study: StudyRun, trials: Sequence[Cell]) -> Measured:
-    """(the choice that they are for, the value) -> names of the trials that measure it."""
-    assert study.select is not None
-    found: Measured = {}
-    for cell in trials:
-        labels = {name: value.label for name, value in cell.values.items()}
-        key = study.select_key(labels), labels[study.select.axis]
-        found[key] = (*found.get(key, ()), cell.result)
-    return found
-
-
-def _groups(choices: Sequence[Choice], *, without: str) -> list[list[Choice]]:
-    """The choices that differ in one axis alone."""
-    groups: dict[tuple[str, ...], list[Choice]] = {}
-    for choice in choices:
-        others = tuple(value.label for axis, value in choice if axis.name != without)
-        groups.setdefault(others, []).append(choice)
-    return list(groups.values())
+    return Grid(study=study, trainings=expansion.trainings)
 
 
 @dataclass(kw_only=True)
@@ -174,42 +87,15 @@ class _Expansion:
     trainings: dict[str, StudyTraining] = field(default_factory=dict)
     found: dict[str, list[str]] = field(default_factory=dict)
     """Error -> names of the runs that it is in."""
-    measured: Measured = field(default_factory=dict)
 
-    def cell(self, choice: Choice, seed: int, kind: str | None = None) -> Cell:
-        """kind: of the training that is the cell's result; None: its stage."""
-        places = list(_places(self.study, choice, seed=seed, kind=kind))
-        for place in places:
-            self._add(place, [place])
-        return _cell(choice, places)
-
-    def final_cell(self, group: Sequence[Choice], seed: int) -> Cell:
-        """The cell of several choices, of which one will be chosen."""
-        *before, first = _places(self.study, group[0], seed=seed, kind=FINAL)
-        for place in before:
-            self._add(place, [place])
-        self._add(first, [replace(first, choice=each) for each in group])
-        assert self.study.select is not None
-        choice = [each for each in group[0] if each[0].name != self.study.select.axis]
-        return _cell(choice, [*before, first])
-
-    def _add(self, place: _Place, alternatives: Sequence[_Place]) -> None:
-        """Add the training of a place; with several alternatives, as candidates."""
-        if place.name in self.trainings:
-            return
-        found = [(each, self._training(each)) for each in alternatives]
-        candidates = [
-            Candidate(
-                label=each.measured_by[1],
-                trials=self.measured[each.measured_by],
-                training=training,
-            )
-            for each, training in found
-            if training is not None and place.kind == FINAL
-        ]
-        first = found[0][1]
-        if first is not None:
-            self.trainings[place.name] = replace(first, candidates=tuple(candidates))
+    def add(self, choice: Choice, seed: int) -> None:
+        """Add the runs of one combination of values that are not there yet."""
+        needs = None
+        for stage in _stages(self.study, choice):
+            place = _Place(study=self.study, choice=choice, seed=seed, stage=stage, needs=needs)
+            needs = place.name
+            if place.name not in self.trainings and (training := self._training(place)):
+                self.trainings[place.name] = training
 
     def _training(self, place: _Place) -> StudyTraining | None:
         """None if it is invalid."""
@@ -221,7 +107,7 @@ class _Expansion:
             num_tasks = self.num_tasks or run.launch.nodes * run.launch.tasks_per_node
             check_job(run, num_tasks=num_tasks, cluster=self.cluster)
             training = StudyTraining(
-                name=place.name, run=run, labels=place.labels, kind=place.kind, needs=place.needs
+                name=place.name, run=run, labels=place.labels, kind=place.stage, needs=place.needs
             )
             return with_costs(training, num_tasks=num_tasks)
         except UserError as error:
@@ -238,30 +124,6 @@ def in_runs(text: str, names: Sequence[str]) -> UserError:
     shown = ", ".join(names[:MAX_EXAMPLES])
     more = f" and {len(names) - MAX_EXAMPLES} more" if len(names) > MAX_EXAMPLES else ""
     return UserError(f"{text}\n  in: {shown}{more}")
-
-
-def _cell(choice: Choice, places: Sequence[_Place]) -> Cell:
-    names = {place.stage: place.name for place in places}
-    return Cell(
-        values={axis.name: value for axis, value in choice},
-        seed=places[0].seed,
-        pretrain=names.get("pretrain"),
-        finetune=names.get("finetune"),
-    )
-
-
-def _places(study: StudyRun, choice: Choice, *, seed: int, kind: str | None) -> Iterator[_Place]:
-    """The runs of a cell, the one whose metric counts last."""
-    stages = list(_stages(study, choice))
-    needs = None
-    for stage in stages:
-        is_result = stage == stages[-1] and kind is not None
-        place = _Place(
-            study=study, choice=choice, seed=seed, stage=stage,
-            kind=kind if is_result and kind else stage, needs=needs,
-        )  # fmt: skip
-        needs = place.name
-        yield place
 
 
 def _stages(study: StudyRun, choice: Choice) -> Iterator[str]:
@@ -287,13 +149,12 @@ def _concerns(axis: Axis, stage: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Place:
-    """One run of a cell, before its file is read."""
+    """One run, before its file is read."""
 
     study: StudyRun
     choice: Choice
     seed: int
     stage: str
-    kind: str
     needs: str | None
 
     def named_by(self) -> Iterator[tuple[Axis, AxisValue]]:
@@ -312,17 +173,8 @@ class _Place:
 
     @property
     def name(self) -> str:
-        """The same for every candidate of a final run."""
-        hidden = self.study.select.axis if self.study.select and self.kind == FINAL else None
-        parts = [slug(value.label) for axis, value in self.named_by() if axis.name != hidden]
-        return "_".join([self.kind, *parts, f"seed{self.seed}"])
-
-    @property
-    def measured_by(self) -> tuple[tuple[str, ...], str]:
-        """Key of its trials in `Measured`."""
-        assert self.study.select is not None
-        labels = {axis.name: value.label for axis, value in self.choice}
-        return self.study.select_key(labels), labels[self.study.select.axis]
+        labels = (slug(value.label) for _, value in self.named_by())
+        return "_".join([self.stage, *labels, f"seed{self.seed}"])
 
     def load(self, source: StudyTraining | None) -> PretrainRun | FinetuneRun:
         overrides = [*self._overrides(), *self._init(source)]
@@ -354,10 +206,6 @@ class _Place:
             yield from _changes_of(value, self.stage).overrides
         tags = {"study": study.name}
         tags |= {f"study.{axis}": label for axis, label in self.labels.items()}
-        if study.select is not None and self.kind in (TRIAL, FINAL):
-            yield from study.select.trials if self.kind == TRIAL else ("data.dev_percent=0",)
-            yield from study.select.finals if self.kind == FINAL else ()
-            tags["study.kind"] = self.kind
         yield f"name={yaml_flow(name)}"
         yield f"output={yaml_flow(str(Path(study.folder) / name))}"
         yield f"seed={self.seed}"

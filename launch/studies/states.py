@@ -12,12 +12,11 @@ from enum import Enum
 from typing import Any
 
 from launch.comparison.text import ABSENT, Table, plain_text
-from launch.studies.grid import RUN_TYPES, TRIAL, Grid, StudyTraining
+from launch.studies.grid import RUN_TYPES, Grid, StudyTraining
 from vitscale.checkpoint.folders import looks_whole, step_folders, step_of
 from vitscale.config.errors import UserError
 from vitscale.config.loader import load_run_file, run_leaves, yaml_flow
 from vitscale.config.section import Run
-from vitscale.distributed.failures.events import has_diverged
 
 # Changing these changes where and how fast a run trains, not its result.
 WITHOUT_EFFECT = (
@@ -35,16 +34,8 @@ class Completion(Enum):
     MISSING = "missing"
     RESUMABLE = "resumable"
     DONE = "done"
-    DIVERGED = "diverged"
-    """A trial that ended because its updates were not finite: the worst of its choice."""
     CHANGED = "changed"
     """Trained, wholly or in part, with other settings than the study has now."""
-    WAITING = "waiting"
-    """A final run whose value is not chosen yet."""
-
-
-FINISHED = (Completion.DONE, Completion.DIVERGED)
-"""Trainings in these states are not trained again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,25 +67,15 @@ def states_of(grid: Grid) -> dict[str, TrainingState]:
 
 def state_of(training: StudyTraining) -> TrainingState:
     """The state by its own folder."""
-    if training.candidates:
-        return TrainingState(progress=Completion.WAITING)
     whole = (path for path in step_folders(training.folder / "checkpoints") if looks_whole(path))
     step = next(map(step_of, whole), 0)
-    diverged = is_diverged_trial(training)
-    if not step and not diverged:
+    if not step:
         return TrainingState(progress=Completion.MISSING)
     changes = tuple(_changes(training))
     if changes:
         return TrainingState(progress=Completion.CHANGED, step=step, changes=changes)
-    if diverged:
-        return TrainingState(progress=Completion.DIVERGED, step=step)
     is_done = training.steps is not None and step >= training.steps
     return TrainingState(progress=Completion.DONE if is_done else Completion.RESUMABLE, step=step)
-
-
-def is_diverged_trial(training: StudyTraining) -> bool:
-    """Whether this is a trial and has diverged; any other training is tried again."""
-    return training.kind == TRIAL and has_diverged(training.folder)
 
 
 def _changes(training: StudyTraining) -> Iterator[str]:
@@ -150,14 +131,10 @@ def overview(grid: Grid, states: Mapping[str, TrainingState]) -> str:
                 _flops(training.flops),
             )
         )
-    num_cells = len(grid.cells) + len(grid.trials)
-    title = (
-        f"Study {grid.study.name}: {num_cells} cells, {len(grid.trainings)} trainings "
-        f"({_states_text(states)})"
-    )
+    title = f"Study {grid.study.name}: {len(grid.trainings)} trainings ({_states_text(states)})"
     header = ("training", "state", "images", "steps", "parameters", "FLOPs")
     parts = [plain_text(Table(title=title, header=header, rows=tuple(rows)))]
-    left = [t for name, t in grid.trainings.items() if states[name].progress not in FINISHED]
+    left = [t for name, t in grid.trainings.items() if states[name].progress is not Completion.DONE]
     known = [training.flops for training in left if training.flops is not None]
     unknown = f", {len(left) - len(known)} of unknown cost" if len(known) < len(left) else ""
     parts.append(f"to train: {len(left)} trainings, {_flops(sum(known))} FLOPs{unknown}\n")

@@ -31,16 +31,14 @@ finetune: {file: finetune.yaml}
 axes:
   - name: model
     values:
-      - {label: narrow, series: ViT}
-      - {label: wide, series: ViT, overrides: [model.width=32]}
+      - {label: narrow}
+      - {label: wide, overrides: [model.width=32]}
       - {label: scratch, from_scratch: true}
   - name: images
     values:
       - {label: 1 %, pretrain: {overrides: [data.first_percent=1]}}
       - {label: 100 %}
 seeds: [0, 1]
-figures:
-  - {name: by images, x: pretrain_images, series: model}
 """
 
 

@@ -8,10 +8,7 @@ from pathlib import Path
 
 import torch
 
-from vitscale.config.errors import UserError
 from vitscale.data.remote.store import remote_metrics
-from vitscale.distributed.failures.events import EVENTS_NAME, record_divergence
-from vitscale.distributed.failures.storage import or_warn
 from vitscale.distributed.world import World, sum_over_ranks
 from vitscale.engine.engine import Engine
 from vitscale.runs.training import TrainingPlan
@@ -93,13 +90,7 @@ class IntervalLog:
         self.progress.update(step, loss=loss, lr=lr, images_per_s=speed, data_wait=wait)
         if spike is not None:
             self.progress.message(f"step {step}: {spike}")
-        try:
-            self.skipped.update(health, loss_scale=scale, say=self.progress.message)
-        except UserError as error:
-            if self.world.is_first:
-                with or_warn(self.folder / EVENTS_NAME, self.progress.message):
-                    record_divergence(self.folder, step=step, what=error.what)
-            raise
+        self.skipped.update(health, loss_scale=scale, say=self.progress.message)
 
     def _report_unreadable(self, step: int) -> None:
         messages = self.unreadable.collect(step)

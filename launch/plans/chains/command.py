@@ -1,7 +1,7 @@
 """Read the chain or the study that a command line names.
 
     python launch/local.py --chain configs/chains/demo.yaml --num-procs 2
-    python launch/slurm.py --study configs/studies/vit_subsets.yaml [--dry-run | --results]
+    python launch/slurm.py --study configs/studies/digits_models.yaml [--dry-run]
 
 Leaves out: running and submitting it (`launch.plans`), and sweeps (`sweeps`).
 """
@@ -28,13 +28,13 @@ def names_a_plan(argv: Sequence[str]) -> bool:
 def plan_command(argv: Sequence[str], *, script: str, counts: Sequence[str]) -> PlanCommand:
     """counts: the options that take a number of processes, with their meaning in `PlanCommand`."""
     option = next(name for word in argv if (name := word.partition("=")[0]) in (CHAIN, STUDY))
-    others, numbers, file = split_option(argv, option, counts=counts)
+    others, numbers = split_option(argv, option, counts=counts)
     command = load_command(
         {"chain": ChainRun} if option == CHAIN else {"study": StudyRun},
         script=f"{script} {option}",
         description="Run stages that use what earlier stages have made."
         if option == CHAIN
-        else "Train, tabulate and draw a grid of runs.",
+        else "Train a grid of runs.",
         argv=others,
         switches=SWITCHES,
     )
@@ -43,4 +43,4 @@ def plan_command(argv: Sequence[str], *, script: str, counts: Sequence[str]) -> 
     else:
         assert isinstance(command.run, ChainRun)
         load = partial(load_chain, command.run)
-    return PlanCommand(load=load, again=f"{option} {file}", switches=command.switches, **numbers)
+    return PlanCommand(load=load, is_dry_run="--dry-run" in command.switches, **numbers)

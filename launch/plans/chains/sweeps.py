@@ -3,13 +3,12 @@
     python launch/local.py --config configs/demo/finetune.yaml optim.lr=[0.003,0.03] seed=[0,1]
 
 Owns: which overrides of a command line are sweeps, and the study that they stand for.
-Leaves out: the grid, its states, arrays and tables (`launch.studies`).
+Leaves out: the grid and its states (`launch.studies`).
 """
 
 from __future__ import annotations
 
 import argparse
-import shlex
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial, reduce
@@ -36,7 +35,6 @@ Values = Mapping[str, Sequence[Any]]
 """Key -> its values."""
 # Overrides that become settings of the study.
 STUDY_KEYS = ("name", "output", "seed", "init", "tracking.experiment")
-CLASSIFICATION, LOSS = "val/top1", "train/loss"
 
 
 def names_a_sweep(argv: Sequence[str]) -> bool:
@@ -61,10 +59,8 @@ def sweep_command(argv: Sequence[str], *, script: str, counts: Sequence[str]) ->
     study = sweep_study(
         command.config_path, overrides, values, name=command.run.name, output=command.run.folder
     )
-    again = shlex.join(word for word in argv if word not in SWITCHES)
-    return PlanCommand(
-        load=partial(load_study, study), again=again, switches=command.switches, **numbers
-    )
+    is_dry_run = "--dry-run" in command.switches
+    return PlanCommand(load=partial(load_study, study), is_dry_run=is_dry_run, **numbers)
 
 
 def _split(argv: Sequence[str]) -> tuple[dict[str, list[Any]], list[str]]:
@@ -198,7 +194,7 @@ def study_of(
     name: str,
     output: str,
 ) -> StudyRun:
-    """A study of one stage. Its metric is the accuracy, or the loss of runs without one."""
+    """A study of one stage."""
     first = [*(_overrides_of(axis.values[0]) for axis in axes)]
     given = [*overrides, *(text for texts in first for text in texts)]
     run = load_run(TRAINING_TYPES, file, overrides=given).run
@@ -210,8 +206,6 @@ def study_of(
     kept = tuple(text for text in overrides if text.partition("=")[0].strip() not in STUDY_KEYS)
     change = StageChange(file=file, overrides=kept)
     is_pretraining = run.stage == "pretrain"
-    evaluations = run.make_objective().evaluations(run) if run.data.evaluated else ()
-    classifies = any(each.name == "classification" for each in evaluations)
     study = StudyRun(
         name=name,
         output=output,
@@ -221,7 +215,6 @@ def study_of(
         init=init,
         axes=tuple(axes) or (NO_AXIS,),
         seeds=tuple(seeds) if seeds is not None else (run.seed,),
-        metric=CLASSIFICATION if classifies else LOSS,
     )
     problems = [UserError(text, where=key) for key, text in study.problems()]
     if problems:

@@ -10,13 +10,23 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.launch.test_studies import RUN
 from tests.support.corpora.small_shards import make_shard_folder
 from tests.support.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 ROOT = Path(__file__).resolve().parents[3]
+RUN = """\
+stage: {stage}
+name: tiny
+data: {{path: shards, global_batch: 2, num_workers: 0}}
+model: {{image_size: 8, patch_size: 4, width: 8, depth: 1, num_heads: 1, mlp_width: 8}}
+optim: {{lr: 0.001}}
+schedule: {{steps: 4}}
+engine: {{device: cpu, zero_stage: 0}}
+checkpoint: {{every_steps: 2}}
+tracking: {{uri: null, log_every_steps: 2}}
+"""
 CHAIN = """\
 stage: chain
 name: small

@@ -1,7 +1,7 @@
 """The record of what happened to a run: `events.jsonl` in its folder, one JSON object per line.
 
-Owns: appending events, the start and the divergence of a training, the failure of an attempt, and
-which of several reports names the cause. Needs no torch.
+Owns: appending events, the start of a training, the failure of an attempt, and which of several
+reports names the cause. Needs no torch.
 Leaves out: metrics (`tracking.journal`), and what the supervisor appends (`launch.jobs.attempts`).
 
 A line: {"event": "failed", "time": 1763700000.25, "attempt": "17/0", "kind": "storage", "rank": 3,
@@ -27,7 +27,7 @@ from vitscale.config.errors import FailureKind
 EVENTS_NAME = "events.jsonl"
 # Names one attempt to run a job; set by what starts the ranks.
 ATTEMPT_VARIABLE = "VITSCALE_ATTEMPT"
-STARTED, DIVERGED, FAILED = "started", "diverged", "failed"
+STARTED, FAILED = "started", "failed"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,17 +117,6 @@ def read_start(run_folder: Path | str) -> TrainingStart | None:
                     total_steps=int(row["total_steps"]),
                 )
     return found
-
-
-def record_divergence(run_folder: Path | str, *, step: int, what: str) -> None:
-    """Append that the training ends because it has diverged. Raises OSError."""
-    append_event(run_folder, DIVERGED, {"step": step, "what": what})
-
-
-def has_diverged(run_folder: Path | str) -> bool:
-    """Whether the last training that started in this folder has diverged."""
-    events = [row["event"] for row in read_events(run_folder)]
-    return next((e for e in reversed(events) if e in (STARTED, DIVERGED)), None) == DIVERGED
 
 
 def record_failure(run_folder: Path | str, failure: Failure) -> None:

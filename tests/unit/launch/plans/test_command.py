@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from launch.comparison.runs import load_runs
 from launch.plans.chains.command import names_a_plan, plan_command
 from launch.plans.command import LOCAL_COUNTS, PlanCommand, run_locally, run_on_slurm
 from launch.plans.running import FailedRun, report
@@ -35,7 +35,7 @@ def study(*words: str) -> PlanCommand:
     return plan_command(argv, script="launch/local.py", counts=LOCAL_COUNTS)
 
 
-def test_a_finished_study_shows_its_results(
+def test_a_finished_study_says_how_to_compare(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_study(folder)
@@ -45,22 +45,17 @@ def test_a_finished_study_shows_its_results(
     for run in (run_locally, run_on_slurm):
         assert run(study()) == 0
         output = capsys.readouterr().out
-        assert "Study small: 12 cells, 18 trainings (18 done)" in output
+        assert "Study small: 18 trainings (18 done)" in output
         assert ("small: done before" in output) == (run is run_locally)
-        assert "2 of 2" in output and "figure:  runs/small/by-images.svg" in output
-        with open("runs/small/results.csv") as file:
-            rows = list(csv.DictReader(file))
-        assert [float(row["mean"]) for row in rows] == [0.5] * len(rows) and len(rows) == 6
+        assert output.endswith("  compare  python launch/compare.py runs/small\n")
+    assert len(load_runs(["small"], uri=None)) == 18
 
 
-def test_a_dry_run_and_results_start_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_starts_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_study(folder)
-    assert run_locally(study("--dry-run")) == run_locally(study("--results")) == 0
+    assert run_locally(study("--dry-run")) == 0
     output = capsys.readouterr().out
-    assert output.count("(18 missing)") == 2 and "#SBATCH" not in output
-    assert output.count("0 of 2") == 6  # the table of --results
+    assert "(18 missing)" in output and "#SBATCH" not in output
     assert run_on_slurm(study("--dry-run")) == 0
     output = capsys.readouterr().out
     assert "# small-pretrain: array of 8 tasks\n#!" in output

@@ -86,7 +86,7 @@ def test_the_overview_counts_what_is_left(grid: Grid) -> None:
     write_training(grid.trainings[PRETRAIN], step=20)
     write_training(grid.trainings["pretrain_wide_100_seed0"], step=5)
     text = overview(grid, states_of(grid))
-    assert "12 cells, 18 trainings (16 missing, 1 resumable, 1 done)" in text
+    assert "18 trainings (16 missing, 1 resumable, 1 done)" in text
     assert "to train: 17 trainings" in text
     line = next(line for line in text.splitlines() if f" {PRETRAIN} " in line)
     assert line.split()[1:4] == ["done", "10", "20"]

@@ -19,7 +19,7 @@ from vitscale.tracking import run_facts
 from vitscale.tracking import tracker as tracker_module
 from vitscale.tracking.mlflow_client import experiment_id, open_client, read_link
 from vitscale.tracking.mlflow_run import upload_to_linked_run
-from vitscale.tracking.parent_run import ParentRun, open_parent, origin_tags
+from vitscale.tracking.parent_run import origin_tags
 from vitscale.tracking.run_facts import DatasetFacts
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.source_version import SourceVersion
@@ -332,28 +332,3 @@ def test_the_tracker_imports_no_mlflow_and_no_torch() -> None:
         "assert not {'mlflow', 'torch', 'rich'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_runs_are_adopted_by_the_run_of_a_study(
-    open_tracker: Callable[..., Tracker], database: Path, tmp_path: Path
-) -> None:
-    def parent() -> ParentRun:
-        return open_parent(
-            tmp_path / "study", uri=f"sqlite:///{database}", experiment="study", name="study",
-            tags={"study": "s"}, config_yaml="a: 1\n", say=lambda text: None,
-        )  # fmt: skip
-
-    first, second = parent(), parent()
-    with open_tracker() as tracker:
-        log_steps(tracker, range(1, 3))
-        child = tracker.run_id
-    assert child is not None
-    assert first.run_id == second.run_id != child
-    first.adopt(tmp_path / "run", tags={"study.selected": "true"})
-    first.adopt(tmp_path / "absent", tags={})
-    first.write_results(metrics={"val/top1/pets": 0.5}, note="x" * 9000, files=[])
-    tags = dict(query(database, "select key, value from tags where run_uuid = ?", str(child)))
-    assert (tags["mlflow.parentRunId"], tags["study.selected"]) == (first.run_id, "true")
-    sql = "select value from tags where run_uuid = ? and key = 'mlflow.note.content'"
-    assert len(query(database, sql, first.run_id)[0][0]) == 8000
-    assert points(database, first.run_id) == [("val/top1/pets", 0)]

@@ -14,11 +14,9 @@ from vitscale.distributed.failures.events import (
     Failure,
     append_event,
     cause,
-    has_diverged,
     read_events,
     read_failures,
     read_start,
-    record_divergence,
     record_failure,
     record_start,
 )
@@ -50,14 +48,11 @@ def test_cut_and_unknown_lines_are_skipped(tmp_path: Path) -> None:
 
 
 def test_the_last_start_counts(tmp_path: Path) -> None:
-    assert read_start(tmp_path) is None and not has_diverged(tmp_path)
+    assert read_start(tmp_path) is None
     record_start(tmp_path, first_step=0, total_steps=9)
-    record_divergence(tmp_path, step=3, what="four updates were skipped")
     record_failure(tmp_path, Failure(kind=FailureKind.OTHER, what="an error"))
-    assert has_diverged(tmp_path)
     record_start(tmp_path, first_step=2, total_steps=12)
     append_event(tmp_path, "started", {"first_step": "none"})
-    assert not has_diverged(tmp_path)
     start = read_start(tmp_path)
     assert start is not None and (start.first_step, start.total_steps) == (2, 12)
     assert start.time > 1.7e9
