@@ -39,7 +39,7 @@ class StageRecord:
 
     name: str
     kind: str
-    """data_prep, pretrain, finetune, evaluate, comparison or study."""
+    """data_prep, pretrain, finetune, evaluate or study."""
     needs: tuple[str, ...]
     jobs_folder: str
     """Folder of the logs and batch scripts of its SLURM jobs; absolute."""

@@ -20,7 +20,6 @@ from finetune.inference.settings import EvaluateRun
 from launch.jobs.monitor import CONTROLLER_SECONDS, JobResult, StopFlag, end, failure_report, follow
 from launch.jobs.preparation import LaunchableRun, prepare_job, with_num_workers
 from launch.jobs.supervision.foreground import EXIT_INTERRUPTED, StartedJob, finish, start
-from launch.plans.comparing import ComparisonRun, comparison_job
 from launch.plans.stages import Plan, Stage, Step, as_known_now
 from launch.plans.states import StepState, stage_states
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
@@ -164,10 +163,6 @@ class _StageRuns:
 
     def _start(self, step: Step) -> None:
         name, since = step.short_name, time.monotonic()
-        if isinstance(step.run, ComparisonRun):
-            self.say(f"started {name}: comparison in {step.folder}")
-            self._end(name, _compare(step.run), since, command=None, report="")
-            return
         run = self._with_share_of_cores(step.run)
         job, folder = prepare_job(run, cluster="local")
         started = start(job, launch=run.launch, num_procs=self.num_procs, folder=folder)
@@ -247,13 +242,6 @@ class _Running:
     started: StartedJob
     command: str
     since: float
-
-
-def _compare(run: ComparisonRun) -> int:
-    try:
-        return comparison_job(run)()
-    except SystemExit as end:
-        return int(end.code or 1)
 
 
 def report(failures: list[FailedRun], *, plan: Plan) -> str:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launch.jobs.preparation import LaunchableRun, job_folder
-from launch.plans.comparing import ComparisonRun
 from launch.studies.grid import Grid, StudyTraining, expand, with_costs
 from launch.studies.settings import StudyRun
 from vitscale.runs.data_prep import DataPrepRun
@@ -23,7 +22,7 @@ class Step:
 
     name: str
     """RUN in a study; in a chain STAGE, or STAGE/RUN if the stage has several runs."""
-    run: LaunchableRun | ComparisonRun
+    run: LaunchableRun
     num_tasks: int
     array: str
     """Name of its SLURM job; runs with the same name and resources are one array."""
@@ -53,7 +52,7 @@ class Stage:
 
     name: str
     kind: str
-    """The `stage` of its run file; comparison where it has none, study for a whole study."""
+    """The `stage` of its run file; study for a whole study."""
     needs: tuple[str, ...]
     """Stages that must be done before."""
     folder: Path

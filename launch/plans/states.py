@@ -1,7 +1,7 @@
 """Find out which runs of a plan are done, by their folders.
 
 A training is done when its last checkpoint is whole, a data preparation when its manifest is there.
-An evaluation or a comparison is done while its results are newer than all that it reads.
+An evaluation is done while its results are newer than all that it reads.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 
 from finetune.inference.settings import EvaluateRun
 from launch.jobs.status.reading import RESULTS_NAME
-from launch.plans.comparing import PAGE_NAME, ComparisonRun
 from launch.plans.stages import Plan, Stage, Step
 from launch.studies.grid import StudyTraining
 from launch.studies.states import (
@@ -84,10 +83,9 @@ def _state(step: Step, *, missing: Step | None, newest: float) -> StepState:
     """missing: an input that is not done. newest: when the last input was finished."""
     if isinstance(step.run, DataPrepRun):
         return _data_prep_state(step, step.run)
-    is_comparison = isinstance(step.run, ComparisonRun)
-    finished = _time_of(step.folder / (PAGE_NAME if is_comparison else RESULTS_NAME))
+    finished = _time_of(step.folder / RESULTS_NAME)
     is_current = missing is None and finished is not None and finished >= newest
-    if not is_current or not (is_comparison or _is_unchanged(step)):
+    if not is_current or not _is_unchanged(step):
         return StepState(progress=Completion.MISSING, text="missing" if finished is None else "old")
     return StepState(progress=Completion.DONE, text="done", finished=finished)
 

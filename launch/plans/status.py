@@ -14,7 +14,7 @@ from launch.jobs.status.text import ORDER, as_values, details_of, headline, show
 from launch.plans.record import StageRecord, StepRecord, read_record
 
 # What a stage without training writes last.
-RESULTS = {"data_prep": "manifest.json", "evaluate": RESULTS_NAME, "comparison": "compare.html"}
+RESULTS = {"data_prep": "manifest.json", "evaluate": RESULTS_NAME}
 SHOWN_IN_FULL = (RunState.RUNNING, RunState.PAUSED, RunState.FAILED)
 
 

@@ -28,7 +28,6 @@ from launch.jobs.queue import (
 )
 from launch.jobs.snapshot import kept_code, planned_folder
 from launch.jobs.submission import Submission, sbatch_text, submit_array
-from launch.plans.comparing import ComparisonRun, comparison_job
 from launch.plans.record import recorded_jobs, write_record
 from launch.plans.stages import Plan, Stage, Step
 from launch.plans.states import States
@@ -226,32 +225,21 @@ class PlanSubmission:
 def batch_script(array: JobArray) -> str:
     """The batch script of an array, without dependencies. Needs no SLURM."""
     folder = array.stage.jobs_folder
-    folders = [_run_folder(step) for step in array.steps]
-    if array.stage.kind == "data_prep":
-        folders *= array.launch.num_tasks
+    is_run = array.stage.kind != "data_prep"
     return sbatch_text(
         array.launch,
         name=array.name,
         folder=folder,
         code=planned_folder(array.launch, folder),
-        run_folders=folders,
+        run_folders=[str(step.folder.absolute()) for step in array.steps if is_run],
     )
 
 
 def _jobs(array: JobArray, code: Path | None) -> Iterator[Callable[[], Any]]:
     for step in array.steps:
-        if isinstance(step.run, ComparisonRun):
-            yield comparison_job(step.run)
-        else:
-            run = with_num_workers(step.run, num_cores=array.launch.cpus_per_task)
-            job = prepare_job(run, cluster="slurm", code=code)[0]
-            yield from [job] * (array.launch.num_tasks if isinstance(run, DataPrepRun) else 1)
-
-
-def _run_folder(step: Step) -> str | None:
-    """None for runs without attempts."""
-    is_run = not isinstance(step.run, DataPrepRun | ComparisonRun)
-    return str(step.folder.absolute()) if is_run else None
+        run = with_num_workers(step.run, num_cores=array.launch.cpus_per_task)
+        job = prepare_job(run, cluster="slurm", code=code)[0]
+        yield from [job] * (array.launch.num_tasks if isinstance(run, DataPrepRun) else 1)
 
 
 def _ids(array: JobArray, submission: Submission) -> Iterator[tuple[str, str]]:

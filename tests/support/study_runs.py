@@ -98,9 +98,8 @@ CHAIN = """\
 stage: chain
 name: small
 stages:
-  - {name: comparison, compare: [pretrain, finetune]}
-  - {name: shards, config: data.yaml, overrides: [launch.num_tasks=2]}
   - {name: pretrain, config: pretrain.yaml, inputs: {data.path: shards}}
+  - {name: shards, config: data.yaml, overrides: [launch.num_tasks=2]}
   - name: finetune
     config: finetune.yaml
     inputs: {data.path: shards, init: pretrain}

@@ -15,19 +15,16 @@ from finetune.run import FinetuneRun
 from launch.jobs.preparation import RUN_TYPES, LaunchableRun, check_job, launchable
 from launch.plans.chains.settings import ChainRun, ChainStage
 from launch.plans.chains.sweeps import axis_value, stage_of, study_of
-from launch.plans.comparing import ComparisonRun
 from launch.plans.stages import Plan, Stage, Step
 from launch.studies.grid import Grid, StudyTraining, expand, with_costs
 from launch.studies.settings import Axis
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run, yaml_flow
-from vitscale.config.section import Run
 
 TRAININGS = ("pretrain", "finetune")
 # Key -> kinds of stages that it can be the folder of.
 SOURCES = {"data.path": ("data_prep",), "init": TRAININGS}
-CHAIN_TYPES: dict[str, type[Run]] = {**RUN_TYPES, "comparison": ComparisonRun}
 
 
 def load_chain(settings: ChainRun, cluster: str, num_tasks: int | None = None) -> Plan:
@@ -78,7 +75,7 @@ def _shared_folders(stages: Sequence[Stage]) -> Iterator[UserError]:
 
 
 def _has_key(kind: str, override: str) -> bool:
-    return override.partition("=")[0].split(".")[0].strip() in CHAIN_TYPES[kind].model_fields
+    return override.partition("=")[0].split(".")[0].strip() in RUN_TYPES[kind].model_fields
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +86,7 @@ class _Loading:
 
     def stage(self, stage: ChainStage, before: dict[str, Stage]) -> Stage:
         folder = Path(self.chain.folder) / stage.name
-        kind = "comparison" if stage.config is None else stage_of(stage.config)
+        kind = stage_of(stage.config)
         given = {text.partition("=")[0].strip() for text in stage.overrides}
         if "output" in given and kind != "data_prep":
             what = "the chain sets output itself, from the names of chain and stage"
@@ -104,9 +101,7 @@ class _Loading:
         }
         grid: Grid | None = None
         steps: tuple[Step, ...]
-        if kind == "comparison":
-            steps = (self._comparison(stage, before),)
-        elif kind in TRAININGS and (stage.sweep or several):
+        if kind in TRAININGS and (stage.sweep or several):
             grid = self._grid(stage, before, several)
             steps = tuple(
                 self._step(stage.name, each.run, name=f"{stage.name}/{name}", training=each)
@@ -121,16 +116,15 @@ class _Loading:
     def _step(
         self,
         stage: str,
-        run: LaunchableRun | ComparisonRun,
+        run: LaunchableRun,
         *,
         name: str | None = None,
         training: StudyTraining | None = None,
     ) -> Step:
-        """name: null: that of the stage. training: of a grid."""
+        """name: default: the stage's name. training: only for runs of a grid."""
         launch = run.launch
         num_tasks = self.num_tasks or launch.nodes * launch.tasks_per_node
-        if not isinstance(run, ComparisonRun):
-            check_job(run, num_tasks=num_tasks, cluster=self.cluster)
+        check_job(run, num_tasks=num_tasks, cluster=self.cluster)
         name = name or stage
         if training is None and isinstance(run, PretrainRun | FinetuneRun):
             bare = StudyTraining(name=name, run=run, labels={}, kind=run.stage)
@@ -154,22 +148,7 @@ class _Loading:
             if len(before[name].steps) == 1
         ]
 
-    def _comparison(self, stage: ChainStage, before: dict[str, Stage]) -> Step:
-        runs = [step for name in stage.compare for step in before[name].steps]
-        for name in stage.compare:
-            if before[name].kind in ("data_prep", "comparison"):
-                what = f"stage {name} has no metrics to compare ({before[name].kind})"
-                raise UserError(what, where="compare", allowed="trainings and evaluations")
-        overrides = [
-            *self._overrides(stage, "comparison"),
-            f"name={yaml_flow(f'{self.chain.name}-{stage.name}')}",
-            f"output={yaml_flow(f'{self.chain.folder}/{stage.name}')}",
-            f"runs={yaml_flow([str(step.folder) for step in runs])}",
-        ]
-        return self._step(stage.name, load_run(ComparisonRun, None, overrides=overrides).run)
-
     def _grid(self, stage: ChainStage, before: dict[str, Stage], several: dict[str, Stage]) -> Grid:
-        assert stage.config is not None
         axes = [
             Axis(
                 name=key,
@@ -205,7 +184,6 @@ class _Loading:
             what = f"{' and '.join(several)} come from stages with several runs"
             raise UserError(what, where="inputs", allowed="one such stage")
         overrides = [*self._overrides(stage, kind), *self._inputs(stage, before)]
-        assert stage.config is not None
         if not several:
             yield self._run(stage.config, stage.name, stage.name, kind, overrides)
             return

@@ -21,11 +21,11 @@ OWN_KEYS = {"stage": "the run file", "name": "the names of chain and stage"}
 
 
 class ChainStage(Section):
-    """One stage: the run of a file, a sweep of such runs, or a comparison of earlier runs."""
+    """One stage: the run of a file, or a sweep of such runs."""
 
     name: str
     """Name of the stage: letters, digits, dot, dash, underscore."""
-    config: str | None = None
+    config: str
     """Run file, relative to the current folder. Its `stage:` says what is run."""
     overrides: tuple[str, ...] = Field(default=(), strict=False)
     """Settings as on the command line, for example [launch.nodes=4]."""
@@ -37,17 +37,15 @@ class ChainStage(Section):
     """Further stages that must be done before."""
     sweep: dict[str, Annotated[tuple[Any, ...], Field(min_length=1, strict=False)]] = {}
     """Key -> values, for example {optim.lr: [0.003, 0.03]}: a training for every combination."""
-    compare: tuple[str, ...] = Field(default=(), strict=False)
-    """Instead of `config`: stages whose runs are compared in a page."""
 
     @property
     def needs(self) -> tuple[str, ...]:
         """Stages that must be done before this one, each once."""
-        return tuple(dict.fromkeys([*self.inputs.values(), *self.compare, *self.after]))
+        return tuple(dict.fromkeys([*self.inputs.values(), *self.after]))
 
 
 class ChainRun(Run):
-    """Stages from images to a comparison of models, run or submitted by one command."""
+    """Stages from images to evaluated models, run or submitted by one command."""
 
     stage: Literal["chain"] = "chain"
     """What this file is; run by launch/local.py --chain and launch/slurm.py --chain."""
@@ -91,10 +89,6 @@ class ChainRun(Run):
 
 
 def _stage_problems(stage: ChainStage) -> Iterator[str]:
-    if bool(stage.config) == bool(stage.compare):
-        yield "give either config, a run file, or compare, a list of stages"
-    if stage.compare and (stage.inputs or stage.sweep):
-        yield "a comparison has neither inputs nor a sweep; list stages in compare"
     given = [text.partition("=")[0].strip() for text in stage.overrides]
     for key in given:
         if key in OWN_KEYS:
