@@ -1,12 +1,10 @@
 """A headless Chromium, driven through the DevTools protocol over two pipes.
 
-Owns: starting it without network, evaluating JavaScript, the mouse, screenshots, and
-what the page wrote to the console.
+Owns: starting it without network, evaluating JavaScript, and what the page wrote to the console.
 """
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -103,21 +101,6 @@ class Browser:
             else_say=lambda: f"never true: {expression}; problems: {self.problems}",
             every_s=0.02,
         )
-
-    def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
-        self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, **more)
-
-    def drag(self, start: tuple[float, float], stop: tuple[float, float]) -> None:
-        self.mouse("mouseMoved", *start)
-        self.mouse("mousePressed", *start, button="left", buttons=1, clickCount=1)
-        middle = ((start[0] + stop[0]) / 2, (start[1] + stop[1]) / 2)
-        for place in (middle, stop):
-            self.mouse("mouseMoved", *place, button="left", buttons=1)
-        self.mouse("mouseReleased", *stop, button="left", clickCount=1)
-
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        done = self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(done["data"]))
 
 
 @contextmanager

@@ -1,19 +1,15 @@
-"""Batch scripts, job folders, and the files of refused submissions."""
+"""Requests of GPUs, and the files of refused submissions."""
 
 from __future__ import annotations
 
 import fcntl
-import stat
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from submitit.local import local as submitit_local
 
-from launch.jobs.attempts import task_record_path
-from launch.jobs.submission import Submission, sbatch_text, start_locally, submit_to_slurm
+from launch.jobs.submission import sbatch_text, submit_to_slurm
 from vitscale.config.errors import UserError
 from vitscale.runs.launching import LaunchSettings
 
@@ -21,17 +17,6 @@ from vitscale.runs.launching import LaunchSettings
 def script(**fields: object) -> str:
     launch = LaunchSettings.model_validate(fields)
     return sbatch_text(launch, name="run", folder=Path("/jobs"))
-
-
-def test_no_accounting_key_is_requested() -> None:
-    assert "wckey" not in script()
-    assert "#SBATCH --wckey=vit" in script(sbatch={"wckey": "vit"})
-
-
-def test_srun_repeats_cpus_and_ends_on_a_failed_task() -> None:
-    srun = next(line for line in script(cpus_per_task=12).splitlines() if line.startswith("srun"))
-    assert "--cpus-per-task=12" in srun
-    assert "--kill-on-bad-exit=1" in srun
 
 
 @pytest.mark.parametrize(
@@ -50,68 +35,6 @@ def test_gpus_are_requested_in_the_sites_way(fields: dict[str, object], expected
 def test_gpus_can_come_with_the_partition() -> None:
     text = script(gpus_per_node=8, tasks_per_node=8, gpu_request="none")
     assert "gpus-per-node" not in text and "gres" not in text
-
-
-def test_every_field_reaches_the_script() -> None:
-    text = script(
-        nodes=3, tasks_per_node=2, timeout_min=90, signal_delay_s=60, mem_gb=100, partition="p",
-        account="a", qos="q", exclude="n[1-2]",
-        setup=["module load cuda"], srun_args=["--cpu-bind=none"],
-        python="apptainer exec image.sif python",
-        sbatch={"exclusive": True, "nice": 5, "constraint": "c", "comment": "two words"},
-    )  # fmt: skip
-    for line in (
-        "--nodes=3", "--ntasks-per-node=2", "--time=90", "--signal=USR2@60", "--mem=100GB",
-        "--partition=p", "--account=a", "--qos=q", "--constraint=c",
-        "--exclude='n[1-2]'", "--comment='two words'", "--requeue", "--exclusive", "--nice=5",
-    ):  # fmt: skip
-        assert f"#SBATCH {line}" in text.splitlines()
-    assert "\nmodule load cuda\n" in text
-    assert "--cpu-bind=none apptainer exec image.sif python -u -m submitit" in text
-
-
-def test_independent_tasks_are_an_array_with_one_log_each() -> None:
-    text = script(num_tasks=64, cpus_per_task=8)
-    lines = text.splitlines()
-    assert "#SBATCH --array=0-63%64" in lines
-    assert "#SBATCH --nodes=1" in lines and "#SBATCH --ntasks-per-node=1" in lines
-    assert "#SBATCH --output=/jobs/%A/%A_%a_0_log.out" in lines
-    srun = next(line for line in lines if line.startswith("srun"))
-    assert "--output /jobs/%A/%A_%a_%t_log.out" in srun and "--cpus-per-task=8" in srun
-    job = Submission(job_id="12", num_tasks=64, folder=Path("/jobs/12"), is_array=True)
-    assert str(job.log(3)) == "/jobs/12/12_3_0_log.out"
-
-
-def test_the_number_of_running_tasks_can_be_limited() -> None:
-    assert "#SBATCH --array=0-63%16" in script(num_tasks=64, max_running_tasks=16).splitlines()
-    # Without submitit's own limit of 256.
-    assert "#SBATCH --array=0-999%1000" in script(num_tasks=1000).splitlines()
-
-
-def test_one_task_is_not_an_array() -> None:
-    text = script(num_tasks=1)
-    assert "--array" not in text and "%A" not in text
-
-
-def test_switched_off_options_are_left_out() -> None:
-    assert "exclusive" not in script(sbatch={"exclusive": False})
-
-
-def test_each_local_job_has_its_own_private_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Process ids are reused: in a container, two starts often get the same one.
-    monkeypatch.setattr(submitit_local, "start_controller", lambda **_: SimpleNamespace(pid=7))
-    jobs = [
-        start_locally(int, launch=LaunchSettings(), num_procs=1, folder=tmp_path) for _ in range(2)
-    ]
-    assert jobs[0].job_id == jobs[1].job_id
-    paths = [task_record_path(job.folder, job_id=job.job_id, rank=0) for job in jobs]
-    assert paths[0] != paths[1]
-    assert sorted(tmp_path.iterdir()) == sorted(job.folder for job in jobs)
-    for job in jobs:
-        assert stat.S_IMODE(job.folder.stat().st_mode) == 0o700
-        assert (job.folder / "controller.log").exists()
 
 
 # Refuses partition "full", but not before the other command waits for its turn or runs sbatch. The

@@ -41,41 +41,6 @@ def test_runs_are_ranked_by_accuracy_before_loss() -> None:
     assert best["headline"] == ["val/top1", "val/loss"]
 
 
-def test_training_loss_decides_without_evaluations() -> None:
-    best = found(run("a", {"train/loss": 2.0}), run("b", {"train/loss": 1.5, "other/mfu": 0.5}))
-    assert (best["metric"], best["ranked"]) == ("train/loss", [1, 0])
-    only = run("a", {"train/lr": 0.5})
-    assert verdict(compare([only]).metrics, compare([only]), [progress_of(only)]) is None
-
-
-def test_reasons_are_what_differs_from_the_second() -> None:
-    common = {"model__width": "8", "tracking__uri": "x"}
-    best = found(
-        run("a", {"val/top1": 0.9}, name="a", optim__lr="1", data__crop="x", **common),
-        run("b", {"val/top1": 0.8}, name="b", optim__lr="2", data__crop="x", **common),
-        run("c", {"val/top1": 0.1}, name="c", optim__lr="2", data__crop="y", model__width="9"),
-    )
-    assert best["against_second"] == ["optim.lr"]
-    assert best["reasons"] == ["optim.lr", "model.width", "data.crop"]
-
-
-def test_runs_are_compared_at_equal_budgets() -> None:
-    long = ComparedRun(
-        label="long",
-        source="",
-        folder=None,
-        status=None,
-        params={"data.global_batch": "8"},
-        rows=tuple(Row(step=s, time=0.0, metrics={"val/top1": s / 100}) for s in (10, 20, 90)),
-    )
-    short = run("short", {"val/top1": 0.5}, steps=20, data__global_batch="8")
-    best = found(long, short)
-    assert best["ranked"] == [1, 0]  # at 20 steps, though the longer one ends higher
-    assert best["unequal"] is None
-    wide = run("wide", {"val/top1": 0.9}, steps=20, data__global_batch="16")
-    assert found(long, wide)["unequal"] == "samples"
-
-
 def test_groups_of_seeds_are_ranked_by_their_means() -> None:
     def seeded(value: float, seed: int, rate: str) -> ComparedRun:
         return run(f"{rate}-{seed}", {"val/top1": value}, seed=str(seed), optim__lr=rate)

@@ -9,8 +9,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from launch.comparison.differences import compare
 from launch.comparison.page.write import FOLDER, UPLOT, render
 from launch.comparison.runs import ComparedRun, load_runs
@@ -99,22 +97,6 @@ def test_the_policy_admits_the_own_scripts_alone() -> None:
     for script, style in contents:
         digest = hashlib.sha256((script or style).encode()).digest()
         assert f"'sha256-{base64.b64encode(digest).decode()}'" in policy
-
-
-def test_constant_zeros_are_left_out_and_val_is_first() -> None:
-    values = {"zeros/perf": 2.0, "a/skipped": 0.0, "train/lr": 1.0, "train/loss": 1.0}
-    text = page(values | {"val/loss": 1.0, "val/top1": 0.5}, values)
-    data = data_of(text)
-    assert data["constant"] == ["a/skipped"]
-    keys = [metric["key"] for metric in data["metrics"]]
-    assert keys == ["val/top1", "val/loss", "train/loss", "train/lr", "zeros/perf"]
-
-
-@pytest.mark.parametrize(("value", "text"), [("nan", "NaN"), ("inf", "Infinity")])
-def test_values_that_are_not_finite_are_counted(value: str, text: str) -> None:
-    (metric,) = data_of(page({"train/loss": 1.0}, {"train/loss": float(value)}))["metrics"]
-    assert metric["final"] == [text, text]
-    assert metric["curves"][0]["num_not_finite"] == 1
 
 
 def test_scripts_set_text_and_never_markup() -> None:
