@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import blake3
-import torch
-from torch import nn
 
 from finetune.inference.results import EvaluationResult, as_results
 from finetune.inference.settings import EvaluateRun
@@ -21,8 +15,6 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
-from vitscale.evaluation.features.cache import FeatureCache
-from vitscale.evaluation.features.store import FeatureStore
 from vitscale.evaluation.interface.evaluation import FILES, Subject
 from vitscale.evaluation.interface.one_pass import results
 from vitscale.evaluation.registry import EVALUATIONS
@@ -130,9 +122,8 @@ def subject_of(
 ) -> Subject:
     folder = Path(run.folder) / FILES
     size = loaded.preprocessing.image_size
-    model = loaded.for_inference(world, precision=run.compute.precision)
     return Subject(
-        model=model,
+        model=loaded.for_inference(world, precision=run.compute.precision),
         train=train,
         val=val,
         data=data_settings(run, loaded),
@@ -141,7 +132,6 @@ def subject_of(
         num_outputs=loaded.num_classes,
         classes=loaded.classes,
         folder=folder / f"{show_size(size)}px".replace(" ", "") if len(run.sizes) > 1 else folder,
-        features=FeatureStore(feature_cache(run, loaded, world, dtype=model.dtype)),
     )
 
 
@@ -157,40 +147,3 @@ def data_settings(run: EvaluateRun, loaded: LoadedModel) -> DataSettings:
         remote=run.data.remote,
         **loaded.preprocessing.data_values(),
     )
-
-
-def feature_cache(
-    run: EvaluateRun, loaded: LoadedModel, world: World, *, dtype: torch.dtype
-) -> FeatureCache | None:
-    """Open the cache that `features.cache` names; None without one.
-
-    Raises UserError when its folder cannot be written.
-    """
-    if run.features.cache is None:
-        return None
-
-    def say(text: str) -> None:
-        if world.is_first:
-            print(f"features: {text}", file=sys.stderr, flush=True)
-
-    return FeatureCache(
-        Path(run.features.cache),
-        made_by={
-            "weights": weights_fingerprint(loaded.network),
-            "model": loaded.settings.model_dump(mode="json"),
-            "architecture": loaded.arch.description(),
-            "preprocessing": asdict(loaded.preprocessing),
-            "precision": str(dtype),
-        },
-        images_per_file=run.features.images_per_file,
-        say=say,
-    )
-
-
-def weights_fingerprint(network: nn.Module) -> str:
-    """BLAKE3 over names, shapes, types and bytes of all parameters and buffers."""
-    digest = blake3.blake3()
-    for name, tensor in sorted(network.state_dict().items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()

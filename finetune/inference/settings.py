@@ -14,7 +14,6 @@ from vitscale.checkpoint.folders import resolve_weights
 from vitscale.config.section import Section
 from vitscale.config.yaml_source import parse_yaml, plain_value
 from vitscale.data.remote.settings import RemoteSettings
-from vitscale.evaluation.features.settings import FeatureSettings
 from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.images.size import ImageSize, ImageSizeSetting, rows_and_columns
 from vitscale.runs.launching import LaunchSettings, launch_problems
@@ -53,8 +52,6 @@ class EvaluateRun(ModelRun):
     data: EvaluationData
     evaluate: tuple[EvaluationSettings, ...] = Field(min_length=1, strict=False)
     """The evaluations, in the order of the table."""
-    features: FeatureSettings = FeatureSettings()
-    """What kNN, few-shot and linear probes read."""
     tracking: TrackingSettings = TrackingSettings()
     launch: LaunchSettings = LaunchSettings()
 

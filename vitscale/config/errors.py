@@ -105,12 +105,6 @@ class WorkerError(RankError):
     kind = FailureKind.WORKER
 
 
-class RankStorageError(RankError):
-    """Storage failed on this rank."""
-
-    kind = FailureKind.STORAGE
-
-
 class PeerLostError(RankError):
     """Another rank did not start, or is gone."""
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from vitscale.distributed.world import World
-from vitscale.evaluation.features.store import FeatureStore
 from vitscale.evaluation.interface.evaluation import Outputs, Subject
 
 WORLD = World(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"))
@@ -45,17 +44,13 @@ class ArraySubject(Subject):
     """Counts what is extracted, in batches of `micro_batch` with padding."""
 
     extracted: list[np.ndarray] = field(default_factory=list)
-    ends_after: int | None = None
-    """Batches before the extraction fails."""
 
     def outputs(
         self, index: Any, output: str, *, samples: np.ndarray | None = None
     ) -> Iterator[Outputs]:
         assert samples is not None
         self.extracted.append(samples)
-        for number, first in enumerate(range(0, len(samples), self.micro_batch)):
-            if number == self.ends_after:
-                raise InterruptedError
+        for first in range(0, len(samples), self.micro_batch):
             chosen = samples[first : first + self.micro_batch]
             padded = np.resize(chosen, self.micro_batch)
             values = index.features[torch.from_numpy(padded)]
@@ -64,9 +59,7 @@ class ArraySubject(Subject):
             yield Outputs(values, labels, weights, padded)
 
 
-def array_subject(
-    train: Any, val: Any, *, store: FeatureStore | None = None, ends_after: int | None = None
-) -> ArraySubject:
+def array_subject(train: Any, val: Any) -> ArraySubject:
     """train: one part, or several as a tuple."""
     model: Any = SimpleNamespace(world=WORLD, known_outputs=("logits", "features", "blocks"))
     unused: Any = None
@@ -77,6 +70,4 @@ def array_subject(
         data=unused,
         image_size=8,
         micro_batch=4,
-        features=store or FeatureStore(),
-        ends_after=ends_after,
     )

@@ -47,7 +47,6 @@ PLACES = {
     "commit": ("vitscale.checkpoint.commit", "_finish"),
     "rename": ("vitscale.checkpoint.commit", "commit_folder"),
     "prune": ("vitscale.checkpoint.commit", "_prune"),
-    "feature file": ("vitscale.evaluation.features.cache", "write_bytes"),
 }
 Call = Callable[[], Any]
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from vitscale.evaluation.features.cache import FeatureCache, SplitCache
 from vitscale.evaluation.features.rows import owners
 
 if TYPE_CHECKING:
@@ -31,17 +30,16 @@ class _Held(NamedTuple):
 
 
 class FeatureStore:
-    """Features in memory, each rank its share, and in a cache on disk if one is given.
+    """Features in memory, each rank its share.
 
     Keyed by split and output, not by weights: forget them before the weights change.
     """
 
-    def __init__(self, cache: FeatureCache | None = None) -> None:
-        self._cache = cache
+    def __init__(self) -> None:
         self._held: dict[tuple[str, str], _Held] = {}
 
     def forget(self) -> None:
-        """Free the memory; the cache on disk stays."""
+        """Free the memory."""
         self._held.clear()
 
     def rows(
@@ -55,7 +53,7 @@ class FeatureStore:
     ) -> tuple[np.ndarray, torch.Tensor]:
         """This rank's share of `samples` (increasing), and their features [N, D]. Collective.
 
-        Only samples that no rank holds, in memory or in its cache, are extracted.
+        Only samples that no rank holds are extracted.
         """
         import torch
 
@@ -64,27 +62,16 @@ class FeatureStore:
         is_own = owners(samples, world_size=world.world_size) == world.rank
         own = samples[is_own]
         key = (index.fingerprint, output)
-        cache = self._cache.of(index, output=output) if self._cache else None
-        lacking = own[~np.isin(own, self._samples(key))]
-        if cache is not None and len(lacking):
-            for found in cache.read(lacking):
-                self._hold(key, *found)
         is_held = np.isin(samples, self._samples(key))
         wanted = torch.from_numpy(is_own & ~is_held).to(world.device, torch.int32)
         missing = samples[sum_over_ranks(wanted).cpu().numpy() > 0]
         if len(missing):
-            self._extract(key, missing, world=world, extract=extract, cache=cache)
+            self._extract(key, missing, world=world, extract=extract)
         held = self._held[key]
         return own, held.values[np.searchsorted(held.samples, own)]
 
     def _extract(
-        self,
-        key: tuple[str, str],
-        missing: np.ndarray,
-        *,
-        world: World,
-        extract: Extract,
-        cache: SplitCache | None,
+        self, key: tuple[str, str], missing: np.ndarray, *, world: World, extract: Extract
     ) -> None:
         import torch
 
@@ -96,12 +83,8 @@ class FeatureStore:
             rows_RD = gather_rows(values_BD)[: len(missing) - first].cpu()
             chosen = slice(first, first + len(rows_RD))
             kept.append(rows_RD[torch.from_numpy(is_own[chosen])])
-            if cache is not None and world.is_first:
-                cache.add(missing[chosen], rows_RD)
             first += len(rows_RD)
         assert first == len(missing), f"extracted {first} of {len(missing)} samples"
-        if cache is not None and world.is_first:
-            cache.finish()
         self._hold(key, missing[is_own], torch.cat(kept))
 
     def _samples(self, key: tuple[str, str]) -> np.ndarray:
