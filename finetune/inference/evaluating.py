@@ -32,7 +32,7 @@ def splits(
         read_split, run.data.path, remote_settings=run.data.remote, check_files=check_files
     )
     val = read(split=run.data.val_split, key="data.val_split")
-    if all(EVALUATIONS[each.name].needs in ("logits", "heads") for each in run.evaluate):
+    if all(EVALUATIONS[each.name].needs == "logits" for each in run.evaluate):
         return (), val
     return (read(split=run.data.train_split, key="data.train_split"),), val
 

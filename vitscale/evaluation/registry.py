@@ -9,15 +9,12 @@ from vitscale.evaluation.interface.evaluation import Evaluation, EvaluationSetti
 from vitscale.evaluation.logits.calibration import Calibration
 from vitscale.evaluation.logits.classification import Classification
 from vitscale.evaluation.logits.confusion import Confusion
-from vitscale.evaluation.logits.heads import Heads
 from vitscale.evaluation.logits.per_class import PerClass
 from vitscale.evaluation.logits.real_labels import RealLabels
 from vitscale.evaluation.logits.subset import Subset
-from vitscale.evaluation.logits.super_classes import SuperClasses
 from vitscale.evaluation.probes.few_shot import FewShot
 from vitscale.evaluation.probes.knn import Knn
 from vitscale.evaluation.probes.linear_heads import LinearHeads
-from vitscale.evaluation.throughput import Throughput
 
 EVALUATIONS: dict[str, type[Evaluation]] = {
     "classification": Classification,
@@ -26,12 +23,9 @@ EVALUATIONS: dict[str, type[Evaluation]] = {
     "confusion": Confusion,
     "real_labels": RealLabels,
     "subset": Subset,
-    "super_classes": SuperClasses,
     "knn": Knn,
     "few_shot": FewShot,
     "linear_heads": LinearHeads,
-    "heads": Heads,
-    "throughput": Throughput,
 }
 
 if TYPE_CHECKING:

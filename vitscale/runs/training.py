@@ -139,15 +139,8 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
     for name in names:
-        if not EVALUATIONS[name].in_training:
-            yield ("evaluate", f"{name} is for finetune/evaluate_model.py; remove it")
-        elif data.is_streamed and EVALUATIONS[name].needs not in ("logits", "heads"):
+        if data.is_streamed and EVALUATIONS[name].needs != "logits":
             yield ("evaluate", f"{name} needs training shards with an index; remove it")
-    if not getattr(run.model, "distillation_token", False):
-        for name in names:
-            if EVALUATIONS[name].needs == "heads":
-                what = f"{name} needs model.distillation_token, and the model has none"
-                yield ("evaluate", f"{what}; remove it, or set the token to true")
     if run.tracking.uri is not None:
         try:
             absolute_uri(run.tracking.uri)

@@ -56,7 +56,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
     "distillation": {
         "objective": {"name": "distillation"},
         "model": {"distillation_token": True},
-        "evaluate": [{"name": "heads", "every_steps": 3}],
+        "evaluate": [{"name": "classification", "every_steps": 3}],
         "optim": {"ema": {"decay": 0.5}},
         "teacher": True,
     },

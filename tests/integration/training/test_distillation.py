@@ -74,7 +74,7 @@ def student(fault_runs: FaultRuns, teacher: Path, tmp_path_factory: pytest.TempP
     folder = tmp_path_factory.mktemp("student")
     run(
         fault_runs, folder, "pretrain", model=TOKEN, objective=teaching(teacher),
-        evaluate=[{"name": "classification"}, {"name": "heads"}],
+        evaluate=[{"name": "classification"}],
     )  # fmt: skip
     return folder / "run"
 
@@ -119,7 +119,7 @@ def test_another_teacher_cannot_resume_the_run(
     earlier = teacher / "checkpoints/step-00000002"
     printed = run(
         fault_runs, tmp_path, "pretrain", 2, model=TOKEN, objective=teaching(earlier),
-        evaluate=[{"name": "classification"}, {"name": "heads"}],
+        evaluate=[{"name": "classification"}],
     )  # fmt: skip
     assert "resuming would not continue it" in printed and "    teacher: checkpoint" in printed
 
@@ -132,7 +132,8 @@ def test_the_student_is_finetuned_at_a_higher_resolution(
     objective = teaching(teacher, kind="soft", alpha=0.1, tau=3.0) if with_teacher else {}
     printed = run(
         fault_runs, tmp_path, "finetune", model={**TOKEN, "image_size": 24}, init=str(student),
-        keep_head=True, evaluate=[{"name": "heads"}], objective=objective or {"name": "supervised"},
+        keep_head=True, evaluate=[{"name": "classification"}],
+        objective=objective or {"name": "supervised"},
     )  # fmt: skip
     assert f"starting from {student}/checkpoints/step-00000004, step 4\n" in printed
     (row,) = (row for row in journal_rows(tmp_path / "run") if "val/dist_top1" in row)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 # Folder of the evaluations' files in that of a run or of results.
 FILES = "evaluation"
 NORMAL_QUANTILE_975 = 1.959963984540054
-Output = Literal["logits", "features", "heads", "representation", "blocks"]
+Output = Literal["logits", "features", "representation", "blocks"]
 """representation: what the last layer sees, after a representation layer."""
 
 
@@ -52,13 +52,14 @@ class Outputs(NamedTuple):
     """What a model makes of one batch of this rank."""
 
     values_BX: torch.Tensor
-    """fp32: logits [B, classes], features [B, width], or heads [2, B, classes]: the logits of the
-    class and of the distillation head; the others as features."""
+    """fp32: logits [B, classes], or features [B, width]."""
     labels_B: torch.Tensor
     weights_B: torch.Tensor
     """0 for padding, else 1."""
     samples_B: np.ndarray
     """int64: number of each image in its split."""
+    heads_2BC: torch.Tensor | None = None
+    """Beside logits: those of the class and of the distillation head, if the model has both."""
 
 
 class Model(Protocol):
@@ -146,13 +147,11 @@ class Subject:
 
         from vitscale.data.loader import evaluation_batches
 
-        world = self.model.world
-        model = self.model
-        forward = {
-            "logits": model.logits,
-            "features": model.features,
-            "heads": lambda images: torch.stack(model.heads(images)),
-        }.get(output, lambda images: model.forward(images, output))
+        world, model = self.model.world, self.model
+        forward = {"logits": model.logits, "features": model.features}.get(
+            output, lambda images: model.forward(images, output)
+        )
+        has_two_heads = output == "logits" and "heads" in model.known_outputs
         batches = evaluation_batches(
             index,
             settings=self.data,
@@ -168,8 +167,15 @@ class Subject:
             for cpu_batch in batches:
                 assert cpu_batch.positions is not None
                 batch = cpu_batch.to(world.device)
-                values = forward(batch.images).float()
-                yield Outputs(values, batch.labels, batch.weights, cpu_batch.positions)
+                heads_2BC = None
+                if has_two_heads:
+                    heads_2BC = torch.stack(model.heads(batch.images)).float()
+                    values_BX = heads_2BC.mean(dim=0)
+                else:
+                    values_BX = forward(batch.images).float()
+                yield Outputs(
+                    values_BX, batch.labels, batch.weights, cpu_batch.positions, heads_2BC
+                )
 
     @property
     def num_train(self) -> int:
@@ -255,8 +261,6 @@ class Evaluation:
     Settings: ClassVar[type[EvaluationSettingsBase]]
     needs: ClassVar[Output]
     """The output of the model that the evaluation reads."""
-    in_training: ClassVar[bool] = True
-    """Whether trainings may list it in `evaluate`."""
 
     def __init__(self, settings: Any) -> None:
         """settings: an instance of `Settings`."""

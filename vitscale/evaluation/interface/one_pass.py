@@ -1,17 +1,16 @@
-"""Run evaluations on one subject; those that read the same output of the model share a pass."""
+"""Run evaluations on one subject; those that read the logits share a pass."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import ClassVar
 
-from vitscale.config.errors import UserError
 from vitscale.evaluation.interface.evaluation import Evaluation, Output, Outputs, Subject
 from vitscale.evaluation.interface.labels import check_labels
 
 
 class LogitsEvaluation(Evaluation):
-    """Reads each validation image's output once; several of them share one pass (`in_one_pass`).
+    """Reads each validation image's logits once; several of them share one pass (`in_one_pass`).
 
     A subclass defines `start`, `add` and `finish`, in this order, and not `metrics`.
     """
@@ -20,14 +19,7 @@ class LogitsEvaluation(Evaluation):
 
     def check(self, subject: Subject) -> None:
         """The head has one output for each class of the shards, in their order."""
-        name, known = self.settings.name, subject.model.known_outputs
-        if self.needs not in known:
-            raise UserError(
-                f"{name} needs the output {self.needs!r}, which this model does not have",
-                where="evaluate",
-                next_step=f"leave {name} out; the model gives {', '.join(known)}",
-            )
-        check_labels(subject, name=name)
+        check_labels(subject, name=self.settings.name)
 
     def start(self, subject: Subject) -> None:
         """Prepare to count."""
@@ -49,16 +41,15 @@ class LogitsEvaluation(Evaluation):
 def in_one_pass(
     evaluations: Sequence[LogitsEvaluation], subject: Subject
 ) -> Iterator[dict[str, float]]:
-    """Metrics of evaluations that need the same output. Collective."""
+    """Yield the metrics of each. Collective."""
     import torch
 
     from vitscale.distributed.world import sum_over_ranks
 
-    (output,) = {each.needs for each in evaluations}
     for each in evaluations:
         each.start(subject)
     samples = torch.zeros((), dtype=torch.float64, device=subject.model.world.device)
-    for outputs in subject.outputs(subject.val, output):
+    for outputs in subject.outputs(subject.val, "logits"):
         samples += outputs.weights_B.double().sum()
         for each in evaluations:
             each.add(outputs)
@@ -79,7 +70,7 @@ def results(evaluations: Sequence[Evaluation], subject: Subject) -> Iterator[dic
                 group = {
                     later: other
                     for later, other in enumerate(evaluations)
-                    if isinstance(other, LogitsEvaluation) and other.needs == each.needs
+                    if isinstance(other, LogitsEvaluation)
                 }
                 found |= zip(group, in_one_pass(list(group.values()), subject), strict=True)
             else:

@@ -46,12 +46,12 @@ class PerClass(LogitsEvaluation):
 
         images, correct = sum_over_ranks(self._counts).long().tolist()
         rows = list(zip(self._subject.val.classes, images, correct, strict=True))
-        self._subject.write("per_class.csv", lambda path: write_class_table(path, rows))
+        self._subject.write("per_class.csv", lambda path: _write_table(path, rows))
         shares = [right / number for _, number, right in rows if number]
         return {"class_mean_top1": sum(shares) / len(shares)}
 
 
-def write_class_table(path: Path, rows: Sequence[tuple[str, int, int]]) -> None:
+def _write_table(path: Path, rows: Sequence[tuple[str, int, int]]) -> None:
     """rows: name, images, correct ones; the label is the row's number."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")

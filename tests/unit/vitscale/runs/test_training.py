@@ -132,13 +132,3 @@ def test_a_sequence_of_sizes_is_of_squares() -> None:
 def test_an_image_size_without_a_step_is_refused() -> None:
     with pytest.raises(UserError, match="no step of 100 is left for 64 px"):
         training_plan(run(schedule=sizes((64, 0.001), (224, None))), world_size=1, num_samples=8)
-
-
-def test_an_evaluation_that_is_not_for_trainings_is_refused() -> None:
-    run_of = run()
-    listed = run_of.model_validate(
-        run_of.model_dump() | {"evaluate": [{"name": "throughput"}, {"name": "calibration"}]}
-    )
-    assert [text.split()[0] for key, text in listed.problems() if key == "evaluate"] == [
-        "throughput"
-    ]
