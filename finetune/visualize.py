@@ -1,4 +1,4 @@
-"""Look inside a trained model: filters, positions, attention, neighbours, reconstructions.
+"""Look inside a trained model: filters, positions, attention.
 
 python finetune/visualize.py init=runs/demo-finetune
 python finetune/visualize.py init=runs/demo-finetune photos/ pictures=[attention_rollout]

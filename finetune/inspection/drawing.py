@@ -88,8 +88,7 @@ def _refuse(names: list[str], missing: dict[str, str]) -> None:
 
 
 def _say_skipped(subject: Inspected) -> None:
-    for key in ("images", "bank"):
-        reader = vars(subject).get(key)  # opened, if it is there
-        if reader is not None and reader.skipped:
-            first = next(iter(reader.skipped.values()))
-            print(f"skipped {len(reader.skipped)} unreadable of {key}; the first: {first}")
+    reader = vars(subject).get("images")  # opened, if it is there
+    if reader is not None and reader.skipped:
+        first = next(iter(reader.skipped.values()))
+        print(f"skipped {len(reader.skipped)} unreadable images; the first: {first}")

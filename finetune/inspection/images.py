@@ -28,9 +28,7 @@ class ImageBatch:
     numbers: tuple[int, ...]
     """Their numbers among all images."""
     titles: tuple[str, ...]
-    """Class, else file name, else number."""
-    classes: tuple[str | None, ...]
-    """Of shards; of files in sub-folders, the folder."""
+    """Class, or the folder of a file in a sub-folder; else file name or number."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -88,15 +86,6 @@ class ImageReader:
             next_step="choose other images with images=",
         )
 
-    def batch_of(self, numbers: Sequence[int]) -> ImageBatch:
-        """Images by number, which `spaced` has given before."""
-        pixels = self._empty(len(numbers))
-        taken = [
-            (number, self._samples.fill(number, out_3SS)[0])
-            for number, out_3SS in zip(numbers, pixels, strict=True)
-        ]
-        return self._batch(pixels, taken)
-
     def _empty(self, count: int) -> torch.Tensor:
         size = self._samples.image_size
         return torch.empty(count, 3, *rows_and_columns(size), dtype=torch.uint8)
@@ -111,24 +100,15 @@ class ImageReader:
         return None if unreadable else label
 
     def _batch(self, pixels: torch.Tensor, taken: Sequence[tuple[int, int]]) -> ImageBatch:
-        numbers = tuple(number for number, _ in taken)
-        classes = tuple(self._class_name(number, label) for number, label in taken)
         return ImageBatch(
             pixels_B3SS=pixels[: len(taken)].clone(),
-            numbers=numbers,
-            titles=tuple(map(self._title, numbers, classes)),
-            classes=classes,
+            numbers=tuple(number for number, _ in taken),
+            titles=tuple(self._title(number, label) for number, label in taken),
         )
 
-    def _class_name(self, number: int, label: int) -> str | None:
+    def _title(self, number: int, label: int) -> str:
         if isinstance(self.inputs, Shards):
-            return self.inputs.label_name(label)
+            return self.inputs.label_name(label) or f"{self.inputs.index.split} {number}"
         folder = Path(os.fsdecode(self.inputs.paths[number])).absolute().parent
-        return folder.name if self._roots & {*folder.parents} else None
-
-    def _title(self, number: int, class_name: str | None) -> str:
-        if class_name is not None:
-            return class_name
-        if isinstance(self.inputs, Shards):
-            return f"{self.inputs.index.split} {number}"
-        return Path(self.inputs.names([number])[0]).stem
+        is_class = self._roots & {*folder.parents}
+        return folder.name if is_class else Path(self.inputs.names([number])[0]).stem

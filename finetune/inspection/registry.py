@@ -27,6 +27,4 @@ PICTURES = {
     "position_similarity": Picture(code=f"{FOLDER}.position_similarity", needs_images=False),
     "attention_distance": Picture(code=f"{FOLDER}.attention_distance"),
     "attention_rollout": Picture(code=f"{FOLDER}.attention_rollout"),
-    "nearest_neighbours": Picture(code=f"{FOLDER}.nearest_neighbours"),
-    "reconstructions": Picture(code=f"{FOLDER}.reconstructions"),
 }

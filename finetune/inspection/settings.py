@@ -39,21 +39,13 @@ class VisualizeRun(ModelRun):
     """Images in a sheet, evenly spaced over `images`."""
     num_measured_images: int = Field(default=128, gt=0)
     """Images that the attention distance is averaged over; 128 in the ViT paper, appendix D.7."""
-    bank: str | None = None
-    """Shard folder or URL in which nearest neighbours are searched; null: the shards of `images`,
-    else those that the run was trained on."""
-    bank_split: str = "train"
-    """Split of `bank`."""
-    max_bank_images: int = Field(default=2000, gt=0)
-    """At most so many images of the bank, evenly spaced."""
     remote: RemoteSettings = RemoteSettings()
     mlflow: bool = True
     """Upload the pictures to the MLflow run of the run folder that `init` is in."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
-        paths = [*(("images", path) for path in self.images), ("bank", self.bank)]
-        for key, path in paths:
-            problem = url_problem(path) if path is not None and is_url(path) else None
+        for path in self.images:
+            problem = url_problem(path) if is_url(path) else None
             if problem is not None:
-                yield (key, problem)
+                yield ("images", problem)

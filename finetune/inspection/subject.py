@@ -1,4 +1,4 @@
-"""What is looked at: a model, its images, and the bank that neighbours are searched in."""
+"""What is looked at: a model and its images."""
 
 from __future__ import annotations
 
@@ -30,14 +30,12 @@ class Inspected:
     """A trained model with everything that its pictures need."""
 
     def __init__(self, run: VisualizeRun, loaded: LoadedModel, world: World) -> None:
-        """Raises UserError if `images` or `bank` is given and cannot be opened."""
+        """Raises UserError if `images` is given and cannot be opened."""
         self.run, self.loaded = run, loaded
         self.model = loaded.for_inference(world, precision=run.compute.precision)
         self.device = world.device
         if run.images:
             self.images  # noqa: B018  # opened before any work
-        if run.bank is not None:
-            self.bank  # noqa: B018  # likewise
 
     @property
     def name(self) -> str:
@@ -89,7 +87,7 @@ class Inspected:
         """The images to look at. Raises UserError if there are none."""
         run = self.run
         if not run.images:
-            return self._reader(self._split(self._shards_of_run("images"), run.split))
+            return self._reader(self._split(self._shards_of_run(), run.split))
         if (path := self._given_shards()) is not None:
             return self._reader(self._split(path, run.split))
         if run.split is not None:
@@ -99,12 +97,6 @@ class Inspected:
                 next_step="remove split, or set images to a shard folder",
             )
         return self._reader(find_files(run.images), roots=run.images)
-
-    @cached_property
-    def bank(self) -> ImageReader:
-        """The images that neighbours are searched in. Raises UserError if there are none."""
-        path = self.run.bank or self._given_shards() or self._shards_of_run("bank")
-        return self._reader(self._split(path, self.run.bank_split))
 
     def _given_shards(self) -> str | None:
         """The shard folder that `images` is; None if it is files. Raises UserError for both."""
@@ -118,20 +110,20 @@ class Inspected:
             )
         return shards[0] if shards else None
 
-    def _shards_of_run(self, key: str) -> str:
+    def _shards_of_run(self) -> str:
         trained = self.loaded.trained
         if trained is None:
             raise UserError(
                 "a weight file does not say which images it was trained on",
-                where=key,
-                next_step=f"set {key}=PATH",
+                where="images",
+                next_step="set images=PATH",
             )
         path = str(trained.config["data"]["path"])
         if not _is_shards(path):
             raise UserError(
                 f"the shards that the run was trained on are not here: {path}",
-                where=key,
-                next_step=f"start in the folder that has them, or set {key}=PATH",
+                where="images",
+                next_step="start in the folder that has them, or set images=PATH",
             )
         return path
 

@@ -15,7 +15,7 @@ from torch import nn
 from finetune.loading.labels import named_classes, sliced_text
 from finetune.loading.settings import ModelRun
 from finetune.loading.source import names_external_weights
-from vitscale.checkpoint.folders import Checkpoint, resolve_weights
+from vitscale.checkpoint.folders import resolve_weights
 from vitscale.config.errors import UserError
 from vitscale.distributed.world import World
 from vitscale.evaluation.models.inference import InferenceModel
@@ -51,8 +51,6 @@ class LoadedModel:
     """The run that trained it; None for a weight file."""
     step: int | None
     """Step of the checkpoint; None for a weight file."""
-    checkpoint: Checkpoint | None = None
-    """None for a weight file."""
 
     @property
     def num_classes(self) -> int:
@@ -112,7 +110,6 @@ def load_model(run: ModelRun) -> LoadedModel:
         source=f"{checkpoint.folder}, step {checkpoint.step}{said}",
         trained=trained,
         step=checkpoint.step,
-        checkpoint=checkpoint,
     )
 
 

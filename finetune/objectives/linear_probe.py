@@ -109,8 +109,8 @@ class LinearProbe(Supervised):
             first += part.num_samples
             if not len(samples):
                 continue
-            for values_BD, _, weights_B, _ in subject.outputs(part, "features", samples=samples):
-                values, weights = values_BD.double(), weights_B.double()[:, None]
+            for outputs in subject.outputs(part, "features", samples=samples):
+                values, weights = outputs.values_BX.double(), outputs.weights_B.double()[:, None]
                 weighted = (weights.expand_as(values), weights * values, weights * values.square())
                 sums_3D += torch.stack([each.sum(dim=0) for each in weighted])
         engine.train()

@@ -6,6 +6,7 @@ Source: He et al. 2022 (Masked Autoencoders Are Scalable Vision Learners); faceb
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -122,4 +123,25 @@ class Mae(Objective):
     def pictures(self, session: TrainingSession) -> Iterable[Path]:
         from pretrain.objectives.pictures import draw_predictions
 
-        return [draw_predictions(self, session)]
+        return [draw_predictions(session, partial(self._picture_rows, session))]
+
+    def _picture_rows(
+        self, session: TrainingSession, images_B3SS: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        import numpy as np
+
+        from vitscale.models.objectives.mae import picture_rows
+
+        arch: Any = session.arch
+        predicted_BLP, patches_BLP, removed_BR = self.reconstruct(
+            session.engine, images_B3SS, positions=np.arange(len(images_B3SS))
+        )
+        return picture_rows(
+            predicted_BLP,
+            patches_BLP,
+            removed_BR=removed_BR,
+            grid=arch.grid,
+            normalized=self.settings.normalized_pixels,
+            mean=session.run.data.mean,
+            std=session.run.data.std,
+        )

@@ -7,6 +7,7 @@ output token. Source: Dosovitskiy et al. 2021, section 4.6 and appendix B.1.2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,4 +134,24 @@ class MaskedPatchPrediction(Objective):
     def pictures(self, session: TrainingSession) -> Iterable[Path]:
         from pretrain.objectives.pictures import draw_predictions
 
-        return [draw_predictions(self, session)]
+        return [draw_predictions(session, partial(self._picture_rows, session))]
+
+    def _picture_rows(
+        self, session: TrainingSession, images_B3SS: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        import numpy as np
+
+        from vitscale.models.objectives.masked_patches import corruption_of, picture_rows
+
+        positions_B = np.arange(len(images_B3SS))
+        drawn = corruption_of(
+            self.settings, self._arch, positions_B=positions_B, purpose="pictures", seed=self.seed
+        )
+        inputs = drawn.to(images_B3SS.device)
+        return picture_rows(
+            images_B3SS,
+            session.engine.forward(images_B3SS, "objective", **inputs),
+            inputs,
+            patch_size=self._arch.patch_size,
+            cells=CELLS.get(self.settings.target),
+        )

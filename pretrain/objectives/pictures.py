@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from vitscale.data.samples import EvaluationSamples
 from vitscale.images.sheet import save_figure, sheet
 from vitscale.images.size import rows_and_columns
-from vitscale.models.objectives.reconstructions import reconstruction_rows
-from vitscale.training.objective import Objective
 
 if TYPE_CHECKING:
     from vitscale.training.loop import TrainingSession
@@ -19,28 +18,20 @@ if TYPE_CHECKING:
 NUM_IMAGES = 8
 
 
-def draw_predictions(objective: Objective, session: TrainingSession) -> Path:
-    """Draw the predictions of an objective in RECONSTRUCTIONS, in the run folder.
+@torch.no_grad()
+def draw_predictions(
+    session: TrainingSession, rows: Callable[[torch.Tensor], dict[str, torch.Tensor]]
+) -> Path:
+    """Draw a sheet in the run folder. Collective; rank 0 writes. Returns the file's path.
 
-    Collective; rank 0 writes. Returns the file's path.
+    rows: uint8 images [B, 3, S, S] on the device -> title -> such images, of a model in eval mode.
     """
-    path = session.folder / "pictures/reconstructions.png"  # as finetune/visualize.py names it
-    data, arch = session.run.data, session.arch
-    model: Any = session.engine
-    images_B3SS = sheet_images(session)
-    model.eval()
-    rows = reconstruction_rows(
-        model,
-        images_B3SS,
-        settings=objective.settings,
-        arch=arch,  # type: ignore[arg-type]  # these objectives take a ViT only
-        seed=objective.seed,
-        mean=data.mean,
-        std=data.std,
-    )
-    model.train()
+    path = session.folder / "pictures/reconstructions.png"
+    session.engine.eval()
+    drawn = rows(sheet_images(session))
+    session.engine.train()
     if session.world.is_first:
-        save_figure(sheet(rows), path)
+        save_figure(sheet(drawn), path)
     return path
 
 

@@ -48,10 +48,6 @@ class InferenceModel:
         class_BC, distillation_BC = self._forward(images_B3SS, "heads")
         return class_BC, distillation_BC
 
-    def normalized(self, images_B3SS: torch.Tensor) -> torch.Tensor:
-        """Normalised pixels in fp32, as `Engine.normalized`."""
-        return self._normalize(images_B3SS)
-
     @property
     def known_outputs(self) -> tuple[str, ...]:
         names: tuple[str, ...] = self.network.known_outputs  # type: ignore[assignment]  # any module

@@ -163,8 +163,8 @@ def reconstruct(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Predicted patches, patches [B, L, P] of normalised pixels, removed ones [B, R].
 
-    model: an engine, or an `InferenceModel` with the objective's module. Which patches are removed
-    is a function of the seed and `positions`, int64 [B].
+    model: an engine. Which patches are removed is a function of the seed and `positions`, int64
+    [B].
     """
     patches_BLP = to_patches(model.normalized(images_B3SS), patch_size=patch_size)
     num_patches = patches_BLP.shape[1]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from safetensors.torch import save_file
 
@@ -16,11 +15,9 @@ from finetune.inspection.registry import PICTURES
 from finetune.inspection.settings import VisualizeRun
 from tests.contract.tree import ROOT
 from tests.support.corpora.small_shards import make_shard_folder
-from tests.support.engine.vit_models import CPU, SMALL, inference_model, save_run
+from tests.support.engine.vit_models import CPU, SMALL
 from vitscale.config.errors import UserError
-from vitscale.models.objectives.reconstructions import RECONSTRUCTIONS
 from vitscale.models.registry import MODELS
-from vitscale.models.vit.settings import ViTSettings
 
 ALWAYS = {"patch_filters", "position_similarity"}
 MODEL = {"name": "vit", **SMALL, "image_size": 16, "patch_size": 4}
@@ -60,12 +57,9 @@ def vit_file(tmp_path: Path) -> Path:
     return weight_file(tmp_path / "vit.safetensors", MODEL)
 
 
-def test_a_weight_file_and_shards_give_all_but_reconstructions(
-    vit_file: Path, shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_weight_file_and_shards_give_all(vit_file: Path, shards: Path, tmp_path: Path) -> None:
     found = drawn(vit_file, tmp_path / "out", model=MODEL, images=[str(shards)])
-    assert found == set(PICTURES) - {"reconstructions"}
-    assert "left out reconstructions: a weight file has no module" in capsys.readouterr().out
+    assert found == set(PICTURES)
 
 
 def test_without_images_the_weights_alone_are_drawn(
@@ -74,7 +68,7 @@ def test_without_images_the_weights_alone_are_drawn(
     assert drawn(vit_file, tmp_path / "out", model=MODEL) == ALWAYS
     said = capsys.readouterr().out
     assert "left out attention_distance, attention_rollout: no images" in said
-    assert "set images=PATH" in said and "set bank=PATH" in said
+    assert "set images=PATH" in said
     with pytest.raises(UserError, match="pictures: attention_rollout: no images"):
         drawn(vit_file, tmp_path / "none", model=MODEL, pictures=["attention_rollout"])
     assert not (tmp_path / "none").exists()
@@ -85,10 +79,7 @@ def test_families_without_attention_say_so(
 ) -> None:
     model = {"name": "bit_resnet", "stage_depths": [1, 1], "root_width": 32, "image_size": 32}
     path = weight_file(tmp_path / "resnet.safetensors", model)
-    assert drawn(path, tmp_path / "out", model=model, images=[str(shards)]) == {
-        "patch_filters",
-        "nearest_neighbours",
-    }
+    assert drawn(path, tmp_path / "out", model=model, images=[str(shards)]) == {"patch_filters"}
     said = capsys.readouterr().out
     assert "left out attention_distance, attention_rollout: bit_resnet has no attention" in said
     with pytest.raises(UserError, match="pictures: position_similarity: bit_resnet has no pos"):
@@ -98,31 +89,6 @@ def test_families_without_attention_say_so(
 def test_the_documentation_lists_the_pictures() -> None:
     page = (ROOT / "docs/visualize.md").read_text()
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(PICTURES)
-
-
-@pytest.mark.parametrize("name", sorted(RECONSTRUCTIONS))
-def test_reconstructions_come_from_the_checkpoints_module(
-    name: str, shards: Path, tmp_path: Path
-) -> None:
-    """Of the run's own shards and objective, into its own folder; a missing module is an error."""
-    decoder = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}
-    objective = {"name": name, **(decoder if name == "mae" else {})}
-    kind = RECONSTRUCTIONS[name]
-    network: Any = inference_model().network
-    network.objective = kind.build(
-        kind.Settings.model_validate(objective),
-        ViTSettings.model_validate(MODEL).architecture(num_classes=0),
-    )
-    config = {"model": MODEL, "data": {"path": str(shards)}, "objective": objective}
-    folder = tmp_path / "run"
-    save_run(folder, network, config)
-    run = VisualizeRun.model_validate({"init": str(folder), "pictures": ["reconstructions"]})
-    assert draw_pictures(run, CPU) == [folder / "pictures/reconstructions.png"]
-    del network.objective
-    save_run(tmp_path / "without", network, config)
-    run = run.model_copy(update={"init": str(tmp_path / "without")})
-    with pytest.raises(UserError, match=f"does not hold the module of objective {name}"):
-        draw_pictures(run, CPU)
 
 
 def test_unreadable_images_are_counted_and_wrong_paths_refused(
@@ -135,30 +101,10 @@ def test_unreadable_images_are_counted_and_wrong_paths_refused(
     options: dict[str, Any] = {"model": MODEL, "pictures": ["attention_rollout"]}
     drawn(vit_file, tmp_path / "out", images=[str(images)], **options)
     said = capsys.readouterr().out
-    assert f"skipped 1 unreadable of images; the first: {images / 'bad.png'}" in said
+    assert f"skipped 1 unreadable images; the first: {images / 'bad.png'}" in said
     for images_path, split, message in (
         (tmp_path / "no", None, "no such file"),
         (images, "test", "only shards have splits"),
     ):
         with pytest.raises(UserError, match=message):
             drawn(vit_file, tmp_path / "x", images=[str(images_path)], split=split, **options)
-
-
-def test_an_image_is_no_neighbour_of_itself(
-    vit_file: Path, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from finetune.inspection.pictures import nearest_neighbours
-
-    seen = []
-    real = nearest_neighbours.nearest
-
-    def recorded(queries: torch.Tensor, bank: torch.Tensor, *, count: int) -> Any:
-        seen.append((len(queries), len(bank)))
-        return real(queries, bank, count=count)
-
-    monkeypatch.setattr(nearest_neighbours, "nearest", recorded)
-    options: dict[str, Any] = {"model": MODEL, "pictures": ["nearest_neighbours"]}
-    for number, split in enumerate(("train", "test")):
-        out = tmp_path / f"out{number}"
-        drawn(vit_file, out, images=[str(shards)], split=split, **options)
-    assert seen == [(2, 7), (2, 9)]
