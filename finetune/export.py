@@ -20,18 +20,18 @@ except ModuleNotFoundError as error:
 def export(run: ExportRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
     from finetune.exporting.folder import check_folder, check_packages, write_folder
+    from finetune.exporting.upload import check_linked, upload
     from finetune.loading.loaded_model import load_model
-    from finetune.serving.logged_model import log_model, trained_run
 
     check_folder(run.output)
     check_packages(run.to)
     loaded = load_model(run)
     if run.mlflow:
-        trained_run(loaded)
+        check_linked(loaded)
     for line in write_folder(run, loaded):
         print(line)
     if run.mlflow:
-        print(log_model(run, loaded))
+        upload(run, loaded)
 
 
 def main() -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Literal
-
-from pydantic import Field
 
 from finetune.loading.settings import ModelRun
 
@@ -21,14 +18,4 @@ class ExportRun(ModelRun):
     output: str
     """Folder to write: a new one, or an empty one."""
     mlflow: bool = False
-    """Log the folder as a model of the MLflow run that trained it, with its signature; safetensors
-    only. mlflow.pyfunc.load_model loads it without this project."""
-    register_as: str | None = Field(default=None, min_length=1)
-    """Name in MLflow's registry of which the logged model becomes a new version; needs mlflow."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        yield from super().problems()
-        if self.mlflow and self.to != "safetensors":
-            yield ("mlflow", f"is for to=safetensors, not {self.to}; change one of them")
-        if self.register_as is not None and not self.mlflow:
-            yield ("register_as", "needs mlflow=true; set it, or remove register_as")
+    """Upload the folder to the MLflow run that trained the model, below exported/."""

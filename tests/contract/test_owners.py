@@ -21,7 +21,6 @@ OWNERS: dict[str, set[str]] = {
     "fsspec": {"vitscale.data.remote.backends"},
     "deepspeed": {"vitscale.engine.host_waits", "vitscale.engine.layouts"},
     "mlflow": {
-        "finetune.serving.logged_model",
         "vitscale.tracking.mlflow_client",
         "vitscale.tracking.mlflow_run",
         "vitscale.tracking.mlflow_store",

@@ -333,9 +333,12 @@ def _with_known_parent(client: MlflowClient, tags: Mapping[str, str]) -> dict[st
     return others if run is None else others | {PARENT_TAG: run.info.run_id}
 
 
-def upload_to_linked_run(folder: Path, files: Sequence[Path], *, say: Say) -> bool:
+def upload_to_linked_run(
+    folder: Path, files: Sequence[Path], *, say: Say, place: str | None = None
+) -> bool:
     """Upload files to the MLflow run that a run folder is linked to; whether it was done.
 
+    place: folder among the run's artifacts; None: the top.
     Says what was done. A failure is said too and not raised: the files themselves are on disk.
     """
     link = read_link(folder)
@@ -348,7 +351,7 @@ def upload_to_linked_run(folder: Path, files: Sequence[Path], *, say: Say) -> bo
     try:
         client = open_client(link["uri"], say=say)
         for path in files:
-            client.log_artifact(link["run_id"], str(path))
+            client.log_artifact(link["run_id"], str(path), place)
     except Exception as error:
         say(f"warning: not uploaded to MLflow ({short_reason(error)})")
         return False

@@ -131,8 +131,13 @@ def test_exports_predict_as_the_run_does(scripts: Scripts, from_npz: Run) -> Non
     session = onnxruntime.InferenceSession(scripts.folder / "exported-onnx/model.onnx")
     (logits,) = session.run(None, {"images": np.zeros((5, 3, 12, 12), np.float32)})
     assert logits.shape == (5, 3)
-    again = scripts.run("export", f"init={NPZ}", "--to", "npz", folder, code=2)
-    assert "is not empty" in again and "Traceback" not in again
+    for more, message in (
+        ((folder,), "is not empty"),
+        ((scripts.folder / "new", "mlflow=true"), "no MLflow run trained this model"),
+    ):
+        printed = scripts.run("export", f"init={NPZ}", "--to", "npz", *more, code=2)
+        assert message in printed and "Traceback" not in printed
+    assert not (scripts.folder / "new").exists()
 
 
 def test_pictures_are_drawn(scripts: Scripts, from_npz: Run) -> None:

@@ -57,6 +57,7 @@ def test_objectives_without_labels(
 ) -> None:
     run(warm_starter, "pretrain/main.py", tmp_path, *OBJECTIVES[name])
     golden.json(f"training/curves/{name}.json", journal(tmp_path / "run", *CURVES), rel=REL)
+    assert (tmp_path / "run/pictures/reconstructions.png").stat().st_size > 1000
 
 
 def test_distillation(

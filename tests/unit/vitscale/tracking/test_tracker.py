@@ -274,6 +274,8 @@ def test_files_are_uploaded_to_the_linked_run(database: Path, tmp_path: Path) ->
     assert said == [f"uploaded to MLflow run {run_id}"]
     uploaded = database.parent / "mlflow-artifacts" / run_id / "artifacts/picture.png"
     assert uploaded.read_bytes() == b"a picture"
+    upload_to_linked_run(tmp_path, [file], place="exported/x", say=said.append)
+    assert (uploaded.parent / "exported/x/picture.png").exists()
 
 
 def test_an_upload_without_a_store_is_a_warning(tmp_path: Path) -> None:
