@@ -10,7 +10,7 @@ Nothing is downloaded, and no file runs code.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,17 +18,19 @@ from typing import Any
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.weights.files.json_files import read_json
-from vitscale.models.weights.files.npz import read_npz
-from vitscale.models.weights.files.safetensors import read_safetensors
-from vitscale.models.weights.files.suffixes import SUFFIXES
-from vitscale.models.weights.files.torch_files import read_torch_file
+from vitscale.models.weights.files import (
+    read_json,
+    read_npz,
+    read_safetensors,
+    read_torch_file,
+)
 from vitscale.models.weights.folders.exported import DESCRIPTION, read_description
 from vitscale.models.weights.folders.folder import CONFIG, Folder
 from vitscale.models.weights.folders.huggingface import read_huggingface_folder
 from vitscale.models.weights.folders.timm import read_timm_folder
 from vitscale.models.weights.names import google as google_names
 from vitscale.models.weights.names import timm as timm_names
+from vitscale.models.weights.suffixes import SUFFIXES
 
 TIMM_NAME = timm_names.FIRST_NAMES[0]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -199,7 +201,7 @@ def _read_npz(path: Path) -> _Read:
     )
 
 
-def _prefix(names: Mapping[str, object], path: Path) -> str:
+def _prefix(names: Iterable[str], path: Path) -> str:
     """vit_jax stores weights bare, older files below `opt/target/`, big_vision below `params/`,
     beside a text tower below `params/img/`.
     """

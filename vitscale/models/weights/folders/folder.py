@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.weights.files.safetensors import read_safetensors, read_sharded
-from vitscale.models.weights.files.torch_files import read_torch_file
+from vitscale.models.weights.files import read_safetensors, read_torch_file
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
@@ -42,8 +41,6 @@ def read_weights(folder: Path) -> dict[str, torch.Tensor]:
         path = folder / name
         if not path.is_file():
             continue
-        if name.endswith(".json"):
-            return read_sharded(path)
         return read_torch_file(path) if name.endswith(".bin") else read_safetensors(path)
     raise UserError(
         f"has {CONFIG}, but no weights",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -265,38 +264,9 @@ class Trap:
 def test_pickled_objects_are_refused_unread(tmp_path: Path) -> None:
     content = arrays() | {"cls": np.array([Trap(tmp_path / "sprung")], dtype=object)}
     path = npz(tmp_path / "trap.npz", content)
-    with pytest.raises(UserError, match="Python objects, which are never loaded"):
+    with pytest.raises(UserError, match="Object arrays cannot be loaded"):
         read_external_weights(path, grid=None)
     assert not (tmp_path / "sprung").exists()
-
-
-def member(shape: tuple[int, ...], num_bytes: int, dtype: str = "<f4") -> bytes:
-    file = io.BytesIO()
-    header = {"descr": dtype, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)
-    return file.getvalue() + bytes(num_bytes)
-
-
-@pytest.mark.parametrize(
-    "content, message",
-    [
-        (member((10**9, 10**6), 64), "declares 4,000,000,000,000,000 bytes"),
-        (member((4,), 12), "holds another number"),
-        (member((2**62, 4), 0), "bytes, but holds another number"),
-        (member((4,), 32, "<i8"), "holds int64"),
-        (b"not an array", "is not a numpy array"),
-        (bytes(80 * 2**20), "would unpack to 1 arrays"),
-    ],
-    ids=["enormous", "short", "overflow", "integers", "garbage", "bomb"],
-)
-def test_members_with_false_headers_are_refused(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
-    path = tmp_path / "weights.npz"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("embedding/kernel.npy", content)
-    with pytest.raises(UserError, match=message):
-        read_external_weights(path, grid=None)
 
 
 def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
@@ -309,6 +279,7 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
         "text.npz": b"hello",
         "text.safetensors": b"hello" * 10,
         "empty.npz": b"",
+        "empty.safetensors": b"",
     }.items():
         (tmp_path / name).write_bytes(content)
         with pytest.raises(UserError, match=name):

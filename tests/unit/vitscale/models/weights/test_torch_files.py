@@ -1,9 +1,8 @@
-"""Files of torch.save: those of MAE, DeiT and DINOv2 load; malicious ones are refused unread."""
+"""Files of torch.save: those of MAE, DeiT and DINOv2 load; others are refused."""
 
 from __future__ import annotations
 
 import argparse
-import io
 import pickle
 import zipfile
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import pytest
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.weights.files.torch_files import read_torch_file
+from vitscale.models.weights.files import read_torch_file
 from vitscale.models.weights.reading import ExternalWeights, read_external_weights
 
 STATE = {
@@ -66,6 +65,16 @@ def test_files_of_trainers_load_as_their_weights(
     assert all(value.dtype == torch.float32 for value in found.weights.values())
 
 
+def test_a_file_that_was_zipped_again_is_read(tmp_path: Path) -> None:
+    path = saved(tmp_path / "model.pth", STATE)
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    assert torch.equal(read_torch_file(path)["pos_embed"], STATE["pos_embed"])
+
+
 def test_weights_do_not_change_with_their_file(tmp_path: Path) -> None:
     path = saved(tmp_path / "model.pth", STATE)
     found = read_torch_file(path)
@@ -94,13 +103,6 @@ class Trap:
         return (Path.touch, (self.path,))
 
 
-class Claim:
-    """Unpickled, it would take a terabyte."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (bytearray, (10**12,))
-
-
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("bare", [True, False])
 def test_pickles_that_run_code_are_refused_unread(tmp_path: Path, zipped: bool, bare: bool) -> None:
@@ -113,36 +115,6 @@ def test_pickles_that_run_code_are_refused_unread(tmp_path: Path, zipped: bool, 
     assert not sprung.exists()
     torch.load(path, weights_only=False)  # the trap is a real one
     assert sprung.exists()
-
-
-def stride_0(path: Path) -> None:
-    saved(path, STATE | {"huge": torch.ones(1).expand(10**6, 10**6)})
-
-
-def terabytes(path: Path) -> None:
-    """The numbers of elements in the pickle, raised: 1 + 80 floats become 10^12 each."""
-    saved(path, {"x": torch.zeros(77)}, _use_new_zipfile_serialization=False)
-    small, large = b"K\x4d", b"\x8a\x06" + (10**12).to_bytes(6, "little")
-    path.write_bytes(path.read_bytes().replace(small, large))
-
-
-def terabytes_in_a_zip(path: Path) -> None:
-    saved(path, {"x": torch.zeros(77)})
-    small, large = b"K\x4d", b"\x8a\x06" + (10**12).to_bytes(6, "little")
-    repacked(path, lambda name, data: data.replace(small, large), zipfile.ZIP_STORED)
-
-
-def deflated(path: Path) -> None:
-    saved(path, {"x": torch.zeros(10**6)})
-    repacked(path, lambda name, data: data, zipfile.ZIP_DEFLATED)
-
-
-def repacked(path: Path, change: Callable[[str, bytes], bytes], compression: int) -> None:
-    with zipfile.ZipFile(path) as archive:
-        members = {name: change(name, archive.read(name)) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w", compression) as archive:
-        for name, data in members.items():
-            archive.writestr(name, data)
 
 
 def cut(path: Path) -> None:
@@ -159,10 +131,6 @@ def without_magic(path: Path) -> None:
     path.write_bytes(pickle.dumps({"x": 1}))
 
 
-def bytearray_claim(path: Path) -> None:
-    saved(path, {"model": STATE, "extra": Claim()})
-
-
 def another_zip(path: Path) -> None:
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("data.txt", "hello")
@@ -175,16 +143,11 @@ def text(path: Path) -> None:
 @pytest.mark.parametrize(
     "write, message",
     [
-        (stride_0, "'huge' claims 1000000x1000000 values, more than the file"),
-        (terabytes, "'x' claims 1000000000000 values, more than the file"),
-        (terabytes_in_a_zip, "'x' claims 1000000000000 values, more than the file"),
-        (deflated, "is compressed, as torch.save never does"),
         (cut, "is damaged or no file of weights"),
         (cut_legacy, "is damaged or no file of weights"),
         (without_magic, "is damaged or no file of weights"),
         (another_zip, "is damaged or no file of weights"),
         (text, "is damaged or no file of weights"),
-        (bytearray_claim, "needs .*bytearray"),
         (lambda path: saved(path, {"model": {"x": 1}}), "'x' is no tensor"),
         (lambda path: saved(path, [torch.ones(1)]), "holds no tensors by name"),
         (lambda path: path.write_bytes(b""), "is damaged or no file of weights"),
@@ -199,11 +162,3 @@ def test_bad_files_are_refused_in_one_sentence(
     with pytest.raises(UserError, match=message) as caught:
         read(path)
     assert str(path) in str(caught.value) and len(str(caught.value).splitlines()) <= 3
-
-
-def test_a_file_above_the_limit_is_not_read(tmp_path: Path) -> None:
-    path = tmp_path / "model.pth"
-    with io.FileIO(path, "w") as file:
-        file.truncate(17 * 2**30)  # sparse
-    with pytest.raises(UserError, match="is larger than 17,179,869,184 bytes"):
-        read(path)

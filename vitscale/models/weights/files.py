@@ -1,0 +1,133 @@
+"""Read untrusted files of weights as tensors by name, in fp32. No code of a file runs.
+
+Every function raises UserError for files that are damaged or hold something else, and OSError.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import pickle
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch.serialization import safe_globals
+
+from vitscale.config.errors import UserError
+
+# Where training scripts put the weights. MAE, DeiT: `model`; timm: `state_dict`; DINO: `teacher`.
+WEIGHT_KEYS = ("model", "state_dict", "teacher")
+# Of `args` in the files of MAE and DeiT.
+EXTRA_TYPES: list[Any] = [argparse.Namespace, pathlib.PosixPath]
+# bfloat16 as numpy stores unknown types: big_vision, utils.py, `recover_dtype`.
+BFLOAT16 = np.dtype("V2")
+# What loaders raise for files that are cut, changed or no such file.
+DAMAGE = (
+    *(ValueError, TypeError, LookupError, AttributeError, AssertionError, EOFError),
+    *(RuntimeError, MemoryError, pickle.UnpicklingError, zipfile.BadZipFile, zlib.error),
+)
+REFUSED = re.compile(r"Unsupported (?:global|class|operand).*?(?= was not|$)")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"is not JSON ({error})", where=str(path)) from None
+    if not isinstance(found, dict):
+        raise UserError("holds no JSON object", where=str(path))
+    return found
+
+
+def read_npz(path: Path, *, prefix_of: Callable[[Iterable[str]], str]) -> dict[str, torch.Tensor]:
+    """Arrays whose names start with a prefix, which is removed.
+
+    prefix_of: chooses it from all names; what is beside it, such as optimiser states, is not read.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            prefix = prefix_of(arrays.files)
+            names = [name for name in arrays.files if name.startswith(prefix)]
+            return {name.removeprefix(prefix): _in_fp32(arrays[name]) for name in names}
+    except DAMAGE as error:
+        raise _refused(error, path) from None
+
+
+def _in_fp32(array: np.ndarray) -> torch.Tensor:
+    if array.dtype == BFLOAT16:
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16).float()
+    return torch.from_numpy(array.astype(np.float32, order="C"))
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors; of all files that an index lists (`model.safetensors.index.json`)."""
+    if path.suffix == ".json":
+        shards = sorted(set(read_json(path).get("weight_map", {}).values()))
+        found: dict[str, torch.Tensor] = {}
+        for name in shards:
+            found |= read_safetensors(path.parent / name)
+        return found
+    try:
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name).float() for name in file.keys()}
+    except SafetensorError as error:
+        raise _refused(error, path) from None
+
+
+def read_torch_file(path: Path) -> dict[str, torch.Tensor]:
+    """Tensors of `torch.save`, also below one of `WEIGHT_KEYS`."""
+    try:
+        with safe_globals(EXTRA_TYPES):
+            found = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=_is_plain_zip(path)
+            )
+        for key in WEIGHT_KEYS:
+            if isinstance(found, Mapping) and isinstance(found.get(key), Mapping):
+                found = found[key]
+                break
+        if not isinstance(found, Mapping):
+            raise UserError("holds no tensors by name", where=str(path))
+        odd = [key for key, value in found.items() if not isinstance(value, torch.Tensor)]
+        if odd:
+            allowed = f"tensors by name, also below one of {', '.join(WEIGHT_KEYS)}"
+            raise UserError(f"{odd[0]!r} is no tensor", where=str(path), allowed=allowed)
+        # A copy: what is mapped changes with the file.
+        return {str(k): v.detach().to(torch.float32, copy=True) for k, v in found.items()}
+    except DAMAGE as error:
+        raise _refused(error, path) from None
+
+
+def _is_plain_zip(path: Path) -> bool:
+    """Whether it can be mapped: torch's older format is no zip file."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return all(info.compress_type == zipfile.ZIP_STORED for info in archive.infolist())
+
+
+def _refused(error: Exception, path: Path) -> UserError:
+    if isinstance(error, UserError):
+        return error
+    text = str(error)
+    if needs := REFUSED.search(text):
+        return UserError(
+            f"may run code; nothing of it was loaded ({needs[0]})",
+            where=str(path),
+            allowed="tensors, numbers, texts, argparse.Namespace and pathlib.PosixPath",
+            next_step="save the weights alone where the file comes from, best as .safetensors",
+        )
+    reason = (text.splitlines() or [type(error).__name__])[0].split(". ")[0]
+    return UserError(
+        f"is damaged or no file of weights ({reason})",
+        where=str(path),
+        next_step="download it again, or save the weights as .safetensors",
+    )
