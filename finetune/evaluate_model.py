@@ -9,19 +9,15 @@ from __future__ import annotations
 import shutil
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 try:
-    from finetune.inference.settings import EvaluateRun, settings_of_run, steps_of
+    from finetune.inference.settings import EvaluateRun, settings_of_run
     from vitscale.config.command_line import load_command
     from vitscale.data.workers.server import start_loader_server
     from vitscale.distributed.failures.ending import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
-
-if TYPE_CHECKING:
-    from finetune.inference.results import EvaluationResult
 
 
 def evaluate(run: EvaluateRun) -> None:
@@ -30,7 +26,7 @@ def evaluate(run: EvaluateRun) -> None:
         FILES,
         check,
         describe,
-        evaluate_sizes,
+        evaluate_all,
         splits,
     )
     from finetune.inference.results import text_table, write_results
@@ -47,7 +43,7 @@ def evaluate(run: EvaluateRun) -> None:
         folder, compute.timeout_min, device=compute.device, num_threads=compute.num_threads
     ) as world:
         say = print if world.is_first else lambda _: None
-        loaded = load_model(run.model_copy(update={"image_size": run.sizes[0]}))
+        loaded = load_model(run)
         (train, val), lines = once_per_node(
             lambda: splits(run, check_files=world.is_first),
             rank=world.rank,
@@ -58,15 +54,12 @@ def evaluate(run: EvaluateRun) -> None:
             say(f"index of {run.data.path}: {line}")
         check(run, loaded, world, train=train, val=val)
         say(f"evaluating {loaded.source}")
-        found: list[EvaluationResult] = []
         with run_folder_lock(folder, world=world), open_tracker(run, loaded, world) as tracker:
             if world.is_first:
                 shutil.rmtree(folder / FILES, ignore_errors=True)
-            steps = steps_of([size or loaded.preprocessing.image_size for size in run.sizes])
-            sizes = evaluate_sizes(run, loaded, world, train=train, val=val, say=say)
-            for step, rows in zip(steps, sizes, strict=True):
-                found += rows
-                tracker.log({f"val/{row.metric}": row.value for row in rows}, step=step)
+            found = evaluate_all(run, loaded, world, train=train, val=val, say=say)
+            metrics = {f"val/{row.metric}": row.value for row in found}
+            tracker.log(metrics, step=loaded.step or 0)
             if world.is_first:
                 description = describe(run, loaded, val)
                 for path in write_results(folder, found, description=description):

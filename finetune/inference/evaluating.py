@@ -1,17 +1,16 @@
-"""Evaluate a trained model on a folder of shards, at one image size or several."""
+"""Evaluate a trained model on a folder of shards."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from finetune.inference.results import EvaluationResult, as_results
 from finetune.inference.settings import EvaluateRun
-from finetune.loading.loaded_model import LoadedModel, load_model
-from vitscale.config.errors import UserError
+from finetune.loading.loaded_model import LoadedModel
 from vitscale.data.index import SplitIndex, read_split
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
@@ -45,23 +44,13 @@ def check(
     train: tuple[SplitIndex, ...],
     val: SplitIndex,
 ) -> None:
-    """Raise UserError where model, image sizes, shards and evaluations do not fit."""
-    check_sizes(run, loaded)
+    """Raise UserError where model, shards and evaluations do not fit."""
     subject = subject_of(run, loaded, world, train=train, val=val)
     for each in run.evaluate:
         EVALUATIONS[each.name](each).check(subject)
 
 
-def check_sizes(run: EvaluateRun, loaded: LoadedModel) -> None:
-    """Raise UserError for a size that the model cannot take."""
-    for size in run.image_sizes or ():
-        resized = loaded.settings.model_copy(update={"image_size": size})
-        for key, text in resized.problems():
-            if key == "model.image_size":
-                raise UserError(text, where="image_sizes")
-
-
-def evaluate_sizes(
+def evaluate_all(
     run: EvaluateRun,
     loaded: LoadedModel,
     world: World,
@@ -69,24 +58,18 @@ def evaluate_sizes(
     train: tuple[SplitIndex, ...],
     val: SplitIndex,
     say: Callable[[str], None],
-) -> Iterator[list[EvaluationResult]]:
-    """Results at each image size; `loaded` is the model at the first. Collective.
-
-    Equal on every rank. The caller has called `check`.
-    """
+) -> list[EvaluationResult]:
+    """Return the results, equal on every rank. Collective; the caller has called `check`."""
     evaluations = [EVALUATIONS[each.name](each) for each in run.evaluate]
-    for number, size in enumerate(run.sizes):
-        if number:
-            loaded = load_model(run.model_copy(update={"image_size": size}))
-        subject = subject_of(run, loaded, world, train=train, val=val)
-        rows, shown = [], f"{show_size(subject.image_size)} px"
-        names = ", ".join(each.settings.name for each in evaluations)
-        say(f"{shown}: {val.num_samples} images; {names}")
-        start = time.perf_counter()
-        for each, metrics in zip(evaluations, results(evaluations, subject), strict=True):
-            rows += as_results(each.settings.name, metrics, image_size=subject.image_size)
-            say(f"{shown}: {each.settings.name} after {time.perf_counter() - start:.1f} s")
-        yield rows
+    subject = subject_of(run, loaded, world, train=train, val=val)
+    rows, shown = [], f"{show_size(subject.image_size)} px"
+    names = ", ".join(each.settings.name for each in evaluations)
+    say(f"{shown}: {val.num_samples} images; {names}")
+    start = time.perf_counter()
+    for each, metrics in zip(evaluations, results(evaluations, subject), strict=True):
+        rows += as_results(each.settings.name, metrics, image_size=subject.image_size)
+        say(f"{shown}: {each.settings.name} after {time.perf_counter() - start:.1f} s")
+    return rows
 
 
 def describe(run: EvaluateRun, loaded: LoadedModel, val: SplitIndex) -> dict[str, Any]:
@@ -120,18 +103,16 @@ def subject_of(
     train: tuple[SplitIndex, ...],
     val: SplitIndex,
 ) -> Subject:
-    folder = Path(run.folder) / FILES
-    size = loaded.preprocessing.image_size
     return Subject(
         model=loaded.for_inference(world, precision=run.compute.precision),
         train=train,
         val=val,
         data=data_settings(run, loaded),
-        image_size=size,
+        image_size=loaded.preprocessing.image_size,
         micro_batch=run.compute.batch,
         num_outputs=loaded.num_classes,
         classes=loaded.classes,
-        folder=folder / f"{show_size(size)}px".replace(" ", "") if len(run.sizes) > 1 else folder,
+        folder=Path(run.folder) / FILES,
     )
 
 

@@ -15,7 +15,6 @@ from vitscale.config.section import Section
 from vitscale.config.yaml_source import parse_yaml, plain_value
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.evaluation.registry import EvaluationSettings
-from vitscale.images.size import ImageSize, ImageSizeSetting, rows_and_columns
 from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.tracking.settings import TrackingSettings
 
@@ -45,10 +44,6 @@ class EvaluateRun(ModelRun):
     """Name in MLflow and of the folder of results."""
     output: str | None = None
     """Folder of results; null: runs/NAME."""
-    image_sizes: tuple[ImageSizeSetting, ...] | None = Field(
-        default=None, min_length=1, strict=False
-    )
-    """Evaluate the same weights at each of these sizes; null: at `image_size` alone."""
     data: EvaluationData
     evaluate: tuple[EvaluationSettings, ...] = Field(min_length=1, strict=False)
     """The evaluations, in the order of the table."""
@@ -56,23 +51,11 @@ class EvaluateRun(ModelRun):
     launch: LaunchSettings = LaunchSettings()
 
     @property
-    def sizes(self) -> tuple[ImageSize | None, ...]:
-        """Image sizes to evaluate at, in the order of `steps_of`; None: the model's own."""
-        if self.image_sizes is None:
-            return (self.image_size,)
-        steps = dict(zip(self.image_sizes, steps_of(self.image_sizes), strict=True))
-        return tuple(sorted(self.image_sizes, key=steps.__getitem__))
-
-    @property
     def folder(self) -> str:
         return self.output or f"runs/{self.name}"
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
-        if self.image_sizes is not None and self.image_size is not None:
-            yield ("image_sizes", "give either image_size or image_sizes")
-        if len(set(self.image_sizes or ())) != len(self.image_sizes or ()):
-            yield ("image_sizes", f"{list(self.image_sizes or ())} lists a size twice")
         names = [each.name for each in self.evaluate]
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
@@ -106,14 +89,3 @@ def settings_of_run(argv: Sequence[str]) -> list[str]:
     values = {"name": name, "evaluate": evaluations}
     values |= {f"data.{key}": value for key, value in data.items() if value is not None}
     return [f"{key}={json.dumps(value)}" for key, value in values.items()]
-
-
-def steps_of(sizes: Sequence[ImageSize]) -> list[int]:
-    """The step of each image size in charts: its longer side, in px. Sizes that share it have
-    rows * 10,000 + columns, such as 1920384, but for the square."""
-    pairs = [rows_and_columns(size) for size in sizes]
-    longer = [max(pair) for pair in pairs]
-    return [
-        side if longer.count(side) == 1 or rows == columns else rows * 10_000 + columns
-        for side, (rows, columns) in zip(longer, pairs, strict=True)
-    ]

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from finetune.loading.labels import sliced_text
+from finetune.loading.head_slicing import sliced_head
 from finetune.loading.source import names_external_weights
 from finetune.run import FinetuneRun
 from vitscale.checkpoint.folders import resolve_weights
@@ -17,7 +17,6 @@ from vitscale.data.training_set import class_names
 from vitscale.evaluation.models.trained_model import read_trained_model, starting_weights
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.vit.position_embedding import fixed_positions
-from vitscale.models.weights.head_slicing import sliced_head
 from vitscale.models.weights.inferred import inferred_model
 from vitscale.models.weights.reading import ExternalWeights, read_external_weights
 from vitscale.models.weights.transfer import transfer_weights
@@ -93,7 +92,16 @@ def _with_own_head(
         return weights, []
     wanted = class_names(run.data)
     found, missing = sliced_head(weights, source=classes, target=wanted, where=where)
-    return found, [sliced_text(len(wanted), missing)]
+    return found, [_sliced_text(len(wanted), missing)]
+
+
+def _sliced_text(num_wanted: int, missing: Sequence[str]) -> str:
+    """Say in a sentence what was kept of a head."""
+    kept = f"kept {num_wanted - len(missing):,} of {num_wanted:,} classes of the head, by name"
+    if not missing:
+        return kept
+    shown = f"{', '.join(missing[:3])}{', ...' if missing[3:] else ''}"
+    return f"{kept}; zero weights for {shown}"
 
 
 def _suggestion(external: ExternalWeights, run: FinetuneRun, path: Path) -> str | None:

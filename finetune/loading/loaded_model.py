@@ -7,12 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from finetune.loading.labels import named_classes, sliced_text
 from finetune.loading.settings import ModelRun
 from finetune.loading.source import names_external_weights
 from vitscale.checkpoint.folders import resolve_weights
@@ -28,7 +26,6 @@ from vitscale.evaluation.models.trained_model import (
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import MODELS, ModelSettings
 from vitscale.models.vit.position_embedding import fixed_positions
-from vitscale.models.weights.head_slicing import sliced_head
 from vitscale.models.weights.inferred import inferred_model
 from vitscale.models.weights.reading import ExternalWeights, read_external_weights
 from vitscale.models.weights.transfer import transfer_weights
@@ -70,7 +67,7 @@ class LoadedModel:
 
 
 def load_model(run: ModelRun) -> LoadedModel:
-    """The model of `run.init`, heads included, at its `image_size` and `patch_size`.
+    """The model of `run.init`, heads included, at its `image_size`.
 
     Raises UserError when it cannot be read, or does not fit.
     """
@@ -82,17 +79,8 @@ def load_model(run: ModelRun) -> LoadedModel:
         raise UserError(
             "the run folder describes its model itself", where="model", next_step="remove `model`"
         )
-    weights, classes, said = _kept_head(
-        starting_weights(checkpoint, run.init_weights),
-        run,
-        classes=trained.classes,
-        where=str(checkpoint.folder),
-    )
-    settings, arch = trained.settings, trained.arch
-    if said and classes is not None:
-        settings = settings.model_copy(update={"num_classes": len(classes)})
-        arch = replace(arch, num_classes=len(classes))
-    settings, arch = _at_size(settings, arch, run)
+    weights = starting_weights(checkpoint, run.init_weights)
+    settings, arch = _at_size(trained.settings, trained.arch, run)
     rows, columns = checkpoint.description["grid"]
     network = _build(settings, arch)
     if "pos_embed" in network.state_dict():
@@ -106,8 +94,8 @@ def load_model(run: ModelRun) -> LoadedModel:
         preprocessing=replace(
             trained.preprocessing, image_size=arch.image_size, **run.preprocessing.chosen()
         ),
-        classes=classes,
-        source=f"{checkpoint.folder}, step {checkpoint.step}{said}",
+        classes=trained.classes,
+        source=f"{checkpoint.folder}, step {checkpoint.step}",
         trained=trained,
         step=checkpoint.step,
     )
@@ -116,16 +104,18 @@ def load_model(run: ModelRun) -> LoadedModel:
 def _from_external(run: ModelRun) -> LoadedModel:
     path = Path(run.init)
     external = read_external_weights(path, grid=run.init_grid)
-    weights, classes, said = _kept_head(
-        external.weights, run, classes=external.classes, where=run.init
-    )
-    external = replace(external, weights=weights)
     inferred, num_classes = inferred_model(external, chosen=run.model, path=path)
     arch = inferred.architecture(num_classes=num_classes)
     settings, arch = _at_size(inferred, arch, run)
     network = _build(settings, arch)
-    weights = external.weights
-    _fill(network, arch, run, weights=weights, source_grid=external.grid, where=run.init)
+    _fill(
+        network,
+        arch,
+        run,
+        weights=external.weights,
+        source_grid=external.grid,
+        where=run.init,
+    )
     return LoadedModel(
         network=network,
         settings=settings,
@@ -133,8 +123,8 @@ def _from_external(run: ModelRun) -> LoadedModel:
         preprocessing=Preprocessing(
             image_size=arch.image_size, **{**external.preprocessing, **run.preprocessing.chosen()}
         ),
-        classes=_fitting(classes, arch),
-        source=f"{run.init}, {external.format}{_assumed(external, run)}{said}",
+        classes=_fitting(external.classes, arch),
+        source=f"{run.init}, {external.format}{_assumed(external, run)}",
         trained=None,
         step=None,
     )
@@ -159,19 +149,7 @@ def _fill(
         convention=run.position_embedding,
         where=where,
         keep_head=True,
-        resize_patches=run.patch_size is not None,
     )
-
-
-def _kept_head(
-    weights: dict[str, torch.Tensor], run: ModelRun, *, classes: tuple[str, ...] | None, where: str
-) -> tuple[dict[str, torch.Tensor], tuple[str, ...] | None, str]:
-    """The weights with the head's rows of `run.head_classes`, their names, and what to say."""
-    if run.head_classes is None:
-        return weights, classes, ""
-    wanted = named_classes(run.head_classes)
-    found, missing = sliced_head(weights, source=classes, target=wanted, where=where)
-    return found, wanted, f"; {sliced_text(len(wanted), missing)}"
 
 
 def _assumed(external: ExternalWeights, run: ModelRun) -> str:
@@ -193,20 +171,12 @@ def _fitting(classes: tuple[str, ...] | None, arch: Architecture) -> tuple[str, 
 def _at_size(
     settings: ModelSettings, arch: Architecture, run: ModelRun
 ) -> tuple[ModelSettings, Architecture]:
-    changes: dict[str, Any] = {}
-    if run.image_size is not None and run.image_size != arch.image_size:
-        changes["image_size"] = run.image_size
-    if run.patch_size is not None:
-        if "patch_size" not in type(settings).model_fields:
-            what = f"a model of the family {settings.name} has no patches"
-            raise UserError(what, where="patch_size", next_step="set it to null")
-        changes["patch_size"] = run.patch_size
-    if not changes:
+    if run.image_size is None or run.image_size == arch.image_size:
         return settings, arch
-    resized = settings.model_copy(update=changes)
+    resized = settings.model_copy(update={"image_size": run.image_size})
     problems = [text for key, text in resized.problems() if key == "model.image_size"]
     if problems:
-        raise UserError(problems[0], where="image_size" if run.image_size else "patch_size")
+        raise UserError(problems[0], where="image_size")
     return resized, resized.architecture(num_classes=arch.num_classes)
 
 

@@ -63,15 +63,9 @@ class ModelRun(Run):
     num_heads; a run folder has its own."""
     preprocessing: PreprocessingSettings = PreprocessingSettings()
     """Keys that win over the preprocessing that comes with the model, one by one."""
-    head_classes: str | None = None
-    """Keep the head's rows of these classes only, matched by name: a shard folder, or a text file
-    with one name per line; see docs/weights.md."""
     image_size: ImageSizeSetting | None = None
     """Apply the model at another image size, a number or [rows, columns], its position embeddings
     resized; null: its own."""
-    patch_size: int | None = Field(default=None, gt=0)
-    """Apply the model with another patch size, its patch embedding resized; null: its own. Beyer
-    et al. 2023 (FlexiViT)."""
     position_embedding: Literal["google", "timm", "deit", "dinov2"] = "google"
     """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
     compute: DeviceSettings = DeviceSettings()

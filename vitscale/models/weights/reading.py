@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.weights.files import (
+from vitscale.models.weights.files.suffixes import SUFFIXES
+from vitscale.models.weights.files.tensors import (
     read_json,
     read_npz,
     read_safetensors,
@@ -30,7 +31,6 @@ from vitscale.models.weights.folders.huggingface import read_huggingface_folder
 from vitscale.models.weights.folders.timm import read_timm_folder
 from vitscale.models.weights.names import google as google_names
 from vitscale.models.weights.names import timm as timm_names
-from vitscale.models.weights.suffixes import SUFFIXES
 
 TIMM_NAME = timm_names.FIRST_NAMES[0]
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)

@@ -16,11 +16,11 @@ from torch import nn
 
 from vitscale.config.errors import UserError, nearest
 from vitscale.images.size import ImageSize
+from vitscale.models.weights.files.suffixes import SUFFIXES
 from vitscale.models.weights.reading import (
     is_weight_file,
     read_external_weights,
 )
-from vitscale.models.weights.suffixes import SUFFIXES
 from vitscale.models.weights.transfer import refuse_misfits
 
 # Counters of BatchNorm, which evaluation does not read; some files lack them.

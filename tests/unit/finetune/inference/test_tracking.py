@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from finetune.inference.settings import EvaluateRun, steps_of
+from finetune.inference.settings import EvaluateRun
 from finetune.inference.tracking import check_folder, tags_of
 from vitscale.config.errors import UserError
 
@@ -39,21 +39,6 @@ def test_the_training_is_the_parent_in_its_own_store(
         source="runs/x, step 3", trained=SimpleNamespace(run_folder=tmp_path)
     )
     assert tags_of(run, loaded) == expected
-
-
-def test_every_image_size_has_a_step_of_its_own() -> None:
-    sizes: list[Any] = [(16, 24), 24, (24, 16), 32, (40, 8)]
-    assert steps_of(sizes) == [160_024, 24, 240_016, 32, 40]
-    run = EvaluateRun.model_validate(
-        {
-            "name": "x",
-            "init": "x",
-            "data": {"path": "x"},
-            "image_sizes": sizes,
-            "evaluate": [{"name": "classification"}],
-        }
-    )
-    assert run.sizes == (24, 32, (40, 8), (16, 24), (24, 16))
 
 
 def test_the_folder_of_a_training_is_refused(tmp_path: Path) -> None:

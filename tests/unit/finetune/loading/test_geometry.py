@@ -1,4 +1,4 @@
-"""A model applied at another image size or patch size than its own."""
+"""A model applied at another image size than its own."""
 
 from __future__ import annotations
 
@@ -30,19 +30,6 @@ def run_of(init: str, **changes: object) -> ModelRun:
     return ModelRun.model_validate({"init": init, "model": SMALL, **changes})
 
 
-def test_a_model_is_applied_with_other_patches_and_sizes(tmp_path: Path) -> None:
-    init = weight_file(tmp_path)
-    for changes, grid in (
-        ({"patch_size": 2}, (8, 8)),
-        ({"patch_size": 8, "image_size": 24}, (3, 3)),
-    ):
-        loaded = load_model(run_of(init, **changes))
-        assert loaded.arch.grid == loaded.network.patch_embed.grid_size == grid
-        assert loaded.preprocessing.image_size == loaded.arch.image_size
-        size = loaded.arch.image_size
-        assert loaded.network(torch.zeros(2, 3, size, size)).shape == (2, 5)
-
-
 def test_a_square_model_is_applied_to_wide_images(tmp_path: Path) -> None:
     """The grid of its positions becomes that of the images; a square is one number again."""
     init = weight_file(tmp_path)
@@ -55,8 +42,3 @@ def test_a_square_model_is_applied_to_wide_images(tmp_path: Path) -> None:
     assert square.arch == own.arch and square.preprocessing == own.preprocessing
     with pytest.raises(UserError, match="10 px is not a multiple of the 4 px patch"):
         load_model(run_of(init, image_size=[16, 10]))
-
-
-def test_patches_that_do_not_divide_the_image_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="16 px is not a multiple of the 6 px patch"):
-        load_model(run_of(weight_file(tmp_path), patch_size=6))

@@ -137,23 +137,6 @@ def test_assumptions_are_said_and_can_be_replaced(weights: Path) -> None:
     assert loaded.preprocessing.eval_interpolation == "bicubic"
 
 
-def test_a_head_is_cut_to_named_classes(weights: Path, tmp_path: Path) -> None:
-    (tmp_path / "wanted.txt").write_text("owl\n\ncat\n")
-    (tmp_path / "config.json").write_text(
-        json.dumps(
-            {
-                "architecture": TINY,
-                "model_args": {"img_size": 8, "patch_size": 4, "depth": 1, "mlp_ratio": 16 / 192},
-                "label_names": ["cat", "dog", "cow", "owl"],
-            }
-        )
-    )
-    loaded = load_model(ModelRun(init=str(tmp_path), head_classes=str(tmp_path / "wanted.txt")))
-    assert loaded.classes == ("owl", "cat") and loaded.num_classes == 2
-    assert loaded.network.head.weight[:, 0].tolist() == [3, 0]  # type: ignore[union-attr, index]  # a ViT's
-    assert "kept 2 of 2 classes" in loaded.source
-
-
 def test_training_says_what_the_weights_expect(weights: Path, tmp_path: Path) -> None:
     said, model = start(finetune(weights, tmp_path))
     assert said[0] == f"starting from {weights}, timm's names"

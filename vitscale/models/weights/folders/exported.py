@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.config.errors import UserError
-from vitscale.models.weights.files import read_json
+from vitscale.models.weights.files.tensors import read_json
 
 DESCRIPTION = "vitscale.json"
 FORMAT_VERSION = 1

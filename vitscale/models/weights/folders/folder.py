@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.weights.files import read_safetensors, read_torch_file
+from vitscale.models.weights.files.tensors import read_safetensors, read_torch_file
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")

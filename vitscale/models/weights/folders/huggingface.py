@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.weights.files import read_json
+from vitscale.models.weights.files.tensors import read_json
 from vitscale.models.weights.folders.folder import CONFIG, Folder, labels_in_order, read_weights
 from vitscale.models.weights.names.huggingface import FAMILIES, from_huggingface
 

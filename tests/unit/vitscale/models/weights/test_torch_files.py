@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.weights.files import read_torch_file
+from vitscale.models.weights.files.tensors import read_torch_file
 from vitscale.models.weights.reading import ExternalWeights, read_external_weights
 
 STATE = {

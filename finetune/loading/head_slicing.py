@@ -1,42 +1,19 @@
 """Keep of a classifier the rows of other labels, matched by name: 21k classes -> 1k.
 
-Owns: the names of ImageNet's heads by their number of classes, and the sliced head.
 Source: EVA (Fang et al. 2022), which fine-tunes on ImageNet from the rows of its 21k head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib import resources
 
 import torch
 
 from vitscale.config.errors import UserError
+from vitscale.data.label_spaces import known_space, space_of_length
 
-# Number of classes -> timm's list of WordNet ids in the order of such heads: big_vision's and
-# AugReg's 21k, the autumn 2011 release, Microsoft's, timm's 12k, the two of ImageNet-21k-P, and 1k.
-SYNSET_LISTS = {
-    21_843: "imagenet21k_goog_synsets.txt",
-    21_841: "imagenet22k_synsets.txt",
-    21_842: "imagenet22k_ms_synsets.txt",
-    11_821: "imagenet12k_synsets.txt",
-    11_221: "imagenet21k_miil_synsets.txt",
-    10_450: "imagenet21k_miil_w21_synsets.txt",
-    1_000: "imagenet_synsets.txt",
-}
 # Fewer matches than this share are a mistake, not a few missing classes.
 MIN_SHARE = 0.5
-HEADS = ("head.", "head_dist.")
-
-
-@cache
-def synsets_of_head(num_classes: int) -> tuple[str, ...] | None:
-    """WordNet ids of ImageNet's classes in label order; None for another number of classes."""
-    name = SYNSET_LISTS.get(num_classes)
-    if name is None:
-        return None
-    return tuple((resources.files("timm") / "data" / "_info" / name).read_text().split())
 
 
 def sliced_head(
@@ -60,7 +37,8 @@ def sliced_head(
             "holds no classifier to slice", where=where, next_step="set keep_head=false"
         )
     num_rows = len(weights[f"{last[0]}.weight"])
-    names = _best_names(source, synsets_of_head(num_rows), target=target)
+    space = space_of_length(num_rows)
+    names = _best_names(source, known_space(space) if space else None, target=target)
     rows = {name: row for row, name in enumerate(names)}
     if len(names) != num_rows or sum(name in rows for name in target) < MIN_SHARE * len(target):
         raise _too_few(names, target, num_rows=num_rows, where=where)
@@ -98,7 +76,7 @@ def _too_few(
         f"its {num_rows:,} classes ({theirs}, ...) include {count:,} of the {len(target):,} that "
         f"are wanted ({', '.join(target[:2])}, ...)",
         where=where,
-        allowed="at least half, matched by name: WordNet ids for ImageNet's heads of "
-        f"{', '.join(f'{n:,}' for n in SYNSET_LISTS)} classes, classes.json of our runs",
+        allowed="at least half, matched by name: WordNet ids for ImageNet's heads, classes.json of "
+        "our runs",
         next_step="name the classes of the shards alike, or set keep_head=false",
     )

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from finetune.loading.head_slicing import sliced_head
 from vitscale.config.errors import UserError
-from vitscale.models.weights.head_slicing import SYNSET_LISTS, sliced_head, synsets_of_head
+from vitscale.data.label_spaces import known_space
 
 TEDDY_BEAR = "n04399382"
 
@@ -26,32 +27,17 @@ def sliced(weights: dict[str, torch.Tensor], **options: Any) -> tuple[Any, list[
     return sliced_head(weights, where="there", **options)
 
 
-@pytest.mark.parametrize("num_classes", SYNSET_LISTS)
-def test_lists_of_timm_have_the_length_of_their_heads(num_classes: int) -> None:
-    names = synsets_of_head(num_classes)
-    assert names is not None and len(names) == len(set(names)) == num_classes
-
-
 def test_999_of_imagenets_classes_are_in_the_21k_head() -> None:
-    target = synsets_of_head(1000)
-    assert target is not None
+    target = known_space("imagenet_1k")
     found, missing = sliced(head(21_843), source=None, target=target)
     assert missing == [TEDDY_BEAR] and target.index(TEDDY_BEAR) == 850
     assert found["head.weight"].shape == (1000, 2)
     lacking = found["head.weight"].abs().sum(1) == 0
     assert lacking.nonzero().flatten().tolist() == [850]
     assert found["head.bias"][850] == found["head.bias"].min()
-    full = synsets_of_head(21_843)
-    assert full is not None
+    full = known_space("imagenet_21k_goog")
     assert [full[int(row)] for row in found["head.weight"][:3, 0]] == list(target[:3])
     assert torch.equal(found["cls_token"], torch.ones(1, 1, 2))
-
-
-def test_all_of_imagenets_classes_are_in_microsofts_head() -> None:
-    target = synsets_of_head(1000)
-    assert target is not None
-    found, missing = sliced(head(21_842), source=None, target=target)
-    assert missing == [] and found["head.weight"][:, 0].tolist() == list(range(1000))
 
 
 @pytest.mark.parametrize("names", [("head",), ("head", "head_dist"), ("head.2",)])
