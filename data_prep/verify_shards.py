@@ -1,12 +1,11 @@
 """Read a shard folder completely and compare it with its manifest.
 
-    python data_prep/verify_shards.py SHARDS [--report FILE.html] [--source SOURCE]
-    python data_prep/verify_shards.py SHARDS --entry-points
+    python data_prep/verify_shards.py SHARDS [--entry-points]
 
 Exit code 0: valid. 2: errors, all of which are printed.
 
 Owns: the command line and the output.
-Leaves out: the checks (`verification.checks`) and the page (`verification.report`).
+Leaves out: the checks (`verification.checks`).
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ try:
     from pathlib import Path
 
     from data_prep.verification.checks import check_folder
-    from data_prep.verification.report import write_report
     from data_prep.verification.tar_checks import Finding
     from vitscale.config.errors import EXIT_BAD_INPUT, UserError, run_script
     from vitscale.data.index import Manifest, read_manifest
@@ -36,19 +34,11 @@ def parse_arguments() -> argparse.Namespace:
         description="Read a shard folder completely and compare it with its manifest."
     )
     parser.add_argument("shards", metavar="SHARDS", help="folder with a manifest.json")
-    parser.add_argument("--report", metavar="FILE.html", help="page to write, with pictures")
-    parser.add_argument(
-        "--source", help="source.path of the preparation: shows rejected images in the report"
-    )
     parser.add_argument(
         "--entry-points",
         action="store_true",
         help="write where decoding of each JPEG can start, so that training reads less of it",
     )
-    parser.add_argument(
-        "--samples", type=int, default=60, help="images on the contact sheet (default 60)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="chooses these images (default 0)")
     parser.add_argument(
         "--num-workers", type=int, help=f"processes (default: one per core, here {num_cores()})"
     )
@@ -57,10 +47,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    for name, least in (("num_workers", 1), ("samples", 0)):
-        if (value := getattr(arguments, name)) is not None and value < least:
-            where = f"--{name.replace('_', '-')}"
-            raise UserError(f"{value} is too small", where=where, allowed=f"at least {least}")
+    if arguments.num_workers is not None and arguments.num_workers < 1:
+        raise UserError(
+            f"{arguments.num_workers} is too small", where="--num-workers", allowed="at least 1"
+        )
     if arguments.entry_points:
         require_entry_points(where="--entry-points")
     folder = Path(arguments.shards)
@@ -78,17 +68,6 @@ def main() -> None:
     for finding in findings:
         print(finding)
     print_summary(folder, manifest, findings, seconds=seconds)
-    if arguments.report:
-        write_report(
-            Path(arguments.report),
-            folder=folder,
-            manifest=manifest,
-            findings=findings,
-            source=Path(arguments.source) if arguments.source else None,
-            num_samples=arguments.samples,
-            seed=arguments.seed,
-        )
-        print(f"report: {arguments.report}")
     if findings:
         raise SystemExit(EXIT_BAD_INPUT)
 

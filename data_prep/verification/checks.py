@@ -1,7 +1,7 @@
 """Compare a shard folder with its manifest: every file, every tar, every image.
 
 Owns: checks of the manifest, the index, info and the ledger, and the tasks for the tars.
-Leaves out: checks of one tar (`tar_checks`), showing findings (`verify_shards`, `report`).
+Leaves out: checks of one tar (`tar_checks`), showing findings (`verify_shards`).
 
 The checks are independent. A tar is compared with its hash in the manifest, its members with the
 index, each image with its own hash and its header. So damage is found more than once, and errors

@@ -17,25 +17,21 @@ def verify(*arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def test_shards_of_make_shards_are_sound(digits_shards: Path, tmp_path: Path) -> None:
-    page = tmp_path / "pages/report.html"
-    source = digits_shards.parent / "images"
-    finished = verify(digits_shards, "--report", page, "--source", source, "--samples", 5)
+def test_shards_of_make_shards_are_sound(digits_shards: Path) -> None:
+    finished = verify(digits_shards)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert f"{digits_shards}: valid; 1,797 samples" in finished.stdout
-    assert page.read_text().count("<img ") == 5
 
 
-def test_damage_is_named_and_the_report_written_all_the_same(tmp_path: Path) -> None:
+def test_damage_is_named(tmp_path: Path) -> None:
     make_shard_folder(tmp_path / "shards")
     tar = tmp_path / "shards/train-000000.tar"
     tar.write_bytes(tar.read_bytes()[:-1])
     (tmp_path / "shards/test-000000.tar").unlink()
-    finished = verify(tmp_path / "shards", "--report", tmp_path / "report.html")
+    finished = verify(tmp_path / "shards")
     assert finished.returncode == 2
     assert "test-000000.tar: cannot be read (No such file or directory)" in finished.stdout
     assert "train-000000.tar: truncated inside the end mark" in finished.stdout
-    assert "this folder does not match its manifest" in (tmp_path / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
@@ -43,7 +39,6 @@ def test_damage_is_named_and_the_report_written_all_the_same(tmp_path: Path) -> 
     [
         (["nowhere"], "no such folder"),
         ([".", "--num-workers", 0], "--num-workers: 0 is too small"),
-        ([".", "--samples", -1], "--samples: -1 is too small"),
     ],
 )
 def test_bad_arguments_end_with_one_clear_message(arguments: list[object], message: str) -> None:

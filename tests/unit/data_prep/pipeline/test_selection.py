@@ -16,7 +16,6 @@ from data_prep.shards.tar_walk import walk_tar
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.registry import SOURCES
 from data_prep.verification.checks import check_folder
-from data_prep.verification.report import write_report
 from tests.support.corpora.image_corpus import encoded, ledger
 from tests.support.corpora.preparing import prepare_here, run_of
 from vitscale.config.errors import UserError
@@ -88,16 +87,8 @@ def test_lookalikes_are_kept_and_counted(
     rows = ledger(tmp_path / "shards")
     (dropped,) = [path for path, row in rows.items() if row["reason"] == "similar_duplicate"]
     assert {dropped, rows[dropped]["detail"]} == set(twins)
-    manifest = read_manifest(tmp_path / "shards")
-    counts = manifest.inputs["likely_copies"]["counts"]
+    counts = read_manifest(tmp_path / "shards").inputs["likely_copies"]["counts"]
     assert counts["similar"] == 1 and counts["unlike"] >= 3
-    report = tmp_path / "report.html"
-    options = {"findings": [], "source": tmp_path / "images", "num_samples": 0, "seed": 0}
-    write_report(report, folder=tmp_path / "shards", manifest=manifest, **options)
-    page = report.read_text()
-    assert "similar</span> · 1 · dropped" in page and f">{twins[0]}<" in page
-    unlike = manifest.inputs["likely_copies"]["examples"]["unlike"]
-    assert all(f">{path}<" in page for pair in unlike for path in (pair[0], pair[2]))
 
 
 def test_copies_of_evaluation_images_are_looked_at(tmp_path: Path) -> None:
