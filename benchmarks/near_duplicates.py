@@ -1,14 +1,11 @@
 """Measure the search for duplicates: catch rates, false positives and cost.
 
-    python benchmarks/near_duplicates.py [--images FOLDER] [--held-out FOLDER] [--different FOLDER]
-    python benchmarks/near_duplicates.py --scale 100000 1000000  time and memory of the grouping
+    python benchmarks/near_duplicates.py --images FOLDER [--different FOLDER ...]
+    python benchmarks/near_duplicates.py --scale 100000 1000000  time and memory of the search
 
-Copies are made of each image and compared with it as a pair. Thresholds were chosen on the first
-set, the tuning set, and on the first drawn pictures that look alike; the second set is held out.
-Without folders, both are generated. Intervals are Wilson's, at 95 %, over images.
-False positives: every pair of different images of both sets, of each folder of --different, and of
-scikit-learn's handwritten digits. Catch rates assume that a pair is compared: the search for pairs
-finds all that match (tests/unit/data_prep/duplicates/test_search.py).
+Copies are made of each image, which must all be different, and compared with it as a pair.
+Intervals are Wilson's, at 95 %, over images. False positives: every pair of different images of the
+set, of each folder of --different, and of scikit-learn's handwritten digits.
 """
 
 from __future__ import annotations
@@ -21,104 +18,65 @@ import random
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the checkout
 
 try:
     import numpy as np
-    from PIL import Image, ImageDraw, ImageEnhance, ImageOps
+    from PIL import Image, ImageEnhance, ImageOps
 
-    from benchmarks.corpora.lookalikes import icon, inspection_picture
     from data_prep.duplicates.descriptors import (
-        DESCRIPTOR,
         NUM_FREQUENCIES,
         are_duplicates,
         coefficient_descriptors,
         has_contrast,
-        hashes_near,
-        image_descriptor,
         image_descriptors,
     )
-    from data_prep.duplicates.evaluation_sets import EvaluationIndex
-    from data_prep.duplicates.search import find_duplicates
-    from data_prep.duplicates.second_look import Look, look_at, nearly_equal
+    from data_prep.duplicates.search import first_similar
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e '.[demo,dev]'", file=sys.stderr)
     raise SystemExit(2) from None
 
-NUM_GENERATED = 400
-HELD_OUT_SEED = 100_000
 WILSON_Z = 1.96
 NUM_EXAMPLES = 4
 SUFFIXES = {".jpg", ".jpeg", ".png", ".webp"}
 FILTERS = (Image.Resampling.BILINEAR, Image.Resampling.BICUBIC, Image.Resampling.LANCZOS)
 MAX_ASPECT_CHANGE = 0.05
-PAIRS_AT_ONCE = 1 << 14
-SURVEY_ROWS = 10_000
+BATCH_ROWS = 10_000
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure the search for duplicates.")
-    parser.add_argument("--images", type=Path, help="the tuning set; none: generated")
-    parser.add_argument("--held-out", type=Path, help="other images; none: generated")
+    parser.add_argument("--images", type=Path, help="folder of different images")
     parser.add_argument(
         "--different", type=Path, nargs="*", default=[], help="folders without copies"
     )
-    parser.add_argument("--scale", type=int, nargs="+", metavar="N", help="group N descriptors")
-    parser.add_argument("--group", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--scale", type=int, nargs="+", metavar="N", help="search N descriptors")
+    parser.add_argument("--search", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.group:
-        report_grouping(arguments.group)
+    if arguments.search:
+        report_search(arguments.search)
     elif arguments.scale:
-        report_scale(arguments.scale)
+        for size in arguments.scale:
+            subprocess.run([sys.executable, __file__, "--search", str(size)], check=True)
+    elif arguments.images:
+        images = read_images(arguments.images)
+        report_catch_rates(images)
+        report_false_positives(images, arguments.different)
     else:
-        sets = {
-            "tuning": read_images(arguments.images, first_seed=0),
-            "held out": read_images(arguments.held_out, first_seed=HELD_OUT_SEED),
-        }
-        report_catch_rates(sets)
-        report_false_positives(sets, arguments.different)
-        report_speed(sets["tuning"])
+        parser.error("--images or --scale is needed")
 
 
-def read_images(folder: Path | None, *, first_seed: int = 0) -> dict[str, bytes]:
+def read_images(folder: Path) -> dict[str, bytes]:
     """Name -> encoded image."""
-    if folder is None:
-        seeds = range(first_seed, first_seed + NUM_GENERATED)
-        return {str(seed): encoded(generated(seed), "PNG") for seed in seeds}
     files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES)
     if not files:
         raise UserError("contains no images", where=f"{folder}")
     return {path.name: path.read_bytes() for path in files}
-
-
-def generated(seed: int) -> Image.Image:
-    """Shapes, waves, smooth noise or rough noise."""
-    rng = np.random.default_rng(seed)
-    width, height = (int(side) for side in rng.integers(64, 257, 2))
-    if seed % 4 == 0:
-        image = Image.new("RGB", (width, height), tuple(rng.integers(0, 256, 3).tolist()))
-        draw = ImageDraw.Draw(image)
-        for number in range(int(rng.integers(3, 8))):
-            x, y, w, h = (rng.random(4) * (width, height, width / 2, height / 2)).tolist()
-            shape = draw.ellipse if number % 2 else draw.rectangle
-            shape((x, y, x + w + 4, y + h + 4), fill=tuple(rng.integers(0, 256, 3).tolist()))
-        return image
-    if seed % 4 == 1:
-        y, x = np.mgrid[:height, :width] / 64
-        angle, phase, pitch = rng.random(3) * (np.pi, 2 * np.pi, 3)
-        wave = np.sin((np.cos(angle) * x + np.sin(angle) * y) * (1 + pitch) + phase) / 2 + 0.5
-        first, second = rng.integers(0, 256, (2, 3))
-        return Image.fromarray((first + (second - first) * wave[..., None]).astype(np.uint8))
-    cells = int(rng.integers(3, 10)) if seed % 4 == 2 else 16
-    noise = rng.integers(0, 256, (cells, cells, 3), dtype=np.uint8)
-    return Image.fromarray(noise).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def encoded(image: Image.Image, kind: str, **options: int) -> bytes:
@@ -176,45 +134,31 @@ NOT_PROMISED: dict[str, Manipulation] = {
 MANIPULATIONS = PROMISED | NOT_PROMISED
 
 
-def compared_copies(job: tuple[int, bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """(which copies of an image are likely ones, which of these pass the second look)."""
+def compared_copies(job: tuple[int, bytes]) -> np.ndarray:
+    """Which copies of an image match it."""
     number, content = job
     rng = random.Random(number)
     with Image.open(io.BytesIO(content)) as opened:
         image = opened.convert("RGB")
     copies = [manipulate(image, rng) for manipulate in MANIPULATIONS.values()]
     rows = image_descriptors([content, *copies])
-    likely = are_duplicates(np.repeat(rows[:1], len(copies)), rows[1:])
-    original = look_at(content)
-    pairs = zip(likely, copies, strict=True)
-    return likely, np.array([ok and nearly_equal(original, look_at(c)) for ok, c in pairs])
+    return are_duplicates(np.repeat(rows[:1], len(copies)), rows[1:])
 
 
-def report_catch_rates(sets: dict[str, dict[str, bytes]]) -> None:
+def report_catch_rates(images: dict[str, bytes]) -> None:
     """Images with too little contrast to compare count as missed."""
-    results = []
     with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
-        for name, images in sets.items():
-            jobs = pool.map(compared_copies, enumerate(images.values()), chunksize=8)
-            results.append([np.stack(column) for column in zip(*jobs, strict=True)])
-            flat = (~has_contrast(image_descriptors(list(images.values())))).sum()
-            print(f"{name}: {len(images)} images, {flat} with too little contrast to compare")
-    heads = "".join(f"{name:>30}{'likely':>10}" for name in sets)
-    print(f"\n{'copies caught':34}{heads}")
+        caught = np.stack(pool.map(compared_copies, enumerate(images.values()), chunksize=8))
+    start = time.process_time()
+    descriptors = image_descriptors(list(images.values()))
+    rate = len(images) / (time.process_time() - start)
+    flat = (~has_contrast(descriptors)).sum()
+    print(f"{len(images)} images, {flat} with too little contrast to compare")
+    print(f"described: {rate:.0f} images per second of processor time\n")
     for column, name in enumerate(MANIPULATIONS):
-        cells = ""
-        for likely, caught in results:
-            low, high = wilson(int(caught[:, column].sum()), len(caught))
-            rate = f"{caught[:, column].mean():.2%} ({low:.1%} to {high:.1%})"
-            cells += f"{rate:>30}{likely[:, column].mean():>10.2%}"
+        low, high = wilson(int(caught[:, column].sum()), len(caught))
+        cells = f"{caught[:, column].mean():>10.2%} ({low:.1%} to {high:.1%})"
         print(f"{name:34}{cells}{'' if name in PROMISED else '   not promised'}")
-    for name, (_, caught) in zip(sets, results, strict=True):
-        missed = [
-            n
-            for n, row in zip(sets[name], caught[:, : len(PROMISED)], strict=True)
-            if not row.all()
-        ]
-        print(f"{name}: {len(missed)} images of which a promised copy is missed: {missed[:8]}")
 
 
 def wilson(num: int, total: int) -> tuple[float, float]:
@@ -226,58 +170,17 @@ def wilson(num: int, total: int) -> tuple[float, float]:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def matching_pairs(descriptors: np.ndarray) -> list[tuple[int, int]]:
-    first, second = np.triu_indices(len(descriptors), 1)
-    pairs: list[tuple[int, int]] = []
-    for start in range(0, len(first), PAIRS_AT_ONCE):
-        a = descriptors[first[start : start + PAIRS_AT_ONCE]]
-        b = descriptors[second[start : start + PAIRS_AT_ONCE]]
-        likely = np.flatnonzero(
-            hashes_near(a["phash"], b["phash"])
-            | hashes_near(a["mirrored"], b["phash"])
-            | hashes_near(a["phash"], b["mirrored"])
-        )
-        found = start + likely[are_duplicates(a[likely], b[likely])]
-        pairs += zip(first[found].tolist(), second[found].tolist(), strict=True)
-    return pairs
-
-
-def report_false_positives(sets: dict[str, dict[str, bytes]], folders: list[Path]) -> None:
-    print(
-        f"\n{'dropped, though different':34}{'images':>8}{'pairs':>10}{'likely':>8}{'dropped':>9}"
-    )
-    for name, images in sets.items():
-        report_dropped(f"images, {name}", images)
-    for first, name in ((0, "tuning"), (HELD_OUT_SEED, "held out")):
-        seeds = range(first, first + NUM_GENERATED)
-        for kind, draw in (("grey inspection", inspection_picture), ("icons", icon)):
-            drawn = {str(seed): encoded(draw(seed)[0], "PNG") for seed in seeds}
-            report_dropped(f"{kind}, {name}", drawn)
-    report_dropped("handwritten digits", digits())
-    for folder in folders:
-        report_dropped(folder.name, read_images(folder))
-
-
-def report_dropped(name: str, images: dict[str, bytes]) -> None:
-    """Images that match an earlier one: by descriptors alone, and after the second look."""
-    names, contents = list(images), list(images.values())
-    looks: dict[int, Look | None] = {}
-    likely: set[int] = set()
-    dropped: dict[int, int] = {}
-    for a, b in matching_pairs(image_descriptors(contents)):
-        likely.add(b)
-        for one in {a, b} - looks.keys():
-            looks[one] = look_at(contents[one])
-        if b not in dropped and nearly_equal(looks[a], looks[b]):
-            dropped[b] = a
-    num = len(images)
-    low, high = wilson(len(dropped), max(num, 1))
-    print(
-        f"{name:34}{num:>8}{num * (num - 1) // 2:>10}{len(likely):>8}{len(dropped):>9}   "
-        f"{low:.1%} to {high:.1%}"
-    )
-    for b, a in list(dropped.items())[:NUM_EXAMPLES]:
-        print(f"    {names[b]} like {names[a]}")
+def report_false_positives(images: dict[str, bytes], folders: list[Path]) -> None:
+    print(f"\n{'taken for copies':34}{'images':>8}{'copies':>8}")
+    sets = {"images": images, "handwritten digits": digits()}
+    for name, contents in (sets | {folder.name: read_images(folder) for folder in folders}).items():
+        names = list(contents)
+        first = first_similar(image_descriptors(list(contents.values())))
+        copies = np.flatnonzero(first != np.arange(len(first)))
+        low, high = wilson(len(copies), max(len(names), 1))
+        print(f"{name:34}{len(names):>8}{len(copies):>8}   {low:.1%} to {high:.1%}")
+        for copy in copies[:NUM_EXAMPLES]:
+            print(f"    {names[copy]} like {names[first[copy]]}")
 
 
 def digits() -> dict[str, bytes]:
@@ -295,28 +198,6 @@ def digits() -> dict[str, bytes]:
     }
 
 
-def report_speed(images: dict[str, bytes]) -> None:
-    start = time.process_time()
-    for content in images.values():
-        image_descriptor(content)
-    rate = len(images) / (time.process_time() - start)
-    print(f"\ndescribe: {rate:.0f} images per second of processor time")
-    evaluation, corpus = random_descriptors(50_000, seed=0), random_descriptors(100_000, seed=1)
-    corpus[:1000] = evaluation[:1000]
-    index = EvaluationIndex(evaluation, tuple(map(str, range(len(evaluation)))))
-    index.match(corpus[:1])
-    start = time.process_time()
-    found = index.match(corpus)
-    seconds = time.process_time() - start
-    assert np.array_equal(found[:1000], np.arange(1000))
-    print(
-        f"match: {len(corpus) / seconds:.0f} descriptors per second of processor time against "
-        f"{len(evaluation)} evaluation images ({len(corpus) * len(evaluation) / seconds:.2e} "
-        "pairs/s), "
-        f"{(found[1000:] >= 0).sum()} found by chance"
-    )
-
-
 def random_descriptors(num: int, *, seed: int) -> np.ndarray:
     """Descriptors with the spectrum of photographs: amplitude falls with the frequency."""
     rng = np.random.default_rng(seed)
@@ -325,63 +206,28 @@ def random_descriptors(num: int, *, seed: int) -> np.ndarray:
         coefficient_descriptors(
             (rng.laplace(size=(len(rows), NUM_FREQUENCIES)) * falling * 2000).clip(-30000, 30000)
         )
-        for rows in np.array_split(np.arange(num), -(-num // SURVEY_ROWS))
+        for rows in np.array_split(np.arange(num), -(-num // BATCH_ROWS))
     ]
     return np.concatenate(parts)
 
 
-def report_scale(sizes: list[int]) -> None:
-    for size in sizes:
-        subprocess.run([sys.executable, __file__, "--group", str(size)], check=True)
-
-
-def report_grouping(num: int) -> None:
-    """Group `num` descriptors, of which 2 % are copies, and print time and memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [
-            write_survey(Path(folder), start, min(SURVEY_ROWS, num - start))
-            for start in range(0, num, SURVEY_ROWS)
-        ]
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-        start, cpu_start = time.perf_counter(), time.process_time()
-        leaving = find_duplicates(
-            paths, similar=True, scratch=Path(folder), output=Path(folder, "leaving.arrow")
-        )
-        seconds, cpu = time.perf_counter() - start, time.process_time() - cpu_start
+def report_search(num: int) -> None:
+    """Search `num` descriptors, of which 2 % are copies, and print time and memory."""
+    descriptors = random_descriptors(num, seed=0)
+    share = num // 100
+    descriptors[num - share :] = descriptors[:share]
+    coefficients = descriptors["coefficients"][:share] + np.int16(3)
+    descriptors[num // 2 : num // 2 + share] = coefficient_descriptors(coefficients)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    start = time.perf_counter()
+    first = first_similar(descriptors)
+    seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
-        f"find_duplicates: {num} images, {leaving} dropped, {seconds:.1f} s ({cpu:.1f} s of "
-        f"processor time), peak memory "
-        f"{peak:.0f} MiB ({before:.0f} before)",
+        f"{num} images, {(first != np.arange(num)).sum()} copies, {seconds:.1f} s, "
+        f"peak memory {peak:.0f} MiB ({before:.0f} before)",
         flush=True,
     )
-
-
-def write_survey(folder: Path, start: int, num: int) -> Path:
-    import pyarrow as pa
-
-    descriptors = random_descriptors(num, seed=start)
-    descriptors[num - num // 100 :] = descriptors[: num // 100]
-    coefficients = descriptors["coefficients"][: num // 100] + np.int16(3)
-    descriptors[num // 2 : num // 2 + num // 100] = coefficient_descriptors(coefficients)
-    hashes = np.random.default_rng(start).bytes(32 * num)
-    columns = {
-        "rank": pa.array(np.arange(start, start + num, dtype=np.uint64)),
-        "content_hash": fixed(hashes, 32),
-        "descriptor": fixed(descriptors.tobytes(), DESCRIPTOR.itemsize),
-    }
-    table = pa.table(columns)
-    path = folder / f"{start:09d}.arrow"
-    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
-        writer.write_table(table)
-    return path
-
-
-def fixed(data: bytes, width: int) -> Any:
-    import pyarrow as pa
-
-    num = len(data) // width
-    return pa.FixedSizeBinaryArray.from_buffers(pa.binary(width), num, [None, pa.py_buffer(data)])
 
 
 if __name__ == "__main__":

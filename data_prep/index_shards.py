@@ -154,8 +154,9 @@ def refuse_rewriting(run: DataPrepRun) -> None:
     wanted = {
         "source.holdout_fraction": run.source.holdout_fraction,
         "source.val_per_class": run.source.val_per_class,
+        "source.min_images_per_class": run.source.min_images_per_class,
+        "source.leave_out": run.source.leave_out,
         "images.short_side": run.images.short_side,
-        "selection": run.selection != type(run.selection)(),
     }
     errors = [
         UserError(

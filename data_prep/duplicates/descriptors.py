@@ -2,7 +2,7 @@
 
 Owns: the descriptor of an image (`DESCRIPTOR`), the keys shared by likely copies, and the test of a
 pair.
-Leaves out: which images are compared (`search`, `evaluation_sets`).
+Leaves out: which images are compared (`search`).
 
 An image is shrunk to 32 x 32 grey values; the 64 lowest frequencies of its cosine transform are
 kept, without the mean. Re-encoding and resizing hardly change them; mirroring left-right inverts
@@ -44,8 +44,8 @@ NUM_KEYS = 1 << UNCERTAIN_BITS
 MAX_HAMMING = 12
 # Correlation of the coefficients of two pictures, unweighted, and weighted by frequency, which
 # raises the weight of details.
-MIN_CORRELATION = 0.98
-MIN_DETAIL_CORRELATION = 0.975
+MIN_CORRELATION = 0.99
+MIN_DETAIL_CORRELATION = 0.985
 # A difference in detail up to this, in grey values, counts as encoding noise: faint smooth pictures
 # have little detail of their own.
 MAX_NOISE = 2.0
@@ -53,16 +53,12 @@ HASHES = ("phash", "mirrored")
 # Pairs correlated per batch, small enough for the cache.
 CORRELATED_ROWS = 1 << 11
 FORMATS = ("JPEG", "PNG", "WEBP")
+MAX_PIXELS = 1 << 28
 DEEP_GREY = {"I": 256, "I;16": 256, "I;16B": 256, "I;16L": 256, "I;16N": 256, "F": 1}
 
 
-def image_descriptor(content: bytes) -> np.void:
-    """Descriptor of one encoded image; of a blank image if it cannot be decoded."""
-    return image_descriptors([content])[0]
-
-
 def image_descriptors(contents: Sequence[bytes]) -> np.ndarray:
-    """Descriptors of encoded images, [len(contents)] of DESCRIPTOR."""
+    """Describe encoded images, [len(contents)] of DESCRIPTOR; blank if one cannot be decoded."""
     pictures = np.zeros((len(contents), SIDE_PX, SIDE_PX), dtype=np.uint8)
     for picture, content in zip(pictures, contents, strict=True):
         found = grey_picture(content)
@@ -71,34 +67,23 @@ def image_descriptors(contents: Sequence[bytes]) -> np.ndarray:
     return picture_descriptors(pictures)
 
 
-def grey_picture(content: bytes, *, max_pixels: int | None = None) -> np.ndarray | None:
-    """SIDE_PX x SIDE_PX grey values, upright; None if the image cannot be decoded."""
-    found = read_picture(content, mode="L", side=SIDE_PX, max_pixels=max_pixels)
-    return None if found is None else found[0]
+def grey_picture(content: bytes) -> np.ndarray | None:
+    """SIDE_PX x SIDE_PX grey values, upright, transparent pixels white.
 
-
-def read_picture(
-    content: bytes, *, mode: str, side: int, max_pixels: int | None
-) -> tuple[np.ndarray, int] | None:
-    """(upright pixels of `mode`, uint8 [side, side, ...], short side of the image in pixels).
-
-    Transparent pixels are white. None if the image cannot be decoded or is too large.
+    None if the image cannot be decoded or has more than MAX_PIXELS.
     """
-    # Callers check the size; this disables Pillow's own limit.
+    # MAX_PIXELS replaces Pillow's own limit.
     Image.MAX_IMAGE_PIXELS = None
     try:
         with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            if max_pixels is not None and image.width * image.height > max_pixels:
+            if image.width * image.height > MAX_PIXELS:
                 return None
             # JPEG decoders downscale by 2, 4 or 8 at almost no cost. The last block may be partly
             # filled, hence the box, which is the true extent of the picture.
-            short_side = min(image.size)
-            # The decoder cannot turn grey into YCbCr.
-            draft_mode = mode if image.mode == "RGB" else "L"
-            drafted = image.draft(draft_mode, (2 * side, 2 * side))
+            drafted = image.draft("L", (2 * SIDE_PX, 2 * SIDE_PX))
             orientation = image.getexif().get(TAG, UPRIGHT)
-            small = _converted(image, mode).resize(
-                (side, side),
+            small = _grey(image).resize(
+                (SIDE_PX, SIDE_PX),
                 Image.Resampling.BILINEAR,
                 box=drafted[1] if drafted else None,
                 reducing_gap=3.0,
@@ -108,30 +93,28 @@ def read_picture(
     except Exception:
         # Pillow raises OSError, SyntaxError, ValueError, struct.error ... on broken content.
         return None
-    return np.asarray(upright(small, orientation)), short_side
+    return np.asarray(upright(small, orientation))
 
 
-def _converted(image: Image.Image, mode: str) -> Image.Image:
-    """8 bits, in `mode`; transparent pixels become white."""
-    if image.mode == mode:
+def _grey(image: Image.Image) -> Image.Image:
+    """8 bits of grey; transparent pixels become white."""
+    if image.mode == "L":
         return image
     if image.mode in DEEP_GREY:
         values = np.asarray(image, dtype=np.float64) / DEEP_GREY[image.mode]
-        grey = Image.fromarray(np.nan_to_num(values).clip(0, 255).astype(np.uint8))
-        return grey if mode == "L" else grey.convert("RGB").convert(mode)
+        return Image.fromarray(np.nan_to_num(values).clip(0, 255).astype(np.uint8))
     if image.has_transparency_data:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(white, image)
-    # Palette entries must become colours first, and only RGB converts to YCbCr.
-    is_direct = mode == "L" and image.mode != "P"
-    return (image if is_direct else image.convert("RGB")).convert(mode)
+    # Palette entries must become colours first.
+    return (image.convert("RGB") if image.mode == "P" else image).convert("L")
 
 
 def picture_descriptors(pictures: np.ndarray) -> np.ndarray:
     """Descriptors of grey pictures, uint8 [N, SIDE_PX, SIDE_PX]."""
     basis, _, _ = _frequencies()
-    flat = pictures.reshape(len(pictures), -1).astype(np.float64)
+    flat = pictures.reshape(-1, SIDE_PX * SIDE_PX).astype(np.float64)
     return coefficient_descriptors(np.rint(flat @ basis * (SCALE / BASIS_SCALE)))
 
 
@@ -173,9 +156,9 @@ def _margins(descriptors: np.ndarray) -> Iterator[np.ndarray]:
 
 def has_contrast(descriptors: np.ndarray) -> np.ndarray:
     """Which descriptors have enough contrast to be compared; the others match nothing."""
-    coefficients = descriptors["coefficients"].astype(np.int64)
-    least = (MIN_CONTRAST * SCALE * SIDE_PX) ** 2
-    return (coefficients**2).sum(axis=1) >= least
+    coefficients = descriptors["coefficients"]
+    squares: np.ndarray = np.einsum("ij,ij->i", coefficients, coefficients, dtype=np.int64)
+    return squares >= (MIN_CONTRAST * SCALE * SIDE_PX) ** 2
 
 
 def keys_of(descriptors: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -218,6 +201,13 @@ def pictures_correlate(left: np.ndarray, right: np.ndarray, *, mirrored: np.ndar
         similar = _correlation(a, b) >= MIN_DETAIL_CORRELATION
         same[rows] &= similar | (((a - b) ** 2).sum(axis=1) <= noise)
     return same
+
+
+def similarity(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Correlation of descriptors left[i] and right[i], direct or mirrored, which is larger."""
+    _, _, signs = _frequencies()
+    a, b = (each["coefficients"].astype(np.float64) for each in (left, right))
+    return np.maximum(_correlation(a, b), _correlation(a * signs, b))
 
 
 def are_duplicates(left: np.ndarray, right: np.ndarray) -> np.ndarray:

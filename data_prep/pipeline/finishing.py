@@ -75,10 +75,7 @@ def write_side_file(p: Preparation, unit: str) -> None:
         with _side_files(p) as folder, LedgerWriter(folder) as ledger:
             source = _write_ledger_rows(p, ledger, plans)
         _check_corpus(p, ledger)
-        inputs = ledger.as_json()
-        if p.run.selection.compares_pictures:
-            inputs["likely_copies"] = p.result("likely_copies")
-        p.put_result(unit, {"source": source, "inputs": inputs})
+        p.put_result(unit, {"source": source, "inputs": ledger.as_json()})
         return
     names = {split: _final_names(p, split, plan) for split, plan in plans.items()}
     formats: set[str] = set()
@@ -197,12 +194,16 @@ def _write_ledger_rows(p: Preparation, ledger: LedgerWriter, plans: dict[str, Sp
                 reasons[i], changes[i] = outcome["reason"], outcome["changes"]
                 keys[i], hashes[i] = outcome["key"], outcome["input_hash"] or None
         paths = rows.column("path").to_pylist()
+        names = [path.decode("utf-8", "backslashreplace") for path in paths]
         columns = {
-            "path": [path.decode("utf-8", "backslashreplace") for path in paths],
+            "path": names,
             "split": splits,
             "class": rows.column("class").to_pylist(),
             "reason": reasons,
-            "detail": assignments.column("detail").to_pylist(),
+            "detail": [
+                p.left_out[name] if reason == "left_out" else None
+                for name, reason in zip(names, reasons, strict=True)
+            ],
             "key": keys,
             "blake3": hashes,
         }

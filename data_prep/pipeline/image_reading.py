@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from data_prep.duplicates.second_look import Look, look_at
 from data_prep.images.check import ValidationResult, validate_image
 from data_prep.pipeline.workspace import InputLocation, Preparation
 from data_prep.sources.outages import raise_if_outage
@@ -45,11 +44,6 @@ def validate_input(
         raise_if_outage(error, os.fsdecode(location.path))
         return ValidationResult("unreadable", b"", b"", b"")
     return validate_image(data, settings=settings)
-
-
-def look(p: Preparation, location: InputLocation) -> Look | None:
-    """The picture of one input, as it will be stored; None if it is rejected."""
-    return look_at(bytes(validate_input(p, location, settings=p.run.images).content))
 
 
 def thread_results(

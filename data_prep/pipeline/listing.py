@@ -155,7 +155,10 @@ class Summary:
             # A sum, since the order of listing does not matter.
             entry = f"{item.split}\0{item.path}\0{item.num_bytes}".encode(*FILE_NAMES)
             self.listing += int.from_bytes(hashlib.sha256(entry).digest()[:16], "big")
-            final = self._labelled(item, p) if item.reason is None else item
+            final = item
+            if item.reason is None:
+                left_out = bool(p.left_out) and printable(item.path) in p.left_out
+                final = replace(item, reason="left_out") if left_out else self._labelled(item, p)
             if final.reason is not None:
                 self.rejected.add(final.reason, printable(final.path))
             yield final

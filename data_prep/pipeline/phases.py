@@ -12,7 +12,6 @@ from typing import Any
 
 from data_prep.pipeline import finishing, listing, planning, selection, shard_writing
 from data_prep.pipeline.workspace import Preparation
-from vitscale.runs.data_prep import DataPrepRun
 from vitscale.tracking.console import ElapsedProgress, ItemProgress
 
 # Counters of each worker: its phase, rows done in its unit, 1 while it works on a unit.
@@ -30,7 +29,6 @@ class Phase:
     """Images (or containers) in a unit, for progress; None: only the time is shown."""
     rows: Callable[[Preparation, str], int] | None = None
     """Inputs in a finished unit, where `weight` counts containers: their total is unknown."""
-    needed: Callable[[DataPrepRun], bool] = lambda run: True
 
 
 def _one(name: str) -> Callable[[Preparation], list[str]]:
@@ -39,11 +37,6 @@ def _one(name: str) -> Callable[[Preparation], list[str]]:
 
 def _per_bucket(name: str) -> Callable[[Preparation], list[str]]:
     return lambda p: [f"{name}-{number:06d}" for number in range(p.result("buckets"))]
-
-
-def _bucket_rows(p: Preparation, unit: str) -> int:
-    rows: int = p.result(f"bucket-{unit.rpartition('-')[2]}")["num_rows"]
-    return rows
 
 
 def _shard_rows(p: Preparation, unit: str) -> int:
@@ -65,37 +58,6 @@ PHASES = (
     *LISTING_PHASES,
     Phase(title="count inputs", units=_one("buckets"), do=listing.count_buckets),
     Phase(title="order inputs", units=_per_bucket("bucket"), do=listing.make_bucket),
-    Phase(
-        title="describe evaluation sets",
-        units=_one("evaluation"),
-        do=selection.index_evaluation_sets,
-        needed=lambda run: bool(run.selection.evaluation_sets),
-    ),
-    Phase(
-        title="check images",
-        units=_per_bucket("survey"),
-        do=selection.survey,
-        weight=_bucket_rows,
-        needed=lambda run: run.needs_survey,
-    ),
-    Phase(
-        title="find duplicates",
-        units=_one("duplicates"),
-        do=selection.find_duplicate_images,
-        needed=lambda run: run.selection.duplicates != "keep",
-    ),
-    Phase(
-        title="compare likely copies",
-        units=selection.verdict_units,
-        do=selection.compare_likely_copies,
-        needed=lambda run: run.selection.duplicates == "drop_similar",
-    ),
-    Phase(
-        title="count likely copies",
-        units=_one("copies"),
-        do=selection.check_likely_copies,
-        needed=lambda run: run.selection.compares_pictures,
-    ),
     Phase(title="select classes", units=_one("selection"), do=selection.select_classes),
     Phase(title="assign splits", units=_per_bucket("assignment"), do=planning.assign_splits),
     Phase(title="plan shards", units=_one("plan"), do=planning.make_plan),

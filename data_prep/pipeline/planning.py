@@ -26,7 +26,7 @@ from data_prep.pipeline.image_reading import validate_input
 from data_prep.pipeline.listing import bucket_path
 from data_prep.pipeline.rejections import rejected_so_far
 from data_prep.pipeline.row_tables import read_table, write_table
-from data_prep.pipeline.selection import TRAIN, surveyed
+from data_prep.pipeline.selection import TRAIN
 from data_prep.pipeline.workspace import Preparation, row_locations
 from data_prep.shards.ledger import describe_rejected
 from data_prep.shards.tar_writer import SAMPLE_OVERHEAD
@@ -49,7 +49,8 @@ def assignments_path(p: Preparation, number: int) -> Path:
 def assign_splits(p: Preparation, unit: str) -> None:
     """Assign reason, split and label to every row of one bucket, and sum them for the plan."""
     number = int(unit.rpartition("-")[2])
-    rows, reasons, details = surveyed(p, number)
+    rows = read_table(bucket_path(p, number))
+    reasons = rows.column("reason").to_pylist()
     selection: dict[str, Any] = p.result("selection")
     label_of = {name: label for label, name in reversed(list(enumerate(selection["classes"])))}
     label_of = label_of or {NO_CLASS: NO_LABEL}
@@ -67,7 +68,6 @@ def assign_splits(p: Preparation, unit: str) -> None:
     table = pa.table(
         {
             "reason": pa.array(reasons, pa.string()),
-            "detail": pa.array(details, pa.string()),
             "split": pa.array(splits, pa.string()),
             "label": pa.array(labels, pa.int32()),
         }

@@ -164,9 +164,8 @@ def work_through_phases(
     p = _open(run, advance, num_threads)
     try:
         for position, phase in enumerate(phases):
-            if phase.needed(run):
-                counters[rows - 1], counters[rows] = position, 0
-                _work_through(p, phase, counters=counters, worker=worker, start=start)
+            counters[rows - 1], counters[rows] = position, 0
+            _work_through(p, phase, counters=counters, worker=worker, start=start)
     except (OSError, SpoolError, UserError) as error:
         # Another process may have finished or aborted the preparation.
         if is_finished(p.output):

@@ -103,15 +103,12 @@ def _entry_points(tar: Path, outcomes: list[tuple[object, ...]]) -> Iterator[tup
 def _write_images(
     p: Preparation, tar: TarShard, plan: SplitPlan, *, split: str, number: int
 ) -> tuple[list[tuple[object, ...]], Rejections]:
-    # The survey has decoded every image already.
-    check = {"check": "header"} if p.run.needs_survey else {}
-    settings = p.run.images.model_copy(update=check)
     outcomes: list[tuple[object, ...]] = []
     rejected = Rejections()
     for rows, labels in rows_of_shard(p, plan, split, number):
         keys = rows.column("key").to_pylist()
         locations = list(row_locations(rows))
-        results = _validated(p, tar, locations, settings=settings)
+        results = _validated(p, tar, locations, settings=p.run.images)
         for location, result, suffix, label in zip(locations, results, keys, labels, strict=True):
             key, offset = f"{split}-{suffix}", 0
             if result.reason is None:

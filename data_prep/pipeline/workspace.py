@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from data_prep.duplicates.evaluation_sets import evaluation_listing
 from data_prep.labels.assignment import Labels, load_labels
 from data_prep.labels.label_files import label_hashes
 from data_prep.pipeline.work_units import WorkFolder
 from data_prep.sources.outages import ChangedSource, changed_source_error
+from data_prep.sources.paths import hash_named_file
 from data_prep.sources.protocol import Container, Source, SpoolError, fill, read_exactly
 from data_prep.sources.registry import open_source
 from vitscale.config.errors import UserError
@@ -40,10 +42,7 @@ FOLDERS = (
     "runs",
     "spool",
     "buckets",
-    "evaluation",
-    "survey",
     "rejected",
-    "duplicates",
     "assignments",
     "tars",
     "outcomes",
@@ -63,9 +62,9 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
     del config["source"]["path"]
     config.get("shards", {}).pop("entry_points", None)
     config["labels"] |= label_hashes(run.labels)
-    if run.selection.evaluation_sets:
-        listings = list(map(evaluation_listing, run.selection.evaluation_sets))
-        config["selection"]["evaluation_sets_listing"] = listings
+    if run.source.leave_out is not None:
+        file = Path(run.source.leave_out).expanduser()
+        config["source"]["leave_out_blake3"] = hash_named_file(file, where="source.leave_out")
     return config
 
 
@@ -187,6 +186,25 @@ class Preparation:
     @cached_property
     def labels(self) -> Labels:
         return load_labels(self.run.labels)
+
+    @cached_property
+    def left_out(self) -> dict[str, str]:
+        """Path of each image that `source.leave_out` does not keep -> the image that it copies."""
+        file = self.run.source.leave_out
+        if file is None:
+            return {}
+        try:
+            table = pq.read_table(Path(file).expanduser(), columns=["path", "keep", "copy_of"])
+            dropped = table.filter(pc.invert(table["keep"]))
+            return dict(
+                zip(*(dropped[name].to_pylist() for name in ("path", "copy_of")), strict=True)
+            )
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(
+                f"{file!r} cannot be read ({error})",
+                where="source.leave_out",
+                allowed="duplicates.parquet of data_prep/find_duplicates.py",
+            ) from None
 
     @cached_property
     def containers(self) -> list[Container]:

@@ -30,10 +30,8 @@ EXTERNAL_REASONS = {
 # Sound images that the configuration leaves out.
 SELECTION_REASONS = {
     "unknown_class": "its class is not in labels.space or labels.map",
-    "small_class": "its class has fewer than selection.min_images_per_class images",
-    "exact_duplicate": "the same bytes as another image of the corpus",
-    "similar_duplicate": "looks like another image of the corpus",
-    "in_evaluation_set": "looks like an image of selection.evaluation_sets",
+    "small_class": "its class has fewer than source.min_images_per_class images",
+    "left_out": "named by source.leave_out",
 }
 SOURCE_FAULTS = {
     "no_class": "image outside every class",

@@ -56,6 +56,11 @@ class SourceSettings(Section):
     """Share of each class moved from `train` to `holdout_split` (seeded). Only without `splits`."""
     val_per_class: int = Field(default=0, ge=0)
     """Images of each class moved from `train` to `holdout_split`, never the whole class."""
+    min_images_per_class: int = Field(default=0, ge=0)
+    """Smaller classes leave the corpus."""
+    leave_out: str | None = None
+    """duplicates.parquet of find_duplicates.py over shards of this source: the images that it does
+    not keep leave the corpus."""
 
 
 class LabelSettings(Section):
@@ -121,26 +126,6 @@ class ImageSettings(Section):
     image name are in the ledger but do not count."""
 
 
-class SelectionSettings(Section):
-    """Sound images to leave out. Each of these settings reads the source twice."""
-
-    min_images_per_class: int = Field(default=0, ge=0)
-    """Smaller classes leave the corpus."""
-    duplicates: Literal["keep", "drop_exact", "drop_similar"] = "keep"
-    """Within the corpus: keep one of several images with equal bytes (drop_exact), or also of those
-    that look the same (drop_similar)."""
-    evaluation_sets: tuple[str, ...] = Field(default=(), strict=False)
-    """Image folders or shard folders. Corpus images that match one of theirs are dropped."""
-    max_similar_fraction: float = Field(default=0.01, ge=0, le=1)
-    """A larger share of images dropped by drop_similar and evaluation_sets stops the run with
-    counts and examples: look at them before you raise this."""
-
-    @property
-    def compares_pictures(self) -> bool:
-        """Whether images are dropped because of what they show."""
-        return self.duplicates == "drop_similar" or bool(self.evaluation_sets)
-
-
 class DataPrepRun(Run):
     """raw corpus -> shards + index + ledger."""
 
@@ -158,20 +143,8 @@ class DataPrepRun(Run):
     source: SourceSettings
     labels: LabelSettings = LabelSettings()
     images: ImageSettings = ImageSettings()
-    selection: SelectionSettings = SelectionSettings()
     shards: ShardSettings = ShardSettings()
     launch: LaunchSettings = LaunchSettings()
-
-    @property
-    def needs_survey(self) -> bool:
-        """Whether all images must be checked before the first one can be written."""
-        s = self.selection
-        return bool(
-            s.min_images_per_class
-            or s.duplicates != "keep"
-            or s.evaluation_sets
-            or self.source.val_per_class
-        )
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.script == "index_shards" and self.source.kind != "webdataset":
@@ -209,7 +182,7 @@ def _class_settings_problems(run: DataPrepRun) -> Iterator[tuple[str, str]]:
         "labels.map": run.labels.map,
         "labels.parents": run.labels.parents,
         "source.val_per_class": run.source.val_per_class,
-        "selection.min_images_per_class": run.selection.min_images_per_class,
+        "source.min_images_per_class": run.source.min_images_per_class,
     }
     for key, value in per_class.items():
         if value:

@@ -198,8 +198,8 @@ def test_tars_in_a_read_only_folder(tmp_path: Path) -> None:
     [
         (["source.holdout_fraction=0.1"], ["source.holdout_fraction: requires rewriting the tars"]),
         (
-            ["images.short_side=256", "selection.min_images_per_class=2"],
-            ["images.short_side: requires rewriting the tars", "selection: requires rewriting"],
+            ["images.short_side=256", "source.min_images_per_class=2"],
+            ["images.short_side: requires rewriting", "source.min_images_per_class: requires"],
         ),
         (["source.kind=image_folder"], ["source.kind: must be webdataset"]),
         (["source.label=txt"], ["is not a label of a WebDataset"]),

@@ -151,60 +151,33 @@ def save(image: Image.Image, path: Path, **options: object) -> None:
     image.save(path, **options)  # type: ignore[arg-type]  # Pillow takes any encoder option
 
 
-def test_selection_drops_images_with_reasons(tmp_path: Path) -> None:
-    root, evaluation = tmp_path / "images", tmp_path / "evaluation"
-    for label, name in enumerate(("cat", "dog")):
-        for i in range(12):
-            save(
-                Image.open(io.BytesIO(photo(100 * label + i, width=160, height=120))),
-                root / name / f"{i:02d}.png",
-            )
-    for i in range(2):
-        save(
-            Image.open(io.BytesIO(photo(900 + i, width=160, height=120))),
-            root / "rare" / f"{i}.png",
-        )
-    twin = (root / "cat" / "00.png").read_bytes()
-    (root / "dog" / "twin.png").write_bytes(twin)
-    smaller = Image.open(root / "cat" / "01.png").resize((96, 72), Image.Resampling.BICUBIC)
-    save(smaller, root / "cat" / "small.jpg", quality=80)
-    mirrored = Image.open(root / "dog" / "02.png").transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    save(mirrored.convert("RGB"), evaluation / "x" / "seen.jpg", quality=85)
-    save(Image.open(io.BytesIO(photo(5000))), evaluation / "x" / "other.jpg")
+def test_small_classes_leave_and_every_class_holds_out_the_same(tmp_path: Path) -> None:
+    root = tmp_path / "images"
+    for name, num in (("cat", 12), ("dog", 13), ("rare", 2)):
+        for i in range(num):
+            path = root / name / f"{i:02d}.jpg"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(photo(100 * num + i))
     options = (
-        "selection.duplicates=drop_similar",
-        "selection.min_images_per_class=3",
-        f"selection.evaluation_sets=[{evaluation}]",
-        "selection.max_similar_fraction=0.1",
+        "source.min_images_per_class=3",
         "source.val_per_class=4",
         "source.holdout_split=val",
     )
     text = make(root, tmp_path / "shards", *options)
     rows = ledger(tmp_path / "shards")
-    reasons = Counter(row["reason"] for row in rows.values() if row["status"] == "rejected")
-    assert reasons == {
-        "exact_duplicate": 1,
-        "similar_duplicate": 1,
-        "in_evaluation_set": 1,
-        "small_class": 2,
+    assert {path for path, row in rows.items() if row["reason"] == "small_class"} == {
+        "rare/00.jpg",
+        "rare/01.jpg",
     }
-    assert rows["dog/02.png"]["reason"] == "in_evaluation_set"
-    assert "seen.jpg" in str(rows["dog/02.png"]["detail"])
-    twins = {path: rows[path] for path in ("cat/00.png", "dog/twin.png")}
-    (lost,) = [path for path, row in twins.items() if row["reason"]]
-    assert twins[lost]["detail"] in twins and twins[lost]["detail"] != lost
-    assert rows["rare/0.png"]["reason"] == "small_class"
-    manifest = read_manifest(tmp_path / "shards")
-    assert manifest.classes == ("cat", "dog") and "5 rejected" in text
-    counts = manifest.inputs["likely_copies"]["counts"]
-    assert counts == {"similar": 1, "in_evaluation_set": 1}
-    text = make(root, tmp_path / "refused", *options, "selection.max_similar_fraction=0.01", rc=2)
-    assert "2 of 28 images look like others" in text
-    per_class = Counter(
-        (row["split"], row["class"]) for row in rows.values() if row["status"] == "kept"
-    )
-    assert (per_class["val", "cat"], per_class["val", "dog"]) == (4, 4)
-    assert per_class["train", "cat"] + per_class["train", "dog"] == 15
+    assert read_manifest(tmp_path / "shards").classes == ("cat", "dog")
+    assert "27 inputs = 25 kept + 2 rejected" in text
+    kept = [row for row in rows.values() if row["status"] == "kept"]
+    assert Counter((row["split"], row["class"]) for row in kept) == {
+        ("val", "cat"): 4,
+        ("val", "dog"): 4,
+        ("train", "cat"): 8,
+        ("train", "dog"): 9,
+    }
     make(root, tmp_path / "again", *options, "num_workers=1")
     assert contents(tmp_path / "again") == contents(tmp_path / "shards")
 

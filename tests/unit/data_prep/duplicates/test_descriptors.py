@@ -18,7 +18,6 @@ from data_prep.duplicates.descriptors import (
     equal_keys,
     has_contrast,
     hashes_near,
-    image_descriptor,
     image_descriptors,
     picture_descriptors,
 )
@@ -164,8 +163,7 @@ def test_orientation_is_undone(orientation: int) -> None:
     content = encoded(turned[orientation], "JPEG", quality=95, exif=exif)
     with Image.open(io.BytesIO(content)) as image:
         assert np.array(ImageOps.exif_transpose(image)).shape[:2] == np.array(upright).shape[:2]
-    found = image_descriptor(content)
-    expected = image_descriptor(encoded(upright, "JPEG", quality=95))
+    found, expected = image_descriptors([content, encoded(upright, "JPEG", quality=95)])
     assert np.bitwise_xor(found["phash"], expected["phash"]).item().bit_count() <= 4
 
 
@@ -192,7 +190,7 @@ def test_transparent_pixels_are_white() -> None:
 
 @pytest.mark.parametrize("content", [b"", b"no image", encoded(drawn(0))[:500]])
 def test_undecodable_images_are_blank(content: bytes) -> None:
-    assert image_descriptor(content) == np.zeros(1, DESCRIPTOR)[0]
+    assert image_descriptors([content]) == np.zeros(1, DESCRIPTOR)
 
 
 def test_hashes_near_counts_bits() -> None:

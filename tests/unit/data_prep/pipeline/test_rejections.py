@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.pipeline import row_tables
-from data_prep.pipeline.rejections import Rejections, check_so_far
-from tests.support.corpora.image_corpus import corpus, encoded
-from tests.support.corpora.preparing import preparation, prepare_here, run_of
+from tests.support.corpora.image_corpus import encoded
+from tests.support.corpora.preparing import prepare_here, run_of
 from vitscale.config.errors import UserError
-from vitscale.data.index import read_manifest
 
 
 def rotten(root: Path, *, num: int) -> Path:
@@ -27,84 +22,19 @@ def rotten(root: Path, *, num: int) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    "unit, selection", [("shard", {}), ("survey", {"min_images_per_class": 1})]
-)
-def test_a_bad_corpus_stops_once_all_units_exceed_the_limit(
-    unit: str, selection: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(row_tables, "BUCKET_ROWS", 10)
-    run = run_of(
-        rotten(tmp_path / "images", num=200),
-        tmp_path / "shards",
-        shards={"min_shards": 40},
-        selection=selection,
-        images={"max_bad_fraction": 0.2},
-    )
+def test_a_bad_corpus_stops_once_all_units_exceed_the_limit(tmp_path: Path) -> None:
+    for i in range(200):
+        path = tmp_path / "images" / "ab"[i % 2] / f"{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(f"rotten {i}".encode())
+    sections = {"shards": {"min_shards": 40}, "images": {"max_bad_fraction": 0.2}}
+    run = run_of(tmp_path / "images", tmp_path / "shards", **sections)
     with pytest.raises(UserError, match="of 200 images are bad, more than the fraction 0.2"):
         prepare_here(run)
-    done = len(list(preparation(run).path("results").glob(f"{unit}-*")))
-    # No unit alone holds a fifth of the images.
-    assert 3 <= done <= 15
+    # No tar alone holds a fifth of the images.
+    assert 3 <= len(list((tmp_path / ".shards.preparing/tars").iterdir())) <= 15
     with pytest.raises(UserError, match="at least .* of 200 images are bad"):
         prepare_here(run)
-
-
-@pytest.mark.parametrize("num_bad, is_allowed", [(4, True), (5, False)])
-def test_the_early_check_and_the_ledger_agree(
-    num_bad: int, is_allowed: bool, tmp_path: Path
-) -> None:
-    root = corpus(tmp_path / "images", num=20)
-    for i in range(3):
-        (root / "cat" / f"00{i}.{['jpg', 'png', 'webp'][i]}").write_bytes(b"rotten")
-    for i in range(num_bad - 3):
-        (root / "dog" / f"broken{i}.jpg").symlink_to("nowhere")
-    for i in range(100):  # count neither as bad nor as images
-        (root / "cat" / f"{i}.txt").write_bytes(b"")
-    run = run_of(
-        root, tmp_path / "shards", shards={"min_shards": 10}, images={"max_bad_fraction": 0.1}
-    )
-    if is_allowed:
-        prepare_here(run)
-        assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 37
-        return
-    with pytest.raises(UserError) as refused:
-        prepare_here(run)
-    assert "5 of 42 images are bad" in refused.value.text()
-    assert "2 link_broken (link to nothing): 'dog/broken0.jpg'" in refused.value.text()
-    assert not preparation(run).has_result("ledger")
-
-
-def test_files_that_are_no_images_do_not_delay_the_end(tmp_path: Path) -> None:
-    inputs = {"num_inputs": 110, "reasons": {"other_name": 100}, "examples": {}}
-    (tmp_path / "rejected").mkdir()
-    stub: Any = SimpleNamespace(
-        path=tmp_path.joinpath,
-        result=lambda name: inputs,
-        run=SimpleNamespace(images=SimpleNamespace(max_bad_fraction=0.2)),
-    )
-    found = Rejections()
-    for i in range(2):
-        found.add("empty", f"{i}.jpg")
-    check_so_far(stub, "shard-0", found)
-    with pytest.raises(UserError, match="4 of 10 images are bad"):
-        check_so_far(stub, "shard-1", found)
-
-
-def test_examples_do_not_depend_on_the_order_of_units() -> None:
-    names = [f"{i}.jpg" for i in range(9)]
-    for seed in range(5):
-        random.Random(seed).shuffle(names)
-        whole = Rejections()
-        for start in range(0, 9, 3):
-            part = Rejections()
-            for name in names[start : start + 3]:
-                part.add("empty", name)
-            whole.merge(part.as_json())
-        assert whole.as_json() == {
-            "reasons": {"empty": 9},
-            "examples": {"empty": ["0.jpg", "1.jpg", "2.jpg"]},
-        }
 
 
 def outside(folder: Path) -> Path:
@@ -175,14 +105,3 @@ def test_a_split_without_a_sound_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'val' has no usable image\n.*1 damaged_table") as error:
         prepare_here(run)
     assert "source.splits.val" in error.value.text()
-
-
-def test_a_survey_that_leaves_nothing_says_why(tmp_path: Path) -> None:
-    run = run_of(
-        rotten(tmp_path / "images", num=2),
-        tmp_path / "shards",
-        selection={"min_images_per_class": 1},
-        images={"max_bad_fraction": 1},
-    )
-    with pytest.raises(UserError, match=r"all 2 inputs are rejected\n  2 not_an_image"):
-        prepare_here(run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from data_prep.pipeline.workspace import SETTINGS_NAME, changed_settings, content_config
 from tests.support.corpora.image_corpus import corpus
 from tests.support.corpora.preparing import prepare_here, run_of
-from tests.support.corpora.small_shards import make_shard_folder
 from vitscale.config.errors import UserError
 from vitscale.data.index import read_manifest
 from vitscale.distributed.atomic_files import write_json
@@ -45,38 +43,15 @@ def test_known_spaces_are_not_hashed(tmp_path: Path) -> None:
         assert content_config(run)["labels"] == run.labels.model_dump(mode="json")
 
 
-def swap_image(folder: Path) -> None:
-    (folder / "cat" / "000.jpg").write_bytes(b"another size")
-
-
-def add_image(folder: Path) -> None:
-    (folder / "cat" / "new.png").write_bytes(b"")
-
-
-@pytest.mark.parametrize("change", [swap_image, add_image])
-def test_changed_evaluation_images_change_the_settings(
-    change: Callable[[Path], None], tmp_path: Path
-) -> None:
-    folder = corpus(tmp_path / "evaluation", num=2)
-    (folder / "loop").symlink_to(folder)
-    run = run_of(tmp_path, tmp_path / "out", selection={"evaluation_sets": [str(folder)]})
-    before = content_config(run)
-    (folder / "notes.txt").write_text("no image")
-    assert changed_settings(before, content_config(run)) == []
-    change(folder)
-    changed = changed_settings(before, content_config(run))
-    assert changed == ["selection.evaluation_sets_listing"]
-
-
-def test_changed_evaluation_shards_change_the_settings(tmp_path: Path) -> None:
-    folder = tmp_path / "shards"
-    run = run_of(tmp_path, tmp_path / "out", selection={"evaluation_sets": [str(folder)]})
-    with pytest.raises(UserError, match="no such folder"):
+def test_a_changed_list_of_duplicates_changes_the_settings(tmp_path: Path) -> None:
+    listed = tmp_path / "duplicates.parquet"
+    run = run_of(tmp_path, tmp_path / "out", source={"leave_out": str(listed)})
+    with pytest.raises(UserError, match="source.leave_out"):
         content_config(run)
-    make_shard_folder(folder)
+    listed.write_bytes(b"one")
     before = content_config(run)
-    (folder / "index.parquet").write_bytes(b"another")
-    assert content_config(run) != before
+    listed.write_bytes(b"other")
+    assert changed_settings(before, content_config(run)) == ["source.leave_out_blake3"]
 
 
 def test_a_map_that_changes_during_the_run_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,187 @@
+"""data_prep/find_duplicates.py, and shards made again without the copies that it found."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image, ImageOps
+
+from tests.support.corpora.image_corpus import REPOSITORY, ledger, make_shards
+from tests.support.corpora.shard_folders import photo
+from vitscale.data.index import read_manifest
+from vitscale.data.index_keys import sample_keys
+from vitscale.data.settings import DataSettings
+from vitscale.data.training_set import open_training_set
+
+NUM_PICTURES = 12
+SPLITS = "source.splits={train: train, val: val}"
+CHECKS = ("images.check=header", "source.holdout_fraction=0")
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.open(io.BytesIO(photo(seed, width=160, height=120))).convert("RGB")
+
+
+def encoded(image: Image.Image, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()
+
+
+def scaled(image: Image.Image, scale: float) -> Image.Image:
+    size = round(image.width * scale), round(image.height * scale * 1.04)
+    return image.resize(size, Image.Resampling.BICUBIC)
+
+
+COPIES = {
+    "jpeg.jpg": lambda image: encoded(image, "JPEG", quality=30),
+    "webp.webp": lambda image: encoded(image, "WEBP", quality=50),
+    "png.png": lambda image: encoded(image, "PNG", compress_level=1),
+    "smaller.png": lambda image: encoded(scaled(image, 0.4), "PNG"),
+    "larger.jpg": lambda image: encoded(scaled(image, 2), "JPEG", quality=90),
+    "mirrored.jpg": lambda image: encoded(ImageOps.mirror(image), "JPEG", quality=95),
+    "all.jpg": lambda image: encoded(ImageOps.mirror(scaled(image, 0.5)), "JPEG", quality=40),
+}
+
+
+def write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def find(*arguments: object, rc: int = 0) -> str:
+    command = [sys.executable, "data_prep/find_duplicates.py", *map(str, arguments)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    text = done.stdout + done.stderr
+    assert done.returncode == rc and "Traceback" not in text, text
+    return text
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(source, shards): different pictures in `train`, and copies of those in `val` beside them."""
+    base = tmp_path_factory.mktemp("duplicates")
+    source = base / "images"
+    for seed in range(NUM_PICTURES):
+        write(source / f"train/cat/{seed:02d}.png", encoded(picture(seed), "PNG"))
+    for number, (name, copy) in enumerate(COPIES.items()):
+        original = picture(100 + number)
+        write(source / f"val/cat/{number}.png", encoded(original, "PNG"))
+        write(source / f"train/cat/copy_{number}_{name}", copy(original))
+    twin = encoded(picture(0), "PNG")
+    write(source / "train/cat/twin.png", twin)
+    make_shards(source, base / "shards", SPLITS, *CHECKS)
+    return source, base / "shards"
+
+
+def rows_of(folder: Path) -> dict[str, dict[str, Any]]:
+    table = pq.read_table(folder / "duplicates.parquet").to_pylist()
+    rows = {row["path"]: row for row in table}
+    assert len(rows) == len(table)
+    return rows
+
+
+def test_every_promised_copy_is_found(made: tuple[Path, Path], tmp_path: Path) -> None:
+    _, shards = made
+    text = find(shards, "--similar", "--output", tmp_path / "found")
+    rows = rows_of(tmp_path / "found")
+    key_of = {path: row["key"] for path, row in rows.items()}
+    for number, name in enumerate(COPIES):
+        row = rows[f"train/cat/copy_{number}_{name}"]
+        assert not row["keep"] and row["copy_of"] == key_of[f"val/cat/{number}.png"]
+        assert 0.99 <= row["similarity"] <= 1
+    twins = [rows[f"train/cat/{name}.png"] for name in ("00", "twin")]
+    assert sorted(row["keep"] for row in twins) == [False, True]
+    (lost,) = (row for row in twins if not row["keep"])
+    assert lost["similarity"] == 1 and lost["copy_of"] in {row["key"] for row in twins}
+    kept = [row for row in rows.values() if row["keep"]]
+    assert len(kept) == NUM_PICTURES + len(COPIES)
+    assert all(row["copy_of"] is None and row["similarity"] is None for row in kept)
+    assert (tmp_path / "found/keep.txt").read_text().split() == [row["key"] for row in kept]
+    sheet = np.asarray(Image.open(tmp_path / "found/pairs.png"))
+    assert (sheet.reshape(-1, 3) != 255).any(axis=1).mean() > 0.3
+    num = NUM_PICTURES + 2 * len(COPIES) + 1
+    assert f"{num} images, 8 of them copies: 1 with equal bytes, 7 similar" in text
+
+
+def test_without_similar_only_equal_bytes_are_copies(made: tuple[Path, Path]) -> None:
+    _, shards = made
+    find(shards)
+    rows = rows_of(shards.with_name("shards-duplicates"))
+    # The copy saved as PNG has other bytes.
+    assert sum(not row["keep"] for row in rows.values()) == 1
+    assert not shards.with_name("shards-duplicates").joinpath("pairs.png").exists()
+
+
+@pytest.mark.parametrize("as_shards", [False, True])
+def test_images_of_an_evaluation_set_are_found(
+    as_shards: bool, made: tuple[Path, Path], tmp_path: Path
+) -> None:
+    _, shards = made
+    seen = tmp_path / "evaluation/x"
+    write(seen / "seen.jpg", encoded(ImageOps.mirror(picture(3)), "JPEG", quality=85))
+    write(seen / "equal.png", encoded(picture(4), "PNG"))
+    write(seen / "new.jpg", photo(5000))
+    (seen / "notes.txt").write_text("no image")
+    other, name = seen.parent, f"{seen}/{{}}"
+    if as_shards:
+        other, name = tmp_path / "other", f"{tmp_path}/other/train-x-{{}}"
+        make_shards(tmp_path / "evaluation", other, *CHECKS)
+    else:
+        write(seen / "broken.gif", b"no picture")
+    text = find(shards, "--similar", "--against", other, "--output", tmp_path / "found")
+    assert ("1 images cannot be decoded" in text) != as_shards
+    assert "2 of an image of --against" in text
+    rows = rows_of(tmp_path / "found")
+    for path, copy_of in (("03", "seen.jpg"), ("04", "equal.png")):
+        row = rows[f"train/cat/{path}.png"]
+        copy_of = copy_of.partition(".")[0] if as_shards else copy_of
+        assert not row["keep"] and row["copy_of"] == name.format(copy_of)
+    assert "no such folder" in find(shards, "--against", tmp_path / "missing", rc=2)
+
+
+def test_shards_are_made_and_trained_on_without_copies(
+    made: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source, shards = made
+    find(shards, "--similar", "--output", tmp_path / "found")
+    table, keys = tmp_path / "found/duplicates.parquet", tmp_path / "found/keep.txt"
+    text = make_shards(source, tmp_path / "again", SPLITS, *CHECKS, f"source.leave_out={table}")
+    found, rows = rows_of(tmp_path / "found"), ledger(tmp_path / "again")
+    reasons = {path: row["reason"] for path, row in rows.items()}
+    assert reasons == {path: None if row["keep"] else "left_out" for path, row in found.items()}
+    assert {path: row["detail"] for path, row in rows.items()} == {
+        path: row["copy_of"] for path, row in found.items()
+    }
+    num, kept = len(rows), NUM_PICTURES + len(COPIES)
+    assert f"{num} inputs = {kept} kept + {num - kept} rejected" in text
+    samples = {name: e.num_samples for name, e in read_manifest(tmp_path / "again").splits.items()}
+    assert samples == {"train": NUM_PICTURES, "val": len(COPIES)}
+    data = {"path": str(shards), "global_batch": 2, "only_keys": {"path": str(keys)}}
+    (part,) = open_training_set(DataSettings.model_validate(data), seed=0).parts
+    left = set(sample_keys(part, range(part.num_samples)))
+    assert left == {row["key"] for row in found.values() if row["keep"]} - {
+        f"val-cat-{number}" for number in range(len(COPIES))
+    }
+
+
+def test_a_list_of_other_images_is_refused(made: tuple[Path, Path], tmp_path: Path) -> None:
+    source, shards = made
+    find(shards, "--output", tmp_path / "found")
+    write(tmp_path / "others/cat/a.png", encoded(picture(7), "PNG"))
+    options = (f"source.leave_out={tmp_path}/found/duplicates.parquet", *CHECKS)
+    text = make_shards(tmp_path / "others", tmp_path / "again", *options, rc=2)
+    assert "names no image of the source" in text
+    options = (SPLITS, *CHECKS, "source.leave_out=missing")
+    text = make_shards(source, tmp_path / "again", *options, rc=2)
+    assert "source.leave_out" in text and "cannot be read" in text
+    (tmp_path / "bad.parquet").write_bytes(b"bad")
+    options = (SPLITS, *CHECKS, f"source.leave_out={tmp_path}/bad.parquet")
+    assert "cannot be read" in make_shards(source, tmp_path / "again", *options, rc=2)
