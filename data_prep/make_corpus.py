@@ -1,10 +1,12 @@
-"""Write a corpus that needs no download as a folder of images, {train,test}/CLASS/NAME.png.
+"""Write a small corpus as a folder of images, {train,test}/CLASS/NAME.png.
 
     python data_prep/make_corpus.py digits runs/demo/images
     python data_prep/make_corpus.py characters runs/characters/images --sets latin greek
+    python data_prep/make_corpus.py fashion_mnist runs/fashion_mnist/images
 
 digits: scikit-learn's 1,797 handwritten digits. characters: letters rendered from the fonts in
-matplotlib's wheel, with other fonts for the test images.
+matplotlib's wheel, with other fonts for the test images. fashion_mnist: the idx files of
+Fashion-MNIST or MNIST in --path, as `apt install dataset-fashion-mnist` puts them.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from pathlib import Path
 try:
     from data_prep.images.made.characters import GREY_LEVELS, Characters, character_files
     from data_prep.images.made.digits import digit_files
+    from data_prep.images.made.idx import idx_files
     from data_prep.images.made.letters import FONTS, SETS
     from vitscale.config.errors import UserError, run_script
     from vitscale.distributed.atomic_files import commit_folder
@@ -33,6 +36,8 @@ def main() -> None:
     output: Path = arguments.output
     if arguments.corpus == "digits":
         contents = digit_files(seed=arguments.seed)
+    elif arguments.corpus == "fashion_mnist":
+        contents = dict(idx_files(arguments.path))
     else:
         contents = dict(character_files(characters_of(arguments)))
     split_of = [tuple(name.split("/")[:2]) for name in contents]
@@ -47,20 +52,29 @@ def main() -> None:
         f"{output}: {num_train:,} training and {len(contents) - num_train:,} test images, "
         f"{num_classes:,} classes"
     )
+    config = "characters" if arguments.corpus == "characters" else "digits"
     print(
-        f"next: python data_prep/make_shards.py --config configs/data/{arguments.corpus}.yaml "
-        f"source.path={output}"
+        f"next: python data_prep/make_shards.py --config configs/data/{config}.yaml "
+        f"source.path={output} output={output.with_name('shards')}"
     )
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    corpora = parser.add_subparsers(dest="corpus", required=True, metavar="digits|characters")
+    corpora = parser.add_subparsers(dest="corpus", required=True, metavar="CORPUS")
     digits = corpora.add_parser("digits", help="scikit-learn's handwritten digits")
     letters = corpora.add_parser("characters", help="letters of the fonts in matplotlib's wheel")
-    for corpus in (digits, letters):
+    clothes = corpora.add_parser("fashion_mnist", help="idx files of Fashion-MNIST or MNIST")
+    for corpus in (digits, letters, clothes):
         corpus.add_argument("output", type=Path, help="folder to create")
+    for corpus in (digits, letters):
         corpus.add_argument("--seed", type=int, default=0, help="default 0")
+    clothes.add_argument(
+        "--path",
+        type=Path,
+        default=Path("/usr/share/datasets/fashion-mnist"),
+        help="folder of the idx files, also .gz; default %(default)s",
+    )
     default = Characters()
     letters.add_argument(
         "--sets",

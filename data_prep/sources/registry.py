@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from data_prep.sources.class_tars import ClassTars
-from data_prep.sources.idx_files import IdxFiles
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.parquet_images import ParquetImages
 from data_prep.sources.path_table import PathTable
@@ -22,7 +21,6 @@ SOURCES: dict[SourceKind, Callable[[SourceSettings, LabelSettings], Source]] = {
     "webdataset": WebdatasetTars,
     "parquet": ParquetImages,
     "path_table": PathTable,
-    "idx": IdxFiles,
 }
 
 

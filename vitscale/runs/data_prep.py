@@ -13,7 +13,7 @@ from vitscale.runs.launching import LaunchSettings, launch_problems
 
 # The keys of SOURCES in data_prep/sources/registry.py, which this layer cannot import. A test
 # compares the two.
-SourceKind = Literal["image_folder", "class_tars", "webdataset", "parquet", "path_table", "idx"]
+SourceKind = Literal["image_folder", "class_tars", "webdataset", "parquet", "path_table"]
 ImageFormat = Literal["jpeg", "png", "webp"]
 # A tar header has 100 bytes for SPLIT-KEY.webp, of which SPLIT and KEY may take 94.
 MAX_SPLIT_LENGTH = 24
@@ -41,11 +41,10 @@ class SourceSettings(Section):
     tars, one inner tar per class, as ImageNet-21k comes. webdataset: folder of tars with images and
     labels; for index_shards.py also its URL. parquet: folder or file with image bytes and labels
     (Hugging Face layout). path_table: CSV or Parquet file with paths and labels; paths are relative
-    to the file's folder. idx: folder of NAME-images-idx3-ubyte and NAME-labels-idx1-ubyte, also
-    .gz, as MNIST comes."""
+    to the file's folder."""
     splits: dict[str, str] = {}
     """Split name -> sub-folder (or tar, or file name pattern) below `path`, such as {train: train,
-    test: val}; idx: or NAME, such as {train: train, test: t10k}; empty: one split, `train`."""
+    test: val}; empty: one split, `train`."""
     image_column: str = "image"
     """parquet: column with bytes, or with {bytes, path}; path_table: column with paths."""
     label: str = "label"

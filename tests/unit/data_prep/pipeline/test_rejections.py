@@ -58,12 +58,6 @@ def truncated(folder: Path) -> Path:
     return folder / "t.parquet"
 
 
-def cut_idx(folder: Path) -> Path:
-    (folder / "t-images-idx3-ubyte.gz").write_bytes(b"cut")
-    (folder / "t-labels-idx1-ubyte").write_bytes(b"")
-    return folder
-
-
 def other_names(folder: Path) -> Path:
     (folder / "cat").mkdir()
     (folder / "cat" / "1.txt").write_bytes(b"")
@@ -78,7 +72,6 @@ def other_names(folder: Path) -> Path:
         (listed_label, "path_table", "1 no_label .sample without a usable label.: '1.jpg'"),
         (truncated, "path_table", "1 damaged_table .*: 't.parquet'"),
         (truncated, "parquet", "1 damaged_table .*: 't.parquet'"),
-        (cut_idx, "idx", "2 damaged_table .*: 't-images-idx3-ubyte.gz', 't-labels-idx1-ubyte'"),
         (other_names, "image_folder", "1 other_name .*: 'cat/1.txt'"),
     ],
 )
