@@ -61,7 +61,7 @@ class ValidationResult:
     reason: str | None
     """None: usable; otherwise a key of FAULTS."""
     input_hash: bytes
-    content: bytes | memoryview
+    content: bytes
     """Bytes to store: the object given, if nothing was changed; empty if rejected."""
     content_hash: bytes
     extension: str = ""
@@ -80,7 +80,7 @@ class Rejected(Exception):  # an outcome, not an error
         self.header = header
 
 
-def validate_image(data: bytes | memoryview, *, settings: ImageSettings) -> ValidationResult:
+def validate_image(data: bytes, *, settings: ImageSettings) -> ValidationResult:
     """Validate and convert. Raises for no input, except MemoryError."""
     input_hash = blake3(data).digest()
     try:
@@ -93,9 +93,7 @@ def validate_image(data: bytes | memoryview, *, settings: ImageSettings) -> Vali
         return ValidationResult(rejected.reason, input_hash, b"", input_hash, extension, *size)
 
 
-def _checked_header(
-    data: bytes | memoryview, settings: ImageSettings
-) -> tuple[bytes | memoryview, Header, bool]:
+def _checked_header(data: bytes, settings: ImageSettings) -> tuple[bytes, Header, bool]:
     """(bytes of the image, its header, whether gzip was taken off). Raises Rejected."""
     if not data:
         raise Rejected("empty")
@@ -120,7 +118,7 @@ def _checked_header(
     return data, header, gzipped
 
 
-def _unpacked(data: bytes | memoryview, max_bytes: int) -> bytes:
+def _unpacked(data: bytes, max_bytes: int) -> bytes:
     peek, unpacker = zlib.decompressobj(wbits=31), zlib.decompressobj(wbits=31)
     unpacked = bytearray()
     try:
@@ -151,7 +149,7 @@ def _unpacked(data: bytes | memoryview, max_bytes: int) -> bytes:
 
 
 def _checked_pixels(
-    data: bytes | memoryview,
+    data: bytes,
     header: Header,
     gzipped: bool,
     input_hash: bytes,

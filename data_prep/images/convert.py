@@ -37,7 +37,7 @@ class UnreadableHeaderError(Exception):
     """Pillow cannot open the file, or finds another size than the header."""
 
 
-def open_image(data: bytes | memoryview, header: Header) -> ImageFile:
+def open_image(data: bytes, header: Header) -> ImageFile:
     """Open without decoding pixels. Raises UnreadableHeaderError."""
     # The run's own limit, checked on the header, replaces Pillow's.
     Image.MAX_IMAGE_PIXELS = None
@@ -54,9 +54,7 @@ def open_image(data: bytes | memoryview, header: Header) -> ImageFile:
     return image
 
 
-def check_pixels(
-    data: bytes | memoryview, header: Header, *, strict: bool = False
-) -> bytes | memoryview:
+def check_pixels(data: bytes, header: Header, *, strict: bool = False) -> bytes:
     """Decode everything. Returns `data`, or a PNG without the extra chunks that readers reject.
 
     strict: a JPEG must not even make its decoder warn.
@@ -91,7 +89,7 @@ def check_pixels(
 
 
 def convert(
-    data: bytes | memoryview, header: Header, *, short_side: int | None, jpeg_quality: int
+    data: bytes, header: Header, *, short_side: int | None, jpeg_quality: int
 ) -> tuple[bytes, str, int, int]:
     """(content, extension, width, height) of the converted image. Raises what Pillow raises."""
     if header.format == "png":
@@ -122,7 +120,7 @@ def _target_size(size: tuple[int, int], short_side: int | None) -> tuple[int, in
     return width, height
 
 
-def _plain(file: ImageFile, data: bytes | memoryview, header: Header) -> Image.Image:
+def _plain(file: ImageFile, data: bytes, header: Header) -> Image.Image:
     """Decoded, 8 bits, grey or RGB, opaque."""
     if header.bit_depth == 16:
         image, opacity = _rounded(file, data, header)
@@ -181,7 +179,7 @@ def _bands(image: Image.Image) -> tuple[Image.Image, ...]:
 
 
 def _rounded(
-    file: ImageFile, data: bytes | memoryview, header: Header
+    file: ImageFile, data: bytes, header: Header
 ) -> tuple[Image.Image, Image.Image | None]:
     """The image with every 16-bit sample v as round(v / 257), and its tRNS opacity."""
     high, low = _high_and_low(file, data, header)
@@ -204,9 +202,7 @@ def _rounded(
     return rounded, opacity
 
 
-def _high_and_low(
-    file: ImageFile, data: bytes | memoryview, header: Header
-) -> tuple[Image.Image, Image.Image]:
+def _high_and_low(file: ImageFile, data: bytes, header: Header) -> tuple[Image.Image, Image.Image]:
     """High and low bytes of 16-bit samples as two images; Pillow would drop the low ones."""
     if header.colour_type == PNG_GREY:
         # Two bytes a pixel, as in 8-bit grey with alpha.
@@ -240,7 +236,7 @@ def _encoded(image: Image.Image, *, as_jpeg: bool, jpeg_quality: int) -> tuple[b
     return file.getvalue(), "png"
 
 
-def decode_strictly(data: bytes | memoryview) -> None:
+def decode_strictly(data: bytes) -> None:
     """Check that a JPEG decodes without any warning.
 
     Raises ValueError if libjpeg-turbo would repair, guess or skip anything.

@@ -76,7 +76,7 @@ class Header:
     """Content of a PNG's tRNS chunk."""
 
 
-def read_header(data: bytes | memoryview) -> Header:
+def read_header(data: bytes) -> Header:
     """Raises HeaderError; never reads more than a few bytes per segment.
 
     A file is read in place. The coded data of a JPEG are copied once if it is progressive, or
@@ -97,7 +97,7 @@ def read_header(data: bytes | memoryview) -> Header:
     raise HeaderError("not_an_image")
 
 
-def _jpeg_header(data: bytes | memoryview) -> Header:
+def _jpeg_header(data: bytes) -> Header:
     position = 2
     frame = width = height = components = bits = scan_components = 0
     orientation = 0
@@ -157,7 +157,7 @@ def _jpeg_header(data: bytes | memoryview) -> Header:
     return Header("jpeg", width, height, fault, certain, changes, orientation or 1)
 
 
-def _next_marker(data: bytes | memoryview, position: int) -> int:
+def _next_marker(data: bytes, position: int) -> int:
     """Where the next 0xFF is. Raises IndexError if there is none."""
     while piece := bytes(data[position : position + STRAY_PIECE_BYTES]):
         if (found := piece.find(b"\xff")) >= 0:

@@ -15,31 +15,23 @@ from typing import TypeVar
 from data_prep.images.check import ValidationResult, validate_image
 from data_prep.pipeline.workspace import InputLocation, Preparation
 from data_prep.sources.outages import raise_if_outage
-from vitscale.runs.data_prep import ImageSettings
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 MAX_THREADS = 32
-Reserve = Callable[[int], memoryview]
 
 
-def validate_input(
-    p: Preparation,
-    location: InputLocation,
-    *,
-    settings: ImageSettings,
-    reserve: Reserve | None = None,
-) -> ValidationResult:
+def validate_input(p: Preparation, location: InputLocation) -> ValidationResult:
     """Validate one input. Its hash is empty if its bytes were not read.
 
-    reserve: gives memory to read so many bytes into, valid until the next call.
     Raises UserError if the source has changed since it was listed, Interrupted for an outage,
     SpoolError if the spooled copy cannot be read.
     """
+    settings = p.run.images
     if location.num_bytes > settings.max_file_mib * 2**20:
         return ValidationResult("too_large", b"", b"", b"")
     try:
-        data = p.read(location, into=None if reserve is None else reserve(location.num_bytes))
+        data = p.read(location)
     except OSError as error:
         raise_if_outage(error, os.fsdecode(location.path))
         return ValidationResult("unreadable", b"", b"", b"")

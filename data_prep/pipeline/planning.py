@@ -165,7 +165,7 @@ def _size_ratio(p: Preparation) -> float:
     accepted = [i for i, r in enumerate(assignments.column("reason").to_pylist()) if r is None]
     before = after = 0
     for location in row_locations(rows.take(np.array(accepted[:RATIO_IMAGES], np.int64))):
-        result = validate_input(p, location, settings=p.run.images)
+        result = validate_input(p, location)
         if result.reason is None:
             before += location.num_bytes
             after += len(result.content)

@@ -19,14 +19,13 @@ from data_prep.pipeline.image_reading import thread_results, validate_input
 from data_prep.pipeline.planning import SplitPlan, read_plan, rows_of_shard
 from data_prep.pipeline.rejections import Rejections, check_so_far
 from data_prep.pipeline.row_tables import write_table
-from data_prep.pipeline.workspace import InputLocation, Preparation, row_locations
+from data_prep.pipeline.workspace import Preparation, row_locations
 from data_prep.shards.ledger import EXTERNAL_REASONS
 from data_prep.shards.tar_writer import TarShard
 from data_prep.sources.outages import printable
 from vitscale.data.index import NO_LABEL
 from vitscale.distributed.atomic_files import fsync_folder
 from vitscale.images.jpeg.entry_points import SUFFIX, find_entry_points, write_entry_points
-from vitscale.runs.data_prep import ImageSettings
 
 OUTCOME_SCHEMA = pa.schema(
     [
@@ -108,7 +107,8 @@ def _write_images(
     for rows, labels in rows_of_shard(p, plan, split, number):
         keys = rows.column("key").to_pylist()
         locations = list(row_locations(rows))
-        results = _validated(p, tar, locations, settings=p.run.images)
+        validate = partial(validate_input, p)
+        results = thread_results(validate, locations, num_threads=p.num_threads)
         for location, result, suffix, label in zip(locations, results, keys, labels, strict=True):
             key, offset = f"{split}-{suffix}", 0
             if result.reason is None:
@@ -121,17 +121,6 @@ def _write_images(
             outcomes.append(_outcome(result, key=key, label=label, offset=offset))
             p.advance(1)
     return outcomes, rejected
-
-
-def _validated(
-    p: Preparation, tar: TarShard, locations: list[InputLocation], *, settings: ImageSettings
-) -> Iterator[ValidationResult]:
-    if settings.check == "header":
-        # Read into the tar's buffer: bytes that are not decoded are copied only once.
-        validate = partial(validate_input, p, settings=settings, reserve=tar.reserve)
-        return map(validate, locations)
-    validate = partial(validate_input, p, settings=settings)
-    return thread_results(validate, locations, num_threads=p.num_threads)
 
 
 def _outcome(result: ValidationResult, *, key: str, label: int, offset: int) -> tuple[object, ...]:

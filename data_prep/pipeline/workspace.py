@@ -25,7 +25,7 @@ from data_prep.labels.label_files import label_hashes
 from data_prep.pipeline.work_units import WorkFolder
 from data_prep.sources.outages import ChangedSource, changed_source_error
 from data_prep.sources.paths import hash_named_file
-from data_prep.sources.protocol import Container, Source, SpoolError, fill, read_exactly
+from data_prep.sources.protocol import Container, Source, SpoolError, read_exactly
 from data_prep.sources.registry import open_source
 from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME
@@ -232,10 +232,8 @@ class Preparation:
     def _folders(self) -> tuple[bytes, bytes]:
         return os.fsencode(self.root), os.fsencode(self.path("spool"))
 
-    def read(
-        self, location: InputLocation, *, into: memoryview | None = None
-    ) -> bytes | memoryview:
-        """The bytes of one input. into: where to read them, of their length.
+    def read(self, location: InputLocation) -> bytes:
+        """The bytes of one input.
 
         Raises ChangedSource if the source has changed since it was listed, OSError if it cannot be
         read, SpoolError for the spool.
@@ -253,10 +251,7 @@ class Preparation:
                     or (whole and status.st_size != location.num_bytes)
                 ):
                     raise _changed(location)
-                if into is None:
-                    return read_exactly(file, offset=location.offset, num_bytes=location.num_bytes)
-                fill(file, into, offset=location.offset)
-                return into
+                return read_exactly(file, offset=location.offset, num_bytes=location.num_bytes)
             finally:
                 os.close(file)
         except (OSError, EOFError) as error:

@@ -1,8 +1,7 @@
 """Write tars with deterministic bytes.
 
 Owns: the tar layout of one shard.
-Leaves out: which samples, in what order (`planning`), how bytes reach the disk (`direct_io`), and
-the index (`vitscale.data.index`).
+Leaves out: which samples, in what order (`planning`), and the index (`vitscale.data.index`).
 
 webdataset's TarWriter could be made deterministic, but does not return the offset of a member's
 content, which the index needs. Headers are made from a template: those of the standard library take
@@ -11,15 +10,16 @@ content, which the index needs. Headers are made from a template: those of the s
 
 from __future__ import annotations
 
+import os
 import tarfile
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
 import blake3
 
-from data_prep.shards.direct_io import BUFFER_BYTES, BlockFile
-
 BLOCK = tarfile.BLOCKSIZE
+BUFFER_BYTES = 1 << 20
 NAME_BYTES, SIZE_FIELD, SUM_FIELD = 100, slice(124, 136), slice(148, 156)
 MAX_MEMBER_BYTES = 8**11
 # Two headers, one block for the label, half a block of padding on average.
@@ -55,50 +55,39 @@ class TarShard:
 
     def __init__(self, path: Path) -> None:
         self._digest = blake3.blake3()
-        self._file = BlockFile(path, observe=self._digest.update)
-        self._reserved: memoryview | None = None
+        self._file = open(path, "xb", buffering=BUFFER_BYTES)
+        self.num_bytes = 0
 
     def __enter__(self) -> TarShard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._reserved = None
-        self._file.close()
+        with suppress(OSError):  # of what is left in the buffer after an error
+            self._file.close()
 
-    @property
-    def num_bytes(self) -> int:
-        return self._file.num_bytes
-
-    def reserve(self, num_bytes: int) -> memoryview:
-        """Memory to read the next image into: `add` need not copy it then."""
-        if BLOCK + num_bytes > BUFFER_BYTES:
-            return memoryview(bytearray(num_bytes))
-        self._reserved = self._file.reserve(BLOCK + num_bytes)[BLOCK:]
-        return self._reserved
-
-    def add(self, key: str, *, extension: str, image: bytes | memoryview, label: int | None) -> int:
+    def add(self, key: str, *, extension: str, image: bytes, label: int | None) -> int:
         """Append `key.extension` and `key.cls`; returns the image's byte offset in the tar.
 
         label: None: no `key.cls`.
         """
-        offset = self.num_bytes + BLOCK
-        header = ustar_header(f"{key}.{extension}", len(image))
-        if image is self._reserved:
-            self._file.reserve(BLOCK)[:] = header
-            self._file.advance(BLOCK + len(image))
-        else:
-            self._file.append(header)
-            self._file.append(image)
-        self._reserved = None
+        self._append(ustar_header(f"{key}.{extension}", len(image)))
+        offset = self.num_bytes
+        self._append(image)
         end = bytes(-len(image) % BLOCK)
         if label is not None:
             text = str(label).encode()
             end += ustar_header(f"{key}.cls", len(text)) + text.ljust(BLOCK, b"\0")
-        self._file.append(end)
+        self._append(end)
         return offset
+
+    def _append(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._file.write(data)
+        self.num_bytes += len(data)
 
     def finish(self) -> str:
         """End the tar and flush it to disk; returns its BLAKE3."""
-        self._file.append(bytes(2 * BLOCK))
-        self._file.finish()
+        self._append(bytes(2 * BLOCK))
+        self._file.flush()
+        os.fsync(self._file.fileno())
         return self._digest.hexdigest()

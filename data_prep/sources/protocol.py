@@ -125,16 +125,6 @@ def read_exactly(descriptor: int, *, offset: int, num_bytes: int) -> bytes:
     return data
 
 
-def fill(descriptor: int, memory: memoryview, *, offset: int) -> None:
-    """Fill `memory` from `offset`. Raises EOFError if the file is too short."""
-    num = os.preadv(descriptor, [memory], offset)
-    while num < len(memory):
-        more = os.preadv(descriptor, [memory[num:]], offset + num)
-        if not more:
-            raise EOFError(f"{num} of {len(memory)} bytes at {offset}")
-        num += more
-
-
 def class_from_cell(
     label: object, names: tuple[str, ...] | None, settings: LabelSettings
 ) -> str | None:

@@ -60,34 +60,6 @@ def test_offsets_and_hash_match_the_file(tmp_path: Path) -> None:
         }
 
 
-def test_read_in_place_gives_the_same_tar_as_given_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in ("direct_io", "tar_writer"):
-        monkeypatch.setattr(f"data_prep.shards.{module}.BUFFER_BYTES", 16 << 10)
-    # The last is larger than a buffer; each third is refused after it was read.
-    images = [bytes([i]) * size for i, size in enumerate((1, 0, 512, 9000, 7000, 16000, 40_000))]
-    digests = []
-    for name in ("read", "given"):
-        with TarShard(tmp_path / name) as tar:
-            for i, image in enumerate(images):
-                memory = tar.reserve(len(image))
-                memory[:] = image
-                if i % 3 != 2:
-                    content = memory if name == "read" else image
-                    tar.add(f"k{i}", extension="png", image=content, label=i)
-            digests.append(tar.finish())
-    assert digests[0] == digests[1]
-    data = (tmp_path / "read").read_bytes()
-    assert data == (tmp_path / "given").read_bytes()
-    assert digests[0] == blake3.blake3(data).hexdigest()
-    with tarfile.open(tmp_path / "read") as tar:
-        stored = {member.name: tar.extractfile(member) for member in tar}
-        for i, image in enumerate(images):
-            file = stored.get(f"k{i}.png")
-            assert (file is None) if i % 3 == 2 else (file is not None and file.read() == image)
-
-
 def test_a_full_disk_is_an_error_and_not_a_short_tar(small_disk: Path) -> None:
     path = small_disk / "train-000000.tar"
     with TarShard(path) as tar, pytest.raises(OSError, match="No space left"):

@@ -91,12 +91,10 @@ def test_outages_while_reading_reject_no_file(
 
     monkeypatch.setattr("data_prep.pipeline.workspace.read_exactly", fail)
     if code in FAULTS:
-        assert (
-            validate_input(preparation(run), location, settings=run.images).reason == "unreadable"
-        )
+        assert validate_input(preparation(run), location).reason == "unreadable"
         return
     with pytest.raises(Interrupted, match=r"the source cannot be read(.|\n)*same command again"):
-        validate_input(preparation(run), location, settings=run.images)
+        validate_input(preparation(run), location)
 
 
 def test_outages_while_listing_keep_the_work(
