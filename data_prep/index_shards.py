@@ -25,7 +25,7 @@ try:
     from pathlib import Path
     from typing import IO, Any
 
-    from data_prep.indexing.folder import IndexedTars, root_of_tars, tar_listing, write_index_folder
+    from data_prep.indexing.folder import IndexedTars, root_of_tars, write_index_folder
     from data_prep.indexing.remote import remote_containers
     from data_prep.indexing.tars import TarUnit, index_if_free, index_when_free, stored_result
     from data_prep.pipeline.workspace import (
@@ -65,15 +65,15 @@ def main() -> None:
     root, containers = tars_to_index(run)
     output = Path(run.output).expanduser()
     config = content_config(run)
-    listing = tar_listing(root, containers)
-    done_message = f"{output}: already there, made from the same tars with the same settings"
-    if is_already_indexed(output, config=config, listing=listing):
+    shards_root = root_of_tars(root, output=output)
+    done_message = f"{output}: already there, made from the same folder with the same settings"
+    if is_already_indexed(output, config=config, shards_root=shards_root):
         print(done_message)
         return
     work = preparation_folder(output)
     with locked(work, run, config=config, output=output) as lock:
         # Another process may have finished and released the lock.
-        if is_already_indexed(output, config=config, listing=listing):
+        if is_already_indexed(output, config=config, shards_root=shards_root):
             shutil.rmtree(work, ignore_errors=True)
             print(done_message)
             return
@@ -84,10 +84,12 @@ def main() -> None:
         index_all(units, run=run)
         # Waits for the other processes of an array; one of them finishes.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if is_already_indexed(output, config=config, listing=listing):
+        if is_already_indexed(output, config=config, shards_root=shards_root):
             print(done_message)
             return
-        manifest = write_index(units, run=run, config=config, listing=listing, output=output)
+        manifest = write_index(
+            units, run=run, config=config, shards_root=shards_root, output=output
+        )
     print_summary(output, manifest, seconds=time.monotonic() - start)
 
 
@@ -115,11 +117,11 @@ def write_index(
     *,
     run: DataPrepRun,
     config: dict[str, Any],
-    listing: str,
+    shards_root: str,
     output: Path,
 ) -> Manifest:
     """Write and commit the output from the rows of all tars, and remove the rows."""
-    work, root = units[0].folder, units[0].root
+    work = units[0].folder
     indexed = IndexedTars()
     for unit in units:
         indexed.add(unit, stored_result(unit))
@@ -131,8 +133,7 @@ def write_index(
         run=run,
         config=config,
         indexed=indexed,
-        listing=listing,
-        shards_root=root_of_tars(root, output=output),
+        shards_root=shards_root,
     )
     unchanged_config(config, run)
     commit_folder(folder, output)
@@ -173,13 +174,13 @@ def refuse_rewriting(run: DataPrepRun) -> None:
         raise UserErrors(errors)
 
 
-def is_already_indexed(output: Path, *, config: Mapping[str, Any], listing: str) -> bool:
-    """Whether this command has made the output from these tars. Raises UserError for others."""
+def is_already_indexed(output: Path, *, config: Mapping[str, Any], shards_root: str) -> bool:
+    """Whether this command has made the output from this folder. Raises UserError for another."""
     if not os.path.lexists(output):
         return False
     try:
         manifest = read_manifest(output)
-        same = manifest.config == config and manifest.source_listing == listing
+        same = manifest.config == config and manifest.shards_root == shards_root
     except UserError:
         same = False
     if not same:

@@ -9,7 +9,6 @@ share the output's folder, divide the work. Formats: docs/data_format.md.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -21,19 +20,18 @@ try:
     from pathlib import Path
     from typing import Any
 
-    from data_prep.pipeline.listing import listing_fingerprint
-    from data_prep.pipeline.phases import LISTING_PHASES
     from data_prep.pipeline.runner import prepare, storage_error
-    from data_prep.pipeline.work_units import WorkFolder, aborted_error, remove_folder, sibling_path
+    from data_prep.pipeline.work_units import this_process
     from data_prep.pipeline.workspace import (
+        FAILED_NAME,
         SETTINGS_NAME,
         WORK_FORMAT,
-        Preparation,
         at_real_output,
         changed_settings,
         content_config,
         is_finished,
         preparation_folder,
+        read_failure,
         tool_version,
     )
     from data_prep.shards.index import training_command
@@ -41,13 +39,15 @@ try:
     from data_prep.sources.outages import Interrupted
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
-    from vitscale.data.index import INDEX_NAME, Manifest, read_manifest
+    from vitscale.data.index import Manifest, read_manifest
     from vitscale.distributed.atomic_files import write_json
     from vitscale.images.jpeg.entry_points import require_entry_points
     from vitscale.runs.data_prep import DataPrepRun
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
+
+SETTINGS_WAIT_S = 5.0
 
 
 def main() -> None:
@@ -63,21 +63,16 @@ def main() -> None:
     output = Path(run.output).expanduser()
     if output.resolve().is_relative_to(Path(run.source.path).expanduser().resolve()):
         raise UserError("is inside source.path", where="output", next_step="choose another folder")
-    existing = find_existing(output, run)
-    if existing is not None:
-        # Late tasks of a job need no comparison: the others have just read the source.
-        if run.launch.num_tasks == 1:
-            check_same_source(existing, run)
-        remove_folder(
-            preparation_folder(output)
-        )  # of a process killed after it committed the output
-        print(f"{output}: already there, made from the same inputs with the same settings")
+    work = preparation_folder(output)
+    if find_existing(output, run) is not None:
+        # Left by a process that was killed after it had committed the output.
+        shutil.rmtree(work, ignore_errors=True)
+        print(f"{output}: already there, made with the same settings")
         return
-    raise_corpus_error(run)
     open_work_folder(run)
     work_until_done(run)
     # A task that starts while another finishes creates the folder again.
-    remove_folder(preparation_folder(output))
+    shutil.rmtree(work, ignore_errors=True)
     # Compare settings again: another command may have finished it in the meantime.
     made = find_existing(output, run)
     assert made is not None
@@ -106,46 +101,29 @@ def find_existing(output: Path, run: DataPrepRun) -> Manifest | None:
     return manifest
 
 
-def check_same_source(existing: Manifest, run: DataPrepRun) -> None:
-    """Compare names and sizes of the inputs; verify_shards.py checks their content."""
-    # A folder per process: concurrent commands would remove each other's.
-    folder = sibling_path(preparation_folder(Path(run.output).expanduser()))
-    listing = run.model_copy(update={"output": str(folder / "listing")})
-    work = WorkFolder(preparation_folder(folder / "listing"))
-    try:
-        work.path.mkdir(parents=True)
-        prepare(listing, phases=LISTING_PHASES)
-        now = listing_fingerprint(Preparation(listing, work, lambda num: None))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    if now != existing.source_listing:
-        raise UserError(
-            f"{run.output!r} exists already, made from other images",
-            where="output",
-            next_step="choose another output, or remove this folder first",
-        )
-
-
 def open_work_folder(run: DataPrepRun) -> None:
-    """Create the work folder. Raises UserError if it exists with other settings."""
-    folder = preparation_folder(Path(run.output).expanduser())
+    """Create the work folder, or join those who work in it.
+
+    Raises UserError if another task of this array has failed, or the settings are others.
+    """
+    output = Path(run.output).expanduser()
+    folder = preparation_folder(output)
     settings = content_config(run) | {
         "path": run.source.path,
         "tool_version": tool_version(),
         "work_format": WORK_FORMAT,
     }
     try:
-        if is_stale(run):
-            remove_folder(folder)
-        if not (folder / SETTINGS_NAME).exists():
-            make_work_folder(folder, settings)
-        begun = json.loads((folder / SETTINGS_NAME).read_text())
-    except FileNotFoundError:
-        if is_finished(Path(run.output).expanduser()):
-            return  # another task has just finished the output
-        raise aborted_error(folder) from None
+        failure = read_failure(folder)
+        if failure is not None:
+            if failure["job"] is not None and failure["job"] == array_job():
+                raise UserError(failure["text"])
+            start_over(folder)
+        begun = begin_or_join(folder, settings)
     except OSError as error:
-        raise storage_error(error, Path(run.output)) from None
+        if is_finished(output):
+            return  # another task has just finished it
+        raise storage_error(error, output) from None
     if changed := changed_settings(begun, settings):
         raise UserError(
             f"was begun with other settings: {', '.join(changed)}",
@@ -154,71 +132,59 @@ def open_work_folder(run: DataPrepRun) -> None:
         )
 
 
-def make_work_folder(folder: Path, settings: dict[str, Any]) -> None:
-    """Create the folder and its settings by one rename; one of several processes succeeds."""
-    new = sibling_path(folder)
-    new.mkdir(parents=True)
-    write_json(new / SETTINGS_NAME, settings)
-    try:
-        new.rename(folder)
-    except OSError as error:
-        shutil.rmtree(new)
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-        if not (folder / SETTINGS_NAME).exists() and folder.exists():
-            raise UserError(
-                f"holds files, but no {SETTINGS_NAME}",
-                where=str(folder),
-                next_step="remove this folder",
-            ) from None
+def begin_or_join(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Create the folder with these settings, or return the settings that another process wrote."""
+    with suppress(FileExistsError):
+        folder.mkdir(parents=True)  # one of several processes succeeds
+        write_json(folder / SETTINGS_NAME, settings)
+    deadline = time.monotonic() + SETTINGS_WAIT_S
+    while not (folder / SETTINGS_NAME).exists() and time.monotonic() < deadline:
+        time.sleep(SETTINGS_WAIT_S / 100)
+    if folder.exists() and not (folder / SETTINGS_NAME).exists():
+        raise UserError(
+            f"has no {SETTINGS_NAME}", where=str(folder), next_step="remove this folder"
+        )
+    found: dict[str, Any] = json.loads((folder / SETTINGS_NAME).read_text())
+    return found
 
 
-def is_stale(run: DataPrepRun) -> bool:
-    """Whether the work folder belongs to an output that was finished and removed since."""
-    work = WorkFolder(preparation_folder(Path(run.output).expanduser()))
-    p = Preparation(run, work, lambda num: None)
-    return p.has_result("index") and not (p.path("final") / INDEX_NAME).exists()
+def start_over(folder: Path) -> None:
+    """Remove the folder of a preparation that failed, unless another process does."""
+    removed = folder.with_name(f"{folder.name}-{this_process()}")
+    with suppress(FileNotFoundError):
+        folder.rename(removed)
+        if not (removed / FAILED_NAME).exists():  # another process has just begun anew
+            removed.rename(folder)
+            return
+    shutil.rmtree(removed, ignore_errors=True)
 
 
 def work_until_done(run: DataPrepRun) -> None:
-    """Run the phases. An unusable corpus discards the work; after an interruption it is kept."""
-    folder = preparation_folder(Path(run.output).expanduser())
+    """Run the phases. After an interruption the work is kept; an unusable corpus is noted in it."""
     task = os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("RANK") or "0"
     try:
         prepare(run, task=int(task))
     except Interrupted:
         raise
     except UserError as error:
-        store_corpus_error(run, error)
-        remove_folder(folder)
+        with suppress(OSError):
+            store_failure(preparation_folder(Path(run.output).expanduser()), error)
         raise
     except KeyboardInterrupt:
         print("\nstopped; run the same command again to resume", flush=True)
         raise SystemExit(EXIT_STOPPED_RESUMABLE) from None
 
 
-def corpus_error_path(run: DataPrepRun) -> Path:
-    output = Path(run.output).expanduser()
-    return output.with_name(f".{output.name}.error.json")
+def store_failure(folder: Path, error: UserError) -> None:
+    """Tell all tasks the error: their work would end the same. The next command starts over."""
+    if read_failure(folder) is None:
+        write_json(folder / FAILED_NAME, {"job": array_job(), "text": error.text()})
+        for name in ("spool", "tars"):
+            shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def store_corpus_error(run: DataPrepRun, error: UserError) -> None:
-    """Store the error for later tasks of the same array: their work would end the same."""
-    job = os.environ.get("SLURM_ARRAY_JOB_ID")
-    with suppress(FileExistsError, FileNotFoundError):
-        if job is not None and not corpus_error_path(run).exists():
-            write_json(corpus_error_path(run), {"job": job, "text": error.text()})
-
-
-def raise_corpus_error(run: DataPrepRun) -> None:
-    """Raise the error of another task of this array; remove that of another job."""
-    try:
-        stored = json.loads(corpus_error_path(run).read_text())
-    except FileNotFoundError:
-        return
-    if stored["job"] == os.environ.get("SLURM_ARRAY_JOB_ID"):
-        raise UserError(stored["text"])
-    corpus_error_path(run).unlink(missing_ok=True)
+def array_job() -> str | None:
+    return os.environ.get("SLURM_ARRAY_JOB_ID")
 
 
 def print_summary(output: Path, manifest: Manifest, *, seconds: float) -> None:

@@ -17,7 +17,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from data_prep.indexing.remote import remote_sizes
 from data_prep.indexing.tars import TarResult, TarUnit
 from data_prep.labels.assignment import load_labels
 from data_prep.pipeline.row_tables import read_table
@@ -32,7 +31,6 @@ from data_prep.shards.index import write_index, write_info, write_manifest
 from data_prep.shards.ledger import (
     LedgerWriter,
 )
-from data_prep.sources.protocol import Container, watched
 from vitscale.config.errors import UserError
 from vitscale.data.index import (
     FORMAT_VERSION,
@@ -70,7 +68,6 @@ def write_index_folder(
     run: DataPrepRun,
     config: dict[str, Any],
     indexed: IndexedTars,
-    listing: str,
     shards_root: str,
 ) -> Manifest:
     """Write all files of the index folder. `config`: `content_config` from the start of the run.
@@ -101,7 +98,6 @@ def write_index_folder(
         tool_version=tool_version(),
         fingerprint=folder_fingerprint(splits, classes=classes),
         source_fingerprint=source,
-        source_listing=listing,
         label_map_sha256=label_map_sha256(classes),
         classes=classes,
         parents=labels.parents,
@@ -114,20 +110,6 @@ def write_index_folder(
     )
     write_manifest(folder, manifest=manifest)
     return manifest
-
-
-def tar_listing(root: Location, containers: Sequence[Container]) -> str:
-    """Hash of the split, path and size of every tar."""
-    digest = hashlib.sha256()
-    sizes = remote_sizes(root, list(containers)) if isinstance(root, Url) else None
-    for container in containers:
-        if isinstance(root, Url):
-            assert sizes is not None
-            num_bytes = sizes[container.path]
-        else:
-            num_bytes = watched(root, container.path).num_bytes
-        digest.update(os.fsencode(f"{container.split}\0{container.path}\0{num_bytes}\0"))
-    return digest.hexdigest()
 
 
 def _write_ledger(ledger: LedgerWriter, tars: Tars) -> str:

@@ -98,19 +98,3 @@ def remote_containers(source: SourceSettings, url: Url) -> list[Container]:
         )
         found += [Container(str(tar).rpartition("/")[2], split) for tar in tars]
     return found
-
-
-def remote_sizes(url: Url, containers: list[Container]) -> dict[str, int]:
-    """Bytes of each tar. Raises UserError for missing ones, RemoteStorageError."""
-    store = RemoteStore(patience_s=PATIENCE_S)
-    sizes = store.sizes([url / container.path for container in containers])
-    missing = [each.path for each, size in zip(containers, sizes, strict=True) if size is None]
-    if missing:
-        raise UserError(
-            f"{len(missing):,} of {len(containers):,} tars are missing, such as {missing[0]!r}",
-            where=str(url),
-            next_step="correct source.splits",
-        )
-    return {
-        each.path: size for each, size in zip(containers, sizes, strict=True) if size is not None
-    }

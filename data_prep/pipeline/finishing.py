@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,11 +21,10 @@ import numpy as np
 import pyarrow as pa
 from blake3 import blake3
 
-from data_prep.pipeline.listing import bucket_path, check_unchanged, listing_fingerprint, num_inputs
+from data_prep.pipeline.listing import bucket_path, num_inputs
 from data_prep.pipeline.planning import SplitPlan, assignments_path, read_plan
 from data_prep.pipeline.row_tables import read_table
 from data_prep.pipeline.shard_writing import entry_points_path, outcome_path, shard_path
-from data_prep.pipeline.work_units import remove_folder
 from data_prep.pipeline.workspace import (
     SETTINGS_NAME,
     Preparation,
@@ -108,7 +108,6 @@ def _side_files(p: Preparation) -> Iterator[Path]:
 
 def finish(p: Preparation, unit: str) -> None:
     """Write info, card and manifest, and commit the folder."""
-    check_unchanged(p)
     config = _unchanged_config(p)
     final = p.path("final")
     names = {split: _final_names(p, split, plan) for split, plan in read_plan(p).items()}
@@ -123,7 +122,6 @@ def finish(p: Preparation, unit: str) -> None:
         tool_version=tool_version(),
         fingerprint=folder_fingerprint(entries, classes=classes),
         source_fingerprint=ledger["source"],
-        source_listing=listing_fingerprint(p),
         label_map_sha256=label_map_sha256(classes),
         classes=classes,
         parents=p.labels.parents,
@@ -305,4 +303,4 @@ def _commit(
                     next_step="remove this folder and run the same command again",
                 )
     commit_folder(final, p.output)
-    remove_folder(p.work.path)
+    shutil.rmtree(p.work.path, ignore_errors=True)

@@ -6,7 +6,6 @@ Leaves out: kinds of sources (`sources`), columns and sorting (`row_tables`).
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,6 @@ from typing import Any
 
 from data_prep.pipeline.rejections import Rejections
 from data_prep.pipeline.row_tables import (
-    FILE_NAMES,
     RUN_ROWS,
     bucket,
     num_buckets,
@@ -24,15 +22,14 @@ from data_prep.pipeline.row_tables import (
     write_table,
 )
 from data_prep.pipeline.workspace import Preparation
-from data_prep.sources.outages import changed_source_error, printable, source_read_error
-from data_prep.sources.protocol import Container, Input, SpoolError, Watched, watched
+from data_prep.sources.outages import printable, source_read_error
+from data_prep.sources.protocol import Container, Input, SpoolError
 from vitscale.distributed.atomic_files import fsync_folder
 
 # Containers per unit: class folders and tars of hundreds of images each. Fewer where there would
 # not be a unit for each of eight processes.
 MAX_CONTAINERS_PER_UNIT = 64
 MIN_UNITS = 8
-LISTING_MODULUS = 1 << 128
 
 
 def list_containers(p: Preparation, unit: str) -> None:
@@ -110,9 +107,7 @@ def scan(p: Preparation, unit: str) -> None:
     p.put_result(unit, summary.as_json(num_runs=num_runs))
 
 
-def _inputs(
-    p: Preparation, containers: Sequence[Container], spool: FileSpool
-) -> Iterator[Input | Watched]:
+def _inputs(p: Preparation, containers: Sequence[Container], spool: FileSpool) -> Iterator[Input]:
     for container in containers:
         try:
             yield from p.source.inputs(container, spool=spool)
@@ -132,29 +127,19 @@ def _batches(inputs: Iterator[Input], size: int) -> Iterator[list[Input]]:
 
 
 class Summary:
-    """Summary of one unit: counts by class, and files that must not change until the end."""
+    """Summary of one unit: its counts by class."""
 
     def __init__(self, containers: Sequence[Container]) -> None:
         self.num_inputs = 0
-        self.listing = 0
         self.classes: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
-        self.splits: set[str] = set()
-        self.watched: list[Watched] = []
         self.rejected = Rejections()
         self.containers = {c.path: 0 for c in containers if c.class_name is not None}
 
-    def take(self, items: Iterator[Input | Watched], p: Preparation) -> Iterator[Input]:
+    def take(self, items: Iterator[Input], p: Preparation) -> Iterator[Input]:
         """Count every input and yield it with its final class name."""
         for item in items:
-            if isinstance(item, Watched):
-                self.watched.append(item)
-                continue
             self.num_inputs += 1
-            self.splits.add(item.split)
-            # A sum, since the order of listing does not matter.
-            entry = f"{item.split}\0{item.path}\0{item.num_bytes}".encode(*FILE_NAMES)
-            self.listing += int.from_bytes(hashlib.sha256(entry).digest()[:16], "big")
             final = item
             if item.reason is None:
                 left_out = bool(p.left_out) and printable(item.path) in p.left_out
@@ -175,11 +160,8 @@ class Summary:
         return {
             "num_inputs": self.num_inputs,
             "num_runs": num_runs,
-            "listing": self.listing % LISTING_MODULUS,
             "classes": dict(self.classes),
             "unknown": dict(self.unknown),
-            "splits": sorted(self.splits),
-            "watched": [[w.path, w.num_bytes, w.modified_ns] for w in self.watched],
             **self.rejected.as_json(),
         }
 
@@ -187,26 +169,6 @@ class Summary:
 def num_inputs(p: Preparation) -> int:
     num: int = p.result("inputs")["num_inputs"]
     return num
-
-
-def listing_fingerprint(p: Preparation) -> str:
-    """Hash over every input's split, path and size."""
-    return f"{sum(p.result(unit)['listing'] for unit in scan_units(p)) % LISTING_MODULUS:032x}"
-
-
-def check_unchanged(p: Preparation) -> None:
-    """Raise ChangedSource if a folder, tar or table of the source has changed since it was listed,
-    Interrupted if it cannot be checked."""
-    for unit in scan_units(p):
-        for path, num_bytes, modified_ns in p.result(unit)["watched"]:
-            try:
-                now = watched(p.root, path)
-            except (FileNotFoundError, NotADirectoryError):
-                raise changed_source_error(path) from None
-            except OSError as error:
-                raise source_read_error(error, path) from None
-            if (now.num_bytes, now.modified_ns) != (num_bytes, modified_ns):
-                raise changed_source_error(path)
 
 
 def count_buckets(p: Preparation, unit: str) -> None:

@@ -109,7 +109,7 @@ class PhaseProgress:
         new = {unit for unit in self._weights.keys() - self._done if self.p.has_result(unit)}
         self._done |= new
         if (rows := self._phases[self._shown].rows) is not None:
-            with suppress(FileNotFoundError):  # another process aborted the preparation
+            with suppress(FileNotFoundError):  # another process ended the preparation
                 self._rows += sum(rows(self.p, unit) for unit in new)
         return sum(self._weights[unit] for unit in self._done)
 

@@ -23,8 +23,8 @@ from typing import Any
 import pyarrow as pa
 
 from data_prep.pipeline.phases import NUM_COUNTERS, PHASES, Phase, PhaseProgress
-from data_prep.pipeline.work_units import WorkFolder, aborted_error
-from data_prep.pipeline.workspace import Preparation, is_finished, preparation_folder
+from data_prep.pipeline.work_units import WorkFolder
+from data_prep.pipeline.workspace import Preparation, is_finished, preparation_folder, read_failure
 from data_prep.sources.outages import (
     ChangedSource,
     Interrupted,
@@ -95,7 +95,7 @@ def _open(
     try:
         p.open()
     except OSError as error:
-        # A process that finishes the preparation removes its folder.
+        # The process that finishes the preparation removes its folder.
         if not is_finished(p.output):
             raise storage_error(error, p.output) from None
     return p
@@ -120,6 +120,9 @@ def _watch(
                 where=str(progress.p.work.path),
                 next_step=f"check the system log for 'out of memory'; {USE_LESS_MEMORY}",
             )
+        failure = read_failure(progress.p.work.path)
+        if failure is not None:
+            raise UserError(failure["text"])
         progress.update()
     progress.close()
     if not messages.empty():
@@ -167,7 +170,7 @@ def work_through_phases(
             counters[rows - 1], counters[rows] = position, 0
             _work_through(p, phase, counters=counters, worker=worker, start=start)
     except (OSError, SpoolError, UserError) as error:
-        # Another process may have finished or aborted the preparation.
+        # Another process may have finished the preparation.
         if is_finished(p.output):
             return
         if isinstance(error, (OSError, SpoolError)):
@@ -197,13 +200,17 @@ def _work_through(p: Preparation, phase: Phase, *, counters: Any, worker: int, s
 
 
 def storage_error(error: OSError | SpoolError, output: Path) -> UserError:
-    """The error for an output that cannot be written, or a preparation folder that is gone."""
+    """The error for an output that cannot be written, or a preparation that has ended."""
     what = "cannot be written"
     if isinstance(error, SpoolError):
         what, error = "the spool cannot be used", error.error
     work = preparation_folder(output)
+    if (failure := read_failure(work)) is not None:
+        return UserError(failure["text"])
     if not work.exists() and output.parent.exists():
-        return aborted_error(work)
+        return Interrupted(
+            "was removed during the work", where=str(work), next_step="run the command again"
+        )
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return Interrupted(
         f"{what} ({error.strerror or error}); the shards finished so far are kept in {work.name}",

@@ -7,7 +7,7 @@ process. So a claim only saves work: two processes may do the same unit.
 
 from __future__ import annotations
 
-import glob
+import errno
 import json
 import os
 import shutil
@@ -20,7 +20,6 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from data_prep.sources.outages import Interrupted
 from vitscale.distributed.processes import is_alive
 
 HEARTBEAT_S = 5.0
@@ -43,7 +42,7 @@ class WorkFolder:
     def open(self) -> None:
         """Create the subfolders and remove unfinished files of dead processes of this machine.
 
-        Raises FileNotFoundError if the folder itself is gone: another process ended the work.
+        Raises FileNotFoundError if the folder itself is gone: another process finished the work.
         """
         self._claims.mkdir(exist_ok=True)
         remove_left_by_dead(self.scratch.parent)
@@ -60,7 +59,7 @@ class WorkFolder:
         """Return when every unit is done, by this process or another.
 
         start: the unit to begin with, so that processes do not all try the same claims first.
-        Raises Interrupted if the folder vanishes: another process aborted the preparation.
+        Raises FileNotFoundError if the folder is removed meanwhile.
         """
         order = [*units[start % max(1, len(units)) :], *units[: start % max(1, len(units))]]
         waiting = [unit for unit in order if not is_done(unit)]
@@ -77,7 +76,7 @@ class WorkFolder:
             waiting = [unit for unit in waiting if not is_done(unit)]
             if waiting and not progressed:
                 if not self.path.exists() and not is_done(waiting[0]):
-                    raise aborted_error(self.path)
+                    raise FileNotFoundError(errno.ENOENT, "it was removed", str(self.path))
                 time.sleep(pause)
                 pause = min(WAIT_GROWTH * pause, LONGEST_WAIT_S)
 
@@ -152,37 +151,12 @@ def this_process() -> str:
     return f"{machine()}.{os.getpid()}"
 
 
-def remove_left_by_dead(folder: Path, *, prefix: str = "") -> None:
-    """Remove folders named `prefix` + `this_process()` of ended processes of this machine."""
-    for path in folder.glob(f"{glob.escape(prefix)}*"):
-        where, _, pid = path.name.removeprefix(prefix).rpartition(".")
+def remove_left_by_dead(folder: Path) -> None:
+    """Remove folders named as `this_process()` of ended processes of this machine."""
+    for path in folder.glob("*"):
+        where, _, pid = path.name.rpartition(".")
         if where == machine() and pid.isdigit() and not is_alive(int(pid)):
             shutil.rmtree(path, ignore_errors=True)
-
-
-def sibling_path(folder: Path) -> Path:
-    """A free name beside `folder` for this process; those of dead processes are removed."""
-    prefix = f"{folder.name}-"
-    remove_left_by_dead(folder.parent, prefix=prefix)
-    own = folder.with_name(prefix + this_process())
-    shutil.rmtree(own, ignore_errors=True)
-    return own
-
-
-def remove_folder(folder: Path) -> None:
-    """Rename before removing: a partly removed folder must not be resumed."""
-    removed = sibling_path(folder)
-    with suppress(OSError):
-        folder.rename(removed)
-    shutil.rmtree(removed, ignore_errors=True)
-
-
-def aborted_error(path: Path) -> Interrupted:
-    return Interrupted(
-        "was removed during the work: another process ended the preparation",
-        where=str(path),
-        next_step="see its message, then run the command again",
-    )
 
 
 def _beat(path: Path, ended: threading.Event) -> None:

@@ -33,6 +33,7 @@ from vitscale.distributed.atomic_files import write_json
 from vitscale.runs.data_prep import DataPrepRun
 
 SETTINGS_NAME = "settings.json"
+FAILED_NAME = "failed.json"
 # Format of the files in a preparation folder: raised when a release cannot resume another's work.
 WORK_FORMAT = 5
 # Settings that do not change the bytes of the result.
@@ -125,6 +126,15 @@ def is_finished(output: Path) -> bool:
 
 def preparation_folder(output: Path) -> Path:
     return output.with_name(f".{output.name}.preparing")
+
+
+def read_failure(work: Path) -> dict[str, Any] | None:
+    """The error that ended the work for all tasks, with the job of the task that met it."""
+    try:
+        found: dict[str, Any] = json.loads((work / FAILED_NAME).read_text())
+    except FileNotFoundError:
+        return None
+    return found
 
 
 class InputLocation(NamedTuple):

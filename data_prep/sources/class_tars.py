@@ -25,11 +25,11 @@ from data_prep.sources.paths import (
     normalized_name,
     opened,
     source_root,
-    stat_watched,
+    stat_listed,
     stem_and_suffix,
     walk_folder,
 )
-from data_prep.sources.protocol import Container, Input, Spool, Watched
+from data_prep.sources.protocol import Container, Input, Spool
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
@@ -81,7 +81,7 @@ class ClassTars:
             raise UserErrors(errors)
         return found
 
-    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
+    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
         """Members of a tar; or the files beside tars, and a row for a damaged tar of tars."""
         if container.class_name is not None:
             rows = _class_inputs(self.root, container)
@@ -91,11 +91,10 @@ class ClassTars:
         return _files_beside_tars(self.root, container)
 
 
-def _named_by_tar(rows: Iterator[Input | Watched]) -> Iterator[Input | Watched]:
+def _named_by_tar(rows: Iterator[Input]) -> Iterator[Input]:
     """Put the tar into the names of its images: without classes, nothing else tells them apart."""
     for row in rows:
-        if isinstance(row, Input):
-            row.name = f"{row.class_name}/{row.name}"
+        row.name = f"{row.class_name}/{row.name}"
         yield row
 
 
@@ -163,11 +162,9 @@ def tar_row(container: Container, reason: str, *, num_bytes: int, modified_ns: i
     )
 
 
-def _class_inputs(root: Path, container: Container) -> Iterator[Input | Watched]:
+def _class_inputs(root: Path, container: Container) -> Iterator[Input]:
     path = container.file or container.path
-    status = stat_watched(root, path)
-    if not container.file:  # the other branch watches a tar of tars
-        yield Watched(path, status.st_size, status.st_mtime_ns)
+    status = stat_listed(root, path)
     num_bytes = container.num_bytes if container.file else status.st_size
     reason = "truncated_tar"
     try:
@@ -223,10 +220,10 @@ def _tars_in_folder(root: Path, top: SplitRoot) -> list[Container]:
     return found
 
 
-def _files_beside_tars(root: Path, container: Container) -> Iterator[Input | Watched]:
+def _files_beside_tars(root: Path, container: Container) -> Iterator[Input]:
     """Files that are not class tars. Tars in sub-folders are rejected: they have no class."""
     for row in walk_folder(root, container, is_container=_is_tar_file):
-        if isinstance(row, Input) and row.reason == "other_name" and is_tar_name(row.path):
+        if row.reason == "other_name" and is_tar_name(row.path):
             row = replace(row, reason="no_class")
         yield row
 
@@ -264,10 +261,9 @@ def _tars_in_tar(root: Path, top: SplitRoot) -> list[Container]:
     return found
 
 
-def _other_members(root: Path, container: Container) -> Iterator[Input | Watched]:
+def _other_members(root: Path, container: Container) -> Iterator[Input]:
     """Members of a tar of tars that are not tars, and a row for the outer tar if damaged."""
-    status = stat_watched(root, container.path)
-    yield Watched(container.path, status.st_size, status.st_mtime_ns)
+    status = stat_listed(root, container.path)
     try:
         for member, name, first in _outer_members(root, container.path):
             if _is_class_tar(member, name, first):

@@ -23,7 +23,7 @@ from data_prep.sources.paths import (
     source_root,
     walk_folder,
 )
-from data_prep.sources.protocol import Container, Input, Watched
+from data_prep.sources.protocol import Container, Input
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import SourceSettings
 
@@ -123,17 +123,14 @@ class FileList:
     def is_folder(self, container: Container) -> bool:
         return (self.root / container.path).is_dir()
 
-    def other_files(self, container: Container) -> Iterator[Input | Watched]:
+    def other_files(self, container: Container) -> Iterator[Input]:
         """Other files in the folder of a split; none if the split is a pattern."""
-        pattern = _pattern_of(self.settings.splits.get(container.split, "."), self.root)
+        if _pattern_of(self.settings.splits.get(container.split, "."), self.root) is not None:
+            return
         for row in walk_folder(
             self.root, container, is_container=partial(_is_listed, is_wanted=self.is_wanted)
         ):
-            if isinstance(row, Watched):
-                yield row
-                if pattern is not None:
-                    return
-            elif row.reason == "other_name" and self.is_wanted(row.path):
+            if row.reason == "other_name" and self.is_wanted(row.path):
                 yield replace(row, reason="no_class")  # in a sub-folder, where files are not listed
             else:
                 yield row

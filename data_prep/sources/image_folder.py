@@ -20,7 +20,7 @@ from data_prep.sources.paths import (
     link_reason,
     walk_folder,
 )
-from data_prep.sources.protocol import NO_CLASS, Container, Input, Spool, Watched
+from data_prep.sources.protocol import NO_CLASS, Container, Input, Spool
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
@@ -66,7 +66,7 @@ class ImageFolder:
             _refuse_split_folders(self.root, self.settings.path)
         return found
 
-    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
+    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
         """Every file of a class folder, and every link that is not followed."""
         return walk_folder(self.root, container, is_container=_is_folder)
 

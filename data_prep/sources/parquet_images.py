@@ -22,8 +22,8 @@ from data_prep.sources.parquet_rows import (
     record_batches,
     value_of,
 )
-from data_prep.sources.paths import is_hidden, normalized_name, stat_watched, stem_and_suffix
-from data_prep.sources.protocol import Container, Input, Spool, Watched, class_from_cell
+from data_prep.sources.paths import is_hidden, normalized_name, stat_listed, stem_and_suffix
+from data_prep.sources.protocol import Container, Input, Spool, class_from_cell
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
@@ -57,16 +57,15 @@ class ParquetImages:
                     continue  # `inputs` gives it a row in the ledger
         return found
 
-    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
+    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
         """Every row of a file; image bytes are copied to the spool."""
         if self._files.is_folder(container):
             return self._files.other_files(container)
         return self._rows(container, spool)
 
-    def _rows(self, container: Container, spool: Spool) -> Iterator[Input | Watched]:
+    def _rows(self, container: Container, spool: Spool) -> Iterator[Input]:
         path = container.path
-        status = stat_watched(self.root, path)
-        yield Watched(path, status.st_size, status.st_mtime_ns)
+        status = stat_listed(self.root, path)
         damaged = Input(path, container.split, None, "", status.st_size, "damaged_table")
         damaged.modified_ns = status.st_mtime_ns
         try:

@@ -28,8 +28,8 @@ from data_prep.sources.parquet_rows import (
     record_batches,
     value_of,
 )
-from data_prep.sources.paths import is_hidden, is_inside, opened, stat_watched, stem_and_suffix
-from data_prep.sources.protocol import Container, Input, Spool, Watched, class_from_cell, watched
+from data_prep.sources.paths import is_hidden, is_inside, opened, stat_listed, stem_and_suffix
+from data_prep.sources.protocol import Container, Input, Spool, class_from_cell
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import (
     SPLIT_NAMES,
@@ -82,14 +82,12 @@ class PathTable:
                 found += self._line_ranges(container)
         return found
 
-    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
+    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
         """Every row, with size and modification time of its file."""
         if self._files.is_folder(container):
-            yield watched(self.root, container.path)
             return
         table = container.file or container.path
-        status = stat_watched(self.root, table)
-        yield Watched(table, status.st_size, status.st_mtime_ns)
+        stat_listed(self.root, table)
         is_parquet = _suffix(table) == "parquet"
         rows = self._parquet_rows(container) if is_parquet else self._text_rows(container)
         files = _Files(self.root / os.path.dirname(table))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from data_prep.sources.outages import Interrupted, changed_source_error
-from data_prep.sources.protocol import Container, Input, Watched
+from data_prep.sources.protocol import Container, Input
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.runs.data_prep import SourceSettings
@@ -163,7 +163,7 @@ def stat_entry(entry: os.DirEntry[str], path: str) -> os.stat_result:
         raise changed_source_error(path) from None
 
 
-def stat_watched(root: Path, path: str) -> os.stat_result:
+def stat_listed(root: Path, path: str) -> os.stat_result:
     """`stat` of a listed file; raises if it is gone."""
     try:
         return os.stat(root / path)
@@ -204,9 +204,7 @@ class _Folder:
     hidden: bool
 
 
-def walk_folder(
-    root: Path, container: Container, *, is_container: IsContainer
-) -> Iterator[Input | Watched]:
+def walk_folder(root: Path, container: Container, *, is_container: IsContainer) -> Iterator[Input]:
     """All files of a class folder; without a class, the files beside the other containers.
 
     is_container: whether a visible entry of a folder without class is another container.
@@ -223,11 +221,10 @@ def walk_folder(
     while stack:
         folder = stack.pop()
         full = os.path.join(root, folder.path)
-        modified_ns, entries = _open_folder(full, folder.path)
+        entries = _open_folder(full, folder.path)
         if entries is None:
             yield Input(folder.path, split, class_name, folder.path[name_start:], 0, "unreadable")
             continue
-        yield Watched(folder.path or ".", 0, modified_ns)
         prefix = folder.path + "/" if folder.path else ""
         is_shared = class_name is None and folder.path == top
         real_folders: tuple[str, ...] = ()
@@ -269,13 +266,13 @@ def _file_facts(entry: os.DirEntry[str], path: str, *, hidden: bool) -> tuple[in
     return status.st_size, status.st_mtime_ns, reason
 
 
-def _open_folder(full: str, path: str) -> tuple[int, Entries | None]:
-    """(modification time before reading, entries); no entries if it cannot be opened."""
+def _open_folder(full: str, path: str) -> Entries | None:
+    """The entries of a folder; None if it cannot be opened."""
     try:
-        return os.stat(full).st_mtime_ns, os.scandir(full)
+        return os.scandir(full)
     except (FileNotFoundError, NotADirectoryError):
         raise changed_source_error(path) from None
     except OSError as error:
         if error.errno in CLOSED_ERRNOS:
-            return 0, None
+            return None
         raise

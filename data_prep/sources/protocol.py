@@ -61,16 +61,6 @@ class Input:
     """`file` is in the spool, not in the source."""
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """A folder or file that must not change, because the list of inputs depends on it."""
-
-    path: str
-    """Relative to source.path."""
-    num_bytes: int
-    modified_ns: int
-
-
 class SpoolError(Exception):
     """The spool cannot be written or read. The fault is in the work folder, not in the source.
 
@@ -103,15 +93,8 @@ class Source(Protocol):
     def containers(self) -> list[Container]:
         """All containers, ordered. Raises UserError(s) for an unusable source."""
 
-    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
-        """Every input of one container, rejected ones too, and the paths that must not change."""
-
-
-def watched(root: Path, path: str) -> Watched:
-    """Current state of `path`. The size of a folder is 0: it differs between file systems."""
-    status = os.stat(root / path)
-    num_bytes = 0 if os.path.isdir(root / path) else status.st_size
-    return Watched(path, num_bytes, status.st_mtime_ns)
+    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
+        """Every input of one container, rejected ones too."""
 
 
 def read_exactly(descriptor: int, *, offset: int, num_bytes: int) -> bytes:

@@ -25,8 +25,8 @@ from data_prep.shards.tar_walk import (
 from data_prep.sources.class_tars import MAX_MEMBERS, compressed_tar_error, tar_row
 from data_prep.sources.file_lists import FileList
 from data_prep.sources.outages import raise_if_outage
-from data_prep.sources.paths import is_hidden, is_tar_name, opened, stat_watched
-from data_prep.sources.protocol import Container, Input, Spool, Watched, means_no_label
+from data_prep.sources.paths import is_hidden, is_tar_name, opened, stat_listed
+from data_prep.sources.protocol import Container, Input, Spool, means_no_label
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
@@ -88,16 +88,15 @@ class WebdatasetTars:
         assert self.label
         return self._files.containers()
 
-    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input | Watched]:
+    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
         """One input per sample, and rows for members outside samples and files beside the tars."""
         if self._files.is_folder(container):
             return self._files.other_files(container)
         return self._tar_inputs(container)
 
-    def _tar_inputs(self, container: Container) -> Iterator[Input | Watched]:
+    def _tar_inputs(self, container: Container) -> Iterator[Input]:
         root, path = self.root, container.path
-        status = stat_watched(root, path)
-        yield Watched(path, status.st_size, status.st_mtime_ns)
+        status = stat_listed(root, path)
         size, modified_ns = status.st_size, status.st_mtime_ns
         try:
             with opened(root, path) as fd:

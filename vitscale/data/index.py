@@ -86,8 +86,6 @@ class Manifest:
     """Hash over the fingerprints of all splits and the label map."""
     source_fingerprint: str
     """Hash over every input's path, content and assignment."""
-    source_listing: str
-    """Hash over every input's split, path and size."""
     label_map_sha256: str
     classes: tuple[str, ...]
     """Class names; the position is the label. Empty: the samples have no labels."""

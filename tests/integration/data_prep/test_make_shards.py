@@ -124,8 +124,6 @@ def test_an_existing_output_is_recognised_or_refused(
     assert "already there" in make_shards(source, shards, "shards.min_shards=2")
     text = make_shards(source, shards, "shards.min_shards=2", "seed=1", rc=2)
     assert "other settings: seed" in text and "next:" in text
-    other = corpus(tmp_path / "images", num=11)
-    assert "other images" in make_shards(other, shards, "shards.min_shards=2", rc=2)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("keep")
     assert "was not made by make_shards" in make_shards(source, tmp_path / "full", rc=2)
@@ -215,12 +213,16 @@ def test_every_planted_fault_is_in_the_ledger_with_its_reason(tmp_path: Path) ->
     assert {sample["__key__"] for sample in stream} == index.keys()
 
 
-def test_too_many_bad_images_stop_the_run_and_leave_nothing(tmp_path: Path) -> None:
+def test_too_many_bad_images_stop_the_run_without_an_output(tmp_path: Path) -> None:
     source = corpus(tmp_path / "images")
     plant_faults(source)
     text = make_shards(source, tmp_path / "shards", rc=2)
     assert "images.max_bad_fraction" in text and "1 empty (zero bytes): 'cat/zero.jpg'" in text
-    assert not (tmp_path / "shards").exists() and not (tmp_path / ".shards.preparing").exists()
+    left = {path.name for path in (tmp_path / ".shards.preparing").iterdir()}
+    assert not (tmp_path / "shards").exists() and "failed.json" in left and "tars" not in left
+    # The next command starts over.
+    make_shards(source, tmp_path / "shards", "images.max_bad_fraction=0.5")
+    assert not (tmp_path / ".shards.preparing").exists()
 
 
 def no_source(root: Path) -> None:

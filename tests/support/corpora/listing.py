@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data_prep.sources.protocol import Input, Source, Watched
+from data_prep.sources.protocol import Input, Source
 
 
 class MemorySpool:
@@ -19,13 +19,5 @@ class MemorySpool:
 
 def list_source(source: Source, spool: MemorySpool | None = None) -> list[Input]:
     """Every input of every container."""
-    return [row for row in list_all(source, spool) if isinstance(row, Input)]
-
-
-def list_watched(source: Source) -> set[str]:
-    return {row.path for row in list_all(source) if isinstance(row, Watched)}
-
-
-def list_all(source: Source, spool: MemorySpool | None = None) -> list[Input | Watched]:
     spool = spool or MemorySpool()
     return [row for box in source.containers() for row in source.inputs(box, spool=spool)]

@@ -95,7 +95,6 @@ def write_shard_folder(
             tool_version="",
             fingerprint="",
             source_fingerprint="",
-            source_listing="",
             label_map_sha256=label_map_sha256(classes),
             classes=tuple(classes),
             parents=None,

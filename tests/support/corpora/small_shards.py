@@ -119,7 +119,6 @@ def make_shard_folder(
         tool_version="vitscale 0",
         fingerprint=folder_fingerprint(entries, classes=classes),
         source_fingerprint="0" * 64,
-        source_listing="0" * 64,
         label_map_sha256=label_map_sha256(classes),
         classes=tuple(classes),
         parents=None,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.protocol import Container
-from tests.support.corpora.listing import MemorySpool, list_source, list_watched
+from tests.support.corpora.listing import MemorySpool, list_source
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
@@ -154,13 +154,6 @@ def test_size_and_modification_time_are_those_of_the_file(tmp_path: Path) -> Non
     os.utime(tmp_path / "cat/1.jpg", ns=(1, 1234567890123456789))
     (row,) = list_source(folder(tmp_path))
     assert (row.num_bytes, row.modified_ns) == (5, 1234567890123456789)
-
-
-def test_every_folder_is_watched(tmp_path: Path) -> None:
-    touch(tmp_path, "cat/sub/1.jpg", "dog/2.jpg", ".hidden/deep/3.jpg")
-    assert list_watched(folder(tmp_path)) == {
-        *(".", "cat", "cat/sub", "dog", ".hidden", ".hidden/deep")
-    }
 
 
 def test_each_split_lists_its_classes(tmp_path: Path) -> None:

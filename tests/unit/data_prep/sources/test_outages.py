@@ -15,13 +15,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.pipeline import listing
 from data_prep.pipeline.image_reading import validate_input
 from data_prep.pipeline.workspace import InputLocation
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.outages import ChangedSource, Interrupted
 from data_prep.sources.path_table import PathTable
-from data_prep.sources.protocol import Input, Watched
+from data_prep.sources.protocol import Input
 from tests.support.corpora.image_corpus import corpus, encoded
 from tests.support.corpora.listing import list_source
 from tests.support.corpora.preparing import preparation, prepare_here, run_of
@@ -168,24 +167,6 @@ def test_a_full_disk_keeps_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
         with pytest.raises(Interrupted, match=r"MiB are free(.|\n)*free space and run the same"):
             prepare_here(run)
-    prepare_here(run)
-    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
-
-
-def test_an_outage_in_the_final_check_keeps_the_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
-    p = prepare_here(run, until="finish")
-
-    def fail(root: Path, path: str) -> Watched:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(listing, "watched", fail)
-        with pytest.raises(Interrupted, match="Stale file handle"):
-            prepare_here(run)
-    assert p.work.path.exists()
     prepare_here(run)
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
 

@@ -67,7 +67,6 @@ def folder(tmp_path: Path) -> Path:
         tool_version="",
         fingerprint="",
         source_fingerprint="",
-        source_listing="",
         label_map_sha256="",
         classes=("cat", "dog"),
         parents=None,
