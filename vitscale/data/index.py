@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -238,7 +238,8 @@ def _manifest_from_json(raw: dict[str, Any]) -> Manifest:
         )
         for name, entry in raw["splits"].items()
     }
-    return Manifest(**{**raw, "classes": tuple(raw["classes"]), "splits": splits})
+    known = {field.name: raw[field.name] for field in fields(Manifest) if field.name in raw}
+    return Manifest(**{**known, "classes": tuple(raw["classes"]), "splits": splits})
 
 
 def read_split(
