@@ -24,7 +24,7 @@ import pyarrow as pa
 
 from data_prep.pipeline.phases import NUM_COUNTERS, PHASES, Phase, PhaseProgress
 from data_prep.pipeline.work_units import WorkFolder
-from data_prep.pipeline.workspace import Preparation, is_finished, preparation_folder, read_failure
+from data_prep.pipeline.workspace import Preparation, is_finished, preparation_folder, raise_failure
 from data_prep.sources.outages import (
     ChangedSource,
     Interrupted,
@@ -120,9 +120,7 @@ def _watch(
                 where=str(progress.p.work.path),
                 next_step=f"check the system log for 'out of memory'; {USE_LESS_MEMORY}",
             )
-        failure = read_failure(progress.p.work.path)
-        if failure is not None:
-            raise UserError(failure["text"])
+        raise_failure(progress.p.work.path)
         progress.update()
     progress.close()
     if not messages.empty():
@@ -184,6 +182,7 @@ def work_through_phases(
 def _work_through(p: Preparation, phase: Phase, *, counters: Any, worker: int, start: int) -> None:
     if is_finished(p.output):
         return
+    raise_failure(p.work.path)
 
     def do(unit: str) -> None:
         rows, busy = NUM_COUNTERS * worker + 1, NUM_COUNTERS * worker + 2
@@ -200,13 +199,15 @@ def _work_through(p: Preparation, phase: Phase, *, counters: Any, worker: int, s
 
 
 def storage_error(error: OSError | SpoolError, output: Path) -> UserError:
-    """The error for an output that cannot be written, or a preparation that has ended."""
+    """The error for an output that cannot be written, or a preparation that has ended.
+
+    Raises the error of a preparation that has failed.
+    """
     what = "cannot be written"
     if isinstance(error, SpoolError):
         what, error = "the spool cannot be used", error.error
     work = preparation_folder(output)
-    if (failure := read_failure(work)) is not None:
-        return UserError(failure["text"])
+    raise_failure(work)
     if not work.exists() and output.parent.exists():
         return Interrupted(
             "was removed during the work", where=str(work), next_step="run the command again"

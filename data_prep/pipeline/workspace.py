@@ -61,7 +61,6 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
     for key in EXECUTION_KEYS:
         del config[key]
     del config["source"]["path"]
-    config.get("shards", {}).pop("entry_points", None)
     config["labels"] |= label_hashes(run.labels)
     if run.source.leave_out is not None:
         file = Path(run.source.leave_out).expanduser()
@@ -135,6 +134,13 @@ def read_failure(work: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     return found
+
+
+def raise_failure(work: Path) -> None:
+    """Raise the error that another process stored, if any."""
+    failure = read_failure(work)
+    if failure is not None:
+        raise UserError(failure["text"])
 
 
 class InputLocation(NamedTuple):
