@@ -58,8 +58,9 @@ def measure(work: Path, options: argparse.Namespace) -> dict[str, Any]:
         photos = as_png(photos, side=options.png_side)
     source = write_photo_folder(work / "photos", photos, total_bytes=int(options.total_mib * 2**20))
     shards = work / "shards"
-    how = ("images.check=header", "shards.entry_points=true")
-    run_command(make_shards_command(source.root, shards, *how, shard_mib=options.shard_mib))
+    how = {"shard_mib": options.shard_mib}
+    run_command(make_shards_command(source.root, shards, "images.check=header", **how))
+    run_command([sys.executable, "data_prep/verify_shards.py", shards, "--entry-points"])
     num = read_split(shards, split="train").num_samples
     kind = "PNG" if options.png or options.png_side else "JPEG"
     kind += " of given photographs" if options.images else " of noise"

@@ -41,7 +41,6 @@ try:
     from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
     from vitscale.data.index import Manifest, read_manifest
     from vitscale.distributed.atomic_files import write_json
-    from vitscale.images.jpeg.entry_points import require_entry_points
     from vitscale.runs.data_prep import DataPrepRun
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -57,8 +56,6 @@ def main() -> None:
         description="Turn a raw corpus into shuffled WebDataset tars with index and ledger.",
     )
     run = at_real_output(command.run)
-    if run.shards.entry_points:
-        require_entry_points(where="shards.entry_points")
     start = time.monotonic()
     output = Path(run.output).expanduser()
     if output.resolve().is_relative_to(Path(run.source.path).expanduser().resolve()):

@@ -24,15 +24,15 @@ from vitscale.runs.data_prep import ImageSettings
 # Reason -> meaning. Details: docs/images.md.
 FAULTS = {
     "empty": "zero bytes",
-    "too_large": "more than images.max_file_mib, as stored or unpacked from gzip",
+    "too_large": "more than 512 MiB, as stored or unpacked from gzip",
     "bad_gzip": "packed with gzip and broken: cannot be unpacked to the end",
     "not_an_image": "content is no image of a known format",
-    "other_format": "an image of a format not in images.formats, or GIF, BMP, TIFF, AVIF",
+    "other_format": "an image of another format: GIF, BMP, TIFF, AVIF ...",
     "bad_header": "the header is broken, or of a kind that cannot be decoded",
     "bomb": "more segments, chunks or scans than any camera or editor writes",
     "too_many_pixels": "the header claims more than images.max_pixels; nothing was decoded",
     "too_small": "a side is shorter than images.min_side",
-    "deep_grey": "16-bit grey, which decoders clip to white; only with images.convert: false",
+    "deep_grey": "16-bit grey, which decoders clip to white; only for tars that are indexed",
     "bad_pixels": "truncated, damaged, or otherwise not decoded to the last pixel",
 }
 # Conversions, in the order in which `changes` names them.
@@ -47,7 +47,7 @@ CHANGES = (
     "short_side",
 )
 SUFFIXES = {"jpeg": "jpg", "png": "png", "webp": "webp"}
-MIB = 1 << 20
+MAX_FILE_BYTES = 512 << 20
 # Enough of an unpacked file to recognise its format.
 PEEK_BYTES = 64
 PIECE_BYTES = 1 << 20
@@ -80,12 +80,17 @@ class Rejected(Exception):  # an outcome, not an error
         self.header = header
 
 
-def validate_image(data: bytes, *, settings: ImageSettings) -> ValidationResult:
-    """Validate and convert. Raises for no input, except MemoryError."""
+def validate_image(
+    data: bytes, *, settings: ImageSettings, convert: bool = True
+) -> ValidationResult:
+    """Validate and convert. Raises for no input, except MemoryError.
+
+    convert: False keeps the bytes of every image that decoders can turn into RGB.
+    """
     input_hash = blake3(data).digest()
     try:
         content, header, gzipped = _checked_header(data, settings)
-        return _checked_pixels(content, header, gzipped, input_hash, settings)
+        return _checked_pixels(content, header, gzipped, input_hash, settings, converts=convert)
     except Rejected as rejected:
         known = rejected.header
         size = (known.width, known.height) if known else (0, 0)
@@ -97,18 +102,15 @@ def _checked_header(data: bytes, settings: ImageSettings) -> tuple[bytes, Header
     """(bytes of the image, its header, whether gzip was taken off). Raises Rejected."""
     if not data:
         raise Rejected("empty")
-    max_bytes = int(settings.max_file_mib * MIB)
-    if len(data) > max_bytes:
+    if len(data) > MAX_FILE_BYTES:
         raise Rejected("too_large")
     gzipped = data[:2] == b"\x1f\x8b"
     if gzipped:
-        data = _unpacked(data, max_bytes)
+        data = _unpacked(data)
     try:
         header = read_header(data)
     except HeaderError as error:
         raise Rejected(error.reason) from None
-    if header.format not in settings.formats:
-        raise Rejected("other_format", header)
     if header.width * header.height > settings.max_pixels:
         raise Rejected("too_many_pixels", header)
     if header.width < settings.min_side or header.height < settings.min_side:
@@ -118,7 +120,7 @@ def _checked_header(data: bytes, settings: ImageSettings) -> tuple[bytes, Header
     return data, header, gzipped
 
 
-def _unpacked(data: bytes, max_bytes: int) -> bytes:
+def _unpacked(data: bytes) -> bytes:
     peek, unpacker = zlib.decompressobj(wbits=31), zlib.decompressobj(wbits=31)
     unpacked = bytearray()
     try:
@@ -138,7 +140,7 @@ def _unpacked(data: bytes, max_bytes: int) -> bytes:
             while piece or len(more) == UNPACKED_PIECE_BYTES:
                 more = unpacker.decompress(piece, UNPACKED_PIECE_BYTES)
                 unpacked += more
-                if len(unpacked) > max_bytes:
+                if len(unpacked) > MAX_FILE_BYTES:
                     raise Rejected("too_large")
                 if unpacker.eof:
                     return bytes(unpacked)
@@ -154,12 +156,14 @@ def _checked_pixels(
     gzipped: bool,
     input_hash: bytes,
     settings: ImageSettings,
+    *,
+    converts: bool,
 ) -> ValidationResult:
-    changes = header.changes if settings.convert else ()
-    if is_shrunk(header, settings.short_side):
+    changes = header.changes if converts else ()
+    if converts and is_shrunk(header, settings.short_side):
         # Re-encoding removes all deviations in any case.
         changes = (*header.changes, "short_side")
-    elif not settings.convert and header.bit_depth == 16 and header.colour_type == 0:
+    elif not converts and header.bit_depth == 16 and header.colour_type == 0:
         raise Rejected("deep_grey", header)
     content, extension = data, SUFFIXES[header.format]
     width, height = header.width, header.height
@@ -168,15 +172,11 @@ def _checked_pixels(
             if settings.check == "strict":
                 check_pixels(data, header, strict=True)
             shrunk = "short_side" in changes
-            content, extension, width, height = convert(
-                data,
-                header,
-                short_side=settings.short_side if shrunk else None,
-                jpeg_quality=settings.jpeg_quality,
-            )
+            short_side = settings.short_side if shrunk else None
+            content, extension, width, height = convert(data, header, short_side=short_side)
         elif settings.check != "header" or not header.certain:
             content = check_pixels(data, header, strict=settings.check == "strict")
-            if content is not data and not settings.convert:
+            if content is not data and not converts:
                 raise Rejected("bad_header", header)
             changes = ("metadata",) if content is not data else ()
     except HeaderError as error:

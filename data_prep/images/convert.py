@@ -27,6 +27,7 @@ PILLOW_FORMATS = {"jpeg": "JPEG", "png": "PNG", "webp": "WEBP"}
 WHITE = (255, 255, 255)
 # libjpeg's limit per side.
 JPEG_MAX_SIDE = 65_500
+JPEG_QUALITY = 95
 # 16-bit samples are rounded in strips, so that the scratch memory does not grow with the image.
 STRIP_ROWS = 256
 # Unpackers for the high and the low bytes of 16-bit samples: "L" is a name of byte order.
@@ -88,9 +89,7 @@ def check_pixels(data: bytes, header: Header, *, strict: bool = False) -> bytes:
     return data
 
 
-def convert(
-    data: bytes, header: Header, *, short_side: int | None, jpeg_quality: int
-) -> tuple[bytes, str, int, int]:
+def convert(data: bytes, header: Header, *, short_side: int | None) -> tuple[bytes, str, int, int]:
     """(content, extension, width, height) of the converted image. Raises what Pillow raises."""
     if header.format == "png":
         data = b"".join(critical_chunks(data))
@@ -104,7 +103,7 @@ def convert(
         image = image.resize(size, Image.Resampling.LANCZOS, reducing_gap=3.0)
     image = upright(image, header.orientation)
     as_jpeg = short_side is not None or (header.format != "png" and header.lossy)
-    content, extension = _encoded(image, as_jpeg=as_jpeg, jpeg_quality=jpeg_quality)
+    content, extension = _encoded(image, as_jpeg=as_jpeg)
     return content, extension, *image.size
 
 
@@ -225,12 +224,12 @@ def _decoded_as(file: ImageFile, rawmode: str) -> Image.Image:
     return file
 
 
-def _encoded(image: Image.Image, *, as_jpeg: bool, jpeg_quality: int) -> tuple[bytes, str]:
+def _encoded(image: Image.Image, *, as_jpeg: bool) -> tuple[bytes, str]:
     # Only pixels: no profile, text, resolution or rotation.
     image.info = {}
     file = io.BytesIO()
     if as_jpeg and max(image.size) <= JPEG_MAX_SIDE:
-        image.save(file, format="JPEG", quality=jpeg_quality, subsampling=0)
+        image.save(file, format="JPEG", quality=JPEG_QUALITY, subsampling=0)
         return file.getvalue(), "jpg"
     image.save(file, format="PNG")
     return file.getvalue(), "png"

@@ -100,7 +100,6 @@ def write_index_folder(
         source_fingerprint=source,
         label_map_sha256=label_map_sha256(classes),
         classes=classes,
-        parents=labels.parents,
         index_bytes=(folder / INDEX_NAME).stat().st_size,
         index_blake3=blake3_of_file(folder / INDEX_NAME),
         splits=splits,

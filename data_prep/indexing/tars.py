@@ -23,7 +23,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from data_prep.images.check import validate_image
+from data_prep.images.check import MAX_FILE_BYTES, validate_image
 from data_prep.indexing.remote import RemoteTar
 from data_prep.labels.assignment import Labels, load_labels
 from data_prep.pipeline.row_tables import write_table
@@ -36,7 +36,7 @@ from data_prep.sources.webdataset_tars import WebdatasetTars
 from vitscale.config.errors import UserError
 from vitscale.data.remote.urls import Location, Url
 from vitscale.distributed.atomic_files import blake3_of_file, write_json
-from vitscale.runs.data_prep import DataPrepRun, ImageSettings
+from vitscale.runs.data_prep import DataPrepRun
 
 # A tar of images has no such run of zeros: only a hole would be read for hours.
 MAX_HOLE_BYTES = 1 << 30
@@ -266,11 +266,10 @@ def _validated_row(item: Input, file: TarFile, unit: TarUnit, labels: Labels) ->
         "length": item.num_bytes,
     }
     if row["reason"] is None:
-        row["class"] = labels.class_of(item.class_name, item.name)
+        row["class"] = labels.class_of(item.class_name)
         if row["class"] is None:
             row |= {"class": item.class_name, "reason": "unknown_class"}
-    images = unit.run.images
-    if row["reason"] is None and item.num_bytes > images.max_file_mib * (1 << 20):
+    if row["reason"] is None and item.num_bytes > MAX_FILE_BYTES:
         row["reason"] = "too_large"
     if row["reason"] is not None:
         return row
@@ -281,7 +280,7 @@ def _validated_row(item: Input, file: TarFile, unit: TarUnit, labels: Labels) ->
             data = file.pread(item.num_bytes, item.offset)
     except EOFError:
         raise changed_source_error(item.path) from None
-    result = validate_image(data, settings=without_conversion(images))
+    result = validate_image(data, settings=unit.run.images, convert=False)
     reason = result.reason
     if reason is None and result.content_hash != result.input_hash:
         reason = PACKED
@@ -292,8 +291,3 @@ def _validated_row(item: Input, file: TarFile, unit: TarUnit, labels: Labels) ->
         "blake3": result.input_hash,
     }
     return row | facts | {"reason": reason}
-
-
-def without_conversion(images: ImageSettings) -> ImageSettings:
-    """The image settings without any conversion."""
-    return images.model_copy(update={"convert": False, "short_side": None})

@@ -1,7 +1,7 @@
 """Assign classes and labels to images.
 
 Owns: the way from a source's class to a class (map) and to a label (space), and the errors for
-classes, maps and super-classes that do not match the space.
+classes and maps that do not match the space.
 Leaves out: reading label files (`label_files`), the classes of a source (`sources`), counting.
 """
 
@@ -30,17 +30,14 @@ class Labels:
     known: frozenset[str]
     """`space` as a set."""
     map: dict[str, str] | None
-    parents: dict[str, str] | None
-    """Class -> super-class."""
 
-    def class_of(self, source_class: str | None, name: str) -> str | None:
+    def class_of(self, source_class: str | None) -> str | None:
         """The class of an image; None if the map or the space does not contain it."""
         if self.settings.values == "none":
             return NO_CLASS
         value = source_class
-        if self.map is not None:
-            key = name if self.settings.map_key == "image" else source_class
-            value = None if key is None else self.map.get(key)
+        if self.map is not None and value is not None:
+            value = self.map.get(value)
         if value is None or self.space is None:
             return value
         if self.settings.values == "index":
@@ -100,14 +97,11 @@ class Labels:
 
     def _outside_map(self, name: str) -> bool:
         """Whether the class is missing in the map, not in the space."""
-        if self.map is None:
-            return False
-        return self.settings.map_key == "image" or name not in self.map
+        return self.map is not None and name not in self.map
 
     def _problem_with(self, name: str) -> str:
         if self._outside_map(name):
-            named = " by name" if self.settings.map_key == "image" else ""
-            return f"have no class{named} in {self.settings.map!r} ({len(self.map or ()):,} rows)"
+            return f"have no class in {self.settings.map!r} ({len(self.map or ()):,} rows)"
         if self.space is None:
             return "have no name"
         mapped = f" (mapped to {self.map[name]!r})" if self.map and name in self.map else ""
@@ -195,11 +189,7 @@ def load_labels(settings: LabelSettings) -> Labels:
     if settings.map is not None:
         label_map = read_pairs(settings.map, where="labels.map", columns="source class, class")
         _refuse_unrelated_map(settings, label_map, space)
-    parents = None
-    if settings.parents is not None:
-        parents = read_pairs(settings.parents, where="labels.parents", columns="class, super-class")
-        _check_parents(settings, parents, known)
-    return Labels(settings=settings, space=space, known=known, map=label_map, parents=parents)
+    return Labels(settings=settings, space=space, known=known, map=label_map)
 
 
 def _refuse_unrelated_map(
@@ -208,14 +198,8 @@ def _refuse_unrelated_map(
     """Raise UserError if no class of the map is in the space. `Labels.check` finds others."""
     if space is None:
         return
-    trial = Labels(
-        settings=settings.model_copy(update={"map_key": "class"}),
-        space=space,
-        known=frozenset(space),
-        map=dict(label_map),
-        parents=None,
-    )
-    if any(trial.class_of(key, "") is not None for key in label_map):
+    trial = Labels(settings=settings, space=space, known=frozenset(space), map=dict(label_map))
+    if any(trial.class_of(key) is not None for key in label_map):
         return
     key, value = next(iter(label_map.items()))
     kind = "positions in" if settings.values == "index" else "class names of"
@@ -225,29 +209,3 @@ def _refuse_unrelated_map(
         where="labels.map",
         next_step="check that the columns are source class, class; and check labels.values",
     )
-
-
-def _check_parents(
-    settings: LabelSettings, parents: Mapping[str, str], known: frozenset[str]
-) -> None:
-    if known and not known.intersection(parents):
-        child = next(iter(parents))
-        raise UserError(
-            f"none of the {len(parents):,} classes of {settings.parents!r} is in "
-            f"{settings.space}; for example {child!r}",
-            where="labels.parents",
-            allowed="two columns without a header: class, super-class",
-        )
-    checked: set[str] = set()
-    for child in parents:
-        chain: dict[str, None] = {}
-        above: str | None = child
-        while above is not None and above not in checked:
-            if above in chain:
-                raise UserError(
-                    f"{settings.parents!r}: {above!r} is an ancestor of itself",
-                    where="labels.parents",
-                )
-            chain[above] = None
-            above = parents.get(above)
-        checked.update(chain)

@@ -1,4 +1,4 @@
-"""Read label spaces, label maps and super-classes.
+"""Read label spaces and label maps.
 
 Owns: files of class names, tables of two columns, their hashes.
 Leaves out: the label spaces known by name (`label_spaces`), assigning classes and labels
@@ -125,7 +125,7 @@ def _bad_line(path: Path, line: int, what: str, *, where: str, allowed: str) -> 
 
 def label_hashes(settings: LabelSettings) -> dict[str, str]:
     """BLAKE3 of each label file in the settings, as `KEY_blake3`. Raises UserError."""
-    files = {"map": settings.map, "parents": settings.parents, "space": settings.space}
+    files = {"map": settings.map, "space": settings.space}
     if settings.space in LABEL_SPACES:
         del files["space"]
     elif settings.space is not None and not Path(settings.space).expanduser().is_file():

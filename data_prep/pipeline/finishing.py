@@ -24,7 +24,7 @@ from blake3 import blake3
 from data_prep.pipeline.listing import bucket_path, num_inputs
 from data_prep.pipeline.planning import SplitPlan, assignments_path, read_plan
 from data_prep.pipeline.row_tables import read_table
-from data_prep.pipeline.shard_writing import entry_points_path, outcome_path, shard_path
+from data_prep.pipeline.shard_writing import outcome_path, shard_path
 from data_prep.pipeline.workspace import (
     SETTINGS_NAME,
     Preparation,
@@ -57,9 +57,7 @@ from vitscale.distributed.atomic_files import (
     blake3_of_file,
     commit_folder,
     fsync_folder,
-    make_folders,
 )
-from vitscale.images.jpeg.entry_points import entry_points_file
 
 CLASSES_SHOWN = 10
 
@@ -124,7 +122,6 @@ def finish(p: Preparation, unit: str) -> None:
         source_fingerprint=ledger["source"],
         label_map_sha256=label_map_sha256(classes),
         classes=classes,
-        parents=p.labels.parents,
         index_bytes=(final / INDEX_NAME).stat().st_size,
         index_blake3=index["blake3"],
         splits=entries,
@@ -286,14 +283,8 @@ def _commit(
     """Move the tars beside the index and commit the folder; every step may be repeated."""
     for split, numbers in names.items():
         for number, name in numbers.items():
-            moves = {shard_path(p, split, number): final / name}
-            if p.run.shards.entry_points:
-                points = entry_points_file(final, name)
-                make_folders(points.parent)
-                moves[entry_points_path(p, split, number)] = points
-            for path, place in moves.items():
-                with suppress(FileNotFoundError):
-                    os.rename(path, place)
+            with suppress(FileNotFoundError):
+                os.rename(shard_path(p, split, number), final / name)
         for shard in entries[split].shards:
             path = final / shard.name
             if not path.exists() or path.stat().st_size != shard.bytes:

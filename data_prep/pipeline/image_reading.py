@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
-from data_prep.images.check import ValidationResult, validate_image
+from data_prep.images.check import MAX_FILE_BYTES, ValidationResult, validate_image
 from data_prep.pipeline.workspace import InputLocation, Preparation
 from data_prep.sources.outages import raise_if_outage
 
@@ -27,15 +27,14 @@ def validate_input(p: Preparation, location: InputLocation) -> ValidationResult:
     Raises UserError if the source has changed since it was listed, Interrupted for an outage,
     SpoolError if the spooled copy cannot be read.
     """
-    settings = p.run.images
-    if location.num_bytes > settings.max_file_mib * 2**20:
+    if location.num_bytes > MAX_FILE_BYTES:
         return ValidationResult("too_large", b"", b"", b"")
     try:
         data = p.read(location)
     except OSError as error:
         raise_if_outage(error, os.fsdecode(location.path))
         return ValidationResult("unreadable", b"", b"", b"")
-    return validate_image(data, settings=settings)
+    return validate_image(data, settings=p.run.images)
 
 
 def thread_results(

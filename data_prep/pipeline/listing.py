@@ -149,7 +149,7 @@ class Summary:
             yield final
 
     def _labelled(self, item: Input, p: Preparation) -> Input:
-        class_name = p.labels.class_of(item.class_name, item.name)
+        class_name = p.labels.class_of(item.class_name)
         if class_name is None:
             self.unknown[item.class_name or ""] += 1
             return replace(item, reason="unknown_class")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from data_prep.images.check import MIB
+from data_prep.images.check import MAX_FILE_BYTES
 from data_prep.pipeline.image_reading import validate_input
 from data_prep.pipeline.listing import bucket_path
 from data_prep.pipeline.rejections import rejected_so_far
@@ -74,8 +74,7 @@ def assign_splits(p: Preparation, unit: str) -> None:
     )
     write_table(table, assignments_path(p, number), temporary=p.work.temporary("assignments"))
     # Files that will be rejected unread need no space, however large they are.
-    max_bytes = p.run.images.max_file_mib * MIB
-    sizes = [size if size <= max_bytes else 0 for size in rows.column("num_bytes").to_pylist()]
+    sizes = [n if n <= MAX_FILE_BYTES else 0 for n in rows.column("num_bytes").to_pylist()]
     p.put_result(unit, _sums(splits, reasons, sizes))
 
 

@@ -7,10 +7,8 @@ Leaves out: the layout of the tar (`shards.tar_writer`), files over all shards (
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 
@@ -25,7 +23,6 @@ from data_prep.shards.tar_writer import TarShard
 from data_prep.sources.outages import printable
 from vitscale.data.index import NO_LABEL
 from vitscale.distributed.atomic_files import fsync_folder
-from vitscale.images.jpeg.entry_points import SUFFIX, find_entry_points, write_entry_points
 
 OUTCOME_SCHEMA = pa.schema(
     [
@@ -60,10 +57,6 @@ def outcome_path(p: Preparation, split: str, number: int) -> Path:
     return p.path("outcomes", f"{split}-{number:06d}.arrow")
 
 
-def entry_points_path(p: Preparation, split: str, number: int) -> Path:
-    return shard_path(p, split, number).with_suffix(SUFFIX)
-
-
 def write_shard(p: Preparation, unit: str) -> None:
     """Read, validate and store every image of one shard."""
     _, split, digits = unit.split("-")
@@ -73,9 +66,6 @@ def write_shard(p: Preparation, unit: str) -> None:
     with TarShard(temporary) as tar:
         outcomes, rejected = _write_images(p, tar, plan, split=split, number=number)
         digest = tar.finish()
-    if p.run.shards.entry_points:
-        found = dict(_entry_points(temporary, outcomes))
-        write_entry_points(entry_points_path(p, split, number), found)
     os.replace(temporary, shard_path(p, split, number))
     fsync_folder(p.path("tars"))
     columns = zip(*outcomes, strict=True)
@@ -85,18 +75,6 @@ def write_shard(p: Preparation, unit: str) -> None:
     num_samples = table.column("reason").null_count
     p.put_result(unit, {"samples": num_samples, "bytes": tar.num_bytes, "blake3": digest})
     check_so_far(p, unit, rejected)
-
-
-def _entry_points(tar: Path, outcomes: list[tuple[object, ...]]) -> Iterator[tuple[int, bytes]]:
-    """(first 8 bytes of an image's BLAKE3, its entry points) of a tar that was just written."""
-    names = OUTCOME_SCHEMA.names
-    with open(tar, "rb") as file:
-        for outcome in outcomes:
-            row: dict[str, Any] = dict(zip(names, outcome, strict=True))
-            if row["reason"] is None and row["format"] == "jpg":
-                image = os.pread(file.fileno(), row["length"], row["offset"])
-                key = int.from_bytes(row["content_hash"][:8], "little")
-                yield key, find_entry_points(image)
 
 
 def _write_images(

@@ -113,8 +113,7 @@ class ParquetImages:
                 where="source.image_column",
                 allowed="binary, or a struct of bytes and path",
             )
-        is_there = label in table.schema_arrow.names
-        if self.labels.values == "none" or not (self.labels.need_source_class or is_there):
+        if self.labels.values == "none":
             return columns
         label_type = column_type(table, label, path=path, key="source.label")
         if types.is_dictionary(label_type):
@@ -161,7 +160,7 @@ class ParquetImages:
         reason = None
         if data is None:
             reason = "no_image"
-        elif class_name is None and self.labels.need_source_class:
+        elif class_name is None and self.labels.values != "none":
             reason = "no_label"
         file, offset = spool.add(data) if data is not None and reason is None else ("", 0)
         stem = stem_and_suffix(os.path.basename(container.path))[0]

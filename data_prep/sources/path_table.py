@@ -115,7 +115,7 @@ class PathTable:
             path = files.relative(os.path.normpath(path))
             reason, num_bytes, modified_ns = files.check(path)
             path = os.path.join(os.path.dirname(container.file or container.path), path)
-        if reason is None and class_name is None and self.labels.need_source_class:
+        if reason is None and class_name is None and self.labels.values != "none":
             reason = "no_label"
         return Input(
             path or row_name,
@@ -149,7 +149,7 @@ class PathTable:
         header = next(csv_rows(lines, delimiter=DELIMITERS[_suffix(path)]), [])
         header = [name.removeprefix("\ufeff").strip() for name in header]
         wanted = {"source.image_column": self.settings.image_column}
-        if self.labels.need_source_class:
+        if self.labels.values != "none":
             wanted["source.label"] = self.settings.label
         for key, name in wanted.items():
             if header.count(name) != 1:
@@ -218,8 +218,7 @@ class PathTable:
     def _columns(self, table: Any, path: str) -> list[str]:
         columns = [self.settings.image_column]
         column_type(table, columns[0], path=path, key="source.image_column")
-        is_there = self.settings.label in table.schema_arrow.names
-        if self.labels.values != "none" and (self.labels.need_source_class or is_there):
+        if self.labels.values != "none":
             columns.append(self.settings.label)
             column_type(table, columns[1], path=path, key="source.label")
         if not self.settings.splits and SPLIT_COLUMN in table.schema_arrow.names:

@@ -115,8 +115,8 @@ class WebdatasetTars:
                 row.modified_ns = modified_ns
                 if row.class_name is not None and means_no_label(row.class_name, self.labels):
                     row.class_name, row.reason = None, row.reason or "no_label"
-                if row.reason == "no_label" and not self.labels.need_source_class:
-                    row.reason = None  # the map has the label, or there are none
+                if row.reason == "no_label" and self.labels.values == "none":
+                    row.reason = None
                 yield row
         except CompressedTar as defect:
             raise compressed_tar_error(container.path, defect.method) from None

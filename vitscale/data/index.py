@@ -89,8 +89,6 @@ class Manifest:
     label_map_sha256: str
     classes: tuple[str, ...]
     """Class names; the position is the label. Empty: the samples have no labels."""
-    parents: dict[str, str] | None
-    """Class -> super-class, if the configuration names them."""
     index_bytes: int
     index_blake3: str
     splits: dict[str, SplitEntry]

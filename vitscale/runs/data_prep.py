@@ -14,7 +14,6 @@ from vitscale.runs.launching import LaunchSettings, launch_problems
 # The keys of SOURCES in data_prep/sources/registry.py, which this layer cannot import. A test
 # compares the two.
 SourceKind = Literal["image_folder", "class_tars", "webdataset", "parquet", "path_table"]
-ImageFormat = Literal["jpeg", "png", "webp"]
 # A tar header has 100 bytes for SPLIT-KEY.webp, of which SPLIT and KEY may take 94.
 MAX_SPLIT_LENGTH = 24
 SPLIT_NAMES = (
@@ -74,17 +73,8 @@ class LabelSettings(Section):
     position in `space`. none: classes are ignored, and the shards have no labels."""
     map: str | None = None
     """CSV or TSV file with two columns: source class -> class."""
-    map_key: Literal["class", "image"] = "class"
-    """First column of the map: the source class, or the image name without suffix."""
     unknown: Literal["refuse", "reject"] = "refuse"
     """Classes that are not in `space` or `map`: refuse = an error; reject = rows in the ledger."""
-    parents: str | None = None
-    """CSV or TSV file with two columns, class -> super-class, kept in the manifest."""
-
-    @property
-    def need_source_class(self) -> bool:
-        """Whether an image without a class in the source has no label."""
-        return self.values != "none" and self.map_key != "image"
 
 
 class ShardSettings(Section):
@@ -94,32 +84,21 @@ class ShardSettings(Section):
     """Target size of a tar. Samples are spread evenly over the resulting number of tars."""
     min_shards: int = Field(default=1, gt=0)
     """At least this many tars per split, for small corpora on many ranks."""
-    entry_points: bool = False
-    """Keep beside each tar where decoding of its JPEGs can start, so that training reads less of
-    them; docs/decoding.md."""
 
 
 class ImageSettings(Section):
-    """Which images are kept, and what is converted."""
+    """Which images are kept. CMYK, 16-bit, transparent, animated and EXIF-rotated ones become 8-bit
+    RGB or grey (docs/images.md); all others keep their bytes."""
 
     check: Literal["header", "decode", "strict"] = "decode"
     """header: check the header and the end of each image; decode: decode it fully; strict: also
     reject JPEG files whose decoder warns."""
-    formats: tuple[ImageFormat, ...] = Field(default=("jpeg", "png", "webp"), strict=False)
-    """Encodings that are kept; others are rejected."""
     max_pixels: int = Field(default=100_000_000, gt=0)
     """Larger images are rejected by their header, before decoding."""
-    max_file_mib: float = Field(default=512.0, gt=0)
-    """Larger files are rejected unread."""
     min_side: int = Field(default=1, gt=0)
     """Images with a shorter side are rejected."""
-    convert: bool = True
-    """Convert CMYK, 16-bit, transparent, animated and EXIF-rotated images to 8-bit RGB or grey
-    (docs/images.md). All others keep their bytes."""
     short_side: int | None = Field(default=None, gt=0)
     """Re-encode images with a longer short side, to this length in pixels."""
-    jpeg_quality: int = Field(default=95, ge=1, le=100)
-    """Quality of images re-encoded as JPEG."""
     max_bad_fraction: float = Field(default=0.01, ge=0, le=1)
     """A larger share of bad images stops the run with an error. Hidden files and files without an
     image name are in the ledger but do not count."""
@@ -179,7 +158,6 @@ def _class_settings_problems(run: DataPrepRun) -> Iterator[tuple[str, str]]:
     per_class = {
         "labels.space": run.labels.space,
         "labels.map": run.labels.map,
-        "labels.parents": run.labels.parents,
         "source.val_per_class": run.source.val_per_class,
         "source.min_images_per_class": run.source.min_images_per_class,
     }

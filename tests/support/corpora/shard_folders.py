@@ -97,7 +97,6 @@ def write_shard_folder(
             source_fingerprint="",
             label_map_sha256=label_map_sha256(classes),
             classes=tuple(classes),
-            parents=None,
             index_bytes=(folder / INDEX_NAME).stat().st_size,
             index_blake3=blake3_of_file(folder / INDEX_NAME),
             splits=splits,

@@ -121,7 +121,6 @@ def make_shard_folder(
         source_fingerprint="0" * 64,
         label_map_sha256=label_map_sha256(classes),
         classes=tuple(classes),
-        parents=None,
         index_bytes=(folder / INDEX_NAME).stat().st_size,
         index_blake3=blake3_of_file(folder / INDEX_NAME),
         splits=entries,

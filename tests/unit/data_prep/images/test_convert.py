@@ -265,7 +265,7 @@ def test_all_conversions_at_once() -> None:
     assert verdict.changes == "cmyk,exif_rotation,short_side"
     assert (verdict.width, verdict.height) == (30, 50)
     deep = np.tile(pixels(4, dtype=np.uint16), (3, 3, 1))
-    verdict = converted(deep_png(deep), short_side=30, convert=False)
+    verdict = converted(deep_png(deep), short_side=30)
     assert verdict.changes == "16_bit,transparency,short_side"
 
 

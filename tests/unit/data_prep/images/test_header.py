@@ -34,8 +34,8 @@ from tests.support.corpora.image_samples import (
 from vitscale.runs.data_prep import ImageSettings
 
 SAMPLES = small_samples()
-HEADER = ImageSettings(check="header", convert=False)
-DECODE = ImageSettings(check="decode", convert=False)
+HEADER = ImageSettings(check="header")
+DECODE = ImageSettings(check="decode")
 
 
 @pytest.mark.parametrize("name", SAMPLES)

@@ -25,7 +25,7 @@ def test_files_that_will_be_refused_need_no_space(tmp_path: Path) -> None:
         write(tmp_path / "images" / f"cat/{number}.png", seed=number)
     with open(tmp_path / "images/cat/hole.png", "wb") as file:
         file.truncate(1 << 42)  # sparse: 4 TiB that take no disk
-    images = {"max_file_mib": 1, "max_bad_fraction": 1}
+    images = {"max_bad_fraction": 1}
     prepare_here(run_of(tmp_path / "images", tmp_path / "shards", images=images))
     rows = ledger(tmp_path / "shards")
     assert rows["cat/hole.png"]["reason"] == "too_large"
@@ -100,7 +100,6 @@ def test_without_labels_a_corpus_of_bad_images_is_refused(tmp_path: Path) -> Non
     [
         ("labels", "space", "imagenet_1k"),
         ("labels", "map", "map.csv"),
-        ("labels", "parents", "parents.csv"),
         ("source", "val_per_class", 5),
         ("source", "min_images_per_class", 5),
     ],

@@ -14,12 +14,11 @@ from vitscale.data.index import read_manifest
 from vitscale.distributed.atomic_files import write_json
 from vitscale.runs.data_prep import DataPrepRun
 
-LABEL_FILES = {"map": "map.csv", "parents": "parents.csv", "space": "space.txt"}
+LABEL_FILES = {"map": "map.csv", "space": "space.txt"}
 
 
 def labelled(tmp_path: Path) -> DataPrepRun:
     (tmp_path / "map.csv").write_text("cat,animal\ndog,animal\n")
-    (tmp_path / "parents.csv").write_text("animal,thing\n")
     (tmp_path / "space.txt").write_text("animal\nplant\n")
     labels = {key: str(tmp_path / name) for key, name in LABEL_FILES.items()}
     return run_of(tmp_path / "images", tmp_path / "shards", labels=labels)

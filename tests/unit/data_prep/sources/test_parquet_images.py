@@ -26,10 +26,9 @@ def source(
     root: Path,
     *,
     values: Literal["name", "index", "none"] = "name",
-    map_key: Literal["class", "image"] = "class",
     **options: Any,
 ) -> ParquetImages:
-    labels = LabelSettings(values=values, map_key=map_key)
+    labels = LabelSettings(values=values)
     return ParquetImages(SourceSettings(kind="parquet", path=str(root), **options), labels)
 
 
@@ -80,8 +79,6 @@ def test_labels_are_numbers_or_text(labels: Any, classes: list[str | None], tmp_
     rows = list_source(source(tmp_path / "a.parquet"))
     assert [row.class_name for row in rows] == classes
     assert [row.reason for row in rows] == [None if name else "no_label" for name in classes]
-    rows = list_source(source(tmp_path / "a.parquet", map_key="image"))
-    assert {row.reason for row in rows} == {None}
 
 
 def test_metadata_names_the_classes_unless_values_are_index(tmp_path: Path) -> None:

@@ -23,12 +23,11 @@ from vitscale.runs.data_prep import LabelSettings, SourceSettings
 def source(
     path: Path,
     *,
-    map_key: Literal["class", "image"] = "class",
     values: Literal["name", "none"] = "name",
     **options: Any,
 ) -> PathTable:
     settings = SourceSettings(kind="path_table", path=str(path), **options)
-    return PathTable(settings, LabelSettings(map_key=map_key, values=values))
+    return PathTable(settings, LabelSettings(values=values))
 
 
 def touch(root: Path, *names: str) -> None:
@@ -156,15 +155,12 @@ def test_a_column_may_contain_the_split(suffix: str, tmp_path: Path) -> None:
             list_source(source(table))
 
 
-def test_rows_without_label_are_rejected_without_a_map(tmp_path: Path) -> None:
+def test_rows_without_label_are_rejected(tmp_path: Path) -> None:
     touch(tmp_path, "1.jpg", "2.jpg")
     table = write(tmp_path / "t.csv", {"image": ["1.jpg", "2.jpg"], "label": ["a", " "]})
     assert [row.reason for row in list_source(source(table))] == [None, "no_label"]
     minus = write(tmp_path / "m.csv", {"image": ["1.jpg", "2.jpg"], "label": ["3", "-1"]})
     assert [row.reason for row in list_source(source(minus))] == [None, "no_label"]
-    assert [row.reason for row in list_source(source(table, map_key="image"))] == [None, None]
-    write(table, {"image": ["1.jpg"]})
-    assert [row.reason for row in list_source(source(table, map_key="image"))] == [None]
 
 
 def test_each_row_of_a_large_table_is_in_one_part(

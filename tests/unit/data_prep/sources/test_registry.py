@@ -18,7 +18,7 @@ def test_settings_and_registry_name_the_same_kinds() -> None:
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_every_kind_refuses_a_missing_path(kind: SourceKind) -> None:
-    for labels in (None, LabelSettings(map_key="image")):
+    for labels in (None, LabelSettings(values="none")):
         source = open_source(SourceSettings(kind=kind, path="/no/such/place"), labels)
         with pytest.raises(UserError, match="source.path.*no such"):
             source.containers()

@@ -106,12 +106,6 @@ def test_incomplete_samples_have_rows(tmp_path: Path) -> None:
     }
 
 
-def test_labels_are_optional_with_a_map_of_images(tmp_path: Path) -> None:
-    write_tars(tmp_path, {"a.tar": {"1.jpg": b"", "2.cls": b"1"}})
-    listed = WebdatasetTars(source(tmp_path).settings, LabelSettings(map_key="image"))
-    assert [row.reason for row in list_source(listed)] == [None, "no_image"]
-
-
 def test_repeated_keys_have_rows_with_both_offsets(tmp_path: Path) -> None:
     members = [("1.jpg", b""), ("1.cls", b"1"), ("2.jpg", b"2"), ("1.jpg", b""), ("1.cls", b"2")]
     members += [("3.cls", b"3"), ("2.cls", b"1"), ("4.jpg", b""), ("4.jpg", b""), ("4.cls", b"4")]

@@ -69,7 +69,6 @@ def folder(tmp_path: Path) -> Path:
         source_fingerprint="",
         label_map_sha256="",
         classes=("cat", "dog"),
-        parents=None,
         inputs={},
         index_bytes=(tmp_path / INDEX_NAME).stat().st_size,
         index_blake3="",
