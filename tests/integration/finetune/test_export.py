@@ -6,19 +6,15 @@ import csv
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 import yaml
 
-from finetune.exporting.folder import write_folder
 from finetune.exporting.settings import ExportRun
-from finetune.loading.loaded_model import LoadedModel, load_model
+from finetune.loading.loaded_model import load_model
 from tests.support.corpora.photographs import jpeg, photograph
-from tests.support.engine.numpy_vit import vit_logits
 from tests.support.ranks.fault_runs import FaultRuns, wait_all
 from tests.support.ranks.warm_ranks import ROOT
 
@@ -45,66 +41,6 @@ def trained(fault_runs: FaultRuns, tmp_path_factory: pytest.TempPathFactory) -> 
     ranks = fault_runs.starter.start(command, num_ranks=1, folder=folder)
     assert set(wait_all(ranks)) == {0}, ranks[0].output()
     return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def loaded(trained: Path) -> LoadedModel:
-    return load_model(ExportRun(init=str(trained), to="timm", output="x"))
-
-
-def export(loaded: LoadedModel, to: Any, folder: Path) -> Path:
-    list(write_folder(ExportRun(init="x", to=to, output=str(folder)), loaded))
-    return folder
-
-
-def images(loaded: LoadedModel, batch: int = 2) -> torch.Tensor:
-    side = loaded.preprocessing.image_size
-    return torch.randn(batch, 3, side, side, generator=torch.Generator().manual_seed(3))
-
-
-def difference(found: Any, loaded: LoadedModel, images_B3HW: torch.Tensor) -> float:
-    settings: Any = loaded.settings
-    weights = {name: value.numpy() for name, value in loaded.network.state_dict().items()}
-    expected = vit_logits(
-        weights, images_B3HW.numpy(), num_heads=settings.num_heads, gelu=settings.gelu
-    )
-    return float(np.abs(np.asarray(found) - expected).max())
-
-
-@pytest.mark.parametrize("to", ["timm", "huggingface"])
-def test_transformers_loads_the_run(loaded: LoadedModel, tmp_path: Path, to: str) -> None:
-    from transformers import AutoModelForImageClassification
-
-    folder = export(loaded, to, tmp_path / "out")
-    model: Any = AutoModelForImageClassification.from_pretrained(folder).eval()
-    with torch.no_grad():
-        logits = model(pixel_values=images(loaded)).logits
-    assert difference(logits, loaded, images(loaded)) < 1e-4
-    assert list(model.config.id2label.values()) == [str(digit) for digit in range(10)]
-
-
-def test_onnxruntime_takes_any_batch(loaded: LoadedModel, tmp_path: Path) -> None:
-    import onnxruntime
-
-    folder = export(loaded, "onnx", tmp_path / "out")
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "README.md",
-        "model.onnx",
-        "vitscale.json",
-    ]
-    session = onnxruntime.InferenceSession(folder / "model.onnx")
-    for batch in (1, 2, 5):
-        pixels = images(loaded, batch)
-        (logits,) = session.run(None, {"images": pixels.numpy()})
-        assert difference(logits, loaded, pixels) < 1e-4
-
-
-def test_card_has_results_and_configuration(loaded: LoadedModel, tmp_path: Path) -> None:
-    card = (export(loaded, "npz", tmp_path / "out") / "README.md").read_text()
-    assert loaded.trained is not None
-    fingerprint = loaded.trained.description["data_fingerprint"]
-    for part in ("| val/top1 |", "- steps: 6", fingerprint, "warmup_steps: 1", "step-00000006"):
-        assert part in card
 
 
 def predict(

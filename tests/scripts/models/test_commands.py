@@ -126,6 +126,9 @@ def test_exports_predict_as_the_run_does(scripts: Scripts, from_npz: Run) -> Non
         printed = scripts.run("export", f"init={from_npz[0]}", "--to", to, folder)
         assert "checked: the same logits" in printed
         assert {path.name for path in folder.iterdir()} == {"README.md", *files}
+        card = (folder / "README.md").read_text()
+        for part in ("| val/top1 |", "step-00000002", "warmup_steps: 0", "## Licence\nNot stated"):
+            assert part in card
         if to != "onnx":
             assert np.abs(predicted(folder, to) - expected).max() < 1e-5
     session = onnxruntime.InferenceSession(scripts.folder / "exported-onnx/model.onnx")

@@ -68,30 +68,6 @@ def test_attention_is_timms_although_fused() -> None:
         torch.testing.assert_close(p_BTT, of_timm, atol=1e-6, rtol=1e-5)
 
 
-def test_scores_stay_in_fp32_where_the_model_is_in_bf16() -> None:
-    """Rows sum to one; the maps differ by the rounding of weights and tokens alone."""
-    found: dict[torch.dtype, torch.Tensor] = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        model = inference_model()
-        model.dtype = dtype
-        read_attention(model, random_images(2), lambda *p, d=dtype: found.update({d: p[2].clone()}))
-    rounded, exact = found[torch.bfloat16], found[torch.float32]
-    assert rounded.dtype == torch.float32
-    torch.testing.assert_close(rounded.sum(dim=-1), torch.ones(2, 17), atol=1e-6, rtol=0)
-    torch.testing.assert_close(rounded, exact, atol=2e-2, rtol=0)
-
-
-def test_reading_leaves_no_hook_behind() -> None:
-    model, images = inference_model(), random_images(1)
-
-    def stop(*_: object) -> None:
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        read_attention(model, images, stop)
-    assert not any(each._forward_pre_hooks for each in attention_modules(model.network))
-
-
 def test_prefix_tokens_are_left_out_and_rows_sum_to_one() -> None:
     attention = torch.tensor([[[0.2, 0.4, 0.4], [0.5, 0.1, 0.4], [1.0, 0.0, 0.0]]])
     among_patches = patch_attention(attention, num_prefix_tokens=1)

@@ -57,11 +57,6 @@ def vit_file(tmp_path: Path) -> Path:
     return weight_file(tmp_path / "vit.safetensors", MODEL)
 
 
-def test_a_weight_file_and_shards_give_all(vit_file: Path, shards: Path, tmp_path: Path) -> None:
-    found = drawn(vit_file, tmp_path / "out", model=MODEL, images=[str(shards)])
-    assert found == set(PICTURES)
-
-
 def test_without_images_the_weights_alone_are_drawn(
     vit_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

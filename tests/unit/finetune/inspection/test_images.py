@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from finetune.inference.prediction.inputs import Files, Shards, find_files
 from finetune.inspection.images import ImageReader
 from tests.support.corpora.small_shards import image_bytes, make_shard_folder
-from vitscale.config.errors import UserError
 from vitscale.data.index import read_split
 from vitscale.data.samples import EvaluationSamples
 from vitscale.data.settings import DataSettings
@@ -52,12 +50,6 @@ def test_unreadable_images_are_replaced_and_counted(tmp_path: Path) -> None:
     assert set(images.skipped) == {0, 1, 2}
     assert "000.png: cannot identify image file" in images.skipped[0]
     assert " at 0x" not in images.skipped[0]
-
-
-def test_no_readable_image_is_one_error(tmp_path: Path) -> None:
-    images = files(folder_of(tmp_path, good=0, bad=(0, 1)))
-    with pytest.raises(UserError, match=r"no image can be read; the first: cannot identify"):
-        images.sheet(2)
 
 
 def test_shards_give_the_evaluations_pixels_and_classes(tmp_path: Path) -> None:

@@ -82,13 +82,6 @@ def test_the_average_of_the_weights_is_evaluated_too() -> None:
     assert evaluations.subject.model.training  # type: ignore[attr-defined]  # the stand-in
 
 
-def test_nothing_is_due_without_a_validation_split() -> None:
-    chosen = [EvaluationSettingsBase(name="a", every_steps=1)]
-    engine: Any = FakeEngine()
-    evaluations = ScheduledEvaluations(chosen, None, engine=engine, has_average=False)
-    assert not evaluations.due(1, is_last=True)
-
-
 def test_every_entry_is_named_by_its_settings() -> None:
     for name, evaluation in registry.EVALUATIONS.items():
         assert evaluation.Settings.model_fields["name"].default == name

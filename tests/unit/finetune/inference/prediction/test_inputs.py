@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from pathlib import Path
 
 import pytest
@@ -41,15 +40,6 @@ def test_folders_are_read_below_and_in_order(tmp_path: Path) -> None:
     assert (found.num_images, found.num_left_out) == (4, 1)
 
 
-def test_missing_paths_and_empty_folders_are_errors(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(UserError, match="no such file or folder: 'none'"):
-        find_files(["none", str(tmp_path)])
-    with pytest.raises(UserError, match="no images in .*; 1 other files") as caught:
-        find_files([str(tmp_path)])
-    assert "jpeg" in str(caught.value.allowed) and "gif" not in str(caught.value.allowed)
-
-
 def test_an_unreadable_file_is_a_blank_row_with_a_reason(tmp_path: Path) -> None:
     (tmp_path / "a.jpg").write_bytes(jpeg(photograph(20, 10)))
     (tmp_path / "b.jpg").write_bytes(b"\xff\xd8\xff broken")
@@ -77,12 +67,6 @@ def test_names_that_are_no_utf8_are_escaped() -> None:
     files = Files(Paths([path, "b.jpg"]), num_left_out=0)
     assert files.names([1, 0]) == ["b.jpg", "\\xff.jpg"]
     assert os.fsdecode(files.paths[0]) == path
-
-
-def test_paths_take_little_memory_when_they_are_copied() -> None:
-    """A worker process is given what is pickled, or shares it."""
-    paths = Paths(f"/photographs/2026/{number:07d}.jpg" for number in range(10_000))
-    assert len(pickle.dumps(paths)) < 10_000 * (len("/photographs/2026/0000000.jpg") + 9)
 
 
 def test_shards_come_alone(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from finetune.inspection.attention import attention_modules, read_attention
+from finetune.inspection.attention import read_attention
 from finetune.inspection.pictures.attention_distance import (
     head_distances,
     mean_distance,
@@ -52,13 +52,3 @@ def test_heads_of_a_model_equal_a_slow_loop() -> None:
                 )
                 total += weighted / float(row.sum()) / (3 * 16)
         assert float(found[layer, head]) == pytest.approx(total, rel=1e-5)
-
-
-def test_zero_queries_attend_uniformly() -> None:
-    model = inference_model(num_heads=3)
-    for each in attention_modules(model.network):
-        torch.nn.init.zeros_(each.qkv.weight)
-    options = {"grid": (4, 4), "stride": 4, "num_prefix_tokens": 1}
-    found = head_distances(model, [random_images(2)], **options)  # type: ignore[arg-type]  # as named
-    uniform = float(patch_distances((4, 4), stride=4).mean())
-    assert found.flatten().tolist() == pytest.approx([uniform] * 3, rel=1e-6)

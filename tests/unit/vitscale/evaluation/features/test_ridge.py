@@ -35,11 +35,3 @@ def test_ridge_equals_a_direct_solve(num_images: int) -> None:
     )
     found = fitted.scores(torch.from_numpy(test)).numpy()
     assert np.abs(found - expected).max() < 1e-6
-
-
-def test_ridge_of_one_image_by_hand() -> None:
-    """Its features are standardised to zero, so that only the constant is left."""
-    fitted = fit_ridge(torch.tensor([[3.0, 4.0]]), torch.tensor([1]), num_classes=2, l2=100.0)
-    scores = fitted.scores(torch.tensor([[3.0, 4.0]]))
-    # w = 100 / (100^2 + 100) * target; score = 100 * w
-    assert scores.tolist() == [pytest.approx([-1e4 / 10_100, 1e4 / 10_100], rel=1e-12)]

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.support.engine.given_outputs import given_outputs
+from vitscale.config.errors import UserError
 from vitscale.distributed.world import World
 from vitscale.evaluation.logits.calibration import Calibration, CalibrationSettings
 
@@ -39,3 +40,10 @@ def test_certain_predictions_are_in_the_last_bin(world: World) -> None:
     logits = torch.tensor([[200.0, 0.0], [200.0, 0.0]])
     found = Calibration(CalibrationSettings()).metrics(given_outputs(world, logits, [0, 1]))
     assert found == pytest.approx({"ece": 0.5, "nll": 100.0})
+
+
+def test_a_file_that_cannot_be_written_is_one_error(world: World, tmp_path: Path) -> None:
+    (tmp_path / "files").write_text("no folder")
+    subject = given_outputs(world, torch.eye(2), [0, 1], folder=tmp_path / "files")
+    with pytest.raises(UserError, match="calibration.csv: cannot be written"):
+        Calibration(CalibrationSettings()).metrics(subject)

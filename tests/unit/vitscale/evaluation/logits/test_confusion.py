@@ -16,17 +16,8 @@ from vitscale.evaluation.logits.confusion import (
     Confusion,
     ConfusionSettings,
     Guesses,
-    cells,
     examples,
 )
-
-
-def test_cells_list_the_most_frequent_confusions_first() -> None:
-    label = np.array([0, 0, 1, 1, 1, 2, 2])
-    guess = np.array([0, 1, 2, 2, 1, 2, 0])
-    found = Guesses(label, guess, np.arange(7))
-    expected = [(1, 2, 2), (0, 1, 1), (2, 0, 1), (0, 0, 1), (1, 1, 1), (2, 2, 1)]
-    assert cells(found) == expected
 
 
 def test_examples_show_each_wrong_class_before_a_second() -> None:

@@ -46,22 +46,6 @@ def test_sharded_knn_equals_brute_force(num_shards: int) -> None:
     assert predicted.tolist() == [brute_force(query, bank, labels, k=K) for query in queries]
 
 
-def test_a_bank_smaller_than_k_votes_with_all_it_has() -> None:
-    bank, queries = normalized(3, seed=0), normalized(20, seed=1)
-    labels = torch.tensor([1, 2, 1])
-    similarity, found = nearest(queries, bank, labels, k=K)
-    predicted = vote(similarity, found, ks=[K], temperature=TEMPERATURE, num_classes=CLASSES)[0]
-    assert predicted.tolist() == [brute_force(query, bank, labels, k=K) for query in queries]
-
-
-def test_a_tiny_temperature_means_the_nearest_neighbour_alone() -> None:
-    bank, queries = normalized(30, seed=0), normalized(20, seed=1)
-    labels = torch.arange(30) % CLASSES
-    similarity, found = nearest(queries, bank, labels, k=K)
-    predicted = vote(similarity, found, ks=[K], temperature=1e-6, num_classes=CLASSES)[0]
-    assert predicted.tolist() == labels[(queries @ bank.T).argmax(dim=1)].tolist()
-
-
 def test_the_bank_is_evenly_spaced() -> None:
     assert evenly_spaced(10, at_most=4).tolist() == [0, 2, 5, 7]
     assert evenly_spaced(3, at_most=4).tolist() == evenly_spaced(3, at_most=None).tolist()

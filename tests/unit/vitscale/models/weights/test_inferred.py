@@ -41,9 +41,3 @@ def test_heads_are_those_of_the_known_model(tmp_path: Path, width: int, heads: i
         read_external_weights(path, grid=None), chosen=None, path=path
     )
     assert (settings.num_heads, settings.width, classes) == (heads, width, 0)
-
-
-def test_wide_grids_are_of_wide_images(tmp_path: Path) -> None:
-    path = bare_file(tmp_path, width=64, rows=2, columns=6)
-    external = read_external_weights(path, grid=(2, 6))
-    assert inferred_model(external, chosen=None, path=path)[0].image_size == (4, 12)

@@ -16,7 +16,7 @@ from timm.models.vision_transformer import _load_weights as load_as_timm_does
 from vitscale.config.errors import UserError
 from vitscale.models.vit.model import build_model
 from vitscale.models.vit.settings import ViTSettings
-from vitscale.models.weights.reading import is_weight_file, read_external_weights
+from vitscale.models.weights.reading import read_external_weights
 from vitscale.models.weights.transfer import transfer_weights
 
 WIDTH, HEADS, DEPTH, MLP, CLASSES = 24, 2, 2, 40, 5
@@ -151,25 +151,6 @@ def test_bfloat16_is_read_as_numpy_stores_it(tmp_path: Path) -> None:
     assert torch.equal(found, logits(loaded(npz(tmp_path / "fp32.npz", exact))))
 
 
-def test_fortran_order_loads_as_its_c_order_copy(tmp_path: Path) -> None:
-    content = arrays()
-    turned = {name: np.asfortranarray(value) for name, value in content.items()}
-    kernel = "Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel"
-    assert turned[kernel].flags.f_contiguous and not turned[kernel].flags.c_contiguous
-    plain = read_external_weights(npz(tmp_path / "c.npz", content), grid=None).weights
-    found = read_external_weights(npz(tmp_path / "f.npz", turned), grid=None).weights
-    assert found.keys() == plain.keys()
-    assert all(torch.equal(found[name], plain[name]) for name in plain)
-
-
-def test_positions_are_resampled_to_the_new_grid(tmp_path: Path) -> None:
-    path = npz(tmp_path / "weights.npz", arrays())
-    positions = loaded(path, image_size=28).pos_embed
-    source = torch.from_numpy(arrays()["Transformer/posembed_input/pos_embedding"])
-    assert positions.shape == (1, 50, WIDTH)
-    assert torch.allclose(positions[0, [0, 1, 7, 43, 49]], source[0, [0, 1, 4, 13, 16]])
-
-
 def test_nonsquare_grid_must_be_given(tmp_path: Path) -> None:
     path = npz(tmp_path / "wide.npz", arrays(rows=19))
     with pytest.raises(UserError, match="form no square") as caught:
@@ -178,19 +159,6 @@ def test_nonsquare_grid_must_be_given(tmp_path: Path) -> None:
     assert loaded(path, grid=(3, 6)).pos_embed.shape == (1, 17, WIDTH)
     with pytest.raises(UserError, match="does not hold"):
         loaded(path, grid=(4, 5))
-
-
-def test_a_given_grid_wins_over_an_equal_token_count(tmp_path: Path) -> None:
-    path = npz(tmp_path / "weights.npz", arrays())
-    assert read_external_weights(path, grid=None).grid == (4, 4)
-    square, wide = loaded(path).pos_embed, loaded(path, grid=(2, 8)).pos_embed
-    assert square.shape == wide.shape and not torch.allclose(square, wide)
-
-
-def test_mean_pooled_weights_load_without_class_token(tmp_path: Path) -> None:
-    path = npz(tmp_path / "gap.npz", arrays(layout=BIG_VISION, rows=16, cls=False))
-    model = loaded(path, pool="gap")
-    assert model.cls_token is None and logits(model).std() > 0.1
 
 
 def timms(path: Path, **changes: Any) -> VisionTransformer:
@@ -289,11 +257,6 @@ def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
     npz(tmp_path / "other.npz", {"a": np.ones(2), "b": np.ones(2)})
     with pytest.raises(UserError, match="its first names: a, b"):
         read_external_weights(tmp_path / "other.npz", grid=None)
-
-
-def test_weight_files_are_recognised_by_suffix() -> None:
-    assert is_weight_file("a/b.npz") and is_weight_file("c.safetensors")
-    assert is_weight_file("model.pth") and not is_weight_file("runs/demo-pretrain")
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".npz"])

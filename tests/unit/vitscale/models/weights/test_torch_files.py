@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -122,20 +121,6 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-300])
 
 
-def cut_legacy(path: Path) -> None:
-    saved(path, STATE, _use_new_zipfile_serialization=False)
-    path.write_bytes(path.read_bytes()[:-300])
-
-
-def without_magic(path: Path) -> None:
-    path.write_bytes(pickle.dumps({"x": 1}))
-
-
-def another_zip(path: Path) -> None:
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("data.txt", "hello")
-
-
 def text(path: Path) -> None:
     path.write_text("<html>Not found</html>")
 
@@ -144,9 +129,6 @@ def text(path: Path) -> None:
     "write, message",
     [
         (cut, "is damaged or no file of weights"),
-        (cut_legacy, "is damaged or no file of weights"),
-        (without_magic, "is damaged or no file of weights"),
-        (another_zip, "is damaged or no file of weights"),
         (text, "is damaged or no file of weights"),
         (lambda path: saved(path, {"model": {"x": 1}}), "'x' is no tensor"),
         (lambda path: saved(path, [torch.ones(1)]), "holds no tensors by name"),
