@@ -27,7 +27,6 @@ from typing import Any, Protocol
 
 from vitscale.checkpoint.folders import (
     MANIFEST,
-    LaterVersion,
     check_sizes,
     looks_whole,
     manifest_text,
@@ -225,11 +224,9 @@ def _finish(save: Save, shares: list[Answer]) -> Answer:
 
 def _is_committed(save: Save) -> bool:
     """Whether this step exists and is valid; then it stays, since during a replacement neither
-    would exist. Raises LaterVersion."""
+    would exist."""
     try:
         read_checkpoint(save.final, on_progress=save.on_progress)
-    except LaterVersion:
-        raise
     except UserError:
         return False
     return True
@@ -248,20 +245,15 @@ def _set_aside(folder: Path) -> Path | None:
 def _prune(save: Save) -> list[str]:
     """Keep the committed step and the newest valid ones before it; remove older ones.
 
-    Checkpoints of a later release are neither counted nor removed. Later steps stay: they are
-    damaged, the run resumed from before them, and training will write them again. Counting them
-    would drop the step just committed.
+    Later steps stay: they are damaged, the run resumed from before them, and training will write
+    them again. Counting them would drop the step just committed.
     """
     kept = 1
     try:
         for folder in step_folders(save.checkpoints):
             if step_of(folder) >= save.step:
                 continue
-            try:
-                whole = looks_whole(folder)
-            except LaterVersion:
-                continue
-            if whole and kept < save.keep:
+            if kept < save.keep and looks_whole(folder):
                 kept += 1
             else:
                 _set_aside(folder)

@@ -15,29 +15,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import blake3
 
 from vitscale.config.errors import UserError, nearest
-from vitscale.distributed.atomic_files import blake3_of_file, json_text, sha256_of_file
+from vitscale.distributed.atomic_files import blake3_of_file, json_text
 
 if TYPE_CHECKING:
     import torch
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 2
-# Version 1: SHA-256, and a manifest without a hash of itself.
-HASHES: Mapping[int, tuple[str, Callable[..., str]]] = {
-    1: ("sha256", sha256_of_file),
-    2: ("blake3", blake3_of_file),
-}
 STEP_FOLDER = re.compile(r"step-(\d{8,})")
 REMEDY = "use another checkpoint of the run"
-
-
-class LaterVersion(UserError):
-    """A checkpoint of a later format: possibly valid, so never removed."""
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
@@ -92,11 +83,8 @@ def _hash_of(body: Mapping[str, Any]) -> str:
     return blake3.blake3(json_text(body).encode()).hexdigest()
 
 
-class Listing(NamedTuple):
-    """The files of a checkpoint and how they were hashed."""
-
-    version: int
-    files: dict[str, dict[str, Any]]
+Listing = Mapping[str, Mapping[str, Any]]
+"""Files of a checkpoint: name -> {bytes, blake3}."""
 
 
 def read_checkpoint(folder: Path, *, on_progress: Callable[[], None] = lambda: None) -> Checkpoint:
@@ -114,7 +102,7 @@ def read_checkpoint(folder: Path, *, on_progress: Callable[[], None] = lambda: N
 def read_description(folder: Path) -> tuple[Checkpoint, Listing]:
     """A checkpoint as its manifest describes it; its files are not read.
 
-    Raises UserError saying what is damaged, LaterVersion.
+    Raises UserError saying what is damaged.
     """
     path = folder / MANIFEST
     with _damage_of(path):
@@ -129,7 +117,7 @@ def read_description(folder: Path) -> tuple[Checkpoint, Listing]:
             progress=manifest["progress"],
             description=manifest["description"],
         )
-        return checkpoint, Listing(manifest["format_version"], manifest["files"])
+        return checkpoint, manifest["files"]
 
 
 def verify_share(
@@ -145,11 +133,10 @@ def verify_share(
     The shares of all ranks are all files, each once.
     """
     path = folder / MANIFEST
-    for number, name in list(enumerate(listing.files))[rank::world_size]:
+    for number, name in list(enumerate(listing))[rank::world_size]:
         try:
             with _damage_of(path):
-                each = {name: listing.files[name]}
-                verify_files(folder, each, version=listing.version, on_progress=on_progress)
+                verify_files(folder, {name: listing[name]}, on_progress=on_progress)
         except UserError as error:
             return number, error
     return None
@@ -173,64 +160,44 @@ def _damage_of(path: Path) -> Iterator[None]:
 def read_manifest(path: Path) -> dict[str, Any]:
     """A manifest that agrees with its own hash.
 
-    Raises LaterVersion; for damage UserError, OSError, ValueError or such.
+    Raises UserError, OSError, ValueError or such.
     """
     manifest = json.loads(path.read_text())
-    version, own_hash = manifest["format_version"], manifest.pop("manifest_blake3", None)
-    # A wrong hash is damage in any version: the version itself may be damaged.
-    if (
-        version > 1
-        and own_hash != _hash_of(manifest)
-        and not (own_hash is None and version not in HASHES)
-    ):
+    if (version := manifest["format_version"]) != FORMAT_VERSION:
+        what = f"format version {version!r} is unknown"
+        raise UserError(what, where=str(path), allowed=str(FORMAT_VERSION), next_step=REMEDY)
+    if manifest.pop("manifest_blake3", None) != _hash_of(manifest):
         raise UserError("does not match its own hash", where=str(path), next_step=REMEDY)
-    if version > FORMAT_VERSION:
-        raise LaterVersion(
-            f"has format version {version}, of a later vitscale; this one reads versions up to "
-            f"{FORMAT_VERSION}",
-            where=str(path),
-            next_step="use the release that wrote it, or another checkpoint",
-        )
-    if version not in HASHES:
-        raise UserError(f"format version {version} is unknown", where=str(path))
     return manifest
 
 
 def verify_files(
     folder: Path,
-    files: Mapping[str, Mapping[str, Any]],
+    files: Listing,
     *,
-    version: int = FORMAT_VERSION,
     from_disk: bool = False,
     on_progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Compare sizes and hashes of all files. Raises UserError for the first one that differs."""
-    key, hash_of = HASHES[version]
     for name, expected in files.items():
         file = folder / name
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(f"lists {name!r}, which is not a plain file name", where=str(folder))
-        fresh = {"from_disk": True} if from_disk else {}
-        found = hash_of(file, on_progress=on_progress, **fresh)
-        if file.stat().st_size != expected["bytes"] or found != expected[key]:
+        found = blake3_of_file(file, from_disk=from_disk, on_progress=on_progress)
+        if file.stat().st_size != expected["bytes"] or found != expected["blake3"]:
             raise UserError("does not match its hash", where=str(file), next_step=REMEDY)
 
 
 def looks_whole(folder: Path) -> bool:
-    """Whether manifest and sizes agree: the part of verification that reads no tensors.
-
-    Raises LaterVersion.
-    """
+    """Whether manifest and sizes agree: the part of verification that reads no tensors."""
     try:
         check_sizes(folder, read_manifest(folder / MANIFEST)["files"])
         return True
-    except LaterVersion:
-        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+def check_sizes(folder: Path, files: Listing) -> None:
     """Raise OSError or UserError unless all files are there and of the right size."""
     for name, expected in files.items():
         if (folder / name).stat().st_size != expected["bytes"]:
@@ -247,10 +214,7 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def newest_checkpoint(folder: Path) -> tuple[Checkpoint | None, list[str]]:
-    """The newest valid checkpoint, and a sentence for each newer one that is damaged.
-
-    Raises LaterVersion instead of skipping a checkpoint that is not damaged.
-    """
+    """The newest valid checkpoint, and a sentence for each newer one that is damaged."""
     return newest_of(step_folders(folder), read=read_checkpoint)
 
 
@@ -262,8 +226,6 @@ def newest_of(
     for path in folders:
         try:
             return read(path), complaints
-        except LaterVersion:
-            raise
         except UserError as error:
             shown = UserError(error.what, where=error.where)  # the next step is done here
             complaints.append(f"skipping damaged checkpoint: {shown}")

@@ -10,7 +10,6 @@ hence the order. https://lwn.net/Articles/457667/
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import uuid
@@ -117,16 +116,6 @@ def commit_folder(temporary: Path, final: Path) -> None:
     fsync_folder(temporary)
     os.rename(temporary, final)
     fsync_folder(final.parent)
-
-
-def sha256_of_file(path: Path | str, *, on_progress: Callable[[], None] = lambda: None) -> str:
-    """Hexadecimal SHA-256 of a file's bytes, read in chunks; `on_progress` is called after each."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while chunk := file.read(HASH_CHUNK_BYTES):
-            digest.update(chunk)
-            on_progress()
-    return digest.hexdigest()
 
 
 def blake3_of_file(

@@ -108,11 +108,7 @@ def process_group(
     )
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
-    store = None
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # the launcher has joined the ranks
-        store = rendezvous(
-            rank=world.rank, world_size=world.world_size, timeout_min=init_timeout_min
-        )
+    store = rendezvous(rank=world.rank, world_size=world.world_size, timeout_min=init_timeout_min)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if world.device.type == "cuda" else "gloo",
         rank=world.rank,

@@ -24,8 +24,6 @@ from vitscale.distributed.atomic_files import atomic_file
 
 JOURNAL_NAME = "journal.jsonl"
 RESERVED_KEYS = ("step", "time")
-# Journals of earlier versions have these groups.
-RENAMED_GROUPS = {"perf": "vitals", "data": "vitals"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,16 +59,10 @@ def decode(line: bytes) -> Row | None:
         step, moment = values.pop("step"), values.pop("time")
         if type(step) is not int:
             return None
-        metrics = {present_name(str(key)): float(value) for key, value in values.items()}
+        metrics = {str(key): float(value) for key, value in values.items()}
         return Row(step=step, time=float(moment), metrics=metrics)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def present_name(key: str) -> str:
-    """The name that a metric has now."""
-    group, slash, name = key.partition("/")
-    return RENAMED_GROUPS.get(group, group) + slash + name
 
 
 def read_rows(path: Path | str, *, offset: int = 0) -> Iterator[tuple[Row, int]]:

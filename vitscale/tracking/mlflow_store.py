@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from vitscale.tracking.journal import Row, present_name
+from vitscale.tracking.journal import Row
 from vitscale.tracking.mlflow_client import Say, metric_points, open_client
 from vitscale.tracking.run_facts import DatasetFacts
 
@@ -65,7 +65,7 @@ def _stored(client: MlflowClient, run: Any) -> StoredRun:
     points = metric_points(client, run)
     for point in sorted(points, key=lambda point: (point.step, point.timestamp)):
         by_step.setdefault(point.step, (point.timestamp / 1000, {}))
-        by_step[point.step][1][present_name(point.key)] = point.value
+        by_step[point.step][1][point.key] = point.value
     return StoredRun(
         run_id=run.info.run_id,
         name=run.info.run_name,

@@ -33,16 +33,6 @@ from vitscale.training.meters import IntervalMeter
 from vitscale.training.objective import Objective
 
 PROVENANCE = "record"
-# Values for checkpoints written before these keys existed.
-LEGACY_DEFAULTS = {
-    "ema": None,
-    "layer_decay": 1.0,
-    "weight_decay_mode": "coupled",
-    "order_version": 1,
-    "objective": "supervised",
-    "only_keys": None,
-    "resolutions": None,
-}
 RECORDED_PACKAGES = ("torch", "deepspeed", "timm", "numpy", "pillow", "simplejpeg", "vitscale")
 CHANGES_SHOWN = 20
 
@@ -129,7 +119,7 @@ def check_resumable(
     if run.checkpoint.resume == "never":
         what = f"the run folder holds a checkpoint of step {checkpoint.step}"
         raise UserError(what, where=where, next_step=f"set checkpoint.resume=auto, or {another}")
-    saved = LEGACY_DEFAULTS | checkpoint.description
+    saved = checkpoint.description
     moved = _moved_change(saved, description, step=checkpoint.step, total_steps=plan.total_steps)
     if moved is not None:
         raise UserError(moved, where=where, next_step=f"undo the change, or {another}")
@@ -182,9 +172,8 @@ def restore(
     restore_engine(engine, arch, checkpoint)
     progress = checkpoint.progress
     meter.load_state(progress["interval"], rank=world.rank, world_size=world.world_size)
-    objective.load_interval_state(progress.get("objective"), world)
-    if "engine" in progress:  # absent from older checkpoints
-        spikes.load_state(progress["spikes"])
+    objective.load_interval_state(progress["objective"], world)
+    spikes.load_state(progress["spikes"])
 
 
 def restore_engine(engine: Engine, arch: Architecture, checkpoint: Checkpoint) -> None:
@@ -201,8 +190,7 @@ def restore_engine(engine: Engine, arch: Architecture, checkpoint: Checkpoint) -
         if (rows, columns) != arch.grid:
             read = _on_another_grid(saved, (rows, columns), arch, checkpoint.description)
         engine.import_state(read, optimizer_steps=progress["optimizer_steps"])
-    if "engine" in progress:  # absent from older checkpoints
-        engine.import_counters(progress["engine"])
+    engine.import_counters(progress["engine"])
 
 
 def _shared_catalogue(checkpoint: Checkpoint, world: World) -> Catalogue:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -94,14 +93,3 @@ def test_unreadable_images_do_not_end_the_command(
     bad = f"output={tmp_path}/in/a.jpg/table.csv"
     printed = predict(fault_runs, tmp_path / "3", *words[:2], bad, code=2)
     assert f"{bad}: cannot be written" in printed and "Traceback" not in printed
-
-
-def test_names_come_from_the_shards_of_older_runs(trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained, tmp_path / "run")
-    (tmp_path / "run/classes.json").unlink()
-    found = load_model(ExportRun(init=str(tmp_path / "run"), to="timm", output="x"))
-    assert found.classes == tuple(str(digit) for digit in range(10))
-    config = tmp_path / "run/config.yaml"
-    config.write_text(config.read_text().replace("  path: ", "  path: /none", 1))
-    found = load_model(ExportRun(init=str(tmp_path / "run"), to="timm", output="x"))
-    assert found.classes is None

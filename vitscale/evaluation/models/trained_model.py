@@ -16,8 +16,6 @@ from vitscale.checkpoint.folders import Checkpoint
 from vitscale.config.errors import UserError
 from vitscale.config.section import Section
 from vitscale.config.yaml_source import parse_yaml, plain_value
-from vitscale.data.index import read_manifest
-from vitscale.data.remote.urls import is_url
 from vitscale.evaluation.models.preprocessing import Preprocessing
 from vitscale.images.size import image_size
 from vitscale.models.interface.architecture import Architecture
@@ -87,12 +85,7 @@ def read_trained_model(checkpoint: Checkpoint) -> TrainedModel:
         config=values,
         run_folder=folder,
         description=checkpoint.description,
-        classes=_class_names(
-            folder,
-            values["data"].get("path"),
-            num_classes=arch.num_classes,
-            label_map_sha256=checkpoint.description.get("label_map_sha256"),
-        ),
+        classes=_class_names(folder, num_classes=arch.num_classes),
     )
 
 
@@ -113,13 +106,7 @@ def starting_weights(checkpoint: Checkpoint, choice: str) -> dict[str, torch.Ten
     return checkpoint.tensors(prefix="ema." if average else "model.")
 
 
-def _class_names(
-    folder: Path, shards: Any, *, num_classes: int, label_map_sha256: str | None
-) -> tuple[str, ...] | None:
-    """From the run folder; else, as older runs have no names, from the shards it was trained on.
-
-    The shards count only if they are on this machine, with the label map of the checkpoint.
-    """
+def _class_names(folder: Path, *, num_classes: int) -> tuple[str, ...] | None:
     if num_classes == 0:
         return None
     try:
@@ -128,11 +115,4 @@ def _class_names(
         names = None
     if isinstance(names, list) and len(names) == num_classes:
         return tuple(map(str, names))
-    if not isinstance(shards, str) or is_url(shards):
-        return None
-    try:
-        manifest = read_manifest(shards)
-    except (UserError, OSError):
-        return None
-    is_same = manifest.label_map_sha256 == label_map_sha256
-    return manifest.classes if is_same and len(manifest.classes) == num_classes else None
+    return None

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from vitscale.checkpoint.catalogue import Catalogue, read_table, slice_name
-from vitscale.checkpoint.folders import Listing, verify_share
+from vitscale.checkpoint.folders import verify_share
 from vitscale.checkpoint.tensors import MAX_OPEN_FILES, SavedTensors
 from vitscale.distributed.atomic_files import blake3_of_file
 
@@ -68,18 +68,18 @@ def test_ranks_share_the_verification(tmp_path: Path, world_size: int) -> None:
     """Each file is hashed once; every rank reports its first damaged file."""
     paths = write(tmp_path, [10, 20, 30, 40])
     entries = {p.name: {"bytes": p.stat().st_size, "blake3": blake3_of_file(p)} for p in paths}
-    listing, hashed = Listing(2, entries), []
+    hashed: list[int] = []
     for rank in range(world_size):
         count = lambda: hashed.append(1)  # noqa: E731  # once per file of this size
         damage = verify_share(
-            tmp_path, listing, rank=rank, world_size=world_size, on_progress=count
+            tmp_path, entries, rank=rank, world_size=world_size, on_progress=count
         )
         assert damage is None
     assert len(hashed) == len(paths)
     for path in paths[1], paths[3]:
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     shares = [
-        verify_share(tmp_path, listing, rank=rank, world_size=world_size)
+        verify_share(tmp_path, entries, rank=rank, world_size=world_size)
         for rank in range(world_size)
     ]
     number, error = min((each for each in shares if each is not None), key=lambda each: each[0])

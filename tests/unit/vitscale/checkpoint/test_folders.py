@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -11,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.light_checkpoints import LENGTH, light_save, tensor_file
-from vitscale.checkpoint import folders
+from tests.support.light_checkpoints import light_save, tensor_file
 from vitscale.checkpoint.folders import (
-    LaterVersion,
     checkpoint_to_resume,
+    manifest_text,
     newest_checkpoint,
     read_checkpoint,
 )
@@ -61,20 +59,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
         folder.with_name("step-00000001"), folder, dirs_exist_ok=True
     ),
     "version unknown": lambda folder: replace_value(folder / MANIFEST, format_version=3),
-    "version 1 pretended": lambda folder: replace_value(folder / MANIFEST, format_version=1),
     "empty folder": lambda folder: (shutil.rmtree(folder), folder.mkdir()),
     "a file": lambda folder: (shutil.rmtree(folder), folder.touch()),
 }
-
-
-def as_later_version(folder: Path, *, signed: bool = True) -> None:
-    """A valid checkpoint of a later release, with the same or another kind of manifest hash."""
-    path = folder / MANIFEST
-    manifest = json.loads(path.read_text()) | {"format_version": 3}
-    del manifest["manifest_blake3"]
-    if signed:
-        manifest["manifest_blake3"] = folders._hash_of(manifest)
-    path.write_text(json.dumps(manifest))
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -98,24 +85,6 @@ def test_run_without_a_readable_checkpoint_is_refused(tmp_path: Path, damage: st
         checkpoint_to_resume(checkpoints)
     assert "step-00000002" in caught.value.what and "start over" in str(caught.value.next_step)
     assert content(checkpoints) == before
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_checkpoint_of_a_later_release_is_kept_and_refused(tmp_path: Path, signed: bool) -> None:
-    save(tmp_path, 1)
-    later = save(tmp_path, 2)
-    as_later_version(later, signed=signed)
-    before = content(later)
-    for read in (newest_checkpoint, checkpoint_to_resume):
-        with pytest.raises(LaterVersion, match="format version 3, of a later vitscale"):
-            read(tmp_path / "checkpoints")
-    with pytest.raises(UserError, match="of a later vitscale"):
-        save(tmp_path, 2)
-    for step in (3, 4):
-        light_save(tmp_path / "checkpoints", step=step, keep=1)
-    assert content(later) == before
-    names = [path.name[-1] for path in sorted((tmp_path / "checkpoints").iterdir())]
-    assert names == ["2", "4"]
 
 
 @pytest.mark.parametrize("damage", sorted(DAMAGE))
@@ -150,37 +119,14 @@ def test_any_flipped_bit_is_detected(tmp_path: Path) -> None:
         assert survived < (1 if name == RANK_FILE else data.count(b" ") + 5)
 
 
-def write_version_1(folder: Path, *, name: str = RANK_FILE) -> None:
-    """As the first release wrote it: SHA-256, no hash of the manifest."""
-    folder.mkdir(parents=True)
-    data = tensor_file(5)
-    (folder / name).write_bytes(data)
-    entry = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    manifest = {"format_version": 1, "step": 5, "files": {name: entry}}
-    (folder / MANIFEST).write_text(json.dumps(manifest | {"progress": {"n": 5}, "description": {}}))
-
-
-def test_version_1_is_read(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoints/step-00000005"
-    write_version_1(folder)
-    checkpoint = read_checkpoint(folder)
-    assert checkpoint.progress == {"n": 5}
-    assert checkpoint.tensors(prefix="model.")["0"].tolist() == [5] * LENGTH
-    save(tmp_path, 6)
-    assert folder.exists(), "retention knows it as whole"
-    flip(folder / RANK_FILE, -1)
-    with pytest.raises(UserError, match="does not match its hash"):
-        read_checkpoint(folder)
-
-
-@pytest.mark.parametrize("name", ["../outside.safetensors", "/outside.safetensors", ".."])
-def test_manifest_cannot_point_outside_its_folder(tmp_path: Path, name: str) -> None:
-    folder = tmp_path / "checkpoints/step-00000005"
-    write_version_1(folder)
-    (folder.parent / "outside.safetensors").write_bytes(tensor_file(5))
-    manifest = json.loads((folder / MANIFEST).read_text())
-    manifest["files"] = {name: manifest["files"][RANK_FILE]}
-    (folder / MANIFEST).write_text(json.dumps(manifest))
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/outside.safetensors", "..", "data.pt"]
+)
+def test_manifest_lists_tensor_files_of_its_folder_only(tmp_path: Path, name: str) -> None:
+    folder = save(tmp_path, 1)
+    (folder.parent / "outside.safetensors").write_bytes(tensor_file(1))
+    files = {name: json.loads((folder / MANIFEST).read_text())["files"][RANK_FILE]}
+    (folder / MANIFEST).write_text(manifest_text(step=1, files=files, progress={}, description={}))
     with pytest.raises(UserError, match="not a plain file name"):
         read_checkpoint(folder)
 

@@ -110,15 +110,6 @@ def test_incompatible_change_is_refused(monkeypatch: pytest.MonkeyPatch, key: st
     assert f"\n    {key}: checkpoint " in caught.value.what
 
 
-def test_checkpoint_older_than_a_key_resumes(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = {key: v for key, v in description_of({}).items() if key not in resuming.LEGACY_DEFAULTS}
-    resume(checkpoint_of(old), {})
-    for key in resuming.LEGACY_DEFAULTS:
-        monkeypatch.setattr(resuming, "ORDER_VERSION", CHANGES[key].get("version", 1))
-        with pytest.raises(UserError, match=f"{key}: checkpoint "):
-            resume(checkpoint_of(old), CHANGES[key])
-
-
 def test_step_that_does_not_fit_the_run_is_refused() -> None:
     resume(None, {})
     description = description_of({})
@@ -287,10 +278,12 @@ def test_positions_and_their_states_move_to_the_new_grid(tmp_path: Path, optimiz
             restored[name] = torch.cat(parts).view(1, -1, 1)
 
     world = SimpleNamespace(rank=0, world_size=1)
-    engine: Any = SimpleNamespace(import_state=import_state, world=world)
+    engine: Any = SimpleNamespace(
+        import_state=import_state, import_counters=lambda counters: None, world=world
+    )
     arch: Any = SimpleNamespace(grid=(4, 4), name="vit")
     description = {"grid": [2, 2], "optimizer": optimizer}
-    checkpoint = checkpoint_of(description, optimizer_steps=7)
+    checkpoint = checkpoint_of(description, optimizer_steps=7, engine=0)
     restore_engine(engine, arch, with_files(checkpoint, tmp_path, state))
     assert torch.equal(restored["model.norm.weight"].flatten(), state["model.norm.weight"])
     for factor, kind in enumerate(kinds, start=1):

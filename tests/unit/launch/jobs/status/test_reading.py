@@ -31,7 +31,7 @@ def test_a_started_job_is_running(run: RunFolder) -> None:
     run.log(1, ago=90)  # before this start
     run.log(2, ago=14)
     assert status(run).logged.eta_s is None
-    run.log(4, **{"vitals/images_per_s": 812.0, "perf/mfu": 0.4})
+    run.log(4, **{"vitals/images_per_s": 812.0, "vitals/mfu": 0.4})
     found = status(run, job("RUNNING", nodes="n[1-2]"))
     assert not found.is_starting
     logged = found.logged
