@@ -28,8 +28,8 @@ from vitscale.distributed.world import World
 from vitscale.models.vit.model import build_model, compile_blocks, decayed
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, training_plan
+from vitscale.training.build import build_engine
 from vitscale.training.loop import learning_rate_at, seed_step
-from vitscale.training.segment import build_engine
 
 NUM_SAMPLES = 12_400_000  # of ImageNet-21k; where a schedule counts epochs
 # Labels are of ten classes only, so that the loss falls within a few steps for any images.

@@ -49,9 +49,6 @@ class LinearProbe(Supervised):
         for name in NOISE:
             if getattr(model, name):
                 yield (f"model.{name}", "the features of a linear probe are fixed; set it to 0")
-        if run.schedule.resolutions is not None:
-            what = "the features of a linear probe are fixed"
-            yield ("schedule.resolutions", f"{what}; set it to null")
         if run.engine.zero_stage != 0:
             what = "linear_probe trains the head alone, which leaves nothing to shard"
             yield ("engine.zero_stage", f"{what}; set it to 0")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -22,7 +21,6 @@ from vitscale.config.section import Run
 
 RUN_TYPES: dict[str, type[Run]] = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 SECONDS_PER_HOUR = 3600.0
-IMAGE_SIZE = "train/image_size"
 AXES = ("steps", "samples", "hours", "flops")
 
 
@@ -60,18 +58,18 @@ class Progress:
 def progress_of(run: ComparedRun) -> Progress:
     """Steps and hours from the rows, samples from the parameters, FLOPs from config.yaml."""
     times: dict[int, float] = {}
-    sizes: dict[int, int] = {}
     for row in sorted(run.rows, key=lambda row: row.step):
         times[row.step] = max(row.time, times.get(row.step, row.time))
-        if (size := row.metrics.get(IMAGE_SIZE)) is not None and 0 < size < 1e5:
-            sizes[row.step] = int(size)
     steps = tuple(times)
-    batch = _global_batch(run)
+    batch, per_image = _global_batch(run), _flops_per_image(run.folder)
+    samples = None if batch is None else tuple(float(step * batch) for step in steps)
     return Progress(
         steps=steps,
         hours=_hours(run, list(times.values())),
-        samples=None if batch is None else tuple(float(step * batch) for step in steps),
-        flops=None if batch is None else _flops(run, steps, sizes, batch=batch),
+        samples=samples,
+        flops=None
+        if samples is None or per_image is None
+        else tuple(count * per_image for count in samples),
     )
 
 
@@ -96,41 +94,18 @@ def _global_batch(run: ComparedRun) -> int | None:
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def _flops(
-    run: ComparedRun, steps: tuple[int, ...], sizes: dict[int, int], *, batch: int
-) -> tuple[float, ...] | None:
-    """Each interval counts at the image size logged at its end, else at the model's."""
-    per_image = _flops_per_image(run.folder)
-    if per_image is None:
-        return None
-    known: dict[int | None, float] = {}
-    spent = []
-    for before, step in pairwise((0, *steps)):
-        size = sizes.get(step)
-        if size not in known:
-            known[size] = per_image(size)
-        spent.append((step - before) * batch * known[size])
-    return tuple(accumulate(spent))
-
-
-def _flops_per_image(folder: Path | None) -> Callable[[int | None], float] | None:
-    """FLOPs of a training step per image by image size; None for what is no training run."""
+def _flops_per_image(folder: Path | None) -> float | None:
+    """FLOPs of a training step per image; None for what is no training run."""
     if folder is None:
         return None
-    num_classes = _num_classes(folder)
-
-    def per_image(size: int | None) -> float:
-        at_size = model if size is None else model.model_copy(update={"image_size": size})
-        return float(objective.train_flops_per_image(at_size.architecture(num_classes=num_classes)))
-
     try:
         run = load_run_file(RUN_TYPES, folder / "config.yaml")
         assert isinstance(run, PretrainRun | FinetuneRun)
-        model, objective = run.model, run.make_objective()
-        per_image(None)  # a teacher may be missing
-    except (UserError, OSError):  # or the file is of another version, or of no training
+        arch = run.model.architecture(num_classes=_num_classes(folder))
+        return float(run.make_objective().train_flops_per_image(arch))
+    # A teacher may be missing, or the file is of another version, or of no training.
+    except (UserError, OSError):
         return None
-    return per_image
 
 
 def _num_classes(folder: Path) -> int:

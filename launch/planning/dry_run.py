@@ -25,14 +25,12 @@ from vitscale.data.settings import TrainingShards
 from vitscale.data.tars.labels import TarLabels
 from vitscale.data.training_set import select
 from vitscale.models.costs import MemoryEstimate, memory_estimate
-from vitscale.models.interface.architecture import Architecture
 from vitscale.optim.schedules import ENDLESS
 from vitscale.runs.data_prep import DataPrepRun
-from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan, training_plans
+from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.training.objective import check_evaluations, check_objective
 
 Rows = Iterator[tuple[str, str]]
-Plans = tuple[TrainingPlan, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -229,16 +227,16 @@ def plan_rows(run: PretrainRun | FinetuneRun) -> Rows:
     yield from _key_rows(run)
     yield "objective", "; ".join([run.objective.name, *run.make_objective().notes()])
     yield "evaluation", _evaluation_text(run, facts)
-    plans = known_plans(run, facts, world_size=world_size)
-    if not plans:
+    plan = known_plan(run, facts, world_size=world_size)
+    if plan is None:
         yield "schedule", "unknown: epochs need a number of images (data.planned_num_samples)"
     else:
-        yield from _plan_rows(run, facts, plans)
+        yield from _plan_rows(run, facts, plan)
     num_classes = planned_classes(run, facts)
     if num_classes is None:
         yield "model", "unknown: make the shards, or set model.num_classes"
         return
-    yield from _cost_rows(run, plans, num_classes=num_classes, world_size=world_size)
+    yield from _cost_rows(run, plan, num_classes=num_classes, world_size=world_size)
 
 
 def planned_classes(run: PretrainRun | FinetuneRun, facts: DataFacts) -> int | None:
@@ -264,11 +262,11 @@ def _evaluation_text(run: PretrainRun | FinetuneRun, facts: DataFacts) -> str:
     return f"{', '.join(each)}; all after the last step, on {run.data.evaluated}{count}"
 
 
-def known_plans(run: TrainingRun, facts: DataFacts, *, world_size: int) -> Plans:
-    """One for each image size; none while the number of steps is unknown."""
+def known_plan(run: TrainingRun, facts: DataFacts, *, world_size: int) -> TrainingPlan | None:
+    """None while the number of steps is unknown."""
     if facts.num_samples is None and run.schedule.steps is None:
-        return ()
-    return training_plans(run, world_size=world_size, num_samples=facts.num_samples or 0)
+        return None
+    return training_plan(run, world_size=world_size, num_samples=facts.num_samples or 0)
 
 
 def _key_rows(run: TrainingRun) -> Rows:
@@ -281,14 +279,8 @@ def _key_rows(run: TrainingRun) -> Rows:
         yield "keys", f"{select(index, part, where=where)[1]}, {part.only_keys.path}"
 
 
-def _plan_rows(run: TrainingRun, facts: DataFacts, plans: Plans) -> Rows:
-    plan = plans[-1]
-    if plan.has_one_image_size:
-        yield "batch", plan.equation
-    else:
-        for each in plans:
-            span = f"steps {each.start:,} to {each.stop:,}"
-            yield f"{each.image_size} px", f"{span}; {each.equation}"
+def _plan_rows(run: TrainingRun, facts: DataFacts, plan: TrainingPlan) -> Rows:
+    yield "batch", plan.equation
     images = plan.total_steps * plan.global_batch
     epochs = f" = {images / facts.num_samples:.4g} epochs" if facts.num_samples else ""
     yield "steps", f"{plan.total_steps:,} steps, {images:,} images{epochs}"
@@ -306,7 +298,7 @@ def _plan_rows(run: TrainingRun, facts: DataFacts, plans: Plans) -> Rows:
 
 def _cost_rows(
     run: PretrainRun | FinetuneRun,
-    plans: Plans,
+    plan: TrainingPlan | None,
     *,
     num_classes: int,
     world_size: int,
@@ -318,18 +310,14 @@ def _cost_rows(
     yield "model", f"{count:,} parameters, {arch.summary}, {classes}"
     flops = objective.train_flops_per_image(arch)
     total = ""
-    archs = _archs(run, plans, num_classes=num_classes)
-    if plans:
-        spent = sum(
-            objective.train_flops_per_image(each) * plan.global_batch * (plan.stop - plan.start)
-            for each, plan in zip(archs, plans, strict=True)
-        )
+    if plan is not None:
+        spent = flops * plan.global_batch * plan.total_steps
         total = f", {spent:.3g} FLOPs for the whole run"
     yield "compute", f"{flops / 1e9:,.1f} GFLOPs per training image{total}"
-    if not plans:
+    if plan is None:
         yield "memory", "unknown without a plan"
         return
-    memory, precision = peak_memory(run, plans, num_classes=num_classes, world_size=world_size)
+    memory, precision = peak_memory(run, plan, num_classes=num_classes, world_size=world_size)
     yield (
         f"memory per {'GPU' if run.launch.gpus_per_node else 'process'}",
         f"{_gib(memory.total)} = {_gib(memory.parameters)} parameters + "
@@ -339,39 +327,30 @@ def _cost_rows(
     yield "", f"(ZeRO {run.engine.zero_stage}, {precision}; estimate with buckets, without slack)"
 
 
-def _archs(run: PretrainRun | FinetuneRun, plans: Plans, *, num_classes: int) -> list[Architecture]:
-    """The model at the image size of each plan."""
-    models = (run.model.model_copy(update={"image_size": each.image_size}) for each in plans)
-    return [model.architecture(num_classes=num_classes) for model in models]
-
-
 def peak_memory(
-    run: PretrainRun | FinetuneRun, plans: Plans, *, num_classes: int, world_size: int
+    run: PretrainRun | FinetuneRun, plan: TrainingPlan, *, num_classes: int, world_size: int
 ) -> tuple[MemoryEstimate, str]:
-    """(memory of one rank at the image size that needs most, precision)."""
+    """(memory of one rank, precision)."""
     precision: str = run.engine.precision
     if precision == "auto":
         precision = "bf16" if run.launch.gpus_per_node else "fp32"
     objective = run.make_objective()
-    estimates = [
-        memory_estimate(
-            arch,
-            zero_stage=run.engine.zero_stage,
-            world_size=world_size,
-            precision=precision,
-            micro_batch=plan.micro_batch,
-            accumulation=plan.accumulation,
-            reduces_in_fp32=run.engine.reduce_precision == "fp32",
-            bucket_elements=run.engine.reduce_bucket_elements,
-            overlaps=run.engine.overlap_comm and run.launch.gpus_per_node > 0 and world_size > 1,
-            activation_checkpointing=run.engine.activation_checkpointing,
-            optimizer_bytes=run.optim.state_bytes_per_parameter,
-            costs=objective,
-            frozen_bytes=objective.frozen_bytes(),
-        )
-        for arch, plan in zip(_archs(run, plans, num_classes=num_classes), plans, strict=True)
-    ]
-    return max(estimates, key=lambda estimate: estimate.total), precision
+    estimate = memory_estimate(
+        run.model.architecture(num_classes=num_classes),
+        zero_stage=run.engine.zero_stage,
+        world_size=world_size,
+        precision=precision,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        reduces_in_fp32=run.engine.reduce_precision == "fp32",
+        bucket_elements=run.engine.reduce_bucket_elements,
+        overlaps=run.engine.overlap_comm and run.launch.gpus_per_node > 0 and world_size > 1,
+        activation_checkpointing=run.engine.activation_checkpointing,
+        optimizer_bytes=run.optim.state_bytes_per_parameter,
+        costs=objective,
+        frozen_bytes=objective.frozen_bytes(),
+    )
+    return estimate, precision
 
 
 def _count(number: int | None) -> str:

@@ -16,7 +16,7 @@ from launch.planning.dry_run import (
     DataFacts,
     check_data,
     data_facts,
-    known_plans,
+    known_plan,
     planned_classes,
 )
 from pretrain.run import PretrainRun
@@ -67,14 +67,14 @@ def _training_checks(run: PretrainRun | FinetuneRun, *, num_tasks: int) -> Itera
     """Rows that follow from the size of the data; none where that is unknown."""
     try:
         facts = data_facts(run)
-        plans = known_plans(run, facts, world_size=num_tasks)
+        plan = known_plan(run, facts, world_size=num_tasks)
         num_classes = planned_classes(run, facts)
     except UserError:
         return  # reported with the data
     if facts.num_samples is None:
         return
     yield from caught("loader", lambda: _loader(run, facts, num_tasks=num_tasks))
-    if num_classes is None or not plans:
+    if num_classes is None or plan is None:
         return
     checkpoint = checkpoint_bytes(run, num_classes=num_classes)
     yield from caught("disk", lambda: [_disk(run, checkpoint)])

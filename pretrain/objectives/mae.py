@@ -55,10 +55,8 @@ class Mae(Objective):
             yield ("model.patch_dropout", "mae removes patches itself; set it to 0")
         if run.data.mixing is not None:
             yield ("data.mixing", "mae reconstructs single images; set it to null")
-        for each in run.models():
-            if not any(each.problems()):
-                arch: Any = each.architecture(num_classes=0)
-                yield from self._mask_problems(arch.num_patches)
+        if not any(model.problems()):
+            yield from self._mask_problems(model.architecture(num_classes=0).num_patches)
 
     def _mask_problems(self, num_patches: int) -> Iterator[tuple[str, str]]:
         kept = num_kept(num_patches, mask_ratio=self.settings.mask_ratio)

@@ -51,12 +51,8 @@ class MaskedPatchPrediction(Objective):
         if run.model.patch_dropout:
             what = "a dropped patch has no output token to predict it from"
             yield ("model.patch_dropout", f"{what}; set model.patch_dropout=0")
-        models: list[Any] = [model for model in run.models() if not any(model.problems())]
-        archs = [model.architecture(num_classes=0) for model in models]
-        # Once, where it is the same at every image size.
-        yield from dict.fromkeys(
-            problem for arch in archs for problem in self._patch_problems(arch)
-        )
+        if not any(run.model.problems()):
+            yield from self._patch_problems(run.model.architecture(num_classes=0))
 
     def _patch_problems(self, arch: ViTArchitecture) -> Iterator[tuple[str, str]]:
         settings, patch = self.settings, arch.patch_size

@@ -30,8 +30,8 @@ class ModelFamily:
 
     Settings: type[ModelSettingsBase]
     code: str
-    """Module with the functions `build_model`, `decayed`, `layers_above`, `depends_on_grid`,
-    `checkpoint_activations` and `compile_blocks`; those of `vit.model` say what each does."""
+    """Module with the functions `build_model`, `decayed`, `layers_above`, `checkpoint_activations`
+    and `compile_blocks`; those of `vit.model` say what each does."""
     num_parameters: Callable[[Any], int]
     train_flops_per_image: Callable[[Any], int]
     activation_bytes_per_image: Callable[..., int]

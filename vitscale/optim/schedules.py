@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field
 
 from vitscale.config.section import Section
-from vitscale.optim.resolutions import ResolutionSettings
 
 RSQRT_TIMESCALE = 10_000  # big_vision, utils.py: create_learning_rate_schedule
 
@@ -94,9 +93,6 @@ class ScheduleSettings(Section):
     """constant and rsqrt only: the last share of all steps, which brings the rate to `final_lr`."""
     cooldown_shape: CooldownName = "linear"
     """What a passed share x of the cool-down leaves of the rate: 1 - x or 1 - sqrt(x)."""
-    resolutions: tuple[ResolutionSettings, ...] | None = Field(default=None, strict=False)
-    """Image sizes, one after the other; position embeddings are resampled in between. null:
-    `model.image_size` throughout."""
 
 
 def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,6 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from pydantic import Field
@@ -26,11 +25,8 @@ from vitscale.data.settings import (
 )
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.evaluation.registry import EVALUATIONS, EvaluationSettings
-from vitscale.images.size import ImageSize, show_size
 from vitscale.models.registry import ModelSettings
 from vitscale.optim.registry import OPTIMIZERS
-from vitscale.optim.resolutions import KEY as RESOLUTIONS
-from vitscale.optim.resolutions import spans
 from vitscale.optim.schedules import (
     ScheduleSettings,
     cooldown_steps,
@@ -73,11 +69,6 @@ class TrainingRun(Run):
     def folder(self) -> str:
         return self.output or f"runs/{self.name}"
 
-    def models(self) -> Iterator[ModelSettings]:
-        """The model at each image size of the run, in the order of training."""
-        for each in self.schedule.resolutions or (self.model,):
-            yield self.model.model_copy(update={"image_size": each.image_size})
-
     def starts_from(self) -> str | None:
         """Path of the weights that a new run starts from; None: random ones."""
         return None
@@ -90,7 +81,6 @@ class TrainingRun(Run):
         yield from augment_problems(self.data)
         yield from _section_problems(self)
         yield from schedule_problems(self.schedule)
-        yield from _resolution_problems(self)
         yield from optim_problems(self.optim, zero_stage=self.engine.zero_stage)
         yield from raw_problems(self.deepspeed)
         yield from launch_problems(self.launch)
@@ -150,56 +140,18 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
         yield ("checkpoint.resume", f"{run.checkpoint.resume!r} is not one of auto, never")
 
 
-def _resolution_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
-    resolutions, last = run.schedule.resolutions, run.model.image_size
-    if resolutions is None:
-        return
-    if not isinstance(last, int):
-        what = f"model.image_size is {show_size(last)}, but a sequence of sizes is of squares"
-        yield (RESOLUTIONS, f"{what}; set it to null, or model.image_size to one number")
-        return
-    if len(resolutions) < 2:
-        yield (RESOLUTIONS, "a sequence has two image sizes at least; add one, or set it to null")
-        return
-    sizes = [each.image_size for each in resolutions]
-    if any(later <= earlier for earlier, later in pairwise(sizes)):
-        yield (RESOLUTIONS, f"image sizes {sizes} do not increase; sort them, each once")
-    if sizes[-1] != last:
-        what = f"the last image size is {sizes[-1]}, but model.image_size is {last}"
-        yield (RESOLUTIONS, f"{what}; make them equal")
-    shares = [each.until for each in resolutions[:-1]]
-    known = [share for share in shares if share is not None]
-    if len(known) < len(shares) or resolutions[-1].until is not None:
-        yield (RESOLUTIONS, "every image size but the last needs `until`, and the last has none")
-    elif any(later <= earlier for earlier, later in pairwise(known)):
-        yield (RESOLUTIONS, f"shares until {known} do not increase; sort them, each once")
-    for model in run.models():
-        if model.image_size != last:
-            problems = model.problems()
-            yield from ((RESOLUTIONS, text) for key, text in problems if key == "model.image_size")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingPlan:
-    """Values derived from a run, the world size and the number of samples; never written back.
-
-    Micro-batch and accumulation hold at one image size, from step `start` to step `stop`.
-    """
+    """Values derived from a run, the world size and the number of samples; never written back."""
 
     world_size: int
     global_batch: int
     micro_batch: int
     accumulation: int
-    max_micro_batch: int
     num_samples: int
     total_steps: int
     warmup_steps: int
     cooldown_steps: int
-    image_size: ImageSize
-    start: int
-    """First step at this image size, counted from 0."""
-    stop: int
-    """Step after the last one at this image size."""
 
     @property
     def equation(self) -> str:
@@ -208,23 +160,9 @@ class TrainingPlan:
             f"x {self.micro_batch} images x {self.accumulation} accumulated"
         )
 
-    @property
-    def has_one_image_size(self) -> bool:
-        return self.start == 0 and self.stop == self.total_steps
 
-
-def training_plan(
-    run: TrainingRun, *, world_size: int, num_samples: int, step: int = 0
-) -> TrainingPlan:
-    """The plan at a step, counted from 0; after the last one it is that of the last."""
-    plans = training_plans(run, world_size=world_size, num_samples=num_samples)
-    return next((plan for plan in plans if step < plan.stop), plans[-1])
-
-
-def training_plans(
-    run: TrainingRun, *, world_size: int, num_samples: int
-) -> tuple[TrainingPlan, ...]:
-    """Derive micro-batch, accumulation and steps; one plan for each image size of the run.
+def training_plan(run: TrainingRun, *, world_size: int, num_samples: int) -> TrainingPlan:
+    """Derive micro-batch, accumulation and steps.
 
     The micro-batch is the largest divisor of a rank's share within `engine.max_micro_batch`, even
     with mixing. Raises UserError when there is none, or the steps do not fit the schedule.
@@ -232,39 +170,17 @@ def training_plans(
     batch = run.data.global_batch
     share = _share_of_a_rank(batch, world_size=world_size)
     total, warmup, cooldown = _step_counts(run, num_samples=num_samples)
-    found = []
-    for size, max_micro_batch, (start, stop) in _segments(run, total_steps=total):
-        largest = max_micro_batch or run.engine.max_micro_batch
-        micro = _micro_batch(run, share, largest=largest, world_size=world_size)
-        found.append(
-            TrainingPlan(
-                world_size=world_size,
-                global_batch=batch,
-                micro_batch=micro,
-                accumulation=share // micro,
-                max_micro_batch=largest,
-                num_samples=num_samples,
-                total_steps=total,
-                warmup_steps=warmup,
-                cooldown_steps=cooldown,
-                image_size=size,
-                start=start,
-                stop=stop,
-            )
-        )
-    return tuple(found)
-
-
-def _segments(
-    run: TrainingRun, *, total_steps: int
-) -> Iterator[tuple[ImageSize, int | None, tuple[int, int]]]:
-    """(image size, its own `max_micro_batch`, first step and the one after the last) of each."""
-    resolutions = run.schedule.resolutions
-    if resolutions is None:
-        yield run.model.image_size, None, (0, total_steps)
-        return
-    for each, span in zip(resolutions, spans(resolutions, total_steps=total_steps), strict=True):
-        yield each.image_size, each.max_micro_batch, span
+    micro = _micro_batch(run, share, world_size=world_size)
+    return TrainingPlan(
+        world_size=world_size,
+        global_batch=batch,
+        micro_batch=micro,
+        accumulation=share // micro,
+        num_samples=num_samples,
+        total_steps=total,
+        warmup_steps=warmup,
+        cooldown_steps=cooldown,
+    )
 
 
 def _share_of_a_rank(batch: int, *, world_size: int) -> int:
@@ -280,8 +196,8 @@ def _share_of_a_rank(batch: int, *, world_size: int) -> int:
     return batch // world_size
 
 
-def _micro_batch(run: TrainingRun, share: int, *, largest: int, world_size: int) -> int:
-    step = 1 if run.data.mixing is None else 2
+def _micro_batch(run: TrainingRun, share: int, *, world_size: int) -> int:
+    step, largest = 1 if run.data.mixing is None else 2, run.engine.max_micro_batch
     usable = [size for size in range(step, min(share, largest) + 1, step) if share % size == 0]
     if not usable:
         raise UserError(

@@ -44,7 +44,7 @@ class IntervalLog:
     profile: Callable[[], None]
     """To be called after every step."""
     is_warm: bool = False
-    """Whether a step ended since the start, or since the image size changed."""
+    """Whether a step ended since the start."""
 
     def advance(self, step: int) -> None:
         """After every step: the live line, the clock of the first interval, and the profiler."""
@@ -53,13 +53,6 @@ class IntervalLog:
             self.is_warm = True
             self.meter.end_warm_up()
         self.profile()
-
-    def begin(self, plan: TrainingPlan, flops_per_image: float) -> None:
-        """Start an interval at another image size."""
-        self.plan = self.skipped.plan = plan
-        self.flops_per_image = flops_per_image
-        self.meter.restart_clock()
-        self.is_warm = False
 
     def write(self, step: int, *, lr: float, engine: Engine, metrics: dict[str, float]) -> None:
         """Log the interval that ends with `step`. Collective.
@@ -78,10 +71,6 @@ class IntervalLog:
         metrics["vitals/memory_gib"] = peak_memory_gib(self.world.device)
         if (scale := engine.loss_scale) is not None:
             metrics["train/loss_scale"] = scale
-        if not self.plan.has_one_image_size:
-            size = self.plan.image_size
-            assert isinstance(size, int)  # a sequence of sizes is of squares
-            metrics["train/image_size"] = float(size)
         flops = self.flops_per_image * speed / self.world.world_size
         metrics |= {name: flops / rate for name, rate in self.rates.items()}
         metrics |= _storage_metrics()

@@ -6,10 +6,9 @@ session (`session`).
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 
 from vitscale.checkpoint.commit import Commit
 from vitscale.checkpoint.store import CheckpointStore
-from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch
 from vitscale.data.mixing import mix_batch
@@ -32,13 +31,13 @@ from vitscale.engine.compile_cache import CompileCache
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
 from vitscale.evaluation.interface.evaluation import FILES
+from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.models.interface.architecture import Architecture
 from vitscale.optim.schedules import learning_rate
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.training.interval_log import IntervalLog
 from vitscale.training.objective import Objective
-from vitscale.training.resume import PROVENANCE, compatibility_key, restore_engine
-from vitscale.training.segment import Segment, Segments
+from vitscale.training.resume import PROVENANCE, compatibility_key
 
 
 def seed_step(seed: int, *, step: int, micro_step: int, rank: int) -> None:
@@ -73,14 +72,13 @@ class TrainingSession:
     folder: Path
     data: TrainingSet
     val_index: SplitIndex | None
-    segments: Segments
-    segment: Segment
-    """What depends on the image size; replaced where the run has several."""
+    plan: TrainingPlan
+    arch: Architecture
+    engine: Engine
+    evaluations: ScheduledEvaluations
     store: CheckpointStore
     provenance: dict[str, str]
     """What each checkpoint records of the run beyond what a resume must agree on."""
-    loader: ExitStack
-    """Closes what `batches` reads from."""
     batches: DeviceBatches[Batch]
     log: IntervalLog
     preemption: PreemptionFlag
@@ -91,60 +89,19 @@ class TrainingSession:
     lr: float = 0.0
     """Of the current step."""
 
-    @property
-    def plan(self) -> TrainingPlan:
-        return self.segment.plan
-
-    @property
-    def arch(self) -> Architecture:
-        return self.segment.arch
-
-    @property
-    def engine(self) -> Engine:
-        return self.segment.engine
-
     def steps(self) -> Iterator[int]:
         """The steps from the checkpoint's to the last one, each with its learning rate set.
 
-        Changes the image size where one ends. Ends when the last checkpoint is committed.
+        Ends when the last checkpoint is committed.
         """
         if self.start_step == 0:
             self.objective.start(self)
         for step in range(self.start_step, self.plan.total_steps):
-            if step == self.plan.stop:
-                self._change_image_size(step)
             self.lr = learning_rate_at(step, run=self.run, plan=self.plan)
             self.engine.set_learning_rate(self.lr)
             yield step
         self._finish_save()
         self.log.progress.message(f"done: {self.folder} at step {self.plan.total_steps}")
-
-    def _change_image_size(self, step: int) -> None:
-        """Build the next segment from the checkpoint that the last one ended with.
-
-        A resume from that checkpoint does the same, so a change is exact wherever a run ends.
-        """
-        self._finish_save()
-        self.heartbeat.mark("changing the image size")
-        checkpoint, _ = self.store.newest()
-        if checkpoint is None or checkpoint.step != step:
-            raise UserError(
-                f"the checkpoint of step {step} cannot be read, from which training at another "
-                "image size starts",
-                where=str(self.store.folder),
-                next_step="rerun the same command to resume from the newest valid checkpoint",
-            )
-        self.loader.close()
-        self.segment.engine.close()
-        del self.segment  # the next engine is built when this one is gone
-        gc.collect()
-        self.segment, _ = self.segments.build(step)
-        restore_engine(self.engine, self.arch, checkpoint)
-        self.batches = self.loader.enter_context(self.segments.open_batches(step))
-        self.log.begin(self.plan, self.objective.train_flops_per_image(self.arch))
-        self.log.progress.message(
-            f"step {step}: {self.plan.image_size} px from here; {self.plan.equation}"
-        )
 
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """The micro-batches of this rank in a step, on the device, random state set for each."""
@@ -183,8 +140,6 @@ class TrainingSession:
         self.heartbeat.mark("updating the weights")
         self.store.wait_for_host_copy()  # a save may still read the weights
         self.engine.step()
-        # The caller keeps the loss, and with its graph the engine, beyond a change of image size.
-        loss.detach_()
         self.log.meter.add_loss(loss)
         with self._waiting_for_data():
             self.batches.prefetch()
@@ -197,21 +152,19 @@ class TrainingSession:
         """
         done = step + 1
         is_last = done == self.plan.total_steps
-        # Intervals and checkpoints do not span a change of the image size.
-        ends = done == self.plan.stop
         self.heartbeat.step = done
         self.log.advance(done)
         preempted = self.preemption.set_on_any_rank() and not is_last
-        if ends or done % self.run.tracking.log_every_steps == 0:
+        if is_last or done % self.run.tracking.log_every_steps == 0:
             self._write_log(done)
-        if self.segment.evaluations.due(done, is_last=is_last):
+        if self.evaluations.due(done, is_last=is_last):
             self._evaluate(done, is_last=is_last)
         if is_last:
             pictures = self.objective.pictures(self)
             written = sorted((Path(self.run.folder) / FILES).rglob("*.*"))
             for path in [*pictures, *written]:
                 self.log.tracker.artifact(path)
-        is_saved = ends or preempted or done % self.run.checkpoint.every_steps == 0
+        is_saved = is_last or preempted or done % self.run.checkpoint.every_steps == 0
         # Saved last: a checkpoint means that everything up to its step was logged.
         if is_saved:
             self._save(done)
@@ -233,7 +186,7 @@ class TrainingSession:
         self.heartbeat.mark("evaluating")
         assert self.val_index is not None
         subject = f"{self.val_index.num_samples} images of {self.run.data.evaluated}"
-        for metrics in self.segment.evaluations.run(done, is_last=is_last):
+        for metrics in self.evaluations.run(done, is_last=is_last):
             self.log.write_evaluation(done, metrics, subject=subject)
 
     def _save(self, done: int) -> None:

@@ -77,8 +77,6 @@ class Objective:
     def prepare(self, *, arch: Architecture, device: torch.device) -> None:
         """Load what `loss` needs besides the model. Called once, before the model is built.
 
-        arch: of the first image size of the run.
-
         Raises UserError when it does not fit the run.
         """
 
@@ -89,9 +87,8 @@ class Objective:
     def extend_model(self, model: nn.Module, arch: Architecture) -> None:
         """Add what only this objective trains, as the module `model.objective`.
 
-        Called once for each image size, before the engine is built, with a random state that
-        depends on the run's seed alone. Transfer leaves out this module's tensors. Keep no
-        reference to the model; parameters with one row per patch are named `pos_embed`.
+        Called once, before the engine is built, with a random state that depends on the run's seed
+        alone. Transfer leaves out this module's tensors.
         """
 
     def start(self, session: Any) -> None:

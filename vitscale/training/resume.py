@@ -19,12 +19,9 @@ from vitscale.config.errors import UserError
 from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.world import World, agree_no_error, gather_objects
-from vitscale.engine.engine import Engine, ReadPart
+from vitscale.engine.engine import Engine
 from vitscale.images.decoders import resolve_decoder
 from vitscale.models.interface.architecture import Architecture
-from vitscale.models.registry import MODELS
-from vitscale.models.vit.position_embedding import resize_position_state
-from vitscale.optim.registry import OPTIMIZERS
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.tracking.run_facts import flatten_params
 from vitscale.tracking.source_version import git_commit
@@ -58,15 +55,7 @@ def compatibility_key(
         "label_map_sha256": data.label_map_sha256,
         "global_batch": run.data.global_batch,
         "seed": run.seed,
-        "resolutions": _resolutions(run),
     }
-
-
-def _resolutions(run: TrainingRun) -> list[list[float | None]] | None:
-    """(image size, share of all steps) each; the micro-batch may change."""
-    if run.schedule.resolutions is None:
-        return None
-    return [[each.image_size, each.until] for each in run.schedule.resolutions]
 
 
 def provenance(run: TrainingRun, world: World, *, dtype: torch.dtype) -> dict[str, str]:
@@ -120,9 +109,6 @@ def check_resumable(
         what = f"the run folder holds a checkpoint of step {checkpoint.step}"
         raise UserError(what, where=where, next_step=f"set checkpoint.resume=auto, or {another}")
     saved = checkpoint.description
-    moved = _moved_change(saved, description, step=checkpoint.step, total_steps=plan.total_steps)
-    if moved is not None:
-        raise UserError(moved, where=where, next_step=f"undo the change, or {another}")
     changed = [
         f"    {key}: checkpoint {saved.get(key)!r}, now {value!r}"
         for key, value in description.items()
@@ -141,23 +127,8 @@ def check_resumable(
         raise UserError(what, where=where, next_step=f"raise schedule.steps, or {another}")
 
 
-def _moved_change(
-    saved: Mapping[str, Any], now: Mapping[str, Any], *, step: int, total_steps: int
-) -> str | None:
-    """What is wrong when another number of steps moves a change of the image size across the
-    checkpoint; None when it does not."""
-    before, after = (each["architecture"]["image_size"] for each in (saved, now))
-    if now["resolutions"] is None or saved["resolutions"] != now["resolutions"] or before == after:
-        return None
-    return (
-        f"step {step} was trained at {before} px, but of {total_steps} steps it is one at {after} "
-        "px; another number of steps moves the change of the image size"
-    )
-
-
 def restore(
     engine: Engine,
-    arch: Architecture,
     objective: Objective,
     meter: IntervalMeter,
     spikes: LossSpikeDetector,
@@ -169,27 +140,22 @@ def restore(
 
     Raises UserError, on all ranks, when the files of a verified checkpoint cannot be read.
     """
-    restore_engine(engine, arch, checkpoint)
+    restore_engine(engine, checkpoint)
     progress = checkpoint.progress
     meter.load_state(progress["interval"], rank=world.rank, world_size=world.world_size)
     objective.load_interval_state(progress["objective"], world)
     spikes.load_state(progress["spikes"])
 
 
-def restore_engine(engine: Engine, arch: Architecture, checkpoint: Checkpoint) -> None:
-    """Restore weights and optimiser; on another grid than the checkpoint's, with their positions
-    resampled. Every rank reads what it would save. Collective.
+def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Restore weights and optimiser. Every rank reads what it would save. Collective.
 
     Raises UserError, on all ranks, when the files of a verified checkpoint cannot be read.
     """
     catalogue = _shared_catalogue(checkpoint, engine.world)
     progress = checkpoint.progress
     with SavedTensors(checkpoint.folder, catalogue) as saved:
-        read: ReadPart = saved.part
-        rows, columns = checkpoint.description["grid"]
-        if (rows, columns) != arch.grid:
-            read = _on_another_grid(saved, (rows, columns), arch, checkpoint.description)
-        engine.import_state(read, optimizer_steps=progress["optimizer_steps"])
+        engine.import_state(saved.part, optimizer_steps=progress["optimizer_steps"])
     engine.import_counters(progress["engine"])
 
 
@@ -203,28 +169,3 @@ def _shared_catalogue(checkpoint: Checkpoint, world: World) -> Catalogue:
         error = f"{checkpoint.folder}: cannot be read ({caught.strerror})"
     agree_no_error(error)
     return Catalogue(table for each in gather_objects(tables) for table in each)
-
-
-def _on_another_grid(
-    saved: SavedTensors,
-    grid: tuple[int, int],
-    arch: Architecture,
-    description: Mapping[str, Any],
-) -> ReadPart:
-    """The same state with what depends on the grid resampled; names are KIND.PARAMETER."""
-    depends_on_grid = MODELS[arch.name].load().depends_on_grid
-    non_negative = OPTIMIZERS[description["optimizer"]].non_negative
-
-    def read(name: str, start: int, num_elements: int) -> torch.Tensor:
-        kind, _, parameter = name.partition(".")
-        if not depends_on_grid(parameter):
-            return saved.part(name, start, num_elements)
-        resampled = resize_position_state(
-            saved.whole(name),
-            source_grid=grid,
-            target_grid=arch.grid,
-            non_negative=kind in non_negative,
-        )
-        return resampled.flatten()[start : start + num_elements]
-
-    return read

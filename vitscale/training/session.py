@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from vitscale.checkpoint.folders import Checkpoint
 from vitscale.checkpoint.store import CheckpointStore, run_folder_lock
 from vitscale.config.loader import run_to_yaml
 from vitscale.config.redaction import redact
@@ -31,14 +30,23 @@ from vitscale.distributed.world import (
 )
 from vitscale.engine.compile_cache import CompileCache, open_compile_cache
 from vitscale.engine.configuration import resolve_compile
+from vitscale.engine.engine import Engine
 from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.models.trained_model import CLASSES_NAME
 from vitscale.images.decoders import show_decoder
 from vitscale.images.size import show_size
-from vitscale.models.weights.once_per_node import InitialWeights
-from vitscale.runs.training import TrainingRun
+from vitscale.models.interface.architecture import Architecture
+from vitscale.models.weights.once_per_node import InitialWeights, load_once_per_node
+from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.tracking.console import ProgressLine
 from vitscale.tracking.run_facts import read_record
+from vitscale.training.build import (
+    build_architecture,
+    build_engine,
+    build_evaluations,
+    build_model,
+    open_batches,
+)
 from vitscale.training.detectors import (
     LossSpikeDetector,
     SkippedUpdateMonitor,
@@ -55,7 +63,6 @@ from vitscale.training.resume import (
     provenance,
     restore,
 )
-from vitscale.training.segment import Segment, Segments
 from vitscale.training.tracking import open_tracker
 
 
@@ -75,7 +82,6 @@ def open_session(
             Heartbeat(world, timeout_min=run.engine.timeout_min, folder=Path(run.folder))
         )
         with heartbeat.reporting():
-            # Hold no reference to the engine; a change of the image size replaces it.
             yield _open(stack, world, heartbeat, run, objective, initial_weights)
 
 
@@ -91,8 +97,8 @@ def _open(
     num_classes = len(data.classes)
     check_objective(objective, num_classes=num_classes, views=run.data.views, path=run.data.path)
     check_evaluations(objective, run, num_classes=num_classes)
-    segments = Segments(run=run, objective=objective, world=world, data=data, val_index=val_index)
-    arch = segments.arch_at(0)
+    plan = training_plan(run, world_size=world.world_size, num_samples=data.num_samples)
+    arch = build_architecture(run, objective, data)
     objective.prepare(arch=arch, device=world.device)
     folder = Path(run.folder)
     stack.enter_context(run_folder_lock(folder, world=world))
@@ -101,24 +107,31 @@ def _open(
     )
     checkpoint, messages = store.newest()
     start_step = checkpoint.step if checkpoint else 0
-    _check_checkpoint(segments, checkpoint)
+    key = compatibility_key(run, arch, data, objective=objective.settings.name)
+    check_resumable(run, checkpoint, key | objective.compatibility(), plan)
+    _end_if_finished(run, plan, world, start_step)
     compile_cache = _compile_cache(run, world)
     if compile_cache is not None:
         messages.append(compile_cache.message)
-    segment, said = segments.build(
-        start_step, initial_weights=initial_weights if checkpoint is None else None
-    )
-    messages += [*said, *index_lines]
-    engine, arch = segment.engine, segment.arch
+    model = build_model(run, objective, arch)
+    if initial_weights is not None and checkpoint is None:
+        messages += load_once_per_node(
+            model, arch, initial_weights, rank=world.rank, gather=gather_objects
+        )
+    messages += index_lines
+    engine = build_engine(run, plan, world, arch, model)
+    evaluations = build_evaluations(run, objective, arch, engine, data, val_index)
     facts = provenance(run, world, dtype=engine.dtype)
     meter, spikes = IntervalMeter(world.device), LossSpikeDetector()
     if checkpoint is not None:
-        restore(engine, arch, objective, meter, spikes, checkpoint=checkpoint, world=world)
+        restore(engine, objective, meter, spikes, checkpoint=checkpoint, world=world)
         messages += changes(checkpoint.description, facts)
-    log = _open_log(stack, run, objective, segment, data, val_index, start_step, meter, spikes)
-    for line in [*messages, *_opening_lines(run, objective, segment, start_step)]:
+    size = _facts(run, objective, plan, arch, engine)
+    log = _open_log(
+        stack, run, objective, plan, arch, engine, data, val_index, start_step, meter, spikes, size
+    )
+    for line in [*messages, *_opening_lines(run, start_step, size)]:
         log.progress.message(line)
-    loader = stack.enter_context(ExitStack())
     return TrainingSession(
         run=run,
         objective=objective,
@@ -126,27 +139,27 @@ def _open(
         folder=folder,
         data=data,
         val_index=val_index,
-        segments=segments,
-        segment=segment,
+        plan=plan,
+        arch=arch,
+        engine=engine,
+        evaluations=evaluations,
         store=store,
         provenance=facts,
         log=log,
         preemption=stack.enter_context(PreemptionFlag(world)),
-        loader=loader,
-        batches=loader.enter_context(segments.open_batches(start_step)),
+        batches=stack.enter_context(open_batches(run, plan, data, world, step=start_step)),
         heartbeat=heartbeat,
         compile_cache=compile_cache,
         start_step=start_step,
     )
 
 
-def _end_if_finished(segments: Segments, step: int) -> None:
+def _end_if_finished(run: TrainingRun, plan: TrainingPlan, world: World, step: int) -> None:
     """End the ranks of a run whose last step is saved and whose end is recorded.
 
     What a run that was killed in between has not said of its end is said by its next start.
     """
-    run, world = segments.run, segments.world
-    if step < segments.plan_at(step).total_steps:
+    if step < plan.total_steps:
         return
     record = read_record(Path(run.folder)) if world.is_first else None
     if broadcast_object(record is not None and record.status == "FINISHED"):
@@ -159,17 +172,6 @@ def _compile_cache(run: TrainingRun, world: World) -> CompileCache | None:
     if resolve_compile(run.engine, world.device) is None:
         return None
     return open_compile_cache(run.engine, run_folder=Path(run.folder), device=world.device)
-
-
-def _check_checkpoint(segments: Segments, checkpoint: Checkpoint | None) -> None:
-    """Raise UserError when the run cannot resume from it, SystemExit when nothing is left to do."""
-    step = checkpoint.step if checkpoint else 0
-    # A checkpoint of the step at which an image size ends is still of that size.
-    arch, objective = segments.arch_at(max(0, step - 1)), segments.objective
-    key = compatibility_key(segments.run, arch, segments.data, objective=objective.settings.name)
-    key |= objective.compatibility()
-    check_resumable(segments.run, checkpoint, key, segments.plan_at(step))
-    _end_if_finished(segments, step)
 
 
 def _join(settings: EngineSettings) -> AbstractContextManager[World]:
@@ -185,15 +187,17 @@ def _open_log(
     stack: ExitStack,
     run: TrainingRun,
     objective: Objective,
-    segment: Segment,
+    plan: TrainingPlan,
+    arch: Architecture,
+    engine: Engine,
     data: TrainingSet,
     val_index: SplitIndex | None,
     start_step: int,
     meter: IntervalMeter,
     spikes: LossSpikeDetector,
+    facts: str,
 ) -> IntervalLog:
-    folder, plan, world = Path(run.folder), segment.plan, segment.engine.world
-    facts = _facts(run, objective, segment)
+    folder, world = Path(run.folder), engine.world
     if world.is_first:
         write_text(folder / "config.yaml", run_to_yaml(run))
         if objective.trains_classifier:
@@ -223,12 +227,12 @@ def _open_log(
             data=data,
             plan=plan,
             max_in_a_row=run.engine.max_skipped_steps,
-            num_reported=segment.engine.health().skipped,
+            num_reported=engine.health().skipped,
         ),
         unreadable=UnreadableSampleMonitor(
             data=data, max_fraction=run.data.max_unreadable_fraction
         ),
-        flops_per_image=objective.train_flops_per_image(segment.arch),
+        flops_per_image=objective.train_flops_per_image(arch),
         rates=_rates(world),
         profile=stack.enter_context(
             profiled(
@@ -267,9 +271,7 @@ def _read_index(run: TrainingRun, *, check_files: bool) -> tuple[TrainingSet, Sp
     return training_set, open_val_split(run.data, check_files=check_files)
 
 
-def _opening_lines(
-    run: TrainingRun, objective: Objective, segment: Segment, start_step: int
-) -> Iterator[str]:
+def _opening_lines(run: TrainingRun, start_step: int, facts: str) -> Iterator[str]:
     if start_step:
         yield f"resuming {run.folder} at step {start_step}"
     if run.data.is_streamed:
@@ -277,12 +279,13 @@ def _opening_lines(
             "tars without an index: a resume is not exact, it shuffles anew; "
             "data_prep/index_shards.py makes an index, which resumes exactly"
         )
-    yield f"{run.name}: {_facts(run, objective, segment)}"
+    yield f"{run.name}: {facts}"
 
 
-def _facts(run: TrainingRun, objective: Objective, segment: Segment) -> str:
+def _facts(
+    run: TrainingRun, objective: Objective, plan: TrainingPlan, arch: Architecture, engine: Engine
+) -> str:
     """Size of model, data and schedule, and how it is computed, in a line."""
-    plan, arch, engine = segment.plan, segment.arch, segment.engine
     dtype = str(engine.dtype).removeprefix("torch.")
     source = run.starts_from()
     return (

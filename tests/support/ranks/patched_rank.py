@@ -10,7 +10,6 @@ Leaves out: the cases and their expectations (test_faults, test_resume_mutations
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -28,10 +27,9 @@ from vitscale.data.workers import pool
 
 # Calls of a training, in the module that looks the name up.
 PLACES = {
-    "start": ("vitscale.training.segment", "build_engine"),
+    "start": ("vitscale.training.session", "build_engine"),
     "restore": ("vitscale.training.session", "restore"),
     "batch": ("vitscale.training.loop", "TrainingSession._next_batch"),
-    "change": ("vitscale.training.loop", "TrainingSession._change_image_size"),
     "forward": ("vitscale.engine.engine", "Engine.logits"),
     "backward": ("vitscale.engine.engine", "Engine.backward"),
     "step": ("vitscale.engine.engine", "Engine.step"),
@@ -141,26 +139,6 @@ def _raise_oserror(call: Call, args: tuple[Any, ...]) -> Any:
     raise OSError(5, "Input/output error", str(args[0]) if args else None)
 
 
-def _assert_no_engine(call: Call, args: tuple[Any, ...]) -> Any:
-    """Before `build_engine`: nothing of an earlier engine is left, only the new model."""
-    from deepspeed import DeepSpeedEngine
-    from deepspeed.runtime.base_optimizer import ZeROOptimizer
-
-    new = {id(parameter) for parameter in args[-1].parameters()}
-    left = []
-    for each in gc.get_objects():
-        if issubclass(type(each), (DeepSpeedEngine, ZeROOptimizer, torch.optim.Optimizer)):
-            left.append(type(each).__name__)
-        elif (
-            issubclass(type(each), torch.nn.Parameter)
-            and each.requires_grad
-            and id(each) not in new
-        ):
-            left.append(f"parameter of shape {list(each.shape)}")
-    assert not left, left
-    return call()
-
-
 ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
     "kill": _signal(signal.SIGKILL),
     "kill after": _signal_after(signal.SIGKILL),
@@ -183,7 +161,6 @@ ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
     "exit 3": _exit(3),
     "raise": _raise,
     "EIO": _raise_oserror,
-    "no engine": _assert_no_engine,
 }
 
 

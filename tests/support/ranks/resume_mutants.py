@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from vitscale.engine.engine import Engine, ReadPart
-from vitscale.training import loop, segment
+from vitscale.training import build, loop
 
 
 def _replaced(kind: str, by: str | None) -> Callable[[], None]:
@@ -41,12 +41,12 @@ def _no_step_count() -> None:
 
 
 def _data_from_the_start() -> None:
-    own = segment.training_batches
+    own = build.training_batches
 
     def training_batches(*args: Any, start: int, stop: int, **kwargs: Any) -> Any:
         return own(*args, start=0, stop=stop - start, **kwargs)
 
-    segment.training_batches = training_batches
+    build.training_batches = training_batches
 
 
 def _seed_by_process() -> None:

@@ -25,7 +25,6 @@ from vitscale.models.vit.model import ViT, build_transformer
 
 # The stem belongs to the patch embedding.
 decayed = vit.decayed
-depends_on_grid = vit.depends_on_grid
 layers_above = vit.layers_above
 checkpoint_activations = vit.checkpoint_activations
 

@@ -108,11 +108,6 @@ def layers_above(name: str, arch: ResNetArchitecture) -> int:
     return arch.num_units + 1 if name.startswith("stem.") else 0
 
 
-def depends_on_grid(name: str) -> bool:
-    """No parameter has rows for parts of the image."""
-    return False
-
-
 def checkpoint_activations(model: nn.Module) -> None:
     """Recompute the units' activations in the backward pass instead of keeping them."""
     assert isinstance(model, ResNetV2)

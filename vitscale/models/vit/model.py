@@ -270,14 +270,6 @@ def layers_above(name: str, arch: ViTArchitecture) -> int:
     return arch.depth + 1 if name.startswith(embedding) else 0
 
 
-def depends_on_grid(name: str) -> bool:
-    """Whether a parameter has one row per patch, after those of prefix tokens: [1, rows, width].
-
-    When a run changes its image size, these are resampled together with their optimiser states.
-    """
-    return name.rpartition(".")[2] == "pos_embed"
-
-
 def checkpoint_activations(model: nn.Module) -> None:
     """Recompute the blocks' activations in the backward pass instead of keeping them."""
     assert isinstance(model, VisionTransformer)

@@ -35,22 +35,16 @@ def _dinov2(x_1DRC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
     return F.interpolate(x_1DRC, scale_factor=factors, mode="bicubic", align_corners=False)
 
 
-def _bilinear(x_1DRC: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
-    return F.interpolate(x_1DRC, size=size, mode="bilinear", align_corners=False)
-
-
 # google: scipy.ndimage.zoom(order=1) of vision_transformer and big_vision = align-corners bilinear.
 # timm: bicubic with antialiasing, half-pixel centres. deit (and MAE): without antialiasing.
 # dinov2: as deit, but the factor of the resize is (n + 0.1) / M for n of M patches, which moves
 # every centre towards the start (`interpolate_pos_encoding` of facebookresearch/dinov2). Its models
 # with registers have neither offset nor aliasing: that is timm's.
-# bilinear: half-pixel centres, for what must not become negative.
 CONVENTIONS: dict[str, Callable[[torch.Tensor, tuple[int, int]], torch.Tensor]] = {
     "google": _google,
     "timm": _timm,
     "deit": _deit,
     "dinov2": _dinov2,
-    "bilinear": _bilinear,
 }
 
 
@@ -86,28 +80,6 @@ def resize_position_embedding(
     resized_1DRC = CONVENTIONS[convention](grid_1DRC, target_grid)
     resized_LD = resized_1DRC.permute(0, 2, 3, 1).flatten(0, 2)
     return torch.cat([prefix_LD, resized_LD])
-
-
-def resize_position_state(
-    value_1LD: torch.Tensor,
-    *,
-    source_grid: tuple[int, int],
-    target_grid: tuple[int, int],
-    non_negative: bool,
-) -> torch.Tensor:
-    """Resample a position embedding, its average or one of its optimiser states in mid-training.
-
-    value_1LD: [1, prefix tokens + rows * columns, width]. Returns fp32. Bicubic: bilinear
-    resampling shrinks the norm of embeddings (Touvron et al. 2021, section 6). With `non_negative`
-    bilinear, whose weights are: a second moment below 0 has no square root.
-    """
-    return resize_position_embedding(
-        value_1LD[0],
-        source_grid=source_grid,
-        target_grid=target_grid,
-        num_prefix_tokens=value_1LD.shape[1] - source_grid[0] * source_grid[1],
-        convention="bilinear" if non_negative else "deit",
-    )[None]
 
 
 def sincos_position_embedding(grid: tuple[int, int], *, width: int) -> torch.Tensor:

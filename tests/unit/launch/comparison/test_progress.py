@@ -52,7 +52,7 @@ def test_waits_between_attempts_are_no_hours(tmp_path: Path) -> None:
     assert progress_of(run(tmp_path, *rows)).hours == pytest.approx((0.0, 1.0, 1.5, 3.0))
 
 
-def test_flops_follow_the_image_size_of_each_interval(tmp_path: Path) -> None:
+def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
     overrides = ["data.path=shards", "model.image_size=32", "model.patch_size=4"]
     overrides += ["model.width=64", "model.depth=2", "model.num_heads=2", "model.mlp_width=128"]
     overrides += ["schedule.steps=30", "data.global_batch=8", "name=x", "optim.lr=0.1"]
@@ -60,18 +60,9 @@ def test_flops_follow_the_image_size_of_each_interval(tmp_path: Path) -> None:
     assert isinstance(loaded, PretrainRun)
     (tmp_path / "config.yaml").write_text(run_to_yaml(loaded))
     (tmp_path / "classes.json").write_text(json.dumps(["a", "b"]))
-    small, large = (
-        train_flops_per_image(
-            loaded.model.model_copy(update={"image_size": size}).architecture(num_classes=2)
-        )
-        for size in (16, 32)
-    )
-    rows = (
-        Row(step=10, time=0.0, metrics={"train/image_size": 16.0}),
-        Row(step=20, time=1.0, metrics={"train/image_size": 16.0}),
-        Row(step=25, time=2.0, metrics={"train/loss": 1.0}),
-    )
+    each = train_flops_per_image(loaded.model.architecture(num_classes=2))
+    rows = (row(10, 0.0), row(25, 2.0))
     found = progress_of(run(tmp_path, *rows, data__global_batch="8")).flops
-    assert found == pytest.approx((80 * small, 160 * small, 160 * small + 40 * large))
+    assert found == pytest.approx((80 * each, 200 * each))
     (tmp_path / "config.yaml").write_text("stage: pretrain\nunknown: 1\n")
     assert progress_of(run(tmp_path, *rows, data__global_batch="8")).flops is None

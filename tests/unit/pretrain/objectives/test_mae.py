@@ -28,9 +28,6 @@ RUN: dict[str, Any] = {
 }
 
 
-RESOLUTIONS = [{"image_size": 8, "until": 0.5}, {"image_size": 16}]
-
-
 class PlainEngine:
     """The forward pass of an engine, without DeepSpeed."""
 
@@ -128,15 +125,6 @@ def test_labels_are_not_needed() -> None:
 def test_what_does_not_fit_is_refused(section: str, changes: dict[str, Any], key: str) -> None:
     run = PretrainRun.model_validate(RUN | {section: RUN[section] | changes})
     assert [where for where, _ in run.problems()] == [key]
-
-
-def test_every_image_size_keeps_and_removes_patches() -> None:
-    """0.8 removed: 3 of 16 patches are kept, and none of 4."""
-    schedule = RUN["schedule"] | {"resolutions": RESOLUTIONS}
-    for ratio, expected in ((0.75, []), (0.8, ["objective.mask_ratio"])):
-        changes = {"objective": OBJECTIVE | {"mask_ratio": ratio}, "schedule": schedule}
-        run = PretrainRun.model_validate(RUN | changes)
-        assert [where for where, _ in run.problems()] == expected
 
 
 def test_classification_is_refused_and_pooling_allowed() -> None:

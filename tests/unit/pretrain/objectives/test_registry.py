@@ -10,8 +10,8 @@ import torch
 from pretrain.objectives.registry import OBJECTIVES
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
+from vitscale.training.build import build_model
 from vitscale.training.objective import Objective, check_evaluations, check_objective
-from vitscale.training.segment import build_model
 from vitscale.training.supervised import Supervised, SupervisedSettings
 
 RUN: dict[str, Any] = {

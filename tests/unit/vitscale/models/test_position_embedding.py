@@ -11,7 +11,7 @@ import torch
 from scipy.ndimage import zoom
 from timm.layers import resample_abs_pos_embed
 
-from vitscale.models.vit.position_embedding import resize_position_embedding, resize_position_state
+from vitscale.models.vit.position_embedding import resize_position_embedding
 
 
 def embedding(rows: int, columns: int, *, prefix: int) -> torch.Tensor:
@@ -158,17 +158,3 @@ def test_half_precision_positions_are_resized_in_fp32(target: tuple[int, int]) -
     found = resize_position_embedding(pos_LD, convention="timm", **options)
     expected = resize_position_embedding(pos_LD.float(), convention="timm", **options)
     assert found.dtype == torch.float32 and torch.equal(found, expected)
-
-
-def test_states_are_resampled_as_what_they_are() -> None:
-    """A spike of a second moment: bicubic resampling would undershoot beside it."""
-    spike = torch.zeros(1, 1 + 16, 2)
-    spike[0, 0], spike[0, 6] = 7.0, 1.0
-    grids = {"source_grid": (4, 4), "target_grid": (7, 7)}
-    second = resize_position_state(spike, **grids, non_negative=True)
-    first = resize_position_state(spike, **grids, non_negative=False)
-    assert second.shape == first.shape == (1, 50, 2)
-    assert second.min() >= 0 > first.min()
-    assert torch.equal(second[0, 0], spike[0, 0]) and torch.equal(first[0, 0], spike[0, 0])
-    expected = resize_position_embedding(spike[0], **grids, num_prefix_tokens=1, convention="deit")
-    assert torch.equal(first[0], expected)

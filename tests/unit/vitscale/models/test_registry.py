@@ -33,8 +33,7 @@ def test_family_is_chosen_by_its_key() -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_family_has_all_functions(name: str) -> None:
     code = MODELS[name].load()
-    functions = "build_model decayed layers_above depends_on_grid".split()
-    functions += "checkpoint_activations compile_blocks".split()
+    functions = "build_model decayed layers_above checkpoint_activations compile_blocks".split()
     assert all(callable(getattr(code, function)) for function in functions)
 
 

@@ -22,10 +22,6 @@ PLAN = TrainingPlan(
     total_steps=9,
     warmup_steps=0,
     cooldown_steps=0,
-    max_micro_batch=3,
-    image_size=16,
-    start=0,
-    stop=9,
 )
 
 

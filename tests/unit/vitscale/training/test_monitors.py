@@ -28,10 +28,6 @@ PLAN = TrainingPlan(
     total_steps=100,
     warmup_steps=0,
     cooldown_steps=0,
-    max_micro_batch=2,
-    image_size=16,
-    start=0,
-    stop=100,
 )
 
 

@@ -11,7 +11,7 @@ from vitscale.engine.attention import use_attention
 from vitscale.models.vit.model import ViT, build_model
 from vitscale.models.vit.patch_embedding import PatchProduct
 from vitscale.models.vit.settings import ViTSettings
-from vitscale.training.segment import choose_kernels
+from vitscale.training.build import choose_kernels
 
 
 def chosen(**engine: object) -> tuple[ViT, bool]:

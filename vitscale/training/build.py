@@ -1,0 +1,168 @@
+"""Build what a run trains with: architecture, model, engine, evaluations and loader.
+
+Leaves out: their order at the start of a run (`session`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from vitscale.config.errors import UserError
+from vitscale.data.index import SplitIndex
+from vitscale.data.loader import Batch, open_loader, training_batches
+from vitscale.data.training_set import TrainingSet
+from vitscale.distributed.random_numbers import stream_key
+from vitscale.distributed.world import World
+from vitscale.engine.attention import use_attention
+from vitscale.engine.configuration import deepspeed_config, resolve_compile, resolve_precision
+from vitscale.engine.device_batches import DeviceBatches
+from vitscale.engine.engine import Engine
+from vitscale.evaluation.interface.evaluation import FILES, Subject
+from vitscale.evaluation.schedule import ScheduledEvaluations
+from vitscale.models.interface.architecture import Architecture
+from vitscale.models.interface.compilation import compile_forward
+from vitscale.models.registry import MODELS
+from vitscale.models.vit.patch_embedding import multiply_patches
+from vitscale.optim.optimizer import build_optimizer, optimizer_groups
+from vitscale.runs.training import TrainingPlan, TrainingRun
+from vitscale.training.objective import Objective
+
+
+def build_architecture(run: TrainingRun, objective: Objective, data: TrainingSet) -> Architecture:
+    """Raises UserError when the model and the label map disagree."""
+    if not objective.trains_classifier:
+        return run.model.architecture(num_classes=0)
+    wanted, found = run.model.num_classes, len(data.classes)
+    if wanted is not None and wanted != found:
+        raise UserError(
+            f"{wanted} classes, but the label map of {run.data.path} has {found} "
+            f"(the first is {data.classes[0]!r})",
+            where="model.num_classes",
+            next_step=f"set model.num_classes={found} (or null), or data.path to other shards",
+        )
+    return run.model.architecture(num_classes=found)
+
+
+def build_evaluations(
+    run: TrainingRun,
+    objective: Objective,
+    arch: Architecture,
+    engine: Engine,
+    data: TrainingSet,
+    val_index: SplitIndex | None,
+) -> ScheduledEvaluations:
+    """The evaluations of a run, without a validation split none."""
+    subject = None
+    if val_index is not None:
+        subject = Subject(
+            model=engine,
+            train=tuple(data.parts),
+            val=val_index,
+            data=run.data,
+            image_size=arch.image_size,
+            micro_batch=run.engine.max_micro_batch,
+            num_outputs=arch.num_classes,
+            classes=data.classes if arch.num_classes else None,
+            folder=Path(run.folder) / FILES,
+        )
+    return ScheduledEvaluations(
+        objective.evaluations(run), subject, engine=engine, has_average=run.optim.ema is not None
+    )
+
+
+@contextmanager
+def open_batches(
+    run: TrainingRun, plan: TrainingPlan, data: TrainingSet, world: World, *, step: int
+) -> Iterator[DeviceBatches[Batch]]:
+    """Micro-batches of this rank from a step to the end of the run, on its device."""
+    loader = training_batches(
+        data,
+        settings=run.data,
+        image_size=run.model.image_size,
+        seed=run.seed,
+        start=step * plan.global_batch,
+        stop=plan.total_steps * plan.global_batch,
+        rank=world.rank,
+        world_size=world.world_size,
+        micro_batch=plan.micro_batch,
+        pin_memory=world.device.type == "cuda",
+    )
+    with open_loader(loader) as batches:
+        yield DeviceBatches(batches, world.device)
+
+
+def build_model(run: TrainingRun, objective: Objective, arch: Architecture) -> nn.Module:
+    """The same weights on every rank, from the run's seed."""
+    model: nn.Module = MODELS[arch.name].load().build_model(run.model, arch, seed=run.seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(stream_key("objective", run.seed) >> 1)
+        objective.extend_model(model, arch)
+    return model
+
+
+def choose_kernels(run: TrainingRun, model: nn.Module, device: torch.device) -> bool:
+    """How a model computes what it computes, in place; whether anything of it is compiled."""
+    family = MODELS[run.model.name].load()
+    if run.engine.activation_checkpointing:
+        family.checkpoint_activations(model)
+    if run.engine.patch_embedding == "matmul":
+        multiply_patches(model)
+    use_attention(run.engine.attention)
+    compiled = resolve_compile(run.engine, device)
+    if compiled == "blocks":
+        family.compile_blocks(model)
+    elif compiled == "model":
+        compile_forward(model)
+    return compiled is not None
+
+
+def build_engine(
+    run: TrainingRun, plan: TrainingPlan, world: World, arch: Architecture, model: nn.Module
+) -> Engine:
+    """Move the model to the device, compile it, and give it an optimiser and an engine."""
+    family = MODELS[arch.name].load()
+    dtype = resolve_precision(run.engine, world.device)
+    compiled = choose_kernels(run, model, world.device)
+    model.to(world.device)
+    groups = optimizer_groups(
+        model.named_parameters(),
+        settings=run.optim,
+        decayed=family.decayed,
+        layers_above=lambda name: family.layers_above(name, arch),
+    )
+    config = deepspeed_config(
+        run.engine,
+        micro_batch=plan.micro_batch,
+        accumulation=plan.accumulation,
+        world_size=world.world_size,
+        largest_parameter=max(each.numel() for each in model.parameters()),
+        clip_norm=run.optim.clip_norm,
+        dtype=dtype,
+        raw=run.deepspeed,
+    )
+    try:
+        return Engine(
+            model,
+            optimizer=build_optimizer(groups, settings=run.optim, device=world.device),
+            optimizer_name=run.optim.name,
+            config=config,
+            world=world,
+            dtype=dtype,
+            mean=run.data.mean,
+            std=run.data.std,
+            ema=run.optim.ema,
+            compile_input=compiled,
+        )
+    except (AssertionError, AttributeError, TypeError, ValueError) as error:
+        if not run.deepspeed:
+            raise
+        raise UserError(
+            f"DeepSpeed does not start with them: {error}",
+            where="deepspeed",
+            next_step="fix or remove the raw keys",
+        ) from error
