@@ -57,7 +57,6 @@ ROWS_PER_ROUND = 200
 # Counts of what may never happen. MLflow has them from the first event on.
 EVENT_COUNTS = {
     "train/skipped_steps",
-    "train/loss_spikes",
     "vitals/unreadable",
     "vitals/remote_retries",
     "vitals/remote_cache_hits",

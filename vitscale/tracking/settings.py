@@ -15,7 +15,8 @@ class TrackingSettings(Section):
     experiment: str = "vitscale"
     """MLflow experiment."""
     log_every_steps: int = Field(default=50, gt=0)
-    """Steps between log lines; metrics are means over these steps."""
+    """Steps between log lines, of which each save writes one too; metrics are means since the
+    last."""
     tags: dict[str, str] = {}
     """Extra MLflow tags."""
     system_metrics: bool = True

@@ -1,14 +1,12 @@
-"""Detect unhealthy training: loss spikes, skipped updates, unreadable samples.
+"""Detect unhealthy training: skipped updates, unreadable samples.
 
 Leaves out: measuring (`meters`) and skipping updates (`engine.guard`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
@@ -23,48 +21,12 @@ from vitscale.runs.training import TrainingPlan
 
 Gather = Callable[[Any], list[Any]]
 UNREADABLE_SHOWN = 10
-NUM_REMEMBERED = 20
-MIN_REMEMBERED = 8
-# A normal deviation is 1.4826 times the median absolute deviation. Eight of them, and at least a
-# fifth of the loss itself, which a quiet plateau would otherwise exceed by nothing.
-SPIKE_DEVIATIONS, SPIKE_SHARE = 8 * 1.4826, 0.2
 NAMES_SHOWN = 8
 
 
 def _total(number: int) -> int:
     """The sum over all ranks."""
     return int(sum_over_ranks(torch.tensor([float(number)])).item())
-
-
-@dataclass(kw_only=True)
-class LossSpikeDetector:
-    """Compare the loss of a log interval with those before it."""
-
-    recent: list[float] = field(default_factory=list)
-    num_spikes: int = 0
-
-    def update(self, loss: float) -> str | None:
-        """A message when `loss` is far above the recent ones. Spikes do not enter the median."""
-        if not math.isfinite(loss):
-            return None
-        if len(self.recent) >= MIN_REMEMBERED:
-            usual = median(self.recent)
-            spread = median(abs(value - usual) for value in self.recent)
-            if loss - usual > max(SPIKE_DEVIATIONS * spread, SPIKE_SHARE * abs(usual)):
-                self.num_spikes += 1
-                return (
-                    f"loss spike: {loss:.4g}, where the median of the last {len(self.recent)} log "
-                    f"intervals is {usual:.4g}"
-                )
-        self.recent = [*self.recent, loss][-NUM_REMEMBERED:]
-        return None
-
-    def state(self) -> dict[str, Any]:
-        """JSON values."""
-        return {"recent": list(self.recent), "num_spikes": self.num_spikes}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.recent, self.num_spikes = list(state["recent"]), int(state["num_spikes"])
 
 
 @dataclass(kw_only=True)

@@ -14,11 +14,7 @@ from vitscale.engine.engine import Engine
 from vitscale.runs.training import TrainingPlan
 from vitscale.tracking.console import ProgressLine
 from vitscale.tracking.tracker import Tracker
-from vitscale.training.detectors import (
-    LossSpikeDetector,
-    SkippedUpdateMonitor,
-    UnreadableSampleMonitor,
-)
+from vitscale.training.detectors import SkippedUpdateMonitor, UnreadableSampleMonitor
 from vitscale.training.meters import IntervalMeter, peak_memory_gib
 
 
@@ -34,13 +30,12 @@ class IntervalLog:
     tracker: Tracker
     progress: ProgressLine
     meter: IntervalMeter
-    spikes: LossSpikeDetector
     skipped: SkippedUpdateMonitor
     unreadable: UnreadableSampleMonitor
     flops_per_image: float
     """Of a training step."""
-    rates: dict[str, float]
-    """FLOP/s of one device, by the metric that is a share of it."""
+    peak_flops: float | None
+    """FLOP/s of one device by its datasheet, where that is known."""
     profile: Callable[[], None]
     """To be called after every step."""
     is_warm: bool = False
@@ -65,20 +60,17 @@ class IntervalLog:
         loss, speed = metrics["train/loss"], metrics["vitals/images_per_s"]
         metrics |= {"train/lr": lr, "train/grad_norm": engine.gradient_norm()}
         health = engine.health()
-        spike = self.spikes.update(loss)
         metrics["train/skipped_steps"] = float(health.skipped)
-        metrics["train/loss_spikes"] = float(self.spikes.num_spikes)
         metrics["vitals/memory_gib"] = peak_memory_gib(self.world.device)
         if (scale := engine.loss_scale) is not None:
             metrics["train/loss_scale"] = scale
-        flops = self.flops_per_image * speed / self.world.world_size
-        metrics |= {name: flops / rate for name, rate in self.rates.items()}
+        if self.peak_flops is not None:
+            flops = self.flops_per_image * speed / self.world.world_size
+            metrics["vitals/mfu"] = flops / self.peak_flops
         metrics |= _storage_metrics()
         self.tracker.log(metrics, step=step)
         wait = metrics["vitals/data_wait"]
         self.progress.update(step, loss=loss, lr=lr, images_per_s=speed, data_wait=wait)
-        if spike is not None:
-            self.progress.message(f"step {step}: {spike}")
         self.skipped.update(health, loss_scale=scale, say=self.progress.message)
 
     def _report_unreadable(self, step: int) -> None:

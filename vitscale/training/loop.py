@@ -155,7 +155,9 @@ class TrainingSession:
         self.heartbeat.step = done
         self.log.advance(done)
         preempted = self.preemption.set_on_any_rank() and not is_last
-        if is_last or done % self.run.tracking.log_every_steps == 0:
+        is_saved = is_last or preempted or done % self.run.checkpoint.every_steps == 0
+        # A save ends the interval, so that no checkpoint holds a part of one.
+        if is_saved or done % self.run.tracking.log_every_steps == 0:
             self._write_log(done)
         if self.evaluations.due(done, is_last=is_last):
             self._evaluate(done, is_last=is_last)
@@ -164,7 +166,6 @@ class TrainingSession:
             written = sorted((Path(self.run.folder) / FILES).rglob("*.*"))
             for path in [*pictures, *written]:
                 self.log.tracker.artifact(path)
-        is_saved = is_last or preempted or done % self.run.checkpoint.every_steps == 0
         # Saved last: a checkpoint means that everything up to its step was logged.
         if is_saved:
             self._save(done)
@@ -199,10 +200,7 @@ class TrainingSession:
             progress={
                 "samples_seen": done * self.plan.global_batch,
                 "optimizer_steps": self.engine.optimizer_steps(),
-                "interval": self.log.meter.state(),
-                "objective": self.objective.interval_state(),
                 "engine": self.engine.export_counters(),
-                "spikes": self.log.spikes.state(),
             },
             description=self._description(),
         )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from vitscale.distributed.world import gather_objects, sum_over_ranks
+from vitscale.distributed.world import sum_over_ranks
 
 # Dense bf16 FLOP/s by NVIDIA's datasheets, by a part of the device name.
 PEAK_BF16_FLOPS = {
@@ -26,8 +26,6 @@ PEAK_BF16_FLOPS = {
     "V100": 112e12,
 }
 
-
-MATMUL_SIDE, MATMUL_WARM_UP, MATMUL_REPEATS = 8192, 5, 50
 PROFILE_SKIPPED = 5
 
 
@@ -37,28 +35,6 @@ def peak_flops(device: torch.device) -> float | None:
         return None
     name = torch.cuda.get_device_name(device)
     return next((rate for part, rate in PEAK_BF16_FLOPS.items() if part in name), None)
-
-
-def matmul_flops(device: torch.device) -> float | None:
-    """FLOP/s of a square bf16 matrix product, measured now, in 0.1 s; None on CPUs.
-
-    The most a step could reach on this card at its current clocks: an H200 gives about 80 % of its
-    datasheet.
-    """
-    if device.type != "cuda":
-        return None
-    left = torch.randn(MATMUL_SIDE, MATMUL_SIDE, device=device, dtype=torch.bfloat16)
-    right = torch.randn_like(left)
-    out = torch.empty_like(left)
-    for _ in range(MATMUL_WARM_UP):
-        torch.mm(left, right, out=out)
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(MATMUL_REPEATS):
-        torch.mm(left, right, out=out)
-    end.record()
-    end.synchronize()
-    return 2.0 * MATMUL_SIDE**3 * MATMUL_REPEATS / (start.elapsed_time(end) / 1000)
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -124,19 +100,6 @@ class IntervalMeans:
             for name, row in self._rows.items()
         }
 
-    def state(self) -> list[list[list[float]]]:
-        """[sum, count] of every rank and name: a checkpoint may fall inside an interval."""
-        return gather_objects(self._sums_N2.tolist())
-
-    def load_state(self, state: list[list[list[float]]], *, rank: int, world_size: int) -> None:
-        """Restore sums: each rank its own, or rank 0 all of them on another world size."""
-        saved_RN2 = torch.tensor(state, dtype=torch.float64)
-        if len(state) == world_size:
-            own_N2 = saved_RN2[rank]
-        else:
-            own_N2 = saved_RN2.sum(dim=0) * (rank == 0)
-        self._sums_N2.copy_(own_N2)
-
 
 class IntervalMeter:
     """Loss, throughput and time spent waiting for data since the last reading."""
@@ -201,16 +164,3 @@ class IntervalMeter:
             "vitals/images_per_s": num_images / elapsed,
             "vitals/data_wait": wait_s / ranks / elapsed,
         }
-
-    def state(self) -> list[list[float]]:
-        """[sum, count] of every rank: a checkpoint may fall inside an interval."""
-        return gather_objects(self._losses.tolist())
-
-    def load_state(self, state: list[list[float]], *, rank: int, world_size: int) -> None:
-        """Restore sums: each rank its own, or rank 0 all of them on another world size."""
-        if len(state) == world_size:
-            own = state[rank]
-        else:
-            sums = [sum(column) for column in zip(*state, strict=True)]
-            own = sums if rank == 0 else [0.0, 0]
-        self._losses.copy_(torch.tensor(own, dtype=torch.float64))

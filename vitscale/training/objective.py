@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from vitscale.data.loader import Batch
-    from vitscale.distributed.world import World
     from vitscale.engine.engine import Engine
     from vitscale.models.interface.architecture import Architecture
     from vitscale.runs.training import TrainingRun
@@ -129,16 +128,6 @@ class Objective:
     def metrics(self) -> dict[str, float]:
         """Further metrics of the log interval that ends now, by full name. Collective."""
         return self._means.read() if self._means else {}
-
-    def interval_state(self) -> Any:
-        """What was recorded since the last log line, of every rank; JSON values. Collective."""
-        return self._means.state() if self._means else None
-
-    def load_interval_state(self, state: Any, world: World) -> None:
-        """Restore what `interval_state` gave on any number of ranks."""
-        if state is not None:
-            means = self._means_on(world.device)
-            means.load_state(state, rank=world.rank, world_size=world.world_size)
 
     def _means_on(self, device: torch.device) -> IntervalMeans:
         from vitscale.training.meters import IntervalMeans

@@ -25,9 +25,6 @@ from vitscale.models.interface.architecture import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.tracking.run_facts import flatten_params
 from vitscale.tracking.source_version import git_commit
-from vitscale.training.detectors import LossSpikeDetector
-from vitscale.training.meters import IntervalMeter
-from vitscale.training.objective import Objective
 
 PROVENANCE = "record"
 RECORDED_PACKAGES = ("torch", "deepspeed", "timm", "numpy", "pillow", "simplejpeg", "vitscale")
@@ -127,28 +124,10 @@ def check_resumable(
         raise UserError(what, where=where, next_step=f"raise schedule.steps, or {another}")
 
 
-def restore(
-    engine: Engine,
-    objective: Objective,
-    meter: IntervalMeter,
-    spikes: LossSpikeDetector,
-    *,
-    checkpoint: Checkpoint,
-    world: World,
-) -> None:
-    """Restore everything that the next step depends on. Collective.
-
-    Raises UserError, on all ranks, when the files of a verified checkpoint cannot be read.
-    """
-    restore_engine(engine, checkpoint)
-    progress = checkpoint.progress
-    meter.load_state(progress["interval"], rank=world.rank, world_size=world.world_size)
-    objective.load_interval_state(progress["objective"], world)
-    spikes.load_state(progress["spikes"])
-
-
 def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Restore weights and optimiser. Every rank reads what it would save. Collective.
+    """Restore everything that the next step depends on. Every rank reads what it would save.
+
+    Collective.
 
     Raises UserError, on all ranks, when the files of a verified checkpoint cannot be read.
     """

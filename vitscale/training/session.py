@@ -47,21 +47,17 @@ from vitscale.training.build import (
     build_model,
     open_batches,
 )
-from vitscale.training.detectors import (
-    LossSpikeDetector,
-    SkippedUpdateMonitor,
-    UnreadableSampleMonitor,
-)
+from vitscale.training.detectors import SkippedUpdateMonitor, UnreadableSampleMonitor
 from vitscale.training.interval_log import IntervalLog
 from vitscale.training.loop import TrainingSession
-from vitscale.training.meters import IntervalMeter, matmul_flops, peak_flops, profiled
+from vitscale.training.meters import IntervalMeter, peak_flops, profiled
 from vitscale.training.objective import Objective, check_evaluations, check_objective
 from vitscale.training.resume import (
     changes,
     check_resumable,
     compatibility_key,
     provenance,
-    restore,
+    restore_engine,
 )
 from vitscale.training.tracking import open_tracker
 
@@ -122,13 +118,12 @@ def _open(
     engine = build_engine(run, plan, world, arch, model)
     evaluations = build_evaluations(run, objective, arch, engine, data, val_index)
     facts = provenance(run, world, dtype=engine.dtype)
-    meter, spikes = IntervalMeter(world.device), LossSpikeDetector()
     if checkpoint is not None:
-        restore(engine, objective, meter, spikes, checkpoint=checkpoint, world=world)
+        restore_engine(engine, checkpoint)
         messages += changes(checkpoint.description, facts)
     size = _facts(run, objective, plan, arch, engine)
     log = _open_log(
-        stack, run, objective, plan, arch, engine, data, val_index, start_step, meter, spikes, size
+        stack, run, objective, plan, arch, engine, data, val_index, start_step, facts=size
     )
     for line in [*messages, *_opening_lines(run, start_step, size)]:
         log.progress.message(line)
@@ -193,8 +188,7 @@ def _open_log(
     data: TrainingSet,
     val_index: SplitIndex | None,
     start_step: int,
-    meter: IntervalMeter,
-    spikes: LossSpikeDetector,
+    *,
     facts: str,
 ) -> IntervalLog:
     folder, world = Path(run.folder), engine.world
@@ -221,8 +215,7 @@ def _open_log(
         start_step=start_step,
         tracker=open_tracker(stack, run, world, progress, start_step, data, val_index, facts=facts),
         progress=progress,
-        meter=meter,
-        spikes=spikes,
+        meter=IntervalMeter(world.device),
         skipped=SkippedUpdateMonitor(
             data=data,
             plan=plan,
@@ -233,7 +226,7 @@ def _open_log(
             data=data, max_fraction=run.data.max_unreadable_fraction
         ),
         flops_per_image=objective.train_flops_per_image(arch),
-        rates=_rates(world),
+        peak_flops=peak_flops(world.device),
         profile=stack.enter_context(
             profiled(
                 folder / "profile.json" if world.is_first else None,
@@ -242,15 +235,6 @@ def _open_log(
             )
         ),
     )
-
-
-def _rates(world: World) -> dict[str, float]:
-    """FLOP/s of one device where they are known; `vitals/mfu` is a share of the datasheet's."""
-    rates = {
-        "vitals/mfu": peak_flops(world.device),
-        "vitals/mfu_of_matmul": matmul_flops(world.device),
-    }
-    return {name: rate for name, rate in rates.items() if rate is not None}
 
 
 def _read_data(run: TrainingRun, world: World) -> tuple[TrainingSet, SplitIndex | None, list[str]]:

@@ -42,7 +42,7 @@ KILLS = {
     "in the forward pass": (0, "forward", micro_step(8), 8),
     "before an update": (1, "step", micro_step(9, number=1), 9),
     "waiting for data": (1, "batch", micro_step(12, number=1), 12),
-    "at a log line": (0, "log", 2, 8),
+    "at a log line": (0, "log", 3, 8),
     "in an evaluation": (1, "evaluated batch", micro_step(12, number=1) + 4, 12),
     "at start": (0, "start", 1, 1),
     "before a save": (0, "export", 2, 10),
@@ -128,6 +128,8 @@ def test_loader_workers_ignore_sigterm(fault_runs: FaultRuns, tmp_path: Path) ->
     fault_runs.assert_resumes_exactly(tmp_path)
 
 
+# The save after a signal ends a log interval that an uninterrupted training does not end.
+EVERY_STEP = "tracking.log_every_steps=1"
 # Faults by rank, exit codes, the committed step: the one after the signal's, since ranks agree in
 # the background.
 SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
@@ -153,20 +155,20 @@ SIGNALS: dict[str, tuple[dict[int, Faults], list[int], int]] = {
 def test_stop_signals(fault_runs: FaultRuns, tmp_path: Path, case: str) -> None:
     planted, codes, step = SIGNALS[case]
     grace_s = 0 if case == "before training" else 30
-    found = wait_and_end_others(fault_runs.start(tmp_path, faults=planted), grace_s=grace_s)
-    assert found == codes, output(tmp_path)
+    world = fault_runs.start(tmp_path, EVERY_STEP, faults=planted)
+    assert wait_and_end_others(world, grace_s=grace_s) == codes, output(tmp_path)
     # A signal during a save takes effect one or two steps later.
     assert step <= newest_step(tmp_path) <= step + (2 if case == "in a save" else 0)
-    fault_runs.assert_resumes_exactly(tmp_path)
+    fault_runs.assert_resumes_exactly(tmp_path, EVERY_STEP)
 
 
 @slow
 def test_preempted_repeatedly(fault_runs: FaultRuns, tmp_path: Path) -> None:
     for attempt in range(4):
         planted = {attempt % 2: [fault("batch", micro_step(3), "SIGTERM")]}
-        assert fault_runs.run(tmp_path, faults=planted) == [75, 75]
+        assert fault_runs.run(tmp_path, EVERY_STEP, faults=planted) == [75, 75]
         assert newest_step(tmp_path) == 4 * (attempt + 1)
-    fault_runs.assert_resumes_exactly(tmp_path)
+    fault_runs.assert_resumes_exactly(tmp_path, EVERY_STEP)
 
 
 # rank, fault, message of the other rank
@@ -238,7 +240,8 @@ def test_step_with_nan_on_one_rank_is_skipped_on_all(
     assert "1 updates skipped" in printed and "on rank 1; samples" in printed
     one = read_state(tmp_path / "rank 1/run")
     skipped = [row["train/skipped_steps"] for row in one.journal if "train/loss" in row]
-    assert skipped == [0] + [1] * 5
+    # At steps 4, 5, 8, 10, 12, 15, 16, 20 and 24.
+    assert skipped == [0] * 2 + [1] * 7
     assert one.progress["engine"]["guard"]["skipped"] == 1
     assert all(bool(tensor.isfinite().all()) for tensor in one.tensors.values())
     assert differences(one, fault_runs.uninterrupted(zero)) != []

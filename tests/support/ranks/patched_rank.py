@@ -28,7 +28,7 @@ from vitscale.data.workers import pool
 # Calls of a training, in the module that looks the name up.
 PLACES = {
     "start": ("vitscale.training.session", "build_engine"),
-    "restore": ("vitscale.training.session", "restore"),
+    "restore": ("vitscale.training.session", "restore_engine"),
     "batch": ("vitscale.training.loop", "TrainingSession._next_batch"),
     "forward": ("vitscale.engine.engine", "Engine.logits"),
     "backward": ("vitscale.engine.engine", "Engine.backward"),

@@ -76,20 +76,6 @@ def test_the_first_step_does_not_count_for_throughput(monkeypatch: pytest.Monkey
     assert [values["vitals/data_wait"] for values in read] == [0.25, 0.5 / 3]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_saved_sums_are_kept_on_any_world_size(
-    monkeypatch: pytest.MonkeyPatch, world_size: int
-) -> None:
-    monkeypatch.setattr(meters, "gather_objects", lambda own: [own])
-    saved, restored = [[3.0, 2.0], [5.0, 4.0]], []
-    for rank in range(world_size):
-        meter = IntervalMeter(CPU)
-        meter.load_state(saved, rank=rank, world_size=world_size)
-        restored += meter.state()
-    assert [sum(column) for column in zip(*restored, strict=True)] == [8.0, 6.0]
-    assert world_size != 2 or restored == saved
-
-
 def test_means_by_name_are_over_ranks_and_finite_values(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meters, "sum_over_ranks", lambda own: 2 * own)  # two equal ranks
     means = IntervalMeans(("a", "b"), CPU)
@@ -98,17 +84,3 @@ def test_means_by_name_are_over_ranks_and_finite_values(monkeypatch: pytest.Monk
     means.add("b", torch.tensor(5.0))
     assert means.read() == {"a": 2.0, "b": 5.0}
     assert all(math.isnan(mean) for mean in means.read().values())
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_saved_means_are_kept_on_any_world_size(
-    monkeypatch: pytest.MonkeyPatch, world_size: int
-) -> None:
-    monkeypatch.setattr(meters, "gather_objects", lambda own: [own])
-    saved, restored = [[[3.0, 2.0], [1.0, 1.0]], [[5.0, 4.0], [0.0, 0.0]]], []
-    for rank in range(world_size):
-        means = IntervalMeans(("a", "b"), CPU)
-        means.load_state(saved, rank=rank, world_size=world_size)
-        restored += means.state()
-    assert torch.tensor(restored).sum(dim=0).tolist() == [[8.0, 6.0], [1.0, 1.0]]
-    assert world_size != 2 or restored == saved

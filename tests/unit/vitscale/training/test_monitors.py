@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from vitscale.config.errors import UserError
+from vitscale.data.order import rank_batches
 from vitscale.data.workers.samples import Unreadable
 from vitscale.engine.guard import Health
 from vitscale.runs.training import TrainingPlan
@@ -17,6 +19,7 @@ from vitscale.training.detectors import (
     UNREADABLE_SHOWN,
     SkippedUpdateMonitor,
     UnreadableSampleMonitor,
+    positions_of_step,
 )
 
 PLAN = TrainingPlan(
@@ -154,3 +157,14 @@ def test_fp16_may_skip_while_it_searches_its_scale() -> None:
     monitor.update(health(9, consecutive=9), loss_scale=1024.0, say=messages.append)
     with pytest.raises(UserError, match="engine.max_skipped_steps"):
         monitor.update(health(10, consecutive=10), loss_scale=1.0, say=messages.append)
+
+
+def test_positions_of_a_micro_batch_are_those_the_rank_reads() -> None:
+    plan = replace(PLAN, global_batch=12, micro_batch=3)
+    step = 3
+    for rank in range(2):
+        batches = rank_batches(start=24, stop=36, rank=rank, world_size=2, micro_batch=3)
+        for number, expected in enumerate(batches):
+            found = positions_of_step(plan, step=step, micro_steps={rank: (number,)})
+            assert found == expected
+    assert positions_of_step(plan, step=step, micro_steps={}) == list(range(24, 36))
