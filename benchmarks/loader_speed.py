@@ -43,7 +43,7 @@ from vitscale.images.decoders import DECODERS, missing
 LEAST_PSNR = 30.0
 PACKAGES = (
     *("torch", "torchvision", "webdataset", "pillow", "simplejpeg", "opencv-python-headless"),
-    *("opencv-python", "nvidia-dali-cuda130", "spdl", "isal"),
+    *("opencv-python", "nvidia-dali-cuda130", "spdl"),
 )
 
 

@@ -31,7 +31,6 @@ OWNERS: dict[str, set[str]] = {
     "webdataset": {"vitscale.data.tars.scan", "vitscale.data.tars.stream"},
     "timm": {"vitscale.models"},
     "sklearn": {"data_prep.images.made.digits"},
-    "isal": {"vitscale.images.png_webp.png"},
     "simplejpeg": {"data_prep.images.convert", "vitscale.images.decoders"},
 }
 # Entries of registries, whose settings need no torch, and checkpoint folders, which are listed

@@ -22,9 +22,8 @@ import torch
 from PIL import Image
 
 from vitscale.config.errors import UserError
-from vitscale.images import crops
+from vitscale.images import crops, webp
 from vitscale.images.crops import MAX_PIXELS, CropBox, CropRequest
-from vitscale.images.png_webp import png, webp
 from vitscale.images.size import rows_and_columns
 
 AUTO = "auto"
@@ -78,31 +77,18 @@ class PillowDecoder:
 
 
 class FastFormatsDecoder(PillowDecoder):
-    """PNG and WebP: sizes from headers, boxes of PNG in C, and WebP with torchvision."""
-
-    def __init__(self, *, allow_avx2: bool = True) -> None:
-        self.allow_avx2 = allow_avx2
+    """WebP with torchvision, other formats with Pillow."""
 
     def size(self, data: bytes) -> tuple[int, int]:
-        size = png.size_of(data, max_pixels=MAX_PIXELS)
-        return size or webp.size_of(data, max_pixels=MAX_PIXELS) or super().size(data)
-
-    def crop(
-        self, data: bytes, request: CropRequest, *, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        pixels = planes_for(request, out)
-        if not decode_png_box(data, request, pixels.numpy(), allow_avx2=self.allow_avx2):
-            return super().crop(data, request, out=out)
-        return pixels if out is None or pixels is out else out.copy_(pixels)
+        return webp.size_of(data, max_pixels=MAX_PIXELS) or super().size(data)
 
     def whole(self, data: bytes) -> torch.Tensor:
-        pixels = png.whole(data, max_pixels=MAX_PIXELS)
-        pixels = webp.whole(data, max_pixels=MAX_PIXELS) if pixels is None else pixels
+        pixels = webp.decode(data, max_pixels=MAX_PIXELS)
         return super().whole(data) if pixels is None else pixels
 
 
 def planes_for(request: CropRequest, out: torch.Tensor | None) -> torch.Tensor:
-    """`out` if the C extensions can fill it, otherwise other memory; uint8 [3, R, C]."""
+    """`out` if the C extension can fill it, otherwise other memory; uint8 [3, R, C]."""
     shape = (3, *rows_and_columns(request.size))
     if out is not None and out.is_contiguous() and out.shape == shape:
         return out
@@ -148,6 +134,9 @@ class SimpleJpegDecoder(FastFormatsDecoder):
 class RegionDecoder(FastFormatsDecoder):
     """Only the box of a JPEG, decoded and resampled row by row by the C extension."""
 
+    def __init__(self, *, allow_avx2: bool = True) -> None:
+        self.allow_avx2 = allow_avx2
+
     def size(self, data: bytes) -> tuple[int, int]:
         if not data.startswith(JPEG_START):
             return super().size(data)
@@ -192,21 +181,6 @@ def decode_region(
         data, corners, out, request.size, *options, request.entry_points
     )
     return used_own
-
-
-def decode_png_box(
-    data: bytes, request: CropRequest, out: np.ndarray, *, allow_avx2: bool = True
-) -> bool:
-    """Decode a box of a PNG into `out`, uint8 [3, R, C]; False if the image is left to Pillow."""
-    assert request.interpolation in INTERPOLATIONS
-    box = png.Box(
-        corners=(request.box.left, request.box.top, request.box.width, request.box.height),
-        cubic=request.interpolation == "bicubic",
-        antialias=request.antialias,
-        flip=request.flip,
-        allow_avx2=allow_avx2,
-    )
-    return png.crop(data, out, box, max_pixels=MAX_PIXELS)
 
 
 DECODERS: dict[str, Callable[[], Decoder]] = {
@@ -267,9 +241,3 @@ def resolve_decoder(name: str) -> str:
             next_step=_NEEDS[name],
         )
     return name
-
-
-def show_decoder(name: str) -> str:
-    """The decoder to use on this machine, and why PNG images are left to Pillow if they are."""
-    used, why = resolve_decoder(name), png.missing()
-    return used if used == "pillow" or why is None else f"{used} (PNG with Pillow: {why})"

@@ -33,7 +33,7 @@ from vitscale.engine.configuration import resolve_compile
 from vitscale.engine.engine import Engine
 from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.models.trained_model import CLASSES_NAME
-from vitscale.images.decoders import show_decoder
+from vitscale.images.decoders import resolve_decoder
 from vitscale.images.size import show_size
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.weights.once_per_node import InitialWeights, load_once_per_node
@@ -279,6 +279,6 @@ def _facts(
         f"{plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "
         f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
         f"ZeRO {run.engine.zero_stage} ({engine.gradient_path}); "
-        f"decoder {show_decoder(run.data.decoder)}; "
+        f"decoder {resolve_decoder(run.data.decoder)}; "
         f"CPU threads per rank: {torch.get_num_threads()}"
     )

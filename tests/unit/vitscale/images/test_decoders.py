@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import random
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
+from tests.support.corpora.image_samples import encoded, png, small_samples
 from tests.support.required import skip_or_fail
 from vitscale.config.errors import UserError
-from vitscale.images import crops, decoders
+from vitscale.images import crops, decoders, webp
 from vitscale.images.crops import CropBox, CropRequest
 from vitscale.images.decoders import DECODERS, resolve_decoder
 
@@ -144,16 +146,12 @@ def test_every_box_holds_the_pixels_of_the_reference(
         assert torch.equal(decoder.crop(data, request), reference(data, request)), name
 
 
-@pytest.mark.parametrize("size", [3, 24, 100])
-@pytest.mark.parametrize("antialias", [False, True])
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_resampling_is_that_of_the_reference(
-    decoder: decoders.Decoder, interpolation: str, antialias: bool, size: int
-) -> None:
-    data, box = encode(picture(WIDTH, HEIGHT), "4:2:0"), CropBox(9, 7, 50, 40)
-    for flip in (False, True):
-        request = plain(box, size=size, interpolation=interpolation, antialias=antialias, flip=flip)
-        assert torch.equal(decoder.crop(data, request), reference(data, request))
+def of_another_format(pixels: np.ndarray, kind: str) -> bytes:
+    form, _, mode = kind.partition(" ")
+    return encoded(Image.fromarray(pixels).convert(mode or "RGB"), form, lossless=True)
+
+
+OTHERS = ("PNG", "PNG L", "PNG RGBA", "PNG LA", "PNG P", "PNG 1", "WEBP", "WEBP RGBA", "JPEG CMYK")
 
 
 @st.composite
@@ -161,62 +159,37 @@ def crop_cases(draw: st.DrawFn) -> tuple[bytes, CropRequest]:
     width, height = draw(st.integers(1, 70)), draw(st.integers(1, 70))
     left, top = draw(st.integers(0, width - 1)), draw(st.integers(0, height - 1))
     box = CropBox(left, top, draw(st.integers(1, width - left)), draw(st.integers(1, height - top)))
-    pixels = picture(
-        width, height, kind=draw(st.sampled_from(["smooth", "noise"])), seed=draw(st.integers(0, 9))
-    )
-    request = CropRequest(
-        box=box,
+    kind, seed = draw(st.sampled_from(["smooth", "noise"])), draw(st.integers(0, 9))
+    pixels = picture(width, height, kind=kind, seed=seed)
+    request = plain(
+        box,
         size=draw(st.integers(1, 70)),
         interpolation=draw(st.sampled_from(["bilinear", "bicubic"])),
         antialias=draw(st.booleans()),
         flip=draw(st.booleans()),
     )
-    return encode(pixels, draw(st.sampled_from(CODINGS))), request
+    coding = draw(st.sampled_from([*CODINGS, *OTHERS]))
+    return (of_another_format if coding in OTHERS else encode)(pixels, coding), request
 
 
 @pytest.mark.parametrize("name", list(FORMS))
 @settings(max_examples=300, deadline=None)
-@given(case=crop_cases())
+@given(case=crop_cases(), is_interleaved=st.booleans())
 def test_any_box_of_any_image_equals_the_reference(
-    name: str, case: tuple[bytes, CropRequest]
+    name: str, case: tuple[bytes, CropRequest], is_interleaved: bool
 ) -> None:
+    """Also in the row of a batch that is given, whatever the layout of its memory."""
     decoder = make(name)
     data, request = case
-    assert torch.equal(decoder.crop(data, request), reference(data, request))
-
-
-def test_only_the_given_row_of_a_batch_is_filled(decoder: decoders.Decoder) -> None:
-    data, box = encode(picture(WIDTH, HEIGHT), "4:4:4"), CropBox(3, 5, 40, 30)
-    batch = torch.full((3, 3, 8, 8), 7, dtype=torch.uint8)
-    for flip in (False, True):
-        found = decoder.crop(data, plain(box, flip=flip), out=batch[1])
-        assert found.data_ptr() == batch[1].data_ptr()
-        assert torch.equal(batch[1], reference(data, plain(box, flip=flip)))
-        assert (batch[[0, 2]] == 7).all()
-
-
-def test_pixels_can_be_written_to_another_memory_layout(decoder: decoders.Decoder) -> None:
-    data, box = encode(picture(WIDTH, HEIGHT), "4:4:4"), CropBox(3, 5, 40, 30)
-    interleaved = torch.zeros((8, 8, 3), dtype=torch.uint8).permute(2, 0, 1)
-    assert decoder.crop(data, plain(box), out=interleaved) is interleaved
-    assert torch.equal(interleaved, reference(data, plain(box)))
-
-
-@pytest.mark.parametrize("form", ["PNG", "WEBP", "CMYK", "grey PNG", "transparent PNG"])
-def test_unsupported_formats_give_the_pixels_of_the_reference(
-    decoder: decoders.Decoder, form: str
-) -> None:
-    image, file = Image.fromarray(picture(WIDTH, HEIGHT)), io.BytesIO()
-    if form == "CMYK":
-        image.convert("CMYK").save(file, "JPEG")
-    elif form == "WEBP":
-        image.save(file, "WEBP")
-    else:
-        mode = {"PNG": "RGB", "grey PNG": "L", "transparent PNG": "RGBA"}[form]
-        image.convert(mode).save(file, "PNG")
-    data, box = file.getvalue(), CropBox(10, 20, 30, 30)
-    assert decoder.size(data) == (WIDTH, HEIGHT)
-    assert torch.equal(decoder.crop(data, plain(box)), reference(data, plain(box)))
+    expected = reference(data, request)
+    assert decoder.size(data) == crops.decode(data).shape[1::-1]
+    assert torch.equal(decoder.crop(data, request), expected)
+    side = request.size
+    batch = torch.full((3, 3, side, side), 7, dtype=torch.uint8)
+    if is_interleaved:
+        batch = batch.contiguous(memory_format=torch.channels_last)
+    assert decoder.crop(data, request, out=batch[1]).data_ptr() == batch[1].data_ptr()
+    assert torch.equal(batch[1], expected) and (batch[[0, 2]] == 7).all()
 
 
 @pytest.mark.parametrize("coding", ["4:2:0", "4:2:0 progressive", "grey", "restarts"])
@@ -253,6 +226,43 @@ def test_damage_gives_pillows_pixels_or_an_error(decoder: decoders.Decoder, codi
             _outcome(d, bytes(broken), box) for d in (decoder, decoders.PillowDecoder())
         )
         assert found == expected or expected == "unreadable"
+
+
+def test_damaged_png_and_webp_are_decided_by_pillow() -> None:
+    rng, decoder = random.Random(0), decoders.SimpleJpegDecoder()
+    samples = [d for n, d in small_samples().items() if n.startswith(("png", "webp"))]
+
+    def whole(read: Callable[[bytes], torch.Tensor], data: bytes) -> object:
+        try:
+            return read(data).tolist()
+        except (OSError, ValueError):
+            return "unreadable"
+
+    for _ in range(600):
+        data = rng.choice(samples)
+        changed = bytearray(data[: rng.choice([len(data), rng.randrange(1, len(data))])])
+        for _ in range(rng.choice([1, 2, 8])):
+            place = rng.randrange(min(rng.choice([60, len(data)]), len(changed)))
+            changed[place] ^= 1 << rng.randrange(8)
+        assert whole(decoder.whole, bytes(changed)) == whole(crops.decode, bytes(changed))
+
+
+def test_ordinary_webp_is_not_left_to_pillow() -> None:
+    """The pixels do not show which decoder was used."""
+    limit = crops.MAX_PIXELS
+    fast = {n for n, d in small_samples().items() if webp.decode(d, max_pixels=limit) is not None}
+    assert fast == {"webp", "webp smooth", "webp lossless", "webp lossless rgba"}
+
+
+@pytest.mark.parametrize("kind", ["png", "webp"])
+def test_a_header_that_claims_too_much_is_refused(kind: str) -> None:
+    decoder, data = decoders.SimpleJpegDecoder(), small_samples()["webp lossless"]
+    data = data[:21] + b"\xff" * 4 + data[25:]
+    if kind == "png":
+        data = png(20_000, 20_000, rows=bytes(1000))
+    for read in (decoder.size, decoder.whole):
+        with pytest.raises((OSError, ValueError)):
+            read(data)
 
 
 @pytest.mark.parametrize("limit", [Image.MAX_IMAGE_PIXELS, None])
