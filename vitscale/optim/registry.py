@@ -22,8 +22,6 @@ class OptimizerKind:
     """Of these tensors together; 4 for each in fp32."""
     counts_steps: bool
     """Whether it also keeps `step`, the number of updates."""
-    non_negative: tuple[str, ...] = ()
-    """Those of `state_names` that never are negative: second moments."""
     needs_whole_tensors: bool = False
     """Whether it needs norms of whole tensors, which ZeRO 1 to 3 shard."""
 
@@ -38,7 +36,6 @@ OPTIMIZERS = {
         state_names=("exp_avg", "exp_avg_sq"),
         bytes_per_parameter=8,
         counts_steps=True,
-        non_negative=("exp_avg_sq",),
     ),
     "sgd": OptimizerKind(
         code="vitscale.optim.sgd",
@@ -51,7 +48,6 @@ OPTIMIZERS = {
         state_names=("exp_avg", "exp_avg_sq"),
         bytes_per_parameter=8,
         counts_steps=True,
-        non_negative=("exp_avg_sq",),
         needs_whole_tensors=True,
     ),
     "lars": OptimizerKind(
