@@ -136,7 +136,7 @@ def test_missing_damaged_and_other_files(tmp_path: Path, safetensors: Path) -> N
         ("none.pth", "cannot be read"),
         ("none.safetensors", "none.safetensors"),
         ("damaged.pth", "is damaged or no file of weights"),
-        ("damaged.safetensors", "is not a safetensors file"),
+        ("damaged.safetensors", "is damaged or no file of weights"),
         ("weights.h5", "is no kind of weight file"),
     ):
         with pytest.raises(UserError, match=message):
