@@ -11,8 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from finetune.exporting.settings import ExportRun
-from finetune.loading.loaded_model import load_model
 from tests.support.corpora.photographs import jpeg, photograph
 from tests.support.ranks.fault_runs import FaultRuns, wait_all
 from tests.support.ranks.warm_ranks import ROOT
