@@ -19,7 +19,7 @@ from tests.contract.tree import (
 
 OWNERS: dict[str, set[str]] = {
     "fsspec": {"vitscale.data.remote.backends"},
-    "deepspeed": {"vitscale.engine.host_waits", "vitscale.engine.layouts"},
+    "deepspeed": {"vitscale.engine.layouts"},
     "mlflow": {
         "vitscale.tracking.mlflow_client",
         "vitscale.tracking.mlflow_run",

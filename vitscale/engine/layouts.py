@@ -3,10 +3,9 @@
 Owns: the state in private parts of DeepSpeed, one class per layout. `PlainLayout`: no ZeRO, whole
 tensors on every rank. `FlatLayout`: ZeRO 1 and 2, one flat fp32 tensor per parameter group, of
 which each rank holds a slice. `PartitionedLayout`: ZeRO 3, each parameter in equal slices.
-Leaves out: what is trained, averaged, saved or compared (`engine`), and how its steps are kept from
-waiting for the device (`host_waits`).
+Leaves out: what is trained, averaged, saved or compared (`engine`).
 
-Written for DeepSpeed 0.19.5 to 0.19.8.
+Written for DeepSpeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -58,8 +57,6 @@ with _kept_out("mlflow"):
         logger as deepspeed_logger,
     )
 
-    from vitscale.engine.host_waits import remove_host_waits
-
 # The state of DeepSpeed's dynamic loss scale.
 LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 # DeepSpeed adds attributes to parameters, hence Any.
@@ -101,7 +98,6 @@ def initialize_deepspeed(
         config=config | {"gradient_clipping": 0.0},
         dist_init_required=False,
     )
-    remove_host_waits(engine, dtype=dtype)
     _cast_fixed_tables(engine.module)
     return engine
 
@@ -122,11 +118,11 @@ def _cast_fixed_tables(model: nn.Module) -> None:
 def destroy_deepspeed(engine: Any) -> None:
     """Remove DeepSpeed's hooks, and what would keep the model alive after its engine."""
     engine.destroy()
-    # ZeRO 3 adds the model once and never removes it (seen in 0.19.8).
+    # ZeRO 3 adds the model once and never removes it.
     stack = parameter_offload.FWD_MODULE_STACK
     stack[:] = [module for module in stack if module is not engine.module]
     # A cache of ZeRO 3's class has the coordinator, which knows all parameters, and every module as
-    # keys; its decorator hides it. A release without this cache needs nothing here.
+    # keys; its decorator hides it.
     method = vars(PartitionedParameterCoordinator).get(
         "_PartitionedParameterCoordinator__params_to_release"
     )
@@ -276,7 +272,7 @@ class FlatLayout(Layout):
 
     def link_states(self) -> None:
         # DeepSpeed does so once, inside the first step and after the first parameter group only,
-        # when later groups have no state yet (seen in 0.19.8): their moments would stay unknown.
+        # when later groups have no state yet: their moments would stay unknown.
         self._wrapper._hp_optimizer_states_linked = False
         self._wrapper._lazy_init_hp_params_optimizer_state()
 

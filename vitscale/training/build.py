@@ -22,6 +22,7 @@ from vitscale.engine.attention import use_attention
 from vitscale.engine.configuration import deepspeed_config, resolve_compile, resolve_precision
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
+from vitscale.engine.probe import check_nan_is_skipped
 from vitscale.evaluation.interface.evaluation import FILES, Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.models.interface.architecture import Architecture
@@ -146,6 +147,7 @@ def build_engine(
         raw=run.deepspeed,
     )
     try:
+        check_nan_is_skipped(config, world=world, dtype=dtype)
         return Engine(
             model,
             optimizer=build_optimizer(groups, settings=run.optim, device=world.device),

@@ -11,11 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime.zero import stage3, stage_1_and_2
 
+from vitscale.config.errors import UserError
 from vitscale.distributed.world import World, process_group
 from vitscale.engine.configuration import deepspeed_config
 from vitscale.engine.engine import Engine, ReadPart
 from vitscale.engine.layouts import FlatLayout, PartitionedLayout, PlainLayout
+from vitscale.engine.probe import check_nan_is_skipped
 from vitscale.engine.settings import EngineSettings
 from vitscale.optim.settings import EmaSettings
 
@@ -54,16 +57,9 @@ class Model(torch.nn.Module):
         return hidden if output == "features" else self.head(hidden)
 
 
-def new_engine(
-    world: World,
-    stage: int,
-    *,
-    optimizer: str = "sgd",
-    clip_norm: float | None = None,
-    accumulation: int = 1,
-    ema: EmaSettings | None = None,
-    model: Model | None = None,
-) -> Engine:
+def deepspeed_settings(
+    stage: int, *, accumulation: int = 1, clip_norm: float | None = None
+) -> dict[str, Any]:
     config = deepspeed_config(
         EngineSettings(zero_stage=0),
         micro_batch=2,
@@ -76,6 +72,20 @@ def new_engine(
     )
     # One rank of its own does not get stage 1, which has nothing to shard.
     config["zero_optimization"]["stage"] = stage
+    return config
+
+
+def new_engine(
+    world: World,
+    stage: int,
+    *,
+    optimizer: str = "sgd",
+    clip_norm: float | None = None,
+    accumulation: int = 1,
+    ema: EmaSettings | None = None,
+    model: Model | None = None,
+) -> Engine:
+    config = deepspeed_settings(stage, accumulation=accumulation, clip_norm=clip_norm)
     model = model or Model()
     groups: list[dict[str, Any]] = [
         {"params": list(model.trunk.parameters()), "lr_scale": 0.5},
@@ -177,6 +187,27 @@ def test_update_that_is_not_finite_is_skipped(world: World, stage: int, bad: flo
     health = engine.health()
     assert (health.skipped, health.consecutive) == (1, 0)
     assert engine.optimizer_steps() == 2
+
+
+def test_a_nan_in_a_gradient_is_seen(world: World, stage: int) -> None:
+    config = deepspeed_settings(stage, accumulation=2)
+    check_nan_is_skipped(config, world=world, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_release_that_hides_a_nan_is_refused(
+    world: World, stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 0.19.8 a group with a NaN had a norm of -1, and the norm of all was finite."""
+
+    def combined(norms: list[torch.Tensor], **_: Any) -> torch.Tensor:
+        return torch.stack(norms).norm()
+
+    for module in (stage_1_and_2, stage3):
+        monkeypatch.setattr(module, "is_invalid_grad_norm", lambda norm: False)
+        monkeypatch.setattr(module, "combine_grad_norm_groups", combined)
+    with pytest.raises(UserError, match=r"DeepSpeed .* updates weights although a gradient is NaN"):
+        check_nan_is_skipped(deepspeed_settings(stage), world=world, dtype=torch.float32)
 
 
 def test_average_decays_at_every_step(world: World, stage: int) -> None:
