@@ -57,6 +57,7 @@ from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
 from vitscale.distributed.world import World, process_group
 from vitscale.engine.device_batches import DeviceBatches
+from vitscale.engine.settings import BUCKET_ELEMENTS
 from vitscale.models.costs import memory_estimate, train_flops_per_image
 from vitscale.training.meters import peak_flops
 
@@ -202,7 +203,7 @@ class Bench:
             micro_batch=task.batch,
             activation_checkpointing=engine.activation_checkpointing,
             optimizer_bytes=task.run.optim.state_bytes_per_parameter,
-            bucket_elements=engine.reduce_bucket_elements,
+            bucket_elements=BUCKET_ELEMENTS,
             costs=objective,
         )
         peak = torch.cuda.max_memory_allocated(self.world.device) if self.on_gpu else 0

@@ -24,6 +24,7 @@ from vitscale.data.remote.urls import Location, location_of
 from vitscale.data.settings import TrainingShards
 from vitscale.data.tars.labels import TarLabels
 from vitscale.data.training_set import select
+from vitscale.engine.settings import BUCKET_ELEMENTS, reduces_in_fp32
 from vitscale.models.costs import MemoryEstimate, memory_estimate
 from vitscale.optim.schedules import ENDLESS
 from vitscale.runs.data_prep import DataPrepRun
@@ -342,9 +343,9 @@ def peak_memory(
         precision=precision,
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
-        reduces_in_fp32=run.engine.reduce_precision == "fp32",
-        bucket_elements=run.engine.reduce_bucket_elements,
-        overlaps=run.engine.overlap_comm and run.launch.gpus_per_node > 0 and world_size > 1,
+        reduces_in_fp32=reduces_in_fp32(precision, world_size=world_size),
+        bucket_elements=BUCKET_ELEMENTS,
+        overlaps=run.launch.gpus_per_node > 0 and world_size > 1,
         activation_checkpointing=run.engine.activation_checkpointing,
         optimizer_bytes=run.optim.state_bytes_per_parameter,
         costs=objective,

@@ -7,14 +7,15 @@ over it (`settings`), everything that runs (`engine`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.engine.settings import EngineSettings
+from vitscale.engine.settings import BUCKET_ELEMENTS, EngineSettings, reduces_in_fp32
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # Doubled after 1000 updates without overflow, halved at the second overflow in a row.
 FP16 = {
     "enabled": True,
@@ -47,16 +48,11 @@ def resolve_precision(settings: EngineSettings, device: torch.device) -> torch.d
     return DTYPES[wanted]
 
 
-def resolve_compile(
-    settings: EngineSettings, device: torch.device
-) -> Literal["blocks", "model"] | None:
-    """What to compile."""
-    wanted = settings.compile
-    if wanted == "auto":
-        wanted = device.type == "cuda" and settings.zero_stage < 3
-    if not wanted:
-        return None
-    return "model" if wanted == "model" else "blocks"
+def resolve_compile(settings: EngineSettings, device: torch.device) -> bool:
+    """Whether to compile the blocks."""
+    if settings.compile == "auto":
+        return device.type == "cuda" and settings.zero_stage < 3
+    return settings.compile
 
 
 def deepspeed_config(
@@ -79,8 +75,7 @@ def deepspeed_config(
     """
     zero = raw.get("zero_optimization")
     stage: int = settings.zero_stage
-    alone = world_size == 1 and dtype == torch.float32 and stage in (1, 2)
-    if alone and not settings.offload_optimizer and not zero:
+    if world_size == 1 and dtype == torch.float32 and stage in (1, 2) and not zero:
         # Nothing to shard, but DeepSpeed would copy all weights and gradients at every step.
         stage = 0
     config: dict[str, Any] = {
@@ -94,22 +89,17 @@ def deepspeed_config(
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": stage,
-            "overlap_comm": settings.overlap_comm and torch.cuda.is_available() and world_size > 1,
-            "reduce_bucket_size": settings.reduce_bucket_elements,
-            "use_multi_rank_bucket_allreduce": settings.reduce_to == "all",
+            "overlap_comm": torch.cuda.is_available() and world_size > 1,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
             # Release weights after use. By default they stay until 10^9 others are used: all of
             # them, from the forward to the end of the backward pass.
             "stage3_max_reuse_distance": 0,
         },
     }
-    config |= _precision(settings, dtype, accumulation=accumulation)
-    if settings.reduce_precision == "fp32":
+    sums_fp32 = reduces_in_fp32(NAMES[dtype], world_size=world_size)
+    config |= _precision(settings, dtype, accumulation=accumulation, reduces_in_fp32=sums_fp32)
+    if sums_fp32 and dtype != torch.float32:
         config["communication_data_type"] = "fp32"
-    if settings.offload_optimizer:
-        # torch's own optimiser updates on the CPU; DeepSpeed's would have to be compiled.
-        config["zero_force_ds_cpu_optimizer"] = False
-        offload = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-        config["zero_optimization"]["offload_optimizer"] = offload
     config = _merged(config, raw)
     if stage in (1, 2):
         # DeepSpeed frees a gradient larger than the bucket while its reduction still reads it (ZeRO
@@ -120,7 +110,7 @@ def deepspeed_config(
 
 
 def _precision(
-    settings: EngineSettings, dtype: torch.dtype, *, accumulation: int
+    settings: EngineSettings, dtype: torch.dtype, *, accumulation: int, reduces_in_fp32: bool
 ) -> dict[str, Any]:
     if dtype == torch.float32:
         return {}
@@ -131,8 +121,7 @@ def _precision(
     sums = {"data_types": {"grad_accum_dtype": "fp32"}}
     if dtype == torch.float16:
         return {"fp16": dict(FP16), **sums}
-    lossless = accumulation <= 2 and settings.reduce_precision == "auto"
-    if lossless and settings.zero_stage == 1 and not settings.offload_optimizer:
+    if settings.zero_stage == 1 and accumulation <= 2 and not reduces_in_fp32:
         # Gradients are rounded to bf16 before they are sent. One is that already, and the sum of
         # two has the same bits whether it is rounded now or then: no copy in fp32.
         sums = {"data_types": {"grad_accum_dtype": "bf16"}}

@@ -162,11 +162,6 @@ class Engine:
         return self._guard.health(accumulation=self._accumulation)
 
     @property
-    def gradient_path(self) -> str:
-        """How gradients reach the optimiser, for the log."""
-        return self._layout.gradient_path()
-
-    @property
     def loss_scale(self) -> float | None:
         """Factor on losses in fp16; None in other precisions."""
         return float(self._engine.optimizer.loss_scale) if self.dtype == torch.float16 else None

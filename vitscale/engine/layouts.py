@@ -63,11 +63,6 @@ LOSS_SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 Named = Iterable[tuple[str, Any]]
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` and the like."""
-    return str(dtype).removeprefix("torch.")
-
-
 def initialize_deepspeed(
     model: nn.Module,
     *,
@@ -175,15 +170,6 @@ class Layout(ABC):
     def shape(self, parameter: Any) -> torch.Size:
         """The shape of the whole parameter."""
         return parameter.shape
-
-    def gradient_path(self) -> str:
-        """DeepSpeed's wrapper, the dtypes in which gradients are summed, and when."""
-        accumulated, sent = self._engine.get_data_types()[1], self._engine.communication_data_type
-        overlaps = getattr(self._wrapper, "overlap_comm", False)
-        return (
-            f"{type(self._wrapper).__name__}: gradients summed in {dtype_name(accumulated)}, over "
-            f"ranks in {dtype_name(sent)} {'during' if overlaps else 'after'} the backward pass"
-        )
 
     def measure_norm(self) -> None:  # noqa: B027  # does nothing here
         """Called before an update. ZeRO's optimisers measure the norm themselves."""

@@ -29,6 +29,14 @@ OWNED_RAW_KEYS = {
 }
 
 
+# Elements of a gradient bucket, which is at least the largest parameter. DeepSpeed's default, 5e8,
+# exceeds all of ViT-L: one bucket, no overlap with the backward pass.
+BUCKET_ELEMENTS = 25_000_000
+# More ranks sum gradients in fp32. In bf16 the error of the mean is 0.8 % at 64 ranks, 1.9 % at 256
+# and 34 % at 1,024 (simulated: a ring, with noise as large as the signal).
+MAX_RANKS_IN_HALF = 64
+
+
 class EngineSettings(Section):
     """Precision, ZeRO, memory and the limits after which ranks end."""
 
@@ -39,41 +47,14 @@ class EngineSettings(Section):
     for GPUs without bf16, under ZeRO 1 to 3. auto: bf16 on GPU, fp32 on CPU."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What ZeRO shards over ranks: 1 optimiser states, 2 + gradients, 3 + parameters."""
-    offload_optimizer: bool = False
-    """Keep fp32 master weights and optimiser states in host memory and update them there: less GPU
-    memory, slower. ZeRO 1 to 3. Uses torch's CPU kernels; nothing is compiled."""
     max_micro_batch: int = Field(default=64, gt=0)
     """Most images one rank takes through one forward pass; accumulation follows from it."""
-    reduce_bucket_elements: int = Field(default=25_000_000, gt=0)
-    """Gradient bucket; at least the largest parameter. DeepSpeed's default, 5e8, exceeds all of
-    ViT-L: one bucket, no overlap."""
-    reduce_to: Literal["all", "owners"] = "all"
-    """Ranks that get the sums of gradients under ZeRO 1 and 2. owners: those that update with them,
-    which sends a third less in more, slower messages; see docs/benchmarks.md, gradients in bf16."""
-    overlap_comm: bool = True
-    """Reduce gradients while the backward pass runs (GPU only, ZeRO 1 to 3)."""
-    reduce_precision: Literal["auto", "fp32"] = "auto"
-    """Precision in which gradients are summed over ranks. auto: that of the forward pass. fp32:
-    twice the traffic; the error of a sum in bf16 grows with the ranks, so for more than 256."""
     activation_checkpointing: bool = False
     """Recompute block activations in the backward pass: less memory, about a third more FLOPs."""
-    compile: bool | Literal["auto", "model"] = "auto"
-    """Compile with torch.compile, and pixel normalisation too. true: each block; model: the whole
-    forward pass as one, which takes longer to compile. Minutes at the first start, then from
-    `compile_cache`. Not with ZeRO 3, whose hooks break the blocks apart. auto: blocks, on GPU. On
-    CPU it needs a C++ compiler."""
-    compile_cache: str | None = None
-    """Private folder for compiled code on the disk of each node; null: in a SLURM job vitscale-UID
-    in $TMPDIR or /tmp, else ~/.cache/vitscale/compiled, without a seed. The variable
-    TORCHINDUCTOR_CACHE_DIR overrides it."""
-    compile_seed: str | None = None
-    """Archive of compiled code: written once, after the first compilation, and unpacked on nodes
-    whose `compile_cache` is empty; null: compiled.tar in the run folder."""
-    patch_embedding: Literal["convolution", "matmul"] = "convolution"
-    """How patches become tokens, with the same weights: matmul multiplies flattened patches."""
-    attention: Literal["auto", "flash", "cudnn", "efficient", "math"] = "auto"
-    """Kernels of attention on GPU. auto: torch's choice; the fastest depends on the number of
-    tokens. Any other is used alone; where it cannot run, the first step fails."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile each block and pixel normalisation with torch.compile, which takes minutes on a new
+    node. Not with ZeRO 3, whose hooks break the blocks apart. auto: on GPU. On CPU it needs a C++
+    compiler."""
     timeout_min: float = Field(default=10.0, gt=0)
     """A collective that takes longer ends the run, and so does a rank without a heartbeat or whose
     checkpoint write stalls."""
@@ -86,6 +67,11 @@ class EngineSettings(Section):
     num_threads: int | None = Field(default=None, gt=0)
     """CPU threads per rank; null: those of its SLURM task, else the usable cores divided among the
     ranks of the node; at most OMP_NUM_THREADS."""
+
+
+def reduces_in_fp32(precision: str, *, world_size: int) -> bool:
+    """Whether gradients are summed over ranks in fp32. precision: bf16, fp16 or fp32."""
+    return precision == "fp32" or world_size > MAX_RANKS_IN_HALF
 
 
 def raw_problems(raw: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -84,9 +84,9 @@ def memory_estimate(
     """Bytes one rank needs at its peak: model states after ZeRO plus activations.
 
     optimizer_bytes: per parameter (`OptimSettings.state_bytes_per_parameter`).
-    accumulation: micro-batches of an update; reduces_in_fp32: `engine.reduce_precision`;
-    bucket_elements: `engine.reduce_bucket_elements`; overlaps: whether buckets are reduced during
-    the backward pass.
+    accumulation: micro-batches of an update; reduces_in_fp32: whether gradients are sent in fp32;
+    bucket_elements: of a gradient bucket; overlaps: whether buckets are reduced during the backward
+    pass.
     costs: an objective that adds to the model; None: the model alone.
     frozen_bytes: weights that are not trained, such as a teacher's; no stage shards them.
     ZeRO stage 1 spreads master weights and optimiser states over the ranks, stage 2 gradients too,

@@ -1,7 +1,6 @@
 """What gradients add to the memory of a rank, as DeepSpeed's wrappers hold them.
 
-From their sources (0.19.8, runtime/zero and runtime/engine.py). A test counts the same in live
-engines (tests/support/engine/gradient_checks.py). Needs no torch.
+From their sources (0.19.8, runtime/zero and runtime/engine.py). Needs no torch.
 """
 
 from __future__ import annotations

@@ -26,7 +26,6 @@ from vitscale.data.settings import (
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.evaluation.registry import EVALUATIONS, EvaluationSettings
 from vitscale.models.registry import ModelSettings
-from vitscale.optim.registry import OPTIMIZERS
 from vitscale.optim.schedules import (
     ScheduleSettings,
     cooldown_steps,
@@ -112,19 +111,13 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
         yield ("data.mixture", "shares of 0.999 or more together leave nothing for data.path")
     if min(data.std) <= 0:
         yield ("data.std", f"{data.std} must be positive")
-    if engine.compile in (True, "model") and engine.zero_stage == 3:
+    if engine.compile is True and engine.zero_stage == 3:
         yield ("engine.compile", "ZeRO 3's hooks break blocks apart; use auto, or zero_stage<=2")
     if engine.precision in ("bf16", "fp16") and engine.device == "cpu":
         what = f"{engine.precision} is for GPUs"
         yield ("engine.precision", f"{what}; use fp32 (or auto) with engine.device=cpu")
     if engine.zero_stage == 0 and engine.precision == "fp16":
         yield ("engine.precision", "fp16 keeps its loss scale in ZeRO 1 to 3; set zero_stage=1")
-    if engine.zero_stage == 0 and engine.offload_optimizer:
-        what = "ZeRO 0 has no optimiser of DeepSpeed's that could keep its states elsewhere"
-        yield ("engine.offload_optimizer", f"{what}; set engine.zero_stage to 1, 2 or 3")
-    if engine.offload_optimizer and OPTIMIZERS[run.optim.name].needs_whole_tensors:
-        what = f"{run.optim.name} runs under ZeRO 0 only, which cannot offload"
-        yield ("engine.offload_optimizer", f"{what}; set it to false")
     names = [evaluation.name for evaluation in run.evaluate or ()]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")

@@ -5,6 +5,7 @@ Leaves out: their order at the start of a run (`session`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +17,9 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex
 from vitscale.data.loader import Batch, open_loader, training_batches
 from vitscale.data.training_set import TrainingSet
+from vitscale.distributed.private_folder import private_folder
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import World
-from vitscale.engine.attention import use_attention
 from vitscale.engine.configuration import deepspeed_config, resolve_compile, resolve_precision
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
@@ -26,9 +27,7 @@ from vitscale.engine.probe import check_nan_is_skipped
 from vitscale.evaluation.interface.evaluation import FILES, Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.models.interface.architecture import Architecture
-from vitscale.models.interface.compilation import compile_forward
 from vitscale.models.registry import MODELS
-from vitscale.models.vit.patch_embedding import multiply_patches
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.training.objective import Objective
@@ -111,15 +110,12 @@ def choose_kernels(run: TrainingRun, model: nn.Module, device: torch.device) -> 
     family = MODELS[run.model.name].load()
     if run.engine.activation_checkpointing:
         family.checkpoint_activations(model)
-    if run.engine.patch_embedding == "matmul":
-        multiply_patches(model)
-    use_attention(run.engine.attention)
     compiled = resolve_compile(run.engine, device)
-    if compiled == "blocks":
+    if compiled:
+        # Compiled code is executed; the folder that torch would choose may be another user's.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(private_folder() / "compiled"))
         family.compile_blocks(model)
-    elif compiled == "model":
-        compile_forward(model)
-    return compiled is not None
+    return compiled
 
 
 def build_engine(

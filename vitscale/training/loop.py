@@ -27,7 +27,6 @@ from vitscale.distributed.failures.heartbeat import Heartbeat
 from vitscale.distributed.preemption import PreemptionFlag
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import World
-from vitscale.engine.compile_cache import CompileCache
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
 from vitscale.evaluation.interface.evaluation import FILES
@@ -83,7 +82,6 @@ class TrainingSession:
     log: IntervalLog
     preemption: PreemptionFlag
     heartbeat: Heartbeat
-    compile_cache: CompileCache | None
     """Until its seed is written; None: there is none to write."""
     start_step: int
     lr: float = 0.0
@@ -177,11 +175,6 @@ class TrainingSession:
     def _write_log(self, done: int) -> None:
         self._report(self.store.take_committed())
         self.log.write(done, lr=self.lr, engine=self.engine, metrics=self.objective.metrics())
-        if self.compile_cache is not None and self.world.is_first:
-            # The metrics were summed over ranks, so all have compiled.
-            if (said := self.compile_cache.write_seed()) is not None:
-                self.log.progress.message(said)
-            self.compile_cache = None
 
     def _evaluate(self, done: int, *, is_last: bool) -> None:
         self.heartbeat.mark("evaluating")

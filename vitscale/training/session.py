@@ -28,8 +28,6 @@ from vitscale.distributed.world import (
     gather_objects,
     process_group,
 )
-from vitscale.engine.compile_cache import CompileCache, open_compile_cache
-from vitscale.engine.configuration import resolve_compile
 from vitscale.engine.engine import Engine
 from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.models.trained_model import CLASSES_NAME
@@ -106,9 +104,6 @@ def _open(
     key = compatibility_key(run, arch, data, objective=objective.settings.name)
     check_resumable(run, checkpoint, key | objective.compatibility(), plan)
     _end_if_finished(run, plan, world, start_step)
-    compile_cache = _compile_cache(run, world)
-    if compile_cache is not None:
-        messages.append(compile_cache.message)
     model = build_model(run, objective, arch)
     if initial_weights is not None and checkpoint is None:
         messages += load_once_per_node(
@@ -144,7 +139,6 @@ def _open(
         preemption=stack.enter_context(PreemptionFlag(world)),
         batches=stack.enter_context(open_batches(run, plan, data, world, step=start_step)),
         heartbeat=heartbeat,
-        compile_cache=compile_cache,
         start_step=start_step,
     )
 
@@ -163,10 +157,6 @@ def _end_if_finished(run: TrainingRun, plan: TrainingPlan, world: World, step: i
         raise SystemExit(0)
 
 
-def _compile_cache(run: TrainingRun, world: World) -> CompileCache | None:
-    if resolve_compile(run.engine, world.device) is None:
-        return None
-    return open_compile_cache(run.engine, run_folder=Path(run.folder), device=world.device)
 
 
 def _join(settings: EngineSettings) -> AbstractContextManager[World]:
@@ -278,7 +268,7 @@ def _facts(
         f"at {show_size(arch.image_size)} px, "
         f"{plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "
         f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
-        f"ZeRO {run.engine.zero_stage} ({engine.gradient_path}); "
+        f"ZeRO {run.engine.zero_stage}; "
         f"decoder {resolve_decoder(run.data.decoder)}; "
         f"CPU threads per rank: {torch.get_num_threads()}"
     )

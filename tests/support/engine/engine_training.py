@@ -36,14 +36,13 @@ def new_engine(
     recipe: Recipe = ADAMW,
     dtype: torch.dtype = torch.float32,
     compiler: str | None = None,
-    offload: bool = False,
 ) -> Engine:
     vit = new_model(recipe)
     if compiler is not None:
         checkpoint_activations(vit)
         compile_blocks(vit, backend=compiler)
     config = deepspeed_config(
-        EngineSettings(zero_stage=stage, offload_optimizer=offload),  # type: ignore[arg-type]  # 0 to 3
+        EngineSettings(zero_stage=stage),  # type: ignore[arg-type]  # 0 to 3
         micro_batch=BATCH // ACCUMULATION // world.world_size,
         accumulation=ACCUMULATION,
         world_size=world.world_size,

@@ -241,9 +241,6 @@ def main() -> None:
             results[f"averaged {stage}"] = averaged(world, stage=stage, plain=short)
         for stage in (1, 2):  # DeepSpeed has other wrappers there than in fp32
             results[f"left out bf16 {stage}"] = left_out(world, stage=stage, dtype=torch.bfloat16)
-        for stage in (1, 3):
-            offloaded = new_engine(world, stage=stage, offload=True)
-            results[f"offloaded {stage}"] = engine_losses(offloaded, world, start=0, stop=10)
         for stage in (0, 1, 2, 3):
             results[f"full {stage}"] = full_precision(world, stage=stage)
         results["fp16"] = loss_scaled(world)

@@ -17,14 +17,14 @@ def config(
     stage: int = 1,
     accumulation: int = 3,
     largest_parameter: int = 1,
+    world_size: int = 2,
     raw: dict[str, Any] | None = None,
-    **settings: Any,
 ) -> Any:
     return deepspeed_config(
-        EngineSettings(zero_stage=stage, **settings),  # type: ignore[arg-type]  # 0 to 3
+        EngineSettings(zero_stage=stage),  # type: ignore[arg-type]  # 0 to 3
         micro_batch=4,
         accumulation=accumulation,
-        world_size=2,
+        world_size=world_size,
         largest_parameter=largest_parameter,
         clip_norm=0.5,
         dtype=dtype,
@@ -38,25 +38,27 @@ def test_half_precision_accumulates_gradients_in_fp32(dtype: torch.dtype, stage:
     assert config(dtype, stage=stage)["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
-@pytest.mark.parametrize("stage, accumulation, settings, expected", [
-    (1, 1, {}, "bf16"),
-    (1, 2, {}, "bf16"),
-    (1, 3, {}, "fp32"),
-    (2, 1, {}, "fp32"),
-    (1, 1, {"reduce_precision": "fp32"}, "fp32"),
-    (1, 1, {"offload_optimizer": True}, "fp32"),
+@pytest.mark.parametrize("stage, accumulation, world_size, expected", [
+    (1, 1, 2, "bf16"),
+    (1, 2, 64, "bf16"),
+    (1, 3, 2, "fp32"),
+    (2, 1, 2, "fp32"),
+    (1, 1, 65, "fp32"),
 ])  # fmt: skip
 def test_gradients_of_two_micro_batches_are_summed_in_bf16(
-    stage: int, accumulation: int, settings: dict[str, Any], expected: str
+    stage: int, accumulation: int, world_size: int, expected: str
 ) -> None:
     """At stage 1, where nothing is lost by it."""
-    found = config(torch.bfloat16, stage=stage, accumulation=accumulation, **settings)
+    found = config(torch.bfloat16, stage=stage, accumulation=accumulation, world_size=world_size)
     assert found["data_types"] == {"grad_accum_dtype": expected}
 
 
-def test_reduction_in_fp32_is_a_setting() -> None:
-    assert "communication_data_type" not in config(torch.bfloat16)
-    found = config(torch.bfloat16, reduce_precision="fp32")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_more_than_64_ranks_sum_gradients_in_fp32(dtype: torch.dtype, stage: int) -> None:
+    """In bf16 a sum over 1,024 ranks loses a third of the mean gradient."""
+    assert "communication_data_type" not in config(dtype, stage=stage, world_size=64)
+    found = config(dtype, stage=stage, world_size=65)
     assert found["communication_data_type"] == "fp32"
 
 
@@ -78,16 +80,8 @@ def test_batch_and_clipping_are_those_of_the_run() -> None:
 @pytest.mark.parametrize("raw", [{}, {"zero_optimization": {"reduce_bucket_size": 50}}])
 def test_bucket_holds_the_largest_parameter(stage: int, raw: dict[str, Any]) -> None:
     """The gradient of a larger one is freed while it is still being reduced."""
-    found = config(
-        torch.bfloat16, stage=stage, reduce_bucket_elements=100, largest_parameter=101, raw=raw
-    )
-    assert found["zero_optimization"]["reduce_bucket_size"] == 101
-
-
-def test_sums_of_gradients_reach_all_ranks_or_their_owners() -> None:
-    for reduce_to, expected in (("all", True), ("owners", False)):
-        zero = config(torch.bfloat16, reduce_to=reduce_to)["zero_optimization"]
-        assert zero["use_multi_rank_bucket_allreduce"] is expected
+    found = config(torch.bfloat16, stage=stage, largest_parameter=10**8, raw=raw)
+    assert found["zero_optimization"]["reduce_bucket_size"] == 10**8
 
 
 def test_throughput_timer_is_off() -> None:
@@ -110,17 +104,15 @@ def test_raw_keys_are_merged_over_the_generated_ones() -> None:
 @pytest.mark.parametrize(
     "compiled, device, stage, expected",
     [
-        ("auto", "cuda", 1, "blocks"),
-        ("auto", "cuda", 3, None),
-        ("auto", "cpu", 1, None),
-        (True, "cpu", 1, "blocks"),
-        ("model", "cuda", 2, "model"),
-        (False, "cuda", 1, None),
+        ("auto", "cuda", 1, True),
+        ("auto", "cuda", 3, False),
+        ("auto", "cpu", 1, False),
+        (True, "cpu", 1, True),
+        (False, "cuda", 1, False),
     ],
 )
-def test_what_is_compiled(
-    compiled: Any, device: str, stage: Any, expected: str | None, monkeypatch: pytest.MonkeyPatch
+def test_blocks_are_compiled_on_a_gpu(
+    compiled: Any, device: str, stage: Any, expected: bool
 ) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "anywhere")
     settings = EngineSettings(compile=compiled, zero_stage=stage)
     assert resolve_compile(settings, torch.device(device)) == expected

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from vitscale.config.errors import UserError
 from vitscale.models.vit.model import ViT, build_model
-from vitscale.models.vit.patch_embedding import multiply_patches, resize_patch_embedding
+from vitscale.models.vit.patch_embedding import resize_patch_embedding
 from vitscale.models.vit.settings import ViTSettings
 from vitscale.models.weights.transfer import transfer_weights
 
@@ -129,27 +129,3 @@ def test_another_patch_size_is_refused_unless_allowed() -> None:
     with pytest.raises(UserError) as caught:
         moved(model_of(), width=32, resize_patches=False)
     assert "init_patch" not in str(caught.value)
-
-
-@pytest.mark.parametrize("size", [16, 18, (16, 20)])
-def test_matrix_product_equals_the_convolution(size: int | tuple[int, int]) -> None:
-    """Logits and all gradients, also where the last pixels fill no patch."""
-    options = {"image_size": size, "allow_unused_pixels": True}
-    convolution, product = model_of(**options), model_of(**options)
-    multiply_patches(product)
-    images = normal(3, 3, *(size if isinstance(size, tuple) else (size, size)))
-    losses = [model(images).square().mean() for model in (convolution, product)]
-    for loss in losses:
-        loss.backward()
-    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)
-    ours, theirs = dict(product.named_parameters()), dict(convolution.named_parameters())
-    assert list(ours) == list(theirs) and ours.keys() == product.state_dict().keys()
-    for name, parameter in ours.items():
-        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-4, atol=1e-5)
-
-
-def test_matrix_product_runs_no_convolution(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = model_of()
-    multiply_patches(model)
-    monkeypatch.setattr(torch.nn.Conv2d, "_conv_forward", None)
-    assert model(normal(2, 3, 16, 16)).shape == (2, 5)

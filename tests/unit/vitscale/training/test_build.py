@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
-from torch.backends import cuda
 
 from pretrain.run import PretrainRun
-from vitscale.engine.attention import use_attention
+from vitscale.config.errors import UserError
+from vitscale.distributed.private_folder import private_folder
 from vitscale.models.vit.model import ViT, build_model
-from vitscale.models.vit.patch_embedding import PatchProduct
 from vitscale.models.vit.settings import ViTSettings
 from vitscale.training.build import choose_kernels
 
@@ -31,31 +34,25 @@ def chosen(**engine: object) -> tuple[ViT, bool]:
     return model, choose_kernels(run, model, torch.device("cpu"))
 
 
-def compiled_parts(model: ViT) -> tuple[bool, bool]:
-    """Whether the forward pass, and whether a block, will be compiled."""
-    return "forward" in vars(model), model.blocks[0]._compiled_call_impl is not None
-
-
 def test_nothing_is_chosen_on_a_cpu_by_default() -> None:
     model, compiled = chosen()
-    assert compiled_parts(model) == (False, False) and not compiled
-    assert not isinstance(model.patch_embed.proj, PatchProduct)
+    assert model.blocks[0]._compiled_call_impl is None and not compiled
 
 
-def test_patches_and_attention_are_those_of_the_settings() -> None:
-    try:
-        model, _ = chosen(patch_embedding="matmul", attention="math")
-        assert isinstance(model.patch_embed.proj, PatchProduct)
-        assert cuda.math_sdp_enabled() and not cuda.flash_sdp_enabled()
-    finally:
-        use_attention("auto")
-
-
-@pytest.mark.parametrize("setting, expected", [(True, (False, True)), ("model", (True, False))])
-def test_blocks_or_the_model_are_compiled(
-    setting: object, expected: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
+def test_blocks_are_compiled_in_a_private_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "anywhere")
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)  # which imports the compiler
-    model, compiled = chosen(compile=setting)
-    assert compiled_parts(model) == expected and compiled
+    model, compiled = chosen(compile=True)
+    assert model.blocks[0]._compiled_call_impl is not None and compiled
+    folder = Path(os.environ.pop("TORCHINDUCTOR_CACHE_DIR")).parent
+    assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o770)
+    with pytest.raises(UserError, match="not a folder that only you can use"):
+        private_folder()
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(UserError, match="not a folder that only you can use"):
+        private_folder()
