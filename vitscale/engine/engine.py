@@ -74,7 +74,9 @@ class Engine:
         # DeepSpeed rounds the parameters before it copies them; these stay as they are.
         initial = [parameter.data for parameter in model.parameters()]
         stage = int(config["zero_optimization"]["stage"])
-        self._engine = initialize_deepspeed(model, optimizer=optimizer, config=config, dtype=dtype)
+        self._engine = initialize_deepspeed(
+            model, optimizer=optimizer, config=config, device=world.device
+        )
         self._layout = layout_of(self._engine, world, zero_stage=stage)
         self._remainders: HeadRemainders | None = None
         if dtype != torch.float32 and stage > 0:

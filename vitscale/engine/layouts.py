@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -68,7 +69,7 @@ def initialize_deepspeed(
     *,
     optimizer: torch.optim.Optimizer,
     config: dict[str, Any],
-    dtype: torch.dtype,
+    device: torch.device,
 ) -> Any:
     """The DeepSpeed engine, which neither clips nor checks gradients; the guard does both."""
     deepspeed_logger.setLevel(logging.WARNING)
@@ -87,14 +88,27 @@ def initialize_deepspeed(
     # In bf16 with sums of gradients in fp32 DeepSpeed would take another wrapper at stage 1: no
     # overlap, one all-reduce of everything, fp32 gradients never freed (`BF16_Optimizer`).
     deepspeed_engine.BFLOAT16 = deepspeed_engine.ZERO_OPTIMIZATION
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        optimizer=optimizer,
-        config=config | {"gradient_clipping": 0.0},
-        dist_init_required=False,
-    )
+    with _gpu_as_local_rank(device):
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=optimizer,
+            config=config | {"gradient_clipping": 0.0},
+            dist_init_required=False,
+        )
     _cast_fixed_tables(engine.module)
     return engine
+
+
+@contextmanager
+def _gpu_as_local_rank(device: torch.device) -> Iterator[None]:
+    """DeepSpeed takes LOCAL_RANK for the number of the GPU: 0 for a task that sees one GPU."""
+    own = os.environ["LOCAL_RANK"]
+    if device.index is not None:
+        os.environ["LOCAL_RANK"] = str(device.index)
+    try:
+        yield
+    finally:
+        os.environ["LOCAL_RANK"] = own
 
 
 def _cast_fixed_tables(model: nn.Module) -> None:

@@ -101,6 +101,12 @@ def test_update_not_finite_on_one_rank_is_skipped_on_all(
     assert after_three == [[3, 0, 9, []], [3, 0, 9, []]]
 
 
+def test_a_task_that_sees_one_gpu_trains_on_it(results: dict[str, Any]) -> None:
+    """DeepSpeed took the local rank for its number: 1 on the second rank, which has GPU 0 alone."""
+    assert results["devices"]["chosen"] == [["0", "0", "0", "cpu"]] * 2
+    assert results["devices"]["local_rank"] == ["0", "1"]
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_average_of_weights_equals_a_manual_one(results: dict[str, Any], stage: int) -> None:
     found = results[f"averaged {stage}"]

@@ -7,9 +7,11 @@ the middle, runs bf16, leaves out updates that are not finite, and averages weig
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -82,6 +84,19 @@ def left_out(world: World, *, stage: int, dtype: torch.dtype = torch.float32) ->
         for ranked in health
     ]
     return {"losses": losses, "nothing_changed": same, "health": rows}
+
+
+def chosen_devices(world: World) -> dict[str, object]:
+    """Numbers of the GPU that DeepSpeed chooses where each task sees one GPU alone."""
+    chosen: list[object] = []
+    accelerator, alone = get_accelerator(), replace(world, device=torch.device("cpu", 0))
+    with patch.object(accelerator, "set_device", lambda device: chosen.append(str(device))):
+        for stage in (0, 1, 3):
+            new_engine(alone, stage=stage)
+    return {
+        "chosen": gather_objects(chosen),
+        "local_rank": gather_objects(os.environ["LOCAL_RANK"]),
+    }
 
 
 def averaged(world: World, *, stage: int, plain: Plain) -> dict[str, object]:
@@ -243,6 +258,7 @@ def main() -> None:
             results[f"left out bf16 {stage}"] = left_out(world, stage=stage, dtype=torch.bfloat16)
         for stage in (0, 1, 2, 3):
             results[f"full {stage}"] = full_precision(world, stage=stage)
+        results["devices"] = chosen_devices(world)
         results["fp16"] = loss_scaled(world)
         if world.is_first:
             print("RESULTS " + json.dumps(results), flush=True)
