@@ -45,6 +45,7 @@ with _kept_out("mlflow"):
     import deepspeed
     from deepspeed.accelerator import get_accelerator
     from deepspeed.runtime import engine as deepspeed_engine
+    from deepspeed.runtime import torch_autocast
     from deepspeed.runtime.zero import parameter_offload
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
     from deepspeed.utils import (
@@ -88,6 +89,8 @@ def initialize_deepspeed(
     # In bf16 with sums of gradients in fp32 DeepSpeed would take another wrapper at stage 1: no
     # overlap, one all-reduce of everything, fp32 gradients never freed (`BF16_Optimizer`).
     deepspeed_engine.BFLOAT16 = deepspeed_engine.ZERO_OPTIMIZATION
+    # A stage 0 with autocast sets it for good; later engines would sum gradients in bf16.
+    torch_autocast.TORCH_AUTOCAST_INITIALIZED = False
     with _gpu_as_local_rank(device):
         engine, *_ = deepspeed.initialize(
             model=model,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime import torch_autocast
 from deepspeed.runtime.zero import stage3, stage_1_and_2
 
 from vitscale.config.errors import UserError
@@ -208,6 +209,15 @@ def test_a_release_that_hides_a_nan_is_refused(
         monkeypatch.setattr(module, "combine_grad_norm_groups", combined)
     with pytest.raises(UserError, match=r"DeepSpeed .* updates weights although a gradient is NaN"):
         check_nan_is_skipped(deepspeed_settings(stage), world=world, dtype=torch.float32)
+
+
+def test_autocast_ends_with_its_engine(world: World) -> None:
+    """DeepSpeed remembers it for all later engines, which sum gradients in another precision."""
+    config = deepspeed_settings(0) | {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+    check_nan_is_skipped(config, world=world, dtype=torch.bfloat16)
+    assert torch_autocast.is_autocast_initialized()
+    new_engine(world, 1)
+    assert not torch_autocast.is_autocast_initialized()
 
 
 def test_average_decays_at_every_step(world: World, stage: int) -> None:
