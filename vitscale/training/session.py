@@ -157,8 +157,6 @@ def _end_if_finished(run: TrainingRun, plan: TrainingPlan, world: World, step: i
         raise SystemExit(0)
 
 
-
-
 def _join(settings: EngineSettings) -> AbstractContextManager[World]:
     return process_group(
         device=settings.device,
