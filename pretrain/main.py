@@ -3,7 +3,7 @@
     deepspeed --num_gpus 2 pretrain/main.py --config configs/demo/pretrain.yaml optim.lr=1e-3
     python pretrain/main.py --config configs/demo/pretrain.yaml
 
-The same command again resumes the run (`checkpoint.resume: auto`).
+The same command again resumes the run.
 """
 
 from __future__ import annotations

@@ -124,7 +124,6 @@ def data_settings(run: EvaluateRun, loaded: LoadedModel) -> DataSettings:
         val_split=run.data.val_split,
         global_batch=run.compute.batch,
         num_workers=run.data.num_workers,
-        timeout_s=run.data.timeout_s,
         remote=run.data.remote,
         **loaded.preprocessing.data_values(),
     )

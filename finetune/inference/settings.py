@@ -30,8 +30,6 @@ class EvaluationData(Section):
     """Split that the metrics are of."""
     num_workers: int = Field(default=2, ge=0)
     """Loader processes per rank."""
-    timeout_s: float = Field(default=25.0, gt=0)
-    """The command ends with an error if a loader process gives no batch for this long."""
     remote: RemoteSettings = RemoteSettings()
 
 

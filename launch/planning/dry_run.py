@@ -19,14 +19,13 @@ from launch.jobs.submission import sbatch_text
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
 from vitscale.config.loader import run_to_yaml
-from vitscale.data.index import MANIFEST_NAME, Manifest, read_manifest, read_split
+from vitscale.data.index import MANIFEST_NAME, Manifest, SplitIndex, read_manifest, read_split
+from vitscale.data.index_keys import ChosenByKey
 from vitscale.data.remote.urls import Location, location_of
-from vitscale.data.settings import TrainingShards
 from vitscale.data.tars.labels import TarLabels
 from vitscale.data.training_set import select
 from vitscale.engine.settings import BUCKET_ELEMENTS, reduces_in_fp32
 from vitscale.models.costs import MemoryEstimate, memory_estimate
-from vitscale.optim.schedules import ENDLESS
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.training.objective import check_evaluations, check_objective
@@ -65,8 +64,8 @@ def data_facts(run: TrainingRun) -> DataFacts:
                 where="data.train_split",
                 allowed=", ".join(manifest.splits),
             )
-        mixed_in = [_taken_of(run, part, where) for where, part in _parts(run)[1:]]
-        num_taken = _num_taken(run, run.data, split.num_samples, where="data")
+        mixed_in = [_num_mixed_in(run, part.path) for part in run.data.mixture]
+        num_taken = _num_taken(run, split.num_samples)
         return _facts(
             run,
             num_taken,
@@ -106,26 +105,24 @@ def _facts(
     )
 
 
-def _parts(run: TrainingRun) -> list[tuple[str, TrainingShards]]:
-    """(key, settings) of `data` and of each part of its mixture."""
-    mixed_in = enumerate(run.data.mixture)
-    return [("data", run.data), *((f"data.mixture[{i}]", part) for i, part in mixed_in)]
+def _num_mixed_in(run: TrainingRun, path: str) -> int | None:
+    """Samples of a part of the mixture; None if this machine cannot see its shards."""
+    manifest = _manifest(run, location_of(path))
+    split = None if manifest is None else manifest.splits.get(run.data.train_split)
+    return None if split is None else split.num_samples
 
 
-def _taken_of(run: TrainingRun, part: TrainingShards, where: str) -> int | None:
-    """Samples of a part of a mixture; None if this machine cannot see its shards."""
-    manifest = _manifest(run, location_of(part.path))
-    split = None if manifest is None else manifest.splits.get(part.train_split)
-    return None if split is None else _num_taken(run, part, split.num_samples, where=where)
+def _num_taken(run: TrainingRun, num_samples: int) -> int:
+    """As many of `data.path` as `vitscale.data.training_set` takes; reads labels if it must."""
+    if not run.data.only_classes and run.data.only_keys is None:
+        return run.data.num_first(num_samples)
+    return _selected(run)[0].num_samples
 
 
-def _num_taken(run: TrainingRun, part: TrainingShards, num_samples: int, *, where: str) -> int:
-    """As many as `vitscale.data.training_set` takes; reads labels if it must."""
-    if not part.only_classes and part.only_keys is None:
-        return part.num_first(num_samples)
-    folder = location_of(part.path)
-    index = read_split(folder, split=part.train_split, remote_settings=run.data.remote)
-    return select(index, part, where=where)[0].num_samples
+def _selected(run: TrainingRun) -> tuple[SplitIndex, ChosenByKey | None]:
+    folder = location_of(run.data.path)
+    index = read_split(folder, split=run.data.train_split, remote_settings=run.data.remote)
+    return select(index, run.data)
 
 
 def _share(run: TrainingRun) -> str:
@@ -149,7 +146,8 @@ def check_data(run: PretrainRun | FinetuneRun) -> None:
     """Raise UserError for a job whose training images are unknown or lack what it needs."""
     facts = data_facts(run)
     if facts.num_samples is None:
-        parts = [(where, part.path) for where, part in _parts(run)]
+        parts = [("data", run.data.path)]
+        parts += [(f"data.mixture[{i}]", part.path) for i, part in enumerate(run.data.mixture)]
         where, path = next(
             (each for each in parts if _manifest(run, location_of(each[1])) is None), parts[0]
         )
@@ -271,13 +269,10 @@ def known_plan(run: TrainingRun, facts: DataFacts, *, world_size: int) -> Traini
 
 
 def _key_rows(run: TrainingRun) -> Rows:
-    """What each `only_keys` chooses; nothing of shards that this machine cannot see."""
-    for where, part in _parts(run):
-        folder = location_of(part.path)
-        if part.only_keys is None or _manifest(run, folder) is None:
-            continue
-        index = read_split(folder, split=part.train_split, remote_settings=run.data.remote)
-        yield "keys", f"{select(index, part, where=where)[1]}, {part.only_keys.path}"
+    """What `only_keys` chooses; nothing of shards that this machine cannot see."""
+    if run.data.only_keys is None or _manifest(run, location_of(run.data.path)) is None:
+        return
+    yield "keys", f"{_selected(run)[1]}, {run.data.only_keys}"
 
 
 def _plan_rows(run: TrainingRun, facts: DataFacts, plan: TrainingPlan) -> Rows:
@@ -292,7 +287,7 @@ def _plan_rows(run: TrainingRun, facts: DataFacts, plan: TrainingPlan) -> Rows:
         rate += f" to a tenth at steps {', '.join(f'{step:,}' for step in steps)}"
     elif plan.cooldown_steps:
         rate += f" until step {plan.total_steps - plan.cooldown_steps:,}, then cooled down"
-    if run.schedule.decay not in (*ENDLESS, "drops") or plan.cooldown_steps:
+    if run.schedule.decay not in ("constant", "drops") or plan.cooldown_steps:
         rate += f" to {run.schedule.final_lr:g} at step {plan.total_steps:,}"
     yield "learning rate", rate
 

@@ -103,7 +103,7 @@ def _data(run: LaunchableRun) -> Iterator[Check]:
             check_data(run)
         planned = run.data.planned_num_samples
         wanted.add((run.data.path, run.data.train_split))
-        wanted |= {(part.path, part.train_split) for part in run.data.mixture}
+        wanted |= {(part.path, run.data.train_split) for part in run.data.mixture}
         if run.data.dev_percent:
             wanted.discard((run.data.path, run.data.val_split))
     found = []

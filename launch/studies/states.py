@@ -21,8 +21,8 @@ from vitscale.config.section import Run
 # Changing these changes where and how fast a run trains, not its result.
 WITHOUT_EFFECT = (
     *("name", "output", "launch", "tracking", "checkpoint"),
-    *("data.num_workers", "data.timeout_s", "data.remote", "data.planned_num_samples"),
-    *("engine.num_threads", "engine.timeout_min", "engine.init_timeout_min"),
+    *("data.num_workers", "data.remote", "data.planned_num_samples"),
+    *("engine.num_threads", "engine.timeout_min"),
     *("engine.max_micro_batch", "engine.profile_steps"),
 )
 MAX_CHANGES = 5

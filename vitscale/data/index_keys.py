@@ -19,7 +19,8 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, SplitIndex, read_columns, read_manifest
 from vitscale.data.remote.index import RangeFile
 from vitscale.data.remote.urls import Url
-from vitscale.data.settings import KeyList
+
+KEY = "data.only_keys"
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -34,7 +35,7 @@ class ChosenByKey:
     sha256: str
     """Hash of the chosen rows of the stored split; the same for every file that lists them."""
     num_listed: int
-    """Different keys of the file, of those with a sufficient score."""
+    """Different keys of the file."""
     num_missing: int
     """Keys that no sample of the stored split has."""
     num_before: int
@@ -48,14 +49,14 @@ class ChosenByKey:
         )
 
 
-def choose_by_key(index: SplitIndex, listed: KeyList, *, where: str) -> ChosenByKey:
-    """The samples of an index whose keys are listed.
+def choose_by_key(index: SplitIndex, path: str) -> ChosenByKey:
+    """The samples of an index whose keys a text file lists.
 
     Raises UserError if the file cannot be read, or no sample has one of its keys.
     """
     import pyarrow.compute as pc
 
-    wanted = _listed_keys(listed, where=where)
+    wanted = _listed_keys(path)
     manifest = read_manifest(index.folder, remote_settings=index.remote_settings)
     table = read_columns(
         index.folder, manifest, index.split, ["key"], remote_settings=index.remote_settings
@@ -68,10 +69,10 @@ def choose_by_key(index: SplitIndex, listed: KeyList, *, where: str) -> ChosenBy
         examples = f"such as {keys[0].as_py()!r}"
         raise UserError(
             f"none of the {index.num_samples:,} samples has one of the {len(wanted):,} keys of "
-            f"{listed.path}" + (f", such as {wanted[0].as_py()!r}" if len(wanted) else ""),
-            where=f"{where}.only_keys",
+            f"{path}" + (f", such as {wanted[0].as_py()!r}" if len(wanted) else ""),
+            where=KEY,
             allowed=f"keys of {index.split!r} of {index.folder}, {examples}",
-            next_step="correct the file, the column or the threshold",
+            next_step="correct the file",
         )
     digest = hashlib.sha256(stored[rows].astype("<i8").tobytes()).hexdigest()
     num_found = len(pc.unique(keys.filter(pc.is_in(keys, value_set=wanted))))
@@ -84,39 +85,22 @@ def choose_by_key(index: SplitIndex, listed: KeyList, *, where: str) -> ChosenBy
     )
 
 
-def _listed_keys(listed: KeyList, *, where: str) -> pa.Array:
-    """large_string: the different keys of a file. Raises UserError."""
+def _listed_keys(path: str) -> pa.Array:
+    """large_string: the different lines of a file. Raises UserError."""
     import pyarrow as pa
     import pyarrow.compute as pc
-    import pyarrow.parquet as pq
 
-    path = Path(listed.path).expanduser()
+    file = Path(path).expanduser()
     try:
-        if not listed.is_parquet:
-            text = pa.array([path.read_bytes().decode("utf-8")], pa.large_string())
-            lines = pc.utf8_rtrim(pc.split_pattern(text, "\n").flatten(), "\r")
-            return pc.unique(lines.filter(pc.not_equal(lines, "")))
-        names = [listed.column] + ([listed.score] if listed.score is not None else [])
-        found = pq.ParquetFile(path).schema_arrow.names
-        for name in names:
-            if name not in found:
-                key = "column" if name == listed.column else "score"
-                raise UserError(
-                    f"no column {name!r} in {path}",
-                    where=f"{where}.only_keys.{key}",
-                    allowed=", ".join(found[:20]),
-                )
-        table = pq.read_table(path, columns=names)
-        if listed.score is not None:
-            scores = table.column(listed.score).cast(pa.float64())
-            table = table.filter(pc.greater_equal(scores, listed.at_least))
-        return pc.unique(table.column(listed.column).cast(pa.large_string()).drop_null())
-    except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
+        text = pa.array([file.read_bytes().decode("utf-8")], pa.large_string())
+    except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"{path} cannot be read ({error})",
-            where=f"{where}.only_keys.path",
-            allowed="UTF-8 text with one key per line, or Parquet with a column of keys",
+            f"{file} cannot be read ({error})",
+            where=KEY,
+            allowed="UTF-8 text with one key per line",
         ) from None
+    lines = pc.utf8_rtrim(pc.split_pattern(text, "\n").flatten(), "\r")
+    return pc.unique(lines.filter(pc.not_equal(lines, "")))
 
 
 def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:

@@ -31,6 +31,8 @@ from vitscale.data.workers.process import fill_batch
 from vitscale.data.workers.samples import Samples, Unreadable
 from vitscale.images.size import ImageSize, rows_and_columns
 
+# A run ends with an error if a loader process gives no batch for this long.
+TIMEOUT_S = 300.0
 # How long the end of a loader waits for the thread that pins memory.
 CLOSE_S = 1.0
 # Copies of batches whose memory is used again.
@@ -168,7 +170,7 @@ def batches_of(
 def open_loader(loader: Loader) -> Iterator[Iterator[Batch]]:
     """Iterate over a loader, once. Its workers start to fill batches at once.
 
-    Raises WorkerError, naming the worker, if one dies or gives no batch for `data.timeout_s`, and
+    Raises WorkerError, naming the worker, if one dies or gives no batch for `TIMEOUT_S`, and
     RankError for what a worker cannot read. The end of the block waits for no worker.
     """
     if loader.settings.num_workers == 0:
@@ -179,7 +181,7 @@ def open_loader(loader: Loader) -> Iterator[Iterator[Batch]]:
         loader.positions,
         batch=loader.batch,
         num_workers=loader.settings.num_workers,
-        timeout_s=loader.settings.timeout_s,
+        timeout_s=TIMEOUT_S,
     )
     try:
         if loader.pin_memory:

@@ -61,7 +61,7 @@ def draw_blend(settings: MixingSettings, key: int, *, image_size: ImageSize) -> 
     """Mixup or CutMix, and how much: a function of `key`."""
     random = CounterRandom(key)
     mixup, cutmix = settings.mixup_alpha, settings.cutmix_alpha
-    switched = random.uniform() < settings.switch_probability
+    switched = random.uniform() < 0.5
     if mixup is not None and (cutmix is None or not switched):
         share = symmetric_beta(mixup, random)
         # The larger share, as in AugReg. Each image of a pair is the main one once, so the smaller

@@ -271,7 +271,7 @@ class StreamedSamples(Samples):
         raise UserError(
             f"{len(unreadable)} samples in a row cannot be read, the last: {unreadable[-1].error}",
             where=unreadable[-1].shard,
-            next_step="check data.train_split, data.webdataset.label and the storage",
+            next_step="check data.train_split and the storage",
         )
 
 

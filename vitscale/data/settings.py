@@ -22,32 +22,23 @@ class MixingSettings(Section):
     mixup_alpha: float | None = Field(default=None, gt=0)
     """Mixing weights come from Beta(alpha, alpha); null: no Mixup. AugReg 0.2 to 0.8, DeiT 0.8."""
     cutmix_alpha: float | None = Field(default=None, gt=0)
-    """Area shares come from Beta(alpha, alpha); null: no CutMix. DeiT 1."""
-    switch_probability: float = Field(default=0.5, ge=0, le=1)
-    """With both: probability of CutMix."""
+    """Area shares come from Beta(alpha, alpha); null: no CutMix. With both, one of the two is drawn
+    each time. DeiT 1."""
     mode: Literal["batch", "pair"] = "batch"
     """batch: one draw per global batch, as in AugReg. pair: one draw per two images."""
 
 
-class KeyList(Section):
-    """Keys of the samples to train on."""
+class MixedInShards(Section):
+    """A further set of shards and its share of the samples."""
 
     path: str
-    """Text file with one key per line, or Parquet file (`.parquet`)."""
-    column: str = "key"
-    """Parquet: column of keys."""
-    score: str | None = None
-    """Parquet: column of numbers; null: all keys of the file."""
-    at_least: float | None = None
-    """Smallest score of a key that is taken."""
-
-    @property
-    def is_parquet(self) -> bool:
-        return self.path.endswith(".parquet")
+    """Shard folder or its URL; training reads `train_split` of it, too."""
+    share: float = Field(ge=0.001, le=0.999)
+    """Share of all samples seen."""
 
 
-class TrainingShards(Section):
-    """One set of shards, or a part of it."""
+class DataSettings(Section):
+    """Which samples, in what batches, and how images become tensors."""
 
     path: str
     """Shard folder written by data_prep/make_shards.py (with index.parquet and manifest.json), or
@@ -59,25 +50,9 @@ class TrainingShards(Section):
     subset; tars indexed in place keep their own order."""
     only_classes: tuple[str, ...] = Field(default=(), strict=False)
     """Only samples of these classes; labels do not change. Empty: all classes."""
-    only_keys: KeyList | None = None
-    """Only samples whose keys a file lists, or scores high enough; chosen after `first_percent` and
-    `only_classes`. The shards stay as they are. null: all keys."""
-
-    def num_first(self, num_samples: int) -> int:
-        """Samples of `first_percent`."""
-        return math.ceil(num_samples * self.first_percent / 100)
-
-
-class MixedInShards(TrainingShards):
-    """A further set of shards and its share of the samples."""
-
-    share: float = Field(ge=0.001, le=0.999)
-    """Share of all samples seen."""
-
-
-class DataSettings(TrainingShards):
-    """Which samples, in what batches, and how images become tensors."""
-
+    only_keys: str | None = None
+    """Text file with one key per line: only these samples, of those that `first_percent` and
+    `only_classes` leave. The shards stay as they are. null: all keys."""
     reader: Literal["index", "webdataset"] = "index"
     """index: shards with an index, in an order that resumes exactly on any layout. webdataset: tars
     that nobody indexed, streamed by the webdataset library; a resume is not exact. `path` is their
@@ -85,7 +60,8 @@ class DataSettings(TrainingShards):
     `train-{000000..000146}.tar`."""
     webdataset: WebdatasetSettings = WebdatasetSettings()
     mixture: tuple[MixedInShards, ...] = Field(default=(), strict=False)
-    """Further sets with the same label map; `path` provides the remaining samples."""
+    """Further sets with the same label map; `path` provides the remaining samples. The settings
+    above that choose samples are for `path`."""
     views: int = Field(default=1, gt=0, le=16)
     """Repeated augmentation: number of differently augmented views per sample. DeiT: 3. All are in
     one global batch if `global_batch` is a multiple of 64 * views."""
@@ -104,8 +80,6 @@ class DataSettings(TrainingShards):
     """Loader processes per rank. The batches do not depend on it."""
     decoder: str = "auto"
     """region, simplejpeg, pillow, or auto: the first of these that works on this machine."""
-    timeout_s: float = Field(default=25.0, gt=0)
-    """The run ends with an error if a loader process gives no batch for this long."""
     remote: RemoteSettings = RemoteSettings()
     max_unreadable_fraction: float = Field(default=0.001, ge=0, le=1)
     """Unreadable training samples are replaced by others; the run ends if more than this share of
@@ -144,6 +118,10 @@ class DataSettings(TrainingShards):
     std: tuple[float, float, float] = Field(default=(0.5, 0.5, 0.5), strict=False)
     """0.5 / 0.5 maps pixels to [-1, 1], as in the ViT paper's code; DeiT uses ImageNet's values."""
 
+    def num_first(self, num_samples: int) -> int:
+        """Samples of `first_percent`."""
+        return math.ceil(num_samples * self.first_percent / 100)
+
     def num_dev(self, num_samples: int) -> int:
         """Samples of `dev_percent`, of those that `path` provides.
 
@@ -181,32 +159,12 @@ class DataSettings(TrainingShards):
 
 
 def remote_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
-    """URLs that are not allowed, and a `patience_s` that exceeds the timeout of a worker."""
+    """URLs that are not allowed."""
     paths = [("data.path", data.path), *(("data.mixture", part.path) for part in data.mixture)]
     for key, path in paths:
         problem = url_problem(path) if is_url(path) else None
         if problem is not None:
             yield (key, problem)
-    if data.remote.patience_s >= data.timeout_s and any(is_url(path) for _, path in paths):
-        yield (
-            "data.remote.patience_s",
-            f"{data.remote.patience_s:g} s: must be below data.timeout_s ({data.timeout_s:g} s), "
-            "after which a worker counts as hung",
-        )
-
-
-def selection_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
-    """Scores without a threshold, and scores of a text file."""
-    parts = {"data": data.only_keys} | {
-        f"data.mixture[{number}]": part.only_keys for number, part in enumerate(data.mixture)
-    }
-    for where, listed in parts.items():
-        if listed is None:
-            continue
-        if (listed.score is None) != (listed.at_least is None):
-            yield (f"{where}.only_keys", "give both score and at_least, or neither")
-        if not listed.is_parquet and (listed.score is not None or listed.column != "key"):
-            yield (f"{where}.only_keys.path", f"{listed.path!r}: only a .parquet file has columns")
 
 
 def reader_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
@@ -218,10 +176,6 @@ def reader_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
         return
     if tars.num_samples is None:
         yield ("data.webdataset.num_samples", "missing; data.reader=webdataset cannot count them")
-    if tars.num_classes is not None and tars.class_names is not None:
-        yield ("data.webdataset", "give num_classes or class_names, not both")
-    if tars.label != "cls" and not (tars.label.startswith("json:") and tars.label[5:]):
-        yield ("data.webdataset.label", f"{tars.label!r} is not one of cls, json:FIELD")
     names = ("first_percent", "only_classes", "only_keys", "mixture", "dev_percent", "views")
     for name in (*names, "planned_num_samples"):
         if getattr(data, name) != DataSettings.model_fields[name].default:
@@ -250,11 +204,6 @@ def augment_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
     key, policy = "data.augment", augment.randaugment
     if augment.three_augment and policy is not None:
         yield (f"{key}.three_augment", "replaces RandAugment; remove one of the two")
-    if augment.three_augment and augment.color_jitter is not None:
-        yield (
-            f"{key}.color_jitter",
-            "three_augment includes a jitter of 0.3; remove one of the two",
-        )
     for name in ("magnitude_std", "fill", "interpolation"):
         default = RandAugmentSettings.model_fields[name].default
         if policy is None or policy.policy != "augreg" or getattr(policy, name) == default:
@@ -263,11 +212,3 @@ def augment_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
         yield (f"{key}.randaugment.{name}", text)
     if policy is not None and policy.policy == "timm" and policy.magnitude > 10:
         yield (f"{key}.randaugment.magnitude", f"{policy.magnitude}: policy timm allows at most 10")
-    if augment.erasing is not None:
-        for name, (low, high), bound in (
-            ("area", augment.erasing.area, 1.0),
-            ("aspect", augment.erasing.aspect, math.inf),
-        ):
-            if not 0 < low <= high <= bound:
-                text = f"({low}, {high}) is not an increasing pair above 0, at most {bound}"
-                yield (f"{key}.erasing.{name}", text)

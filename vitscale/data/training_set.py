@@ -21,8 +21,8 @@ from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrde
 from vitscale.data.remote.index import open_remote_shards
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.urls import Url, location_of
-from vitscale.data.settings import DataSettings, TrainingShards
-from vitscale.data.tars.labels import TarLabels
+from vitscale.data.settings import DataSettings
+from vitscale.data.tars.labels import LABEL_SUFFIX, TarLabels
 from vitscale.data.tars.names import tars_of_split
 from vitscale.data.tars.scan import scan_tars
 from vitscale.data.tars.stream import StreamedTars
@@ -44,8 +44,8 @@ class TrainingSet:
     """None for streamed tars, which have no positions."""
     dev: SplitIndex | None = None
     """The samples that `data.dev_percent` holds out; no part has them."""
-    key_hashes: tuple[str | None, ...] = ()
-    """For each part the hash of the rows that `only_keys` chose; None: not set."""
+    key_hash: str | None = None
+    """Hash of the rows that `only_keys` chose; None: not set."""
     streamed: StreamedTars | None = None
     """With `reader: webdataset`."""
 
@@ -59,13 +59,12 @@ def open_training_set(
     """
     if settings.is_streamed:
         return _streamed_set(settings)
-    remote_settings = settings.remote
-    whole, key_hash = _read_part(settings, remote_settings, where="data", check_files=check_files)
+    whole, chosen = select(_read_part(settings, check_files=check_files), settings)
     first, dev = _cut(whole, settings.num_dev(whole.num_samples))
-    parts, key_hashes = [first], [key_hash]
+    parts = [first]
     for number, mixed_in in enumerate(settings.mixture):
         where = f"data.mixture[{number}]"
-        part, key_hash = _read_part(mixed_in, remote_settings, where=where, check_files=check_files)
+        part = _read_part(settings, mixed_in.path, where=where, check_files=check_files)
         if part.label_map_sha256 != parts[0].label_map_sha256:
             raise UserError(
                 f"its label map has {_classes(part)} and differs from that of {settings.path}, "
@@ -74,8 +73,7 @@ def open_training_set(
                 next_step="prepare both with the same labels.space",
             )
         parts.append(part)
-        key_hashes.append(key_hash)
-    _check_cache(parts, remote_settings)
+    _check_cache(parts, settings.remote)
     shares = [round(mixed_in.share * MILLION) for mixed_in in settings.mixture]
     order = TrainingOrder(
         parts=tuple(
@@ -93,7 +91,7 @@ def open_training_set(
         parts=tuple(parts),
         order=order,
         dev=dev,
-        key_hashes=tuple(key_hashes),
+        key_hash=None if chosen is None else chosen.sha256,
     )
 
 
@@ -159,11 +157,10 @@ def _streamed_set(settings: DataSettings) -> TrainingSet:
         tars=tuple(tars),
         labels=TarLabels.of(settings.webdataset),
         num_samples=settings.webdataset.num_samples,
-        shuffle=settings.webdataset.shuffle,
         remote_settings=settings.remote,
     )
     names = [str(tar).rpartition("/")[2] for tar in tars]
-    facts = [names, settings.webdataset.label, streamed.num_samples, streamed.labels.sha256]
+    facts = [names, LABEL_SUFFIX, streamed.num_samples, streamed.labels.sha256]
     text = json.dumps(["webdataset", *facts])
     return TrainingSet(
         num_samples=streamed.num_samples,
@@ -186,24 +183,23 @@ def _cut(whole: SplitIndex, num_dev: int) -> tuple[SplitIndex, SplitIndex | None
 
 
 def _read_part(
-    settings: TrainingShards, remote_settings: RemoteSettings, *, where: str, check_files: bool
-) -> tuple[SplitIndex, str | None]:
-    """What a part reads, and the hash of what `only_keys` chose."""
-    folder = location_of(settings.path, where=f"{where}.path")
-    index = read_split(
-        folder,
+    settings: DataSettings,
+    path: str | None = None,
+    *,
+    where: str = "data",
+    check_files: bool,
+) -> SplitIndex:
+    """The training split of a set of shards; path None: of `data.path`."""
+    return read_split(
+        location_of(path or settings.path, where=f"{where}.path"),
         split=settings.train_split,
-        key=f"{where}.train_split",
-        remote_settings=remote_settings,
+        key="data.train_split",
+        remote_settings=settings.remote,
         check_files=check_files,
     )
-    index, by_key = select(index, settings, where=where)
-    return index, None if by_key is None else by_key.sha256
 
 
-def select(
-    index: SplitIndex, settings: TrainingShards, *, where: str
-) -> tuple[SplitIndex, ChosenByKey | None]:
+def select(index: SplitIndex, settings: DataSettings) -> tuple[SplitIndex, ChosenByKey | None]:
     """The samples that `first_percent`, `only_classes` and `only_keys` leave of a split, and what
     `only_keys` did."""
     if settings.first_percent < 100:
@@ -213,21 +209,21 @@ def select(
         if not index.classes:
             raise UserError(
                 f"the shards of {settings.path} have no labels",
-                where=f"{where}.only_classes",
+                where="data.only_classes",
                 next_step="remove it, or set the path to labelled shards",
             )
-        labels = [_label(name, index, where=where) for name in settings.only_classes]
+        labels = [_label(name, index) for name in settings.only_classes]
         rows = np.flatnonzero(np.isin(index.label, labels))
         if not len(rows):
             raise UserError(
                 f"none of the {index.num_samples} samples has one of these classes",
-                where=f"{where}.only_classes",
+                where="data.only_classes",
                 next_step="choose other classes, or a larger first_percent",
             )
         index = index.subset(rows, name=f"labels {sorted(set(labels))}")
     if settings.only_keys is None:
         return index, None
-    by_key = choose_by_key(index, settings.only_keys, where=where)
+    by_key = choose_by_key(index, settings.only_keys)
     return by_key.index, by_key
 
 
@@ -254,12 +250,12 @@ def _classes(index: SplitIndex) -> str:
     return f"{len(index.classes)} classes (the first is {index.classes[0]!r})"
 
 
-def _label(name: str, index: SplitIndex, *, where: str) -> int:
+def _label(name: str, index: SplitIndex) -> int:
     if name not in index.classes:
         like = nearest(name, index.classes)
         raise UserError(
             f"no class {name!r}" + (f"; did you mean {like!r}?" if like else ""),
-            where=f"{where}.only_classes",
+            where="data.only_classes",
             allowed=f"class names in {index.folder / 'manifest.json'}, such as "
             f"{index.classes[0]!r}",
         )

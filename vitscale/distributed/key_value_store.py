@@ -61,7 +61,6 @@ def rendezvous(*, rank: int, world_size: int, timeout_min: float) -> dist.TCPSto
             raise RankError(what, where="MASTER_PORT", next_step="choose a free port") from None
         raise PeerLostError(
             f"rank 0 does not answer at {address} ({timeout_min:g} min)",
-            where="engine.init_timeout_min",
             next_step="read the output of rank 0; check that MASTER_ADDR is its node",
         ) from None
     try:
@@ -70,8 +69,7 @@ def rendezvous(*, rank: int, world_size: int, timeout_min: float) -> dist.TCPSto
         raise PeerLostError(
             f"not all of {world_size} ranks started within {timeout_min:g} min; "
             f"{_missing(store, rank=rank, world_size=world_size)}",
-            where="engine.init_timeout_min",
-            next_step="read the output of the missing ranks; raise the limit if they start slowly",
+            next_step="read the output of the missing ranks",
         ) from error
     return store
 

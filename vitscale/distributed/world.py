@@ -22,6 +22,9 @@ from vitscale.config.errors import UserError
 from vitscale.distributed.key_value_store import connect, leave, rendezvous
 from vitscale.distributed.processes import free_port, threads_per_rank
 
+# Longest that ranks wait for the others to start: nodes of large jobs differ by minutes.
+INIT_TIMEOUT_MIN = 30.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:
@@ -86,7 +89,7 @@ def process_group(
     device: Literal["auto", "cuda", "cpu"],
     timeout_min: float,
     num_threads: int | None,
-    init_timeout_min: float = 5.0,
+    init_timeout_min: float = INIT_TIMEOUT_MIN,
 ) -> Iterator[World]:
     """Join the other ranks inside the block. gloo on CPU, NCCL on GPU.
 

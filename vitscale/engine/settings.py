@@ -58,10 +58,6 @@ class EngineSettings(Section):
     timeout_min: float = Field(default=10.0, gt=0)
     """A collective that takes longer ends the run, and so does a rank without a heartbeat or whose
     checkpoint write stalls."""
-    init_timeout_min: float = Field(default=5.0, gt=0)
-    """Longest that ranks wait for the others to start."""
-    max_skipped_steps: int = Field(default=10, gt=0)
-    """Updates skipped in a row, because a loss or gradient was not finite, that end the run."""
     profile_steps: int = Field(default=0, ge=0)
     """Steps to trace with torch's profiler, after the first five: RUN/profile.json on rank 0."""
     num_threads: int | None = Field(default=None, gt=0)

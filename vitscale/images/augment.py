@@ -3,7 +3,7 @@
 Owns: the operations and strengths of each recipe, and the order of random draws.
 Leaves out: the operations (`pixel_operations`), crop and flip (`crops`), mixing (`data.mixing`).
 
-Order: RandAugment or 3-Augment, colour jitter, erasing. Without settings the image is returned
+Order: RandAugment or 3-Augment, erasing. Without settings the image is returned
 unchanged. Images are uint8 [3, H, W]; inputs are never modified.
 
 There are two RandAugments. `augreg` is that of Steiner et al. 2021 (big_vision's
@@ -27,12 +27,7 @@ import torch
 
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images import pixel_operations as ops
-from vitscale.images.settings import (
-    AugmentSettings,
-    ColorJitterSettings,
-    ErasingSettings,
-    RandAugmentSettings,
-)
+from vitscale.images.settings import AugmentSettings, ErasingSettings, RandAugmentSettings
 
 Operation = Callable[[torch.Tensor, float, CounterRandom], torch.Tensor]
 
@@ -40,7 +35,9 @@ GRAY = 128
 ERASING_ATTEMPTS = 10
 _GOLDEN = 0x9E3779B97F4A7C15
 TIMM_PROBABILITY = 0.5
-THREE_AUGMENT_JITTER = ColorJitterSettings(brightness=0.3, contrast=0.3, saturation=0.3)
+JITTER = 0.3  # the default of DeiT's `--ThreeAugment`
+# Least and largest share of the image's area, and ratio of its sides: timm's defaults.
+ERASED_AREA, ERASED_ASPECT = (0.02, 1 / 3), (0.3, 1 / 0.3)
 
 
 def augment(
@@ -59,8 +56,6 @@ def augment(
         image = rand_augment(image, settings.randaugment, random, mean=mean)
     if settings.three_augment:
         image = three_augment(image, random)
-    if settings.color_jitter is not None:
-        image = color_jitter(image, settings.color_jitter, random)
     if settings.erasing is not None:
         image = erase(image, settings.erasing, random, mean=mean, std=std)
     return image
@@ -100,7 +95,8 @@ def _operations(settings: RandAugmentSettings, mean: tuple[float, float, float])
 def three_augment(image: torch.Tensor, random: CounterRandom) -> torch.Tensor:
     """Grayscale, solarize or blur; then colour jitter. Source: DeiT's `augment.py` (DeiT III).
 
-    Touvron et al. 2022, sec. 3.2; jitter 0.3 is the default of DeiT's `--ThreeAugment`.
+    Touvron et al. 2022, sec. 3.2. Jitter in random order, as torchvision's `ColorJitter` on Pillow
+    images.
     """
     chosen = _below(3, random)
     if chosen == 0:
@@ -109,24 +105,10 @@ def three_augment(image: torch.Tensor, random: CounterRandom) -> torch.Tensor:
         image = ops.solarize(image, threshold=128)
     else:
         image = ops.gaussian_blur(image, sigma=random.uniform(0.1, 2.0))
-    return color_jitter(image, THREE_AUGMENT_JITTER, random)
-
-
-def color_jitter(
-    image: torch.Tensor, settings: ColorJitterSettings, random: CounterRandom
-) -> torch.Tensor:
-    """Jitter in random order. Source: torchvision's `ColorJitter` on Pillow images."""
-    steps: list[Callable[[torch.Tensor], torch.Tensor]] = []
-    for operation, reach in (
-        (ops.brightness, settings.brightness),
-        (ops.contrast, settings.contrast),
-        (ops.saturation, settings.saturation),
-    ):
-        if reach:
-            factor = random.uniform(max(0.0, 1 - reach), 1 + reach)
-            steps.append(partial(operation, factor=factor))
-    if settings.hue:
-        steps.append(partial(ops.shift_hue, turns=random.uniform(-settings.hue, settings.hue)))
+    steps = [
+        partial(operation, factor=random.uniform(1 - JITTER, 1 + JITTER))
+        for operation in (ops.brightness, ops.contrast, ops.saturation)
+    ]
     while steps:
         image = steps.pop(_below(len(steps), random))(image)
     return image
@@ -152,9 +134,9 @@ def erase(
     if random.uniform() >= settings.probability:
         return image
     _, height, width = image.shape
-    aspect = math.log(settings.aspect[0]), math.log(settings.aspect[1])
+    aspect = math.log(ERASED_ASPECT[0]), math.log(ERASED_ASPECT[1])
     for _ in range(ERASING_ATTEMPTS):
-        pixels = random.uniform(*settings.area) * height * width
+        pixels = random.uniform(*ERASED_AREA) * height * width
         ratio = math.exp(random.uniform(*aspect))
         h, w = round(math.sqrt(pixels * ratio)), round(math.sqrt(pixels / ratio))
         if h < height and w < width:

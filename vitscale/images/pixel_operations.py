@@ -135,13 +135,6 @@ def sharpness(image_3HW: torch.Tensor, *, factor: float) -> torch.Tensor:
     return _blend(smooth_3HW, image_3HW, factor)
 
 
-def shift_hue(image_3HW: torch.Tensor, *, turns: float) -> torch.Tensor:
-    """Rotate the hue, in Pillow's 8-bit HSV."""
-    h, s, v = _to_rgb(image_3HW).convert("HSV").split()
-    shifted = h.point([(level + int(turns * 255)) % 256 for level in range(256)])
-    return _from_rgb(Image.merge("HSV", [shifted, s, v]).convert("RGB"))
-
-
 def gaussian_blur(image_3HW: torch.Tensor, *, sigma: float) -> torch.Tensor:
     """Pillow's blur (three box filters), as the recipes use it."""
     return _from_rgb(_to_rgb(image_3HW).filter(ImageFilter.GaussianBlur(sigma)))

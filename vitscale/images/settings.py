@@ -28,28 +28,11 @@ class RandAugmentSettings(Section):
     each. timm takes that of the resize; DeiT bicubic."""
 
 
-class ColorJitterSettings(Section):
-    """Factors are drawn from max(0, 1 - VALUE) to 1 + VALUE; the order is random."""
-
-    brightness: float = Field(default=0.0, ge=0)
-    """Spread of the brightness factor."""
-    contrast: float = Field(default=0.0, ge=0)
-    """Spread of the contrast factor."""
-    saturation: float = Field(default=0.0, ge=0)
-    """Spread of the saturation factor."""
-    hue: float = Field(default=0.0, ge=0, le=0.5)
-    """Maximum rotation of the hue, in turns, in either direction."""
-
-
 class ErasingSettings(Section):
     """Random erasing (Zhong et al. 2020); null: none."""
 
     probability: float = Field(gt=0, le=1)
     """Share of images with an erased rectangle."""
-    area: tuple[float, float] = Field(default=(0.02, 1 / 3), strict=False)
-    """Least and largest share of the image's area."""
-    aspect: tuple[float, float] = Field(default=(0.3, 1 / 0.3), strict=False)
-    """Least and largest ratio of the sides."""
     mode: Literal["const", "rand", "pixel"] = "const"
     """const: the mean colour. rand: one random colour. pixel: normal noise, as in DeiT."""
 
@@ -60,5 +43,4 @@ class AugmentSettings(Section):
     randaugment: RandAugmentSettings | None = None
     three_augment: bool = False
     """DeiT III: grayscale, solarize or blur, then a colour jitter of 0.3."""
-    color_jitter: ColorJitterSettings | None = None
     erasing: ErasingSettings | None = None

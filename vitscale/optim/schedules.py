@@ -14,56 +14,38 @@ from pydantic import Field
 
 from vitscale.config.section import Section
 
-RSQRT_TIMESCALE = 10_000  # big_vision, utils.py: create_learning_rate_schedule
-
-
 Drops = tuple[float, ...]
 
 
-def linear(progress: float, elapsed: float, drops_at: Drops) -> float:
+def linear(progress: float, drops_at: Drops) -> float:
     return 1.0 - progress
 
 
-def cosine(progress: float, elapsed: float, drops_at: Drops) -> float:
+def cosine(progress: float, drops_at: Drops) -> float:
     return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def constant(progress: float, elapsed: float, drops_at: Drops) -> float:
+def constant(progress: float, drops_at: Drops) -> float:
     return 1.0
 
 
-def rsqrt(progress: float, elapsed: float, drops_at: Drops) -> float:
-    return 1.0 / math.sqrt(1.0 + elapsed)
-
-
-def drops(progress: float, elapsed: float, drops_at: Drops) -> float:
+def drops(progress: float, drops_at: Drops) -> float:
     return 0.1 ** sum(progress >= drop for drop in drops_at)
 
 
 # Share of (peak - final) left after a share `progress` in [0, 1] of the curve's steps, which begin
-# at `decay_from` and of which `elapsed` time-scales have passed.
-SCHEDULES: dict[str, Callable[[float, float, Drops], float]] = {
+# at `decay_from`.
+SCHEDULES: dict[str, Callable[[float, Drops], float]] = {
     "cosine": cosine,
     "linear": linear,
     "constant": constant,
-    "rsqrt": rsqrt,
     "drops": drops,
-}
-# Those that do not end at the final rate by themselves, so that a cool-down may follow.
-ENDLESS = ("constant", "rsqrt")
-# What a share x of the cool-down leaves of the curve. Linear: Zhai et al. 2022; the other: Hägele
-# et al. 2024 (Scaling Laws Beyond Fixed Training Durations), section 3.
-COOLDOWNS: dict[str, Callable[[float], float]] = {
-    "linear": lambda x: 1.0 - x,
-    "one_minus_sqrt": lambda x: 1.0 - math.sqrt(x),
 }
 
 if TYPE_CHECKING:
     ScheduleName = str
-    CooldownName = str
 else:
     ScheduleName = Literal[tuple(SCHEDULES)]
-    CooldownName = Literal[tuple(COOLDOWNS)]
 
 
 class ScheduleSettings(Section):
@@ -78,8 +60,7 @@ class ScheduleSettings(Section):
     warmup_epochs: float = Field(default=0.0, ge=0)
     """The same in passes over the training split (DeiT, MAE); give at most one of the two."""
     decay: ScheduleName = "cosine"
-    """Curve after the warm-up. rsqrt: PEAK / sqrt(1 + steps after the warm-up / timescale). drops:
-    divided by 10 at each of `drops_at` (BiT)."""
+    """Curve after the warm-up. drops: divided by 10 at each of `drops_at` (BiT)."""
     drops_at: tuple[float, ...] = Field(default=(), strict=False)
     """drops only: shares of all steps, warm-up included, in increasing order."""
     decay_from: Literal["start", "warmup_end"] = "warmup_end"
@@ -87,32 +68,23 @@ class ScheduleSettings(Section):
     part, as in timm and DeiT. warmup_end: it begins after the warm-up, as in ViT, AugReg, MAE."""
     final_lr: float = Field(default=0.0, ge=0)
     """Learning rate at the last step."""
-    rsqrt_timescale: int | None = Field(default=None, gt=0)
-    """rsqrt only: steps after which 1 / sqrt(2) of the peak is left; null: 10,000 (big_vision)."""
     cooldown_share: float = Field(default=0.0, ge=0, lt=1)
-    """constant and rsqrt only: the last share of all steps, which brings the rate to `final_lr`."""
-    cooldown_shape: CooldownName = "linear"
-    """What a passed share x of the cool-down leaves of the rate: 1 - x or 1 - sqrt(x)."""
+    """constant only: the last share of all steps, which brings the rate to `final_lr` linearly."""
 
 
 def schedule_problems(schedule: ScheduleSettings) -> Iterator[tuple[str, str]]:
     """Combinations in which a setting could have no effect."""
     if schedule.warmup_steps and schedule.warmup_epochs:
         yield ("schedule.warmup_epochs", "and warmup_steps exclude each other; set one to 0")
-    if schedule.decay != "rsqrt" and schedule.rsqrt_timescale is not None:
-        what = f"has no effect on schedule.decay={schedule.decay}"
-        yield ("schedule.rsqrt_timescale", f"{what}; set it to null, or schedule.decay=rsqrt")
-    if schedule.decay not in ENDLESS and schedule.cooldown_share:
+    if schedule.decay != "constant" and schedule.cooldown_share:
         what = f"schedule.decay={schedule.decay} ends at final_lr by itself"
-        yield ("schedule.cooldown_share", f"{what}; set it to 0, or decay to {', '.join(ENDLESS)}")
-    if schedule.cooldown_shape != "linear" and not schedule.cooldown_share:
-        yield ("schedule.cooldown_shape", "there is no cool-down; set schedule.cooldown_share")
+        yield ("schedule.cooldown_share", f"{what}; set it to 0, or schedule.decay=constant")
     yield from _drops_problems(schedule)
-    if schedule.decay in ENDLESS and schedule.decay_from != "warmup_end":
-        what = f"has no effect on schedule.decay={schedule.decay}"
+    if schedule.decay == "constant" and schedule.decay_from != "warmup_end":
+        what = "has no effect on schedule.decay=constant"
         yield ("schedule.decay_from", f"{what}; set it to warmup_end")
-    if schedule.decay in ENDLESS and schedule.final_lr and not schedule.cooldown_share:
-        what = f"{schedule.decay} never reaches {schedule.final_lr}"
+    if schedule.decay == "constant" and schedule.final_lr and not schedule.cooldown_share:
+        what = f"constant never reaches {schedule.final_lr}"
         yield ("schedule.final_lr", f"{what}; set schedule.cooldown_share, or final_lr=0")
 
 
@@ -155,29 +127,23 @@ def learning_rate(
     decay: str,
     decay_from: str = "warmup_end",
     drops_at: tuple[float, ...] = (),
-    rsqrt_timescale: int | None = None,
     cooldown_steps: int = 0,
-    cooldown_shape: str = "linear",
 ) -> float:
     """Learning rate of the update that takes the model from `step` to `step + 1`.
 
     Linear warm-up to `peak` over `warmup_steps`, then `decay`, which the last `cooldown_steps`
-    multiply by their own curve; cosine, linear and any cool-down reach `final` at `total_steps`.
-    With `decay_from` "start" the rate falls at the end of the warm-up, by the curve's first part.
-    Source: Dosovitskiy et al. 2021, appendix B.1; rsqrt and its cool-down: big_vision, utils.py,
-    `create_learning_rate_schedule`, for Zhai et al. 2022 (Scaling Vision Transformers). There the
-    first step of a warm-up has rate 0; here it has the rate of the second. Cosine from the start:
-    timm's `CosineLRScheduler` (warmup_prefix=False), per step instead of per epoch. Drops:
-    big_transfer, `bit_hyperrule.py`.
+    multiply by a line; cosine, linear and any cool-down reach `final` at `total_steps`. With
+    `decay_from` "start" the rate falls at the end of the warm-up, by the curve's first part.
+    Source: Dosovitskiy et al. 2021, appendix B.1; cool-down: Zhai et al. 2022 (Scaling Vision
+    Transformers). In big_vision the first step of a warm-up has rate 0; here it has the rate of
+    the second. Cosine from the start: timm's `CosineLRScheduler` (warmup_prefix=False), per step
+    instead of per epoch. Drops: big_transfer, `bit_hyperrule.py`.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     start = 0 if decay_from == "start" or decay == "drops" else warmup_steps
-    elapsed = step - start
-    progress = elapsed / max(1, total_steps - start)
-    elapsed_scales = elapsed / (rsqrt_timescale or RSQRT_TIMESCALE)
-    share = SCHEDULES[decay](min(1.0, progress), elapsed_scales, drops_at)
+    progress = (step - start) / max(1, total_steps - start)
+    share = SCHEDULES[decay](min(1.0, progress), drops_at)
     if cooldown_steps:
-        passed = (step - (total_steps - cooldown_steps)) / cooldown_steps
-        share *= COOLDOWNS[cooldown_shape](min(1.0, max(0.0, passed)))
+        share *= min(1.0, max(0.0, (total_steps - step) / cooldown_steps))
     return final + (peak - final) * share

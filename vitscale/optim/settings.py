@@ -24,8 +24,9 @@ class EmaSettings(Section):
     decay: float = Field(default=0.9999, ge=0, lt=1)
     """What the average keeps of itself at every step. Dosovitskiy et al. 2021, table 2: 0.9999
     (there called Polyak averaging)."""
-    warmup: bool = False
-    """Keep at most (1 + n) / (10 + n) at step n, so that a short run's average is not its start."""
+    warmup: bool = True
+    """Keep at most (1 + n) / (10 + n) at step n, so that a short run's average is not its start.
+    Published recipes do without."""
 
     def decay_at(self, step: int) -> float:
         """What is kept at the `step`-th step, the first being 1."""

@@ -21,7 +21,6 @@ from vitscale.data.settings import (
     augment_problems,
     reader_problems,
     remote_problems,
-    selection_problems,
 )
 from vitscale.engine.settings import EngineSettings, raw_problems
 from vitscale.evaluation.registry import EVALUATIONS, EvaluationSettings
@@ -75,7 +74,6 @@ class TrainingRun(Run):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self.model.problems()
         yield from remote_problems(self.data)
-        yield from selection_problems(self.data)
         yield from reader_problems(self.data)
         yield from augment_problems(self.data)
         yield from _section_problems(self)
@@ -129,8 +127,6 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
             absolute_uri(run.tracking.uri)
         except UserError as error:
             yield ("tracking.uri", f"{error.what}; allowed: {error.allowed}")
-    if run.checkpoint.resume not in ("auto", "never"):
-        yield ("checkpoint.resume", f"{run.checkpoint.resume!r} is not one of auto, never")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,6 +21,8 @@ from vitscale.runs.training import TrainingPlan
 
 Gather = Callable[[Any], list[Any]]
 UNREADABLE_SHOWN = 10
+# Updates skipped in a row, because a loss or gradient was not finite, that end the run.
+MAX_SKIPPED = 10
 NAMES_SHOWN = 8
 
 
@@ -35,8 +37,6 @@ class SkippedUpdateMonitor:
 
     data: TrainingSet
     plan: TrainingPlan
-    max_in_a_row: int
-    """`engine.max_skipped_steps`"""
     num_reported: int
     gather: Gather = gather_objects
 
@@ -63,12 +63,11 @@ class SkippedUpdateMonitor:
         )
         if loss_scale is not None and loss_scale > 1:
             return
-        if health.consecutive >= self.max_in_a_row:
+        if health.consecutive >= MAX_SKIPPED:
             raise DivergedError(
                 f"{health.consecutive} updates in a row were skipped, the last at step "
                 f"{health.last_step}: {cause} was not finite{where}\n"
                 f"    samples of that step: {names}",
-                where="engine.max_skipped_steps",
                 next_step="lower optim.lr, lengthen schedule.warmup_steps or set "
                 "optim.clip_norm=1; all checkpoints hold finite weights",
             )

@@ -55,9 +55,7 @@ def learning_rate_at(step: int, *, run: TrainingRun, plan: TrainingPlan) -> floa
         decay=run.schedule.decay,
         decay_from=run.schedule.decay_from,
         drops_at=run.schedule.drops_at,
-        rsqrt_timescale=run.schedule.rsqrt_timescale,
         cooldown_steps=plan.cooldown_steps,
-        cooldown_shape=run.schedule.cooldown_shape,
     )
 
 

@@ -47,7 +47,7 @@ def compatibility_key(
         "weight_decay_mode": optim.weight_decay_mode,
         "ema": None if optim.ema is None else optim.ema.model_dump(mode="json"),
         "data_fingerprint": data.fingerprint,
-        "only_keys": list(data.key_hashes) if any(data.key_hashes) else None,
+        "only_keys": data.key_hash,
         "order_version": ORDER_VERSION,
         "label_map_sha256": data.label_map_sha256,
         "global_batch": run.data.global_batch,
@@ -102,9 +102,6 @@ def check_resumable(
         return
     where = str(checkpoint.folder)
     another = "choose another name (name=...), or remove the run folder to start over"
-    if run.checkpoint.resume == "never":
-        what = f"the run folder holds a checkpoint of step {checkpoint.step}"
-        raise UserError(what, where=where, next_step=f"set checkpoint.resume=auto, or {another}")
     saved = checkpoint.description
     changed = [
         f"    {key}: checkpoint {saved.get(key)!r}, now {value!r}"

@@ -162,7 +162,6 @@ def _join(settings: EngineSettings) -> AbstractContextManager[World]:
         device=settings.device,
         timeout_min=settings.timeout_min,
         num_threads=settings.num_threads,
-        init_timeout_min=settings.init_timeout_min,
     )
 
 
@@ -207,7 +206,6 @@ def _open_log(
         skipped=SkippedUpdateMonitor(
             data=data,
             plan=plan,
-            max_in_a_row=run.engine.max_skipped_steps,
             num_reported=engine.health().skipped,
         ),
         unreadable=UnreadableSampleMonitor(

@@ -227,7 +227,6 @@ def _data_settings(run: PredictRun, loaded: LoadedModel) -> DataSettings:
         path=run.images[0],
         global_batch=run.compute.batch,
         num_workers=run.num_workers,
-        timeout_s=run.timeout_s,
         remote=run.remote,
         **loaded.preprocessing.data_values(),
     )

@@ -28,8 +28,6 @@ class PredictRun(ModelRun):
     """Split of the shard folder."""
     num_workers: int = Field(default=2, ge=0)
     """Processes per rank that decode images."""
-    timeout_s: float = Field(default=60.0, gt=0)
-    """The command ends with an error if a decoding process gives no batch for this long."""
     remote: RemoteSettings = RemoteSettings()
 
     def problems(self) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,6 @@ from vitscale.images.crops import decode
 NUM, SEED = 24, 7
 AUGMENT = {
     "randaugment": {"num_ops": 2, "magnitude": 9, "policy": "timm", "magnitude_std": 0.5},
-    "color_jitter": {"brightness": 0.4},
     "erasing": {"probability": 0.5, "mode": "pixel"},
 }
 

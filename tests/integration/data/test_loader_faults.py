@@ -16,6 +16,7 @@ from tests.support.corpora.shard_folders import write_shard_folder
 from tests.support.ranks.warm_ranks import ROOT
 from tests.support.waiting import wait_until
 from vitscale.config.errors import UserError, WorkerError
+from vitscale.data import loader as loader_module
 from vitscale.data.index import read_split
 from vitscale.data.index_keys import sample_keys
 from vitscale.data.loader import Batch, evaluation_batches, open_loader, training_batches
@@ -42,11 +43,9 @@ def damage(shards: Path, samples: list[int], *, num_bytes: int = 60) -> list[str
     return sample_keys(index, samples)
 
 
-def batches(
-    shards: Path, *, workers: int, ranks: int = 1, steps: int = 10, timeout_s: float = 25.0
-) -> Iterator[Batch]:
+def batches(shards: Path, *, workers: int, ranks: int = 1, steps: int = 10) -> Iterator[Batch]:
     """All ranks' batches, one rank after the other."""
-    data = DataSettings(path=str(shards), global_batch=12, num_workers=workers, timeout_s=timeout_s)
+    data = DataSettings(path=str(shards), global_batch=12, num_workers=workers)
     for rank in range(ranks):
         loader = training_batches(
             open_training_set(data, seed=0),
@@ -135,8 +134,11 @@ def test_a_truncated_shard_is_found_before_the_first_batch(shards: Path) -> None
         (signal.SIGSTOP, "pid {pid}, stopped.* gave no batch for 3 s"),
     ],
 )
-def test_a_dead_or_hung_worker_is_named(shards: Path, number: signal.Signals, message: str) -> None:
-    running = batches(shards, workers=2, steps=10_000, timeout_s=3.0)
+def test_a_dead_or_hung_worker_is_named(
+    shards: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, message: str
+) -> None:
+    monkeypatch.setattr(loader_module, "TIMEOUT_S", 3.0)
+    running = batches(shards, workers=2, steps=10_000)
     next(running)
     workers = worker_pool().pids
     os.kill(workers[0], number)
@@ -184,8 +186,10 @@ SUSPENDED = """
 import sys
 from pathlib import Path
 from tests.integration.data.test_loader_faults import batches
+from vitscale.data import loader
 from vitscale.data.workers.pool import worker_pool
-found = batches(Path(sys.argv[1]), workers=2, steps=200, timeout_s=4.0)
+loader.TIMEOUT_S = 4.0
+found = batches(Path(sys.argv[1]), workers=2, steps=200)
 next(found)
 Path("begun.part").write_text(" ".join(map(str, worker_pool().pids)))
 Path("begun.part").rename("begun")

@@ -246,7 +246,6 @@ BAD_INPUT = {
         ["deepspeed.zero_optimization.reduce_scatter=7", "output=new"],
         "does not start with them",
     ),
-    "resume never": (["checkpoint.resume=never"], "holds a checkpoint"),
 }
 
 

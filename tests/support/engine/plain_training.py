@@ -38,7 +38,7 @@ OPTIONS = ViTSettings(
     head_bias=-1.0,
 )
 
-EMA = EmaSettings(decay=0.9)
+EMA = EmaSettings(decay=0.9, warmup=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ ADAMW = Recipe(optim=OptimSettings(lr=1e-3, weight_decay=0.1, ema=EMA))
 
 SGD = Recipe(optim=OptimSettings(name="sgd", lr=1e-3))
 
-LAMB = Recipe(optim=OptimSettings(name="lamb", lr=1e-3, weight_decay=0.05), decay="rsqrt")
+LAMB = Recipe(optim=OptimSettings(name="lamb", lr=1e-3, weight_decay=0.05), decay="constant")
 
 HALF = Recipe(optim=OptimSettings(lr=1e-3, weight_decay=0.1, ema=EMA, momentum_dtype="bf16"))
 

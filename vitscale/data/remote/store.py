@@ -259,7 +259,7 @@ def _unreachable(
         f"{patience_s:g} s",
         where=str(url),
         next_step="check address, network and credentials; to tolerate longer outages raise "
-        "data.remote.patience_s and data.timeout_s",
+        "data.remote.patience_s",
     )
 
 

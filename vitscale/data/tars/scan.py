@@ -21,7 +21,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.remote.index import HeaderFile
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.urls import Location, Url
-from vitscale.data.tars.labels import IMAGE_SUFFIXES, TarLabels
+from vitscale.data.tars.labels import IMAGE_SUFFIXES, LABEL_SUFFIX, MAX_LABEL_BYTES, TarLabels
 
 SCAN_THREADS = 16
 # A header, a short label and the next header.
@@ -62,7 +62,7 @@ def scan_tars(
     def scanned(tar: Location) -> tuple[int, list[_Sample]]:
         try:
             with _opened(tar, remote_settings) as file:
-                samples = _samples(file, labels)
+                samples = _samples(file)
                 return file.seek(0, io.SEEK_END), samples
         except UserError:
             raise
@@ -102,7 +102,7 @@ def _opened(tar: Location, remote_settings: RemoteSettings) -> IO[bytes]:
     return file
 
 
-def _samples(file: IO[bytes], labels: TarLabels) -> list[_Sample]:
+def _samples(file: IO[bytes]) -> list[_Sample]:
     """Samples with an image. Consecutive members with equal keys are one, as in webdataset."""
     from webdataset.tariterators import base_plus_ext
 
@@ -117,10 +117,10 @@ def _samples(file: IO[bytes], labels: TarLabels) -> list[_Sample]:
                 samples.append(_Sample(key))
             if suffix.lower() in IMAGE_SUFFIXES:
                 samples[-1].offset, samples[-1].length = member.offset_data, member.size
-            elif suffix.lower() == labels.suffix:
+            elif suffix.lower() == LABEL_SUFFIX:
                 content = tar.extractfile(member)
                 assert content is not None
-                samples[-1].label = labels.read(content)
+                samples[-1].label = content.read(MAX_LABEL_BYTES)
         # Python takes a cut tar, and a damaged header, for the end.
         file.seek(tar.offset)
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
@@ -137,6 +137,6 @@ def _label(sample: _Sample, labels: TarLabels, *, tar: str) -> int:
         raise UserError(
             f"sample {sample.key!r} has no label ({error})",
             where=tar,
-            next_step="correct data.webdataset.label, or data.val_split=null for no evaluation",
+            next_step="set data.val_split=null for no evaluation, or correct the tar",
         ) from None
     return -1 if label is None else label

@@ -23,12 +23,15 @@ from vitscale.config.errors import UserError
 from vitscale.data.remote.index import RemoteFileStream
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.urls import Location, Url
-from vitscale.data.tars.labels import IMAGE_SUFFIXES, TarLabels
+from vitscale.data.tars.labels import IMAGE_SUFFIXES, LABEL_SUFFIX, TarLabels
 from vitscale.data.tars.shard_files import DATA_LOSS_ERRNOS
 from vitscale.distributed.random_numbers import permutation, stream_key
 
 # First bytes of what Python decompresses: gzip, bzip2, xz, zstd.
 COMPRESSED = (b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x5d\0\0\x80", b"\x28\xb5\x2f\xfd")
+# Samples in the shuffle buffer of each loader process, as stored: about 0.1 MiB each for
+# photographs.
+SHUFFLE = 1000
 # Tars in a row without a sample before the run ends.
 MAX_EMPTY_TARS = 8
 
@@ -41,8 +44,8 @@ class StreamedTars:
     labels: TarLabels
     num_samples: int
     """In all tars, as the settings say."""
-    shuffle: int
     remote_settings: RemoteSettings
+    shuffle: int = SHUFFLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +79,7 @@ class TarStream:
         """Raises UserError if nothing can be read, or for a label outside the classes."""
         import webdataset as wds
 
-        wanted = {*IMAGE_SUFFIXES, self.streamed.labels.suffix}
+        wanted = {*IMAGE_SUFFIXES, LABEL_SUFFIX}
         key = stream_key("tar samples", self.seed, self.start, self.process)
         pipeline = wds.DataPipeline(
             self._tars,
@@ -96,7 +99,7 @@ class TarStream:
         if not images:
             return TarSample(tar, key, error="no image")
         try:
-            label = labels.label(members.get(labels.suffix), key=key, tar=tar)
+            label = labels.label(members.get(LABEL_SUFFIX), key=key, tar=tar)
         except UserError:
             raise
         except ValueError as error:
@@ -117,7 +120,7 @@ class TarStream:
         """Members of tars, as `group_by_keys` takes them; a damaged tar ends early."""
         import webdataset as wds
 
-        wanted = {*IMAGE_SUFFIXES, self.streamed.labels.suffix}
+        wanted = {*IMAGE_SUFFIXES, LABEL_SUFFIX}
 
         def is_wanted(name: str) -> bool:
             _, suffix = wds.tariterators.base_plus_ext(name)
@@ -148,7 +151,7 @@ class TarStream:
                     f"{num_empty} tars in a row have no image and no label, this the last",
                     where=str(tar),
                     allowed=f"members KEY.{{{','.join(sorted(wanted))}}}",
-                    next_step="check data.train_split and data.webdataset.label",
+                    next_step="check data.train_split",
                 )
 
     def _opened(self, tar: Location) -> Any:

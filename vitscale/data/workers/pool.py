@@ -170,9 +170,7 @@ class WorkerPool:
         self.kill()
         return WorkerError(
             f"{slow} gave no batch for {timeout_s:g} s",
-            where="data.timeout_s",
-            next_step="check the storage of the shards; raise data.timeout_s if it is only slow "
-            "(py-spy dump --pid PID shows what a worker is doing)",
+            next_step="check the storage of the shards; py-spy dump --pid PID shows what it does",
         )
 
     def kill(self) -> None:

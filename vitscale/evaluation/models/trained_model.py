@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from vitscale.evaluation.models.preprocessing import Preprocessing
 from vitscale.images.size import image_size
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import MODELS, ModelSettings
+from vitscale.optim.settings import EmaSettings
 
 # Names of the classes by label, in a run folder; the session writes it.
 CLASSES_NAME = "classes.json"
@@ -92,7 +94,8 @@ def read_trained_model(checkpoint: Checkpoint) -> TrainedModel:
 def starting_weights(checkpoint: Checkpoint, choice: str) -> dict[str, torch.Tensor]:
     """The weights that a transfer starts from. choice: `model`, `ema`, or `auto`: `ema` if saved.
 
-    Raises UserError when the average is requested but missing.
+    Raises UserError when the average is requested but missing, or `auto` would take one that is
+    still made of the first weights.
     """
     has_average = checkpoint.description.get("ema") is not None
     if choice == "ema" and not has_average:
@@ -103,7 +106,20 @@ def starting_weights(checkpoint: Checkpoint, choice: str) -> dict[str, torch.Ten
             next_step="set init_weights=auto, or train with optim.ema",
         )
     average = has_average and choice != "model"
+    if average and choice == "auto" and (share := _share_of_first_weights(checkpoint)) > 0.5:
+        raise UserError(
+            f"the average of the weights is {share:.0%} those that training began with",
+            where=str(checkpoint.folder),
+            next_step="set init_weights to model or ema, or train with optim.ema.warmup",
+        )
     return checkpoint.tensors(prefix="ema." if average else "model.")
+
+
+def _share_of_first_weights(checkpoint: Checkpoint) -> float:
+    """What the average has kept of the weights before the first step."""
+    ema = EmaSettings.model_validate(checkpoint.description["ema"])
+    kept = map(ema.decay_at, range(1, checkpoint.progress["engine"]["num_averaged"] + 1))
+    return math.prod(kept)
 
 
 def _class_names(folder: Path, *, num_classes: int) -> tuple[str, ...] | None:

@@ -16,16 +16,13 @@ def hard_loss(student_BC: torch.Tensor, teacher_BC: torch.Tensor) -> torch.Tenso
     return F.cross_entropy(student_BC.float(), teacher_BC.argmax(dim=1))
 
 
-def soft_loss(
-    student_BC: torch.Tensor, teacher_BC: torch.Tensor, *, tau: float, per_class: bool
-) -> torch.Tensor:
+def soft_loss(student_BC: torch.Tensor, teacher_BC: torch.Tensor, *, tau: float) -> torch.Tensor:
     """tau^2 KL(teacher, student) at temperature tau, mean over the batch. Scalar, fp32.
 
-    per_class: also divided by C. Source: Touvron et al. 2021, eq. 2; DeiT's `losses.py` divides by
-    the number of logits, B * C.
+    Source: Touvron et al. 2021, eq. 2; DeiT's `losses.py` divides by the number of logits, B * C.
     """
     student_BC, teacher_BC = (
         F.log_softmax(logits_BC.float() / tau, dim=1) for logits_BC in (student_BC, teacher_BC)
     )
     divergence = F.kl_div(student_BC, teacher_BC, reduction="batchmean", log_target=True)
-    return tau**2 * divergence / (student_BC.shape[1] if per_class else 1)
+    return tau**2 * divergence

@@ -5,16 +5,10 @@ Leaves out: the teacher (`teacher`), the student's token and heads (`vitscale.mo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from vitscale.images.size import rows_and_columns
-from vitscale.training.distillation.settings import (
-    KNOWN_SIZE,
-    TEACHER_COSTS,
-    DistillationSettings,
-)
+from vitscale.training.distillation.settings import DistillationSettings
 from vitscale.training.supervised import Supervised
 
 if TYPE_CHECKING:
@@ -63,9 +57,7 @@ class Distillation(Supervised):
         if settings.kind == "hard":
             distilled = hard_loss(student_BC, teacher_BC)
         else:
-            distilled = soft_loss(
-                student_BC, teacher_BC, tau=settings.tau, per_class=settings.per_class
-            )
+            distilled = soft_loss(student_BC, teacher_BC, tau=settings.tau)
         labelled = self.label_loss(class_BC, batch)
         self.record("train/label_loss", labelled)
         self.record("train/teacher_loss", distilled)
@@ -73,7 +65,7 @@ class Distillation(Supervised):
         self.record("train/teacher_agreement", agreed_B.float().mean())
         return (1 - settings.alpha) * labelled + settings.alpha * distilled
 
-    # Before `prepare`, so in dry runs, the costs of a teacher are known from a table or not at all.
+    # Before `prepare`, so in dry runs, the costs of a teacher are not known.
 
     def train_flops_per_image(self, arch: Architecture) -> int:
         """With the teacher's forward pass."""
@@ -86,13 +78,11 @@ class Distillation(Supervised):
     def notes(self) -> Iterator[str]:
         settings = self.settings.teacher
         yield f"{self.settings.kind}, from {settings.model or settings.weights}"
-        if not any(self._teacher_costs()):
+        if self.teacher is None:
             yield "without the costs of the teacher, which are known when it is loaded"
 
     def _teacher_costs(self) -> tuple[int, int]:
         """Parameters, FLOPs of the forward pass of one image; zeros where they are not known."""
-        if self.teacher is not None:
-            return self.teacher.num_parameters, self.teacher.flops_per_image
-        name, size = self.settings.teacher.model, self.settings.teacher.image_size or KNOWN_SIZE
-        parameters, flops = TEACHER_COSTS.get((name or "").partition(".")[0], (0, 0))
-        return parameters, flops * math.prod(rows_and_columns(size)) // KNOWN_SIZE**2
+        if self.teacher is None:
+            return 0, 0
+        return self.teacher.num_parameters, self.teacher.flops_per_image

@@ -11,14 +11,6 @@ from vitscale.config.section import Section
 from vitscale.images.size import ImageSizeSetting
 from vitscale.training.supervised import SupervisedSettings
 
-# (parameters, FLOPs of the forward pass of one image of 224 px) of convolutional networks, for dry
-# runs, which have no torch. A test compares them with timm.
-TEACHER_COSTS = {
-    "regnety_032": (19_436_338, 6_352_965_504),
-    "regnety_160": (83_590_140, 31_823_020_544),
-}
-KNOWN_SIZE = 224
-
 
 class TeacherSettings(Section):
     """The model whose predictions are the student's second target. It is never trained."""
@@ -31,10 +23,6 @@ class TeacherSettings(Section):
     image_size: ImageSizeSetting | None = None
     """Pixels a side, or [rows, columns], that the teacher sees; mixed images are
     resized to it. null: its own."""
-    mean: tuple[float, float, float] | None = Field(default=None, strict=False)
-    """Subtracted from the teacher's pixels in [0, 1]; null: its own. With `std`."""
-    std: tuple[float, float, float] | None = Field(default=None, strict=False)
-    """Divides the teacher's pixels after that; null: its own. With `mean`."""
 
 
 class DistillationSettings(SupervisedSettings):
@@ -48,20 +36,8 @@ class DistillationSettings(SupervisedSettings):
     """Share of the teacher in the loss. DeiT 0.5 (hard) and 0.1 (soft)."""
     tau: float = Field(default=1.0, gt=0)
     """soft only: temperature of both softmaxes. DeiT's paper 3, its code 1."""
-    per_class: bool = False
-    """soft only: also divide the divergence by the number of classes, as DeiT's code does; its
-    paper's formula does not."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from super().problems()
-        if self.kind == "hard":
-            for key, default in (("tau", 1.0), ("per_class", False)):
-                if getattr(self, key) != default:
-                    shown = str(default).lower()
-                    what = f"has no effect on hard distillation; set it to {shown}"
-                    yield (f"objective.{key}", what)
-        teacher = self.teacher
-        if (teacher.mean is None) != (teacher.std is None):
-            yield ("objective.teacher.mean", "and std go together; give both or neither")
-        if teacher.std is not None and min(teacher.std) <= 0:
-            yield ("objective.teacher.std", f"{teacher.std} must be positive")
+        if self.kind == "hard" and self.tau != 1.0:
+            yield ("objective.tau", "has no effect on hard distillation; set it to 1")

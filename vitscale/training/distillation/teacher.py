@@ -77,8 +77,8 @@ def open_teacher(settings: TeacherSettings, *, num_classes: int, device: torch.d
         model, pixels, fingerprint = _own_model(settings.weights, num_classes=num_classes)
     chosen = Pixels(
         image_size=settings.image_size or pixels.image_size,
-        mean=settings.mean or pixels.mean,
-        std=settings.std or pixels.std,
+        mean=pixels.mean,
+        std=pixels.std,
     )
     teacher = Teacher(model, pixels=chosen, fingerprint=fingerprint, device=device)
     _try(teacher, own_size=pixels.image_size, num_classes=num_classes, device=device)

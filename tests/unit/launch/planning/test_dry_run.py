@@ -117,7 +117,7 @@ def test_samples_chosen_by_key_are_counted(tmp_path: Path) -> None:
     shards = write_shard_folder(tmp_path / "s", num_per_class=8, num_shards=1)
     names = sample_keys(read_split(shards, split="train"), range(3))
     (tmp_path / "keys.txt").write_text("\n".join([*names, "unknown"]))
-    data = {"path": str(shards), "global_batch": 2, "only_keys": {"path": f"{tmp_path}/keys.txt"}}
+    data = {"path": str(shards), "global_batch": 2, "only_keys": f"{tmp_path}/keys.txt"}
     rows = plan(data=data)
     assert rows["data"].startswith("3 training images, from ")
     expected = "3 of 16 samples by 4 keys; 1 keys are not in 'train', "
@@ -125,22 +125,16 @@ def test_samples_chosen_by_key_are_counted(tmp_path: Path) -> None:
 
 
 def test_every_source_of_a_mixture_is_counted(tmp_path: Path) -> None:
-    """As many as the loader opens, with what `first_percent`, `only_keys` and a cut leave."""
+    """As many as the loader opens, with what `first_percent` and a cut leave of the first."""
     shards = write_shard_folder(tmp_path / "s", num_per_class=8, num_shards=1)
     other = write_shard_folder(tmp_path / "o", num_per_class=10, num_shards=1)
-    (tmp_path / "keys.txt").write_text(
-        "\n".join(sample_keys(read_split(other, split="train"), range(7)))
-    )
-    only_keys = {"path": f"{tmp_path}/keys.txt"}
-    mixture = [
-        {"path": str(other), "share": 0.25, "only_keys": only_keys},
-        {"path": str(other), "share": 0.25, "first_percent": 50.0},
-    ]
+    mixture = [{"path": str(other), "share": 0.25}, {"path": str(other), "share": 0.25}]
     data = {"path": str(shards), "global_batch": 2, "dev_percent": 25.0, "mixture": mixture}
-    text = f"from {shards}/manifest.json and data.mixture"
-    assert plan(data=data)["data"] == f"29 training images without 4 held out, {text}"
+    data["first_percent"] = 75.0
+    text = f"from data.first_percent=75 of {shards}/manifest.json and data.mixture"
+    assert plan(data=data)["data"] == f"49 training images without 3 held out, {text}"
     opened = open_training_set(DataSettings.model_validate(data), seed=0)
-    assert opened.num_samples == 12 + 7 + 10
+    assert opened.num_samples == 9 + 20 + 20
     mixture[0]["path"] = f"{tmp_path}/elsewhere"
     assert plan(data=data)["data"].startswith("unknown number of training images")
     sections = {"model": {"preset": "Ti/16"}, "optim": {"lr": 1e-3}, "schedule": {"steps": 9}}

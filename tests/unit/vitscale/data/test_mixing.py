@@ -161,10 +161,10 @@ def test_shares_over_steps_are_the_larger_of_beta() -> None:
     assert abs(np.corrcoef(shares[1:], shares[:-1])[0, 1]) < 0.04
 
 
-def test_switching_follows_its_probability() -> None:
-    options = MixingSettings(mixup_alpha=0.8, cutmix_alpha=1.0, switch_probability=0.3)
+def test_one_of_both_is_drawn_each_time() -> None:
+    options = MixingSettings(mixup_alpha=0.8, cutmix_alpha=1.0)
     boxes = [draw_blend(options, stream_key(k), image_size=224).box for k in range(4000)]
-    assert np.mean([box is not None for box in boxes]) == pytest.approx(0.3, abs=0.03)
+    assert np.mean([box is not None for box in boxes]) == pytest.approx(0.5, abs=0.03)
 
 
 def test_cutmix_boxes() -> None:

@@ -7,16 +7,13 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.config.errors import UserError
 from vitscale.data.index import SplitIndex
 from vitscale.data.index_keys import sample_keys
-from vitscale.data.remote.store import RemoteStore
-from vitscale.data.settings import DataSettings, selection_problems
+from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet, open_training_set
 
 
@@ -127,69 +124,38 @@ def test_what_does_not_fit_is_refused(shards: Path, tmp_path: Path) -> None:
         opened(shards, only_classes=["dgo"])
 
 
-def listed(path: Path, names: list[str], **columns: list[float]) -> dict[str, object]:
-    """A list of keys as text, or as Parquet with columns."""
-    if not columns:
-        path.write_text("".join(f"{name}\r\n" for name in names))
-        return {"path": str(path)}
-    pq.write_table(pa.table({"uid": names, **columns}), path)
-    return {"path": str(path), "column": "uid"}
+def listed(path: Path, names: list[str]) -> str:
+    path.write_text("".join(f"{name}\r\n" for name in names))
+    return str(path)
 
 
 def test_keys_choose_samples_and_leave_the_shards(shards: Path, tmp_path: Path) -> None:
     whole = opened(shards)
     names = keys(whole.parts[0])
     wanted = [names[12], names[3], names[3], names[7], "not there"]
-    as_text = opened(shards, only_keys=listed(tmp_path / "keys.txt", wanted))
-    assert keys(as_text.parts[0]) == [names[i] for i in (3, 7, 12)]
-    index = as_text.parts[0]
+    found = opened(shards, only_keys=listed(tmp_path / "keys.txt", wanted))
+    assert keys(found.parts[0]) == [names[i] for i in (3, 7, 12)]
+    index = found.parts[0]
     np.testing.assert_array_equal(index.label, whole.parts[0].label[[3, 7, 12]])
-    scores = [0.5, 0.9, 0.9, 0.5, 0.7]
-    table = listed(tmp_path / "scores.parquet", wanted, clip=scores)
-    scored = opened(shards, only_keys={**table, "score": "clip", "at_least": 0.5})
     # The same choice from another file is the same training set.
-    assert scored.fingerprint == as_text.fingerprint != whole.fingerprint
-    assert scored.key_hashes == as_text.key_hashes != (None,)
-    fewer = opened(shards, only_keys={**table, "score": "clip", "at_least": 0.6})
-    assert keys(fewer.parts[0]) == [names[3]] and fewer.key_hashes != scored.key_hashes
-    half = opened(shards, only_keys=listed(tmp_path / "keys.txt", wanted), first_percent=50)
+    again = opened(shards, only_keys=listed(tmp_path / "again.txt", wanted[:-1][::-1]))
+    assert again.fingerprint == found.fingerprint != whole.fingerprint
+    assert again.key_hash == found.key_hash is not None
+    fewer = opened(shards, only_keys=listed(tmp_path / "fewer.txt", wanted[1:3]))
+    assert keys(fewer.parts[0]) == [names[3]] and fewer.key_hash != found.key_hash
+    half = opened(shards, only_keys=str(tmp_path / "keys.txt"), first_percent=50)
     assert keys(half.parts[0]) == [names[3], names[7]]
 
 
-def test_keys_choose_samples_of_a_mixture(shards: Path, tmp_path: Path) -> None:
-    other = write_shard_folder(tmp_path / "b", num_per_class=4, num_shards=1, seed=5)
-    names = keys(opened(other).parts[0])[:3]
-    part = {"path": str(other), "share": 0.25, "only_keys": listed(tmp_path / "k.txt", names)}
-    mixed = opened(shards, mixture=[part])
-    assert [part.num_samples for part in mixed.parts] == [20, 3]
-    assert mixed.key_hashes[0] is None and mixed.key_hashes[1] is not None
-
-
-def test_lists_without_a_known_key_are_one_error(shards: Path, tmp_path: Path) -> None:
-    def error(match: str, only_keys: dict[str, object]) -> None:
-        with pytest.raises(UserError, match=match):
-            opened(shards, only_keys=only_keys)
-
-    error("none of the 20 samples .* such as 'x'", listed(tmp_path / "x.txt", ["x"]))
-    error("no such|cannot be read", {"path": str(tmp_path / "missing.txt")})
+def test_a_file_without_a_known_key_is_one_error(shards: Path, tmp_path: Path) -> None:
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    error("cannot be read", {"path": str(tmp_path / "binary.txt")})
-    (tmp_path / "text.parquet").write_text("a\n")
-    error("cannot be read", {"path": str(tmp_path / "text.parquet")})
-    table = listed(tmp_path / "t.parquet", ["x"], clip=[1.0])
-    error("only_keys.column: no column 'key'.*\n.*uid, clip", {"path": table["path"]})
-    error("only_keys.score: no column 'no'", {**table, "score": "no", "at_least": 1.0})
-
-
-def test_scores_need_a_threshold_and_columns() -> None:
-    def problems(**only_keys: object) -> dict[str, str]:
-        data = {"path": "s", "global_batch": 2, "only_keys": only_keys}
-        return dict(selection_problems(DataSettings.model_validate(data)))
-
-    assert "give both" in problems(path="a.parquet", score="clip")["data.only_keys"]
-    found = problems(path="a.txt", score="clip", at_least=1.0)
-    assert "only a .parquet file has columns" in found["data.only_keys.path"]
-    assert not problems(path="a.parquet", score="clip", at_least=1.0)
+    for path, match in (
+        (listed(tmp_path / "x.txt", ["x"]), "none of the 20 samples .* such as 'x'"),
+        (str(tmp_path / "missing.txt"), "data.only_keys: .*cannot be read"),
+        (str(tmp_path / "binary.txt"), "cannot be read"),
+    ):
+        with pytest.raises(UserError, match=match):
+            opened(shards, only_keys=path)
 
 
 def test_one_rank_stats_the_shards(shards: Path, tmp_path: Path) -> None:
@@ -204,9 +170,3 @@ def test_one_rank_stats_the_shards(shards: Path, tmp_path: Path) -> None:
     passed_on = pickle.loads(pickle.dumps(unchecked))
     assert passed_on.fingerprint == opened(shards).fingerprint
     assert [passed_on.order.at(i) for i in range(40)] == [unchecked.order.at(i) for i in range(40)]
-
-
-def test_remote_shards_are_passed_on_with_own_counts() -> None:
-    remote = RemoteStore(patience_s=3.0)
-    passed_on = pickle.loads(pickle.dumps(remote))
-    assert passed_on.patience_s == 3.0 and passed_on.counts is remote.counts

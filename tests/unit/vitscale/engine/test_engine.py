@@ -25,7 +25,7 @@ from vitscale.optim.settings import EmaSettings
 
 LAYOUTS = {0: PlainLayout, 1: FlatLayout, 3: PartitionedLayout}
 MEAN, STD = (0.5, 0.25, 0.75), (0.5, 1.0, 0.25)
-EMA = EmaSettings(decay=0.75)
+EMA = EmaSettings(decay=0.75, warmup=False)
 WARM_EMA = EmaSettings(decay=0.3, warmup=True)
 
 

@@ -1,4 +1,4 @@
-"""Augmentation as a whole, 3-Augment, colour jitter and erasing."""
+"""Augmentation as a whole, 3-Augment and erasing."""
 
 from __future__ import annotations
 
@@ -15,22 +15,16 @@ from tests.support.corpora.scripted_images import HALF, MEAN, STD, Scripted, pho
 from vitscale.data.settings import DataSettings, augment_problems
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images import augment as augment_module
-from vitscale.images.augment import augment, color_jitter
-from vitscale.images.settings import (
-    AugmentSettings,
-    ColorJitterSettings,
-    ErasingSettings,
-    RandAugmentSettings,
-)
+from vitscale.images.augment import augment
+from vitscale.images.settings import AugmentSettings, ErasingSettings, RandAugmentSettings
 
 EVERYTHING = AugmentSettings(
     randaugment=RandAugmentSettings(num_ops=2, magnitude=9, policy="timm", magnitude_std=0.5),
-    color_jitter=ColorJitterSettings(brightness=0.4, contrast=0.4, saturation=0.4, hue=0.1),
     erasing=ErasingSettings(probability=0.7, mode="pixel"),
 )
 
 VARIANTS = {
-    "timm, jitter, erasing": EVERYTHING,
+    "timm, erasing": EVERYTHING,
     "augreg": AugmentSettings(randaugment=RandAugmentSettings(num_ops=2, magnitude=15)),
     "augreg 20": AugmentSettings(randaugment=RandAugmentSettings(num_ops=5, magnitude=20)),
     "three": AugmentSettings(three_augment=True),
@@ -103,22 +97,17 @@ def test_jitter_factors_and_orders(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append((name, *strength.values()))
         return image
 
-    for name in ("brightness", "contrast", "saturation", "shift_hue"):
+    for name in ("brightness", "contrast", "saturation"):
         monkeypatch.setattr(augment_module.ops, name, partial(note, name=name))
-    reach = ColorJitterSettings(brightness=0.3, contrast=1.5, hue=0.1)
     orders = set()
     for key in range(600):
-        color_jitter(photo(2), reach, CounterRandom(key << 20))
+        run(photo(2), AugmentSettings(three_augment=True), key << 20)
         orders.add(tuple(name for name, _ in calls[-3:]))
     assert len(orders) == 6 and len(calls) == 1800
-    for name, low, high in (
-        ("brightness", 0.7, 1.3),
-        ("contrast", 0, 2.5),
-        ("shift_hue", -0.1, 0.1),
-    ):
+    for name in ("brightness", "contrast", "saturation"):
         factors = [factor for called, factor in calls if called == name]
-        assert low <= min(factors) < max(factors) <= high
-        assert np.mean(factors) == pytest.approx((low + high) / 2, abs=0.1 * (high - low))
+        assert 0.7 <= min(factors) < max(factors) <= 1.3
+        assert np.mean(factors) == pytest.approx(1, abs=0.06)
 
 
 @pytest.mark.parametrize("mode", ["const", "rand", "pixel"])
@@ -162,13 +151,14 @@ def test_erased_boxes_are_as_often_wide_as_tall() -> None:
 def test_noise_of_erasing_is_normal() -> None:
     """Uncorrelated neighbours, and the share of pixels beyond two standard deviations."""
     image = torch.zeros(3, 128, 128, dtype=torch.uint8)
-    box = ErasingSettings(probability=1, mode="pixel", area=(0.33, 0.33), aspect=(1.0, 1.0))
-    erased = augment(
-        image, AugmentSettings(erasing=box), CounterRandom(1), mean=HALF, std=(0.1, 0.1, 0.1)
+    box = AugmentSettings(erasing=ErasingSettings(probability=1, mode="pixel"))
+    results = (
+        augment(image, box, CounterRandom(key << 20), mean=HALF, std=(0.1, 0.1, 0.1))
+        for key in range(20)
     )
-    changed = (erased != 0).any(dim=0)
-    noise = erased[:, changed].view(3, 74, 74).double()
-    noise = (noise - 127.5) / 25.5
+    erased = max(results, key=torch.count_nonzero)
+    rows, columns = ((erased != 0).any(dim=0).any(dim=side) for side in (1, 0))
+    noise = (erased[:, rows][:, :, columns].double() - 127.5) / 25.5
     assert noise.mean() == pytest.approx(0, abs=0.03) and noise.std() == pytest.approx(1, abs=0.03)
     assert (noise.abs() > 2).double().mean() == pytest.approx(0.0455, abs=0.006)
     for a, b in (
@@ -184,17 +174,11 @@ def data_with(augment: AugmentSettings) -> DataSettings:
 
 
 def test_conflicts_are_named() -> None:
-    jitter = ColorJitterSettings(hue=0.1)
     timm_15 = RandAugmentSettings(magnitude=15, policy="timm")
-    box = ErasingSettings(probability=1, area=(0.5, 0.1))
-    wrong = AugmentSettings(
-        randaugment=timm_15, three_augment=True, color_jitter=jitter, erasing=box
-    )
+    wrong = AugmentSettings(randaugment=timm_15, three_augment=True)
     assert {key for key, _ in augment_problems(data_with(wrong))} == {
         "data.augment.three_augment",
-        "data.augment.color_jitter",
         "data.augment.randaugment.magnitude",
-        "data.augment.erasing.area",
     }
     for name, value in (("magnitude_std", 0.5), ("fill", "mean"), ("interpolation", "bicubic")):
         ignored = RandAugmentSettings.model_validate({name: value})

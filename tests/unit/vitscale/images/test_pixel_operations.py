@@ -89,11 +89,6 @@ for factor in (0.0, 0.1, 0.73, 1.0, 1.9):
             lambda x, own=own, factor=factor: own(x, factor=factor),
             lambda p, enhancer=enhancer, factor=factor: enhancer(p).enhance(factor),
         )
-for turns in (-0.3, 0.0, 0.1):
-    PAIRS[f"hue {turns}"] = (
-        lambda x, turns=turns: ops.shift_hue(x, turns=turns),
-        lambda p, turns=turns: torchvision.adjust_hue(p, turns),
-    )
 for sigma in (0.1, 0.7, 2.0):
     PAIRS[f"blur {sigma}"] = (
         lambda x, sigma=sigma: ops.gaussian_blur(x, sigma=sigma),

@@ -91,7 +91,7 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         if data.eval_resize == "squash"
         else (data.eval_resize, data.eval_crop_fraction),
         "eval_filter": (data.eval_interpolation or data.interpolation, data.eval_antialias),
-        "ema": optim.ema and optim.ema.decay,
+        "ema": optim.ema and not optim.ema.warmup and optim.ema.decay,
         "thousand_steps": round(plan.total_steps / 1000),
     }
 

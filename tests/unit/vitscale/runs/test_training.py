@@ -23,7 +23,7 @@ def run(**changes: dict[str, object]) -> PretrainRun:
 
 def test_cooldown_of_a_plan_is_its_share_of_the_steps() -> None:
     plan = training_plan(
-        run(schedule={"decay": "rsqrt", "cooldown_share": 0.25}), world_size=1, num_samples=8
+        run(schedule={"decay": "constant", "cooldown_share": 0.25}), world_size=1, num_samples=8
     )
     assert (plan.total_steps, plan.cooldown_steps) == (100, 25)
     assert training_plan(run(), world_size=1, num_samples=8).cooldown_steps == 0

@@ -48,7 +48,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "weight_decay_mode": {"optim": {"weight_decay_mode": "independent"}},
     "ema": {"optim": {"ema": {"decay": 0.9}}},
     "data_fingerprint": {"shards": {"fingerprint": "other"}},
-    "only_keys": {"shards": {"key_hashes": ("hash",)}},
+    "only_keys": {"shards": {"key_hash": "hash"}},
     "label_map_sha256": {"shards": {"label_map_sha256": "other"}},
     "order_version": {"version": 2},
     "global_batch": {"data": {"global_batch": 16}},
@@ -58,20 +58,20 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 def run_with(change: Mapping[str, Any]) -> Any:
     values = dict(SECTIONS)
-    for key in change.keys() & {"data", "model", "optim", "schedule", "checkpoint"}:
+    for key in change.keys() & {"data", "model", "optim", "schedule"}:
         values[key] = {**SECTIONS.get(key, {}), **change[key]}
     return change.get("type", PretrainRun).model_validate(values | {"seed": change.get("seed", 0)})
 
 
 def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
     run = run_with(change)
-    shards: Any = {"fingerprint": "f", "label_map_sha256": "l", "key_hashes": (None,)}
+    shards: Any = {"fingerprint": "f", "label_map_sha256": "l", "key_hash": None}
     shards |= change.get("shards", {})
     arch, data = run.model.architecture(num_classes=10), SimpleNamespace(**shards)
     return compatibility_key(run, arch, data, objective=change.get("objective", "supervised"))
 
 
-def checkpoint_of(description: dict[str, Any], *, step: int = 20, **progress: int) -> Checkpoint:
+def checkpoint_of(description: dict[str, Any], *, step: int = 20, **progress: Any) -> Checkpoint:
     return Checkpoint(
         folder=Path("runs/x/checkpoints/step-20"),
         step=step,
@@ -108,8 +108,6 @@ def test_step_that_does_not_fit_the_run_is_refused() -> None:
         resume(checkpoint_of(description, samples_seen=152), {})
     with pytest.raises(UserError, match="step 101 is beyond the 100 steps of this run"):
         resume(checkpoint_of(description, step=101), {})
-    with pytest.raises(UserError, match="the run folder holds a checkpoint of step 20"):
-        resume(checkpoint_of(description), {"checkpoint": {"resume": "never"}})
 
 
 def leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -178,7 +176,20 @@ def test_transfer_starts_from_the_average_if_saved(
     monkeypatch: pytest.MonkeyPatch, ema: dict[str, float] | None, choice: str, prefix: str
 ) -> None:
     monkeypatch.setattr(Checkpoint, "tensors", lambda self, *, prefix: {prefix: 1})
-    assert starting_weights(checkpoint_of({"ema": ema}), choice) == {prefix: 1}
+    saved = checkpoint_of({"ema": ema}, engine={"num_averaged": 1})
+    assert starting_weights(saved, choice) == {prefix: 1}
+
+
+def test_an_average_of_the_first_weights_is_not_taken_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0.99 ** 68 is 50.5 %, 0.99 ** 69 is 49.98 %."""
+    monkeypatch.setattr(Checkpoint, "tensors", lambda self, *, prefix: prefix)
+    ema = {"ema": {"decay": 0.99, "warmup": False}}
+    early, late = (checkpoint_of(ema, engine={"num_averaged": n}) for n in (68, 69))
+    assert starting_weights(early, "ema") == starting_weights(late, "auto") == "ema."
+    with pytest.raises(UserError, match="is 50% those that training began with"):
+        starting_weights(early, "auto")
 
 
 def test_average_that_was_not_saved_is_refused() -> None:

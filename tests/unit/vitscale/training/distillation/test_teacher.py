@@ -14,8 +14,6 @@ from safetensors.torch import save_file
 from vitscale.config.errors import UserError
 from vitscale.training.distillation.objective import Distillation
 from vitscale.training.distillation.settings import (
-    KNOWN_SIZE,
-    TEACHER_COSTS,
     DistillationSettings,
     TeacherSettings,
 )
@@ -61,10 +59,6 @@ def test_logits_are_timms_on_the_teachers_own_pixels(network: Any, safetensors: 
     mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
     expected = network((pixels / 255 - mean) / std)
     found = opened(safetensors).logits(pixels, dtype=torch.float32)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
-    given = opened(safetensors, mean=[0.5, 0.5, 0.5], std=[0.25, 0.25, 0.25])
-    expected = network((pixels / 255 - 0.5) / 0.25)
-    found = given.logits(pixels, dtype=torch.float32)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -171,17 +165,6 @@ def test_sizes_that_the_teacher_cannot_take(tmp_path: Path) -> None:
         opened(path, model=name, image_size=64)
 
 
-@pytest.mark.parametrize("name", TEACHER_COSTS)
-def test_costs_for_dry_runs_are_those_of_timm(name: str) -> None:
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model = timm.create_model(name).eval()
-        model(torch.empty(1, 3, KNOWN_SIZE, KNOWN_SIZE))
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    assert TEACHER_COSTS[name] == (parameters, counter.get_total_flops())
-
-
 def test_costs_include_the_teacher(safetensors: Path) -> None:
     from vitscale.models.registry import MODELS
     from vitscale.models.vit.settings import ViTSettings
@@ -189,30 +172,27 @@ def test_costs_include_the_teacher(safetensors: Path) -> None:
     arch = ViTSettings(preset="B/16", distillation_token=True).architecture(num_classes=1000)
     student = MODELS["vit"].train_flops_per_image(arch)
 
-    def objective(**teacher: Any) -> Distillation:
-        settings = DistillationSettings.model_validate({"teacher": {"weights": "x", **teacher}})
-        return Distillation(settings, seed=0)
-
-    known = objective(model="regnety_160")
-    assert known.train_flops_per_image(arch) - student == 31_823_020_544
-    assert known.frozen_bytes() == 4 * 83_590_140
-    assert list(known.notes()) == ["hard, from regnety_160"]
-    twice = objective(model="regnety_160", image_size=448)
-    assert twice.train_flops_per_image(arch) - student == 4 * 31_823_020_544
-    unknown = objective(model="resnet50")
-    assert unknown.train_flops_per_image(arch) == student and unknown.frozen_bytes() == 0
-    assert "without the costs of the teacher" in list(unknown.notes())[1]
-    unknown.teacher = opened(safetensors, image_size=64)
-    assert unknown.teacher.flops_per_image > 1e6
-    assert unknown.train_flops_per_image(arch) - student == unknown.teacher.flops_per_image
+    settings = DistillationSettings.model_validate(
+        {"teacher": {"model": "resnet50", "weights": "x"}}
+    )
+    objective = Distillation(settings, seed=0)
+    assert objective.train_flops_per_image(arch) == student and objective.frozen_bytes() == 0
+    assert list(objective.notes())[0] == "hard, from resnet50"
+    assert "without the costs of the teacher" in list(objective.notes())[1]
+    objective.teacher = opened(safetensors, image_size=64)
+    assert objective.teacher.flops_per_image > 1e6
+    assert objective.train_flops_per_image(arch) - student == objective.teacher.flops_per_image
 
 
-def test_resized_pixels_stay_between_black_and_white(safetensors: Path) -> None:
+def test_resized_pixels_stay_between_black_and_white(network: Any, safetensors: Path) -> None:
     """Bicubic resampling overshoots at edges."""
-    teacher = opened(safetensors, image_size=64, mean=[0.5, 0.5, 0.5], std=[0.5, 0.5, 0.5])
+    teacher = opened(safetensors, image_size=64)
     seen = []
     teacher.model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     halves = torch.zeros(2, 3, 32, 32)
     halves[..., 16:] = 255
     teacher.logits(halves, dtype=torch.float32)
-    assert [seen[0].min().item(), seen[0].max().item()] == pytest.approx([-1, 1])
+    config = network.pretrained_cfg
+    mean, std = (torch.tensor(config[key]).view(3, 1, 1) for key in ("mean", "std"))
+    pixels = seen[0] * std + mean
+    assert [pixels.min().item(), pixels.max().item()] == pytest.approx([0, 1], abs=1e-6)
