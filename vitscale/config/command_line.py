@@ -1,6 +1,6 @@
 """Parse the command line that all scripts share.
 
-Owns: --config, key=value overrides, --resume, --print-config, --help, --help-all, and a script's
+Owns: --config, key=value overrides, --print-config, --help, --help-all, and a script's
 own switches, options and words.
 Leaves out: reading and validating the configuration (`loader`), the list of keys (`reference`).
 """
@@ -28,7 +28,6 @@ from vitscale.config.reference import (
 )
 
 WITH_VALUE = {"--config": ("FILE", "the run's YAML file")}
-OPTIONS = {"--resume": "checkpoint.resume"}
 COMMON_SWITCHES = {
     "--print-config": "print the resolved configuration with the source of every value, and end",
     "--help": "print this text, or with names of groups their settings, and end",
@@ -78,7 +77,7 @@ def load_command(
     Raises UserErrors with all errors; SystemExit(0) after --help, --help-all and --print-config.
     """
     known = dict(switches or {}) | COMMON_SWITCHES
-    options = OPTIONS | dict(options or {})
+    options = options or {}
     usage = _usage(script, needs_config, known, options, words_key)
     parser = _parser(usage, description, known, options)
     words = _with_help_names(sys.argv[1:] if argv is None else argv)
@@ -160,7 +159,7 @@ def _usage(
     parts = [f"python {script}", "--config FILE" if needs_config else "[--config FILE]"]
     parts.append("[key=value ...]")
     parts += [f"[{name}]" for name in switches if name not in COMMON_SWITCHES]
-    parts += [f"{name} VALUE" for name in options if name not in OPTIONS]
+    parts += [f"{name} VALUE" for name in options]
     text = " ".join([*parts, *([words_key.upper()] if words_key else [])])
     return "\n         ".join(textwrap.wrap(text, WIDTH - 9, break_on_hyphens=False))
 

@@ -82,12 +82,6 @@ def test_help_lists_groups_a_group_or_all(capsys: pytest.CaptureFixture[str]) ->
     assert "there is no group or key 'optm'" in error and "did you mean optim?" in error
 
 
-def test_resume_is_a_key() -> None:
-    found = command("--config", "a.yaml", "--resume", "never")
-    assert found.run.checkpoint.resume == "never"
-    assert found.sources["checkpoint.resume"] == "command line"
-
-
 def test_options_are_keys() -> None:
     found = command("--config", "a.yaml", "--lr", "2e-3", options={"--lr": "optim.lr"})
     assert found.run.optim.lr == 2e-3
@@ -116,14 +110,11 @@ def test_words_of_a_list_are_all_taken() -> None:
 
 
 def test_command_line_and_file_errors_share_one_report() -> None:
-    found = errors(
-        "--config", "a.yaml", "--dryrun", "seed=x", "--dry-run=1", "lr", "--dry", "--resume"
-    )
+    found = errors("--config", "a.yaml", "--dryrun", "seed=x", "--dry-run=1", "lr", "--dry")
     assert [text.splitlines()[0] for text in found] == [
         "command line: unknown switch --dryrun",
         "command line: unknown switch --dry",
         "command line: --dry-run takes no value",
-        "command line: --resume needs a value",
         "command line: 'lr' is not key=value",
         "command line: seed: 'x' was read as text",
     ]
