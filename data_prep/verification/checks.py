@@ -1,39 +1,27 @@
 """Compare a shard folder with its manifest: every file, every tar, every image.
 
-Owns: checks of the manifest, the index, info and the ledger, and the tasks for the tars.
+Owns: checks of the index, info and the ledger, and the tasks for the tars.
 Leaves out: checks of one tar (`tar_checks`), showing findings (`verify_shards`).
 
-The checks are independent. A tar is compared with its hash in the manifest, its members with the
-index, each image with its own hash and its header. So damage is found more than once, and errors
-made when the folder was written are found too.
+A tar is compared with its hash in the manifest, its members with the index, each image with its own
+hash and its header. So damage is found, and so are errors made when the folder was written.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from data_prep.labels.assignment import is_numbers
-from data_prep.shards.fingerprints import folder_fingerprint, label_map_sha256, sample_bytes
+from data_prep.shards.fingerprints import sample_bytes, split_fingerprint
 from data_prep.shards.index import folder_of_tars, info_of
 from data_prep.shards.ledger import LEDGER_NAME
 from data_prep.verification.tar_checks import Finding, TarTask, check_tar
-from vitscale.data.index import (
-    INDEX_NAME,
-    INFO_NAME,
-    MANIFEST_NAME,
-    NO_LABEL,
-    Manifest,
-    ShardEntry,
-    SplitEntry,
-    index_schema,
-)
+from vitscale.data.index import INDEX_NAME, INFO_NAME, NO_LABEL, Manifest, index_schema
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.distributed.processes import ordered_results, workers_for
 from vitscale.images.jpeg.entry_points import entry_points_file
@@ -42,7 +30,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 STATUSES = ("kept", "repaired", "rejected")
-BATCH_ROWS = 1 << 15
 
 
 def check_folder(
@@ -57,37 +44,17 @@ def check_folder(
 
     write_entry_points: of the images of each tar without a finding.
     """
-    findings = check_manifest(manifest)
+    index, findings = _read_index(folder, manifest)
     findings += _check_info(folder, manifest)
-    findings += _check_whole_index(folder, manifest)
-    index_rows = RowSum()
     num_bytes = sum(entry.num_bytes for entry in manifest.splits.values())
     num_workers = workers_for(num_bytes, num_workers=num_workers)
-    notes: list[Finding] = []
-    tasks = (
-        replace(task, write_entry_points=write_entry_points)
-        for task in tar_tasks(folder, manifest=manifest, sums=index_rows, notes=notes)
-    )
+    tasks = tar_tasks(folder, index, manifest=manifest, write_entry_points=write_entry_points)
     for task, found in ordered_results(check_tar, tasks, num_workers=num_workers):
         findings += found
         advance(task.entry.samples)
-    findings += notes
-    return findings + _check_ledger(folder, manifest, index_rows)
-
-
-def check_manifest(manifest: Manifest) -> list[Finding]:
-    """Compare the manifest with itself."""
-    wrong = []
-    if manifest.label_map_sha256 != label_map_sha256(manifest.classes):
-        wrong.append("label_map_sha256 is not that of the classes")
-    if manifest.fingerprint != folder_fingerprint(manifest.splits, classes=manifest.classes):
-        wrong.append("fingerprint is not that of the splits and classes")
-    for name, entry in manifest.splits.items():
-        if entry.num_samples != sum(entry.shard_lengths):
-            wrong.append(f"num_samples of split {name!r} is not the sum over its tars")
-        if entry.num_bytes != sum(shard.bytes for shard in entry.shards):
-            wrong.append(f"num_bytes of split {name!r} is not the sum over its tars")
-    return [Finding(MANIFEST_NAME, what) for what in wrong]
+    if index is not None:
+        findings += _check_index(index, manifest)
+    return findings + _check_ledger(folder, manifest, index)
 
 
 def _check_info(folder: Path, manifest: Manifest) -> list[Finding]:
@@ -99,106 +66,58 @@ def _check_info(folder: Path, manifest: Manifest) -> list[Finding]:
     return [] if stored == expected else [Finding(INFO_NAME, "is not what the manifest says")]
 
 
-def _check_whole_index(folder: Path, manifest: Manifest) -> list[Finding]:
-    path = folder / INDEX_NAME
+def _read_index(folder: Path, manifest: Manifest) -> tuple[pa.Table | None, list[Finding]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path, found = folder / INDEX_NAME, []
     try:
-        num_bytes, content = path.stat().st_size, blake3_of_file(path)
-    except OSError as error:
-        return [Finding(INDEX_NAME, f"cannot be read ({error.strerror})")]
-    if num_bytes != manifest.index_bytes:
-        what = f"{num_bytes:,} bytes, but the manifest says {manifest.index_bytes:,}"
-        return [Finding(INDEX_NAME, what)]
-    if content != manifest.index_blake3:
-        return [Finding(INDEX_NAME, "content differs from the manifest (BLAKE3)")]
-    return []
-
-
-@dataclass(slots=True)
-class RowSum:
-    """A sum over (split, key), independent of their order: equal only for equal sets."""
-
-    count: int = 0
-    total: int = 0
-
-    def add(self, splits: list[str], keys: list[str | None]) -> None:
-        self.count += len(keys)
-        for split, key in zip(splits, keys, strict=True):
-            name = f"{split}\0{key}".encode("utf-8", "surrogatepass")
-            self.total += int.from_bytes(sha256(name).digest()[:16], "little")
-        self.total %= 1 << 128
-
-
-@dataclass(slots=True)
-class SplitSum:
-    """A split's fingerprint, row by row as `split_fingerprint` defines it."""
-
-    digest: Any = field(default_factory=sha256)
-
-    def add(self, rows: pa.Table) -> None:
-        self.digest.update(sample_bytes(rows).tobytes())
-
-    def value(self, entry: SplitEntry) -> str:
-        self.digest.update(b"".join(int(n).to_bytes(8, "little") for n in entry.shard_lengths))
-        return str(self.digest.hexdigest())
+        if blake3_of_file(path) != manifest.index_blake3:
+            found.append(Finding(INDEX_NAME, "content differs from the manifest (BLAKE3)"))
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        return None, [*found, Finding(INDEX_NAME, f"cannot be read ({error})")]
+    if not table.schema.equals(index_schema()):
+        found.append(Finding(INDEX_NAME, "has other columns than this version writes"))
+        return None, found
+    return table.drop_null().unify_dictionaries().combine_chunks(), found
 
 
 def tar_tasks(
-    folder: Path,
-    *,
-    manifest: Manifest,
-    sums: RowSum | None = None,
-    notes: list[Finding] | None = None,
+    folder: Path, index: pa.Table | None, *, manifest: Manifest, write_entry_points: bool = False
 ) -> Iterator[TarTask]:
-    """Yield a task per tar, holding few rows at a time.
-
-    Findings about the index are added to `notes`, its samples to `sums`. Tars without rows in the
-    index come last.
-    """
-    sums, notes = RowSum() if sums is None else sums, [] if notes is None else notes
+    """Yield a task per tar. index: of all tars; None if it cannot be read."""
     ours = manifest.shards_root == "."
-    labels_stored = ours or stores_labels(manifest)
     root = folder_of_tars(folder, manifest)
-
-    def task(entry: ShardEntry, rows: pa.Table | None) -> TarTask:
-        path = root / entry.name
-        return TarTask(
-            path=path,
-            entry=entry,
-            rows=rows,
-            ours=ours,
-            labels_stored=labels_stored,
-            entry_points=entry_points_file(folder, entry.name),
-        )
-
-    waiting = {
-        (split, shard.name): shard
-        for split, entry in manifest.splits.items()
-        for shard in entry.shards
-    }
-    order = {split: [s.name for s in entry.shards] for split, entry in manifest.splits.items()}
-    seen: dict[str, list[str]] = {split: [] for split in manifest.splits}
-    fingerprints = {split: SplitSum() for split in manifest.splits}
-    for split, shard, rows in _index_by_tar(folder, notes):
-        tar = waiting.pop((split, shard), None)
-        if tar is None:
-            known = split in order and shard in order[split]
-            what = "rows are not adjacent" if known else "not in the manifest"
-            notes.append(Finding(INDEX_NAME, f"tar {shard!r} of split {split!r}: {what}"))
-            continue
-        seen[split].append(shard)
-        notes += _check_labels(rows, manifest, shard)
-        sums.add([split] * len(rows), rows.column("key").to_pylist())
-        fingerprints[split].add(rows)
-        yield task(tar, rows)
-    for (split, shard), tar in waiting.items():
-        notes.append(Finding(INDEX_NAME, f"has no rows of tar {shard!r} of split {split!r}"))
-        yield task(tar, None)
+    rows_of = {} if index is None else _rows_of_tars(index)
     for split, entry in manifest.splits.items():
-        if len(seen[split]) == len(order[split]) and seen[split] != order[split]:
-            notes.append(Finding(INDEX_NAME, f"tars of split {split!r} are in another order"))
-        elif fingerprints[split].value(entry) != entry.fingerprint:
-            what = f"samples of split {split!r} do not have the manifest's fingerprint"
-            notes.append(Finding(INDEX_NAME, what))
+        for shard in entry.shards:
+            rows = None
+            if index is not None:
+                rows = rows_of.get((split, shard.name), index.slice(0, 0))
+            yield TarTask(
+                path=root / shard.name,
+                entry=shard,
+                rows=rows,
+                ours=ours,
+                labels_stored=ours or stores_labels(manifest),
+                entry_points=entry_points_file(folder, shard.name),
+                write_entry_points=write_entry_points,
+            )
+
+
+def _rows_of_tars(index: pa.Table) -> dict[tuple[str, str], pa.Table]:
+    """(split, tar) -> its rows, which are neighbours."""
+    if not len(index):
+        return {}
+    columns = [index.column(name).combine_chunks() for name in ("split", "shard")]
+    codes = [column.indices.to_numpy() for column in columns]
+    changes = np.any([np.diff(code) != 0 for code in codes], axis=0)
+    starts = np.r_[0, 1 + np.flatnonzero(changes), len(index)].tolist()
+    return {
+        (columns[0][start].as_py(), columns[1][start].as_py()): index.slice(start, stop - start)
+        for start, stop in zip(starts, starts[1:], strict=False)
+    }
 
 
 def stores_labels(manifest: Manifest) -> bool:
@@ -214,92 +133,57 @@ def stores_labels(manifest: Manifest) -> bool:
     return bool(labels["values"] == "index") or is_numbers(manifest.classes)
 
 
-def _index_by_tar(folder: Path, notes: list[Finding]) -> Iterator[tuple[str, str, pa.Table]]:
-    """(split, tar, its rows), reading a batch at a time."""
+def _check_index(index: pa.Table, manifest: Manifest) -> list[Finding]:
+    """Compare labels with the classes, and the samples with each split's fingerprint."""
     import pyarrow as pa
+    import pyarrow.compute as pc
+
+    found = []
+    labels = index.column("label").to_numpy()
+    low, high = (0, len(manifest.classes)) if manifest.classes else (NO_LABEL, 0)
+    if wrong := int(np.count_nonzero((labels < low) | (labels >= high))):
+        found.append(f"{wrong:,} labels are outside {low} to {high - 1:,}")
+    splits = index.column("split").cast(pa.string())
+    for split, entry in manifest.splits.items():
+        rows = index.filter(pc.equal(splits, split))
+        lengths = entry.shard_lengths
+        if split_fingerprint([sample_bytes(rows)], shard_lengths=lengths) != entry.fingerprint:
+            found.append(f"samples of split {split!r} do not have the manifest's fingerprint")
+    return [Finding(INDEX_NAME, what) for what in found]
+
+
+def _check_ledger(folder: Path, manifest: Manifest, index: pa.Table | None) -> list[Finding]:
+    """inputs = kept + repaired + rejected, and the inputs kept or repaired are the samples."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    held: list[pa.Table] = []
-    held_name: tuple[str, str] | None = None
     try:
-        with pq.ParquetFile(folder / INDEX_NAME) as file:
-            if not file.schema_arrow.equals(index_schema()):
-                notes.append(Finding(INDEX_NAME, "has other columns than this version writes"))
-                return
-            for batch in file.iter_batches(batch_size=BATCH_ROWS):
-                table = _without_nulls(pa.Table.from_batches([batch]), notes)
-                for name, part in _runs(table):
-                    if name != held_name and held_name is not None:
-                        yield *held_name, pa.concat_tables(held).combine_chunks()
-                        held = []
-                    held_name = name
-                    held.append(part)
+        columns = ["split", "status", "reason", "key"]
+        ledger = pq.read_table(folder / LEDGER_NAME, columns=columns)
+        names = [ledger.column(name).cast(pa.string()) for name in columns]
     except (OSError, pa.ArrowException) as error:
-        notes.append(Finding(INDEX_NAME, f"cannot be read to its end ({error})"))
-        return
-    if held_name is not None:
-        yield *held_name, pa.concat_tables(held).combine_chunks()
-
-
-def _without_nulls(table: pa.Table, notes: list[Finding]) -> pa.Table:
-    whole = table.drop_null()
-    if len(whole) < len(table):
-        notes.append(Finding(INDEX_NAME, f"has {len(table) - len(whole):,} rows without a value"))
-    return whole
-
-
-def _runs(table: pa.Table) -> Iterator[tuple[tuple[str, str], pa.Table]]:
-    """Adjacent rows of one split and tar."""
-    splits, shards = (table.column(name).to_pylist() for name in ("split", "shard"))
-    start = 0
-    for i in range(1, len(table) + 1):
-        if i == len(table) or (splits[i], shards[i]) != (splits[start], shards[start]):
-            yield (splits[start], shards[start]), table.slice(start, i - start)
-            start = i
-
-
-def _check_labels(rows: pa.Table, manifest: Manifest, shard: str) -> list[Finding]:
-    labels = rows.column("label").to_numpy()
-    if not manifest.classes:
-        wrong = int(np.count_nonzero(labels != NO_LABEL))
-        what = f"{wrong:,} labels in tar {shard!r}, but the manifest names no classes"
-        return [Finding(INDEX_NAME, what)] if wrong else []
-    wrong = int(np.count_nonzero((labels < 0) | (labels >= len(manifest.classes))))
-    if not wrong:
-        return []
-    what = f"{wrong:,} labels in tar {shard!r} are outside 0 to {len(manifest.classes) - 1:,}"
-    return [Finding(INDEX_NAME, what)]
-
-
-def _check_ledger(folder: Path, manifest: Manifest, index_rows: RowSum) -> list[Finding]:
-    """inputs = kept + repaired + rejected, and every kept input is a sample."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    counts = dict.fromkeys(STATUSES, 0)
-    kept, found = RowSum(), []
-    unexplained = 0
-    try:
-        with pq.ParquetFile(folder / LEDGER_NAME) as file:
-            columns = ["split", "status", "reason", "key"]
-            for batch in file.iter_batches(batch_size=BATCH_ROWS, columns=columns):
-                rows = [r for r in batch.to_pylist() if r["status"] != "rejected"]
-                kept.add([r["split"] for r in rows], [r["key"] for r in rows])
-                for row in batch.to_pylist():
-                    counts[row["status"]] = counts.get(row["status"], 0) + 1
-                    unexplained += row["status"] == "rejected" and not row["reason"]
-    except (OSError, KeyError, pa.ArrowException) as error:
         return [Finding(LEDGER_NAME, f"cannot be read ({error})")]
-    unknown = {status: num for status, num in counts.items() if status not in STATUSES}
-    if unknown:
-        found.append(f"{sum(unknown.values()):,} rows have another status than {STATUSES}")
-    if unexplained:
+    found = []
+    split, status, reason, key = names
+    if unknown := len(ledger) - (pc.sum(pc.is_in(status, pa.array(STATUSES))).as_py() or 0):
+        found.append(f"{unknown:,} rows have another status than {STATUSES}")
+    is_rejected = pc.equal(status, "rejected")
+    if unexplained := pc.sum(pc.and_(is_rejected, pc.is_null(reason))).as_py():
         found.append(f"{unexplained:,} rejected inputs without a reason")
-    if sum(counts.values()) != manifest.inputs.get("num_rows"):
+    if len(ledger) != manifest.inputs.get("num_rows"):
         found.append("has other sums than the manifest")
-    num_samples = sum(entry.num_samples for entry in manifest.splits.values())
-    if kept.count != num_samples:
-        found.append(f"{kept.count:,} inputs kept or repaired, but {num_samples:,} samples")
-    elif kept != index_rows:
-        found.append("the inputs kept or repaired are not the samples of the index")
+    if index is not None:
+        kept = pc.binary_join_element_wise(split, key, "\0").filter(pc.invert(is_rejected))
+        samples = [index.column(name).cast(pa.string()) for name in ("split", "key")]
+        stored = pc.binary_join_element_wise(*samples, "\0")
+        if _sorted(kept) != _sorted(stored):
+            found.append("the inputs kept or repaired are not the samples of the index")
     return [Finding(LEDGER_NAME, what) for what in found]
+
+
+def _sorted(texts: pa.ChunkedArray) -> pa.Array:
+    import pyarrow.compute as pc
+
+    in_order: pa.Array = texts.take(pc.sort_indices(texts)).combine_chunks()
+    return in_order
