@@ -21,7 +21,7 @@ try:
     from data_prep.images.made.characters import GREY_LEVELS, Characters, character_files
     from data_prep.images.made.digits import digit_files
     from data_prep.images.made.idx import idx_files
-    from data_prep.images.made.letters import FONTS, SETS
+    from data_prep.images.made.letters import SETS
     from vitscale.config.errors import UserError, run_script
     from vitscale.distributed.atomic_files import commit_folder
 except ModuleNotFoundError as error:
@@ -84,20 +84,12 @@ def parse_arguments() -> argparse.Namespace:
         help=f"of {', '.join(SETS)}; default {' '.join(default.sets)}",
     )
     letters.add_argument(
-        "--test-fonts",
-        nargs="+",
-        default=default.test_fonts,
-        metavar="FONT",
-        help=f"fonts of the test images alone; default {' '.join(default.test_fonts)}",
-    )
-    letters.add_argument(
         "--grey-levels",
         choices=GREY_LEVELS,
         default=default.grey_levels,
         help=f"fixed: white on black; default {default.grey_levels}",
     )
     for option, value, text in (
-        ("--min-fonts", default.min_fonts, f"fonts of {len(FONTS)} that must have a letter"),
         ("--num-train", default.num_train, "training images per letter"),
         ("--num-test", default.num_test, "test images per letter"),
         ("--side-px", default.side_px, "side of the images in pixels"),
@@ -110,18 +102,11 @@ def parse_arguments() -> argparse.Namespace:
 
 def characters_of(arguments: argparse.Namespace) -> Characters:
     """The options as a corpus. Raises UserError where one is out of range."""
-    for option, given, known in (
-        ("--sets", arguments.sets, tuple(SETS)),
-        ("--test-fonts", arguments.test_fonts, FONTS),
-    ):
-        if unknown := [name for name in given if name not in known]:
-            raise UserError(
-                f"{' '.join(unknown)} is not known", where=option, allowed=", ".join(known)
-            )
-    if set(arguments.test_fonts) == set(FONTS):
-        raise UserError("no font is left for training", where="--test-fonts")
+    if unknown := [name for name in arguments.sets if name not in SETS]:
+        raise UserError(
+            f"{' '.join(unknown)} is not known", where="--sets", allowed=", ".join(SETS)
+        )
     for option, value, smallest, largest in (
-        ("--min-fonts", arguments.min_fonts, 2, len(FONTS)),
         ("--num-train", arguments.num_train, 1, 999),
         ("--num-test", arguments.num_test, 1, 999),
         ("--side-px", arguments.side_px, MIN_SIDE_PX, 512),
@@ -130,8 +115,6 @@ def characters_of(arguments: argparse.Namespace) -> Characters:
             raise UserError(f"{value}", where=option, allowed=f"{smallest} to {largest}")
     return Characters(
         sets=arguments.sets,
-        min_fonts=arguments.min_fonts,
-        test_fonts=arguments.test_fonts,
         num_train=arguments.num_train,
         num_test=arguments.num_test,
         side_px=arguments.side_px,

@@ -17,7 +17,7 @@ from typing import Literal, get_args
 
 from PIL import Image, ImageDraw
 
-from data_prep.images.made.letters import TEST_FONTS, choose_letters, class_name, open_font
+from data_prep.images.made.letters import FONTS, TEST_FONTS, choose_letters, class_name, open_font
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 
 # Letters are drawn large, then transformed at twice the size of the image, then halved.
@@ -42,8 +42,6 @@ class Characters:
     """What the corpus holds. Numbers of images are per letter."""
 
     sets: Sequence[str] = ("latin",)
-    min_fonts: int = 16
-    test_fonts: Sequence[str] = TEST_FONTS
     num_train: int = 60
     num_test: int = 8
     side_px: int = 48
@@ -53,11 +51,9 @@ class Characters:
 
 def character_files(corpus: Characters) -> Iterator[tuple[str, bytes]]:
     """{train,test}/LETTER/FONT-NNN.png and contents. The fonts of a letter take turns."""
-    letters = choose_letters(corpus.sets, min_fonts=corpus.min_fonts, test_fonts=corpus.test_fonts)
-    for letter, fonts in letters.items():
-        tested = [font for font in fonts if font in corpus.test_fonts]
-        trained = [font for font in fonts if font not in corpus.test_fonts]
-        parts = (("train", trained, corpus.num_train), ("test", tested, corpus.num_test))
+    trained = [font for font in FONTS if font not in TEST_FONTS]
+    parts = (("train", trained, corpus.num_train), ("test", TEST_FONTS, corpus.num_test))
+    for letter in choose_letters(corpus.sets):
         for split, choice, num_images in parts:
             for i in range(num_images):
                 font = choice[i % len(choice)]

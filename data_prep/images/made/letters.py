@@ -7,7 +7,6 @@ Leaves out: rendering images (`characters.py`).
 from __future__ import annotations
 
 import unicodedata
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -39,43 +38,25 @@ SETS: dict[str, Callable[[str], bool]] = {
 }
 
 
-def choose_letters(
-    sets: Sequence[str], *, min_fonts: int, test_fonts: Sequence[str]
-) -> dict[str, list[str]]:
-    """Letter -> its fonts, for the lower- and upper-case letters of `sets`, by code point.
+def choose_letters(sets: Sequence[str]) -> list[str]:
+    """The lower- and upper-case letters of `sets` that all fonts have, by code point.
 
-    A letter has at least `min_fonts` fonts, of them one for training and one for testing, and a
-    drawing of its own: of Latin A, Greek Alpha and Cyrillic A the first is kept.
-    Raises UserError if fewer than two letters are left.
+    A letter has a drawing of its own: of Latin A, Greek Alpha and Cyrillic A the first is kept.
     """
-    letters_of = {font: font_letters(font) for font in FONTS}
-    found: dict[str, list[str]] = {}
-    for letter in sorted(set().union(*letters_of.values())):
-        fonts = [font for font in FONTS if letter in letters_of[font]]
-        tested = set(fonts) & set(test_fonts)
-        enough = len(fonts) >= min_fonts and tested and len(tested) < len(fonts)
-        if enough and any(SETS[name](letter) for name in sets):
-            found[letter] = fonts
-    chosen = without_doubles(found)
-    if len(chosen) < 2:
-        raise UserError(
-            f"{len(chosen)} letters of {', '.join(sets)} are in {min_fonts} fonts, "
-            "in test fonts and in others",
-            allowed="at least 2",
-            next_step="choose more sets or fewer fonts",
-        )
-    return chosen
+    common = frozenset.intersection(*map(font_letters, FONTS))
+    return without_doubles(
+        [letter for letter in sorted(common) if any(SETS[name](letter) for name in sets)]
+    )
 
 
-def without_doubles(fonts_of: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Leave out letters that most of their fonts draw like an earlier letter, or not at all."""
+def without_doubles(letters: Sequence[str]) -> list[str]:
+    """Leave out letters that most fonts draw like an earlier letter, or not at all."""
     seen: dict[str, set[bytes]] = {font: {b""} for font in FONTS}
-    kept = {}
-    for letter, fonts in fonts_of.items():
-        drawings = {font: _drawing(font, letter) for font in fonts}
-        known = Counter(drawing in seen[font] for font, drawing in drawings.items())
-        if known[True] * 2 <= len(fonts):
-            kept[letter] = fonts
+    kept = []
+    for letter in letters:
+        drawings = {font: _drawing(font, letter) for font in FONTS}
+        if 2 * sum(drawing in seen[font] for font, drawing in drawings.items()) <= len(FONTS):
+            kept.append(letter)
             for font, drawing in drawings.items():
                 seen[font].add(drawing)
     return kept

@@ -102,8 +102,6 @@ def test_idx_files_become_a_folder_and_damaged_ones_are_refused(tmp_path: Path) 
     ("options", "message"),
     [
         ("--sets runes", "--sets: runes is not known\n  allowed: latin, accented"),
-        ("--test-fonts cmr10", "--test-fonts: cmr10 is not known\n  allowed: DejaVuSans, "),
-        ("--min-fonts 17", "--min-fonts: 17\n  allowed: 2 to 16"),
         ("--side-px 8", "--side-px: 8\n  allowed: 16 to 512"),
     ],
 )

@@ -1,20 +1,16 @@
 from __future__ import annotations
 
-import pytest
-
 from data_prep.images.made.letters import (
     FONTS,
-    TEST_FONTS,
     choose_letters,
     class_name,
     font_letters,
     without_doubles,
 )
-from vitscale.config.errors import UserError
 
 
-def chosen(*sets: str, min_fonts: int = 16) -> dict[str, list[str]]:
-    return choose_letters(sets, min_fonts=min_fonts, test_fonts=TEST_FONTS)
+def chosen(*sets: str) -> list[str]:
+    return choose_letters(sets)
 
 
 def test_every_font_has_the_latin_alphabet() -> None:
@@ -25,15 +21,7 @@ def test_every_font_has_the_latin_alphabet() -> None:
 
 def test_greek_letters_that_look_latin_are_left_out() -> None:
     assert {"Α", "Γ", "ω"} <= set(chosen("greek"))
-    fonts = list(FONTS)
-    assert list(without_doubles(dict.fromkeys("AΑΓ", fonts))) == ["A", "Γ"]
-
-
-def test_letters_have_the_least_number_of_fonts() -> None:
-    few, many = chosen("cyrillic"), chosen("cyrillic", min_fonts=12)
-    assert set(few) < set(many)
-    assert all(len(fonts) == 16 for fonts in few.values())
-    assert min(len(fonts) for fonts in many.values()) == 12
+    assert without_doubles("AΑΓ") == ["A", "Γ"]
 
 
 def test_accented_letters_are_latin_with_a_mark() -> None:
@@ -54,8 +42,3 @@ def test_class_names_are_plain_file_names() -> None:
     assert all(
         name.isascii() and name.replace("_", "").replace("-", "").isalnum() for name in names
     )
-
-
-def test_no_letters_for_the_test_fonts_is_an_error() -> None:
-    with pytest.raises(UserError, match="0 letters of cyrillic are in 16 fonts"):
-        choose_letters(["cyrillic"], min_fonts=16, test_fonts=[])
