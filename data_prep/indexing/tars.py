@@ -9,7 +9,6 @@ holds the rows of one tar per worker.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import stat
@@ -33,13 +32,10 @@ from data_prep.sources.outages import changed_source_error, printable
 from data_prep.sources.protocol import Container, Input, read_exactly
 from data_prep.sources.registry import open_source
 from data_prep.sources.webdataset_tars import WebdatasetTars
-from vitscale.config.errors import UserError
 from vitscale.data.remote.urls import Location, Url
 from vitscale.distributed.atomic_files import blake3_of_file, write_json
 from vitscale.runs.data_prep import DataPrepRun
 
-# A tar of images has no such run of zeros: only a hole would be read for hours.
-MAX_HOLE_BYTES = 1 << 30
 # Reason for sound images that must be converted to be usable, which would mean rewriting the tar.
 PACKED = "packed"
 TAR_SCHEMA = pa.schema(
@@ -119,8 +115,6 @@ def index_tar(unit: TarUnit) -> TarResult:
     done = _earlier_result(unit)
     if done and is_tar and (done.num_bytes, done.modified_ns) == (num_bytes, status.st_mtime_ns):
         return done
-    if is_tar:
-        check_holes(unit.tar_path)
     unknown: Counter[str] = Counter()
     rows = _tar_rows(unit, unknown) if is_tar else _other_file_rows(unit)
     result = TarResult(
@@ -137,28 +131,6 @@ def index_tar(unit: TarUnit) -> TarResult:
         raise changed_source_error(unit.container.path)
     _write(unit, rows, result)
     return result
-
-
-def check_holes(path: Path) -> None:
-    """Raise UserError for a sparse file with a hole above MAX_HOLE_BYTES."""
-    with open(path, "rb", buffering=0) as file:
-        end = os.fstat(file.fileno()).st_size
-        position = 0
-        while position < end:
-            hole = os.lseek(file.fileno(), position, os.SEEK_HOLE)
-            try:
-                position = os.lseek(file.fileno(), hole, os.SEEK_DATA) if hole < end else end
-            except OSError as error:
-                if error.errno != errno.ENXIO:
-                    raise
-                position = end  # there is no data after the hole
-            if position - hole > MAX_HOLE_BYTES:
-                raise UserError(
-                    f"has a hole of {position - hole:,} bytes without data",
-                    where=printable(str(path)),
-                    allowed=f"holes of at most {MAX_HOLE_BYTES:,} bytes",
-                    next_step="write the tar again, or leave it out of source.splits",
-                )
 
 
 def _index_remote_tar(unit: TarUnit, url: Url) -> TarResult:

@@ -102,7 +102,6 @@ def scan(p: Preparation, unit: str) -> None:
             temporary=p.work.temporary("run"),
         )
         num_runs += 1
-        p.advance(len(inputs))
     spool.commit(p.path("spool", f"{unit}.bin"))
     p.put_result(unit, summary.as_json(num_runs=num_runs))
 
@@ -199,5 +198,4 @@ def make_bucket(p: Preparation, unit: str) -> None:
     ]
     rows = bucket(runs, number=number, of=p.result("buckets"))
     write_table(rows, bucket_path(p, number), temporary=p.work.temporary("bucket"))
-    p.advance(len(rows))
     p.put_result(unit, {"num_rows": len(rows)})

@@ -14,9 +14,6 @@ from data_prep.pipeline import finishing, listing, planning, selection, shard_wr
 from data_prep.pipeline.workspace import Preparation
 from vitscale.tracking.console import ElapsedProgress, ItemProgress
 
-# Counters of each worker: its phase, rows done in its unit, 1 while it works on a unit.
-NUM_COUNTERS = 3
-
 
 @dataclass(frozen=True, kw_only=True)
 class Phase:
@@ -44,7 +41,7 @@ def _shard_rows(p: Preparation, unit: str) -> int:
     return planning.read_plan(p)[split].shard_lengths[int(number)]
 
 
-LISTING_PHASES = (
+PHASES = (
     Phase(title="open source", units=_one("containers"), do=listing.list_containers),
     Phase(
         title="list inputs",
@@ -53,9 +50,6 @@ LISTING_PHASES = (
         weight=listing.num_containers,
         rows=listing.num_listed,
     ),
-)
-PHASES = (
-    *LISTING_PHASES,
     Phase(title="count inputs", units=_one("buckets"), do=listing.count_buckets),
     Phase(title="order inputs", units=_per_bucket("bucket"), do=listing.make_bucket),
     Phase(title="select classes", units=_one("selection"), do=selection.select_classes),
@@ -77,10 +71,10 @@ PHASES = (
 
 
 class PhaseProgress:
-    """Shows progress, from the workers' counters and the finished units."""
+    """Shows progress, from the phase of each worker and the finished units."""
 
-    def __init__(self, p: Preparation, phases: tuple[Phase, ...], counters: Any) -> None:
-        self.p, self._phases, self._counters = p, phases, counters
+    def __init__(self, p: Preparation, reached: Any) -> None:
+        self.p, self._reached = p, reached
         self._shown = -1
         self._weights: dict[str, int] = {}
         self._done: set[str] = set()
@@ -93,36 +87,35 @@ class PhaseProgress:
             self._update()
 
     def _update(self) -> None:
-        reached = max(self._counters[::NUM_COUNTERS])
+        reached = max(self._reached)
         if reached != self._shown:
             self._show(reached)
         if self._line is None:
             return
-        in_progress = sum(self._counters[1::NUM_COUNTERS])
         if isinstance(self._line, ItemProgress):
-            self._line.update(self._weight_done() + in_progress)
+            self._line.update(self._weight_done())
         else:
-            self._line.update(self._note(in_progress))
+            self._line.update(self._note())
 
     def _weight_done(self) -> int:
         """The weight of all units finished so far."""
         new = {unit for unit in self._weights.keys() - self._done if self.p.has_result(unit)}
         self._done |= new
-        if (rows := self._phases[self._shown].rows) is not None:
+        if (rows := PHASES[self._shown].rows) is not None:
             with suppress(FileNotFoundError):  # another process ended the preparation
                 self._rows += sum(rows(self.p, unit) for unit in new)
         return sum(self._weights[unit] for unit in self._done)
 
-    def _note(self, in_progress: int) -> str:
-        if self._phases[self._shown].rows is None:
+    def _note(self) -> str:
+        if PHASES[self._shown].rows is None:
             return ""
         done, total = self._weight_done(), sum(self._weights.values())
-        return f"{done:,} of {total:,} containers, {self._rows + in_progress:,} inputs"
+        return f"{done:,} of {total:,} containers, {self._rows:,} inputs"
 
     def _show(self, reached: int) -> None:
         self.close()
         self._shown, self._done, self._weights, self._rows = reached, set(), {}, 0
-        phase = self._phases[reached]
+        phase = PHASES[reached]
         try:
             if phase.weight is not None:
                 units = phase.units(self.p)
@@ -140,7 +133,7 @@ class PhaseProgress:
 
     def _close(self) -> None:
         if isinstance(self._line, ElapsedProgress):
-            self._line.close(self._note(in_progress=0))
+            self._line.close(self._note())
         elif self._line is not None:
             self._line.close()
         self._line = None

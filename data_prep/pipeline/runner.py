@@ -15,14 +15,14 @@ import signal
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
-from data_prep.pipeline.phases import NUM_COUNTERS, PHASES, Phase, PhaseProgress
+from data_prep.pipeline.phases import PHASES, Phase, PhaseProgress
 from data_prep.pipeline.work_units import WorkFolder
 from data_prep.pipeline.workspace import Preparation, is_finished, preparation_folder, raise_failure
 from data_prep.sources.outages import (
@@ -49,8 +49,8 @@ IMPORTS = ("data_prep.pipeline.runner", "pandas", "pyarrow.compute", "pyarrow.pa
 ERRORS = {"interrupted": Interrupted, "corpus": UserError, "crash": RuntimeError}
 
 
-def prepare(run: DataPrepRun, *, phases: tuple[Phase, ...] = PHASES, task: int = 0) -> None:
-    """Run `phases` in this task's processes; return when any tasks have finished all of them.
+def prepare(run: DataPrepRun, *, task: int = 0) -> None:
+    """Run all phases in this task's processes; return when any tasks have finished them.
 
     task: number of this task; tasks start at different units.
     Raises Interrupted where a rerun resumes, UserError for a corpus that cannot be used,
@@ -58,17 +58,17 @@ def prepare(run: DataPrepRun, *, phases: tuple[Phase, ...] = PHASES, task: int =
     """
     workers = run.num_workers or num_cores()
     context = worker_context(IMPORTS)
-    counters = context.Array("q", NUM_COUNTERS * workers, lock=False)
+    reached = context.Array("q", workers, lock=False)
     messages: Any = context.SimpleQueue()
     processes = [
         context.Process(
             target=_work,
-            args=(run, len(phases), counters, messages, worker, task * workers + worker),
+            args=(run, reached, messages, worker, task * workers + worker),
             daemon=True,
         )
         for worker in range(workers)
     ]
-    p = _open(run, lambda num: None, lambda: 1)
+    p = _open(run)
     stop = threading.Event()
     previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     for number in STOP_SIGNALS:
@@ -76,7 +76,7 @@ def prepare(run: DataPrepRun, *, phases: tuple[Phase, ...] = PHASES, task: int =
     try:
         for process in processes:
             process.start()
-        _watch(PhaseProgress(p, phases, counters), processes, messages, stop)
+        _watch(PhaseProgress(p, reached), processes, messages, stop)
     finally:
         for process in processes:
             process.kill()
@@ -87,11 +87,9 @@ def prepare(run: DataPrepRun, *, phases: tuple[Phase, ...] = PHASES, task: int =
             signal.signal(number, signal.SIG_IGN if stop.is_set() else handler)
 
 
-def _open(
-    run: DataPrepRun, advance: Callable[[int], None], num_threads: Callable[[], int]
-) -> Preparation:
+def _open(run: DataPrepRun) -> Preparation:
     work = WorkFolder(preparation_folder(Path(run.output).expanduser()))
-    p = Preparation(run, work, advance, num_threads)
+    p = Preparation(run, work)
     try:
         p.open()
     except OSError as error:
@@ -128,9 +126,7 @@ def _watch(
         raise ERRORS[kind](text)
 
 
-def _work(
-    run: DataPrepRun, num_phases: int, counters: Any, messages: Any, worker: int, start: int
-) -> None:
+def _work(run: DataPrepRun, reached: Any, messages: Any, worker: int, start: int) -> None:
     """Run one worker process."""
     end_with_server()
     # The default allocator keeps what is freed: a quarter of a worker's memory.
@@ -138,7 +134,7 @@ def _work(
     # Warnings about broken EXIF and the like; faults that matter are in the ledger.
     warnings.filterwarnings("ignore", module="PIL")
     try:
-        work_through_phases(run, PHASES[:num_phases], counters=counters, worker=worker, start=start)
+        work_through_phases(run, PHASES, reached=reached, worker=worker, start=start)
     except Interrupted as error:
         messages.put(("interrupted", error.text()))
     except UserError as error:
@@ -150,23 +146,14 @@ def _work(
 
 
 def work_through_phases(
-    run: DataPrepRun, phases: tuple[Phase, ...], *, counters: Any, worker: int, start: int
+    run: DataPrepRun, phases: tuple[Phase, ...], *, reached: Any, worker: int, start: int
 ) -> None:
     """Run the units of every phase that are free, in this process."""
-    rows = NUM_COUNTERS * worker + 1
-
-    def advance(num: int) -> None:
-        counters[rows] += num
-
-    def num_threads() -> int:
-        busy = sum(counters[2::NUM_COUNTERS])
-        return len(counters) // NUM_COUNTERS // max(1, busy)
-
-    p = _open(run, advance, num_threads)
+    p = _open(run)
     try:
         for position, phase in enumerate(phases):
-            counters[rows - 1], counters[rows] = position, 0
-            _work_through(p, phase, counters=counters, worker=worker, start=start)
+            reached[worker] = position
+            _work_through(p, phase, start=start)
     except (OSError, SpoolError, UserError) as error:
         # Another process may have finished the preparation.
         if is_finished(p.output):
@@ -179,21 +166,14 @@ def work_through_phases(
         raise
 
 
-def _work_through(p: Preparation, phase: Phase, *, counters: Any, worker: int, start: int) -> None:
+def _work_through(p: Preparation, phase: Phase, *, start: int) -> None:
     if is_finished(p.output):
         return
     raise_failure(p.work.path)
-
-    def do(unit: str) -> None:
-        rows, busy = NUM_COUNTERS * worker + 1, NUM_COUNTERS * worker + 2
-        counters[rows], counters[busy] = 0, 1
-        phase.do(p, unit)
-        counters[rows], counters[busy] = 0, 0
-
     p.work.work_through(
         phase.units(p),
         is_done=lambda unit: p.has_result(unit) or is_finished(p.output),
-        do=do,
+        do=partial(phase.do, p),
         start=start,
     )
 

@@ -7,13 +7,12 @@ Leaves out: the layout of the tar (`shards.tar_writer`), files over all shards (
 from __future__ import annotations
 
 import os
-from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
 
 from data_prep.images.check import ValidationResult
-from data_prep.pipeline.image_reading import thread_results, validate_input
+from data_prep.pipeline.image_reading import validate_input
 from data_prep.pipeline.planning import SplitPlan, read_plan, rows_of_shard
 from data_prep.pipeline.rejections import Rejections, check_so_far
 from data_prep.pipeline.row_tables import write_table
@@ -85,9 +84,8 @@ def _write_images(
     for rows, labels in rows_of_shard(p, plan, split, number):
         keys = rows.column("key").to_pylist()
         locations = list(row_locations(rows))
-        validate = partial(validate_input, p)
-        results = thread_results(validate, locations, num_threads=p.num_threads)
-        for location, result, suffix, label in zip(locations, results, keys, labels, strict=True):
+        for location, suffix, label in zip(locations, keys, labels, strict=True):
+            result = validate_input(p, location)
             key, offset = f"{split}-{suffix}", 0
             if result.reason is None:
                 stored = None if label == NO_LABEL else label
@@ -97,7 +95,6 @@ def _write_images(
             else:
                 rejected.add(result.reason, printable(os.fsdecode(location.path)))
             outcomes.append(_outcome(result, key=key, label=label, offset=offset))
-            p.advance(1)
     return outcomes, rejected
 
 

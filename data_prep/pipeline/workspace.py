@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -176,10 +176,6 @@ class Preparation:
 
     run: DataPrepRun
     work: WorkFolder
-    advance: Callable[[int], None]
-    """Called with the number of further rows done in the current unit."""
-    num_threads: Callable[[], int] = lambda: 1
-    """Threads that may decode now: more than one while other processes are idle."""
 
     def open(self) -> None:
         """Create the subfolders."""

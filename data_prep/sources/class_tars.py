@@ -33,8 +33,6 @@ from data_prep.sources.protocol import Container, Input, Spool
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
-# Bounds the memory for names: at most 170 bytes per member.
-MAX_MEMBERS = 1_000_000
 COMPRESSED_SUFFIXES = {
     ".tar.gz": "gzip",
     ".tgz": "gzip",
@@ -109,24 +107,15 @@ def compressed_tar_error(path: str, method: str) -> UserError:
 
 
 def named_members(
-    members: Iterator[TarMember], *, path: str
+    members: Iterator[TarMember],
 ) -> Iterator[tuple[TarMember, str, int | None]]:
-    """Members except folders: (member, normalized name, offset of an earlier one of that name).
-
-    Raises UserError for a tar with more than MAX_MEMBERS.
-    """
+    """Members except folders: (member, normalized name, offset of an earlier one of that name)."""
     offsets: dict[int, int] = {}
     for member in members:
         if member.kind == "folder":
             continue
         name = normalized_name(member.name)
         first = offsets.setdefault(hash(name), member.offset)
-        if len(offsets) > MAX_MEMBERS:
-            raise UserError(
-                f"{printable(path)!r} has more than {MAX_MEMBERS:,} members",
-                where="source.path",
-                next_step="pack it into several tars",
-            )
         yield member, name, None if first == member.offset else first
 
 
@@ -170,7 +159,7 @@ def _class_inputs(root: Path, container: Container) -> Iterator[Input]:
     try:
         with opened(root, path) as fd:
             walk = walk_tar(fd, start=container.offset, end=container.offset + num_bytes)
-            for member, name, first in named_members(walk, path=container.path):
+            for member, name, first in named_members(walk):
                 yield Input(
                     member_path(container, member, first),
                     container.split,
@@ -230,7 +219,7 @@ def _files_beside_tars(root: Path, container: Container) -> Iterator[Input]:
 
 def _outer_members(root: Path, path: str) -> Iterator[tuple[TarMember, str, int | None]]:
     with opened(root, path) as fd:
-        yield from named_members(walk_tar(fd, end=os.fstat(fd).st_size), path=path)
+        yield from named_members(walk_tar(fd, end=os.fstat(fd).st_size))
 
 
 def _is_class_tar(member: TarMember, name: str, first: int | None) -> bool:

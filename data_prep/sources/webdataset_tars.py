@@ -22,7 +22,7 @@ from data_prep.shards.tar_walk import (
     pread,
     walk_tar,
 )
-from data_prep.sources.class_tars import MAX_MEMBERS, compressed_tar_error, tar_row
+from data_prep.sources.class_tars import compressed_tar_error, tar_row
 from data_prep.sources.file_lists import FileList
 from data_prep.sources.outages import raise_if_outage
 from data_prep.sources.paths import is_hidden, is_tar_name, opened, stat_listed
@@ -207,12 +207,6 @@ def _sample_row(
         reason = "duplicate_key" if both else "split_sample"
         return _row(container, member, path=path, key=sample.key, reason=reason)
     seen[code] = member.offset << 2 | sample.parts
-    if len(seen) > MAX_MEMBERS:
-        raise UserError(
-            f"{container.path!r} has more than {MAX_MEMBERS:,} samples",
-            where="source.path",
-            next_step="pack it into several tars",
-        )
     if sample.image is None:
         return _row(container, member, key=sample.key, reason="no_image")
     class_name = read_label(fd, sample.label, label[1]) if sample.label else None

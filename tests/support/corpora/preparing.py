@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from data_prep.pipeline.phases import PHASES, Phase
+from data_prep.pipeline.phases import PHASES
 from data_prep.pipeline.runner import work_through_phases
 from data_prep.pipeline.work_units import WorkFolder
 from data_prep.pipeline.workspace import Preparation, preparation_folder
@@ -18,16 +18,14 @@ def run_of(path: Path, output: Path, **sections: Any) -> DataPrepRun:
     return DataPrepRun.model_validate({"output": str(output), **sections})
 
 
-def prepare_here(
-    run: DataPrepRun, *, until: str | None = None, phases: tuple[Phase, ...] = PHASES
-) -> Preparation:
+def prepare_here(run: DataPrepRun, *, until: str | None = None) -> Preparation:
     """Work through the phases before the one named `until`, or all; no process is started."""
-    titles = [phase.title for phase in phases]
-    wanted = phases if until is None else phases[: titles.index(until)]
+    titles = [phase.title for phase in PHASES]
+    wanted = PHASES if until is None else PHASES[: titles.index(until)]
     preparation_folder(Path(run.output)).mkdir(parents=True, exist_ok=True)
-    work_through_phases(run, wanted, counters=[0, 0, 0], worker=0, start=0)
+    work_through_phases(run, wanted, reached=[0], worker=0, start=0)
     return preparation(run)
 
 
 def preparation(run: DataPrepRun) -> Preparation:
-    return Preparation(run, WorkFolder(preparation_folder(Path(run.output))), lambda num: None)
+    return Preparation(run, WorkFolder(preparation_folder(Path(run.output))))

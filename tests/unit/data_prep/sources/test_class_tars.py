@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.sources import class_tars
 from data_prep.sources.class_tars import ClassTars
 from data_prep.sources.protocol import Container, Input
 from tests.support.corpora.listing import MemorySpool, list_source
@@ -207,13 +206,6 @@ def test_a_missing_tar_is_a_changed_source(tmp_path: Path) -> None:
     gone = Container("cat.tar", "train", "cat")
     with pytest.raises(UserError, match="changed while"):
         list(source(tmp_path).inputs(gone, spool=MemorySpool()))
-
-
-def test_the_number_of_members_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(class_tars, "MAX_MEMBERS", 3)
-    write_tars(tmp_path, {"cat.tar": {f"{i}.jpg": b"" for i in range(4)}})
-    with pytest.raises(UserError, match="more than 3 members"):
-        list_source(source(tmp_path))
 
 
 NAMES = st.lists(
