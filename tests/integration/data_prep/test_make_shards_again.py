@@ -90,29 +90,6 @@ def test_concurrent_commands_share_the_work(made: tuple[Path, Path, str], tmp_pa
     assert contents(tmp_path / "shared") == contents(shards)
 
 
-@pytest.mark.slow
-def test_concurrent_commands_find_finished_shards(
-    made: tuple[Path, Path, str],
-) -> None:
-    source, shards, _ = made
-    before = contents(shards)
-    running = [
-        subprocess.Popen(
-            command(source, shards, "shards.min_shards=2"),
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for _ in range(4)
-    ]
-    texts = [process.communicate(timeout=PATIENCE_S)[0] for process in running]
-    assert [process.returncode for process in running] == [0] * 4, texts
-    assert all("already there" in text for text in texts)
-    assert contents(shards) == before
-    assert sorted(path.name for path in shards.parent.iterdir()) == ["images", "shards"]
-
-
 def test_work_begun_with_other_settings_is_not_gone_on_with(tmp_path: Path) -> None:
     source = corpus(tmp_path / "images")
     folder = tmp_path / ".shards.preparing"

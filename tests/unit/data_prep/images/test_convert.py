@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import io
 import struct
-from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, JpegImagePlugin
+from PIL import Image
 
 from data_prep.images.check import ValidationResult, validate_image
 from tests.support.corpora.image_samples import (
@@ -227,20 +226,6 @@ def test_shrinking_averages_instead_of_skipping_pixels() -> None:
     for format in ("JPEG", "PNG"):
         small = decoded(converted(encoded(stripes, format), short_side=32).content)
         assert close(small[4:-4, 4:-4], np.full((24, 24, 3), 127), 12)
-
-
-def test_jpeg_is_decoded_at_twice_the_wanted_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[tuple[int, int]] = []
-    draft = JpegImagePlugin.JpegImageFile.draft
-
-    def recorded(self: Any, mode: Any, size: Any) -> Any:
-        done = draft(self, mode, size)
-        sizes.append(self.size)
-        return done
-
-    monkeypatch.setattr(JpegImagePlugin.JpegImageFile, "draft", recorded)
-    converted(encoded(np.zeros((256, 512, 3), np.uint8), "JPEG"), short_side=32)
-    assert sizes == [(128, 64)]
 
 
 def test_smaller_images_are_not_touched_by_short_side() -> None:

@@ -1,17 +1,13 @@
 from __future__ import annotations
 
-import csv
 import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from data_prep.labels.assignment import Labels, load_labels
-from data_prep.labels.label_files import read_pairs
 from data_prep.sources.protocol import means_no_label
 from vitscale.config.errors import UserError
 from vitscale.data.label_spaces import LABEL_SPACES, known_space
@@ -116,12 +112,6 @@ def test_all_classes_of_a_space_are_labels() -> None:
 @pytest.mark.parametrize("value", ["-1", "1000", "", " 1", "1_0", "٣", "1.0", "9" * 5000])
 def test_invalid_positions_have_no_class(value: str) -> None:
     assert labels(space="imagenet_1k", values="index").class_of(value) is None
-
-
-@given(st.integers(0, 999))
-def test_positions_and_names_agree(position: int) -> None:
-    by_index = labels(space="imagenet_1k", values="index")
-    assert by_index.class_of(str(position)) == known_space("imagenet_1k")[position]
 
 
 def test_a_space_from_a_file_keeps_its_order(tmp_path: Path) -> None:
@@ -229,16 +219,3 @@ def test_errors_distinguish_map_and_space(tmp_path: Path) -> None:
         known.check({"dog": 1})
     with pytest.raises(UserError, match=r"labels.space: .*\(mapped to 'pussy'\)"):
         known.check({"cat": 1})
-
-
-TEXT = st.text(st.characters(exclude_characters="\r", exclude_categories=["Cs"]), min_size=1)
-
-
-@given(st.dictionaries(TEXT, TEXT, min_size=1))
-def test_any_csv_pairs_round_trip(
-    tmp_path_factory: pytest.TempPathFactory, pairs: dict[str, str]
-) -> None:
-    path = tmp_path_factory.mktemp("map") / "m.csv"
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file, quoting=csv.QUOTE_ALL).writerows(pairs.items())
-    assert read_pairs(str(path), where="labels.map", columns="") == pairs

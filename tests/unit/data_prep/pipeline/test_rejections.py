@@ -14,14 +14,6 @@ from tests.support.corpora.preparing import prepare_here, run_of
 from vitscale.config.errors import UserError
 
 
-def rotten(root: Path, *, num: int) -> Path:
-    for i in range(num):
-        path = root / "ab"[i % 2] / f"{i}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(f"rotten {i}".encode())
-    return root
-
-
 def test_a_bad_corpus_stops_once_all_units_exceed_the_limit(tmp_path: Path) -> None:
     for i in range(200):
         path = tmp_path / "images" / "ab"[i % 2] / f"{i}.jpg"

@@ -8,18 +8,14 @@ import random
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import data_prep.pipeline.row_tables as row_tables
 from data_prep.pipeline.row_tables import (
     bucket,
     make_key,
-    read_table,
     rows_table,
-    smallest,
     write_table,
 )
 from data_prep.sources.protocol import Input
@@ -95,38 +91,3 @@ def test_names_unlike_only_in_case_or_suffix_get_own_keys(tmp_path: Path) -> Non
     rows = dict(sort_through_disk(inputs, tmp_path, run_rows=2, num_buckets=5))
     assert rows[b"b.jpg"] == "cat-b"
     assert all(re.fullmatch(r"cat-[aA]-[0-9a-f]{16}", rows[n]) for n in (b"a.jpg", b"A.jpg"))
-
-
-def test_a_table_has_its_name_only_when_it_is_whole(tmp_path: Path) -> None:
-    table = rows_table([make_input("a.jpg")], seed=0, holds_out=True)
-    with pytest.raises(FileNotFoundError):
-        write_table(table, tmp_path / "t.arrow", temporary=tmp_path / "none" / "t")
-    assert not list(tmp_path.iterdir())
-    write_table(table, tmp_path / "t.arrow", temporary=tmp_path / "t")
-    assert read_table(tmp_path / "t.arrow").equals(table)
-    assert [path.name for path in tmp_path.iterdir()] == ["t.arrow"]
-
-
-def test_bucket_size_stays_near_a_run_whatever_the_corpus() -> None:
-    assert row_tables.num_buckets(0) == 1
-    assert row_tables.num_buckets(row_tables.BUCKET_ROWS + 1) == 2
-    assert row_tables.num_buckets(14_200_000) == 1734
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2**64 - 1)), max_size=80), st.data())
-def test_radix_selection_finds_the_smallest_of_each_class(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[int, int]], data: st.DataObject
-) -> None:
-    rows = list({hash_: (label, hash_) for label, hash_ in rows}.values())
-    of_label = [sorted(h for label, h in rows if label == k) for k in range(4)]
-    wanted = [data.draw(st.integers(0, len(hashes))) for hashes in of_label]
-    folder = tmp_path_factory.mktemp("parts")
-    paths = []
-    for start in range(0, len(rows), 30):
-        paths.append(folder / f"{start}.npy")
-        np.save(paths[-1], np.array(rows[start : start + 30], [("class", "<u4"), ("hash", "<u8")]))
-    found = smallest(paths, np.array(wanted))
-    for k, hashes in enumerate(of_label):
-        if wanted[k]:
-            assert [h for h in hashes if h <= int(found[k])] == hashes[: wanted[k]]

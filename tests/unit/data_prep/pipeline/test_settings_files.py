@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from data_prep.pipeline.workspace import SETTINGS_NAME, changed_settings, content_config
-from tests.support.corpora.image_corpus import corpus
-from tests.support.corpora.preparing import prepare_here, run_of
+from data_prep.pipeline.workspace import changed_settings, content_config
+from tests.support.corpora.preparing import run_of
 from vitscale.config.errors import UserError
-from vitscale.data.index import read_manifest
-from vitscale.distributed.atomic_files import write_json
 from vitscale.runs.data_prep import DataPrepRun
 
 LABEL_FILES = {"map": "map.csv", "space": "space.txt"}
@@ -51,16 +48,3 @@ def test_a_changed_list_of_duplicates_changes_the_settings(tmp_path: Path) -> No
     before = content_config(run)
     listed.write_bytes(b"other")
     assert changed_settings(before, content_config(run)) == ["source.leave_out_blake3"]
-
-
-def test_a_map_that_changes_during_the_run_is_refused(tmp_path: Path) -> None:
-    corpus(tmp_path / "images", num=2)
-    run = labelled(tmp_path)
-    p = prepare_here(run, until="count inputs")
-    write_json(p.path(SETTINGS_NAME), content_config(run))
-    (tmp_path / "map.csv").write_text("cat,animal\ndog,plant\n")
-    with pytest.raises(UserError, match="labels.map_blake3: changed while"):
-        prepare_here(run)
-    (tmp_path / "map.csv").write_text("cat,animal\ndog,animal\n")
-    prepare_here(run)
-    assert "map_blake3" in read_manifest(tmp_path / "shards").config["labels"]

@@ -58,13 +58,6 @@ def test_every_unit_is_done_once_from_the_given_start(work: WorkFolder) -> None:
     assert not list((work.path / "claims").iterdir())
 
 
-def test_a_unit_done_before_its_claim_is_not_repeated(work: WorkFolder) -> None:
-    answers = iter([False, False, True, True])  # another process is done in between
-    done: list[str] = []
-    work.work_through(["a"], is_done=lambda unit: next(answers), do=done.append, start=0)
-    assert done == []
-
-
 def test_a_dead_process_of_this_machine_is_replaced_at_once(work: WorkFolder) -> None:
     claim(work, "a", where=machine(), pid=dead_pid())
     assert run(work, ["a"]) == ["a"]
@@ -160,10 +153,3 @@ def test_a_folder_removed_by_another_process_ends_the_wait(work: WorkFolder) -> 
     threading.Timer(0.5, lambda: work.path.rename(work.path.with_name("gone"))).start()
     with pytest.raises(FileNotFoundError, match="it was removed"):
         run(work, ["a"])
-
-
-def test_a_folder_that_is_gone_is_not_made_anew(work: WorkFolder) -> None:
-    work.path.rename(work.path.with_name("gone"))
-    with pytest.raises(FileNotFoundError):
-        work.open()
-    assert not work.path.exists()

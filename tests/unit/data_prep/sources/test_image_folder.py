@@ -66,26 +66,6 @@ def test_names_and_types_determine_the_reason(tmp_path: Path) -> None:
     }
 
 
-def test_a_path_beyond_the_limit_is_one_row(tmp_path: Path) -> None:
-    touch(tmp_path, "cat/1.jpg")
-    part, limit = "n" * 200, os.pathconf(tmp_path, "PC_PATH_MAX")
-    full, here = str(tmp_path / "cat"), os.open(tmp_path / "cat", os.O_RDONLY)
-    while len(full) <= limit:
-        full += f"/{part}"
-        os.mkdir(part, dir_fd=here)
-        inner = os.open(part, os.O_RDONLY, dir_fd=here)
-        # The last file beside a folder that can be listed has a path that is too long itself.
-        os.close(os.open(f"{part}.jpg", os.O_CREAT, dir_fd=inner))
-        os.close(here)
-        here = inner
-    os.close(here)
-    rows = fates(tmp_path)
-    long = {path for path in rows if len(str(tmp_path / path)) >= limit}
-    assert long and {rows[path] for path in long} == {"unreadable"}
-    assert rows.pop("cat/1.jpg") is None
-    assert {reason for path, reason in rows.items() if path not in long} == {None}
-
-
 def test_links_are_followed_inside_the_source_only(tmp_path: Path) -> None:
     root = tmp_path / "source"
     touch(root, "cat/1.jpg", "cat/sub/2.jpg")
@@ -138,22 +118,6 @@ def test_a_linked_class_folder_that_leads_back_ends(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("deep")
     (tmp_path / "deep/cat/back").symlink_to("../../link/..")
     assert fates(tmp_path)["link/cat/back"] == "link_loop"
-
-
-def test_a_linked_class_folder_that_leads_aside_ends(tmp_path: Path) -> None:
-    touch(tmp_path, "other/b/1.jpg", "train/c/2.jpg")
-    (tmp_path / "train/a").symlink_to("../other/b")
-    (tmp_path / "other/b/y").symlink_to("../../train")
-    rows = {row.path: row.reason for row in list_source(folder(tmp_path, train="train"))}
-    assert rows == {"train/a/1.jpg": None, "train/a/y": "link_loop", "train/c/2.jpg": None}
-
-
-def test_size_and_modification_time_are_those_of_the_file(tmp_path: Path) -> None:
-    touch(tmp_path, "cat/1.jpg")
-    (tmp_path / "cat/1.jpg").write_bytes(b"12345")
-    os.utime(tmp_path / "cat/1.jpg", ns=(1, 1234567890123456789))
-    (row,) = list_source(folder(tmp_path))
-    assert (row.num_bytes, row.modified_ns) == (5, 1234567890123456789)
 
 
 def test_each_split_lists_its_classes(tmp_path: Path) -> None:

@@ -169,14 +169,3 @@ def test_a_full_disk_keeps_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             prepare_here(run)
     prepare_here(run)
     assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
-
-
-def test_a_missing_label_file_keeps_the_work(tmp_path: Path) -> None:
-    label_map = tmp_path / "map.csv"
-    label_map.write_text("cat,animal\ndog,animal\n")
-    images = corpus(tmp_path / "images", num=3)
-    run = run_of(images, tmp_path / "shards", labels={"map": str(label_map)})
-    prepare_here(run, until="count inputs")
-    label_map.unlink()
-    with pytest.raises(Interrupted, match="map.csv' cannot be read"):
-        prepare_here(run)

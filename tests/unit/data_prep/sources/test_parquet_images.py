@@ -11,11 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.sources import parquet_rows
 from data_prep.sources.parquet_images import ParquetImages
-from data_prep.sources.protocol import class_from_cell
 from tests.support.corpora.listing import MemorySpool, list_source
-from tests.support.peak_memory import peak_mib
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
@@ -161,57 +158,6 @@ def test_random_damage_only_gives_rows(tmp_path: Path) -> None:
             pass
 
 
-def test_column_chunks_above_the_limit_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write(tmp_path / "a.parquet", [{"bytes": bytes([i]) * 1000} for i in range(9)], [0] * 9)
-    monkeypatch.setattr(parquet_rows, "MAX_CHUNK_BYTES", 5000)
-    with pytest.raises(UserError, match="(?s)'image.bytes' of row group 0.*smaller row groups"):
-        list_source(source(tmp_path))
-
-
-def test_a_repeated_large_value_takes_bounded_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    value = pa.array([bytes(4 << 20)])
-    images = pa.DictionaryArray.from_arrays(pa.array([0] * 64, pa.int8()), value)
-    table = pa.table({"image": images, "label": [0] * 64})
-    pq.write_table(table, tmp_path / "a.parquet", compression="zstd", store_schema=False)
-    monkeypatch.setattr(parquet_rows, "MAX_BATCH_BYTES", 8 << 20)
-    before, taken = pa.total_allocated_bytes(), []
-
-    class Measuring(MemorySpool):
-        def add(self, data: bytes) -> tuple[str, int]:
-            taken.append(pa.total_allocated_bytes() - before)
-            return "spool", 0
-
-    list_source(source(tmp_path), Measuring())
-    assert len(taken) == 64 and max(taken) < 40 << 20
-
-
-def test_large_images_take_bounded_memory(tmp_path: Path) -> None:
-    table = pa.table({"image": pa.array([bytes(8 << 20)] * 24), "label": [0] * 24})
-    options = {"use_dictionary": False, "compression": "none", "write_statistics": False}
-    # One page per row, as some writers other than Arrow produce.
-    pq.write_table(table, tmp_path / "a.parquet", write_batch_size=1, **options)
-    imports = """
-import pyarrow.parquet
-pyarrow.set_memory_pool(pyarrow.system_memory_pool())  # as workers of make_shards do
-from data_prep.sources.parquet_images import ParquetImages
-from vitscale.runs.data_prep import SourceSettings
-
-class Spool:
-    def add(self, data):
-        return "spool", 0
-"""
-    work = f"""
-listed = ParquetImages(SourceSettings(kind="parquet", path={str(tmp_path / "a.parquet")!r}))
-for container in listed.containers():
-    assert len([*listed.inputs(container, spool=Spool())]) == 24
-"""
-    assert peak_mib(imports=imports, work=work) < 150  # of 192 in all
-
-
 def test_text_other_than_utf_8_is_a_missing_label(tmp_path: Path) -> None:
     bad = pa.Array.from_buffers(pa.string(), 1, pa.array([b"\xff\xfe"]).buffers())
     image = pa.StructArray.from_arrays([pa.array([b"x"]), bad], ["bytes", "path"])
@@ -235,10 +181,6 @@ def test_any_paths_and_class_names_give_one_row_each(
     rows = list_source(source(root))
     assert [row.path for row in rows] == [f"a.parquet/{i}" for i in range(len(paths))]
     assert all(row.name for row in rows)
-
-
-def test_booleans_are_not_labels() -> None:
-    assert class_from_cell(True, ("a", "b"), LabelSettings()) is None
 
 
 @pytest.mark.parametrize("labels", [None, [None, None], [1.5, 2.5]])

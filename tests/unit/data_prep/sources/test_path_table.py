@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import csv
 import os
-import tracemalloc
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from data_prep.sources import path_table
 from data_prep.sources.path_table import PathTable
 from data_prep.sources.protocol import Input
-from tests.support.corpora.listing import MemorySpool, list_source
+from tests.support.corpora.listing import list_source
 from vitscale.config.errors import UserError
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
@@ -179,13 +178,6 @@ def test_each_row_of_a_large_table_is_in_one_part(
     assert [row.path for row in list_source(source(table))] == names
 
 
-def test_each_row_group_is_a_container(tmp_path: Path) -> None:
-    touch(tmp_path, *"12345")
-    table = write(tmp_path / "t.parquet", {"image": list("12345"), "label": ["a"] * 5})
-    assert len(source(table).containers()) == 3
-    assert [row.path for row in list_source(source(table))] == list("12345")
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
@@ -244,39 +236,6 @@ def test_any_cells_give_one_row_each_inside_the_folder(
         assert isinstance(row, Input) and row.path
         if row.reason in (None, "no_label"):
             assert (root / row.path).resolve().is_relative_to(root)
-
-
-def test_lines_are_read_with_their_offsets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(path_table, "MAX_LINE_BYTES", 5)
-    (tmp_path / "t").write_bytes(b"ab\n\nabcd\nx")
-    fd = os.open(tmp_path / "t", os.O_RDONLY)
-    lines = path_table.Lines(fd, 0, 10, "t")
-    assert [(lines.position, line) for line in lines] == [
-        (3, "ab\n"),
-        (4, "\n"),
-        (9, "abcd\n"),
-        (10, "x"),
-    ]
-    os.close(fd)
-
-
-def test_an_endless_line_takes_no_memory(tmp_path: Path) -> None:
-    with (tmp_path / "t.csv").open("wb") as file:
-        file.write(b"image,label\n")
-        file.truncate(30 << 20)
-    tracemalloc.start()
-    with pytest.raises(UserError, match="line of more than"):
-        list_source(source(tmp_path / "t.csv"))
-    assert tracemalloc.get_traced_memory()[1] < 8 << 20
-    tracemalloc.stop()
-
-
-def test_tables_do_not_use_the_spool(tmp_path: Path) -> None:
-    touch(tmp_path, "1")
-    table = write(tmp_path / "t.csv", {"image": ["1"], "label": ["a"]})
-    spool = MemorySpool()
-    list_source(source(table), spool)
-    assert not spool.data
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
