@@ -181,10 +181,6 @@ def count_buckets(p: Preparation, unit: str) -> None:
     p.put_result(unit, num_buckets(num))
 
 
-def bucket_units(p: Preparation) -> list[str]:
-    return [f"bucket-{i:06d}" for i in range(p.result("buckets"))]
-
-
 def bucket_path(p: Preparation, number: int) -> Path:
     return p.path("buckets", f"{number:06d}.arrow")
 
