@@ -1,7 +1,7 @@
 """Run any stage on this machine as the job that SLURM would run.
 
     python launch/local.py --config configs/demo/pretrain.yaml [key=value ...] --num-procs 2
-    python launch/local.py --study configs/studies/digits_models.yaml --parallel 2
+    python launch/local.py --study configs/studies/digits_objectives.yaml --parallel 2
 
 --study trains a grid of runs.
 """

@@ -2,7 +2,7 @@
 
     python launch/slurm.py --config configs/vit_h14.yaml [key=value ...]
         [--dry-run | --after] [--follow]
-    python launch/slurm.py --study configs/studies/digits_models.yaml [--dry-run]
+    python launch/slurm.py --study configs/studies/digits_objectives.yaml [--dry-run]
 
 --study submits a grid of runs as arrays.
 """

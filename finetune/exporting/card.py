@@ -51,13 +51,12 @@ def _front_matter(form: Format, loaded: LoadedModel) -> str:
 
 def _title(loaded: LoadedModel) -> str:
     named = loaded.trained.config.get("name") if loaded.trained is not None else None
-    return str(named or f"{loaded.settings.preset or loaded.arch.name}")
+    return str(named or loaded.settings.title)
 
 
 def _facts(loaded: LoadedModel, *, averaged: bool) -> Iterator[str]:
     number = sum(parameter.numel() for parameter in loaded.network.parameters())
-    kind = f"{loaded.arch.name} {loaded.settings.preset or ''}".strip()
-    yield f"- model: {kind}, {number:,} parameters: {_architecture(loaded)}"
+    yield f"- model: {loaded.settings.title}, {number:,} parameters: {_architecture(loaded)}"
     of = ", their average over training" if averaged else ""
     yield f"- weights from: {loaded.source}{of}"
     names = loaded.classes or ()

@@ -68,7 +68,7 @@ def weights_of(loaded: LoadedModel) -> dict[str, torch.Tensor]:
     """All weights under timm's names, which are ours; fixed positions as learned ones."""
     weights = {name: value.contiguous() for name, value in loaded.network.state_dict().items()}
     positions = getattr(loaded.network, "pos_embed", None)
-    if positions is not None:
+    if isinstance(positions, torch.Tensor):
         weights["pos_embed"] = positions.detach().contiguous()
     return weights
 
@@ -88,7 +88,7 @@ def write_description(loaded: LoadedModel, folder: Path) -> None:
 def logits_read_back(loaded: LoadedModel, path: Path, images_B3HW: torch.Tensor) -> torch.Tensor:
     """Return the logits of a model with these weights, which are read as `init=` reads them."""
     arch = loaded.arch
-    external = read_external_weights(path, grid=arch.grid)
+    external = read_external_weights(path, grid=arch.grid, model=loaded.settings)
     network = MODELS[arch.name].load().build_model(loaded.settings, arch, seed=1).eval()
     transfer_weights(
         network,

@@ -1,4 +1,4 @@
-"""Export under Google's names: one .npz of vision_transformer, big_vision or big_transfer.
+"""Export under Google's names: one .npz of vision_transformer or big_vision.
 
 Leaves out: the names and shapes (`names.google`).
 """
@@ -24,11 +24,12 @@ class NpzFormat(Format):
 
     def problems(self, loaded: LoadedModel) -> Iterator[str]:
         settings: Any = loaded.settings
+        if settings.name != "vit":
+            yield f"a model of the family {settings.name}"
+            return
         unnamed = [ours for ours, theirs in _written(loaded).items() if theirs is None]
         if unnamed:
             yield f"tensors without a name there: {', '.join(sorted(unnamed)[:3])}"
-        if settings.name == "bit_resnet":
-            return
         if settings.pool not in ("cls", "gap"):
             yield f"pool={settings.pool}"
         if settings.mlp != "gelu":
@@ -63,11 +64,9 @@ def google_arrays(loaded: LoadedModel) -> dict[str, np.ndarray]:
 
 def _written(loaded: LoadedModel) -> dict[str, tuple[str, torch.Tensor] | None]:
     arch: Any = loaded.arch
-    is_bit = arch.name == "bit_resnet"
     return written(
         loaded.network.state_dict(),
-        num_heads=1 if is_bit else arch.num_heads,
-        is_bit=is_bit,
+        num_heads=arch.num_heads,
         # It does not add a position to the class token; vision_transformer does.
-        is_big_vision=not is_bit and not arch.class_position,
+        is_big_vision=not arch.class_position,
     )

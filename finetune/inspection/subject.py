@@ -17,7 +17,6 @@ from vitscale.data.index import MANIFEST_NAME, read_manifest, read_split
 from vitscale.data.remote.urls import is_url, location_of
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
-from vitscale.models.hybrid.architecture import HybridArchitecture
 from vitscale.models.vit.architecture import ViTArchitecture
 
 # Of one forward pass at most: 4 images of 512 px, or 20 of 224 px.
@@ -60,7 +59,7 @@ class Inspected:
     def patch_grid(self) -> tuple[tuple[int, int], int]:
         """Rows and columns of patches, and the pixels a side of each; of transformers only."""
         arch = self._vit
-        return arch.grid, arch.stride if isinstance(arch, HybridArchitecture) else arch.patch_size
+        return arch.grid, arch.patch_size
 
     @property
     def is_pooled(self) -> bool:

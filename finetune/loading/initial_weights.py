@@ -54,7 +54,7 @@ def load_initial_weights(model: nn.Module, arch: Architecture, run: FinetuneRun)
 
 
 def _from_external(model: nn.Module, arch: Architecture, run: FinetuneRun, path: Path) -> list[str]:
-    external = read_external_weights(path, grid=run.init_grid)
+    external = read_external_weights(path, grid=run.init_grid, model=run.model)
     weights, said = _with_own_head(external.weights, run, classes=external.classes, where=str(path))
     try:
         left_out = transfer_weights(
@@ -127,7 +127,9 @@ def _suggestion(external: ExternalWeights, run: FinetuneRun, path: Path) -> str 
 def _differences(external: ExternalWeights, run: FinetuneRun) -> Iterator[str]:
     """What the weights expect and the run does otherwise; shapes do not show it."""
     said = "probably expect" if external.assumed else "expect"
-    expected = {f"model.{key}": value for key, value in external.known.items() if key != "pool"}
+    is_timm = external.known.get("name") == "timm"
+    known = {} if is_timm else external.known
+    expected = {f"model.{key}": value for key, value in known.items() if key != "pool"}
     expected |= {f"data.{key}": external.preprocessing[key] for key in ("mean", "std")}
     for key, value in expected.items():
         section, _, name = key.partition(".")

@@ -103,7 +103,7 @@ def load_model(run: ModelRun) -> LoadedModel:
 
 def _from_external(run: ModelRun) -> LoadedModel:
     path = Path(run.init)
-    external = read_external_weights(path, grid=run.init_grid)
+    external = read_external_weights(path, grid=run.init_grid, model=run.model)
     inferred, num_classes = inferred_model(external, chosen=run.model, path=path)
     arch = inferred.architecture(num_classes=num_classes)
     settings, arch = _at_size(inferred, arch, run)

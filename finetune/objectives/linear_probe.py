@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from vitscale.models.registry import MODELS
+from vitscale.models.registry import costs_of
 from vitscale.models.vit.settings import TransformerSettings
 from vitscale.training.supervised import Supervised, SupervisedSettings
 
@@ -65,14 +65,14 @@ class LinearProbe(Supervised):
 
     def train_flops_per_image(self, arch: Any) -> int:
         """The trunk's forward pass and the head's whole step."""
-        trunk = MODELS[arch.name].train_flops_per_image(replace(arch, num_classes=0)) // 3
+        trunk = costs_of(arch).train_flops_per_image(replace(arch, num_classes=0)) // 3
         return int(trunk + 6 * arch.width * arch.num_classes)
 
     def activation_bytes_per_image(
         self, arch: Any, *, precision: str, activation_checkpointing: bool
     ) -> int:
         """Of one block: nothing is kept for a backward pass."""
-        return MODELS[arch.name].activation_bytes_per_image(
+        return costs_of(arch).activation_bytes_per_image(
             replace(arch, depth=1), precision=precision, activation_checkpointing=False
         )
 

@@ -104,7 +104,7 @@ def _flops_per_image(folder: Path | None) -> float | None:
         arch = run.model.architecture(num_classes=_num_classes(folder))
         return float(run.make_objective().train_flops_per_image(arch))
     # A teacher may be missing, or the file is of another version, or of no training.
-    except (UserError, OSError):
+    except (UserError, OSError, ImportError):
         return None
 
 

@@ -26,6 +26,7 @@ from vitscale.data.tars.labels import TarLabels
 from vitscale.data.training_set import select
 from vitscale.engine.settings import BUCKET_ELEMENTS, reduces_in_fp32
 from vitscale.models.costs import MemoryEstimate, memory_estimate
+from vitscale.models.registry import MODELS
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.training.objective import check_evaluations, check_objective
@@ -299,10 +300,12 @@ def _cost_rows(
     num_classes: int,
     world_size: int,
 ) -> Rows:
-    objective = run.make_objective()
-    arch = run.model.architecture(num_classes=num_classes)
-    count = objective.num_parameters(arch)
+    objective, arch = run.make_objective(), run.model.architecture(num_classes=num_classes)
     classes = f"{num_classes:,} classes" if num_classes else "no classes"
+    if MODELS[arch.name].costs is None:
+        yield "model", f"{arch.summary}, {classes}; its costs are known when it is built"
+        return
+    count = objective.num_parameters(arch)
     yield "model", f"{count:,} parameters, {arch.summary}, {classes}"
     flops = objective.train_flops_per_image(arch)
     total = ""

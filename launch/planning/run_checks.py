@@ -25,6 +25,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME, read_manifest, read_split
 from vitscale.data.remote.urls import location_of
 from vitscale.data.tars.names import tars_of_split
+from vitscale.models.registry import MODELS
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingRun
 
@@ -74,7 +75,7 @@ def _training_checks(run: PretrainRun | FinetuneRun, *, num_tasks: int) -> Itera
     if facts.num_samples is None:
         return
     yield from caught("loader", lambda: _loader(run, facts, num_tasks=num_tasks))
-    if num_classes is None or plan is None:
+    if num_classes is None or plan is None or MODELS[run.model.name].costs is None:
         return
     checkpoint = checkpoint_bytes(run, num_classes=num_classes)
     yield from caught("disk", lambda: [_disk(run, checkpoint)])

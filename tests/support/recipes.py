@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
 from vitscale.config.loader import load_run_file
-from vitscale.models.resnet.units import feature_stride
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RUN_TYPES = {"pretrain": PretrainRun, "finetune": FinetuneRun}
@@ -27,21 +27,12 @@ def recipes() -> dict[str, PretrainRun | FinetuneRun]:
 
 
 def shrunk(run: PretrainRun | FinetuneRun) -> list[str]:
-    """Overrides that make the model tiny, at twice or thrice its stride a side."""
-    model = run.model
-    arch = model.architecture(num_classes=10)
+    """Overrides that make the model tiny, at twice or thrice its patch a side."""
+    if run.model.name == "timm":
+        return ["model.model=test_convnext", "model.image_size=32"]
+    arch: Any = run.model.architecture(num_classes=10)
     side = 2 if run.stage == "pretrain" else 3
-    if model.name == "bit_resnet":
-        return [
-            "model.stage_depths=[1,1,1,1]",
-            "model.root_width=32",
-            f"model.image_size={32 * side}",
-        ]
     stride = arch.patch_size
     sizes = ["model.width=32", "model.depth=2", "model.num_heads=2", "model.mlp_width=32"]
-    if model.name == "hybrid":
-        depths = [1] * len(arch.stage_depths)
-        stride *= feature_stride(tuple(depths))
-        sizes += [f"model.stage_depths={depths}", "model.root_width=32"]
     # A remainder stays one: pixels that fill no patch.
     return [*sizes, f"model.image_size={side * stride + arch.image_size % stride}"]

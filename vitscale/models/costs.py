@@ -1,7 +1,7 @@
 """What an architecture costs: parameters, FLOPs and memory, by formula.
 
 Owns: the memory of model states and optimiser, shown by a dry run. Needs no torch.
-Leaves out: the formulas of each model family (`MODELS`), and measuring.
+Leaves out: the formulas of a model family (`MODELS`), and measuring.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Protocol
 
 from vitscale.models.gradient_costs import gradient_bytes
 from vitscale.models.interface.architecture import Architecture
-from vitscale.models.registry import MODELS
+from vitscale.models.registry import costs_of
 
 # Bytes per parameter: (weights, fp32 master weights) as the engine holds them. bf16 and fp16 keep
 # an fp32 copy. With fp32, and at stage 0, which computes in bf16 by autocast, the weights are their
@@ -57,12 +57,12 @@ class MemoryEstimate:
 
 def num_parameters(arch: Architecture) -> int:
     """Exact count of trained values, without what an objective adds."""
-    return MODELS[arch.name].num_parameters(arch)
+    return int(costs_of(arch).num_parameters(arch))
 
 
 def train_flops_per_image(arch: Architecture) -> int:
     """Model FLOPs of one training step per image: forward and backward, no recomputation."""
-    return MODELS[arch.name].train_flops_per_image(arch)
+    return int(costs_of(arch).train_flops_per_image(arch))
 
 
 def memory_estimate(
@@ -92,7 +92,7 @@ def memory_estimate(
     ZeRO stage 1 spreads master weights and optimiser states over the ranks, stage 2 gradients too,
     stage 3 everything: Rajbhandari et al. 2020 (ZeRO), section 3.1 and figure 1.
     """
-    costs = costs or MODELS[arch.name]
+    costs = costs or costs_of(arch)
     count, head = costs.num_parameters(arch), arch.num_classes * (arch.feature_width + 1)
     if precision == "fp32" and world_size == 1 and zero_stage < 3:
         zero_stage = 0  # one fp32 rank runs without stages 1 and 2: there is nothing to shard

@@ -53,11 +53,12 @@ def optimizer_groups(
     `layers_above` a parameter: 0 for the head, depth + 1 for the embedding. Source of the
     numbering: BEiT (Bao et al. 2022) and MAE (He et al. 2022), `get_layer_id_for_vit`.
     """
+    decay = settings.layer_decay
     return parameter_groups(
         named,
         weight_decay=settings.weight_decay,
         decayed=decayed,
-        lr_scale=lambda name: settings.layer_decay ** layers_above(name),
+        lr_scale=lambda name: 1.0 if decay == 1 else decay ** layers_above(name),
         peak_lr=settings.lr if settings.weight_decay_mode == "independent" else None,
     )
 

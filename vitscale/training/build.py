@@ -99,6 +99,15 @@ def open_batches(
 def build_model(run: TrainingRun, objective: Objective, arch: Architecture) -> nn.Module:
     """The same weights on every rank, from the run's seed."""
     model: nn.Module = MODELS[arch.name].load().build_model(run.model, arch, seed=run.seed)
+    for name in model.state_dict():
+        if name.endswith(("running_mean", "running_var")):
+            raise UserError(
+                f"{run.model.title} has BatchNorm ({name}): its statistics would differ between "
+                "ranks, and after a resume",
+                where="model",
+                allowed="models with LayerNorm, GroupNorm or none",
+                next_step="take another model; as a teacher and in evaluations any will do",
+            )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(stream_key("objective", run.seed) >> 1)
         objective.extend_model(model, arch)

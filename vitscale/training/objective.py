@@ -18,7 +18,7 @@ from vitscale.config.section import NamedSection
 from vitscale.evaluation.interface.evaluation import EvaluationSettingsBase
 from vitscale.evaluation.logits.classification import ClassificationSettings
 from vitscale.evaluation.registry import EVALUATIONS
-from vitscale.models.registry import MODELS
+from vitscale.models.registry import costs_of
 
 if TYPE_CHECKING:
     import torch
@@ -95,19 +95,20 @@ class Objective:
 
     def num_parameters(self, arch: Architecture) -> int:
         """Exact count of trained values, with those that this objective adds."""
-        return MODELS[arch.name].num_parameters(arch)
+        return int(costs_of(arch).num_parameters(arch))
 
     def train_flops_per_image(self, arch: Architecture) -> int:
         """Model FLOPs of one training step per image, counted as `vit.costs` does."""
-        return MODELS[arch.name].train_flops_per_image(arch)
+        return int(costs_of(arch).train_flops_per_image(arch))
 
     def activation_bytes_per_image(
         self, arch: Architecture, *, precision: str, activation_checkpointing: bool
     ) -> int:
         """Activations kept for the backward pass of one image."""
-        return MODELS[arch.name].activation_bytes_per_image(
+        kept = costs_of(arch).activation_bytes_per_image(
             arch, precision=precision, activation_checkpointing=activation_checkpointing
         )
+        return int(kept)
 
     def frozen_bytes(self) -> int:
         """Memory of each rank for weights that are not trained."""

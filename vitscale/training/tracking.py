@@ -45,7 +45,7 @@ def open_tracker(
             run_name=run.name,
             stage=run.stage,  # type: ignore[attr-defined]  # every concrete run type has it
             params=run.model_dump(mode="json"),
-            tags={"vitscale.model": run.model.preset or "custom"} | _origin(run),
+            tags={"vitscale.model": run.model.title} | _origin(run),
             config_yaml=run_to_yaml(run),
             resume_step=start_step,
             is_writer=world.is_first,

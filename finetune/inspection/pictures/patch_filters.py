@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROWS, COLUMNS = 4, 7
-# Families whose convolutions standardise their filters before they use them.
-STANDARDIZED = ("hybrid", "bit_resnet")
 GREY = 0.5
 
 
@@ -50,13 +48,13 @@ def principal_components(
     return components_KX.unflatten(1, filters_D3pp.shape[1:]), shares_K
 
 
-def first_filters(network: nn.Module, *, standardized: bool) -> torch.Tensor:
+def first_filters(network: nn.Module) -> torch.Tensor:
     """Filters of the first convolution on colours [D, 3, p, p], on the CPU as they are used."""
     first = next(
         each for each in network.modules() if isinstance(each, nn.Conv2d) and each.in_channels == 3
     )
     filters_D3pp = first.weight.detach().cpu().double()
-    if standardized:
+    if type(first).__name__.startswith("StdConv2d"):  # of timm: uses standardised kernels
         std, mean = torch.std_mean(filters_D3pp, dim=(1, 2, 3), keepdim=True, correction=0)
         filters_D3pp = (filters_D3pp - mean) / std.clamp(min=torch.finfo(torch.float32).tiny)
     return filters_D3pp
@@ -65,8 +63,7 @@ def first_filters(network: nn.Module, *, standardized: bool) -> torch.Tensor:
 def draw(subject: Inspected) -> Figure:
     from matplotlib.figure import Figure
 
-    standardized = subject.loaded.arch.name in STANDARDIZED
-    filters_D3pp = first_filters(subject.loaded.network, standardized=standardized)
+    filters_D3pp = first_filters(subject.loaded.network)
     components_K3pp, shares_K = principal_components(filters_D3pp, count=ROWS * COLUMNS)
     figure = Figure(figsize=(6.2, 4.3), layout="constrained")
     for number, component_3pp in enumerate(components_K3pp):
@@ -75,7 +72,8 @@ def draw(subject: Inspected) -> Figure:
         axes.imshow(shown_3pp.permute(1, 2, 0).numpy(), interpolation="nearest")
         axes.set_axis_off()
     side = filters_D3pp.shape[-1]
-    what = "Root convolution" if standardized else "Patch filters"
+    is_vit = subject.loaded.arch.name == "vit"
+    what = "Patch filters" if is_vit else "First convolution"
     text = (
         f"{what}: {len(components_K3pp)} principal components of {len(filters_D3pp)} filters of "
         f"{side} × {side} px\n{100 * float(shares_K.sum()):.0f} % of the variance, largest first; "

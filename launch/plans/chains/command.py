@@ -1,7 +1,7 @@
 """Read the chain or the study that a command line names.
 
     python launch/local.py --chain configs/chains/demo.yaml --num-procs 2
-    python launch/slurm.py --study configs/studies/digits_models.yaml [--dry-run]
+    python launch/slurm.py --study configs/studies/digits_objectives.yaml [--dry-run]
 
 Leaves out: running and submitting it (`launch.plans`), and sweeps (`sweeps`).
 """

@@ -1,6 +1,6 @@
 """Every objective trains, is stopped, resumes exactly, moves to other ranks, and can be fine-tuned.
 
-A new objective is one row of OBJECTIVES. All ranks start warm.
+A new objective is one row of OBJECTIVES; one more row is a model of timm. All ranks start warm.
 """
 
 from __future__ import annotations
@@ -68,6 +68,10 @@ OBJECTIVES = {
         left_out="objective.mask_token",
     ),
     "supervised": Case(),
+    "timm": Case(
+        config={"optim": {"layer_decay": 0.9}},
+        model={"name": "timm", "model": "test_convnext", "image_size": 32},
+    ),
 }
 # Stopped between two checkpoints; two micro-batches on each of two ranks. All
 # ranks learn of a signal at the end of the next step.
@@ -98,7 +102,8 @@ def merged(base: Mapping[str, Any], *more: Mapping[str, Any]) -> dict[str, Any]:
     for changes in more:
         for name, value in changes.items():
             both = isinstance(value, Mapping) and isinstance(values.get(name), Mapping)
-            values[name] = {**values[name], **value} if both else value
+            # A section with a name is another one.
+            values[name] = {**values[name], **value} if both and "name" not in value else value
     return values
 
 
@@ -193,7 +198,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def test_every_objective_has_a_row() -> None:
-    assert set(OBJECTIVES) == set(REGISTERED)
+    assert set(OBJECTIVES) == {*REGISTERED, "timm"}
 
 
 @pytest.mark.slow
@@ -248,7 +253,9 @@ def unlabelled(warm_starter: WarmStarter, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if not REGISTERED[name].needs_labels])
+@pytest.mark.parametrize(
+    "name", [name for name, each in REGISTERED.items() if not each.needs_labels]
+)
 def test_shards_without_labels_train(unlabelled: Runs, tmp_path: Path, name: str) -> None:
     assert unlabelled.pretrain(name, tmp_path, stage=0, num_ranks=1, evaluate=[]) == [0]
     assert len(losses(tmp_path / "run")) == STEPS

@@ -19,17 +19,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "num_heads": 3,
         "mlp_width": 40,
     },
-    "hybrid": {
-        "image_size": 32,
-        "patch_size": 1,
-        "width": 24,
-        "depth": 1,
-        "num_heads": 3,
-        "mlp_width": 40,
-        "stage_depths": [1, 1],
-        "root_width": 32,
-    },
-    "bit_resnet": {"image_size": 16, "stage_depths": [1, 1], "root_width": 32},
+    "timm": {"image_size": 32, "model": "test_convnext"},
 }
 
 

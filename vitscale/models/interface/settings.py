@@ -12,8 +12,6 @@ from vitscale.models.interface.architecture import Architecture
 class ModelSettingsBase(NamedSection):
     """A family and its size. Concrete types narrow `name` and define `architecture`."""
 
-    preset: str | None = None
-    """Size in the paper's words."""
     image_size: ImageSizeSetting = 224
     """Pixels a side, or [rows, columns] of images that are not square."""
     num_classes: int | None = Field(default=None, gt=0)
@@ -22,6 +20,11 @@ class ModelSettingsBase(NamedSection):
     """Initial bias of the head; -10 with the summed sigmoid over 21k classes (AugReg)."""
     head_std: float = Field(default=0.0, ge=0)
     """Spread of the head's initial weights; 0 in the ViT papers, 2e-5 in MAE's fine-tuning."""
+
+    @property
+    def title(self) -> str:
+        """Family and size in words."""
+        raise NotImplementedError
 
     def architecture(self, *, num_classes: int) -> Architecture:
         """Resolve validated settings; `num_classes` counts only where they leave it open."""

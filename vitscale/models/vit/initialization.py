@@ -9,8 +9,8 @@ from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from vitscale.models.interface.initialization import lecun_normal
-
+# Standard deviation of a unit normal that is cut at plus and minus 2.
+CUT_NORMAL_STD = 0.87962566103423978
 MLP_BIAS_STD = 1e-6  # vision_transformer, MlpBlock
 POSITION_STD = 0.02  # vision_transformer, AddPositionEmbs
 DEIT_STD = 0.02
@@ -133,6 +133,12 @@ SCHEMES: dict[str, Callable[[VisionTransformer, torch.Generator, float], None]] 
     "deit": _initialize_as_deit,
     "mae": _initialize_as_mae,
 }
+
+
+def lecun_normal(weight: torch.Tensor, random: torch.Generator) -> None:
+    """Flax's default for kernels: truncated at 2 sigma, variance 1 / fan-in."""
+    std = weight[0].numel() ** -0.5 / CUT_NORMAL_STD
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std, generator=random)
 
 
 @torch.no_grad()

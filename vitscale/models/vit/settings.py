@@ -153,6 +153,10 @@ class ViTSettings(TransformerSettings):
     """Allow an image size that is no multiple of the patch size: the model does not see the last
     rows and columns, which fill no patch (B/3 at 32 px: 2 px; DeiT-III's H/14 at 128 px: 2 px)."""
 
+    @property
+    def title(self) -> str:
+        return f"vit {self.preset}" if self.preset else "vit"
+
     def preset_numbers(self) -> dict[str, int]:
         size, _, patch = (self.preset or "").partition("/")
         if size not in SIZES or not patch.isdigit() or int(patch) == 0:

@@ -15,11 +15,11 @@ from pydantic import ValidationError
 
 from vitscale.config.errors import UserError
 from vitscale.models.registry import MODELS, ModelSettings
+from vitscale.models.timm_model import classifiers, pretrained_config
 from vitscale.models.vit.settings import NUMBERS, PATCH_POOLS
 from vitscale.models.weights.reading import ExternalWeights
 
-PATCH, STEM = "patch_embed.proj.weight", "patch_embed.backbone."
-BIT_ROOT = "stem.conv.weight"
+PATCH = "patch_embed.proj.weight"
 # Width -> heads. The papers' sizes (ViT, DeiT, Zhai et al. 2022 (g, G), SigLIP's So400m, DINOv2's
 # g); other widths have heads of 64 channels, as most of these.
 HEADS = {
@@ -41,6 +41,7 @@ OTHER_FAMILIES = (
     (r".*relative_position.*", "relative positions, as BEiT has"),
     (r".*\.attn\.([qv]_bias|[qkv]_proj\..*)", "separate Q, K and V, as BEiT and EVA have"),
     (r".*\.(rope|freqs).*", "rotary positions"),
+    (r"(patch_embed\.backbone\.|conv_root/).*", "a ResNet below the blocks, as hybrids have"),
     (r"(layers|features)\.\d+\..*", "stages, as Swin has"),
     (r"(layer[1-4]|conv1|stages)\..*", "stages of convolutions"),
 )
@@ -55,12 +56,13 @@ def inferred_model(
     Raises UserError for weights of another family, and where a size cannot be inferred.
     """
     weights = external.weights
-    values = {**_family(weights, external.grid, path), **external.known}
-    if values["name"] == "bit_resnet":
-        values = {
-            key: values[key] for key in values if key in MODELS["bit_resnet"].Settings.model_fields
-        }
-    values |= _pool(weights, stated=values.get("pool"))
+    is_timm = external.known.get("name") == "timm"
+    if is_timm:
+        values = dict(external.known)
+    else:
+        _refuse_other_families(weights, path)
+        values = {"name": "vit", **_transformer(weights, external.grid), **external.known}
+        values |= _pool(weights, stated=values.get("pool"))
     mine = {} if chosen is None else {key: getattr(chosen, key) for key in chosen.model_fields_set}
     if mine.get("name", values["name"]) != values["name"]:
         what = f"these weights are of the family {values['name']}, not {mine['name']}"
@@ -68,41 +70,15 @@ def inferred_model(
     if mine.get("preset") is not None:  # its numbers win too
         values = {key: value for key, value in values.items() if key not in NUMBERS}
     values |= mine
-    if values["name"] != "bit_resnet" and "num_heads" not in values and "preset" not in values:
+    if is_timm:
+        names = classifiers(pretrained_config(values["model"]))
+        heads = [weights[f"{name}.weight"] for name in names if f"{name}.weight" in weights]
+        return _validated(values, path), len(heads[0]) if heads else 0
+    if "num_heads" not in values and "preset" not in values:
         values["num_heads"] = _heads(int(values["width"]), path)
     if values.get("distillation_token"):
         values.pop("class_position", None)
     return _validated(values, path), len(_head(weights))
-
-
-def _family(
-    weights: Mapping[str, torch.Tensor], grid: tuple[int, int], path: Path
-) -> dict[str, Any]:
-    if BIT_ROOT in weights:
-        return {
-            "name": "bit_resnet",
-            "stage_depths": _stage_depths(weights, ""),
-            "root_width": weights[BIT_ROOT].shape[0],
-        }
-    _refuse_other_families(weights, path)
-    values = _transformer(weights, grid)
-    stem = f"{STEM}stem.conv.weight", f"{STEM}conv.weight"
-    roots = [weights[name] for name in stem if name in weights]
-    if not roots:
-        return {
-            "name": "vit",
-            **values,
-            "image_size": _image_size(grid, values["patch_size"]),
-        }
-    depths = _stage_depths(weights, STEM)
-    stride = 4 * 2 ** max(0, len(depths) - 1) * values["patch_size"]
-    return {
-        "name": "hybrid",
-        **values,
-        "stage_depths": depths,
-        "root_width": roots[0].shape[0],
-        "image_size": _image_size(grid, stride),
-    }
 
 
 def _refuse_other_families(weights: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -112,7 +88,7 @@ def _refuse_other_families(weights: Mapping[str, torch.Tensor], path: Path) -> N
             raise UserError(
                 f"is of another model family: {name!r} belongs to {what}",
                 where=str(path),
-                allowed="plain Vision Transformers, hybrids and BiT ResNets",
+                allowed="plain Vision Transformers, or with model.name=timm any model of timm",
             )
     needed = (PATCH, "blocks.0.norm1.weight", "blocks.0.mlp.fc1.weight", "blocks.0.mlp.fc2.weight")
     missing = [name for name in needed if name not in weights]
@@ -133,6 +109,7 @@ def _transformer(weights: Mapping[str, torch.Tensor], grid: tuple[int, int]) -> 
     values: dict[str, Any] = {
         "width": weights[PATCH].shape[0],
         "patch_size": weights[PATCH].shape[-1],
+        "image_size": _image_size(grid, weights[PATCH].shape[-1]),
         "depth": max(blocks) + 1,
         "mlp_width": hidden,
         "mlp": "swiglu" if is_gated else "gelu",
@@ -152,8 +129,6 @@ def _transformer(weights: Mapping[str, torch.Tensor], grid: tuple[int, int]) -> 
 
 def _pool(weights: Mapping[str, torch.Tensor], *, stated: str | None) -> dict[str, Any]:
     """stated: by a configuration; a norm after the mean or a pooling head shows it too."""
-    if BIT_ROOT in weights:
-        return {}
     has_class_token = "cls_token" in weights
     pool = stated or ("cls" if has_class_token else "gap")
     if "attn_pool.latent" in weights:
@@ -168,7 +143,7 @@ def _pool(weights: Mapping[str, torch.Tensor], *, stated: str | None) -> dict[st
 
 
 def _head(weights: Mapping[str, torch.Tensor]) -> torch.Tensor | tuple[()]:
-    for name in ("head.weight", "head.2.weight", "head.fc.weight"):
+    for name in ("head.weight", "head.2.weight"):
         if name in weights:
             return weights[name]
     return ()
@@ -184,16 +159,6 @@ def _heads(width: int, path: Path) -> int:
         where=str(path),
         next_step="set model.num_heads",
     )
-
-
-def _stage_depths(weights: Mapping[str, torch.Tensor], stem: str) -> tuple[int, ...]:
-    units: dict[int, int] = {}
-    for name in weights:
-        match = re.match(re.escape(stem) + r"stages\.(\d+)\.blocks\.(\d+)\.", name)
-        if match is not None:
-            stage, unit = int(match[1]), int(match[2])
-            units[stage] = max(units.get(stage, 0), unit + 1)
-    return tuple(units[stage] for stage in sorted(units))
 
 
 def _image_size(grid: tuple[int, int], patch: int) -> int | tuple[int, int]:

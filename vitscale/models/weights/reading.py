@@ -11,13 +11,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vitscale.config.errors import UserError
+from vitscale.images.size import image_size
+from vitscale.models.interface.settings import ModelSettingsBase
+from vitscale.models.timm_model import pretrained_config
+from vitscale.models.timm_settings import TimmSettings
 from vitscale.models.weights.files.suffixes import SUFFIXES
 from vitscale.models.weights.files.tensors import (
     read_json,
@@ -28,11 +32,11 @@ from vitscale.models.weights.files.tensors import (
 from vitscale.models.weights.folders.exported import DESCRIPTION, read_description
 from vitscale.models.weights.folders.folder import CONFIG, Folder
 from vitscale.models.weights.folders.huggingface import read_huggingface_folder
-from vitscale.models.weights.folders.timm import read_timm_folder
+from vitscale.models.weights.folders.timm import read_timm_folder, timm_preprocessing
 from vitscale.models.weights.names import google as google_names
 from vitscale.models.weights.names import timm as timm_names
 
-TIMM_NAME = timm_names.FIRST_NAMES[0]
+TIMM_NAME = timm_names.FIRST_NAME
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 # What a file does not say, by format: values of `model` and of `data`. Google: vision_transformer,
 # models_vit.py and input_pipeline.py. PyTorch: the defaults of timm's models and of MAE, DeiT and
@@ -86,27 +90,38 @@ def is_external(path: str) -> bool:
     )
 
 
-def read_external_weights(path: Path, *, grid: tuple[int, int] | None) -> ExternalWeights:
+def read_external_weights(
+    path: Path, *, grid: tuple[int, int] | None, model: ModelSettingsBase | None = None
+) -> ExternalWeights:
     """Read and rename a file, or a folder of timm or transformers.
 
-    grid: of the position embedding; None: inferred where the patches form a square.
+    grid: of the position embedding; None: inferred where the patches form a square. model: the
+    settings of the family timm for weights of such a model, which keep their names.
     Raises UserError for what cannot be read or trusted, and where the grid must be given.
     """
+    timm_name = model.model if isinstance(model, TimmSettings) else None
     try:
-        if is_weight_file(str(path)):
+        if is_weight_file(str(path)) and timm_name is not None:
+            read = _read_timm_file(path, timm_name)
+        elif is_weight_file(str(path)):
             read = READERS.get(path.suffix, _read_pytorch)(path)
         elif (path / DESCRIPTION).is_file():
             read = _read_exported(path)
         else:
             config = read_json(path / CONFIG)
-            is_timm = "architecture" in config
-            folder = (read_timm_folder if is_timm else read_huggingface_folder)(path, config)
+            if "architecture" in config:
+                folder = read_timm_folder(path, config, as_timm=timm_name is not None)
+            else:
+                folder = read_huggingface_folder(path, config)
             read = _of_folder(folder)
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
     if not read.weights:
         raise UserError("holds no tensors", where=str(path))
-    weights = timm_names.with_representation(read.weights)
+    if read.known.get("name") == "timm":
+        weights, grid = read.weights, (1, 1)
+    else:
+        weights = timm_names.with_representation(read.weights)
     return ExternalWeights(
         weights=weights,
         grid=grid or read.grid or _square_grid(weights, path),
@@ -148,8 +163,12 @@ def _of_folder(folder: Folder) -> _Read:
 
 def _read_exported(folder: Path) -> _Read:
     description, path = read_description(folder)
+    if description.model.get("name") == "timm":
+        read = _read_timm_file(path, description.model["model"])
+    else:
+        read = READERS.get(path.suffix, _read_pytorch)(path)
     return replace(
-        READERS.get(path.suffix, _read_pytorch)(path),
+        read,
         known=description.model,
         preprocessing=description.preprocessing,
         assumed=False,
@@ -159,9 +178,25 @@ def _read_exported(folder: Path) -> _Read:
 
 
 def _read_pytorch(path: Path) -> _Read:
-    is_safe = path.suffix == ".safetensors"
-    found = read_safetensors(path) if is_safe else read_torch_file(path)
-    return _with_pytorch_names(found, path)
+    return _with_pytorch_names(_read_tensors(path), path)
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    if path.suffix == ".npz":
+        return read_npz(path, prefix_of=lambda names: "")
+    return read_safetensors(path) if path.suffix == ".safetensors" else read_torch_file(path)
+
+
+def _read_timm_file(path: Path, name: str) -> _Read:
+    """Weights of a model of timm under its names, and the pixels that timm's own weights expect."""
+    config = pretrained_config(name)
+    return _Read(
+        weights=_read_tensors(path),
+        format=f"timm's {name}",
+        known={"name": "timm", "model": name, "image_size": image_size(config.input_size[1:])},
+        preprocessing=timm_preprocessing(asdict(config), where=name),
+        left_out=[],
+    )
 
 
 def _with_pytorch_names(found: dict[str, torch.Tensor], path: Path) -> _Read:
@@ -207,15 +242,14 @@ def _prefix(names: Iterable[str], path: Path) -> str:
     """
     if any(name.endswith(TIMM_NAME) for name in names):
         return ""
-    firsts = google_names.FIRST_NAMES
+    first = google_names.FIRST_NAME
     for prefix in ("", "params/", "params/img/", "img/", "opt/target/", "optimizer/target/"):
-        if any(f"{prefix}{name}" in names for name in firsts):
+        if f"{prefix}{first}" in names:
             return prefix
     raise UserError(
-        f"holds no {' or '.join(map(repr, firsts))}; its first names: "
-        f"{', '.join(sorted(names)[:3])}",
+        f"holds no {first!r}; its first names: {', '.join(sorted(names)[:3])}",
         where=str(path),
-        allowed="weights of vision_transformer, big_vision or big_transfer",
+        allowed="weights of vision_transformer or big_vision",
     )
 
 

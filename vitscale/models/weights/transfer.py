@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from vitscale.config.errors import UserError
+from vitscale.models.interface.misfits import refuse_misfits
+from vitscale.models.timm_model import TimmModel
 from vitscale.models.vit.patch_embedding import resize_patch_embedding
 from vitscale.models.vit.position_embedding import resize_position_embedding
 
@@ -22,7 +24,6 @@ HEADS = ("head.", "head_dist.")
 POSITION_NAME = "pos_embed"
 PATCH_NAME = "patch_embed.proj.weight"
 CLASS_NAME = "cls_token"
-MAX_ROWS = 12
 
 
 def transfer_weights(
@@ -46,6 +47,9 @@ def transfer_weights(
     Raises UserError with a table of every missing, unknown or misshapen tensor; then nothing was
     loaded.
     """
+    if isinstance(model, TimmModel):
+        model.load_weights(weights, where=where, keep_head=keep_head)
+        return []
     left_out = OBJECTIVE if keep_head else (*OBJECTIVE, *HEADS)
     own, given = (
         {name: value for name, value in tensors.items() if not name.startswith(left_out)}
@@ -115,30 +119,6 @@ def _has_other_patch(own: Mapping[str, torch.Tensor], given: Mapping[str, torch.
         return False
     ours, theirs = own[PATCH_NAME].shape, given[PATCH_NAME].shape
     return len(theirs) == 4 and ours[:2] == theirs[:2] and ours[2:] != theirs[2:]
-
-
-def refuse_misfits(
-    own: Mapping[str, torch.Tensor],
-    given: Mapping[str, torch.Tensor],
-    *,
-    where: str,
-    next_step: str,
-) -> None:
-    """Raise UserError with a table of every missing, unknown or misshapen tensor."""
-    rows = []
-    for name in sorted(own.keys() | given.keys()):
-        ours = tuple(own[name].shape) if name in own else "not in this model"
-        theirs = tuple(given[name].shape) if name in given else "not in the checkpoint"
-        if ours != theirs:
-            rows.append(f"    {name}: model {ours}, checkpoint {theirs}")
-    if rows:
-        more = [f"    ... {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
-        table = "\n".join(rows[:MAX_ROWS] + more)
-        raise UserError(
-            f"{len(rows)} tensors do not fit: this is a checkpoint of another model\n{table}",
-            where=where,
-            next_step=next_step,
-        )
 
 
 def _match_class_position(

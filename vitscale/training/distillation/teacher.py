@@ -1,10 +1,11 @@
 """Load a teacher and evaluate it: in eval mode, without gradients, on its own pixels.
 
-Leaves out: the losses (`losses`), timm's models and their files (`vitscale.models`).
+Leaves out: the losses (`losses`), models and their files (`vitscale.models`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,13 +22,26 @@ from vitscale.evaluation.models.trained_model import (
     read_trained_model,
     starting_weights,
 )
-from vitscale.images.size import ImageSize, rows_and_columns, show_size
-from vitscale.models.weights.timm_models import Pixels, build_timm_model
-from vitscale.models.weights.transfer import OBJECTIVE, refuse_misfits
+from vitscale.images.size import ImageSize, image_size, rows_and_columns, show_size
+from vitscale.models import timm_model
+from vitscale.models.interface.misfits import refuse_misfits
+from vitscale.models.timm_settings import TimmSettings
+from vitscale.models.weights.files.suffixes import SUFFIXES
+from vitscale.models.weights.reading import is_weight_file, read_external_weights
+from vitscale.models.weights.transfer import OBJECTIVE
 from vitscale.training.distillation.settings import TeacherSettings
 
 WEIGHTS_KEY = "objective.teacher.weights"
 SIZE_KEY = "objective.teacher.image_size"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pixels:
+    """What a teacher sees: images, normalised by (x / 255 - mean) / std."""
+
+    image_size: ImageSize
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
 
 
 class Teacher:
@@ -68,11 +82,7 @@ def open_teacher(settings: TeacherSettings, *, num_classes: int, device: torch.d
     `num_classes`, and images that the teacher cannot take.
     """
     if settings.model is not None:
-        path = Path(settings.weights)
-        # Its random weights, soon replaced, must not move the run's random state.
-        with torch.random.fork_rng(devices=[]):
-            model, pixels = build_timm_model(settings.model, path, num_classes=num_classes)
-        fingerprint = blake3_of_file(path)
+        model, pixels, fingerprint = _timm_model(settings.model, settings, num_classes=num_classes)
     else:
         model, pixels, fingerprint = _own_model(settings.weights, num_classes=num_classes)
     chosen = Pixels(
@@ -83,6 +93,27 @@ def open_teacher(settings: TeacherSettings, *, num_classes: int, device: torch.d
     teacher = Teacher(model, pixels=chosen, fingerprint=fingerprint, device=device)
     _try(teacher, own_size=pixels.image_size, num_classes=num_classes, device=device)
     return teacher
+
+
+def _timm_model(
+    name: str, settings: TeacherSettings, *, num_classes: int
+) -> tuple[nn.Module, Pixels, str]:
+    """A model of timm at the image size of the settings, with the weights of a file."""
+    config = timm_model.pretrained_config(name, where="objective.teacher.model")
+    pixels = Pixels(image_size=image_size(config.input_size[1:]), mean=config.mean, std=config.std)
+    path = Path(settings.weights)
+    if not is_weight_file(str(path)):
+        raise UserError(
+            f"{path.suffix or 'a name without suffix'} is no kind of weight file",
+            where=str(path),
+            allowed=", ".join(SUFFIXES),
+            next_step=f"set {WEIGHTS_KEY} to such a file",
+        )
+    chosen = TimmSettings(model=name, image_size=settings.image_size or pixels.image_size)
+    external = read_external_weights(path, grid=None, model=chosen)
+    model = timm_model.build_model(chosen, chosen.architecture(num_classes=num_classes), seed=0)
+    model.load_weights(external.weights, where=str(path), keep_head=True)
+    return model, pixels, blake3_of_file(path)
 
 
 def _own_model(weights: str, *, num_classes: int) -> tuple[nn.Module, Pixels, str]:

@@ -81,11 +81,10 @@ def test_transformers_gives_equal_logits(tmp_path: Path, kind: str) -> None:
     assert np.abs(read - reference(loaded)).max() < 1e-4
 
 
-@pytest.mark.parametrize("family", ["hybrid", "bit_resnet"])
-def test_onnxruntime_gives_the_logits_of_resnets(tmp_path: Path, family: str) -> None:
+def test_onnxruntime_gives_the_logits_of_a_model_of_timm(tmp_path: Path) -> None:
     import onnxruntime
 
-    loaded = small_model(family)
+    loaded = small_model("timm")
     list(write_folder(ExportRun(init="x", to="onnx", output=str(tmp_path / "out")), loaded))
     session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx")
     rows, columns = loaded.arch.image_shape

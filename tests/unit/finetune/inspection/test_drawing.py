@@ -72,12 +72,12 @@ def test_without_images_the_weights_alone_are_drawn(
 def test_families_without_attention_say_so(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = {"name": "bit_resnet", "stage_depths": [1, 1], "root_width": 32, "image_size": 32}
-    path = weight_file(tmp_path / "resnet.safetensors", model)
+    model = {"name": "timm", "model": "test_convnext", "image_size": 32}
+    path = weight_file(tmp_path / "convnext.safetensors", model)
     assert drawn(path, tmp_path / "out", model=model, images=[str(shards)]) == {"patch_filters"}
     said = capsys.readouterr().out
-    assert "left out attention_distance, attention_rollout: bit_resnet has no attention" in said
-    with pytest.raises(UserError, match="pictures: position_similarity: bit_resnet has no pos"):
+    assert "left out attention_distance, attention_rollout: only models of the family vit" in said
+    with pytest.raises(UserError, match="pictures: position_similarity: only models"):
         drawn(path, tmp_path / "none", model=model, pictures=["position_similarity"])
 
 

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from vitscale.models.costs import memory_estimate, num_parameters, train_flops_per_image
-from vitscale.models.hybrid.settings import HybridSettings
 from vitscale.models.interface.classifier import InFp32
 from vitscale.models.interface.settings import ModelSettingsBase
 from vitscale.models.registry import MODELS, ModelFamily
-from vitscale.models.resnet.settings import ResNetSettings
+from vitscale.models.timm_settings import TimmSettings
 from vitscale.models.vit.settings import ViTSettings
 
 ARCH = ViTSettings(preset="Ti/16").architecture(num_classes=5)
-SMALL = {"image_size": 32, "patch_size": 1, "width": 24, "depth": 1, "num_heads": 2}
+SMALL = {"image_size": 32, "patch_size": 8, "width": 24, "depth": 1, "num_heads": 2}
 SMALL["mlp_width"] = 48
 SMALL_MODELS: dict[str, ModelSettingsBase] = {
-    "vit": ViTSettings(**SMALL | {"patch_size": 8, "distillation_token": True}),
-    "hybrid": HybridSettings(**SMALL, stage_depths=(1,), root_width=32),
-    "bit_resnet": ResNetSettings(image_size=32, stage_depths=(1,), root_width=32),
+    "vit": ViTSettings(**SMALL, distillation_token=True),
+    "timm": TimmSettings(image_size=32, model="test_convnext"),
 }
 
 
@@ -38,13 +37,12 @@ def test_family_has_all_functions(name: str) -> None:
 
 
 def test_costs_are_those_of_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    family = ModelFamily(
-        Settings=ViTSettings,
-        code="none",
+    costs = SimpleNamespace(
         num_parameters=lambda arch: 1000,
         train_flops_per_image=lambda arch: 7,
         activation_bytes_per_image=lambda arch, *, precision, activation_checkpointing: 11,
     )
+    family = ModelFamily(Settings=ViTSettings, code="none", costs=costs)
     monkeypatch.setitem(MODELS, "other", family)
     arch = replace(ARCH, name="other")
     assert (num_parameters(arch), train_flops_per_image(arch)) == (1000, 7)

@@ -16,6 +16,7 @@ from pretrain.run import PretrainRun
 from vitscale.config.loader import load_run_file
 from vitscale.models.costs import num_parameters
 from vitscale.models.vit.model import build_model
+from vitscale.optim.schedules import learning_rate
 from vitscale.runs.training import TrainingRun, training_plan
 
 CONFIGS = Path(__file__).resolve().parents[4] / "configs"
@@ -37,6 +38,11 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
     rate = optim.lr if optim.weight_decay_mode == "independent" else 1.0
     augment, mixing = data.augment, data.mixing
     randaugment = augment.randaugment
+
+    def of(key: str) -> Any:
+        """None for what a model of timm has no key for."""
+        return getattr(model, key, None)
+
     return {
         "optimizer": optim.name,
         "betas": optim.momentum if optim.name == "sgd" else optim.betas,
@@ -52,8 +58,8 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         "warmup": schedule.warmup_epochs or schedule.warmup_steps,
         "weight_decay": pytest.approx(optim.weight_decay / rate),
         "decay_mode": optim.weight_decay_mode,
-        "dropout": model.dropout,
-        "drop_path": model.drop_path and (model.drop_path, model.drop_path_by_depth),
+        "dropout": of("dropout"),
+        "drop_path": of("drop_path") and (model.drop_path, model.drop_path_by_depth),
         "crop": "plain" if data.crop == "plain" else data.crop_area,
         "crop_law": (data.crop, *(round(ratio, 3) for ratio in data.crop_aspect)),
         "resampling": (data.interpolation, data.antialias),
@@ -77,16 +83,16 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         "head_bias": model.head_bias,
         "head_std": model.head_std,
         "classes": model.num_classes,
-        "preset": model.preset,
+        "preset": of("preset") or of("model"),
         "px": model.image_size,
-        "tanh_layer": model.representation_layer,
-        "pool": model.pool,
-        "positions": (model.positions, model.position_init, model.class_position),
+        "tanh_layer": of("representation_layer"),
+        "pool": of("pool"),
+        "positions": (of("positions"), of("position_init"), of("class_position")),
         "resized_by": run.position_embedding if isinstance(run, FinetuneRun) else None,
-        "gelu": model.gelu,
-        "eps": model.layer_norm_eps,
-        "layer_scale": model.layer_scale,
-        "init": model.weight_init,
+        "gelu": of("gelu"),
+        "eps": of("layer_norm_eps"),
+        "layer_scale": of("layer_scale"),
+        "init": of("weight_init"),
         "evaluation": data.eval_resize
         if data.eval_resize == "squash"
         else (data.eval_resize, data.eval_crop_fraction),
@@ -206,6 +212,15 @@ MASKED = VIT_21K | {
     "thousand_steps": 1000, "weight_decay": 0.1, "dropout": 0.0, "head_bias": 0.0,
     "loss": "masked_patch_prediction", "classes": None, "tanh_layer": False,
 }  # fmt: skip
+# Of a model of timm, which has no keys for these.
+TIMM = VIT_21K | dict.fromkeys(
+    ("dropout", "drop_path", "tanh_layer", "pool", "gelu", "eps", "layer_scale", "init")
+) | {"positions": (None, None, None)}  # fmt: skip
+# Kolesnikov et al. 2020, sec. 3.3; loss, bias: big_vision, configs/bit_i21k.py.
+BIT = TIMM | {
+    "optimizer": "sgd", "betas": 0.9, "adam_eps": None, "lr": 0.03 * 4096 / 256, "decay": "drops",
+    "final_lr": 0.0, "warmup": 5000, "weight_decay": 1e-4, "preset": "resnetv2_50x1_bit",
+}  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "masked_patch_prediction/b16": MASKED,
     # "Similar gains" on ImageNet, and little gain after 100k steps.
@@ -220,12 +235,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "augreg_i21k/b32": AUGREG | LIGHT2 | {"preset": "B/32"},
     "augreg_i21k/b16": AUGREG | LIGHT2 | {"preset": "B/16"},
     "augreg_i21k/l16": AUGREG | MEDIUM2 | {"preset": "L/16"},
-    "hybrid/r50_b16": VIT_21K | {"preset": "R50+B/16"},
-    "hybrid/r50_l16": VIT_21K | {"preset": "R50+L/16"},
-    "hybrid/r50_l32": AUGREG | MEDIUM2 | {"preset": "R50+L/32"},
-    "hybrid/r26_s32": AUGREG | LIGHT1 | {"preset": "R26+S/32"},
-    "hybrid/r_ti16": AUGREG | {"preset": "R+Ti/16", "weight_decay": 0.03},
-    "hybrid/imagenet1k_384": FINETUNE | {"preset": "R50+B/16"},
     "plain_vit/s16_90ep": PLAIN,
     "plain_vit/s16_300ep": PLAIN | {"length": 300, "thousand_steps": 372},
     "deit3_i21k/b16": DEIT3 | {"preset": "B/16", "drop_path": (0.1, "constant")},
@@ -250,6 +259,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "deit3_i1k/l16": DEIT3_I1K | {"preset": "L/16", "drop_path": (0.45, "constant")},
     "deit3_i1k/h14": DEIT3_I1K | {"preset": "H/14", "drop_path": (0.6, "constant"), "px": 160},
     "finetune/deit3_i1k_b16": DEIT3_I1K_224 | {"preset": "B/16", "drop_path": (0.2, "constant")},
+    "timm/r50_b16": TIMM | {"preset": "vit_base_r50_s16_224"},
+    "timm/bit_r50x1": BIT,
     "finetune/imagenet1k_384": FINETUNE,
     "finetune/masked_patch_prediction_b16": FINETUNE | {"preset": "B/16", "dropout": 0.0},
     # Table 2: 512 px and Polyak averaging with .9999.
@@ -286,9 +297,21 @@ def test_recipe_resolves_to_the_published_numbers(name: str) -> None:
 
 def test_every_training_config_is_in_the_table() -> None:
     found = {str(p.relative_to(CONFIGS).with_suffix("")) for p in CONFIGS.rglob("*.yaml")}
-    # Those of BiT and MAE: test_bit_recipes.py, test_mae_recipes.py.
-    others = ("chains/", "data/", "eval/", "studies/", "bit/", "mae/", "finetune/mae_")
+    # Those of MAE: test_mae_recipes.py.
+    others = ("chains/", "data/", "eval/", "studies/", "mae/", "finetune/mae_")
     assert {name for name in found if not name.startswith(others)} == {*PUBLISHED, *NO_RECIPE}
+
+
+def test_rates_of_bit_drop_after_30_60_and_80_epochs() -> None:
+    run = recipe("timm/bit_r50x1")
+    plan = training_plan(run, world_size=1, num_samples=12_400_000)
+    for epoch, power in ((29.9, 0), (30.1, 1), (59.9, 1), (60.1, 2), (79.9, 2), (80.1, 3)):
+        rate = learning_rate(
+            int(epoch * 12_400_000 / 4096), peak=run.optim.lr, final=0.0,
+            total_steps=plan.total_steps, warmup_steps=plan.warmup_steps,
+            decay=run.schedule.decay, drops_at=run.schedule.drops_at,
+        )  # fmt: skip
+        assert rate == pytest.approx(0.48 * 0.1**power)
 
 
 @pytest.mark.parametrize("name", CIFAR10)

@@ -13,10 +13,13 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers import PatchEmbed
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from vitscale.config.errors import UserError, nearest
+from vitscale.config.errors import UserError
+from vitscale.images.size import image_size
+from vitscale.models.timm_model import pretrained_config
 from vitscale.models.weights.folders.folder import CONFIG, Folder, labels_in_order, read_weights
 from vitscale.models.weights.names.timm import from_pytorch
 
@@ -34,51 +37,66 @@ DEFAULTS = {
 }
 
 
-def read_timm_folder(folder: Path, config: Mapping[str, Any]) -> Folder:
-    """Raises UserError where the model is not a plain Vision Transformer, or not timm's."""
+def read_timm_folder(folder: Path, config: Mapping[str, Any], *, as_timm: bool) -> Folder:
+    """Weights of the family vit, or with `as_timm` and for other models of the family timm.
+
+    Raises UserError where timm does not know the model.
+    """
     where = str(folder / CONFIG)
-    model = _without_memory(config, where=where)
-    weights, left_out = from_pytorch(read_weights(folder))
     described: Any = config.get("pretrained_cfg") or {}
     names = config.get("label_names") or described.get("label_names")
+    found = read_weights(folder)
+    left_out: list[str] = []
+    model = None if as_timm else _plain_transformer(config, where=where)
+    if model is None:
+        known, grid = _timm_settings(config, described), None
+    else:
+        rows, columns = model.patch_embed.grid_size
+        grid = (int(rows), int(columns))
+        known = _known(model, where=where)
+        found, left_out = from_pytorch(found)
     return Folder(
-        weights=weights,
+        weights=found,
         format=f"timm's {config['architecture']}",
-        known=_known(model, where=where),
-        preprocessing=_preprocessing({**DEFAULTS, **described}, where=where),
+        known=known,
+        preprocessing=timm_preprocessing({**DEFAULTS, **described}, where=where),
         classes=_descriptions(config) or labels_in_order(names),
-        grid=(int(model.patch_embed.grid_size[0]), int(model.patch_embed.grid_size[1])),
+        grid=grid,
         left_out=left_out,
     )
 
 
-def _without_memory(config: Mapping[str, Any], *, where: str) -> VisionTransformer:
-    """The model that timm would build, on the meta device."""
-    name = config["architecture"]
-    if not isinstance(name, str) or not timm.is_model(name):
-        close = nearest(str(name), timm.list_models())
-        raise UserError(f"timm has no model {name!r}", where=where, allowed=close)
-    arguments = config.get("model_args") or {}
+def _timm_settings(config: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of `model` with name=timm; `model.arguments` are checked as settings."""
+    size = described.get("input_size") or pretrained_config(config["architecture"]).input_size
+    arguments = dict(config.get("model_args") or {})
+    return {
+        "name": "timm",
+        "model": config["architecture"],
+        "image_size": arguments.pop("img_size", None) or image_size(size[1:]),
+        "arguments": arguments,
+    }
+
+
+def _plain_transformer(config: Mapping[str, Any], *, where: str) -> VisionTransformer | None:
+    """The model that timm would build, without memory; None if it is of another family."""
+    name, arguments = config["architecture"], config.get("model_args") or {}
+    pretrained_config(str(name), where=where)
     # Of the model alone: timm's factory also takes paths of files to load.
-    unknown = sorted(set(arguments) - set(inspect.signature(VisionTransformer).parameters))
-    if unknown:
-        what = f"model_args {unknown[0]!r} is no option of a Vision Transformer"
-        raise UserError(what, where=where, next_step="remove it")
+    if not set(arguments) <= set(inspect.signature(VisionTransformer).parameters):
+        return None
     try:
         with torch.device("meta"):
             # Without classes the rest is the same, and classes are counted in the weights.
-            model = timm.create_model(name, pretrained=False, **{**arguments, "num_classes": 0})
+            model: Any = timm.create_model(
+                name, pretrained=False, **{**arguments, "num_classes": 0}
+            )
     except (TypeError, ValueError, RuntimeError, AssertionError, KeyError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         what = f"timm does not build {name} from it ({reason})"
         raise UserError(what, where=where) from None
-    if not isinstance(model, VisionTransformer):
-        raise UserError(
-            f"{name} is a {type(model).__name__}, which is no plain Vision Transformer",
-            where=where,
-            allowed="timm's ViT and DeiT models, DINOv2 included",
-        )
-    return model
+    is_plain = isinstance(model, VisionTransformer) and isinstance(model.patch_embed, PatchEmbed)
+    return model if is_plain else None
 
 
 def _known(model: VisionTransformer, *, where: str) -> dict[str, Any]:
@@ -102,7 +120,7 @@ def _known(model: VisionTransformer, *, where: str) -> dict[str, Any]:
     return known
 
 
-def _preprocessing(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+def timm_preprocessing(config: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     crop, interpolation = config["crop_mode"], config["interpolation"]
     if crop not in CROPS:
         raise UserError(f"unknown crop_mode {crop!r}", where=where, allowed=", ".join(CROPS))

@@ -1,4 +1,4 @@
-"""Google's names and shapes of tensors, and ours: vision_transformer, big_vision and big_transfer.
+"""Google's names and shapes of tensors, and ours: vision_transformer and big_vision.
 
 Owns: one table of modules for both directions, and how names of old and new files differ.
 Leaves out: reading files (`reading`) and writing them (`finetune.exporting.to_npz`).
@@ -7,7 +7,7 @@ Leaves out: reading files (`reading`) and writing them (`finetune.exporting.to_n
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -15,9 +15,8 @@ import torch
 
 from vitscale.models.weights.names.fused_qkv import joined, split
 
-# Every file of a model has one of these.
-FIRST_NAMES = ("embedding/kernel", "resnet/root_block/standardized_conv2d/kernel")
-_STEM = "patch_embed.backbone."
+# Every file of a model has it.
+FIRST_NAME = "embedding/kernel"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class _Value:
     theirs: str
     ours: str
     num_dims: tuple[int, ...]
-    """There. Older files have norms as [1, 1, 1, channels]."""
+    """There."""
     read: Callable[[torch.Tensor], torch.Tensor]
     write: Callable[[torch.Tensor, int], torch.Tensor]
     """(our tensor, number of attention heads) -> theirs."""
@@ -71,14 +70,12 @@ OUT_OF_HEADS = (
     ),
     _BIAS,
 )
-NORM = (_vector("/scale", ".weight", 1, 4), _vector("/bias", ".bias", 1, 4))
-BIT_NORM = (_vector("/gamma", ".weight", 1, 4), _vector("/beta", ".bias", 1, 4))
+NORM = (_vector("/scale", ".weight", 1), _vector("/bias", ".bias", 1))
 # A tensor that is no part of a module.
 TENSOR = (_Value("", "", (3,), lambda x: x, lambda x, _: x),)
 
 Module = tuple[str, str, tuple[_Value, ...]]
-"""(theirs, ours, its tensors). {} stands for a number: blocks count from 0; stages and units, which
-Google calls blocks and units, from 0 here and from 1 there."""
+"""(theirs, ours, its tensors). {} stands for the number of a block."""
 
 
 def _attention(theirs: str, ours: str, *, query: str = "query") -> Iterator[Module]:
@@ -108,33 +105,6 @@ VIT: tuple[Module, ...] = (
     (f"{_HEAD}/MlpBlock_0/Dense_0", "attn_pool.mlp.fc1", DENSE),
     (f"{_HEAD}/MlpBlock_0/Dense_1", "attn_pool.mlp.fc2", DENSE),
     ("head", "head", DENSE),
-    # The stem of a hybrid.
-    ("conv_root", f"{_STEM}stem.conv", CONV),
-    ("gn_root", f"{_STEM}stem.norm", NORM),
-    *(
-        (f"block{{}}/unit{{}}/{theirs}", f"{_STEM}stages.{{}}.blocks.{{}}.{ours}", kind)
-        for theirs, ours, kind in (
-            *((f"conv{n}", f"conv{n}", CONV) for n in (1, 2, 3)),
-            *((f"gn{n}", f"norm{n}", NORM) for n in (1, 2, 3)),
-            ("conv_proj", "downsample.conv", CONV),
-            ("gn_proj", "downsample.norm", NORM),
-        )
-    ),
-)
-_BIT_UNIT = "resnet/block{}/unit{:02}"
-BIT: tuple[Module, ...] = (
-    ("resnet/root_block/standardized_conv2d", "stem.conv", CONV),
-    *(
-        (f"{_BIT_UNIT}/{theirs}", f"stages.{{}}.blocks.{{}}.{ours}", kind)
-        for letter, n in (("a", 1), ("b", 2), ("c", 3))
-        for theirs, ours, kind in (
-            (f"{letter}/standardized_conv2d", f"conv{n}", CONV),
-            (f"{letter}/group_norm", f"norm{n}", BIT_NORM),
-        )
-    ),
-    (f"{_BIT_UNIT}/a/proj/standardized_conv2d", "stages.{}.blocks.{}.downsample.conv", CONV),
-    ("resnet/group_norm", "norm", BIT_NORM),
-    ("resnet/head/conv2d", "head.fc", CONV),
 )
 # In a block: (of big_vision, of vision_transformer).
 _NUMBERS = (
@@ -168,8 +138,7 @@ def _unstacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _as_big_vision(name: str) -> str:
-    """The name in the tables. Some files of big_transfer number the modules of a unit."""
-    name = re.sub(r"(standardized_conv2d|group_norm)_\d+/", r"\1/", name)
+    """The name in the table."""
     if re.fullmatch(r"(Transformer/)?(posembed_input/)?pos_embedding", name):
         return "pos_embedding"
     if name.startswith("Transformer/encoderblock_"):
@@ -187,38 +156,34 @@ def _as_vision_transformer(name: str) -> str:
     return name
 
 
-def _translated(name: str, source: str, target: str, *, offset: int) -> str | None:
-    """A name that one template matches, written by the other; offset: added to its numbers."""
+def _translated(name: str, source: str, target: str) -> str | None:
+    """A name that one template matches, written by the other."""
     match = _pattern(source).fullmatch(name)
-    return None if match is None else target.format(*(int(n) + offset for n in match.groups()))
+    return None if match is None else target.format(*match.groups())
 
 
 @cache
 def _pattern(template: str) -> re.Pattern[str]:
-    return re.compile(r"(\d+)".join(map(re.escape, re.split(r"\{[^}]*\}", template))))
+    return re.compile(r"(\d+)".join(map(re.escape, template.split("{}"))))
 
 
-def _tensors(modules: Iterable[Module]) -> Iterator[tuple[str, str, int, _Value]]:
-    """(their template, ours, number of their first block, stage or unit, the tensor)."""
-    for theirs, ours, values in modules:
+def _tensors() -> Iterator[tuple[str, str, _Value]]:
+    """(their template, ours, the tensor)."""
+    for theirs, ours, values in VIT:
         for value in values:
-            yield theirs + value.theirs, ours + value.ours, int("unit" in theirs), value
+            yield theirs + value.theirs, ours + value.ours, value
 
 
 def renamed(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Under our names; what has none keeps its own, for the table of what does not fit."""
-    found = dict(_read(name, tensor) for name, tensor in _unstacked(tensors).items())
-    if not any(name.startswith(_STEM + "stages.") for name in found):
-        # A hybrid whose stem is the root alone: timm has no module around it.
-        found = {name.replace(_STEM + "stem.", _STEM): value for name, value in found.items()}
-    return joined(found)
+    return joined(dict(_read(name, tensor) for name, tensor in _unstacked(tensors).items()))
 
 
 def _read(name: str, tensor: torch.Tensor) -> tuple[str, torch.Tensor]:
     known = _as_big_vision(name)
-    for theirs, ours, first, value in _tensors((*VIT, *BIT)):
+    for theirs, ours, value in _tensors():
         if tensor.ndim in value.num_dims:
-            found = _translated(known, theirs, ours, offset=-first)
+            found = _translated(known, theirs, ours)
             if found is not None:
                 return found, value.read(tensor).contiguous()
     return name, tensor
@@ -228,29 +193,25 @@ Named = tuple[str, torch.Tensor]
 
 
 def written(
-    weights: Mapping[str, torch.Tensor], *, num_heads: int, is_bit: bool, is_big_vision: bool
+    weights: Mapping[str, torch.Tensor], *, num_heads: int, is_big_vision: bool
 ) -> dict[str, Named | None]:
     """Our name, Q, K and V split -> their name and tensor; None where their code has no module.
 
-    is_bit: of big_transfer; is_big_vision: else of vision_transformer.
+    is_big_vision: else of vision_transformer.
     """
+    change = "params/{}".format if is_big_vision else _as_vision_transformer
     found: dict[str, Named | None] = {}
     for name, tensor in split(weights).items():
-        found[name] = _written(name, tensor, num_heads=num_heads, modules=BIT if is_bit else VIT)
-    if is_bit:
-        return found
-    change = "params/{}".format if is_big_vision else _as_vision_transformer
-    return {ours: named and (change(named[0]), named[1]) for ours, named in found.items()}
+        named = _written(name, tensor, num_heads=num_heads)
+        found[name] = named and (change(named[0]), named[1])
+    return found
 
 
-def _written(
-    name: str, tensor: torch.Tensor, *, num_heads: int, modules: Iterable[Module]
-) -> Named | None:
-    # A hybrid whose stem is the root alone; a head with a hidden layer.
-    name = re.sub(f"^{re.escape(_STEM)}(conv|norm)", rf"{_STEM}stem.\1", name)
+def _written(name: str, tensor: torch.Tensor, *, num_heads: int) -> Named | None:
+    # A head with a hidden layer.
     name = name.replace("head.0.", "pre_logits.").replace("head.2.", "head.")
-    for theirs, ours, first, value in _tensors(modules):
-        found = _translated(name, ours, theirs, offset=first)
+    for theirs, ours, value in _tensors():
+        found = _translated(name, ours, theirs)
         if found is not None:
             return found, value.write(tensor, num_heads)
     return None

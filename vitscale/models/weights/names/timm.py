@@ -10,8 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
-# Every file of a model has one of these.
-FIRST_NAMES = ("patch_embed.proj.weight", "patch_embed.backbone.stem.conv.weight")
+# Every file of a model has it.
+FIRST_NAME = "patch_embed.proj.weight"
 # Around the model: DistributedDataParallel's, DINO's and DINOv2's, transformers' for timm's models.
 PREFIXES = ("module.", "teacher.", "backbone.", "model.", "timm_model.")
 # What DINO and DINOv2 train beside their backbone.
@@ -35,9 +35,9 @@ def from_pytorch(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.T
     """The tensors under our names, and the names that are left out: heads of DINO's training."""
     found = dict(tensors)
     left_out: list[str] = []
-    while not any(name in found for name in FIRST_NAMES):
+    while FIRST_NAME not in found:
         inside = [
-            p for p in PREFIXES for first in FIRST_NAMES if any(_has(n, p, first) for n in found)
+            p for p in PREFIXES if any(n.startswith(p) and n.endswith(FIRST_NAME) for n in found)
         ]
         if not inside:
             break
@@ -66,10 +66,6 @@ def with_representation(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.
                 tensor
             )
     return found
-
-
-def _has(name: str, prefix: str, first: str) -> bool:
-    return name.startswith(prefix) and name.endswith(first)
 
 
 def _renamed(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from sklearn.decomposition import PCA
+from timm.layers import StdConv2d
 from torch import nn
 
 from finetune.inspection.pictures.patch_filters import first_filters, principal_components
@@ -43,8 +44,8 @@ def test_equal_filters_have_a_component_of_no_variance() -> None:
 
 def test_the_first_filters_are_those_that_see_colours() -> None:
     network = nn.Sequential(nn.Conv2d(1, 2, 1), nn.Conv2d(3, 4, 2), nn.Conv2d(3, 5, 1))
-    found = first_filters(network, standardized=False)
+    found = first_filters(network)
     assert torch.equal(found, network[1].weight.detach().double())  # type: ignore[operator]  # a tensor
-    standard = first_filters(network, standardized=True).flatten(1)
+    standard = first_filters(StdConv2d(3, 4, 2)).flatten(1)
     torch.testing.assert_close(standard.mean(dim=1), torch.zeros(4, dtype=torch.float64))
     torch.testing.assert_close(standard.square().mean(dim=1), torch.ones(4, dtype=torch.float64))

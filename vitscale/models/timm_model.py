@@ -1,0 +1,243 @@
+"""Any model of timm: built, divided into layers, counted, and filled from local weights.
+
+timm's modules, names of tensors, initial values, layers and resampling are used as they are.
+Leaves out: settings (`timm_settings`), reading files (`weights`). Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import timm
+import torch
+from timm.models import PretrainedCfg, get_pretrained_cfg, group_parameters
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from vitscale.config.errors import UserError, nearest
+from vitscale.images.size import image_size, show_size
+from vitscale.models.interface.classifier import classify_in_fp32
+from vitscale.models.interface.compilation import compile_each
+from vitscale.models.interface.misfits import refuse_misfits
+from vitscale.models.interface.outputs import check_output
+from vitscale.models.timm_settings import TimmArchitecture, TimmSettings
+
+# Counters of BatchNorm, which evaluation does not read; some files lack them.
+COUNTER = "num_batches_tracked"
+# Blocks are compiled one by one. Most models of timm call them so.
+BLOCK = re.compile(r"(.*\.)?blocks\.\d+")
+
+
+class TimmModel(nn.Module):
+    """What training and evaluation ask of a model. Comes before timm's class among the bases."""
+
+    objective: nn.Module
+    known_outputs = ("logits", "features")
+    classifiers: tuple[str, ...]
+    """Names of the last layers."""
+
+    def forward(self, images_B3SS: torch.Tensor, *, output: str = "logits", **inputs: Any) -> Any:
+        """output: `logits` [B, classes]; `features` [B, width], what the last layer sees;
+        `objective`: what the objective's module predicts from the images and `inputs`.
+        """
+        if output == "objective":
+            return self.objective(self, images_B3SS, **inputs)
+        check_output(output, inputs, known=self.known_outputs)
+        if output == "logits":
+            return super().forward(images_B3SS)
+        model: Any = self
+        return model.forward_head(model.forward_features(images_B3SS), pre_logits=True)
+
+    def load_weights(
+        self, weights: Mapping[str, torch.Tensor], *, where: str, keep_head: bool
+    ) -> None:
+        """Load weights under timm's names. timm resamples those of another image size.
+
+        Raises UserError for weights that do not fit; then nothing was loaded.
+        """
+        left_out = () if keep_head else tuple(f"{name}." for name in self.classifiers)
+        own, given = (
+            {n: t for n, t in each.items() if not n.startswith(left_out) and COUNTER not in n}
+            for each in (self.state_dict(), weights)
+        )
+        for name in (f"{each}.weight" for each in self.classifiers):
+            if name in own and name in given and len(own[name]) != len(given[name]):
+                raise UserError(
+                    f"the weights have {len(given[name])} classes, the model {len(own[name])}",
+                    where=where,
+                    next_step="take weights of the same classes",
+                )
+        resample = getattr(sys.modules[type(self).__module__], "checkpoint_filter_fn", None)
+        is_resized = own.keys() <= given.keys() and any(
+            tensor.shape != given[name].shape for name, tensor in own.items()
+        )
+        if resample is not None and is_resized:
+            given = resample(given, self)
+        refuse_misfits(own, given, where=where, next_step="give weights of the same model of timm")
+        self.load_state_dict(given, strict=False)
+
+
+def build_model(settings: TimmSettings, arch: TimmArchitecture, *, seed: int) -> TimmModel:
+    """Build and initialise a model on the CPU in fp32. The same seed gives the same weights.
+
+    timm's initial values, but those of the last layers: zero weights, or N(0, head_std).
+    Raises UserError for an unknown name, and for arguments and image sizes that timm refuses.
+    """
+    _measured(arch)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        model = _create(arch)
+        for last in map(model.get_submodule, model.classifiers):
+            if isinstance(last, nn.Linear | nn.Conv2d) and last.bias is not None:
+                nn.init.normal_(last.weight, std=settings.head_std)
+                nn.init.constant_(last.bias, settings.head_bias)
+                classify_in_fp32(last)
+    return model
+
+
+def _create(arch: TimmArchitecture) -> TimmModel:
+    config = pretrained_config(arch.model)
+    arguments = {"num_classes": arch.num_classes, **arch.arguments}
+    if config.fixed_input_size and arch.image_shape != tuple(config.input_size[1:]):
+        arguments["img_size"] = arch.image_size
+    model: Any = timm.create_model(arch.model, pretrained=False, **arguments)
+    kind = type(model)
+    model.__class__ = type(kind.__name__, (TimmModel, kind), {"__module__": kind.__module__})
+    model.classifiers = classifiers(config) if arch.num_classes else ()
+    undecayed = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()
+    for name, parameter in model.named_parameters():
+        parameter.is_undecayed = name in undecayed
+    created: TimmModel = model
+    return created
+
+
+def pretrained_config(name: str, *, where: str = "model.model") -> PretrainedCfg:
+    """What timm knows of a model: the image size, mean and std of its weights, its last layers.
+
+    Raises UserError for names that timm does not have.
+    """
+    try:
+        config = get_pretrained_cfg(name) if timm.is_model(name) else None
+    except RuntimeError:  # it has the model, but not the tag after the dot
+        config = None
+    if config is None:
+        close = nearest(name.partition(".")[0], timm.list_models())
+        raise UserError(
+            f"timm has no model {name!r}",
+            where=where,
+            allowed=f"{close}, or another of timm.list_models()" if close else "timm.list_models()",
+            next_step="correct the name",
+        )
+    return config
+
+
+def classifiers(config: PretrainedCfg) -> tuple[str, ...]:
+    """Names of the last layers."""
+    names: Any = config.classifier
+    return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured:
+    num_parameters: int
+    forward_flops: int
+    """Of one image."""
+    layers_above: dict[str, int] | None
+    """By parameter; None where timm does not say what a layer is."""
+
+
+def _measured(arch: TimmArchitecture) -> _Measured:
+    return _measure(json.dumps(arch.description(), sort_keys=True))
+
+
+@cache
+def _measure(description: str) -> _Measured:
+    """Of a model without memory. Raises UserError where timm does not build or run it."""
+    values = json.loads(description)
+    arch = TimmArchitecture(**{**values, "image_size": image_size(values["image_size"])})
+    shape = (1, 3, *arch.image_shape)
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model: Any = _create(arch).eval()
+            with FlopCounterMode(display=False) as counter:
+                output = model(torch.empty(shape))
+    except UserError:
+        raise
+    except Exception as error:  # timm's models raise any kind
+        reason = (str(error).strip().splitlines() or [repr(error)])[0]
+        raise UserError(
+            f"timm does not run {arch.model} on images of {show_size(arch.image_size)} px "
+            f"({reason})",
+            where="model",
+            next_step="correct model.image_size or model.arguments",
+        ) from None
+    if arch.num_classes and output.shape != (1, arch.num_classes):
+        raise UserError(f"timm's {arch.model} is no classifier", where="model.model")
+    layers = None
+    if hasattr(model, "group_matcher"):
+        layers = group_parameters(model, model.group_matcher(coarse=False), reverse=True)
+        layers = {name: max(layers.values()) - layer for name, layer in layers.items()}
+    return _Measured(
+        num_parameters=sum(parameter.numel() for parameter in model.parameters()),
+        forward_flops=counter.get_total_flops(),
+        layers_above=layers,
+    )
+
+
+def num_parameters(arch: TimmArchitecture) -> int:
+    """Count the parameters."""
+    return _measured(arch).num_parameters
+
+
+def train_flops_per_image(arch: TimmArchitecture) -> int:
+    """Model FLOPs of one training step per image: three forward passes, counted in matrix products
+    and convolutions."""
+    return 3 * _measured(arch).forward_flops
+
+
+def decayed(name: str, parameter: Any) -> bool:
+    """Whether weight decay acts on it, by timm's rule."""
+    return parameter.ndim >= 2 and not name.endswith(".bias") and not parameter.is_undecayed
+
+
+def layers_above(name: str, arch: TimmArchitecture) -> int:
+    """Layers from the one that holds this parameter up to the classifier, as timm divides them."""
+    layers = _measured(arch).layers_above
+    if layers is None:
+        raise UserError(
+            f"timm does not say what a layer of {arch.model} is",
+            where="optim.layer_decay",
+            next_step="set it to 1",
+        )
+    return layers[name]
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Recompute activations in the backward pass instead of keeping them."""
+    try:
+        model.set_grad_checkpointing(True)  # type: ignore[operator]  # of timm's class
+    except (AssertionError, AttributeError):
+        raise UserError(
+            "timm cannot recompute the activations of this model",
+            where="engine.activation_checkpointing",
+            next_step="set it to false",
+        ) from None
+
+
+def compile_blocks(model: nn.Module, *, backend: str = "inductor") -> None:
+    """Compile each block in place, when it is first used."""
+    blocks = (module for name, module in model.named_modules() if BLOCK.fullmatch(name))
+    compile_each(blocks, backend=backend)
+
+
+def built_by_timm(folder: Path) -> nn.Module:
+    """The model of a folder that was written here, as timm builds it, in eval mode."""
+    model: nn.Module = timm.create_model(f"local-dir:{folder}", pretrained=True)
+    return model.eval()
