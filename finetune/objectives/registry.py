@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from finetune.objectives.linear_probe import LinearProbe
 from vitscale.config.section import NamedSection, choice_of
 from vitscale.training.distillation.objective import Distillation
 from vitscale.training.objective import Objective
@@ -40,14 +39,9 @@ class DistilledTransfer(PredictionsDrawn, Distillation):
     """DeiT's fine-tuning at a higher resolution, with the teacher."""
 
 
-class LinearProbeTransfer(PredictionsDrawn, LinearProbe):
-    """A classifier on features that do not change."""
-
-
 OBJECTIVES: dict[str, type[Objective]] = {
     "supervised": Transfer,
     "distillation": DistilledTransfer,
-    "linear_probe": LinearProbeTransfer,
 }
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ EXTERNAL = {
     "bit_pytorch/models.py",
     *("configs/models.py", "configs/common.py", "configs/augreg.py", "models/vit.py"),
     *("input_pipeline.py", "pp/ops_image.py", "transforms_factory.py", "datasets.py"),
-    *("models_mae.py", "util/pos_embed.py", "util/lars.py"),
+    *("models_mae.py", "util/pos_embed.py"),
     *("eval/knn.py", "eval/linear.py", "evaluators/fewshot_lsr.py"),
 }
 

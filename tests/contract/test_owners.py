@@ -37,7 +37,6 @@ OWNERS: dict[str, set[str]] = {
 # without it; their methods need it. Of these only imports at module level count.
 LAZY = (
     "finetune.objectives.registry",
-    "finetune.objectives.linear_probe",
     "pretrain.objectives.",
     "vitscale.evaluation.",
     "vitscale.training.",

@@ -69,7 +69,6 @@ class Engine:
         self._accumulation = int(config["gradient_accumulation_steps"])
         self._ema, self._num_averaged, self._micro_step = ema, 0, 0
         self._names = [name for name, _ in model.named_parameters()]
-        # Frozen weights and measured statistics.
         self._buffer_names = sorted(set(model.state_dict()) - set(self._names))
         # DeepSpeed rounds the parameters before it copies them; these stay as they are.
         initial = [parameter.data for parameter in model.parameters()]
@@ -308,10 +307,6 @@ class Engine:
 
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         return [(name, self._engine.module.get_buffer(name)) for name in self._buffer_names]
-
-    def set_buffer(self, name: str, value: torch.Tensor) -> None:
-        """Set a buffer of the model, such as measured statistics. The same on every rank."""
-        self._engine.module.get_buffer(name).copy_(value)
 
     def _parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(zip(self._names, self._engine.module.parameters(), strict=True))

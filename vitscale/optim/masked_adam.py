@@ -12,33 +12,15 @@ from typing import Any
 import torch
 
 
-class MaskedOptimizer(torch.optim.Optimizer):
-    """Has the interface of torch's fused optimisers.
+class MaskedAdam(torch.optim.Optimizer):
+    """Adam's moments; a subclass says what becomes of the direction.
 
-    Gradients are divided by `grad_scale`, and where `found_inf` is 1 nothing changes, the step
-    count included; neither waits for the device.
+    Has the interface of torch's fused optimisers: gradients are divided by `grad_scale`, and where
+    `found_inf` is 1 nothing changes, the step count included; neither waits for the device.
     """
 
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not used
-        assert closure is None
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, parameter.grad, group)
-
-    def _update(
-        self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]
-    ) -> None:
-        raise NotImplementedError
-
-
-class MaskedAdam(MaskedOptimizer):
-    """Adam's moments; a subclass says what becomes of the direction."""
-
     state_dtypes: dict[str, torch.dtype] = {}
     """Of the moments that are not kept in the parameter's own type."""
 
@@ -53,6 +35,14 @@ class MaskedAdam(MaskedOptimizer):
     ) -> None:
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, values | {"fused": True})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are not used
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, parameter.grad, group)
 
     def _changed(
         self, parameter: torch.Tensor, direction: torch.Tensor, group: dict[str, Any]

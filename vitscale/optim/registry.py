@@ -50,11 +50,4 @@ OPTIMIZERS = {
         counts_steps=True,
         needs_whole_tensors=True,
     ),
-    "lars": OptimizerKind(
-        code="vitscale.optim.lars",
-        state_names=("momentum_buffer",),
-        bytes_per_parameter=4,
-        counts_steps=False,
-        needs_whole_tensors=True,
-    ),
 }

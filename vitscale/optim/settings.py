@@ -37,8 +37,7 @@ class OptimSettings(Section):
     """The optimiser."""
 
     name: OptimizerName = "adamw"
-    """lamb needs full-tensor norms, which ZeRO 1 to 3 shard, and so does lars: set
-    engine.zero_stage=0."""
+    """lamb needs full-tensor norms, which ZeRO 1 to 3 shard: set engine.zero_stage=0."""
     lr: float = Field(gt=0)
     """Peak learning rate at the configured global batch; never rescaled automatically."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -57,9 +56,7 @@ class OptimSettings(Section):
     momentum_dtype: Literal["fp32", "bf16"] = "fp32"
     """Of adamw's first moment. bf16 saves 2 bytes a parameter (big_vision, AugReg)."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
-    """sgd and lars."""
-    trust_coefficient: float = Field(default=0.001, gt=0)
-    """lars only: the step of a kernel is this share of its norm, times the rate."""
+    """sgd only."""
     clip_norm: float | None = Field(default=None, gt=0)
     """Global gradient norm above which gradients are scaled down; null: never."""
     ema: EmaSettings | None = None

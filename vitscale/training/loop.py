@@ -90,8 +90,6 @@ class TrainingSession:
 
         Ends when the last checkpoint is committed.
         """
-        if self.start_step == 0:
-            self.objective.start(self)
         for step in range(self.start_step, self.plan.total_steps):
             self.lr = learning_rate_at(step, run=self.run, plan=self.plan)
             self.engine.set_learning_rate(self.lr)

@@ -90,9 +90,6 @@ class Objective:
         alone. Transfer leaves out this module's tensors.
         """
 
-    def start(self, session: Any) -> None:
-        """Called once per run before its first step, not when it resumes. Collective."""
-
     def num_parameters(self, arch: Architecture) -> int:
         """Exact count of trained values, with those that this objective adds."""
         return int(costs_of(arch).num_parameters(arch))

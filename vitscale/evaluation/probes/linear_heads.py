@@ -2,7 +2,7 @@
 
 DINOv2's protocol (Oquab et al. 2023, `eval/linear.py`), with two differences: features are of the
 evaluation's crop, without augmentation; and the best head is chosen on a part of the training set,
-not on the split that is reported. The objective `linear_probe` is MAE's protocol.
+not on the split that is reported.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ MESSAGES = [
         "optim.warmup=3",
         "command line: optim.warmup: unknown key optim.warmup\n"
         "  allowed: name, lr, weight_decay, weight_decay_mode, layer_decay, "
-        "betas, eps, momentum_dtype, momentum, trust_coefficient, clip_norm, ema\n"
+        "betas, eps, momentum_dtype, momentum, clip_norm, ema\n"
         "  next: did you mean optim.ema.warmup?",
     ),
     (

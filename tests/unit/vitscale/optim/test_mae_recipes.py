@@ -98,18 +98,3 @@ def test_fine_tuning_is_the_published_one(size: str) -> None:
         "pixel",
         0.1,
     )
-
-
-@pytest.mark.parametrize("size", PRESETS)
-def test_linear_probe_is_the_published_one(size: str) -> None:
-    run = recipe(f"finetune/mae_linear_{size}")
-    epochs = 90 if size == "b16" else 50
-    assert shared(run) == COMMON | {
-        "preset": PRESETS[size], "optimizer": "lars", "batch": 16_384, "base_lr": 0.1,
-        "weight_decay": 0.0, "epochs": (epochs, 10), "rate": ("cosine", "warmup_end", 0.0),
-        "crop": ("inception", (0.08, 1.0), "bicubic", True),
-        "steps": 7037 if size == "b16" else 3909,
-    }  # fmt: skip
-    assert (run.optim.momentum, run.optim.trust_coefficient) == (0.9, 0.001)
-    assert (run.model.pool, run.model.head_std) == ("cls", 0.01)
-    assert run.objective.name == "linear_probe" and run.data.augment.randaugment is None
