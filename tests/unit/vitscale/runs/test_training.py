@@ -49,9 +49,8 @@ def test_schedule_and_optimizer_conflicts_come_together() -> None:
     assert not list(run().problems())
 
 
-@pytest.mark.parametrize("compiled", [True, "model"])
-def test_compiling_under_zero_3_is_refused(compiled: object) -> None:
-    ((key, why),) = run(engine={"compile": compiled, "zero_stage": 3}).problems()
+def test_compiling_under_zero_3_is_refused() -> None:
+    ((key, why),) = run(engine={"compile": True, "zero_stage": 3}).problems()
     assert key == "engine.compile" and "hooks break blocks apart" in why
 
 
