@@ -111,7 +111,7 @@ def main() -> None:
     )
     print(f"written: {', '.join(str(path) for path in sorted(output.iterdir()))}")
     print(
-        f"next: train with data.only_keys.path={output / KEYS_NAME}, or make the shards again "
+        f"next: train with data.only_keys={output / KEYS_NAME}, or make the shards again "
         f"without the copies: source.leave_out={output / TABLE_NAME}"
     )
 
