@@ -90,7 +90,9 @@ class Storm:
         if kind == "USR2 in the first seconds":
             self.wait(lambda: self.restarts() > restarts and self.is_running(), "its next start")
             restarts += 1
-            self.run("scancel", "--signal=USR2", self.job_id)
+            # Before the batch script runs, SLURM itself drops the signal.
+            again = f"scancel --signal=USR2 {self.job_id} || true"
+            self.wait(lambda: self.run("bash", "-c", again) or self.restarts() > restarts, kind)
         self.wait(lambda: self.restarts() > restarts, f"a restart ({kind})")
         self.wait(lambda: self.step() > before, f"step {before + 1} ({kind})")
         print(f"{kind} at step {before}", flush=True)
