@@ -26,7 +26,7 @@ STEPS = 6
 REAL_PAIRS = 40
 # Layouts (ranks, workers) of the fast test; every pair of `GRID` is in the exhaustive one.
 FEW = [(1, 0), (2, 3), (3, 1)]
-# One set; or two, in two views, a part of the one and a class of the other, augmented.
+# One set; or two, in two views, a part of the one and all of the other, augmented.
 SETS = ("plain", "mixed")
 Folders = tuple[Path, Path]
 
@@ -51,7 +51,7 @@ def run_of(folders: Folders, which: str) -> Run:
             "erasing": {"probability": 0.5, "mode": "pixel"},
         },
     }
-    second = {"path": str(folders[1]), "share": 0.3, "only_classes": ["dog"]}
+    second = {"path": str(folders[1]), "share": 0.3}
     return Run(path=folders[0], mixture=[second], more=more)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from vitscale.data.workers import pool
+from vitscale.training import build
 
 # Calls of a training, in the module that looks the name up.
 PLACES = {
@@ -164,6 +165,24 @@ ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
 }
 
 
+# Not empty while the engine is checked at the start, on a model of its own.
+checks_at_start: list[bool] = []
+
+
+def leave_out_the_check() -> None:
+    """Count no call of the check that precedes a training."""
+    check = build.check_nan_is_skipped
+
+    def uncounted(*args: Any, **kwargs: Any) -> None:
+        checks_at_start.append(True)
+        try:
+            check(*args, **kwargs)
+        finally:
+            checks_at_start.clear()
+
+    build.check_nan_is_skipped = uncounted
+
+
 def plant(fault: dict[str, Any]) -> None:
     """`nth`: a number, or "every" for all calls."""
     module_name, path = PLACES[fault["place"]]
@@ -180,6 +199,8 @@ def plant(fault: dict[str, Any]) -> None:
         def call() -> Any:
             return own(*args, **kwargs)
 
+        if checks_at_start:
+            return call()
         calls += 1
         if fault["nth"] not in (calls, "every"):
             return call()
@@ -189,6 +210,7 @@ def plant(fault: dict[str, Any]) -> None:
 
 
 def main() -> None:
+    leave_out_the_check()
     for fault in json.loads(os.environ.get("VITSCALE_FAULTS", "[]")):
         plant(fault)
     mutant = os.environ.get("VITSCALE_MUTANT")
