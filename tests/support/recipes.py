@@ -13,6 +13,11 @@ from vitscale.config.loader import load_run_file
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 RUN_TYPES = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 NOT_TRAINING = ("chains", "data", "eval", "studies")
+# A small model of timm that takes the arguments of the recipe's.
+SMALL_IN_TIMM = {
+    "vit_base_r50_s16_224": "vit_tiny_r_s16_p8_224",
+    "resnetv2_50x1_bit": "test_convnext",
+}
 
 
 @cache
@@ -29,7 +34,7 @@ def recipes() -> dict[str, PretrainRun | FinetuneRun]:
 def shrunk(run: PretrainRun | FinetuneRun) -> list[str]:
     """Overrides that make the model tiny, at twice or thrice its patch a side."""
     if run.model.name == "timm":
-        return ["model.model=test_convnext", "model.image_size=32"]
+        return [f"model.model={SMALL_IN_TIMM[run.model.model]}", "model.image_size=32"]
     arch: Any = run.model.architecture(num_classes=10)
     side = 2 if run.stage == "pretrain" else 3
     stride = arch.patch_size
