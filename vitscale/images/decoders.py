@@ -3,7 +3,7 @@
 Owns: the decoders by name, which images each supports, and the only use of the C extension.
 Leaves out: crop boxes, and resampling with torch (`crops`).
 
-All decoders give the same pixels (docs/decoding.md, "Same pixels"). Pillow is the reference: an
+All decoders give the same pixels (docs/loader.md, "Decoding"). Pillow is the reference: an
 image that a fast decoder does not support (CMYK, 12 bit, ...) or finds damaged goes to Pillow,
 which gives the pixels or the error. So a sample that one decoder can read, all can read.
 """

@@ -82,7 +82,7 @@ def test_families_without_attention_say_so(
 
 
 def test_the_documentation_lists_the_pictures() -> None:
-    page = (ROOT / "docs/visualize.md").read_text()
+    page = (ROOT / "docs/evaluation.md").read_text().partition("\n## Look inside")[2]
     assert re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE) == list(PICTURES)
 
 
