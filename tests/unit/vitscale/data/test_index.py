@@ -1,8 +1,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from data_prep.shards import index as index_writing
-from data_prep.shards.fingerprints import split_fingerprint
 from data_prep.shards.index import write_index, write_info, write_manifest
 from vitscale.config.errors import UserError
 from vitscale.data.index import (
@@ -163,46 +160,6 @@ def test_a_manifest_that_does_not_fit_is_refused(
     edit_manifest(folder, **changes)
     with pytest.raises(UserError, match=message):
         read_split(folder, split="train")
-
-
-def test_wrong_folders_and_splits_say_what_to_do(folder: Path) -> None:
-    with pytest.raises(UserError, match="(?s)no such folder.*make_shards.py"):
-        read_split(folder / "nowhere", split="train")
-    with pytest.raises(UserError, match="(?s)no split 'val'.*allowed: test, train"):
-        read_split(folder, split="val")
-    with pytest.raises(UserError, match="next: set split$"):  # the key of the script that asks
-        read_split(folder, split="val", key="split")
-    (folder / "manifest.json").unlink()
-    with pytest.raises(UserError, match="(?s)5 tar files but no manifest.json.*index_shards.py"):
-        read_split(folder, split="train")
-
-
-def test_fingerprint_depends_on_content_labels_order_division() -> None:
-    def fingerprint(rows: list[tuple[int, int]], *, lengths: list[int], cut: int = 1) -> str:
-        """Rows are (content, label)."""
-        raw = b"".join(
-            bytes([content]) * 32 + label.to_bytes(4, "little") for content, label in rows
-        )
-        samples = np.frombuffer(raw, np.uint8).reshape(-1, 36)
-        return split_fingerprint([samples[:cut], samples[cut:]], shard_lengths=lengths)
-
-    variants = [
-        fingerprint([(0, 0), (1, 1)], lengths=[2]),
-        fingerprint([(1, 1), (0, 0)], lengths=[2]),
-        fingerprint([(0, 0), (1, 0)], lengths=[2]),
-        fingerprint([(0, 0), (1, 1)], lengths=[1, 1]),
-    ]
-    assert len(set(variants)) == len(variants)
-    assert fingerprint([(0, 0), (1, 1)], lengths=[2], cut=2) == variants[0]
-
-
-def test_the_manifest_is_read_without_torch_and_pyarrow(folder: Path) -> None:
-    code = (
-        "import sys; from vitscale.data.index import read_manifest; "
-        f"read_manifest({str(folder)!r}); print({{'torch', 'pyarrow'}} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize("cuts", [[0, 3, 4, 20, 35], [0, 10, 20, 30, 35], range(36)])

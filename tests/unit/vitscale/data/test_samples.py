@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.config.errors import UserError
@@ -108,26 +106,6 @@ def test_damage_that_decodes_is_found_in_every_16th_sample(shards: Path) -> None
             samples.fill(position, OUT)
 
 
-def test_an_image_with_too_many_pixels_is_substituted(shards: Path) -> None:
-    samples = training(shards)
-    draw, index = samples.order.at(2), samples.parts[0].index
-    start, length = int(index.offset[draw.sample]), int(index.length[draw.sample])
-    with open(index.shard_paths[index.shard_of[draw.sample]], "r+b") as file:
-        file.seek(start)
-        frame = start + file.read(length).index(b"\xff\xc0")
-        file.seek(frame + 5)
-        file.write((65_000).to_bytes(2, "big") * 2)  # height and width
-    _, (unreadable,) = samples.fill(2, OUT)
-    assert unreadable.sample == draw.sample and "pixels" in unreadable.error
-
-
-def test_evaluation_ignores_the_antialias_of_training(shards: Path) -> None:
-    images = torch.empty(2, 3, SIZE, SIZE, dtype=torch.uint8)
-    for image, antialias in zip(images, (False, True), strict=True):
-        evaluation(shards, antialias=antialias).fill(0, image)
-    assert torch.equal(*images)
-
-
 @pytest.mark.parametrize("decoder", [name for name in DECODERS if missing(name) is None])
 @pytest.mark.parametrize("fraction", [None, 0.8])
 def test_evaluation_resamples_as_its_settings_say(
@@ -167,44 +145,6 @@ def test_evaluation_resamples_as_its_settings_say(
     assert torch.equal(OUT, crops.area_resized(pixels, resized=(rows, columns), size=SIZE))
 
 
-@pytest.mark.parametrize("decoder", [name for name in DECODERS if missing(name) is None])
-def test_wide_evaluation_pixels_equal_those_of_pillow(shards: Path, decoder: str) -> None:
-    """Squashed, and cut out of the centre of 30 x 24 px, which cover 24 / 0.8 columns."""
-    out = torch.empty(3, 12, 24, dtype=torch.uint8)
-    options = {"eval_interpolation": "bicubic", "decoder": decoder}
-    for resize, size, box in (
-        ("squash", (24, 12), (0, 0, 24, 12)),
-        ("center_crop", (30, 24), (3, 6, 27, 18)),
-    ):
-        data = DataSettings(
-            path=str(shards),
-            global_batch=4,
-            eval_resize=resize,
-            eval_crop_fraction=0.8,
-            **options,
-        )
-        index = read_split(shards, split="train")
-        samples = EvaluationSamples(index, settings=data, image_size=(12, 24))
-        samples.fill(0, out)
-        image = Image.open(io.BytesIO(samples.reader.bytes_of(0)))
-        assert image.size == (40, 32)
-        expected = image.resize(size, Image.Resampling.BICUBIC).crop(box)
-        difference = out.permute(1, 2, 0).numpy().astype(int) - np.asarray(expected).astype(int)
-        assert np.abs(difference).max() <= 1
-
-
-def test_training_crops_have_the_shape_of_the_image(shards: Path) -> None:
-    out = torch.empty(3, 12, 24, dtype=torch.uint8)
-    for crop in ("inception", "inception_tf", "plain", "squash"):
-        data = DataSettings(path=str(shards), global_batch=4, crop=crop)
-        training_set = open_training_set(data, seed=0)
-        samples = TrainingSamples(training_set, settings=data, image_size=(12, 24), seed=0)
-        for position in range(8):
-            out.zero_()
-            samples.fill(position, out)
-            assert out[:, -1].any() and out[..., -1].any()
-
-
 def test_inception_tf_takes_boxes_of_its_own(shards: Path) -> None:
     """All else equal, the pixels are those of the box that the sample's key draws."""
     samples = training(shards, crop="inception_tf", crop_aspect=(0.75, 1.33))
@@ -225,19 +165,6 @@ def test_inception_tf_takes_boxes_of_its_own(shards: Path) -> None:
         training(shards).fill(position, other)
         differs += not torch.equal(OUT, other)
     assert differs >= 6
-
-
-def test_plain_crop_is_mirrored_as_a_whole(shards: Path) -> None:
-    free = training(shards, crop="plain")
-    fixed = training(shards, crop="plain", horizontal_flip=False)
-    num_mirrored = 0
-    for position in range(24):
-        free.fill(position, OUT)
-        found = OUT.clone()
-        fixed.fill(position, OUT)
-        num_mirrored += not torch.equal(found, OUT)
-        assert torch.equal(found, OUT) or torch.equal(found, OUT.flip(-1))
-    assert 5 < num_mirrored < 19
 
 
 def test_substitutes_differ_and_come_again(shards: Path) -> None:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import fcntl
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from blake3 import blake3
 
-from tests.support.waiting import PATIENCE_S
 from vitscale.config.errors import UserError
-from vitscale.data.remote import cache as shard_cache
 from vitscale.data.remote.cache import CacheFullError, ShardCache
 from vitscale.data.remote.store import DamagedError
-from vitscale.distributed.atomic_files import blake3_of_file
 
 SIZE = 1000
 
@@ -89,36 +83,6 @@ def test_shards_in_use_are_not_evicted(tmp_path: Path) -> None:
     assert held(cache) == {name(1), name(2)}
 
 
-def test_files_of_others_are_neither_counted_nor_touched(cache: ShardCache) -> None:
-    others = {"film.mkv.part", "notes.txt", f"{name(1)}.part.old", "f" * 63}
-    for each in others:
-        (cache.folder / each).write_bytes(bytes(3 * SIZE))
-    (cache.folder / "folder.part").mkdir()
-    for number in range(4):
-        assert fetch(cache, number)
-    assert held(cache) == others | {"folder.part"} | {name(number) for number in (1, 2, 3)}
-
-
-def test_an_abandoned_partial_file_is_counted_once(
-    cache: ShardCache,
-) -> None:
-    """A fetch that takes over an abandoned partial file first frees its space."""
-    (cache.folder / f"{name(1)}.part").write_bytes(bytes(3 * SIZE))
-    assert fetch(cache, 1)
-    assert held(cache) == {name(1)}
-
-
-def test_nothing_is_evicted_for_a_shard_that_cannot_fit(tmp_path: Path) -> None:
-    cache = ShardCache(tmp_path / "cache", max_bytes=2 * SIZE, idle_s=10.0)
-    cache.prepare()
-    fetch(cache, 0)
-    fetch(cache, 1)
-    used(cache, 0, seconds_ago=11)
-    with pytest.raises(CacheFullError):
-        cache.fetch(name(2), num_bytes=2 * SIZE, read=reader(2))
-    assert held(cache) == {name(0), name(1)}
-
-
 def test_verification_removes_a_damaged_file(cache: ShardCache) -> None:
     fetch(cache, 1)
     cache.verify(name(1))
@@ -128,34 +92,10 @@ def test_verification_removes_a_damaged_file(cache: ShardCache) -> None:
     assert held(cache) == set()
 
 
-def test_slow_verification_counts_as_use_until_its_end(
-    cache: ShardCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fetch(cache, 1)
-    now = time.time()
-
-    def slowly(path: Path) -> str:
-        used(cache, 1, seconds_ago=100)
-        return blake3_of_file(path)
-
-    monkeypatch.setattr(shard_cache, "blake3_of_file", slowly)
-    cache.verify(name(1))
-    assert cache.path(name(1)).stat().st_mtime > now - 1
-
-
 @pytest.mark.parametrize("wrong", [content(7), content(1)[:-1] + b"x"])
 def test_bytes_with_a_wrong_hash_are_never_kept(cache: ShardCache, wrong: bytes) -> None:
     with pytest.raises(DamagedError):
         cache.fetch(name(1), num_bytes=SIZE, read=lambda offset, n: wrong[offset : offset + n])
-    assert held(cache) == set()
-
-
-def test_an_interrupted_fetch_leaves_nothing(cache: ShardCache) -> None:
-    def read(offset: int, num_bytes: int) -> bytes:
-        raise OSError("gone")
-
-    with pytest.raises(OSError, match="gone"):
-        cache.fetch(name(1), num_bytes=SIZE, read=read)
     assert held(cache) == set()
 
 
@@ -192,20 +132,6 @@ def test_partial_files_of_a_killed_process_are_removed(cache: ShardCache) -> Non
     assert fetch(cache, 1)
 
 
-def test_a_shard_gets_its_name_while_nobody_counts(
-    cache: ShardCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rename = os.rename
-
-    def locked_rename(source: Path, target: Path) -> None:
-        with open(cache.folder / "lock") as file, pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        rename(source, target)
-
-    monkeypatch.setattr(shard_cache.os, "rename", locked_rename)
-    assert fetch(cache, 1) and held(cache) == {name(1)}
-
-
 def _fetch_all(cache: ShardCache, log: Path, first: int, sizes: Path) -> None:
     for number in [*range(first, 6), *range(first)]:
         cache.fetch(name(number), num_bytes=SIZE, read=reader(number, log=log), wait=True)
@@ -239,71 +165,6 @@ def test_many_processes_fetch_each_shard_once_and_keep_the_size(tmp_path: Path) 
             assert data in (None, content(number))
         if limit == 100:
             assert sorted(map(int, log.read_text().split())) == list(range(6))
-
-
-def test_a_lock_is_released_even_if_a_child_has_the_file_open(cache: ShardCache) -> None:
-    def read(offset: int, num_bytes: int) -> bytes:
-        child = os.fork()
-        if child == 0:
-            time.sleep(30)
-            os._exit(0)
-        children.append(child)
-        return content(1)[offset : offset + num_bytes]
-
-    children: list[int] = []
-    try:
-        cache.fetch(name(1), num_bytes=SIZE, read=read)
-        with open(cache.path(name(1)), "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    finally:
-        os.kill(children[0], signal.SIGKILL)
-        os.waitpid(children[0], 0)
-
-
-def test_a_waiting_fetcher_does_not_touch_the_finished_shard(
-    cache: ShardCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened, reads = threading.Event(), []
-    flock, first = fcntl.flock, threading.get_ident()
-
-    def signalling_flock(file: int, operation: int) -> None:
-        if threading.get_ident() != first:
-            opened.set()  # the waiter has opened the partial file
-        flock(file, operation)
-
-    def waiters_read(offset: int, num_bytes: int) -> bytes:
-        reads.append(offset)
-        return content(1)[offset : offset + num_bytes]
-
-    def first_read(offset: int, num_bytes: int) -> bytes:
-        waiter.start()
-        assert opened.wait(PATIENCE_S)
-        return content(1)[offset : offset + num_bytes]
-
-    monkeypatch.setattr(shard_cache.fcntl, "flock", signalling_flock)
-    arguments = {"num_bytes": SIZE, "read": waiters_read, "wait": True}
-    waiter = threading.Thread(target=cache.fetch, args=(name(1),), kwargs=arguments)
-    assert cache.fetch(name(1), num_bytes=SIZE, read=first_read)
-    waiter.join()
-    assert not reads
-    assert cache.path(name(1)).read_bytes() == content(1)
-
-
-def test_a_shard_finished_before_the_lock_is_not_fetched_again(
-    cache: ShardCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own = shard_cache._locked
-
-    def locked(path: Path, *, wait: bool) -> Any:
-        cache.path(name(1)).write_bytes(content(1))  # by another process, just now
-        return own(path, wait=wait)
-
-    def read(offset: int, num_bytes: int) -> bytes:
-        raise AssertionError("fetched again")
-
-    monkeypatch.setattr(shard_cache, "_locked", locked)
-    assert cache.fetch(name(1), num_bytes=SIZE, read=read)
-    assert held(cache) == {name(1)}
 
 
 def test_a_shard_is_on_disk_before_it_gets_its_name(

@@ -180,12 +180,6 @@ def test_a_refusal_is_not_repeated(folder: Path) -> None:
         assert server.requests["a.bin"] == 1
 
 
-def test_bytes_are_requested_uncompressed(folder: Path) -> None:
-    with served(folder) as server:
-        RemoteStore(patience_s=PATIENCE_S).read(Url(server.url) / "a.bin", offset=0, num_bytes=9)
-        assert server.encodings == {"identity"}
-
-
 def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(url: Url, *, timeout_s: float, **span: int) -> bytes:
         timeouts.append(timeout_s)
@@ -199,36 +193,6 @@ def test_messages_of_a_backend_are_redacted(monkeypatch: pytest.MonkeyPatch) -> 
     assert SECRET not in str(caught.value)
     # Requests to a silent server are repeated several times within `patience_s`.
     assert len(timeouts) > 1 and max(timeouts) <= 0.5
-
-
-def test_a_suspended_process_does_not_use_up_the_patience(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail_after_a_pause(url: Url, *, timeout_s: float, **span: int) -> bytes:
-        tries.append(timeout_s)
-        if len(tries) > 1:
-            return b"123456789"
-        clock.sleep(2.0)
-        raise OSError("connection reset")
-
-    tries: list[float] = []
-    monkeypatch.setattr(remote_store, "read_range", fail_after_a_pause)
-    RemoteStore(patience_s=1.0).read(Url("http://host/a.bin"), offset=0, num_bytes=9)
-    assert len(tries) == 2
-
-
-def test_the_last_error_with_a_text_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last request times out at the end of `patience_s`; a timeout has no text."""
-
-    def fail(url: Url, *, timeout_s: float, **span: int) -> bytes:
-        tries.append(timeout_s)
-        raise OSError("ends after 7 bytes") if len(tries) == 1 else TimeoutError()
-
-    tries: list[float] = []
-    monkeypatch.setattr(remote_store, "read_range", fail)
-    with pytest.raises(RemoteStorageError, match="ends after 7 bytes"):
-        RemoteStore(patience_s=1.0).read(Url("http://host/a.bin"), offset=0, num_bytes=9)
-    assert len(tries) > 1
 
 
 def test_a_silent_server_is_an_error_in_time(folder: Path) -> None:
@@ -254,23 +218,6 @@ def test_a_server_without_ranges_differs_from_a_failing_one(folder: Path) -> Non
         with pytest.raises(UserError, match="no range requests") as caught:
             RemoteStore(patience_s=PATIENCE_S).check_ranges(Url(server.url) / "a.bin")
         assert not isinstance(caught.value, RemoteStorageError)
-
-
-def test_a_failed_request_is_no_answer_without_ranges(folder: Path) -> None:
-    answers = {1: "error", 2: "error", 3: "error", 4: "no_ranges"}
-    with served(folder, fault=lambda path, number: answers.get(number)) as server:
-        RemoteStore(patience_s=PATIENCE_S).check_ranges(Url(server.url) / "a.bin")
-
-
-def test_a_server_that_ignores_some_ranges_is_asked_again(folder: Path) -> None:
-    """A proxy under load may answer 200 with the whole file; the sample is not at fault."""
-    with served(folder, fault=lambda path, number: "no_ranges" if number % 3 else None) as server:
-        store, url = RemoteStore(patience_s=PATIENCE_S), Url(server.url) / "a.bin"
-        store.check_ranges(url)
-        assert store.read(url, offset=5, num_bytes=2) == bytes([5, 6])
-        server.fault = lambda path, number: "no_ranges"
-        with pytest.raises(RemoteStorageError, match="status 200: no range requests"):
-            RemoteStore(patience_s=2.0).read(url, offset=5, num_bytes=2)
 
 
 @pytest.mark.parametrize("fault", ["endless", "more"])
@@ -318,23 +265,3 @@ def test_a_manifest_and_an_index_have_a_size_limit(folder: Path) -> None:
         (folder / "manifest.json").write_bytes(b"[" * 100_000)
         with pytest.raises(UserError, match="is not a valid manifest"):
             read_manifest(server.url)
-
-
-def test_sizes_distinguish_missing_files_from_failing_servers(folder: Path) -> None:
-    with served(folder) as server:
-        urls = [Url(server.url) / name for name in ("a.bin", "b.bin")]
-        assert RemoteStore(patience_s=PATIENCE_S).sizes(urls) == [10240, None]
-        server.fault = lambda path, number: "error" if number < 4 else None
-        server.requests.clear()
-        assert RemoteStore(patience_s=PATIENCE_S).sizes(urls[:1]) == [10240]
-        server.fault = lambda path, number: "error"
-        with pytest.raises(RemoteStorageError, match="cannot be read"):
-            RemoteStore(patience_s=2.0).sizes(urls)
-
-
-def test_a_range_beyond_the_end_of_a_file_is_an_error(folder: Path) -> None:
-    with (
-        served(folder) as server,
-        pytest.raises(RemoteStorageError, match="ends after 10240 bytes"),
-    ):
-        RemoteStore(patience_s=2.0).read(Url(server.url) / "a.bin", offset=10230, num_bytes=20)
