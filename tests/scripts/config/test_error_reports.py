@@ -47,6 +47,8 @@ FILES = {
     "broken.yaml": "stage: pretrain\ndata: {path: [1\nname: x\n",
     "lost.yaml": "base: nowhere.yaml\nname: x\n",
     "circle.yaml": "base: circle.yaml\nname: x\n",
+    "choice/child.yaml": "base: parent.yaml\nobjective: {name: mae, label_smoothing: 0.2}\n",
+    "choice/parent.yaml": VALID + "objective:\n  label_smoothing: 0.1\n  smoothing: 0.1\n",
     "data.yaml": "stage: data_prep\noutput: out\nsource:\n  path: images\n",
 }
 # A file, and the overrides of one command.
@@ -83,12 +85,25 @@ COMMANDS: list[tuple[str, ...]] = [
     ("data.yaml", "source.splits={train: a, tar: b}", "source.holdout_fraction=0.5"),
     ("data.yaml", "source.holdout_split=train", "source.val_per_class=5", "labels.values=index"),
     ("data.yaml", "labels.values=none", "labels.space=imagenet_1k", "launch.nodes=2"),
+    ("a.yaml", "objective.mask_ratio=0.5", "objective.label_smooting=1"),
+    ("a.yaml", "objective={name: mae, maskratio: 1, mask_ratio: 0}"),
+    ("a.yaml", "objective.name=3"),
+    ("a.yaml", "objective={name: distillation, teacher: {wieghts: x}}"),
+    ("a.yaml", "objective=3", "schedule=3", "evaluate={name: knn}"),
+    (
+        "a.yaml",
+        "evaluate=[{k: 1}, {name: knnn}, {name: knn, kk: 1, k: 0}, {name: few_shot, l2: x}]",
+    ),
+    ("a.yaml", "optim.betas=[0.9, x]", "data.horizontal_flip=1", "engine.zero_stage=true"),
+    ("a.yaml", "data.global_batch='64'", "optim.warmup=3"),
+    ("choice/child.yaml", "evaluate=[{name: knn, every_steps: x}]"),
 ]
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "choice").mkdir()
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     return tmp_path

@@ -11,7 +11,6 @@ from finetune.inference.prediction.settings import PredictRun
 from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserErrors
-from vitscale.config.loader import load_run_file
 
 TEXT = """\
 stage: pretrain
@@ -119,27 +118,3 @@ def test_command_line_and_file_errors_share_one_report() -> None:
         "command line: seed: 'x' was read as text",
     ]
     assert "did you mean --dry-run?" in found[0]
-
-
-def test_printed_config_is_the_run_with_sources(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = ["--config", "a.yaml", "seed=7", 'tracking.tags={note: "two\\nlines"}']
-    with pytest.raises(SystemExit) as end:
-        command(*argv, "--print-config")
-    text = capsys.readouterr().out
-    assert end.value.code == 0
-    for line in ("seed: 7 # command line", "lr: 0.001 # a.yaml:5", "zero_stage: 1 # default"):
-        assert line in [" ".join(printed.split()) for printed in text.splitlines()]
-    (here / "printed.yaml").write_text(text)
-    assert load_run_file(PretrainRun, "printed.yaml") == command(*argv).run
-
-
-def test_help_shows_usage_switches_and_groups(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        command("-h")
-    text = capsys.readouterr().out
-    assert end.value.code == 0
-    for part in ("usage: python x.py --config FILE", "--dry-run", "key=value", "zero_stage"):
-        assert part in text
-    assert max(map(len, text.splitlines())) <= 100

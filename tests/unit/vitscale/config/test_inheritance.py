@@ -11,25 +11,9 @@ from tests.support.run_files import VALID, errors_of
 from vitscale.config.loader import load_run_file
 
 
-def test_missing_file_lists_the_folder(here: Path) -> None:
-    (found,) = errors_of("aa.yaml")
-    assert found == (
-        "there is no file aa.yaml\n  allowed: in .: a.yaml\n  next: did you mean a.yaml?"
-    )
-    assert "folder no/where does not exist either" in errors_of("no/where/a.yaml")[0]
-    assert "is a folder, not a file" in errors_of(".")[0]
-
-
 def test_missing_base_is_placed_at_its_line(here: Path) -> None:
     (here / "b.yaml").write_text("# card\nbase: A.yml\n")
     assert errors_of("b.yaml")[0].startswith("b.yaml:2: base: there is no file A.yml")
-
-
-def test_circle_of_bases_is_shown(here: Path) -> None:
-    (here / "b.yaml").write_text("base: c.yaml\n")
-    (here / "c.yaml").write_text("base: b.yaml\n")
-    (found,) = errors_of("b.yaml")
-    assert "circular base: b.yaml -> c.yaml -> b.yaml" in found
 
 
 def test_a_file_has_at_most_16_bases_in_a_row(here: Path) -> None:

@@ -59,107 +59,6 @@ def test_lists_are_replaced_and_groups_merged(here: Path) -> None:
     assert launch.setup == ("c",) and launch.sbatch == {"x": 1, "y": 2, "z": 3}
 
 
-# One row per kind of error: override, beginning of the message.
-MESSAGES = [
-    (
-        "optim.lr=fast",
-        "command line: optim.lr: 'fast' was read as text\n  allowed: a number above 0",
-    ),
-    (
-        "optim.lr=-1",
-        "command line: optim.lr: -1 is not allowed\n  allowed: a number above 0",
-    ),
-    (
-        "data.horizontal_flip=on",
-        "command line: data.horizontal_flip: 'on' was read as text\n"
-        "  allowed: true or false\n  next: write true",
-    ),
-    (
-        "data.horizontal_flip=1",
-        "command line: data.horizontal_flip: 1 was read as a whole number\n"
-        "  allowed: true or false\n  next: write true",
-    ),
-    (
-        "data.global_batch=1e3",
-        "command line: data.global_batch: 1000.0 was read as a number with a fraction or exponent\n"
-        "  allowed: a whole number above 0\n  next: write 1000",
-    ),
-    (
-        "data.global_batch=1_000",
-        "command line: data.global_batch: '1_000' was read as text\n"
-        "  allowed: a whole number above 0\n  next: write 1000",
-    ),
-    (
-        "data.global_batch='64'",
-        "command line: data.global_batch: '64' was read as text\n"
-        "  allowed: a whole number above 0\n  next: write 64 without quotes",
-    ),
-    (
-        "name=16",
-        "command line: name: 16 was read as a whole number\n"
-        '  allowed: text\n  next: put it in quotes: "16"',
-    ),
-    (
-        "engine.zero_stage=4",
-        "command line: engine.zero_stage: 4 is not allowed\n  allowed: 0, 1, 2, 3",
-    ),
-    (
-        "engine.zero_stage=true",
-        "command line: engine.zero_stage: true is not allowed\n  allowed: 0, 1, 2, 3",
-    ),
-    (
-        "optim.betas=[0.9]",
-        "command line: optim.betas: [0.9] is a list of 1\n"
-        "  allowed: a list of 2 values, each a number",
-    ),
-    (
-        "optim.betas=[0.9, x]",
-        "command line: optim.betas.1: 'x' was read as text\n"
-        "  allowed: a list of 2 values, each a number",
-    ),
-    (
-        "schedule=3",
-        "command line: schedule: 3 was read as a whole number\n  allowed: a group with the keys "
-        "epochs, steps, warmup_steps, warmup_epochs, decay, drops_at, decay_from, "
-        "final_lr",
-    ),
-    (
-        "launch.sbatch.x=[1]",
-        "command line: launch.sbatch.x: [1] is a list of 1\n"
-        "  allowed: a group of keys, each with text or a whole number or true or false",
-    ),
-    (
-        "optim.warmup=3",
-        "command line: optim.warmup: unknown key optim.warmup\n"
-        "  allowed: name, lr, weight_decay, weight_decay_mode, layer_decay, "
-        "betas, eps, momentum_dtype, momentum, clip_norm, ema\n"
-        "  next: did you mean optim.ema.warmup?",
-    ),
-    (
-        "engine._target_=os.system",
-        "command line: engine._target_: unknown key engine._target_\n",
-    ),
-    (
-        "model.image_size=225",
-        "command line: model.image_size: 225 px is not a multiple of the 16 px patch "
-        "(remainder 1); nearest: 224 or 240",
-    ),
-    ("lr", "command line: 'lr' is not key=value\n  next: write lr=VALUE, for example optim.lr="),
-    ("=3", "command line: '' is not a key\n  allowed: names joined by dots"),
-    ("a..b=3", "command line: 'a..b' is not a key\n  allowed: names joined by dots"),
-    ("optim.lr=", "command line: optim.lr: no value after ="),
-    ("optim.lr=.nan", "command line: optim.lr: .nan is not a finite number"),
-    ("optim.betas=[1,", "command line: optim.betas: not readable as YAML"),
-    ("base=a.yaml", "command line: base: base can only be set in a file"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("override", "message"), MESSAGES, ids=[row[0] for row in MESSAGES])
-def test_message(here: Path, override: str, message: str) -> None:
-    (found,) = errors_of("a.yaml", override)
-    assert found.startswith(message)
-
-
 def test_all_errors_are_in_one_report_with_their_lines(here: Path) -> None:
     (here / "b.yaml").write_text(
         "base: a.yaml\noptim:\n  lr: fast\n  lr: 3\nmodel:\n  image_size: 225\nseeed: 1\n"
@@ -179,14 +78,6 @@ def test_all_errors_are_in_one_report_with_their_lines(here: Path) -> None:
     ):
         assert [place for place in places if place.startswith(start)], (start, places)
     assert len(found) == 8
-
-
-def test_missing_key_is_placed_at_its_group(here: Path) -> None:
-    (here / "b.yaml").write_text(VALID.replace("  path: shards\n", "").replace("name: demo\n", ""))
-    assert errors_of("b.yaml") == [
-        "b.yaml: name: name is missing\n  allowed: text",
-        "b.yaml:2: data.path: data.path is missing\n  allowed: text",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -210,25 +101,6 @@ def test_typo_suggests_the_nearest_key(here: Path, typed: str, meant: str) -> No
         assert "lr" in found and "next:" in found
     else:
         assert f"did you mean {meant}?" in found or f"did you mean {meant.split('.')[0]}?" in found
-
-
-def test_dotted_key_in_a_file_is_explained(here: Path) -> None:
-    (here / "b.yaml").write_text(VALID + "engine.device: cpu\n")
-    (found,) = errors_of("b.yaml")
-    assert "write dots as nested groups" in found
-
-
-def test_conflicts_name_the_line(here: Path) -> None:
-    (here / "b.yaml").write_text(VALID + "  steps: 10\n")
-    (found,) = errors_of("b.yaml")
-    assert found.startswith("b.yaml:10: schedule: give either epochs or steps")
-
-
-@pytest.mark.parametrize("stage", ["finetune", "[1]", "null", "3"])
-def test_stage_of_another_script_is_one_error(here: Path, stage: str) -> None:
-    (here / "b.yaml").write_text(VALID.replace("pretrain", stage))
-    (found,) = errors_of("b.yaml")
-    assert found.startswith("b.yaml:1: stage: ") and "allowed: pretrain" in found
 
 
 def test_stage_chooses_the_run_type(here: Path) -> None:

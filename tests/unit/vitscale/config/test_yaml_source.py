@@ -101,11 +101,6 @@ def test_unsupported_yaml_is_refused(text: str, message: str) -> None:
     assert [error for error in errors if message in error]
 
 
-def test_several_errors_are_found_in_one_pass() -> None:
-    _, errors = read("a: .nan\nb: &x 1\nc: *x\nd: 1\nd: 2\n")
-    assert len(errors) == 4
-
-
 def test_anchors_of_one_name_are_each_reported() -> None:
     root, errors = read("a: &x 1\nb: &x 2\nc: 3\n")
     assert len(errors) == 2

@@ -5,7 +5,6 @@ import random
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -338,19 +337,6 @@ def test_damaged_images_give_the_pixels_of_libjpeg_or_none(coding: str) -> None:
     assert num_taken > 20 and num_left > 20
 
 
-def test_restart_markers_out_of_order_are_left_to_libjpeg() -> None:
-    """libjpeg resynchronises with a warning, so this image must go to Pillow."""
-    if not _has_vectors():
-        pytest.skip("this processor has no AVX2 and BMI2")
-    data = encode(picture(WIDTH, HEIGHT), "restarts")
-    assert _both_ways(data, BOXES["whole"]) == (True, True)
-    first, second = data.index(b"\xff\xd0"), data.index(b"\xff\xd1")
-    swapped = bytearray(data)
-    swapped[first + 1], swapped[second + 1] = 0xD1, 0xD0
-    took, _ = _both_ways(bytes(swapped), BOXES["whole"])
-    assert not took
-
-
 def _has_vectors() -> bool:
     _require("region")
     with open("/proc/cpuinfo") as lines:
@@ -402,19 +388,3 @@ def test_a_machine_without_the_extension_says_how_to_get_it(
         assert resolve_decoder("auto") == "simplejpeg"
     finally:
         decoders.missing.cache_clear()
-
-
-def test_an_extension_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    stale = SimpleNamespace(crop=lambda data, box: True)
-    monkeypatch.setattr(decoders, "_extension", lambda: stale)
-    decoders.missing.cache_clear()
-    try:
-        assert decoders.missing("region") == "its C extension was built from other sources"
-        assert resolve_decoder("auto") == "simplejpeg"
-    finally:
-        decoders.missing.cache_clear()
-
-
-def test_an_unknown_decoder_error_lists_the_known_ones() -> None:
-    with pytest.raises(UserError, match="auto, region, simplejpeg, pillow"):
-        resolve_decoder("libjpeg")

@@ -152,11 +152,3 @@ def test_fill_box_is_cut_off_at_the_border() -> None:
     image = torch.zeros(3, 4, 5, dtype=torch.uint8)
     filled = ops.fill_box(image, top=-3, left=2, bottom=2, right=9, fill=128)
     assert filled.sum() == 3 * 2 * 3 * 128 and filled[0, 1, 4] == 128 and filled[0, 1, 1] == 0
-
-
-def test_tables_per_channel() -> None:
-    image = smooth_image(6)
-    tables = [np.arange(256), np.arange(256)[::-1], np.full(256, 7)]
-    mapped = ops.map_levels(image, *tables)
-    assert torch.equal(mapped[0], image[0])
-    assert torch.equal(mapped[1], 255 - image[1]) and (mapped[2] == 7).all()

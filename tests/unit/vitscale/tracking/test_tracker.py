@@ -114,18 +114,6 @@ def test_a_run_has_datasets_a_description_and_its_edits(
     assert sum(page in text for text in said) == 2  # at the start and at the end
 
 
-def test_a_child_names_its_own_charts(open_tracker: Callable[..., Tracker], tmp_path: Path) -> None:
-    """The charts of the experiment leave out the children of parents that are not opened."""
-    with open_tracker() as parent:
-        parent_id = str(parent.run_id)
-    said: list[str] = []
-    tags = {"mlflow.parentRunId": parent_id}
-    with open_tracker(folder=tmp_path / "child", tags=tags, say=said.append) as tracker:
-        run_id = str(tracker.run_id)
-    assert run_id not in (parent_id, "None")
-    assert sum(f"/runs/{run_id}/model-metrics" in text for text in said) == 2, said
-
-
 def test_an_evaluation_is_a_child_of_the_training(database: Path, tmp_path: Path) -> None:
     uri = f"sqlite:///{database}"
     (tmp_path / "run").mkdir()
