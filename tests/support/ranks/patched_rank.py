@@ -35,15 +35,10 @@ PLACES = {
     "backward": ("vitscale.engine.engine", "Engine.backward"),
     "step": ("vitscale.engine.engine", "Engine.step"),
     "log": ("vitscale.training.interval_log", "IntervalLog.write"),
-    "end": ("vitscale.training.loop", "TrainingSession._finish_save"),
     "evaluation": ("vitscale.training.loop", "TrainingSession._evaluate"),
-    # Of the weights and of their average in turn.
-    "results": ("vitscale.evaluation.schedule", "results"),
-    "features": ("vitscale.evaluation.features.store", "FeatureStore._extract"),
     "evaluated batch": ("vitscale.data.loader", "Batch.to"),
     "export": ("vitscale.engine.engine", "Engine.export_state"),
     "write": ("vitscale.checkpoint.commit", "write_new_file"),
-    "commit": ("vitscale.checkpoint.commit", "_finish"),
     "rename": ("vitscale.checkpoint.commit", "commit_folder"),
     "prune": ("vitscale.checkpoint.commit", "_prune"),
 }
@@ -63,15 +58,6 @@ def _signal_worker(number: signal.Signals) -> Callable[[Call, tuple[Any, ...]], 
     def act(call: Call, args: tuple[Any, ...]) -> Any:
         os.kill(pool.worker_pool().pids[0], number)
         return call()
-
-    return act
-
-
-def _signal_after(number: signal.Signals) -> Callable[[Call, tuple[Any, ...]], Any]:
-    def act(call: Call, args: tuple[Any, ...]) -> Any:
-        result = call()
-        os.kill(os.getpid(), number)
-        return result
 
     return act
 
@@ -99,15 +85,6 @@ def _poison_gradient(call: Call, args: tuple[Any, ...]) -> Any:
     logits = call()
     # The derivative of sqrt at 0 is infinite; times 0 it is NaN.
     return logits + 0.0 * torch.sqrt((logits - logits.detach()).abs())
-
-
-def _flip_moment(call: Call, args: tuple[Any, ...]) -> Any:
-    """Flip one bit of a first moment that this rank owns."""
-    kinds = ((kind, part) for _, _, kind, _, part in args[0]._own_parts())
-    moment = next(part for kind, part in kinds if kind == "exp_avg")
-    with torch.no_grad():
-        moment.view(torch.int32)[3] ^= 1 << 20
-    return call()
 
 
 def _lag(call: Call, args: tuple[Any, ...]) -> Any:
@@ -142,7 +119,6 @@ def _raise_oserror(call: Call, args: tuple[Any, ...]) -> Any:
 
 ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
     "kill": _signal(signal.SIGKILL),
-    "kill after": _signal_after(signal.SIGKILL),
     "crash": _signal(signal.SIGSEGV),
     "stop": _signal(signal.SIGSTOP),
     "SIGTERM": _signal(signal.SIGTERM),
@@ -154,7 +130,6 @@ ACTIONS: dict[str, Callable[[Call, tuple[Any, ...]], Any]] = {
     "NaN": _poison,
     "infinity": _infinite,
     "NaN gradient": _poison_gradient,
-    "flip moment": _flip_moment,
     "lag": _lag,
     "lag and kill": _lag_and_kill,
     "hang": _hang,
