@@ -20,11 +20,11 @@ RESULTS = "val/"
 MAX_NAMES = 20
 
 
-def model_card(form: Format, loaded: LoadedModel, *, checked: str, averaged: bool) -> str:
+def model_card(form: Format, loaded: LoadedModel, *, checked: str) -> str:
     """Markdown. The licence is left to whoever publishes the model."""
     sections = [
         _front_matter(form, loaded) + f"# {_title(loaded)}",
-        "\n".join(_facts(loaded, averaged=averaged)),
+        "\n".join(_facts(loaded)),
         f"## Load it\n```python\n{form.usage(loaded)}\n```",
         *form.notes(loaded),
         f"Written by vitscale; {checked}.",
@@ -54,10 +54,10 @@ def _title(loaded: LoadedModel) -> str:
     return str(named or loaded.settings.title)
 
 
-def _facts(loaded: LoadedModel, *, averaged: bool) -> Iterator[str]:
+def _facts(loaded: LoadedModel) -> Iterator[str]:
     number = sum(parameter.numel() for parameter in loaded.network.parameters())
     yield f"- model: {loaded.settings.title}, {number:,} parameters: {_architecture(loaded)}"
-    of = ", their average over training" if averaged else ""
+    of = ", their average over training" if loaded.averaged else ""
     yield f"- weights from: {loaded.source}{of}"
     names = loaded.classes or ()
     shown = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")

@@ -51,8 +51,6 @@ def write_folder(run: ExportRun, loaded: LoadedModel) -> Iterator[str]:
     """Export; yields lines for people. Raises UserError, and leaves nothing then."""
     form = EXPORTS[run.to]()
     _refuse_what_does_not_fit(run.to, form, loaded)
-    saved_average = loaded.trained is not None and loaded.trained.description.get("ema") is not None
-    averaged = saved_average and run.init_weights != "model"
     final = Path(run.output).absolute()
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
@@ -60,9 +58,7 @@ def write_folder(run: ExportRun, loaded: LoadedModel) -> Iterator[str]:
         temporary.mkdir()
         form.write(loaded, temporary)
         checked = _check(form, loaded, temporary)
-        write_text(
-            temporary / CARD_NAME, model_card(form, loaded, checked=checked, averaged=averaged)
-        )
+        write_text(temporary / CARD_NAME, model_card(form, loaded, checked=checked))
         _flush(temporary)
         check_folder(run.output)
         commit_folder(temporary, final)

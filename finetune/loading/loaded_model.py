@@ -21,7 +21,7 @@ from vitscale.evaluation.models.preprocessing import Preprocessing
 from vitscale.evaluation.models.trained_model import (
     TrainedModel,
     read_trained_model,
-    starting_weights,
+    takes_average,
 )
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import MODELS, ModelSettings
@@ -48,6 +48,8 @@ class LoadedModel:
     """The run that trained it; None for a weight file."""
     step: int | None
     """Step of the checkpoint; None for a weight file."""
+    averaged: bool = False
+    """Whether the weights are the average over training."""
 
     @property
     def num_classes(self) -> int:
@@ -79,7 +81,8 @@ def load_model(run: ModelRun) -> LoadedModel:
         raise UserError(
             "the run folder describes its model itself", where="model", next_step="remove `model`"
         )
-    weights = starting_weights(checkpoint, run.init_weights)
+    averaged = takes_average(checkpoint, run.init_weights)
+    weights = checkpoint.tensors(prefix="ema." if averaged else "model.")
     settings, arch = _at_size(trained.settings, trained.arch, run)
     rows, columns = checkpoint.description["grid"]
     network = _build(settings, arch)
@@ -98,6 +101,7 @@ def load_model(run: ModelRun) -> LoadedModel:
         source=f"{checkpoint.folder}, step {checkpoint.step}",
         trained=trained,
         step=checkpoint.step,
+        averaged=averaged,
     )
 
 

@@ -54,8 +54,8 @@ class ModelRun(Run):
     """The model: a run folder, a checkpoint folder, a file of weights (.npz, .safetensors, .pth),
     or a folder of Hugging Face or timm; see docs/weights.md."""
     init_weights: Literal["auto", "model", "ema"] = "auto"
-    """The weights themselves (model) or their average (ema). auto: the average where the
-    checkpoint has one."""
+    """The weights themselves (model) or their average (ema). auto: the average, unless
+    there is none or more than 1 % of it is the random start."""
     init_grid: tuple[int, int] | None = Field(default=None, strict=False)
     """[rows, columns] of the position embedding in a file; null: a square grid."""
     model: ModelSettings | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
+from torch import distributed as dist
 from torch import nn
 
 from vitscale.checkpoint.folders import Checkpoint
@@ -91,11 +93,11 @@ def read_trained_model(checkpoint: Checkpoint) -> TrainedModel:
     )
 
 
-def starting_weights(checkpoint: Checkpoint, choice: str) -> dict[str, torch.Tensor]:
-    """The weights that a transfer starts from. choice: `model`, `ema`, or `auto`: `ema` if saved.
+def takes_average(checkpoint: Checkpoint, choice: str) -> bool:
+    """Whether the averaged weights are taken; otherwise the raw ones. choice: model, ema or auto.
 
-    Raises UserError when the average is requested but missing, or `auto` would take one that is
-    still made of the first weights.
+    auto takes an average that was saved, unless more than 1 % of it is the random start; then the
+    first rank says so. Raises UserError if `ema` is chosen and no average was saved.
     """
     has_average = checkpoint.description.get("ema") is not None
     if choice == "ema" and not has_average:
@@ -105,18 +107,25 @@ def starting_weights(checkpoint: Checkpoint, choice: str) -> dict[str, torch.Ten
             allowed="init_weights: auto, model",
             next_step="set init_weights=auto, or train with optim.ema",
         )
-    average = has_average and choice != "model"
-    if average and choice == "auto" and (share := _share_of_first_weights(checkpoint)) > 0.5:
-        raise UserError(
-            f"the average of the weights is {share:.0%} those that training began with",
-            where=str(checkpoint.folder),
-            next_step="set init_weights to model or ema, or train with optim.ema.warmup",
-        )
-    return checkpoint.tensors(prefix="ema." if average else "model.")
+    if choice == "auto" and has_average and (share := _share_of_first_weights(checkpoint)) > 0.01:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            # stderr: predictions may go to stdout.
+            print(
+                f"{checkpoint.folder}: taking the raw weights, since {share:.0%} of their average "
+                "is the random start (optim.ema)",
+                file=sys.stderr,
+            )
+        return False
+    return has_average and choice != "model"
+
+
+def starting_weights(checkpoint: Checkpoint, choice: str) -> dict[str, torch.Tensor]:
+    """Read the raw or averaged weights of a checkpoint, as `takes_average` decides."""
+    return checkpoint.tensors(prefix="ema." if takes_average(checkpoint, choice) else "model.")
 
 
 def _share_of_first_weights(checkpoint: Checkpoint) -> float:
-    """What the average has kept of the weights before the first step."""
+    """Share of the average that is still the weights before the first step."""
     ema = EmaSettings.model_validate(checkpoint.description["ema"])
     kept = map(ema.decay_at, range(1, checkpoint.progress["engine"]["num_averaged"] + 1))
     return math.prod(kept)
