@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vitscale.models.objectives.settings import CELLS, MaskedPatchPredictionSettings
+from vitscale.distributed.random_numbers import stream_key
+from vitscale.models.objectives.settings import NUM_COLORS, MaskedPatchPredictionSettings
 from vitscale.models.vit.costs import ACTIVATION_SCALE
 from vitscale.models.vit.settings import ViTSettings
 from vitscale.training.objective import Objective
@@ -55,11 +56,7 @@ class MaskedPatchPrediction(Objective):
             yield from self._patch_problems(run.model.architecture(num_classes=0))
 
     def _patch_problems(self, arch: ViTArchitecture) -> Iterator[tuple[str, str]]:
-        settings, patch = self.settings, arch.patch_size
-        cells = CELLS.get(settings.target, 1)
-        if patch % cells:
-            what = f"color_grid divides a patch into {cells} x {cells} parts, not {patch} px"
-            yield ("objective.target", f"{what}; take mean_color, or a patch size that 4 divides")
+        settings = self.settings
         if not settings.num_corrupted(arch):
             what = f"{settings.corrupted_share} of {arch.num_patches} patches is none"
             yield ("objective.corrupted_share", f"{what}; raise it")
@@ -67,23 +64,20 @@ class MaskedPatchPrediction(Objective):
             what = "an image of one patch has no other patch"
             yield ("objective.swap_share", f"{what}; set it to 0, or use smaller patches")
 
-    def compatibility(self) -> dict[str, Any]:
-        return {"target": self.settings.target}
-
     def extend_model(self, model: nn.Module, arch: Any) -> None:
         from vitscale.models.objectives.masked_patches import MaskedPatches
 
-        model.objective = MaskedPatches(arch.width, self.settings.num_outputs(arch))
+        model.objective = MaskedPatches(arch.width)
         self._arch = arch
 
     def num_parameters(self, arch: Any) -> int:
         """The mask embedding and the head on top."""
-        outputs = self.settings.num_outputs(arch)
-        return super().num_parameters(arch) + arch.width + arch.width * outputs + outputs
+        head = arch.width * NUM_COLORS + NUM_COLORS
+        return super().num_parameters(arch) + arch.width + head
 
     def train_flops_per_image(self, arch: Any) -> int:
         """The head on top, for the predicted patches alone."""
-        head = self.settings.num_corrupted(arch) * arch.width * self.settings.num_outputs(arch)
+        head = self.settings.num_corrupted(arch) * arch.width * NUM_COLORS
         return super().train_flops_per_image(arch) + 3 * 2 * head
 
     def activation_bytes_per_image(
@@ -94,36 +88,32 @@ class MaskedPatchPrediction(Objective):
             arch, precision=precision, activation_checkpointing=activation_checkpointing
         )
         bytes_each = 2 * ACTIVATION_SCALE[precision]
-        outputs = self.settings.num_outputs(arch)
-        per_patch = bytes_each * (arch.width + outputs) + 2 * 4 * outputs
+        per_patch = bytes_each * (arch.width + NUM_COLORS) + 2 * 4 * NUM_COLORS
         return model + self.settings.num_corrupted(arch) * per_patch
 
-    def corruption(self, positions_B: np.ndarray) -> Corruption:
-        """What happens to the patches of the images at these positions of training."""
-        from vitscale.models.objectives.masked_patches import corruption_of
+    def corruption(self, positions_B: np.ndarray, *, purpose: str = "corruption") -> Corruption:
+        """Corrupt the images at these positions; each purpose has its own draws."""
+        from vitscale.models.objectives.masked_patches import draw_corruption
 
-        return corruption_of(
-            self.settings, self._arch, positions_B=positions_B, purpose="corruption", seed=self.seed
+        return draw_corruption(
+            positions_B,
+            num_patches=self._arch.num_patches,
+            num_corrupted=self.settings.num_corrupted(self._arch),
+            mask_share=self.settings.mask_share,
+            swap_share=self.settings.swap_share,
+            key=stream_key(purpose, self.seed),
         )
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
-        from vitscale.models.objectives.masked_patches import (
-            color_loss,
-            colors,
-            pixel_loss,
-            predicted_patches,
-        )
+        from vitscale.models.objectives.masked_patches import color_loss, colors, predicted_patches
 
         assert batch.positions is not None
         inputs = self.corruption(batch.positions).to(batch.images.device)
-        predictions_BKO = engine.forward(batch.images, "objective", **inputs)
+        logits_BKC = engine.forward(batch.images, "objective", **inputs)
         patches_BKPP3 = predicted_patches(
             batch.images, inputs["predicted_BK"], patch_size=self._arch.patch_size
         )
-        if self.settings.target == "pixels":
-            return pixel_loss(predictions_BKO, patches_BKPP3)
-        colors_BKG = colors(patches_BKPP3, cells=CELLS[self.settings.target])
-        loss, accuracy = color_loss(predictions_BKO, colors_BKG)
+        loss, accuracy = color_loss(logits_BKC, colors(patches_BKPP3))
         self.record(COLOR_ACCURACY, accuracy)
         return loss
 
@@ -137,17 +127,13 @@ class MaskedPatchPrediction(Objective):
     ) -> dict[str, torch.Tensor]:
         import numpy as np
 
-        from vitscale.models.objectives.masked_patches import corruption_of, picture_rows
+        from vitscale.models.objectives.masked_patches import picture_rows
 
-        positions_B = np.arange(len(images_B3SS))
-        drawn = corruption_of(
-            self.settings, self._arch, positions_B=positions_B, purpose="pictures", seed=self.seed
-        )
+        drawn = self.corruption(np.arange(len(images_B3SS)), purpose="pictures")
         inputs = drawn.to(images_B3SS.device)
         return picture_rows(
             images_B3SS,
             session.engine.forward(images_B3SS, "objective", **inputs),
             inputs,
             patch_size=self._arch.patch_size,
-            cells=CELLS.get(self.settings.target),
         )

@@ -29,7 +29,7 @@ DECODER = {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}
 OBJECTIVES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "supervised": ({}, {"representation_layer": True}),
     "mae": ({"name": "mae", **DECODER}, {"positions": "sincos2d_mae"}),
-    "masked": ({"name": "masked_patch_prediction", "target": "mean_color"}, {}),
+    "masked": ({"name": "masked_patch_prediction"}, {}),
     "distillation": ({"name": "distillation"}, {"distillation_token": True}),
 }
 # Two images of the 360.

@@ -62,7 +62,7 @@ OBJECTIVES = {
     ),
     "masked_patch_prediction": Case(
         config={
-            "objective": {"name": "masked_patch_prediction", "target": "color_grid"},
+            "objective": {"name": "masked_patch_prediction"},
             "evaluate": [{"name": "knn", "max_bank_images": 100}],
         },
         left_out="objective.mask_token",

@@ -17,10 +17,7 @@ OBJECTIVES = {
         *("objective.name=mae", "objective.decoder_width=8", "objective.decoder_depth=1"),
         *("objective.decoder_heads=2", "model.positions=sincos2d_mae"),
     ),
-    "masked_patch_prediction": (
-        "objective.name=masked_patch_prediction",
-        "objective.target=mean_color",
-    ),
+    "masked_patch_prediction": ("objective.name=masked_patch_prediction",),
 }
 
 

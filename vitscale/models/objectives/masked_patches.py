@@ -6,8 +6,8 @@ Leaves out: settings (`settings`), and the objective
 Source: Dosovitskiy et al. 2021, section 4.6 and appendix B.1.2. What the paper leaves open is
 decided here and listed in docs/recipes.md.
 
-Shapes: B images, N patches, K predicted patches of each image, D width, G colour cells of a patch,
-p pixels a side of a patch.
+Shapes: B images, N patches, K predicted patches of each image, D width, C colours, p pixels a side
+of a patch.
 """
 
 from __future__ import annotations
@@ -20,21 +20,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from vitscale.distributed.random_numbers import stream_key, uniform_rows
+from vitscale.distributed.random_numbers import uniform_rows
 from vitscale.models.objectives.patches import (
     images_of_patches,
     on_device,
     patch_pixels,
     random_orders,
 )
+from vitscale.models.objectives.settings import NUM_COLORS
 
 if TYPE_CHECKING:
-    from vitscale.models.objectives.settings import MaskedPatchPredictionSettings
-    from vitscale.models.vit.architecture import ViTArchitecture
     from vitscale.models.vit.model import ViT
 
 LEVELS = 8  # of each channel: 3 bits
-NUM_COLORS = LEVELS**3
 MASK_STD = 0.02
 MASK_SHADE = 127  # in pictures
 
@@ -92,25 +90,6 @@ def draw_corruption(
     return Corruption(predicted_BK, sources_BN, masked_BN)
 
 
-def corruption_of(
-    settings: MaskedPatchPredictionSettings,
-    arch: ViTArchitecture,
-    *,
-    positions_B: np.ndarray,
-    purpose: str,
-    seed: int,
-) -> Corruption:
-    """Corrupt the images at these positions as the settings say; each purpose has its own draws."""
-    return draw_corruption(
-        positions_B,
-        num_patches=arch.num_patches,
-        num_corrupted=settings.num_corrupted(arch),
-        mask_share=settings.mask_share,
-        swap_share=settings.swap_share,
-        key=stream_key(purpose, seed),
-    )
-
-
 class MaskedPatches(nn.Module):
     """The mask embedding, and a linear head on the output tokens of corrupted patches.
 
@@ -118,10 +97,10 @@ class MaskedPatches(nn.Module):
     token still has its position. The head starts at zero: all colours are equally likely.
     """
 
-    def __init__(self, width: int, num_outputs: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.mask_token = nn.Parameter(torch.empty(1, 1, width))
-        self.head = nn.Linear(width, num_outputs)
+        self.head = nn.Linear(width, NUM_COLORS)
         nn.init.trunc_normal_(self.mask_token, std=MASK_STD)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -135,14 +114,14 @@ class MaskedPatches(nn.Module):
         sources_BN: torch.Tensor,
         masked_BN: torch.Tensor,
     ) -> torch.Tensor:
-        """Predictions for the corrupted patches [B, K, outputs]."""
+        """Logits of the corrupted patches' colours [B, K, C]."""
         clean_BND = model.patch_embed(images_B3SS)
         patches_BND = _rows(clean_BND, sources_BN)
         patches_BND = torch.where(masked_BN[..., None], self.mask_token, patches_BND)
         tokens_BLD = model.run_blocks(model.norm_pre(model._pos_embed(patches_BND)))
         patches_BND = tokens_BLD[:, model.num_prefix_tokens :]
-        predictions_BKO: torch.Tensor = self.head(_rows(patches_BND, predicted_BK))
-        return predictions_BKO
+        logits_BKC: torch.Tensor = self.head(_rows(patches_BND, predicted_BK))
+        return logits_BKC
 
 
 def _rows(values_BND: torch.Tensor, numbers_BM: torch.Tensor) -> torch.Tensor:
@@ -150,17 +129,16 @@ def _rows(values_BND: torch.Tensor, numbers_BM: torch.Tensor) -> torch.Tensor:
     return values_BND.gather(1, numbers_BM[..., None].expand(-1, -1, values_BND.shape[-1]))
 
 
-def colors(patches_BKPP3: torch.Tensor, *, cells: int) -> torch.Tensor:
-    """The mean colour of each of `cells` x `cells` parts of each patch, as a class; [B, K, G].
+def colors(patches_BKPP3: torch.Tensor) -> torch.Tensor:
+    """The mean colour of each patch as a class [B, K].
 
     patches: uint8. A channel's mean m in [0, 1] is level min(floor(8 m), 7), and the class is
     64 R + 8 G + B. Computed in integers, so that no precision or device changes a class.
     """
-    side = patches_BKPP3.shape[2] // cells
-    cells_BKGSGS3 = patches_BKPP3.unflatten(3, (cells, side)).unflatten(2, (cells, side))
-    sums_BKGG3 = cells_BKGSGS3.sum(dim=(3, 5), dtype=torch.int64)
-    levels = (LEVELS * sums_BKGG3 // (255 * side**2)).clamp(max=LEVELS - 1)
-    red, green, blue = levels.flatten(2, 3).unbind(-1)
+    num_pixels = patches_BKPP3.shape[2] * patches_BKPP3.shape[3]
+    sums_BK3 = patches_BKPP3.sum(dim=(2, 3), dtype=torch.int64)
+    levels = (LEVELS * sums_BK3 // (255 * num_pixels)).clamp(max=LEVELS - 1)
+    red, green, blue = levels.unbind(-1)
     return (red * LEVELS + green) * LEVELS + blue
 
 
@@ -180,66 +158,47 @@ def predicted_patches(
 
 
 def color_loss(
-    predictions_BKO: torch.Tensor, colors_BKG: torch.Tensor
+    logits_BKC: torch.Tensor, colors_BK: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Mean cross-entropy over cells and patches, and the share of right colours; fp32 scalars.
+    """Mean cross-entropy over patches, and the share of right colours; fp32 scalars.
 
-    With one cell and equal logits the loss is ln 512 = 6.2383, and so it is with 16.
+    With equal logits the loss is ln 512 = 6.2383.
     """
-    logits = predictions_BKO.float().unflatten(-1, (-1, NUM_COLORS)).flatten(0, 2)
-    targets = colors_BKG.flatten()
-    right = logits.detach().argmax(dim=-1) == targets
-    return F.cross_entropy(logits, targets), right.float().mean()
-
-
-def pixel_loss(predictions_BKO: torch.Tensor, patches_BKPP3: torch.Tensor) -> torch.Tensor:
-    """Mean squared error of pixels in [0, 1], channels last; fp32 scalar."""
-    return F.mse_loss(predictions_BKO.float(), patches_BKPP3.flatten(2).float() / 255)
+    right = logits_BKC.detach().argmax(dim=-1) == colors_BK
+    loss = F.cross_entropy(logits_BKC.float().flatten(0, 1), colors_BK.flatten())
+    return loss, right.float().mean()
 
 
 def picture_rows(
     images_B3SS: torch.Tensor,
-    predictions_BKO: torch.Tensor,
+    logits_BKC: torch.Tensor,
     inputs: dict[str, torch.Tensor],
     *,
     patch_size: int,
-    cells: int | None,
 ) -> dict[str, torch.Tensor]:
-    """Title -> uint8 images: as they are, corrupted, with the targets, and with the predictions.
+    """Title -> uint8 images: as they are, corrupted, with the right colours, with the predicted.
 
-    inputs: of `MaskedPatches`. cells: a side of a patch; None: pixels are predicted.
+    inputs: of `MaskedPatches`.
     """
     grid = images_B3SS.shape[2] // patch_size, images_B3SS.shape[3] // patch_size
     patches_BNX = patch_pixels(images_B3SS, patch_size=patch_size).flatten(2)
     predicted_BK = inputs["predicted_BK"]
     seen_BNX = _rows(patches_BNX, inputs["sources_BN"])
     seen_BNX = seen_BNX.masked_fill(inputs["masked_BN"][..., None], MASK_SHADE)
-    targets_BKPP3 = predicted_patches(images_B3SS, predicted_BK, patch_size=patch_size)
-    if cells is None:
-        guesses_BKX = predictions_BKO.float().mul(255).round().clamp(0, 255).to(torch.uint8)
-        targets_BKX = targets_BKPP3.flatten(2)
-    else:
-        classes_BKG = predictions_BKO.unflatten(-1, (-1, NUM_COLORS)).argmax(dim=-1)
-        guesses_BKX = _colored(classes_BKG, cells=cells, patch_size=patch_size)
-        targets_BKX = _colored(
-            colors(targets_BKPP3, cells=cells), cells=cells, patch_size=patch_size
-        )
+    right_BK = colors(predicted_patches(images_B3SS, predicted_BK, patch_size=patch_size))
     index_BKX = predicted_BK[..., None].expand(-1, -1, patches_BNX.shape[2])
+
+    def colored(colors_BK: torch.Tensor) -> torch.Tensor:
+        return patches_BNX.scatter(1, index_BKX, shades(colors_BK).repeat(1, 1, patch_size**2))
+
     rows = {
         "original": patches_BNX,
         "corrupted": seen_BNX,
-        "targets": patches_BNX.scatter(1, index_BKX, targets_BKX),
-        "predicted": patches_BNX.scatter(1, index_BKX, guesses_BKX),
+        "targets": colored(right_BK),
+        "predicted": colored(logits_BKC.argmax(dim=-1)),
     }
     shape = (patch_size, patch_size, 3)
     return {
         title: images_of_patches(row_BNX.unflatten(2, shape), grid=grid)
         for title, row_BNX in rows.items()
     }
-
-
-def _colored(classes_BKG: torch.Tensor, *, cells: int, patch_size: int) -> torch.Tensor:
-    """Patches [B, K, p * p * 3] whose cells have the middle colours of their classes."""
-    cells_BKGG3 = shades(classes_BKG).unflatten(2, (cells, cells))
-    side = patch_size // cells
-    return cells_BKGG3.repeat_interleave(side, 2).repeat_interleave(side, 3).flatten(2)

@@ -14,9 +14,7 @@ from vitscale.config.section import NamedSection
 from vitscale.models.objectives.mae_costs import DecoderSize
 from vitscale.models.vit.architecture import ViTArchitecture
 
-# Colours of a patch: cells a side.
-CELLS = {"mean_color": 1, "color_grid": 4}
-NUM_COLORS = 512
+NUM_COLORS = 512  # 3 bits a channel
 
 
 class MaeSettings(NamedSection):
@@ -51,10 +49,8 @@ class MaeSettings(NamedSection):
 
 class MaskedPatchPredictionSettings(NamedSection):
     name: Literal["masked_patch_prediction"] = "masked_patch_prediction"
-    """Corrupted patches are predicted from their output tokens; needs no labels."""
-    target: Literal["mean_color", "color_grid", "pixels"] = "mean_color"
-    """mean_color: the patch's mean colour, one of 512. color_grid: the mean colours of its 4 x 4
-    parts. pixels: all its pixels, by squared error."""
+    """The mean colours of corrupted patches are predicted from their output tokens, without labels.
+    Dosovitskiy et al. 2021, appendix B.1.2."""
     corrupted_share: float = Field(default=0.5, gt=0, le=1)
     """Share of the patches of each image that are corrupted and predicted, rounded to a number."""
     mask_share: float = Field(default=0.8, ge=0, le=1)
@@ -70,9 +66,3 @@ class MaskedPatchPredictionSettings(NamedSection):
     def num_corrupted(self, arch: ViTArchitecture) -> int:
         """Corrupted patches of each image: a fixed number, so that shapes never change."""
         return round(self.corrupted_share * arch.num_patches)
-
-    def num_outputs(self, arch: ViTArchitecture) -> int:
-        """Values that the head predicts for a patch."""
-        if self.target == "pixels":
-            return 3 * arch.patch_size**2
-        return CELLS[self.target] ** 2 * NUM_COLORS

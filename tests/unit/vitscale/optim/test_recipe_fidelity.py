@@ -223,8 +223,6 @@ BIT = TIMM | {
 }  # fmt: skip
 PUBLISHED: dict[str, dict[str, Any]] = {
     "masked_patch_prediction/b16": MASKED,
-    # "Similar gains" on ImageNet, and little gain after 100k steps.
-    "masked_patch_prediction/b16_i1k": MASKED | {"length": 100_000, "thousand_steps": 100},
     **{f"vit_{size}": VIT_21K | {"preset": preset} for size, preset in (
         ("b32", "B/32"), ("b16", "B/16"), ("l32", "L/32"), ("l16", "L/16"), ("h14", "H/14"))},
     **{f"vit_i1k/{size}": VIT_1K | {"preset": preset} for size, preset in (
@@ -262,7 +260,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "timm/r50_b16": TIMM | {"preset": "vit_base_r50_s16_224"},
     "timm/bit_r50x1": BIT,
     "finetune/imagenet1k_384": FINETUNE,
-    "finetune/masked_patch_prediction_b16": FINETUNE | {"preset": "B/16", "dropout": 0.0},
     # Table 2: 512 px and Polyak averaging with .9999.
     "finetune/imagenet1k_512": FINETUNE | {"px": 512, "ema": 0.9999},
     "finetune/cifar10_384": CIFAR,
