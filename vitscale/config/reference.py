@@ -232,11 +232,9 @@ def _wrapped(text: str, first: str, rest: str) -> list[str]:
 
 
 def as_markdown(groups: list[SettingsGroup]) -> str:
-    """For the documentation."""
+    """For the documentation: a line per setting."""
     lines = []
     for group in groups:
-        lines += ["", f"## {group.title}", *_wrapped(group.text, "", ""), ""]
-        for setting in group.settings:
-            text = f"- **`{setting.key}`** ({_facts(setting)}). {setting.text}"
-            lines += _wrapped(text, "", "  ")
+        lines += ["", f"## {group.title}", *([group.text] if group.text else []), ""]
+        lines += [f"- **`{each.key}`** ({_facts(each)}). {each.text}" for each in group.settings]
     return "\n".join(lines) + "\n"
