@@ -4,8 +4,7 @@
     python launch/compare.py --filter "params.model.depth = '12'" --uri URI
     python launch/compare.py sync runs/a runs/b [--uri URI]
 
-Owns: the command line. Leaves out: reading runs, comparing, printing and the HTML report
-(`launch/comparison`).
+Owns: the command line. Leaves out: all the rest (`launch/comparison`).
 """
 
 from __future__ import annotations
@@ -15,13 +14,11 @@ import sys
 from pathlib import Path
 
 try:
-    from launch.comparison.budget import parse_budget
-    from launch.comparison.differences import compare
-    from launch.comparison.files import write_csv, write_json
-    from launch.comparison.page.write import default_output, write_report
+    from launch.comparison.differences import compare, parse_budget
+    from launch.comparison.page import default_output, write_page
     from launch.comparison.runs import ComparedRun, load_runs, search_runs
     from launch.comparison.sync import sync
-    from launch.comparison.text import print_comparison
+    from launch.comparison.text import plain_text, tables, write_csv, write_json
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -54,7 +51,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--output", metavar="FILE.html", help="report to write")
     parser.add_argument("--csv", metavar="FILE", help="write one row per run and metric")
     parser.add_argument("--json", metavar="FILE", help="write the whole comparison")
-    parser.add_argument("--markdown", action="store_true", help="print tables of Markdown")
     parser.add_argument(
         "--uri",
         help="MLflow store to search first; default: that of the site file, else runs/mlflow.db, "
@@ -78,12 +74,13 @@ def main() -> None:
     runs = chosen_runs(arguments)
     axis, total = (None, None) if arguments.at is None else parse_budget(arguments.at)
     comparison = compare(runs, axis=axis, total=total)
-    print_comparison(comparison, as_markdown=arguments.markdown)
+    print("\n".join(map(plain_text, tables(comparison))))
     for path, write in ((arguments.csv, write_csv), (arguments.json, write_json)):
         if path is not None:
             write(comparison, Path(path))
             print(f"wrote {path}")
-    output = write_report(comparison, path=arguments.output or default_output(runs))
+    output = default_output(runs) if arguments.output is None else Path(arguments.output)
+    write_page(comparison, path=output)
     print(f"report: {output}")
 
 

@@ -1,17 +1,20 @@
-"""Compare runs: differing parameters; metrics at the end, at equal budgets, and at their best.
+"""Compare runs: differing parameters; metrics at the end, at equal budgets, at their best, by seed.
 
-Leaves out: reading runs (`runs`), printing (`text`), the HTML report (`report`).
+Leaves out: reading runs (`runs`), what a run had spent (`progress`), and showing (`text`, `page`).
 """
 
 from __future__ import annotations
 
 import math
+import re
+import statistics
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from launch.comparison.budget import Budget, equal_budget, have_equal_length, value_at
+from launch.comparison.progress import AXES, Progress, progress_of
 from launch.comparison.runs import ComparedRun
-from launch.comparison.seeds import SeedGroup, seed_groups
+from vitscale.config.errors import UserError
 
 # Which direction is better, by the suffix of a metric's name.
 BETTER = {
@@ -24,8 +27,20 @@ BETTER = {
     "images_per_s": "higher",
     "mfu": "higher",
 }
+# The metric that decides: the first of these that the most runs have, then any of val, then loss.
+PREFERRED = ("val/top1", "val/knn_top1", "val/linear_top1", "val/class_mean_top1", "val/loss")
+LAST_RESORT = "train/loss"
 # Parameters that differ because the runs do: where a run is, what it is called, what it is part of.
 NAMES, TAGS = ("name", "output"), "tracking.tags"
+# Settings that cannot change a result.
+WITHOUT_EFFECT = (*NAMES, "tracking", "launch", "checkpoint", "deepspeed", "evaluate")
+# The place of a run in a chain: the keys of its sweeps and of those that it starts from.
+CHAIN_TAGS = "tracking.tags.chain."
+# Of a path such as runs/pretrain_seed0, in which repetitions differ, too.
+SEED = re.compile(r"seed[-_=]?\d+")
+BUDGET = re.compile(rf"({'|'.join(AXES)})(?:=([0-9.]+(?:e[+-]?[0-9]+)?))?", re.IGNORECASE)
+# Relative difference below which two runs are as long as each other.
+SAME = 1e-3
 
 
 def better_direction(key: str) -> str | None:
@@ -34,12 +49,46 @@ def better_direction(key: str) -> str | None:
     return next((way for suffix, way in BETTER.items() if name.endswith(suffix)), None)
 
 
+def is_known(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Budget:
+    """A point to compare at: the total of an axis, and the last logged step of each run there."""
+
+    axis: str
+    """One of `AXES`."""
+    total: float
+    steps: tuple[int | None, ...]
+    """None for a run that had logged nothing yet."""
+
+    @property
+    def title(self) -> str:
+        return f"at {self.total:,.5g} {'FLOPs' if self.axis == 'flops' else self.axis}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Mean and sample standard deviation over the seeds."""
+
+    mean: float
+    deviation: float
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SeedGroup:
+    """Runs of equal settings with different seeds."""
+
+    members: tuple[int, ...]
+    """Places in the list of runs, at least two."""
+    label: str
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MetricLine:
-    """One metric over all runs; None where a run lacks it.
-
-    Deltas are against the first run, at the equal budget if there is one.
-    """
+    """One metric over all runs; None where a run lacks it."""
 
     key: str
     better: str | None
@@ -49,12 +98,17 @@ class MetricLine:
     """At `Comparison.budget`; None without one."""
 
     @property
+    def compared(self) -> tuple[float | None, ...]:
+        """The values at equal budgets, or the last ones of runs that are equally long."""
+        return self.final if self.equal is None else self.equal
+
+    @property
     def deltas(self) -> tuple[float | None, ...]:
-        values = self.final if self.equal is None else self.equal
-        first = values[0]
+        """Differences to the first run."""
+        first = self.compared[0]
         return tuple(
             None if value is None or first is None or i == 0 else value - first
-            for i, value in enumerate(values)
+            for i, value in enumerate(self.compared)
         )
 
     def change(self, delta: float | None) -> str | None:
@@ -69,6 +123,7 @@ class MetricLine:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     runs: tuple[ComparedRun, ...]
+    progress: tuple[Progress, ...]
     params: tuple[tuple[str, tuple[str | None, ...]], ...]
     """Parameters that differ between runs, without those that name a run; of a single run all."""
     num_equal_params: int
@@ -76,6 +131,19 @@ class Comparison:
     budget: Budget | None = None
     """Where metrics are compared; None: at the end of the runs, which are equally long."""
     seeds: tuple[SeedGroup, ...] = ()
+
+    @property
+    def deciding(self) -> MetricLine | None:
+        """The metric that says which run is best."""
+
+        def place(line: MetricLine) -> tuple[int, int, bool, str]:
+            rank = PREFERRED.index(line.key) if line.key in PREFERRED else len(PREFERRED)
+            return -sum(map(is_known, line.compared)), rank, line.better != "higher", line.key
+
+        known = [line for line in self.metrics if line.better and any(map(is_known, line.compared))]
+        evaluated = [line for line in known if line.key.startswith("val/")]
+        trained = [line for line in known if line.key == LAST_RESORT]
+        return min(evaluated or trained, key=place, default=None)
 
 
 def compare(
@@ -87,16 +155,17 @@ def compare(
     runs have reached. Without an axis, runs of different lengths are compared at equal steps.
     Raises UserError if that is not possible.
     """
-    if axis is None and not have_equal_length(runs):
+    if axis is None and len({run.last_step for run in runs}) > 1:
         axis = "steps"
-    budget = None if axis is None else equal_budget(runs, axis, total)
+    progress = tuple(map(progress_of, runs))
+    budget = None if axis is None else _equal_budget(runs, progress, axis, total)
     keys = sorted({key for run in runs for key in run.params})
     rows = [(key, tuple(run.params.get(key) for run in runs)) for key in keys]
-    differing = [row for row in rows if len(runs) == 1 or differ(*row)]
     metric_keys = sorted({key for run in runs for row in run.rows for key in row.metrics})
     return Comparison(
         runs=tuple(runs),
-        params=tuple(differing),
+        progress=progress,
+        params=tuple(row for row in rows if len(runs) == 1 or _differ(*row)),
         num_equal_params=sum(len(set(values)) == 1 for _, values in rows),
         metrics=tuple(_metric_line(key, runs, budget) for key in metric_keys),
         budget=budget,
@@ -104,7 +173,52 @@ def compare(
     )
 
 
-def differ(key: str, values: Sequence[str | None]) -> bool:
+def parse_budget(text: str) -> tuple[str, float | None]:
+    """Read AXIS or AXIS=TOTAL, as `--at` has it. Raises UserError."""
+    found = BUDGET.fullmatch(text)
+    total = None if found is None or found[2] is None else float(found[2])
+    if found is None or total == 0 or (total is not None and not math.isfinite(total)):
+        raise UserError(
+            f"{text!r} is no budget",
+            where="--at",
+            allowed=f"one of {', '.join(AXES)}, or with a total: steps=10000, samples=1e6",
+        )
+    return found[1].lower(), total
+
+
+def _equal_budget(
+    runs: Sequence[ComparedRun], progress: Sequence[Progress], axis: str, total: float | None
+) -> Budget:
+    """The total of `axis` that all runs have reached, or the one given. Raises UserError."""
+    reached = []
+    for run, each in zip(runs, progress, strict=True):
+        totals = each.along(axis)
+        if totals is None:
+            raise UserError(
+                f"the {axis} of run {run.label} are not known",
+                where="--at",
+                allowed="samples need data.global_batch; FLOPs need the run folder",
+                next_step="compare at another budget, for example --at steps",
+            )
+        reached.append(totals)
+    shortest = min(totals[-1] for totals in reached)
+    if total is not None and total > shortest * (1 + SAME):
+        raise UserError(
+            f"not all runs have come to {total:,.5g} {axis}",
+            where="--at",
+            allowed=f"at most {shortest:,.5g}",
+        )
+    chosen = shortest if total is None else total
+    # A total that went through division may end a little below.
+    places = [bisect_right(totals, chosen * (1 + 1e-9)) - 1 for totals in reached]
+    steps = (
+        each.steps[place] if place >= 0 else None
+        for each, place in zip(progress, places, strict=True)
+    )
+    return Budget(axis=axis, total=chosen, steps=tuple(steps))
+
+
+def _differ(key: str, values: Sequence[str | None]) -> bool:
     """Whether a parameter differs between runs, other than by naming them."""
     return len(set(values)) > 1 and not (key in NAMES or key.startswith(TAGS))
 
@@ -119,8 +233,17 @@ def _metric_line(key: str, runs: Sequence[ComparedRun], budget: Budget | None) -
         best=tuple(_best(column, better) for column in values),
         equal=None
         if budget is None
-        else tuple(value_at(run, key, step) for run, step in zip(runs, budget.steps, strict=True)),
+        else tuple(_value_at(run, key, step) for run, step in zip(runs, budget.steps, strict=True)),
     )
+
+
+def _value_at(run: ComparedRun, key: str, step: int | None) -> float | None:
+    """The last value of a metric that is not after `step`."""
+    if step is None:
+        return None
+    steps, values = run.series(key)
+    place = bisect_right(steps, step) - 1
+    return values[place] if place >= 0 else None
 
 
 def _best(values: list[float], better: str | None) -> float | None:
@@ -128,3 +251,94 @@ def _best(values: list[float], better: str | None) -> float | None:
     if better is None or not finite:
         return None
     return max(finite) if better == "higher" else min(finite)
+
+
+# ---- seeds and varied numbers -----------------------------------------------------------------
+
+
+def _without(run: ComparedRun, left_out: Sequence[str]) -> dict[str, str]:
+    return {key: value for key, value in run.params.items() if key.split(".")[0] not in left_out}
+
+
+def seed_groups(runs: Sequence[ComparedRun]) -> tuple[SeedGroup, ...]:
+    """Groups in the order of their first run. Runs without a seed are in none."""
+    groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
+    for i, run in enumerate(runs):
+        if "seed" in run.params:
+            kept = _without(run, ("seed", *NAMES, "tracking", "launch", "checkpoint"))
+            equal = ((key, SEED.sub("seed", value)) for key, value in kept.items())
+            groups.setdefault(tuple(sorted(equal)), []).append(i)
+    return tuple(
+        SeedGroup(
+            members=tuple(members), label=f"{runs[members[0]].label} and {len(members) - 1} more"
+        )
+        for members in groups.values()
+        if len({runs[i].params["seed"] for i in members}) > 1
+    )
+
+
+def spread(values: Sequence[float | None]) -> Spread | None:
+    """None with fewer than two finite values."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if len(known) < 2:
+        return None
+    return Spread(mean=statistics.fmean(known), deviation=statistics.stdev(known), count=len(known))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dependence:
+    """The deciding metric at the end of the runs, over a number that they differ in."""
+
+    key: str
+    metric: str
+    series: dict[str, tuple[tuple[float, float, float | None], ...]]
+    """What else differs -> points (number, mean over seeds, deviation or None) in order."""
+
+
+def dependences(comparison: Comparison) -> list[Dependence]:
+    """One for each number that varies among runs which are equal otherwise, but for their seed."""
+    line = comparison.deciding
+    if line is None:
+        return []
+    settings = [_settings(run) for run in comparison.runs]
+    keys = sorted({key for each in settings for key in each})
+    keys = [key for key in keys if len({each.get(key) for each in settings}) > 1]
+    found = []
+    for key in keys:
+        groups: dict[str, dict[float, list[float]]] = {}
+        for each, value in zip(settings, line.final, strict=True):
+            number = _number(each.get(key))
+            if number is None or value is None or not math.isfinite(value):
+                continue
+            others = ", ".join(f"{k}={each[k]}" for k in keys if k != key and k in each)
+            groups.setdefault(others, {}).setdefault(number, []).append(value)
+        if any(len(points) > 1 for points in groups.values()):
+            series = {name: tuple(map(_point, sorted(p.items()))) for name, p in groups.items()}
+            found.append(Dependence(key=key, metric=line.key, series=series))
+    return found
+
+
+def _settings(run: ComparedRun) -> dict[str, str]:
+    """What a run was made with, but its seed: its place in a chain, else its parameters."""
+    chain = {
+        key.removeprefix(CHAIN_TAGS): value
+        for key, value in run.params.items()
+        if key.startswith(CHAIN_TAGS)
+    }
+    settings = chain or _without(run, WITHOUT_EFFECT)
+    settings.pop("seed", None)
+    return {key: SEED.sub("seed", value) for key, value in settings.items()}
+
+
+def _number(text: str | None) -> float | None:
+    try:
+        number = float(text or "")
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _point(item: tuple[float, list[float]]) -> tuple[float, float, float | None]:
+    number, values = item
+    over_seeds = spread(values)
+    return number, statistics.fmean(values), None if over_seeds is None else over_seeds.deviation

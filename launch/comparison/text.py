@@ -1,24 +1,26 @@
-"""Print a comparison: rich tables on a terminal, aligned columns elsewhere.
-
-Owns: the tables of strings, which the HTML report uses too.
-Leaves out: comparing (`differences`) and the HTML report (`report`).
-"""
+"""Print a comparison as aligned columns, and write it as CSV or JSON."""
 
 from __future__ import annotations
 
-import re
-import sys
+import csv
+import io
+import json
+import math
 from dataclasses import dataclass
 from itertools import zip_longest
+from pathlib import Path
 from textwrap import wrap
+from typing import Any
 
-from launch.comparison.differences import Comparison
-from launch.comparison.seeds import Spread, spread
+from launch.comparison.differences import Comparison, Dependence, Spread, dependences, spread
+from vitscale.config.errors import UserError
+from vitscale.distributed.atomic_files import write_text
 from vitscale.tracking.console import format_duration
 
 ABSENT = "-"
 MAX_CELL = 60
 GROUP_ORDER = ("val", "train")
+CSV_HEADER = ("run", "metric", "better", "final", "equal", "best")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,14 +30,10 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
-def format_value(value: float | None) -> str:
-    return ABSENT if value is None else f"{value:.5g}"
-
-
 def tables(comparison: Comparison) -> list[Table]:
-    """Overview, metrics, spread over seeds, differing parameters; empty tables are left out."""
+    """Runs, metrics, spread over seeds, differing parameters; empty tables are left out."""
     labels = tuple(run.label for run in comparison.runs)
-    overview = Table(
+    runs = Table(
         title="Runs",
         header=("run", "last step", "wall time", "status", "read from"),
         rows=tuple(
@@ -60,42 +58,20 @@ def tables(comparison: Comparison) -> list[Table]:
             for key, values in comparison.params
         ),
     )
+    at = "" if comparison.budget is None else f" {comparison.budget.title},"
     metrics = Table(
-        title=_metrics_title(comparison),
+        title=f"Metrics: final,{at} difference to the first run{at and ' there'}, best",
         header=("metric", "", *labels),
         rows=tuple(_metric_rows(comparison)),
     )
-    found = [overview, metrics, _seeds_table(comparison), params]
+    varied = map(_dependence_table, dependences(comparison))
+    found = [runs, metrics, _seeds_table(comparison), *varied, params]
     return [table for table in found if table.rows]
-
-
-def _metrics_title(comparison: Comparison) -> str:
-    if comparison.budget is None:
-        return "Metrics: final, difference to the first run, best"
-    return f"Metrics: final, {comparison.budget.title}, difference to the first run there, best"
-
-
-def _seeds_table(comparison: Comparison) -> Table:
-    """Metrics of evaluations and the loss at the end of each run, over seeds."""
-    rows = []
-    for line in comparison.metrics:
-        groups = [spread([line.final[i] for i in group.members]) for group in comparison.seeds]
-        if line.better is not None and any(groups):
-            rows.append((line.key, *map(format_spread, groups)))
-    return Table(
-        title="Over seeds: final, mean and standard deviation",
-        header=("metric", *(group.label for group in comparison.seeds)),
-        rows=tuple(rows),
-    )
-
-
-def format_spread(value: Spread | None) -> str:
-    return ABSENT if value is None else f"{value.mean:.5g} +- {value.deviation:.2g} ({value.count})"
 
 
 def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     rows = []
-    for line in sorted(comparison.metrics, key=lambda line: _place(line.key)):
+    for line in sorted(comparison.metrics, key=lambda line: metric_place(line.key)):
         if not any(line.final + line.best):
             continue
         rows.append((line.key, "final", *map(format_value, line.final)))
@@ -112,29 +88,48 @@ def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
     return rows
 
 
-def _place(key: str) -> tuple[int, str]:
+def metric_place(key: str) -> tuple[int, str]:
     """Results first, then the training, then the rest."""
     group = key.split("/")[0]
     return GROUP_ORDER.index(group) if group in GROUP_ORDER else len(GROUP_ORDER), key
 
 
-def print_comparison(comparison: Comparison, *, as_markdown: bool = False) -> None:
-    for table in tables(comparison):
-        if as_markdown:
-            print(markdown(table))
-        elif sys.stdout.isatty():
-            _print_rich(table)
-        else:
-            print(plain_text(table))
+def _seeds_table(comparison: Comparison) -> Table:
+    """Metrics at the end of each run, over seeds."""
+    rows = []
+    for line in comparison.metrics:
+        groups = [spread([line.final[i] for i in group.members]) for group in comparison.seeds]
+        if line.better is not None and any(groups):
+            rows.append((line.key, *map(_format_spread, groups)))
+    return Table(
+        title="Over seeds: final, mean and standard deviation",
+        header=("metric", *(group.label for group in comparison.seeds)),
+        rows=tuple(rows),
+    )
 
 
-def markdown(table: Table) -> str:
-    """A table of GitHub's Markdown under a bold title."""
-    lines = [table.header, ("---",) * len(table.header), *table.rows]
-    cells = [[re.sub(r"([|\\`*_<>\[\]])", r"\\\1", cell) for cell in row] for row in lines]
-    cells[1] = list(lines[1])
-    text = "\n".join(f"| {' | '.join(_printable(cell) for cell in row)} |" for row in cells)
-    return f"**{table.title}**\n\n{text}\n"
+def _dependence_table(found: Dependence) -> Table:
+    numbers = sorted({number for points in found.series.values() for number, _, _ in points})
+    rows = []
+    for name, points in found.series.items():
+        cells = {
+            number: format_value(mean) + ("" if deviation is None else f" +- {deviation:.2g}")
+            for number, mean, deviation in points
+        }
+        rows.append((name or found.metric, *(cells.get(number, ABSENT) for number in numbers)))
+    return Table(
+        title=f"Final {found.metric} over {found.key}, mean and standard deviation over seeds",
+        header=(found.key, *(f"{number:g}" for number in numbers)),
+        rows=tuple(rows),
+    )
+
+
+def format_value(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.5g}"
+
+
+def _format_spread(value: Spread | None) -> str:
+    return ABSENT if value is None else f"{value.mean:.5g} +- {value.deviation:.2g} ({value.count})"
 
 
 def plain_text(table: Table) -> str:
@@ -142,7 +137,7 @@ def plain_text(table: Table) -> str:
     replaced."""
     cells: list[tuple[str, ...]] = []
     for row in (table.header, *table.rows):
-        parts = [wrap(_printable(cell), MAX_CELL) for cell in row]
+        parts = [wrap(printable(cell), MAX_CELL) for cell in row]
         cells += zip_longest(*parts, fillvalue="")
     widths = [max(len(row[i]) for row in cells) for i in range(len(table.header))]
     lines = [table.title]
@@ -152,20 +147,90 @@ def plain_text(table: Table) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
-def _print_rich(table: Table) -> None:
-    from rich.console import Console
-    from rich.table import Table as RichTable
-    from rich.text import Text
+# ---- files ------------------------------------------------------------------------------------
 
-    shown = RichTable(title=table.title, title_justify="left", header_style="bold")
-    for i, name in enumerate(table.header):
-        shown.add_column(Text(name), overflow="fold", no_wrap=i == 0)
-    styles = {"better": "green", "worse": "red"}
-    for row in table.rows:
-        cells = [Text(cell, style=styles.get(cell.rsplit(" ", 1)[-1], "")) for cell in row]
-        shown.add_row(*cells)
-    Console().print(shown)
+
+def write_csv(comparison: Comparison, path: Path) -> None:
+    """Write one row per run and metric. Raises UserError if the file cannot be written."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(CSV_HEADER)
+    for i, run in enumerate(comparison.runs):
+        for line in comparison.metrics:
+            equal = None if line.equal is None else line.equal[i]
+            values = ("" if v is None else repr(v) for v in (line.final[i], equal, line.best[i]))
+            writer.writerow((run.label, line.key, line.better or "", *values))
+    write_file(path, text.getvalue())
+
+
+def write_json(comparison: Comparison, path: Path) -> None:
+    """Write runs, parameters, metrics, budget and spread. Raises UserError if it cannot."""
+    write_file(path, json.dumps(as_values(comparison), indent=1, allow_nan=False) + "\n")
+
+
+def as_values(comparison: Comparison) -> dict[str, Any]:
+    """Values for JSON, in the order of the runs. What is not finite is a string, as in journals."""
+    budget = comparison.budget
+    return {
+        "runs": [
+            {
+                "label": run.label,
+                "source": run.source,
+                "status": run.status,
+                "last_step": run.last_step,
+                "wall_s": run.wall_s,
+                "params": run.params,
+            }
+            for run in comparison.runs
+        ],
+        "budget": None
+        if budget is None
+        else {"axis": budget.axis, "total": budget.total, "steps": budget.steps},
+        "metrics": [
+            {
+                "key": line.key,
+                "better": line.better,
+                "final": [_number(value) for value in line.final],
+                "equal": None if line.equal is None else [_number(value) for value in line.equal],
+                "best": [_number(value) for value in line.best],
+            }
+            for line in comparison.metrics
+        ],
+        "seeds": [
+            {
+                "runs": [comparison.runs[i].label for i in group.members],
+                "metrics": {
+                    line.key: {"mean": over.mean, "deviation": over.deviation, "runs": over.count}
+                    for line in comparison.metrics
+                    if (over := spread([line.final[i] for i in group.members])) is not None
+                },
+            }
+            for group in comparison.seeds
+        ],
+        "dependences": [
+            {"key": each.key, "metric": each.metric, "series": each.series}
+            for each in dependences(comparison)
+        ],
+    }
+
+
+def _number(value: float | None) -> float | str | None:
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write the file atomically. Raises UserError if it cannot be written."""
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise UserError(
+            f"cannot be written: {error.strerror}",
+            where=str(path),
+            next_step="choose another file",
+        ) from None

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.comparison.budget import parse_budget
-from launch.comparison.differences import compare
-from launch.comparison.files import write_csv, write_json
+from launch.comparison.differences import compare, dependences, parse_budget, seed_groups
 from launch.comparison.runs import ComparedRun
-from launch.comparison.text import markdown, plain_text, tables
+from launch.comparison.text import Table, plain_text, tables, write_csv, write_json
 from vitscale.config.errors import UserError
 from vitscale.tracking.journal import Row
 
@@ -109,11 +107,51 @@ def test_tables_leave_out_what_is_always_zero() -> None:
     assert "val/top1" in text and "val/zero" not in text
 
 
-def test_markdown_escapes_cells() -> None:
-    (overview, *_) = tables(compare([run("a|b<script>", [0.2]), run("b", [0.3])]))
-    lines = markdown(overview).splitlines()
-    assert lines[2] == "| run | last step | wall time | status | read from |"
-    assert lines[4].startswith(r"| a\|b\<script\> | 10 |")
+def test_long_cells_take_several_lines() -> None:
+    value = "[" + ", ".join(map(str, range(40))) + "]"
+    table = Table(title="T", header=("key", "a", "b"), rows=(("x", value, "1"), ("y", "", "2\x07")))
+    title, header, first, *middle, last = plain_text(table).splitlines()
+    assert (title, header.split(), last.split()) == ("T", ["key", "a", "b"], ["y", "2?"])
+    assert first.startswith("  x    [0, 1,") and first.endswith("  1")
+    assert len(middle) == 2 and max(map(len, middle)) < 70
+    assert " ".join(line.strip() for line in (first[7:-1], *middle)) == value
+
+
+def test_the_result_over_a_varied_number_has_mean_and_deviation() -> None:
+    runs = [
+        run(f"{size}-{rate}-{seed}", [0.1, value + 0.02 * seed], seed=str(seed), size=size, lr=rate)
+        for size, rate, value in (("s", "1e-3", 0.5), ("s", "0.01", 0.6), ("l", "0.01", 0.7))
+        for seed in (0, 1)
+    ]
+    (found,) = dependences(compare(runs))
+    assert (found.key, found.metric) == ("lr", "val/top1")
+    deviation = pytest.approx(0.02 / 2**0.5)
+    assert found.series["size=s"] == (
+        (0.001, pytest.approx(0.51), deviation),
+        (0.01, pytest.approx(0.61), deviation),
+    )
+    assert found.series["size=l"] == ((0.01, pytest.approx(0.71), deviation),)
+    (table,) = (each for each in tables(compare(runs)) if each.title.startswith("Final"))
+    assert table.rows[1] == ("size=l", "-", "0.71 +- 0.014")
+    assert dependences(compare(runs[:2])) == []
+
+
+def test_runs_of_a_chain_vary_in_its_keys() -> None:
+    """Not in what follows from them, such as the weights that they start from."""
+    key = "tracking.tags.chain.data.first_percent"
+    runs = [run(str(p), [p / 100], init=f"runs/{p}", **{key: str(p)}) for p in (1, 10)]
+    (found,) = dependences(compare(runs))
+    assert found.key == "data.first_percent"
+    assert found.series == {"": ((1.0, 0.01, None), (10.0, 0.1, None))}
+
+
+def test_equal_settings_with_equal_seeds_are_no_group() -> None:
+    """The same run twice says nothing about seeds."""
+    twice = [run("a", [0.5], seed="0", lr="1"), run("a", [0.5], seed="0", lr="1")]
+    assert seed_groups(twice) == ()
+    more = [run("b", [0.5], seed="1", lr="1"), run("c", [0.5], seed="1", lr="2")]
+    (group,) = seed_groups([*twice, *more, run("d", [0.5], lr="1")])
+    assert group.members == (0, 1, 2) and group.label == "a and 2 more"
 
 
 def test_files_have_every_run_and_metric(tmp_path: Path) -> None:
