@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from vitscale.engine.configuration import deepspeed_config, resolve_compile
-from vitscale.engine.settings import EngineSettings
+from vitscale.engine.settings import EngineSettings, reduces_in_fp32
 
 
 def config(
@@ -51,6 +51,27 @@ def test_gradients_of_two_micro_batches_are_summed_in_bf16(
     """At stage 1, where nothing is lost by it."""
     found = config(torch.bfloat16, stage=stage, accumulation=accumulation, world_size=world_size)
     assert found["data_types"] == {"grad_accum_dtype": expected}
+
+
+@pytest.mark.parametrize("num_ranks", [16, 64, 65, 256, 1024])
+def test_the_mean_gradient_keeps_its_first_two_digits(num_ranks: int) -> None:
+    """Each element is added rank by rank, as a ring does; its noise on a rank is its mean."""
+    precision = torch.float32 if reduces_in_fp32("bf16", world_size=num_ranks) else torch.bfloat16
+    assert _error_of_mean(num_ranks, precision) < 0.01
+    # The rule is needed: in bf16 a sum stops growing once a summand is below its last bit.
+    assert num_ranks < 256 or _error_of_mean(num_ranks, torch.bfloat16) > 0.01
+
+
+def _error_of_mean(num_ranks: int, dtype: torch.dtype, *, num_elements: int = 4096) -> float:
+    """Relative error of the mean over ranks of gradients 1 +- 1, summed in a precision."""
+    random = torch.Generator().manual_seed(0)
+    own_RE = (1 + torch.randn(num_ranks, num_elements, generator=random)).bfloat16()
+    total_E = torch.zeros(num_elements, dtype=dtype)
+    for own_E in own_RE:
+        total_E += own_E.to(dtype)
+    exact_E = own_RE.double().mean(0)
+    error_E = total_E.double() / num_ranks - exact_E
+    return float(error_E.norm() / exact_E.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
