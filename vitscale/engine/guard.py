@@ -26,8 +26,8 @@ class Health:
 
     skipped: int
     """Updates skipped since the first step of the run."""
-    consecutive: int
-    """Updates skipped in a row up to now."""
+    longest: int
+    """Most updates skipped in a row, of the rows that grew since the last call."""
     last_step: int | None
     """The last skipped step (the first step of a run is 1); None if none was skipped."""
     bad_micro_steps: tuple[int, ...]
@@ -50,8 +50,9 @@ class UpdateGuard:
         self._device = device
         self._update = optimizer.step
         self._fused = bool(optimizer.defaults.get("fused"))
-        # [skipped, consecutive, last skipped step, micro-step of this rank's last bad loss]
-        self._counts = torch.tensor([0, 0, NEVER, NEVER], dtype=torch.int64, device=device)
+        # [skipped, skipped in a row, last skipped step, micro-step of this rank's last bad loss,
+        # longest row since the last `health`]
+        self._counts = torch.tensor([0, 0, NEVER, NEVER, 0], dtype=torch.int64, device=device)
         self._steps = 0
         optimizer.step = self._step  # type: ignore[method-assign,assignment]  # replaced
 
@@ -102,22 +103,24 @@ class UpdateGuard:
         counts[0] += one
         counts[1] = (counts[1] + 1) * one
         counts[2] = torch.where(bad, self._steps, counts[2])
+        counts[4] = torch.maximum(counts[4], counts[1])
 
     def health(self, *, accumulation: int) -> Health:
-        """Read the counts; waits for the device."""
-        skipped, consecutive, last, micro = self._counts.tolist()
+        """Read the counts and begin a new longest row; waits for the device."""
+        skipped, _, last, micro, longest = self._counts.tolist()
+        self._counts[4] = 0
         first = (last - 1) * accumulation
         inside = last != NEVER and first <= micro < first + accumulation
         return Health(
             skipped=skipped,
-            consecutive=consecutive,
+            longest=longest,
             last_step=None if last == NEVER else last,
             bad_micro_steps=(micro - first,) if inside else (),
         )
 
     def state(self) -> dict[str, int]:
         """What the next step depends on; the same on every rank."""
-        skipped, consecutive, last, _ = self._counts.tolist()
+        skipped, consecutive, last, *_ = self._counts.tolist()
         return {
             "steps": self._steps,
             "skipped": skipped,
@@ -127,7 +130,7 @@ class UpdateGuard:
 
     def load_state(self, state: dict[str, int]) -> None:
         self._steps = state["steps"]
-        values = [state["skipped"], state["consecutive"], state["last_skipped_step"], NEVER]
+        values = [state["skipped"], state["consecutive"], state["last_skipped_step"], NEVER, 0]
         self._counts.copy_(torch.tensor(values))
 
 

@@ -5,6 +5,7 @@ Leaves out: measuring (`meters`) and skipping updates (`engine.guard`).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,8 +22,10 @@ from vitscale.runs.training import TrainingPlan
 
 Gather = Callable[[Any], list[Any]]
 UNREADABLE_SHOWN = 10
-# Updates skipped in a row, because a loss or gradient was not finite, that end the run.
+# A run ends after this many updates in a row whose loss or gradient was not finite, and when more
+# than this many of 100 updates were such, or a tenth of a log interval that is longer.
 MAX_SKIPPED = 10
+WINDOW = 100
 NAMES_SHOWN = 8
 
 
@@ -31,46 +34,63 @@ def _total(number: int) -> int:
     return int(sum_over_ranks(torch.tensor([float(number)])).item())
 
 
-@dataclass(kw_only=True)
 class SkippedUpdateMonitor:
-    """Report updates that the guard skipped, and end a run that skips too many in a row."""
+    """Report updates that the guard skipped, and end a run that skips too many."""
 
-    data: TrainingSet
-    plan: TrainingPlan
-    num_reported: int
-    gather: Gather = gather_objects
+    def __init__(
+        self,
+        *,
+        data: TrainingSet,
+        plan: TrainingPlan,
+        start_step: int,
+        num_skipped: int,
+        gather: Gather = gather_objects,
+    ) -> None:
+        """num_skipped: updates skipped before `start_step`."""
+        self._data, self._plan, self._gather = data, plan, gather
+        # (step, updates skipped by then) of log lines; between the first and the last lie at least
+        # `WINDOW` updates, as soon as there were so many.
+        self._marks = deque([(start_step, num_skipped)])
 
     def update(
-        self, health: Health, *, loss_scale: float | None, say: Callable[[str], None]
+        self, health: Health, *, step: int, loss_scale: float | None, say: Callable[[str], None]
     ) -> None:
         """Name the samples of the last skipped update, if there are new ones. Collective.
 
-        loss_scale: of fp16, None otherwise. Raises DivergedError after too many in a row, except
-        while fp16 still searches its scale by overflowing.
+        loss_scale: of fp16, None otherwise. Raises DivergedError after too many in a row or too
+        large a share, except while fp16 still searches its scale by overflowing.
         """
-        if health.skipped == self.num_reported or health.last_step is None:
+        num_new = health.skipped - self._marks[-1][1]
+        self._marks.append((step, health.skipped))
+        while step - self._marks[1][0] >= WINDOW:
+            self._marks.popleft()
+        if not num_new or health.last_step is None:
             return
-        num_new, self.num_reported = health.skipped - self.num_reported, health.skipped
-        gathered = self.gather(health.bad_micro_steps)
+        gathered = self._gather(health.bad_micro_steps)
         ranks = {rank: numbers for rank, numbers in enumerate(gathered) if numbers}
         cause = "the loss" if ranks else "the gradient"
         where = f" on rank {', '.join(map(str, ranks))}" if ranks else ""
-        positions = positions_of_step(self.plan, step=health.last_step, micro_steps=ranks)
-        names = names_at(self.data, positions)
+        positions = positions_of_step(self._plan, step=health.last_step, micro_steps=ranks)
+        names = names_at(self._data, positions)
         say(
             f"{num_new} updates skipped, {health.skipped} since the start, the last at step "
             f"{health.last_step}: {cause} was not finite{where}; samples {names}"
         )
         if loss_scale is not None and loss_scale > 1:
             return
-        if health.consecutive >= MAX_SKIPPED:
-            raise DivergedError(
-                f"{health.consecutive} updates in a row were skipped, the last at step "
-                f"{health.last_step}: {cause} was not finite{where}\n"
-                f"    samples of that step: {names}",
-                next_step="lower optim.lr, lengthen schedule.warmup_steps or set "
-                "optim.clip_norm=1; all checkpoints hold finite weights",
-            )
+        length, num_skipped = step - self._marks[0][0], health.skipped - self._marks[0][1]
+        if health.longest >= MAX_SKIPPED:
+            what = f"{health.longest} updates in a row"
+        elif num_skipped > MAX_SKIPPED * max(length / WINDOW, 1):
+            what = f"{num_skipped} of the last {length} updates"
+        else:
+            return
+        raise DivergedError(
+            f"{what} were skipped, the last at step {health.last_step}: {cause} was not "
+            f"finite{where}\n    samples of that step: {names}",
+            next_step="lower optim.lr, lengthen schedule.warmup_steps or set "
+            "optim.clip_norm=1; all checkpoints hold finite weights",
+        )
 
 
 @dataclass(kw_only=True)

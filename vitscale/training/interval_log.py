@@ -71,7 +71,7 @@ class IntervalLog:
         self.tracker.log(metrics, step=step)
         wait = metrics["vitals/data_wait"]
         self.progress.update(step, loss=loss, lr=lr, images_per_s=speed, data_wait=wait)
-        self.skipped.update(health, loss_scale=scale, say=self.progress.message)
+        self.skipped.update(health, step=step, loss_scale=scale, say=self.progress.message)
 
     def _report_unreadable(self, step: int) -> None:
         messages = self.unreadable.collect(step)

@@ -206,7 +206,8 @@ def _open_log(
         skipped=SkippedUpdateMonitor(
             data=data,
             plan=plan,
-            num_reported=engine.health().skipped,
+            start_step=start_step,
+            num_skipped=engine.health().skipped,
         ),
         unreadable=UnreadableSampleMonitor(
             data=data, max_fraction=run.data.max_unreadable_fraction

@@ -96,9 +96,9 @@ def test_update_not_finite_on_one_rank_is_skipped_on_all(
     # A plain loop that skips the same updates and continues with the same rates and samples.
     assert found["losses"] == pytest.approx(results["plain left out"], rel=rel)
     after_two, after_three = found["health"]
-    # (skipped, in a row, last skipped step, micro-steps of this rank with a bad loss)
+    # (skipped, longest row since, last skipped step, micro-steps of this rank with a bad loss)
     assert after_two == [[2, 2, 5, [1]], [2, 2, 5, []]]
-    assert after_three == [[3, 0, 9, []], [3, 0, 9, []]]
+    assert after_three == [[3, 1, 9, []], [3, 1, 9, []]]
 
 
 def test_a_task_that_sees_one_gpu_trains_on_it(results: dict[str, Any]) -> None:

@@ -80,7 +80,7 @@ def left_out(world: World, *, stage: int, dtype: torch.dtype = torch.float32) ->
     losses += engine_losses(engine, world, start=5, stop=15, spoil=True)
     health.append(gather_objects(engine.health()))
     rows = [
-        [(each.skipped, each.consecutive, each.last_step, each.bad_micro_steps) for each in ranked]
+        [(each.skipped, each.longest, each.last_step, each.bad_micro_steps) for each in ranked]
         for ranked in health
     ]
     return {"losses": losses, "nothing_changed": same, "health": rows}

@@ -181,12 +181,12 @@ def test_update_that_is_not_finite_is_skipped(world: World, stage: int, bad: flo
     assert distances(before, weights(engine)) == [0.0] * 4
     assert distances(moments, weights(engine, "exp_avg")) == [0.0] * 4
     health = engine.health()
-    assert (health.skipped, health.consecutive, health.last_step) == (1, 1, 2)
+    assert (health.skipped, health.longest, health.last_step) == (1, 1, 2)
     assert health.bad_micro_steps == (0,)
     update(engine)
     assert min(distances(before, weights(engine))) > 0
     health = engine.health()
-    assert (health.skipped, health.consecutive) == (1, 0)
+    assert (health.skipped, health.longest) == (1, 0)
     assert engine.optimizer_steps() == 2
 
 

@@ -61,10 +61,21 @@ def test_skipped_updates_are_counted() -> None:
     for norm in BAD_NORMS[:2]:
         update.step(1.0, 0.0, norm=norm)
     health = update.guard.health(accumulation=1)
-    assert (health.skipped, health.consecutive, health.last_step) == (2, 2, 3)
+    assert (health.skipped, health.longest, health.last_step) == (2, 2, 3)
     update.step(1.0, 0.0)
     health = update.guard.health(accumulation=1)
-    assert (health.skipped, health.consecutive, health.last_step) == (2, 0, 3)
+    assert (health.skipped, health.longest, health.last_step) == (2, 0, 3)
+
+
+def test_a_row_that_ended_before_it_was_looked_at_is_seen() -> None:
+    update = Update(fused=False)
+    for norm in (math.nan, math.nan, math.nan, 1.0, math.nan, 1.0):
+        update.step(1.0, 0.0, norm=norm)
+    assert [update.guard.health(accumulation=1).longest for _ in range(2)] == [3, 0]
+    update.step(1.0, 0.0, norm=math.nan)
+    assert update.guard.health(accumulation=1).longest == 1
+    update.step(1.0, 0.0, norm=math.nan)
+    assert update.guard.health(accumulation=1).longest == 2
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -87,7 +98,7 @@ def test_micro_step_of_a_bad_loss_is_reported() -> None:
         update.guard.checked(torch.tensor(loss), micro_step=micro_step)
     update.step(1.0, 0.0)
     update.step(1.0, 0.0, norm=math.nan)
-    expected = Health(skipped=1, consecutive=1, last_step=2, bad_micro_steps=(1,))
+    expected = Health(skipped=1, longest=1, last_step=2, bad_micro_steps=(1,))
     assert update.guard.health(accumulation=2) == expected
     # A bad loss of another rank: this rank has no micro-step to report.
     update.step(1.0, 0.0, norm=math.nan)

@@ -109,10 +109,8 @@ def test_too_many_unreadable_samples_end_the_run() -> None:
     monitor.monitor.check_limit(2000, num_samples=1000)  # 11 of 2,000 seen
 
 
-def health(skipped: int, *, consecutive: int = 1, micro_steps: tuple[int, ...] = ()) -> Health:
-    return Health(
-        skipped=skipped, consecutive=consecutive, last_step=3, bad_micro_steps=micro_steps
-    )
+def health(skipped: int, *, longest: int = 1, micro_steps: tuple[int, ...] = ()) -> Health:
+    return Health(skipped=skipped, longest=longest, last_step=3, bad_micro_steps=micro_steps)
 
 
 def skipped_monitor(
@@ -121,40 +119,58 @@ def skipped_monitor(
     order = SimpleNamespace(at=lambda position: SimpleNamespace(part=0, sample=position))
     data: Any = SimpleNamespace(order=order, parts=())
     messages: list[str] = []
-    return SkippedUpdateMonitor(data=data, plan=PLAN, num_reported=0, gather=gather), messages
+    return SkippedUpdateMonitor(
+        data=data, plan=PLAN, start_step=0, num_skipped=0, gather=gather
+    ), messages
 
 
 def test_skipped_updates_are_reported_with_their_samples() -> None:
     monitor, messages = skipped_monitor(gather=lambda own: [(), (1,)])
-    monitor.update(health(2), loss_scale=None, say=messages.append)
+    monitor.update(health(2), step=20, loss_scale=None, say=messages.append)
     # Step 3 starts at sample 16; micro-step 1 of rank 1 is its last pair.
     assert messages == [
         "2 updates skipped, 2 since the start, the last at step 3: the loss was not finite "
         "on rank 1; samples 'key 22 of 0', 'key 23 of 0'"
     ]
-    monitor.update(health(2), loss_scale=None, say=messages.append)
+    monitor.update(health(2), step=20, loss_scale=None, say=messages.append)
     assert len(messages) == 1
 
 
 def test_a_bad_gradient_names_the_whole_step() -> None:
     monitor, messages = skipped_monitor()
-    monitor.update(health(1), loss_scale=None, say=messages.append)
+    monitor.update(health(1), step=20, loss_scale=None, say=messages.append)
     assert "the gradient was not finite; samples 'key 16 of 0'" in messages[0]
 
 
 def test_too_many_skipped_updates_in_a_row_end_the_run() -> None:
     monitor, messages = skipped_monitor()
-    monitor.update(health(9, consecutive=9), loss_scale=None, say=messages.append)
+    monitor.update(health(9, longest=9), step=20, loss_scale=None, say=messages.append)
     with pytest.raises(UserError, match="10 updates in a row were skipped, the last at step 3"):
-        monitor.update(health(10, consecutive=10), loss_scale=None, say=messages.append)
+        monitor.update(health(10, longest=10), step=20, loss_scale=None, say=messages.append)
     assert len(messages) == 2
+
+
+@pytest.mark.parametrize("interval", [1, 7, 50, 100, 400])
+def test_every_second_update_skipped_ends_the_run(interval: int) -> None:
+    monitor, messages = skipped_monitor()
+    with pytest.raises(UserError, match=r"of the last \d+ updates were skipped"):
+        for step in range(interval, 401, interval):
+            monitor.update(health(step // 2), step=step, loss_scale=None, say=messages.append)
+    assert step == max(interval, {1: 22, 7: 28}.get(interval, 0))
+
+
+@pytest.mark.parametrize("interval", [1, 50, 400])
+def test_one_update_in_twenty_may_be_skipped(interval: int) -> None:
+    monitor, messages = skipped_monitor()
+    for step in range(interval, 801, interval):
+        monitor.update(health(step // 20), step=step, loss_scale=None, say=messages.append)
 
 
 def test_fp16_may_skip_while_it_searches_its_scale() -> None:
     monitor, messages = skipped_monitor()
-    monitor.update(health(9, consecutive=9), loss_scale=1024.0, say=messages.append)
+    monitor.update(health(9, longest=9), step=20, loss_scale=1024.0, say=messages.append)
     with pytest.raises(UserError, match="10 updates in a row were skipped"):
-        monitor.update(health(10, consecutive=10), loss_scale=1.0, say=messages.append)
+        monitor.update(health(10, longest=10), step=20, loss_scale=1.0, say=messages.append)
 
 
 def test_positions_of_a_micro_batch_are_those_the_rank_reads() -> None:
