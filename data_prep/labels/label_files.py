@@ -11,15 +11,13 @@ import csv
 from collections.abc import Iterator
 from pathlib import Path
 
-from data_prep.sources.outages import Interrupted, printable
-from data_prep.sources.paths import hash_named_file
+from data_prep.sources.outages import printable
+from data_prep.sources.paths import hash_named_file, read_text
 from vitscale.config.errors import UserError, nearest
 from vitscale.data.label_spaces import LABEL_SPACES, known_space
 from vitscale.runs.data_prep import LabelSettings
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
-# Lists and maps are held in memory, at about ten times their size.
-MAX_FILE_MIB = 64
 
 
 def load_space(space: str) -> tuple[str, ...]:
@@ -38,7 +36,7 @@ def load_space(space: str) -> tuple[str, ...]:
 
 
 def _read_names(path: Path, *, where: str) -> tuple[str, ...]:
-    names = _read_text(path, where=where).split("\n")
+    names = read_text(path, where=where).split("\n")
     if names[-1] == "":
         names.pop()
     lines: dict[str, int] = {}
@@ -82,7 +80,7 @@ def read_pairs(file: str, *, where: str, columns: str) -> dict[str, str]:
 def _rows(
     path: Path, *, delimiter: str, where: str, allowed: str
 ) -> Iterator[tuple[int, list[str]]]:
-    text = _read_text(path, where=where).removeprefix("\ufeff")
+    text = read_text(path, where=where).removeprefix("\ufeff")
     # str.splitlines also splits at characters that class names may contain.
     lines = iter(line + "\n" for line in text.replace("\r\n", "\n").split("\n"))
     if delimiter == ",":
@@ -100,23 +98,6 @@ def _rows(
             return
         if row:
             yield reader.line_num, row
-
-
-def _read_text(path: Path, *, where: str) -> str:
-    try:
-        if path.stat().st_size > MAX_FILE_MIB << 20:
-            raise UserError(
-                f"{str(path)!r} has more than {MAX_FILE_MIB} MiB, too much to hold in memory",
-                where=where,
-                next_step="put the label of each image in a table: source.kind=path_table",
-            )
-        return path.read_bytes().decode()
-    except OSError as error:
-        raise Interrupted(f"{str(path)!r} cannot be read ({error.strerror})", where=where) from None
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{str(path)!r} is not UTF-8 (byte {error.start})", where=where, allowed="UTF-8 text"
-        ) from None
 
 
 def _bad_line(path: Path, line: int, what: str, *, where: str, allowed: str) -> UserError:

@@ -102,6 +102,8 @@ def _held_out_counts(p: Preparation, counts: dict[str, int]) -> dict[str, int]:
     source = p.run.source
     if source.val_per_class:
         return {name: min(source.val_per_class, num - 1) for name, num in counts.items()}
+    if any(container.split != TRAIN for container in p.containers):
+        return {}  # a folder with splits of its own
     return {
         name: min(int(source.holdout_fraction * num + 0.5), num - 1) for name, num in counts.items()
     }

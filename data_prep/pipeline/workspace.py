@@ -62,9 +62,10 @@ def content_config(run: DataPrepRun) -> dict[str, Any]:
         del config[key]
     del config["source"]["path"]
     config["labels"] |= label_hashes(run.labels)
-    if run.source.leave_out is not None:
-        file = Path(run.source.leave_out).expanduser()
-        config["source"]["leave_out_blake3"] = hash_named_file(file, where="source.leave_out")
+    for key in ("leave_out", "val_labels"):
+        if (named := getattr(run.source, key)) is not None:
+            file = Path(named).expanduser()
+            config["source"][f"{key}_blake3"] = hash_named_file(file, where=f"source.{key}")
     return config
 
 

@@ -26,6 +26,8 @@ from vitscale.runs.data_prep import SourceSettings
 IMAGE_SUFFIXES = frozenset(
     "jpg jpeg jpe jfif mpo png apng webp bmp gif tif tiff heic heif avif jp2 ppm".split()
 )
+# Lists and maps are held in memory, at about ten times their size.
+MAX_FILE_MIB = 64
 # No permission, or a path beyond the system's limit (PATH_MAX, 4,096 bytes on Linux).
 CLOSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 
@@ -103,6 +105,24 @@ def hash_named_file(file: Path, *, where: str) -> str:
     except OSError as error:
         what = f"{str(file)!r} cannot be read ({error.strerror or error})"
         raise Interrupted(what, where=where) from None
+
+
+def read_text(path: Path, *, where: str) -> str:
+    """The text of a file that the setting `where` names. Raises UserError if it is not UTF-8."""
+    try:
+        if path.stat().st_size > MAX_FILE_MIB << 20:
+            raise UserError(
+                f"{str(path)!r} has more than {MAX_FILE_MIB} MiB, too much to hold in memory",
+                where=where,
+                next_step="put the label of each image in a table: source.kind=path_table",
+            )
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise Interrupted(f"{str(path)!r} cannot be read ({error.strerror})", where=where) from None
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{str(path)!r} is not UTF-8 (byte {error.start})", where=where, allowed="UTF-8 text"
+        ) from None
 
 
 def stem_and_suffix(name: str) -> tuple[str, str]:

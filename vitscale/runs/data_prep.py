@@ -43,7 +43,10 @@ class SourceSettings(Section):
     to the file's folder."""
     splits: dict[str, str] = {}
     """Split name -> sub-folder (or tar, or file name pattern) below `path`, such as {train: train,
-    test: val}; empty: one split, `train`."""
+    val: val}; empty: one split, `train`, or in an image_folder sub-folders named like splits."""
+    val_labels: str | None = None
+    """image_folder: list of the classes of a split's loose images, such as those of ILSVRC's val:
+    lines of NAME,CLASS, or the classes alone in the order of the names."""
     image_column: str = "image"
     """parquet: column with bytes, or with {bytes, path}; path_table: column with paths."""
     label: str = "label"
@@ -51,7 +54,7 @@ class SourceSettings(Section):
     holdout_split: str = "test"
     """Split that held-out images go to."""
     holdout_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of each class moved from `train` to `holdout_split` (seeded). Only without `splits`."""
+    """Share of each class moved from `train` to `holdout_split` (seeded); none if there are other splits."""
     val_per_class: int = Field(default=0, ge=0)
     """Images of each class moved from `train` to `holdout_split`, never the whole class."""
     min_images_per_class: int = Field(default=0, ge=0)
@@ -127,11 +130,8 @@ class DataPrepRun(Run):
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.script == "index_shards" and self.source.kind != "webdataset":
             yield ("source.kind", "must be webdataset for script=index_shards")
-        if self.source.splits and self.source.holdout_fraction:
-            yield (
-                "source.holdout_fraction",
-                "has no effect together with source.splits; remove one of the two",
-            )
+        if self.source.val_labels and self.source.kind != "image_folder":
+            yield ("source.val_labels", "is for source.kind=image_folder")
         if self.source.val_per_class and self.source.holdout_fraction:
             yield (
                 "source.val_per_class",

@@ -60,6 +60,14 @@ def test_numbers_of_a_new_source_are_labels_if_it_says_so(
     assert tuple(name for name in found if name in classes) == classes
 
 
+def test_a_corpus_with_splits_holds_nothing_out(tmp_path: Path) -> None:
+    for number in range(20):
+        write(tmp_path / f"images/{'val' if number < 5 else 'train'}/cat/{number}.png", seed=number)
+    prepare_here(run_of(tmp_path / "images", tmp_path / "s", source={"holdout_fraction": 0.2}))
+    splits = read_manifest(tmp_path / "s").splits
+    assert {name: entry.num_samples for name, entry in splits.items()} == {"train": 15, "val": 5}
+
+
 def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
     for number in range(20):
         write(tmp_path / f"images/{'' if number % 4 else 'sub/'}{number}.png", seed=number)

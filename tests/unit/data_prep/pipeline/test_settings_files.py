@@ -39,12 +39,13 @@ def test_known_spaces_are_not_hashed(tmp_path: Path) -> None:
         assert content_config(run)["labels"] == run.labels.model_dump(mode="json")
 
 
-def test_a_changed_list_of_duplicates_changes_the_settings(tmp_path: Path) -> None:
-    listed = tmp_path / "duplicates.parquet"
-    run = run_of(tmp_path, tmp_path / "out", source={"leave_out": str(listed)})
-    with pytest.raises(UserError, match="source.leave_out"):
+@pytest.mark.parametrize("key", ["leave_out", "val_labels"])
+def test_a_changed_list_changes_the_settings(key: str, tmp_path: Path) -> None:
+    listed = tmp_path / "list"
+    run = run_of(tmp_path, tmp_path / "out", source={key: str(listed)})
+    with pytest.raises(UserError, match=f"source.{key}"):
         content_config(run)
     listed.write_bytes(b"one")
     before = content_config(run)
     listed.write_bytes(b"other")
-    assert changed_settings(before, content_config(run)) == ["source.leave_out_blake3"]
+    assert changed_settings(before, content_config(run)) == [f"source.{key}_blake3"]

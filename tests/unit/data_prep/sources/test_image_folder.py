@@ -138,15 +138,13 @@ def test_each_split_lists_its_classes(tmp_path: Path) -> None:
         ({"train": "train", "test": "train"}, "two splits share files"),
         ({"train": "train", "test": "train/cat"}, "two splits share files"),
         ({"train": "train", "test": "empty"}, "source.splits.test.*no class folders, but 1 image"),
-        ({}, "named like splits"),
     ],
 )
 def test_unusable_split_folders_are_refused(
     splits: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     touch(tmp_path, "source/train/cat/1.jpg", "source/val/cat/1.jpg", "beside/cat/1.jpg")
-    if splits:
-        touch(tmp_path, "source/empty/1.jpg")
+    touch(tmp_path, "source/empty/1.jpg")
     with pytest.raises(UserError, match=message):
         folder(tmp_path / "source", **splits).containers()
 
@@ -218,9 +216,50 @@ def test_without_classes_every_image_below_is_listed(tmp_path: Path) -> None:
     }
 
 
-def test_without_classes_split_folders_are_named_too(tmp_path: Path) -> None:
-    touch(tmp_path, "train/1.jpg", "val/1.jpg")
-    with pytest.raises(UserError, match="named like splits"):
-        unlabelled(tmp_path).containers()
-    rows = list_source(unlabelled(tmp_path, train="train", test="val"))
-    assert {(row.split, row.name) for row in rows} == {("train", "1"), ("test", "1")}
+def test_sub_folders_named_like_splits_are_splits(tmp_path: Path) -> None:
+    touch(tmp_path, "Train/cat/1.jpg", "valid/cat/2.jpg", ".cache/x/3.jpg")
+    rows = {row.path: (row.split, row.class_name) for row in list_source(folder(tmp_path))}
+    assert rows == {"Train/cat/1.jpg": ("train", "cat"), "valid/cat/2.jpg": ("val", "cat")}
+    assert {row.split for row in list_source(unlabelled(tmp_path))} == {"train", "val"}
+    touch(tmp_path, "val/cat/3.jpg")
+    with pytest.raises(UserError, match=r"named like splits \(Train, val, valid\)"):
+        folder(tmp_path).containers()
+    touch(tmp_path, "dog/4.jpg")
+    assert {row.split for row in list_source(folder(tmp_path))} == {"train"}
+
+
+KAGGLE = "ImageId,PredictionString\nv_2,dog 85 1 499 272\nv_1,cat 1 1 4 4 dog 1 2 3 4\n"
+
+
+@pytest.mark.parametrize("text", [KAGGLE, "v_1.JPEG cat\nval/v_2.JPEG dog\n", "cat\ndog\n"])
+def test_a_list_names_the_classes_of_loose_images(text: str, tmp_path: Path) -> None:
+    touch(tmp_path, "in/train/cat/1.jpg", "in/train/dog/1.jpg", "in/train/loose.jpg")
+    touch(tmp_path, "in/val/v_2.JPEG", "in/val/v_1.JPEG", "in/val/.v_0.JPEG", "in/val/note.txt")
+    (tmp_path / "list").write_text(text)
+    settings = SourceSettings(path=str(tmp_path / "in"), val_labels=str(tmp_path / "list"))
+    rows = {row.path: (row.class_name, row.reason) for row in list_source(ImageFolder(settings))}
+    assert rows == {
+        "train/cat/1.jpg": ("cat", None),
+        "train/dog/1.jpg": ("dog", None),
+        "train/loose.jpg": (None, "no_class"),
+        "val/v_1.JPEG": ("cat", None),
+        "val/v_2.JPEG": ("dog", None),
+        "val/.v_0.JPEG": (None, "hidden"),
+        "val/note.txt": (None, "other_name"),
+    }
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (None, "3 image files(.|\n)*source.val_labels"),
+        ("cat\ndog\n", "2 classes for 3 images"),
+        ("a,cat\nb,dog\n", "names no image"),
+    ],
+)
+def test_lists_that_do_not_fit_are_refused(text: str | None, message: str, tmp_path: Path) -> None:
+    touch(tmp_path, "in/train/cat/1.jpg", *(f"in/val/{i}.jpg" for i in range(3)))
+    (tmp_path / "list").write_text(text or "")
+    listed = None if text is None else str(tmp_path / "list")
+    with pytest.raises(UserError, match=message):
+        ImageFolder(SourceSettings(path=str(tmp_path / "in"), val_labels=listed)).containers()
