@@ -42,7 +42,7 @@ try:
     from vitscale.data.index import Manifest, read_manifest
     from vitscale.data.remote.urls import Location, Url, location_of
     from vitscale.distributed.atomic_files import commit_folder, write_json
-    from vitscale.distributed.processes import ordered_results, workers_for
+    from vitscale.distributed.processes import num_gpus, ordered_results, workers_for
     from vitscale.runs.data_prep import DataPrepRun
     from vitscale.tracking.console import item_progress
 except ModuleNotFoundError as error:
@@ -256,7 +256,7 @@ def print_summary(output: Path, manifest: Manifest, *, seconds: float) -> None:
         )
     classes = f"{len(manifest.classes):,} classes" if manifest.classes else "no labels"
     print(f"  {classes}, tars in {manifest.shards_root}, {seconds:.1f} s")
-    print(f"next: {training_command(output, manifest)}")
+    print(f"next: {training_command(output, manifest, gpus=num_gpus())}")
 
 
 def _named(output: Path) -> str:

@@ -41,6 +41,7 @@ try:
     from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError, run_script
     from vitscale.data.index import Manifest, read_manifest
     from vitscale.distributed.atomic_files import write_json
+    from vitscale.distributed.processes import num_gpus
     from vitscale.runs.data_prep import DataPrepRun
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -198,7 +199,7 @@ def print_summary(output: Path, manifest: Manifest, *, seconds: float) -> None:
         )
     classes = f"{len(manifest.classes):,} classes" if manifest.classes else "no labels"
     print(f"  {classes}, {seconds:.1f} s, ledger.parquet names every input")
-    print(f"next: {training_command(output, manifest)}")
+    print(f"next: {training_command(output, manifest, gpus=num_gpus())}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import argparse
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from pathlib import Path
 
 try:
     from vitscale.config.errors import UserError, run_script
+    from vitscale.distributed.processes import num_gpus
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
@@ -31,6 +33,11 @@ MAX_PROCESSES = 2
 # Lines of the deepspeed launcher, left out of the output.
 LAUNCHER_LINE = re.compile(r"^(\[rank\d\]:)?(\[\d{4}-|W\d{4}).*(INFO|WARNING|No CUDA runtime)")
 FOLDER_STEPS = 600
+# Of a folder, which may be ImageNet: 600 steps see 38,400 images.
+MAX_PER_CLASS, MAX_IMAGES = 200, 20_000
+SUFFIXES = (".jpg", ".jpeg", ".png", ".webp")
+SPLITS = {"train", "training", "val", "valid", "validation", "test"}
+ALLOWED = "a folder with one sub-folder of JPEG, PNG or WebP images per class"
 # 53 accented letters, in the fonts of matplotlib's wheel.
 LETTERS = shlex.split("--sets western --grey-levels fixed --num-train 160 --num-test 40")
 
@@ -47,6 +54,10 @@ class Corpus:
     @property
     def shards(self) -> str:
         return f"runs/{self.name}/shards"
+
+    @property
+    def images(self) -> Path:
+        return ROOT / "runs" / self.name / "images"
 
     @property
     def report(self) -> str:
@@ -68,16 +79,41 @@ def corpus_of(data: str | None) -> Corpus:
         raise UserError(
             "no such folder",
             where=f"DATA={data}",
-            allowed="a folder with one sub-folder of JPEG, PNG or WebP images per class",
+            allowed=ALLOWED,
         )
     slug = re.sub(r"[^A-Za-z0-9_-]+", "-", folder.name).strip("-") or "folder"
     return Corpus(name=f"demo-{slug}"[:60], data=folder, image_sizes=(16, 24))
 
 
-def num_processes() -> int:
-    """One per GPU, at most two. Without GPUs two, which share the CPU cores."""
-    gpus = Path("/proc/driver/nvidia/gpus")
-    return min(MAX_PROCESSES, len(list(gpus.iterdir()))) if gpus.is_dir() else MAX_PROCESSES
+def copy_some(corpus: Corpus) -> None:
+    """Link, or copy, at most MAX_PER_CLASS images of each class; of IMAGES/{train,val} of train."""
+    folder, target = corpus.data, corpus.images
+    if folder is None or target.exists():
+        return
+    classes = sub_folders(folder)
+    if len(classes) > 1 and {path.name.lower() for path in classes} <= SPLITS:
+        folder = next((path for path in classes if path.name.lower().startswith("train")), folder)
+        classes = sub_folders(folder)
+    most = min(MAX_PER_CLASS, max(10, MAX_IMAGES // max(1, len(classes))))
+    started = target.with_name("images.part")
+    shutil.rmtree(started, ignore_errors=True)
+    for each in classes:
+        images = sorted(path for path in each.rglob("*") if path.suffix.lower() in SUFFIXES)
+        for number, image in enumerate(images[:: -(-len(images) // most) or 1]):
+            copy = started / each.name / f"{number:04d}{image.suffix}"
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                copy.hardlink_to(image.resolve())
+            except OSError:  # on another file system
+                shutil.copyfile(image, copy)
+    if not started.exists():
+        raise UserError("has no class folders with images", where=f"DATA={folder}", allowed=ALLOWED)
+    started.rename(target)
+    print(f"{target}: at most {most} images of each of {len(classes):,} classes of {folder}")
+
+
+def sub_folders(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir() and path.name[0] != ".")
 
 
 def data_commands(corpus: Corpus) -> list[list[str]]:
@@ -102,9 +138,10 @@ def data_commands(corpus: Corpus) -> list[list[str]]:
         [
             *make_shards,
             "configs/data/image_folder.yaml",
-            f"source.path={corpus.data}",
+            f"source.path={corpus.images}",
             f"output={corpus.shards}",
             "source.holdout_fraction=0.2",
+            "images.short_side=64",
             "shards.min_shards=4",
         ]
     ]
@@ -113,7 +150,8 @@ def data_commands(corpus: Corpus) -> list[list[str]]:
 def training_command(corpus: Corpus, script: str, config: str, part: str, *more: str) -> list[str]:
     launcher = str(Path(sys.executable).with_name("deepspeed"))
     overrides = [f"name={corpus.run(part)}", f"data.path={corpus.shards}", *more]
-    processes = f"--num_gpus={num_processes()}"
+    # Without GPUs two processes share the CPU cores.
+    processes = f"--num_gpus={min(MAX_PROCESSES, num_gpus() or MAX_PROCESSES)}"
     return [launcher, processes, script, "--config", config, *overrides]
 
 
@@ -195,6 +233,7 @@ def main() -> None:
     arguments = parser.parse_args()
     corpus = corpus_of(arguments.data)
     start = time.monotonic()
+    copy_some(corpus)
     titles = ["images", "shards"] if corpus.data is None else ["shards"]
     titles += ["pre-train", "fine-tune at a higher resolution", "the same from scratch", "compare"]
     runs = [f"runs/{corpus.run(part)}" for part in ("pretrain", "finetune", "scratch")]

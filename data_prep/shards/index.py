@@ -7,6 +7,7 @@ Leaves out: their columns and fields (`vitscale.data.index`) and the tars (`tar_
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,6 +31,8 @@ from vitscale.distributed.atomic_files import atomic_file, write_json, write_tex
 
 CARD_NAME = "README.md"
 
+# Up to these numbers of images, `training_command` takes a small model, and DeiT's recipe.
+SMALL_SAMPLES, MEDIUM_SAMPLES = 50_000, 2_000_000
 # Rows per parquet row group: held in memory by the writer, skipped as one by readers of a split.
 ROW_GROUP_ROWS = 1 << 13
 
@@ -140,13 +143,27 @@ def folder_of_tars(folder: Path, manifest: Manifest) -> Path:
     return place
 
 
-def training_command(folder: Path, manifest: Manifest) -> str:
-    """A command that trains on a shard folder."""
-    config, setting = "vit_b16", f"model.num_classes={len(manifest.classes)}"
+def training_command(folder: Path, manifest: Manifest, *, gpus: int) -> str:
+    """A command that trains on a shard folder, on a machine with so many GPUs.
+
+    Without GPUs, of a large recipe the plan alone.
+    """
+    num = sum(entry.num_samples for entry in manifest.splits.values())
+    config, settings = "vit_b16", [f"model.num_classes={len(manifest.classes)}"]
     if not manifest.classes:
-        config, setting = "mae/b16", "'evaluate=[]'"
+        config, settings = "mae/b16", ["'evaluate=[]'"]
+    elif num <= SMALL_SAMPLES:
+        config, gpus = "digits/pretrain", gpus or 2
+        name = re.sub(r"[^A-Za-z0-9]+", "-", folder.name).strip("-")[:60] or "shards"
+        # The epochs of the file could be fewer steps than its warm-up.
+        settings = [f"name={name}-pretrain", "schedule.epochs=null", "schedule.steps=1000"]
+    elif num <= MEDIUM_SAMPLES:
+        config = "deit/s16"
     held_out = sorted(manifest.splits.keys() - {"train"})
-    if "val" not in held_out:  # which these files name
-        setting += f" data.val_split={held_out[0] if held_out else 'null'}"
-    command = f"deepspeed pretrain/main.py --config configs/{config}.yaml"
-    return f"{command} data.path={quote(str(folder))} {setting}"
+    val_split = "val" if "val" in held_out else next(iter(held_out), "null")
+    settings.append(f"data.val_split={val_split}")
+    script = "launch/slurm.py --dry-run"
+    if gpus:  # a power of two, which divides the batches of all recipes
+        script = f"--num_gpus {1 << gpus.bit_length() - 1} pretrain/main.py"
+    command = f"{'deepspeed' if gpus else 'python'} {script} --config configs/{config}.yaml"
+    return " ".join([command, f"data.path={quote(str(folder))}", *settings])

@@ -51,6 +51,12 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def num_gpus(driver: Path = Path("/proc/driver/nvidia")) -> int:
+    """NVIDIA GPUs of this machine, by its driver."""
+    gpus = driver / "gpus"
+    return len(list(gpus.iterdir())) if gpus.is_dir() else 0
+
+
 def threads_per_rank(
     *, world_size: int, local_world_size: int, environment: Mapping[str, str] = os.environ
 ) -> int:

@@ -54,7 +54,8 @@ class SourceSettings(Section):
     holdout_split: str = "test"
     """Split that held-out images go to."""
     holdout_fraction: float = Field(default=0.0, ge=0, lt=1)
-    """Share of each class moved from `train` to `holdout_split` (seeded); none if there are other splits."""
+    """Share of each class moved from `train` to `holdout_split` (seeded). Only if the corpus has no
+    other split."""
     val_per_class: int = Field(default=0, ge=0)
     """Images of each class moved from `train` to `holdout_split`, never the whole class."""
     min_images_per_class: int = Field(default=0, ge=0)

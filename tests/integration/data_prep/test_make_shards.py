@@ -261,7 +261,7 @@ def linked_class(root: Path) -> None:
         (no_classes, "has no class folders, but 24 image files"),
         (empty_class, "1 of 3 classes hold no images: 'eel'"),
         (rotten_class, "no usable image is left of 1 classes: eel"),
-        (split_folders, "named like splits"),
+        (split_folders, "set source.val_labels to a list"),
         (linked_class, "eel' is a link out of the source"),
     ],
 )
