@@ -46,6 +46,8 @@ ALL_DEVICES = "all"
 RESTART_EXIT: int = LOCAL_REQUEUE_RETURN_CODE
 # Kept when submitting from inside another job: they name the cluster, not the job.
 CLUSTER_VARIABLES = ("SLURM_CONF", "SLURM_CLUSTERS")
+# Ten years: nothing would restart a local job that submitit ends.
+LOCAL_LIMIT_MIN = 10 * 365 * 24 * 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -270,7 +272,7 @@ def start_locally(
     folder.mkdir(mode=0o700)
     executor = LocalExecutor(folder, python=launch.python)
     executor.update_parameters(
-        timeout_min=launch.timeout_min,
+        timeout_min=LOCAL_LIMIT_MIN,
         tasks_per_node=num_procs,
         signal_delay_s=launch.signal_delay_s,
         stderr_to_stdout=True,

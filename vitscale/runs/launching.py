@@ -39,7 +39,7 @@ class LaunchSettings(Section):
     mem_gb: int | None = Field(default=None, gt=0)
     """Memory per node, in an array per task; null: the site's default."""
     timeout_min: int = Field(default=1440, gt=0)
-    """Wall time of one job; the run continues in requeued jobs."""
+    """SLURM only: wall time of one job; the run continues in requeued jobs."""
     signal_delay_s: int = Field(default=120, gt=0)
     """How long before its end a job is warned, to save and requeue."""
     max_requeues: int = Field(default=100, ge=0)

@@ -124,6 +124,13 @@ def test_ranks_join_and_rank_0_is_shown(tmp_path: Path) -> None:
     assert "rank 0 of 2" in output and "rank 1 of 2" not in output
 
 
+def test_a_local_job_has_no_time_limit(tmp_path: Path) -> None:
+    stage = "import os; print(int(os.environ['SUBMITIT_LOCAL_TIMEOUT_S']) // (365 * 86400))"
+    code, output, errors = run(tmp_path, stage)
+    assert code == 0, errors
+    assert "10" in output.split()
+
+
 @pytest.mark.parametrize(
     "death", ["raise RuntimeError('out of ideas')", "os.kill(os.getpid(), signal.SIGKILL)"]
 )
