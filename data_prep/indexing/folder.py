@@ -16,6 +16,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from data_prep.indexing.tars import TarResult, TarUnit
 from data_prep.labels.assignment import load_labels
@@ -41,10 +42,12 @@ from vitscale.data.index import (
     SplitEntry,
     index_schema,
 )
+from vitscale.data.order import check_mixed
 from vitscale.data.remote.urls import Location, Url
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.runs.data_prep import DataPrepRun
 
+TRAIN = "train"
 Tars = Sequence[tuple[TarUnit, TarResult]]
 
 
@@ -92,6 +95,12 @@ def write_index_folder(
         tables=(_index_rows(unit, classes) for tars in of_split.values() for unit, _ in tars),
     )
     splits = {split: _split_entry(tars, classes) for split, tars in of_split.items()}
+    if TRAIN in splits:
+        rows = pq.read_table(
+            folder / INDEX_NAME, columns=["label"], filters=[("split", "==", TRAIN)]
+        )
+        lengths = splits[TRAIN].shard_lengths
+        check_mixed(rows["label"].to_numpy(), shard_lengths=lengths, where="source.path")
     write_info(folder, splits=splits, shards_root=shards_root)
     manifest = Manifest(
         format_version=FORMAT_VERSION,

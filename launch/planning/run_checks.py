@@ -23,6 +23,7 @@ from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import step_folders
 from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME, read_manifest, read_split
+from vitscale.data.order import check_mixed
 from vitscale.data.remote.urls import location_of
 from vitscale.data.tars.names import tars_of_split
 from vitscale.models.registry import MODELS
@@ -124,6 +125,8 @@ def _data(run: LaunchableRun) -> Iterator[Check]:
             )
             return
         index = read_split(folder, split=split)
+        if isinstance(run, PretrainRun | FinetuneRun) and split == run.data.train_split:
+            check_mixed(index.label, shard_lengths=index.shard_lengths, where="data.path")
         found.append(f"{split}: {index.num_samples:,} samples in {len(index.shard_paths):,} shards")
     yield ok("data", "; ".join(found) + "; as in the manifest")
 

@@ -11,13 +11,14 @@ is computed, and seeking to any position costs the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TypeVar
 
 import numpy as np
 
+from vitscale.config.errors import UserError
 from vitscale.distributed.random_numbers import permutation, stream_key
 
 # Raise with any change of the order. A checkpoint of another version is refused: the run would
@@ -104,6 +105,35 @@ def _remember(recent: dict[K, V], key: K, value: V) -> None:
     if len(recent) == REMEMBERED:
         del recent[next(iter(recent))]
     recent[key] = value
+
+
+def check_mixed(labels: np.ndarray, *, shard_lengths: Sequence[int], where: str) -> None:
+    """Raise UserError for tars sorted by class, which the blocks of an epoch do not mix.
+
+    labels: of each sample, tar after tar. Blocks need a tenth of the classes that they would have
+    if all samples were shuffled.
+    """
+    lengths, shards = (
+        np.array(shard_lengths),
+        np.random.default_rng(0).permutation(len(shard_lengths)),
+    )
+    num_blocks = -(-len(shards) // BLOCK_SHARDS)
+    if num_blocks < 2 or labels.max(initial=-1) < 0:
+        return
+    block = np.empty(len(shards), np.int64)
+    block[shards] = np.arange(len(shards)) // BLOCK_SHARDS
+    shares = np.bincount(labels[labels >= 0]) / len(labels)
+    found = len(np.unique(np.repeat(block, lengths) * len(shares) + labels)) / num_blocks
+    shuffled = float((1 - (1 - shares) ** (len(labels) / num_blocks)).sum())
+    if found < shuffled / 10:
+        raise UserError(
+            f"the tars are sorted by class: training mixes {BLOCK_SHARDS} of its {len(shards):,} "
+            f"tars at a time, which have {found:,.0f} classes; shuffled they would have "
+            f"{shuffled:,.0f}",
+            where=where,
+            next_step="write shuffled ones, by data_prep/make_shards.py with "
+            "source.kind=webdataset; tars for evaluation alone: 'source.splits={val: \"*.tar\"}'",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -219,3 +219,18 @@ def test_settings_that_rewrite_tars_are_refused(
         assert message in finished.stderr
     assert "Traceback" not in finished.stderr
     assert not (tmp_path / "index").exists()
+
+
+def test_tars_sorted_by_class_are_refused_for_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitscale.data.order.BLOCK_SHARDS", 1)
+    image = photo(0)
+    for label in range(20):
+        rows = [{"__key__": f"{i}", "jpg": image, "cls": label} for i in range(20)]
+        write_tar(tmp_path / "tars" / f"{label:03d}.tar", rows)
+    finished = run_index(tmp_path / "tars", tmp_path / "index")
+    assert finished.returncode == 2 and not (tmp_path / "index").exists()
+    assert "1 of its 20 tars at a time, which have 1 classes; shuffled" in finished.stderr
+    assert "next: write shuffled ones" in finished.stderr
+    index(tmp_path / "tars", tmp_path / "index", 'source.splits={val: "*.tar"}')

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from finetune.run import FinetuneRun
@@ -15,6 +17,7 @@ from launch.planning.run_checks import checkpoint_bytes, run_checks
 from pretrain.run import PretrainRun
 from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.config.errors import UserError, UserErrors
+from vitscale.data.index import read_split
 
 
 @pytest.fixture
@@ -207,3 +210,16 @@ def test_the_table_names_each_check_once(capsys: pytest.CaptureFixture[str]) -> 
     assert raised.value.errors == error.errors
     refuse_or_warn([checks[0], checks[-1]])
     assert capsys.readouterr().err == "warning: cores: too few\n  next: ask for more\n"
+
+
+def test_shards_sorted_by_class_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    classes = [str(number) for number in range(20)]
+    path = write_shard_folder(tmp_path / "s", num_per_class=20, num_shards=20, classes=classes)
+    monkeypatch.setattr("vitscale.data.order.BLOCK_SHARDS", 1)
+    assert checked(data={"path": str(path)})["data"].result == "ok"
+    index = read_split(path, split="train")
+    sorted_index = replace(index, label=np.sort(index.label))
+    monkeypatch.setattr("launch.planning.run_checks.read_split", lambda *_, **__: sorted_index)
+    assert "sorted by class" in checked(data={"path": str(path)})["data"].detail

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vitscale.config.errors import UserError
 from vitscale.data import order as order_module
-from vitscale.data.order import BLOCK_SHARDS, REMEMBERED, SampleOrder, rank_batches
+from vitscale.data.order import BLOCK_SHARDS, REMEMBERED, SampleOrder, check_mixed, rank_batches
 from vitscale.distributed.random_numbers import CounterRandom, permutation, stream_key
 
 LENGTHS = st.lists(st.integers(0, 9), min_size=1, max_size=40).filter(lambda x: sum(x) > 0)
@@ -120,3 +122,18 @@ def test_counter_random_is_uniform_and_repeatable() -> None:
 PINNED_PERMUTATION = [4, 1, 6, 2, 3, 0, 7, 5]
 PINNED_ORDER = [1, 6, 0, 7, 2, 5, 3, 4, 8]
 PINNED_KEY = 5635535206041787705
+
+
+@pytest.mark.parametrize(
+    "num_classes, num_tars, is_refused", [(1000, 1000, True), (1000, 40, False), (20, 200, False)]
+)
+def test_tars_sorted_by_class_are_refused(
+    num_classes: int, num_tars: int, is_refused: bool
+) -> None:
+    labels = np.repeat(np.arange(num_classes, dtype=np.int32), 40)
+    lengths = [len(part) for part in np.array_split(labels, num_tars)]
+    check_mixed(np.random.default_rng(1).permutation(labels), shard_lengths=lengths, where="x")
+    check_mixed(np.full_like(labels, -1), shard_lengths=lengths, where="x")
+    refused = pytest.raises(UserError, match=r"16 classes; shuffled they would have 4\d\d")
+    with refused if is_refused else nullcontext():
+        check_mixed(labels, shard_lengths=lengths, where="x")
