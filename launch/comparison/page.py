@@ -1,20 +1,22 @@
-"""Write the comparison page: one HTML file that loads nothing and runs no script.
+"""Write the comparison page: one HTML file that loads nothing, with charts by plotly.
 
 Owns: the verdict, the charts, the pictures, and filling `page.html.j2`.
 Leaves out: the numbers (`differences`, `progress`) and the tables (`text`).
 
-Names of runs, parameters and metrics come from untrusted files: the template escapes them, charts
-and pictures are images, and the page's security policy admits nothing else.
+Names of runs, parameters and metrics come from untrusted files: the template escapes them, figures
+are JSON in attributes, and the page's security policy admits two scripts, by their hashes.
 """
 
 from __future__ import annotations
 
 import base64
-import io
+import hashlib
+import html
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -40,9 +42,6 @@ from launch.comparison.text import (
 )
 from vitscale.config.errors import UserError
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#8a6d00"),
     *("#56b4e9", "#7f3c8d", "#5d6b78", "#b03060", "#3b7d23"),
@@ -54,7 +53,13 @@ SAME_BUDGET = 0.01
 FORMATS = {"steps": ",.0f", "samples": ",.0f", "hours": ",.3g", "flops": ".3g"}
 # A curve of more points is drawn as the mean of each interval within its extremes.
 MAX_POINTS = 300
-INCHES = (5.2, 3.0)
+DRAW = """
+for (const chart of document.querySelectorAll("[data-figure]")) {
+  const {data, layout} = JSON.parse(chart.dataset.figure);
+  const modeBarButtons = [["toImage", "zoom2d", "pan2d", "resetScale2d"]];
+  Plotly.newPlot(chart, data, layout, {responsive: true, displaylogo: false, modeBarButtons});
+}
+"""
 PNG_START = b"\x89PNG\r\n\x1a\n"
 MAX_PICTURE_BYTES = 2 << 20
 MAX_ALL_PICTURE_BYTES = 16 << 20
@@ -81,6 +86,8 @@ def write_page(comparison: Comparison, *, path: Path) -> None:
 def render(comparison: Comparison) -> str:
     """The page as text."""
     import jinja2
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
 
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -89,6 +96,7 @@ def render(comparison: Comparison) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    scripts = (get_plotlyjs(), DRAW)
     charts: list[str] = []
     constant: list[str] = []
     for key in sorted((line.key for line in comparison.metrics), key=metric_place):
@@ -102,7 +110,8 @@ def render(comparison: Comparison) -> str:
         notes.append(f"{num_left_out} pictures are too large or no PNG, and left out.")
     return environment.get_template("page.html.j2").render(
         labels=[run.label for run in comparison.runs],
-        colors=COLORS,
+        scripts=[Markup(script) for script in scripts],
+        allowed=Markup(" ".join(map(_script_hash, scripts))),
         verdict=list(_verdict(comparison)),
         runs=_runs_table(comparison),
         charts=[(key, _curves(comparison, key)) for key in first],
@@ -232,19 +241,18 @@ def _unequal(comparison: Comparison) -> str | None:
 
 
 def _curves(comparison: Comparison, key: str) -> str:
-    """One metric of all runs over the axis of the budget, as base64 of an SVG."""
+    """One metric of all runs over the axis of the budget, as a figure of plotly in JSON."""
     axis = "steps" if comparison.budget is None else comparison.budget.axis
-
-    def draw(axes: Axes) -> None:
-        for i, (run, progress) in enumerate(zip(comparison.runs, comparison.progress, strict=True)):
-            steps, values = run.series(key)
-            y = np.asarray(values, dtype=np.float64)
-            finite = np.isfinite(y)
-            x = np.asarray(_along(progress, axis, steps), dtype=np.float64)
-            _draw_curve(axes, x[finite], y[finite], number=i)
-        axes.set_xlabel("FLOPs" if axis == "flops" else axis)
-
-    return _chart(draw)
+    traces = []
+    for number, (run, progress) in enumerate(
+        zip(comparison.runs, comparison.progress, strict=True)
+    ):
+        steps, values = run.series(key)
+        y = np.asarray(values, dtype=np.float64)
+        x = np.asarray(_along(progress, axis, steps), dtype=np.float64)
+        finite = np.isfinite(y)
+        traces += _curve(x[finite], y[finite], label=run.label, number=number)
+    return _figure(traces, x_title="FLOPs" if axis == "flops" else axis)
 
 
 def _along(progress: Progress, axis: str, steps: Sequence[int]) -> Sequence[float]:
@@ -254,58 +262,71 @@ def _along(progress: Progress, axis: str, steps: Sequence[int]) -> Sequence[floa
     return np.interp(steps, progress.steps, totals).tolist()
 
 
-def _draw_curve(axes: Axes, x: Any, y: Any, *, number: int) -> None:
-    style: dict[str, Any] = {"color": COLORS[number % len(COLORS)], "linewidth": 1.4}
-    if number >= len(COLORS):
-        style["linestyle"] = "--"
+def _curve(x: Any, y: Any, *, label: str, number: int) -> list[dict[str, Any]]:
+    """The line of one run; a long one is means of intervals, within a band of their extremes."""
+    color = COLORS[number % len(COLORS)]
+    line = {"color": color, "width": 1.6, "dash": "solid" if number < len(COLORS) else "dash"}
+    same = {"name": _text(label), "legendgroup": str(number), "line": line}
     if len(x) <= MAX_POINTS:
-        axes.plot(x, y, marker="." if len(x) < 30 else None, **style)
-        return
+        mode = "lines+markers" if len(x) < 30 else "lines"
+        return [{**same, "mode": mode, "x": _rounded(x), "y": _rounded(y)}]
     edges = np.linspace(0, len(x), MAX_POINTS + 1).astype(int)[:-1]
     counts = np.diff([*edges, len(x)])
-    means_x, means_y = (np.add.reduceat(each, edges) / counts for each in (x, y))
-    low, high = np.minimum.reduceat(y, edges), np.maximum.reduceat(y, edges)
-    axes.fill_between(means_x, low, high, color=style["color"], alpha=0.2, linewidth=0)
-    axes.plot(means_x, means_y, **style)
+    x, means = (np.add.reduceat(each, edges) / counts for each in (x, y))
+    band = np.concatenate(
+        [np.maximum.reduceat(y, edges), np.minimum.reduceat(y, edges)[::-1], means[:0]]
+    )
+    around = {"x": _rounded(np.concatenate([x, x[::-1]])), "y": _rounded(band), "mode": "lines"}
+    filled = {"fill": "toself", "fillcolor": f"{color}33", "line": {"width": 0}}
+    quiet = {"legendgroup": str(number), "showlegend": False, "hoverinfo": "skip"}
+    return [
+        {**around, **filled, **quiet},
+        {**same, "mode": "lines", "x": _rounded(x), "y": _rounded(means)},
+    ]
 
 
 def _dependence(found: Dependence) -> str:
-    def draw(axes: Axes) -> None:
-        for i, (name, points) in enumerate(found.series.items()):
-            numbers, means = [x for x, _, _ in points], [y for _, y, _ in points]
-            bars = [deviation or 0.0 for _, _, deviation in points]
-            color = COLORS[i % len(COLORS)]
-            axes.errorbar(
-                numbers, means, yerr=bars, color=color, marker="o", markersize=3, capsize=3
-            )
-            if len(found.series) > 1:
-                last = (numbers[-1], means[-1])
-                axes.annotate(
-                    printable(name), last, (4, 4), textcoords="offset points", color=color
-                )
-        every = [number for points in found.series.values() for number, _, _ in points]
-        if min(every) > 0 and max(every) >= 10 * min(every):
-            axes.set_xscale("log")
-        axes.set_xlabel(printable(found.key))
-
-    return _chart(draw)
+    traces = []
+    for number, (name, points) in enumerate(found.series.items()):
+        x, y, deviations = ([point[i] for point in points] for i in range(3))
+        bars = {"array": [deviation or 0.0 for deviation in deviations], "type": "data"}
+        line = {"color": COLORS[number % len(COLORS)]}
+        same = {"mode": "lines+markers", "name": _text(name), "line": line}
+        traces.append({**same, "x": x, "y": y, "error_y": bars})
+    every = [number for points in found.series.values() for number, _, _ in points]
+    log = min(every) > 0 and max(every) >= 10 * min(every)
+    return _figure(traces, x_title=_text(found.key), x_type="log" if log else "linear")
 
 
-def _chart(draw: Any) -> str:
-    """Base64 of the SVG of one chart."""
-    import matplotlib
-    from matplotlib.figure import Figure
+def _figure(traces: list[dict[str, Any]], *, x_title: str, x_type: str = "linear") -> str:
+    axis = {"gridcolor": "#e6eaef", "zeroline": False, "automargin": True}
+    layout = {
+        "height": 320,
+        "margin": {"l": 45, "r": 10, "t": 10, "b": 40},
+        "hovermode": "x unified",
+        "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#1b1f24"},
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "showlegend": sum(trace.get("showlegend", True) for trace in traces) > 1,
+        "legend": {"orientation": "h", "y": -0.2},
+        "xaxis": {**axis, "title": {"text": x_title}, "type": x_type},
+        "yaxis": axis,
+    }
+    return json.dumps({"data": traces, "layout": layout}, allow_nan=False)
 
-    settings: Any = {"svg.fonttype": "none", "svg.hashsalt": "page", "text.parse_math": False}
-    with matplotlib.rc_context({**settings, "font.family": "sans-serif", "font.size": 9}):
-        figure = Figure(figsize=INCHES, layout="constrained")
-        axes = figure.add_subplot()
-        axes.grid(color="#e6eaef")
-        axes.spines[["top", "right"]].set_visible(False)
-        draw(axes)
-        file = io.BytesIO()
-        figure.savefig(file, format="svg", metadata={"Date": None})
-    return base64.b64encode(file.getvalue()).decode()
+
+def _text(name: str) -> str:
+    """A name that plotly, which reads some HTML in its texts, shows as it is."""
+    return html.escape(printable(name))
+
+
+def _rounded(values: Any) -> list[float]:
+    return [float(f"{value:.6g}") for value in values]
+
+
+def _script_hash(script: str) -> str:
+    """What the security policy calls a script that may run."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 # ---- pictures ---------------------------------------------------------------------------------

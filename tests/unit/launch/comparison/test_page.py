@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import html
+import json
 import re
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 from launch.comparison.differences import compare
-from launch.comparison.page import MAX_PICTURE_BYTES, PNG_START, render
+from launch.comparison.page import MAX_PICTURE_BYTES, MAX_POINTS, PNG_START, render
 from launch.comparison.runs import ComparedRun, load_runs
 from vitscale.tracking.journal import Row
 from vitscale.tracking.run_facts import DatasetFacts
@@ -33,6 +35,11 @@ def verdict(*runs: ComparedRun) -> str:
     found = re.search(r'<p class="verdict">(.*?)<h2>', render(compare(runs)), re.DOTALL)
     assert found
     return re.sub(r"<[^>]*>", "", found[1])
+
+
+def figures(page: str) -> list[dict[str, Any]]:
+    found = re.findall(r'data-figure="([^"]*)"', page)
+    return [json.loads(html.unescape(figure)) for figure in found]
 
 
 def test_runs_are_ranked_by_accuracy_before_loss() -> None:
@@ -63,20 +70,24 @@ def test_charts_hold_every_run() -> None:
     """Long ones as means within their extremes, and values that are not finite are left out."""
     long = [{"train/loss": float(i % 7), "odd/zero": 0.0} for i in range(2000)]
     page = render(compare([run("a", *long), run("b", {"train/loss": float("nan")})]))
-    (chart,) = re.findall(r'src="data:image/svg\+xml;base64,([^"]*)"', page)
-    svg = ElementTree.fromstring(base64.b64decode(chart))
-    text = ElementTree.tostring(svg, encoding="unicode")
-    assert "#0072b2" in text and "steps" in text
-    assert "Always 0, and left out: odd/zero." in page and len(page) < 60_000
+    (figure,) = figures(page)
+    band, mean = figure["data"][:2]
+    assert mean["name"] == "a" and len(mean["x"]) == MAX_POINTS and figure["data"][2]["x"] == []
+    assert max(band["y"]) == 6 and min(band["y"]) == 0 and 2.5 <= min(mean["y"]) <= 3.5
+    assert figure["layout"]["xaxis"]["title"]["text"] == "steps"
+    assert "Always 0, and left out: odd/zero." in page
 
 
 def test_hostile_names_are_text() -> None:
     evil = [run(EVIL, {EVIL: 0.5, "val/top1": float(i)}, lr=str(i), x=EVIL) for i in (1, 2)]
     page = render(compare(evil))
-    assert "<img src=x" not in page and "<!--" not in page and "<script" not in page
-    for chart in re.findall(r"base64,([^\"]*)", page):
-        ElementTree.fromstring(base64.b64decode(chart))
-    assert "default-src 'none'" in page and "script-src" not in page
+    before = page.partition("<script>")[0]
+    assert "<img src=x" not in before and "<!--" not in before and page.count("<script>") == 2
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert "default-src 'none'" in policy and policy.count("'sha256-") == 2
+    assert "unsafe" not in policy.replace("style-src 'unsafe-inline'", "")
+    for figure in figures(page):
+        assert not re.search("<[a-z!/]", json.dumps(figure))
 
 
 def test_a_run_says_when_by_whom_and_from_what(tmp_path: Path) -> None:
@@ -115,6 +126,6 @@ def test_pictures_of_runs_are_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "b/pictures/no_png.png").write_bytes(b"<svg/>")
     page = render(compare(runs))
     assert re.findall("<h3>(.*)</h3>", page) == ["worst classes", "a first"]
-    found = re.findall(r'data:image/png;base64,([^"]*)', page)
+    found = re.findall(r'data:image/png;base64,([^"]*)', page.partition("<script>")[0])
     assert [base64.b64decode(each)[-1:] for each in found] == [b"a", b"b", b"\n"]
     assert "2 pictures are too large or no PNG" in page
