@@ -10,7 +10,6 @@ import yaml
 from finetune.exporting.format import Format
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.evaluation.models.trained_model import TrainedModel
-from vitscale.images.size import rows_and_columns
 from vitscale.models.vit.architecture import ViTArchitecture
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
 from vitscale.tracking.run_facts import redact_yaml
@@ -76,16 +75,13 @@ def _architecture(loaded: LoadedModel) -> str:
 
 def _images(loaded: LoadedModel) -> Iterator[str]:
     how = loaded.preprocessing
-    rows, columns = rows_and_columns(how.image_size)
-    shown = f"{rows} x {columns} px"
+    shown = f"{how.image_size} x {how.image_size} px"
     if how.eval_resize == "squash":
         yield f"- the whole image is resized to {shown} ({how.eval_interpolation})"
     else:
-        larger = " x ".join(str(floor(side / how.eval_crop_fraction)) for side in (rows, columns))
-        what = f"short side is resized to {larger.split()[0]} px"
-        if rows != columns:
-            what = f"image is resized until it covers {larger} px"
-        yield f"- the {what} ({how.eval_interpolation}), and the centre {shown} are cut out"
+        larger = floor(how.image_size / how.eval_crop_fraction)
+        what = f"the short side is resized to {larger} px ({how.eval_interpolation})"
+        yield f"- {what}, and the centre {shown} are cut out"
     yield f"- RGB, (x / 255 - mean) / std with mean {list(how.mean)} and std {list(how.std)}"
     if not how.eval_antialias and how.eval_interpolation != "area":
         yield (

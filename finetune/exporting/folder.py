@@ -18,7 +18,6 @@ from finetune.exporting.settings import ExportRun
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.config.errors import UserError, not_written
 from vitscale.distributed.atomic_files import commit_folder, make_folders, write_text
-from vitscale.images.size import rows_and_columns
 
 # Largest difference of logits that two libraries may have by rounding, in units of the largest
 # logit where that is above 1.
@@ -94,8 +93,8 @@ def _refuse_what_does_not_fit(name: str, form: Format, loaded: LoadedModel) -> N
 def _check(form: Format, loaded: LoadedModel, folder: Path) -> str:
     """Compare logits of the written folder with the model's, on noise. Raises UserError."""
     random = torch.Generator().manual_seed(0)
-    shape = rows_and_columns(loaded.preprocessing.image_size)
-    images_B3HW = torch.randn(CHECKED_IMAGES, 3, *shape, generator=random)
+    size = loaded.preprocessing.image_size
+    images_B3HW = torch.randn(CHECKED_IMAGES, 3, size, size, generator=random)
     expected = loaded.network(images_B3HW)
     if not expected.isfinite().all():
         raise UserError(

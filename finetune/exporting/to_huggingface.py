@@ -17,7 +17,6 @@ from finetune.exporting.format import Format, save_weights, weights_of
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.models.preprocessing import Preprocessing
-from vitscale.images.size import rows_and_columns
 from vitscale.models.vit.settings import ViTSettings
 from vitscale.models.weights.names.huggingface import to_huggingface
 
@@ -49,9 +48,6 @@ class HuggingFaceFormat(Format):
         yield from _pool_problems(settings)
         if settings.representation_layer:
             yield "a representation layer"
-        rows, columns = rows_and_columns(loaded.preprocessing.image_size)
-        if rows != columns and loaded.preprocessing.eval_resize != "squash":
-            yield f"a centre crop of {rows} x {columns} px"
         if settings.head_width not in (None, arch.feature_width // settings.numbers()["num_heads"]):
             yield "attention heads of a width of their own"
         if _model_type(loaded).startswith("dinov2"):
@@ -135,9 +131,6 @@ def _pool_problems(settings: ViTSettings) -> Iterator[str]:
 
 def _dinov2_problems(loaded: LoadedModel) -> Iterator[str]:
     arch: Any = loaded.arch
-    rows, columns = arch.grid
-    if rows != columns:  # transformers resizes the positions of these as a square
-        yield f"{rows} x {columns} patches beside layer scale, registers, SwiGLU or pooled patches"
     if _mlp_ratio(loaded) is None:
         yield (
             f"an MLP of {arch.mlp_width} hidden channels for {arch.width} (a whole ratio is needed)"
@@ -215,7 +208,7 @@ def _config(loaded: LoadedModel) -> dict[str, Any]:
         "hidden_size": arch.width,
         "num_hidden_layers": arch.depth,
         "num_attention_heads": arch.num_heads,
-        "image_size": list(rows_and_columns(loaded.preprocessing.image_size)),
+        "image_size": loaded.preprocessing.image_size,
         "patch_size": arch.patch_size,
         "num_channels": 3,
         "qkv_bias": True,
@@ -235,8 +228,8 @@ def _config(loaded: LoadedModel) -> dict[str, Any]:
 
 def _preprocessor(preprocessing: Preprocessing) -> dict[str, Any]:
     """ViTImageProcessor squashes; BitImageProcessor resizes the short side and crops."""
-    rows, columns = rows_and_columns(preprocessing.image_size)
-    sides = {"height": rows, "width": columns}
+    side = preprocessing.image_size
+    sides = {"height": side, "width": side}
     size: dict[str, Any] = {
         "image_processor_type": "ViTImageProcessor",
         "size": sides,
@@ -244,7 +237,7 @@ def _preprocessor(preprocessing: Preprocessing) -> dict[str, Any]:
     if preprocessing.eval_resize != "squash":
         size = {
             "image_processor_type": "BitImageProcessor",
-            "size": {"shortest_edge": math.floor(rows / preprocessing.eval_crop_fraction)},
+            "size": {"shortest_edge": math.floor(side / preprocessing.eval_crop_fraction)},
             "do_center_crop": True,
             "crop_size": sides,
         }

@@ -17,7 +17,6 @@ from torch import nn
 
 from finetune.exporting.format import Format, write_description
 from finetune.loading.loaded_model import LoadedModel
-from vitscale.images.size import rows_and_columns
 
 GRAPH_NAME = "model.onnx"
 # A protobuf message holds less than 2 GiB; larger weights become a second file.
@@ -31,14 +30,14 @@ class OnnxFormat(Format):
     needs = ("onnx", "onnxscript")
 
     def write(self, loaded: LoadedModel, folder: Path) -> None:
-        sides = rows_and_columns(loaded.preprocessing.image_size)
+        size = loaded.preprocessing.image_size
         num_bytes = sum(4 * p.numel() for p in loaded.network.parameters())
         # The exporter prints and warns about its own parts.
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             torch.onnx.export(
                 _Logits(loaded.network).eval(),
-                (torch.zeros(TRACED_IMAGES, 3, *sides),),
+                (torch.zeros(TRACED_IMAGES, 3, size, size),),
                 folder / GRAPH_NAME,
                 input_names=["images"],
                 output_names=[_output(loaded)],

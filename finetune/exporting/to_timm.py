@@ -16,7 +16,6 @@ from finetune.exporting.format import Format, save_weights, weights_of
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.models.preprocessing import Preprocessing
-from vitscale.images.size import rows_and_columns
 from vitscale.models.timm_model import built_by_timm, pretrained_config
 from vitscale.models.timm_settings import TimmSettings
 
@@ -92,7 +91,7 @@ def _config(loaded: LoadedModel) -> dict[str, Any]:
         "num_features": loaded.network.num_features,
         "model_args": built.arguments,
         "pretrained_cfg": {
-            "input_size": [3, *rows_and_columns(loaded.preprocessing.image_size)],
+            "input_size": [3, *(2 * [loaded.preprocessing.image_size])],
             "fixed_input_size": built.fixed_input_size,
             "num_classes": loaded.num_classes,
             "first_conv": built.first_conv,

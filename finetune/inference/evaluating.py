@@ -17,7 +17,6 @@ from vitscale.distributed.world import World
 from vitscale.evaluation.interface.evaluation import FILES, Subject
 from vitscale.evaluation.interface.one_pass import results
 from vitscale.evaluation.registry import EVALUATIONS
-from vitscale.images.size import show_size
 
 
 def splits(
@@ -62,7 +61,7 @@ def evaluate_all(
     """Return the results, equal on every rank. Collective; the caller has called `check`."""
     evaluations = [EVALUATIONS[each.name](each) for each in run.evaluate]
     subject = subject_of(run, loaded, world, train=train, val=val)
-    rows, shown = [], f"{show_size(subject.image_size)} px"
+    rows, shown = [], f"{subject.image_size} px"
     names = ", ".join(each.settings.name for each in evaluations)
     say(f"{shown}: {val.num_samples} images; {names}")
     start = time.perf_counter()

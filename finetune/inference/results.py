@@ -12,7 +12,6 @@ from typing import Any
 
 from vitscale.distributed.atomic_files import write_json, write_text
 from vitscale.evaluation.interface.evaluation import Share
-from vitscale.images.size import ImageSize, show_size
 
 HEADINGS = ("image size", "evaluation", "metric", "value", "95 % interval", "images")
 
@@ -21,7 +20,7 @@ HEADINGS = ("image size", "evaluation", "metric", "value", "95 % interval", "ima
 class EvaluationResult:
     """One metric of one evaluation at one image size."""
 
-    image_size: ImageSize
+    image_size: int
     evaluation: str
     metric: str
     value: float
@@ -33,7 +32,7 @@ class EvaluationResult:
 
 
 def as_results(
-    evaluation: str, metrics: dict[str, float], *, image_size: ImageSize
+    evaluation: str, metrics: dict[str, float], *, image_size: int
 ) -> list[EvaluationResult]:
     rows = []
     for metric, value in metrics.items():
@@ -78,7 +77,7 @@ def csv_table(results: Sequence[EvaluationResult]) -> str:
     writer = csv.DictWriter(file, list(EvaluationResult.__dataclass_fields__), lineterminator="\n")
     writer.writeheader()
     for each in results:
-        writer.writerow(asdict(each) | {"image_size": show_size(each.image_size)})
+        writer.writerow(asdict(each))
     return file.getvalue()
 
 
@@ -112,7 +111,7 @@ def _cells(result: EvaluationResult) -> tuple[str, ...]:
         interval = f"{_spelled(result.low)} to {_spelled(result.high)}"
     images = "" if result.images is None else str(result.images)
     return (
-        show_size(result.image_size),
+        str(result.image_size),
         result.evaluation,
         result.metric,
         _spelled(result.value),

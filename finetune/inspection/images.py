@@ -16,7 +16,6 @@ import torch
 from finetune.inference.prediction.inputs import Files, Shards
 from vitscale.config.errors import UserError
 from vitscale.data.settings import DataSettings
-from vitscale.images.size import ImageSize, rows_and_columns
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +41,7 @@ class ImageReader:
         inputs: Files | Shards,
         *,
         settings: DataSettings,
-        image_size: ImageSize,
+        image_size: int,
         roots: Sequence[str] = (),
     ) -> None:
         """roots: folders whose sub-folders are classes."""
@@ -88,7 +87,7 @@ class ImageReader:
 
     def _empty(self, count: int) -> torch.Tensor:
         size = self._samples.image_size
-        return torch.empty(count, 3, *rows_and_columns(size), dtype=torch.uint8)
+        return torch.empty(count, 3, size, size, dtype=torch.uint8)
 
     def _fill(self, number: int, out_3SS: torch.Tensor) -> int | None:
         """The label; None if the image cannot be read."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -47,7 +46,7 @@ class Inspected:
     @property
     def batch(self) -> int:
         """Images of one forward pass."""
-        pixels = math.prod(self.loaded.arch.image_shape)
+        pixels = self.loaded.arch.image_size**2
         return min(self.run.compute.batch, max(1, MAX_PIXELS // pixels))
 
     @property

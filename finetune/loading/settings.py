@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from vitscale.config.section import Run, Section
-from vitscale.images.size import ImageSizeSetting
 from vitscale.models.registry import ModelSettings
 
 
@@ -63,9 +62,9 @@ class ModelRun(Run):
     num_heads; a run folder has its own."""
     preprocessing: PreprocessingSettings = PreprocessingSettings()
     """Keys that win over the preprocessing that comes with the model, one by one."""
-    image_size: ImageSizeSetting | None = None
-    """Apply the model at another image size, a number or [rows, columns], its position embeddings
-    resized; null: its own."""
+    image_size: PositiveInt | None = None
+    """Apply the model at another image size, in pixels a side, its position embeddings resized;
+    null: its own."""
     position_embedding: Literal["google", "timm", "deit", "dinov2"] = "google"
     """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
     compute: DeviceSettings = DeviceSettings()

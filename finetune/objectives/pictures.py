@@ -11,7 +11,6 @@ from vitscale.data.samples import EvaluationSamples
 from vitscale.data.settings import DataSettings
 from vitscale.engine.engine import Engine
 from vitscale.images.sheet import caption, common_start, save_figure
-from vitscale.images.size import ImageSize, rows_and_columns
 
 SHEET_ROWS, SHEET_COLUMNS = 4, 8
 NAME_WIDTH, NAME_LINES = 18, 2
@@ -23,7 +22,7 @@ def predictions_sheet(
     index: SplitIndex,
     *,
     settings: DataSettings,
-    image_size: ImageSize,
+    image_size: int,
     folder: Path,
 ) -> Path:
     """Predict samples evenly spaced over the split and draw them. Collective; rank 0 writes.
@@ -33,7 +32,7 @@ def predictions_sheet(
     count = min(SHEET_ROWS * SHEET_COLUMNS, index.num_samples)
     chosen = torch.linspace(0, index.num_samples - 1, count).long().tolist()
     samples = EvaluationSamples(index, settings=settings, image_size=image_size)
-    images = torch.empty(count, 3, *rows_and_columns(image_size), dtype=torch.uint8)
+    images = torch.empty(count, 3, image_size, image_size, dtype=torch.uint8)
     for row, sample in zip(images, chosen, strict=True):
         samples.fill(sample, row)
     engine.eval()

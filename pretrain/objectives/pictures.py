@@ -10,7 +10,6 @@ import torch
 
 from vitscale.data.samples import EvaluationSamples
 from vitscale.images.sheet import save_figure, sheet
-from vitscale.images.size import rows_and_columns
 
 if TYPE_CHECKING:
     from vitscale.training.loop import TrainingSession
@@ -43,7 +42,7 @@ def sheet_images(session: TrainingSession) -> torch.Tensor:
     index = session.data.parts[0] if session.val_index is None else session.val_index
     size, count = session.arch.image_size, min(NUM_IMAGES, index.num_samples)
     samples = EvaluationSamples(index, settings=session.run.data, image_size=size)
-    images_B3SS = torch.empty(count, 3, *rows_and_columns(size), dtype=torch.uint8)
+    images_B3SS = torch.empty(count, 3, size, size, dtype=torch.uint8)
     for number, row in enumerate(images_B3SS):
         samples.fill(number * index.num_samples // count, row)
     return images_B3SS.to(session.world.device)

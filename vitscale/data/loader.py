@@ -29,7 +29,6 @@ from vitscale.data.training_set import TrainingSet
 from vitscale.data.workers.pool import Filled, Stream
 from vitscale.data.workers.process import fill_batch
 from vitscale.data.workers.samples import Samples, Unreadable
-from vitscale.images.size import ImageSize, rows_and_columns
 
 # A run ends with an error if a loader process gives no batch for this long.
 TIMEOUT_S = 300.0
@@ -91,7 +90,7 @@ def training_batches(
     training_set: TrainingSet,
     *,
     settings: DataSettings,
-    image_size: ImageSize,
+    image_size: int,
     seed: int,
     start: int,
     stop: int,
@@ -127,7 +126,7 @@ def evaluation_batches(
     index: SplitIndex,
     *,
     settings: DataSettings,
-    image_size: ImageSize,
+    image_size: int,
     rank: int,
     world_size: int,
     micro_batch: int,
@@ -195,10 +194,10 @@ def open_loader(loader: Loader) -> Iterator[Iterator[Batch]]:
 
 
 def _filled_here(loader: Loader) -> Iterator[Batch]:
-    shape = rows_and_columns(loader.samples.image_size)
+    size = loader.samples.image_size
     loader.samples.start(worker=0, num_workers=1)
     for positions in loader.positions:
-        images = torch.empty(len(positions), 3, *shape, dtype=torch.uint8)
+        images = torch.empty(len(positions), 3, size, size, dtype=torch.uint8)
         labels, unreadable = fill_batch(loader.samples, positions, images)
         batch = Filled(images, torch.tensor(labels), tuple(unreadable))
         yield _pinned(batch) if loader.pin_memory else _batch(*batch)

@@ -18,7 +18,6 @@ import torch
 from vitscale.data.loader import Batch
 from vitscale.data.settings import MixingSettings
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
-from vitscale.images.size import ImageSize, rows_and_columns
 
 # B batch, P pairs: B = 2 P
 
@@ -39,15 +38,14 @@ def mix_batch(
 
     first_position: position in training of the batch's first sample; even.
     """
-    num, _, *size = batch.images.shape
-    shape = (size[0], size[1])
+    num, _, _, side = batch.images.shape
     assert num % 2 == 0 and first_position % 2 == 0, "the training plan must refuse this"
     if settings.mode == "batch":
-        blends = [draw_blend(settings, stream_key("mix", seed, step), image_size=shape)]
+        blends = [draw_blend(settings, stream_key("mix", seed, step), image_size=side)]
     else:
         first = first_position // 2
         keys = [stream_key("mix pair", seed, pair) for pair in range(first, first + num // 2)]
-        blends = [draw_blend(settings, key, image_size=shape) for key in keys]
+        blends = [draw_blend(settings, key, image_size=side) for key in keys]
     shares = [blend.share for blend in blends] * (num // 2 // len(blends))
     return replace(
         batch,
@@ -57,7 +55,7 @@ def mix_batch(
     )
 
 
-def draw_blend(settings: MixingSettings, key: int, *, image_size: ImageSize) -> Blend:
+def draw_blend(settings: MixingSettings, key: int, *, image_size: int) -> Blend:
     """Mixup or CutMix, and how much: a function of `key`."""
     random = CounterRandom(key)
     mixup, cutmix = settings.mixup_alpha, settings.cutmix_alpha
@@ -71,22 +69,22 @@ def draw_blend(settings: MixingSettings, key: int, *, image_size: ImageSize) -> 
     return cutmix_box(symmetric_beta(cutmix, random), random, image_size=image_size)
 
 
-def cutmix_box(share: float, random: CounterRandom, *, image_size: ImageSize) -> Blend:
-    """A box of the image's shape around a random pixel, clipped at the border.
+def cutmix_box(share: float, random: CounterRandom, *, image_size: int) -> Blend:
+    """A square box around a random pixel, clipped at the border.
 
     The share follows from its true area.
 
     Source: Yun et al. 2019, eq. 2; rounding as in timm.
     """
-    rows, columns = rows_and_columns(image_size)
+    side = int(image_size * math.sqrt(1 - share))
 
-    def span(length: int) -> tuple[int, int]:
-        side, middle = int(length * math.sqrt(1 - share)), int(random.uniform() * length)
-        return max(middle - side // 2, 0), min(middle + (side + 1) // 2, length)
+    def span() -> tuple[int, int]:
+        middle = int(random.uniform() * image_size)
+        return max(middle - side // 2, 0), min(middle + (side + 1) // 2, image_size)
 
-    (top, bottom), (left, right) = span(rows), span(columns)
+    (top, bottom), (left, right) = span(), span()
     area = (bottom - top) * (right - left)
-    return Blend(1 - area / (rows * columns), (top, left, bottom, right))
+    return Blend(1 - area / image_size**2, (top, left, bottom, right))
 
 
 def _on_device(values: list[Any], device: torch.device) -> torch.Tensor:

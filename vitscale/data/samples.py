@@ -31,7 +31,6 @@ from vitscale.images.augment import augment
 from vitscale.images.decoders import DECODERS, resolve_decoder
 from vitscale.images.jpeg.entry_points import read_entry_points
 from vitscale.images.settings import AugmentSettings
-from vitscale.images.size import ImageSize, rows_and_columns
 
 # Tried in place of an unreadable sample before the run ends.
 MAX_SUBSTITUTES = 8
@@ -106,7 +105,7 @@ class SplitReader:
 class Augmentation:
     """Crop, flip and augment images of training."""
 
-    def __init__(self, settings: DataSettings, *, image_size: ImageSize, seed: int) -> None:
+    def __init__(self, settings: DataSettings, *, image_size: int, seed: int) -> None:
         self.settings, self.image_size, self.seed = settings, image_size, seed
         self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
         self.augments = settings.augment != AugmentSettings()
@@ -153,7 +152,7 @@ class TrainingSamples(Samples):
     """Augmented training samples, by position in training."""
 
     def __init__(
-        self, training_set: TrainingSet, *, settings: DataSettings, image_size: ImageSize, seed: int
+        self, training_set: TrainingSet, *, settings: DataSettings, image_size: int, seed: int
     ) -> None:
         self.parts = [
             SplitReader(index, part=part) for part, index in enumerate(training_set.parts)
@@ -220,7 +219,7 @@ class StreamedSamples(Samples):
         streamed: StreamedTars,
         *,
         settings: DataSettings,
-        image_size: ImageSize,
+        image_size: int,
         seed: int,
         start: int,
         rank: int,
@@ -284,7 +283,7 @@ def augmentation_key(seed: int, draw: Draw, *, purpose: str = "augment") -> int:
 class EvaluationResize:
     """Make the model's input of an image as stored: the resize and crop of evaluations."""
 
-    def __init__(self, settings: DataSettings, *, image_size: ImageSize) -> None:
+    def __init__(self, settings: DataSettings, *, image_size: int) -> None:
         self.settings, self.image_size = settings, image_size
         self.decoder = DECODERS[resolve_decoder(settings.decoder)]()
 
@@ -318,7 +317,7 @@ class EvaluationResize:
         fraction = self.settings.eval_crop_fraction
         return crops.center_crop(width, height, size=self.image_size, fraction=fraction)
 
-    def _request(self, box: crops.CropBox, size: ImageSize) -> crops.CropRequest:
+    def _request(self, box: crops.CropBox, size: int | tuple[int, int]) -> crops.CropRequest:
         settings = self.settings
         return crops.CropRequest(
             box=box,
@@ -329,11 +328,11 @@ class EvaluationResize:
         )
 
     def _averaged(self, pixels_HW3: torch.Tensor) -> torch.Tensor:
-        resized = rows, columns = rows_and_columns(self.image_size)
+        resized = self.image_size, self.image_size
         if self.settings.eval_resize == "center_crop":
             height, width, _ = pixels_HW3.shape
             fraction = self.settings.eval_crop_fraction
-            factor = max(round(rows / fraction) / height, round(columns / fraction) / width)
+            factor = round(self.image_size / fraction) / min(height, width)
             resized = round(height * factor), round(width * factor)
         return crops.area_resized(pixels_HW3, resized=resized, size=self.image_size)
 
@@ -346,7 +345,7 @@ def _cut(resized_3RC: torch.Tensor, plan: crops.CenterCrop, out: torch.Tensor) -
 class EvaluationSamples(Samples):
     """Evaluation samples, by stored position; resized deterministically."""
 
-    def __init__(self, index: SplitIndex, *, settings: DataSettings, image_size: ImageSize) -> None:
+    def __init__(self, index: SplitIndex, *, settings: DataSettings, image_size: int) -> None:
         self.reader = SplitReader(index)
         self.image_size = image_size
         self.resize = EvaluationResize(settings, image_size=image_size)

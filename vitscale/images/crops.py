@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from PIL import Image
 
 from vitscale.distributed.random_numbers import CounterRandom
-from vitscale.images.size import ImageSize, rows_and_columns
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 CROP_ATTEMPTS = 10
@@ -53,7 +52,8 @@ class CropRequest:
     """A box of an image and how to resample it to `size`."""
 
     box: CropBox
-    size: ImageSize
+    size: int | tuple[int, int]
+    """Pixels a side, or rows and columns, of which a centre is cut."""
     interpolation: str
     """bilinear or bicubic; `area_resized` averages areas."""
     antialias: bool
@@ -61,6 +61,11 @@ class CropRequest:
     """Mirror left and right."""
     entry_points: bytes = b""
     """Of the same file (`jpeg.entry_points`), to decode less of it; empty: from the top."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of the result."""
+        return self.size if isinstance(self.size, tuple) else (self.size, self.size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,35 +163,26 @@ def tf_crop_box(
     return CropBox(0, 0, width, height)
 
 
-def _largest_sides(width: int, height: int, size: ImageSize) -> tuple[float, float]:
-    """Width and height of the largest box whose sides are to each other as those of `size`."""
-    rows, columns = rows_and_columns(size)
-    if width * rows <= height * columns:
-        return width, width * rows / columns
-    return height * columns / rows, height
-
-
 def plain_crop_box(
-    width: int, height: int, *, size: ImageSize, random: CounterRandom
+    width: int, height: int, *, size: int, random: CounterRandom
 ) -> tuple[CropBox, int, int]:
-    """The largest box of the output's shape, and how many output pixels the crop exceeds the image.
+    """The largest square box, and how many output pixels the crop exceeds the image.
 
     DeiT resizes the short side to `size`, pads by 4 px and crops (`--src` in DeiT's `augment.py`,
     Touvron et al. 2022, sec. 3.2 "simple random crop"). This crop differs by at most half a source
     pixel, because the box is rounded. Returns (box, right, down), the shifts for `reflected`.
     """
-    w, h = (max(1, round(side)) for side in _largest_sides(width, height, size))
-    rows, columns = rows_and_columns(size)
+    side = min(width, height)
 
-    def place(length: int, side: int, num_out: int) -> tuple[int, int]:
-        room = num_out * length // side - num_out
+    def place(length: int) -> tuple[int, int]:
+        room = size * length // side - size
         at = int(random.uniform() * (room + 2 * PLAIN_CROP_PADDING + 1)) - PLAIN_CROP_PADDING
         inside = min(max(at, 0), room)
-        return min(round(inside * side / num_out), length - side), at - inside
+        return min(round(inside * side / size), length - side), at - inside
 
-    left, right = place(width, w, columns)
-    top, down = place(height, h, rows)
-    return CropBox(left, top, w, h), right, down
+    left, right = place(width)
+    top, down = place(height)
+    return CropBox(left, top, side, side), right, down
 
 
 def squash_crop_box(width: int, height: int, *, share: float, random: CounterRandom) -> CropBox:
@@ -214,29 +210,21 @@ def reflected(image_3RC: torch.Tensor, *, right: int, down: int) -> torch.Tensor
     return image_3RC[:, sources(rows, down)][:, :, sources(columns, right)]
 
 
-def center_crop(width: int, height: int, *, size: ImageSize, fraction: float) -> CenterCrop:
-    """Resize until `size` / `fraction` is covered, then cut the centre; rounded as by timm's
+def center_crop(width: int, height: int, *, size: int, fraction: float) -> CenterCrop:
+    """Resize the short side to `size` / `fraction`, then cut the centre; rounded as by timm's
     `create_transform` and torchvision, so that both see the same pixels.
 
     The ends of an image that is longer than `MAX_ASPECT` times its short side are left out.
     """
     w, h = min(width, MAX_ASPECT * height), min(height, MAX_ASPECT * width)
     box = CropBox((width - w) // 2, (height - h) // 2, w, h)
-    rows, columns = rows_and_columns(size)
-    covered = math.floor(rows / fraction), math.floor(columns / fraction)
-    if rows == columns:  # torchvision's `Resize`
-        short = covered[0]
-        resized = (int(short * h / w), short) if w <= h else (short, int(short * w / h))
-    else:  # timm's `ResizeKeepRatio`
-        ratio = min(h / covered[0], w / covered[1])
-        resized = round(h / ratio), round(w / ratio)
-    top, left = round((resized[0] - rows) / 2), round((resized[1] - columns) / 2)
+    short = math.floor(size / fraction)
+    resized = (int(short * h / w), short) if w <= h else (short, int(short * w / h))
+    top, left = round((resized[0] - size) / 2), round((resized[1] - size) / 2)
     return CenterCrop(box=box, resized=resized, top=top, left=left)
 
 
-def area_resized(
-    pixels_HW3: torch.Tensor, *, resized: tuple[int, int], size: ImageSize
-) -> torch.Tensor:
+def area_resized(pixels_HW3: torch.Tensor, *, resized: tuple[int, int], size: int) -> torch.Tensor:
     """Average each output pixel's area in the image, and keep the centre. Returns uint8 [3, R, C].
 
     resized: rows and columns that the whole image would have. Pixels partly inside an area count by
@@ -253,10 +241,9 @@ def area_resized(
         return (end_KN - torch.maximum(begin_K1, pixel)).clamp(min=0) / scale
 
     height, width, _ = pixels_HW3.shape
-    rows, columns = rows_and_columns(size)
-    averaged_RX = weights(height, resized[0], rows) @ pixels_HW3.flatten(1).float()
-    planes_3RW = averaged_RX.view(rows, width, 3).permute(2, 0, 1)
-    return (planes_3RW @ weights(width, resized[1], columns).T).round().clamp(0, 255).byte()
+    averaged_RX = weights(height, resized[0], size) @ pixels_HW3.flatten(1).float()
+    planes_3RW = averaged_RX.view(size, width, 3).permute(2, 0, 1)
+    return (planes_3RW @ weights(width, resized[1], size).T).round().clamp(0, 255).byte()
 
 
 def crop_and_resize(pixels_HW3: torch.Tensor, request: CropRequest) -> torch.Tensor:
@@ -264,7 +251,7 @@ def crop_and_resize(pixels_HW3: torch.Tensor, request: CropRequest) -> torch.Ten
 
     Raises ValueError if the box exceeds the image.
     """
-    box, size = request.box, rows_and_columns(request.size)
+    box = request.box
     height, width, _ = pixels_HW3.shape
     inside = 0 <= box.left <= box.left + box.width <= width
     inside = inside and 0 <= box.top <= box.top + box.height <= height
@@ -275,6 +262,6 @@ def crop_and_resize(pixels_HW3: torch.Tensor, request: CropRequest) -> torch.Ten
     crop_1CHW = crop_HW3.permute(2, 0, 1)[None]
     mode, antialias = request.interpolation, request.antialias
     resized = F.interpolate(
-        crop_1CHW, size=size, mode=mode, antialias=antialias, align_corners=False
+        crop_1CHW, size=request.shape, mode=mode, antialias=antialias, align_corners=False
     )[0]
     return resized.flip(-1) if request.flip else resized

@@ -24,7 +24,6 @@ from PIL import Image
 from vitscale.config.errors import UserError
 from vitscale.images import crops, webp
 from vitscale.images.crops import MAX_PIXELS, CropBox, CropRequest
-from vitscale.images.size import rows_and_columns
 
 AUTO = "auto"
 # A JPEG without an end marker may be truncated; a decoder of one box would not notice.
@@ -89,7 +88,7 @@ class FastFormatsDecoder(PillowDecoder):
 
 def planes_for(request: CropRequest, out: torch.Tensor | None) -> torch.Tensor:
     """`out` if the C extension can fill it, otherwise other memory; uint8 [3, R, C]."""
-    shape = (3, *rows_and_columns(request.size))
+    shape = (3, *request.shape)
     if out is not None and out.is_contiguous() and out.shape == shape:
         return out
     return torch.empty(shape, dtype=torch.uint8)

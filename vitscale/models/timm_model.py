@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale.config.errors import UserError, nearest
-from vitscale.images.size import image_size, show_size
 from vitscale.models.interface.classifier import classify_in_fp32
 from vitscale.models.interface.compilation import compile_each
 from vitscale.models.interface.misfits import refuse_misfits
@@ -105,7 +104,7 @@ def build_model(settings: TimmSettings, arch: TimmArchitecture, *, seed: int) ->
 def _create(arch: TimmArchitecture) -> TimmModel:
     config = pretrained_config(arch.model)
     arguments = {"num_classes": arch.num_classes, **arch.arguments}
-    if config.fixed_input_size and arch.image_shape != tuple(config.input_size[1:]):
+    if config.fixed_input_size and arch.image_size != config.input_size[-1]:
         arguments["img_size"] = arch.image_size
     model: Any = timm.create_model(arch.model, pretrained=False, **arguments)
     kind = type(model)
@@ -161,8 +160,8 @@ def _measured(arch: TimmArchitecture) -> _Measured:
 def _measure(description: str) -> _Measured:
     """Of a model without memory. Raises UserError where timm does not build or run it."""
     values = json.loads(description)
-    arch = TimmArchitecture(**{**values, "image_size": image_size(values["image_size"])})
-    shape = (1, 3, *arch.image_shape)
+    arch = TimmArchitecture(**values)
+    shape = (1, 3, arch.image_size, arch.image_size)
     try:
         with torch.device("meta"), torch.no_grad():
             model: Any = _create(arch).eval()
@@ -173,8 +172,7 @@ def _measure(description: str) -> _Measured:
     except Exception as error:  # timm's models raise any kind
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
         raise UserError(
-            f"timm does not run {arch.model} on images of {show_size(arch.image_size)} px "
-            f"({reason})",
+            f"timm does not run {arch.model} on images of {arch.image_size} px ({reason})",
             where="model",
             next_step="correct model.image_size or model.arguments",
         ) from None

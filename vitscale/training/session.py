@@ -32,7 +32,6 @@ from vitscale.engine.engine import Engine
 from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.models.trained_model import CLASSES_NAME
 from vitscale.images.decoders import resolve_decoder
-from vitscale.images.size import show_size
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.weights.once_per_node import InitialWeights, load_once_per_node
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
@@ -262,7 +261,7 @@ def _facts(
     return (
         f"from {'random weights' if source is None else redact(source)}; "
         f"{objective.num_parameters(arch) / 1e6:.1f} M parameters "
-        f"at {show_size(arch.image_size)} px, "
+        f"at {arch.image_size} px, "
         f"{plan.num_samples} images, {arch.num_classes or 'no'} classes; {plan.equation}; "
         f"{plan.total_steps} steps; {engine.world.device.type}, {dtype}, "
         f"ZeRO {run.engine.zero_stage}; "

@@ -24,7 +24,6 @@ from vitscale.data.samples import EvaluationResize, EvaluationSamples
 from vitscale.data.settings import DataSettings
 from vitscale.data.workers.samples import Samples, Unreadable
 from vitscale.images.photographs import converted_pixels
-from vitscale.images.size import ImageSize
 
 # Files with these names are images; others in a folder are left out.
 SUFFIXES = frozenset("jpg jpeg jpe jfif mpo png apng webp".split())
@@ -48,7 +47,7 @@ class Inputs(Protocol):
         """The true class, where the shards have it."""
         ...
 
-    def samples(self, settings: DataSettings, *, image_size: ImageSize) -> Samples:
+    def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
         """Reads and resizes them."""
         ...
 
@@ -101,7 +100,7 @@ class Files:
     def label_name(self, label: int) -> str | None:
         return None
 
-    def samples(self, settings: DataSettings, *, image_size: ImageSize) -> Samples:
+    def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
         return FileSamples(self.paths, settings=settings, image_size=image_size)
 
 
@@ -153,7 +152,7 @@ def _suffix(path: str) -> str:
 class FileSamples(Samples):
     """Photographs as they are: also rotated by EXIF, transparent or with 16 bits per sample."""
 
-    def __init__(self, paths: Paths, *, settings: DataSettings, image_size: ImageSize) -> None:
+    def __init__(self, paths: Paths, *, settings: DataSettings, image_size: int) -> None:
         self.paths, self.image_size = paths, image_size
         self.resize = EvaluationResize(settings, image_size=image_size)
 
@@ -210,7 +209,7 @@ class Shards:
     def label_name(self, label: int) -> str | None:
         return self.index.classes[label] if label != NO_LABEL else None
 
-    def samples(self, settings: DataSettings, *, image_size: ImageSize) -> Samples:
+    def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
         return ShardSamples(self.index, settings=settings, image_size=image_size)
 
 

@@ -16,7 +16,6 @@ import torch
 from finetune.inspection.attention import attention_modules, patch_attention, read_attention
 from finetune.inspection.subject import Inspected
 from vitscale.evaluation.models.inference import InferenceModel
-from vitscale.images.size import show_size
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,7 +104,7 @@ def draw(subject: Inspected) -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     text = (
         f"Attention distance of {num_heads} heads, one dot each; mean over {batches[0]} images "
-        f"of {show_size(arch.image_size)} px"
+        f"of {arch.image_size} px"
     )
     figure.suptitle(f"{subject.name}\n{text}", fontsize=9, parse_math=False)
     return figure

@@ -24,7 +24,6 @@ from vitscale.data.workers.samples import Samples, Unreadable
 from vitscale.data.workers.slots import BatchSlots
 from vitscale.distributed.fork_server import SIGNALS, end_with_server
 from vitscale.distributed.node_share import FilePart, receive
-from vitscale.images.size import ImageSize
 
 
 class Open(NamedTuple):
@@ -34,7 +33,7 @@ class Open(NamedTuple):
     pieces: tuple[FilePart, ...]
     num_descriptors: int
     batch: int
-    image_size: ImageSize
+    image_size: int
     worker: int
     num_workers: int
 

@@ -10,8 +10,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from vitscale.images.size import ImageSize
-
 
 class Unreadable(NamedTuple):
     """A sample that could not be read or decoded."""
@@ -29,7 +27,7 @@ class Unreadable(NamedTuple):
 class Samples(Protocol):
     """Fills one image into a row of a batch; returns its label and unreadable samples."""
 
-    image_size: ImageSize
+    image_size: int
 
     def start(self, *, worker: int, num_workers: int) -> None:
         """Called once in the process that reads, before it reads."""

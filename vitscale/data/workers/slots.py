@@ -13,8 +13,6 @@ import os
 
 import torch
 
-from vitscale.images.size import ImageSize, rows_and_columns
-
 # Batches that each worker prepares ahead.
 PREFETCH = 2
 ALIGNMENT = 64
@@ -31,12 +29,12 @@ class BatchSlots:
     """int64 [slots, batch]"""
 
     def __init__(
-        self, *, num_workers: int, batch: int, image_size: ImageSize, descriptor: int | None = None
+        self, *, num_workers: int, batch: int, image_size: int, descriptor: int | None = None
     ) -> None:
         """descriptor: of the slots of another process; None: new ones."""
         self.num_workers, self.batch, self.image_size = num_workers, batch, image_size
         self.num_slots = num_workers * PREFETCH + 1
-        shape = (self.num_slots, batch, 3, *rows_and_columns(image_size))
+        shape = (self.num_slots, batch, 3, image_size, image_size)
         num_numbers = self.num_slots * batch
         start = -(-math.prod(shape) // ALIGNMENT) * ALIGNMENT
         num_bytes = start + 2 * 8 * num_numbers

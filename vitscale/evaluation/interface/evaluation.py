@@ -22,7 +22,6 @@ from vitscale.config.section import NamedSection
 from vitscale.data.settings import DataSettings
 from vitscale.evaluation.features.rows import Features
 from vitscale.evaluation.features.store import FeatureStore
-from vitscale.images.size import ImageSize
 
 if TYPE_CHECKING:
     import torch
@@ -103,7 +102,7 @@ class Subject:
     """The parts of the training set."""
     val: SplitIndex
     data: DataSettings
-    image_size: ImageSize
+    image_size: int
     micro_batch: int
     num_outputs: int = 0
     """Length of the logits; 0: the model has no head."""

@@ -145,10 +145,9 @@ def draw_samples(
 
     from vitscale.data.samples import EvaluationSamples
     from vitscale.images.sheet import save_figure
-    from vitscale.images.size import rows_and_columns
 
     samples = EvaluationSamples(subject.val, settings=subject.data, image_size=subject.image_size)
-    pixels = torch.empty(3, *rows_and_columns(subject.image_size), dtype=torch.uint8)
+    pixels = torch.empty(3, subject.image_size, subject.image_size, dtype=torch.uint8)
     columns = max((len(numbers) for _, numbers, _ in rows), default=0) + 1
     figure = Figure(figsize=(columns * 1.3, len(rows) * 1.6 + 0.5), layout="constrained")
     figure.suptitle(title, fontsize=10, parse_math=False)

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 
 from vitscale.data.settings import DataSettings
-from vitscale.images.size import ImageSize
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preprocessing:
     """The evaluation's resize, crop and normalisation; fields are named as in `DataSettings`."""
 
-    image_size: ImageSize
+    image_size: int
     """Pixels a side of the model's input, or (rows, columns)."""
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
@@ -27,7 +26,7 @@ class Preprocessing:
     eval_antialias: bool = True
 
     @classmethod
-    def of_run(cls, data: Mapping[str, Any], *, image_size: ImageSize) -> Preprocessing:
+    def of_run(cls, data: Mapping[str, Any], *, image_size: int) -> Preprocessing:
         """From the values of a run's section `data`, defaults for those it leaves out.
 
         Raises ValueError and TypeError for values of a wrong type.

@@ -20,7 +20,6 @@ from vitscale.config.errors import UserError
 from vitscale.config.section import Section
 from vitscale.config.yaml_source import parse_yaml, plain_value
 from vitscale.evaluation.models.preprocessing import Preprocessing
-from vitscale.images.size import image_size
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import MODELS, ModelSettings
 from vitscale.optim.settings import EmaSettings
@@ -73,7 +72,7 @@ def read_trained_model(checkpoint: Checkpoint) -> TrainedModel:
     described = checkpoint.description["architecture"]
     try:
         settings = _ModelSection.model_validate({"model": values["model"]}).model
-        settings = settings.model_copy(update={"image_size": image_size(described["image_size"])})
+        settings = settings.model_copy(update={"image_size": described["image_size"]})
         arch = settings.architecture(num_classes=described["num_classes"])
         preprocessing = Preprocessing.of_run(values["data"], image_size=arch.image_size)
     except (KeyError, TypeError, ValueError, ValidationError) as error:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
-from vitscale.images.size import ImageSize, rows_and_columns
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
@@ -18,16 +16,11 @@ class Architecture:
     # Left out of a description at their defaults: older checkpoints were written without them.
     later_fields: ClassVar[tuple[str, ...]] = ()
 
-    image_size: ImageSize
-    """Pixels a side, or (rows, columns)."""
+    image_size: int
+    """Pixels a side."""
     num_classes: int
     name: str
     """Key of `MODELS`."""
-
-    @property
-    def image_shape(self) -> tuple[int, int]:
-        """(rows, columns) of pixels."""
-        return rows_and_columns(self.image_size)
 
     @property
     def grid(self) -> tuple[int, int]:

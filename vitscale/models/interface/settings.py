@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from vitscale.config.section import NamedSection
-from vitscale.images.size import ImageSizeSetting
 from vitscale.models.interface.architecture import Architecture
 
 
 class ModelSettingsBase(NamedSection):
     """A family and its size. Concrete types narrow `name` and define `architecture`."""
 
-    image_size: ImageSizeSetting = 224
-    """Pixels a side, or [rows, columns] of images that are not square."""
+    image_size: PositiveInt = 224
+    """Pixels a side."""
     num_classes: int | None = Field(default=None, gt=0)
     """null: as many as the shards' label map holds."""
     head_bias: float = 0.0

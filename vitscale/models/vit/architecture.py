@@ -54,8 +54,8 @@ class ViTArchitecture(Architecture):
     @property
     def grid(self) -> tuple[int, int]:
         """(rows, columns) of whole patches; pixels beyond the last one are not seen."""
-        rows, columns = self.image_shape
-        return (rows // self.patch_size, columns // self.patch_size)
+        side = self.image_size // self.patch_size
+        return (side, side)
 
     @property
     def patch_values(self) -> int:

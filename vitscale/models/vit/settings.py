@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from vitscale.images.size import ImageSize, sides_of
 from vitscale.models.interface.settings import ModelSettingsBase
 from vitscale.models.vit.architecture import ViTArchitecture
 
@@ -197,21 +196,18 @@ def _class_position(model: TransformerSettings) -> bool:
     return model.positions == "learned" and model.num_registers == 0
 
 
-def _image_size_problems(
-    image_size: ImageSize, *, patch: int, allow_unused: bool
-) -> Iterator[tuple[str, str]]:
-    for side in sides_of(image_size):
-        if side < patch:
-            what = f"{side} px hold no patch of {patch} px"
-            yield ("model.image_size", f"{what}; give at least {patch}")
-        elif side % patch and not allow_unused:
-            below = side // patch * patch
-            yield (
-                "model.image_size",
-                f"{side} px is not a multiple of the {patch} px patch (remainder "
-                f"{side % patch}); nearest: {below} or {below + patch}; or set "
-                "model.allow_unused_pixels=true, and the model does not see the remainder",
-            )
+def _image_size_problems(side: int, *, patch: int, allow_unused: bool) -> Iterator[tuple[str, str]]:
+    if side < patch:
+        what = f"{side} px hold no patch of {patch} px"
+        yield ("model.image_size", f"{what}; give at least {patch}")
+    elif side % patch and not allow_unused:
+        below = side // patch * patch
+        yield (
+            "model.image_size",
+            f"{side} px is not a multiple of the {patch} px patch (remainder "
+            f"{side % patch}); nearest: {below} or {below + patch}; or set "
+            "model.allow_unused_pixels=true, and the model does not see the remainder",
+        )
 
 
 def _pool_problems(model: TransformerSettings) -> Iterator[tuple[str, str]]:

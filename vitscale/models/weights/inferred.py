@@ -161,11 +161,9 @@ def _heads(width: int, path: Path) -> int:
     )
 
 
-def _image_size(grid: tuple[int, int], patch: int) -> int | tuple[int, int]:
-    """Pixels a side, or [rows, columns]."""
-    if grid == (1, 1):
-        return 224 // patch * patch or patch
-    return grid[0] * patch if grid[0] == grid[1] else (grid[0] * patch, grid[1] * patch)
+def _image_size(grid: tuple[int, int], patch: int) -> int:
+    """Pixels a side: images here are square, and positions of another grid are resized."""
+    return 224 // patch * patch or patch if grid == (1, 1) else max(grid) * patch
 
 
 def _validated(values: Mapping[str, Any], path: Path) -> ModelSettings:

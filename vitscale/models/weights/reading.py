@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.images.size import image_size
 from vitscale.models.interface.settings import ModelSettingsBase
 from vitscale.models.timm_model import pretrained_config
 from vitscale.models.timm_settings import TimmSettings
@@ -193,7 +192,7 @@ def _read_timm_file(path: Path, name: str) -> _Read:
     return _Read(
         weights=_read_tensors(path),
         format=f"timm's {name}",
-        known={"name": "timm", "model": name, "image_size": image_size(config.input_size[1:])},
+        known={"name": "timm", "model": name, "image_size": config.input_size[-1]},
         preprocessing=timm_preprocessing(asdict(config), where=name),
         left_out=[],
     )

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from vitscale.config.section import Section
-from vitscale.images.size import ImageSizeSetting
 from vitscale.training.supervised import SupervisedSettings
 
 
@@ -20,8 +19,8 @@ class TeacherSettings(Section):
     weights: str
     """Weights of `model`: .safetensors, .npz, or a torch file of tensors alone (.pth, .pt; also
     below the key `model`, as DeiT's teacher). With model=null a run folder or checkpoint folder."""
-    image_size: ImageSizeSetting | None = None
-    """Pixels a side, or [rows, columns], that the teacher sees; mixed images are
+    image_size: PositiveInt | None = None
+    """Pixels a side that the teacher sees; mixed images are
     resized to it. null: its own."""
 
 

@@ -22,7 +22,6 @@ from vitscale.evaluation.models.trained_model import (
     read_trained_model,
     starting_weights,
 )
-from vitscale.images.size import ImageSize, image_size, rows_and_columns, show_size
 from vitscale.models import timm_model
 from vitscale.models.interface.misfits import refuse_misfits
 from vitscale.models.timm_settings import TimmSettings
@@ -39,7 +38,7 @@ SIZE_KEY = "objective.teacher.image_size"
 class Pixels:
     """What a teacher sees: images, normalised by (x / 255 - mean) / std."""
 
-    image_size: ImageSize
+    image_size: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
@@ -64,10 +63,10 @@ class Teacher:
         dtype: of the run; below fp32 the fp32 weights are rounded where they multiply.
         """
         images_B3SS = images_B3SS.float()
-        size = rows_and_columns(self.image_size)
-        if images_B3SS.shape[-2:] != size:
+        size = self.image_size
+        if images_B3SS.shape[-1] != size:
             images_B3SS = F.interpolate(
-                images_B3SS, size=size, mode="bicubic", antialias=True, align_corners=False
+                images_B3SS, size=(size, size), mode="bicubic", antialias=True, align_corners=False
             ).clamp_(0, 255)
         images_B3SS = self._normalize(images_B3SS)
         with torch.autocast(images_B3SS.device.type, dtype, enabled=dtype != torch.float32):
@@ -100,7 +99,7 @@ def _timm_model(
 ) -> tuple[nn.Module, Pixels, str]:
     """A model of timm at the image size of the settings, with the weights of a file."""
     config = timm_model.pretrained_config(name, where="objective.teacher.model")
-    pixels = Pixels(image_size=image_size(config.input_size[1:]), mean=config.mean, std=config.std)
+    pixels = Pixels(image_size=config.input_size[-1], mean=config.mean, std=config.std)
     path = Path(settings.weights)
     if not is_weight_file(str(path)):
         raise UserError(
@@ -157,19 +156,19 @@ def _other_classes(found: int, wanted: int, *, where: str) -> UserError:
     )
 
 
-def _try(teacher: Teacher, *, own_size: ImageSize, num_classes: int, device: torch.device) -> None:
+def _try(teacher: Teacher, *, own_size: int, num_classes: int, device: torch.device) -> None:
     """One forward pass: whether the size suits, and its FLOPs."""
     size = teacher.image_size
-    image = torch.zeros(1, 3, *rows_and_columns(size), device=device)
+    image = torch.zeros(1, 3, size, size, device=device)
     try:
         with FlopCounterMode(display=False) as counter:
             logits_BC = teacher.logits(image, dtype=torch.float32)
     except (AssertionError, RuntimeError, ValueError) as error:
         reason = (str(error).strip().splitlines() or [repr(error)])[0]
         raise UserError(
-            f"the teacher cannot take images of {show_size(size)} px ({reason})",
+            f"the teacher cannot take images of {size} px ({reason})",
             where=SIZE_KEY,
-            next_step=f"set it to null or {show_size(own_size)}, its own size"
+            next_step=f"set it to null or {own_size}, its own size"
             if size != own_size
             else "set it to a size that the teacher takes",
         ) from None

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.slow
 WIDE = {"mlp_width": 48}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("ViTForImageClassification", {}),
-    "not_square": ("ViTForImageClassification", {"image_size": (16, 24)}),
     "no_class_position": ("ViTForImageClassification", {"class_position": False}),
     "distilled": ("DeiTForImageClassificationWithTeacher", {"distillation_token": True}),
     "layer_scale": ("Dinov2ForImageClassification", {"layer_scale": 0.1, **WIDE}),
@@ -43,8 +42,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def images(loaded: LoadedModel) -> torch.Tensor:
-    rows, columns = loaded.arch.image_shape
-    return torch.randn(2, 3, rows, columns, generator=torch.Generator().manual_seed(2))
+    size = loaded.arch.image_size
+    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(2))
 
 
 def reference(loaded: LoadedModel) -> np.ndarray:
@@ -87,9 +86,9 @@ def test_onnxruntime_gives_the_logits_of_a_model_of_timm(tmp_path: Path) -> None
     loaded = small_model("timm")
     list(write_folder(ExportRun(init="x", to="onnx", output=str(tmp_path / "out")), loaded))
     session = onnxruntime.InferenceSession(tmp_path / "out/model.onnx")
-    rows, columns = loaded.arch.image_shape
+    size = loaded.arch.image_size
     for batch in (1, 2, 5):
-        pixels = torch.randn(batch, 3, rows, columns)
+        pixels = torch.randn(batch, 3, size, size)
         (found,) = session.run(None, {"images": pixels.numpy()})
         with torch.no_grad():
             own = loaded.network(pixels).numpy()

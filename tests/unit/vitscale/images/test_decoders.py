@@ -27,7 +27,7 @@ WIDTH, HEIGHT = 83, 61
 def plain(
     box: CropBox,
     *,
-    size: int = 8,
+    size: int | tuple[int, int] = 8,
     interpolation: str = "bilinear",
     antialias: bool = False,
     flip: bool = False,
@@ -162,7 +162,7 @@ def crop_cases(draw: st.DrawFn) -> tuple[bytes, CropRequest]:
     pixels = picture(width, height, kind=kind, seed=seed)
     request = plain(
         box,
-        size=draw(st.integers(1, 70)),
+        size=(draw(st.integers(1, 70)), draw(st.integers(1, 70))),
         interpolation=draw(st.sampled_from(["bilinear", "bicubic"])),
         antialias=draw(st.booleans()),
         flip=draw(st.booleans()),
@@ -183,8 +183,7 @@ def test_any_box_of_any_image_equals_the_reference(
     expected = reference(data, request)
     assert decoder.size(data) == crops.decode(data).shape[1::-1]
     assert torch.equal(decoder.crop(data, request), expected)
-    side = request.size
-    batch = torch.full((3, 3, side, side), 7, dtype=torch.uint8)
+    batch = torch.full((3, 3, *request.shape), 7, dtype=torch.uint8)
     if is_interleaved:
         batch = batch.contiguous(memory_format=torch.channels_last)
     assert decoder.crop(data, request, out=batch[1]).data_ptr() == batch[1].data_ptr()

@@ -18,7 +18,6 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from vitscale.config.errors import UserError
-from vitscale.images.size import image_size
 from vitscale.models.timm_model import pretrained_config
 from vitscale.models.weights.folders.folder import CONFIG, Folder, labels_in_order, read_weights
 from vitscale.models.weights.names.timm import from_pytorch
@@ -73,7 +72,7 @@ def _timm_settings(config: Mapping[str, Any], described: Mapping[str, Any]) -> d
     return {
         "name": "timm",
         "model": config["architecture"],
-        "image_size": arguments.pop("img_size", None) or image_size(size[1:]),
+        "image_size": arguments.pop("img_size", None) or size[-1],
         "arguments": arguments,
     }
 
