@@ -44,7 +44,6 @@ NEIGHBOURS = {
     ("vitscale.data", "vitscale.images"),
     ("vitscale.engine", "vitscale.checkpoint"),  # names of tensor slices
     ("vitscale.engine", "vitscale.optim"),
-    ("vitscale.models", "vitscale.images"),  # image sizes
     ("vitscale.runs", "vitscale.evaluation"),  # settings of evaluations
     ("vitscale.training", "vitscale.evaluation"),
     ("vitscale.training", "vitscale.runs"),
