@@ -12,7 +12,7 @@ from finetune.loading.loaded_model import LoadedModel
 from vitscale.evaluation.models.trained_model import TrainedModel
 from vitscale.models.vit.architecture import ViTArchitecture
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
-from vitscale.tracking.run_facts import redact_yaml
+from vitscale.tracking.run_facts import redact_yaml, shared_config
 
 CARD_NAME = "README.md"
 RESULTS = "val/"
@@ -105,7 +105,7 @@ def _training(trained: TrainedModel, *, step: int) -> Iterator[str]:
             f"## Results\nOf the run, on its validation split at its own image size; `val/ema_` is "
             f"of the average of the weights.\n\n| Metric | Value |\n|---|---|\n{rows}"
         )
-    text = redact_yaml(yaml.safe_dump(dict(trained.config), sort_keys=False)).rstrip()
+    text = redact_yaml(yaml.safe_dump(shared_config(trained.config), sort_keys=False)).rstrip()
     yield f"## Configuration\n<details>\n\n```yaml\n{text}\n```\n\n</details>"
 
 
