@@ -49,7 +49,7 @@ def main() -> None:
     )
     data = command.run.data
     # Before threads start.
-    start_loader_server(data.num_workers, paths=data.paths, streamed=data.is_streamed)
+    start_loader_server(data.num_workers, paths=data.paths)
     train(command.run)
 
 

@@ -12,10 +12,9 @@ from blake3 import blake3
 
 from data_prep.sources.protocol import Container
 from vitscale.config.errors import UserError
-from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.store import RemoteStore
 from vitscale.data.remote.urls import Url
-from vitscale.data.tars.names import tars_of_split
+from vitscale.data.webdataset import matching
 from vitscale.runs.data_prep import SourceSettings
 
 CHUNK_BYTES = 8 << 20
@@ -91,10 +90,12 @@ class RemoteTar:
 
 def remote_containers(source: SourceSettings, url: Url) -> list[Container]:
     """The tars of each split, named relative to the URL. Raises UserError."""
-    found = []
-    for split, names in (source.splits or {"train": "*.tar"}).items():
-        tars = tars_of_split(
-            url, names, where=f"source.splits.{split}", remote_settings=RemoteSettings()
-        )
-        found += [Container(str(tar).rpartition("/")[2], split) for tar in tars]
-    return found
+    listed = None
+    if url.scheme not in ("http", "https"):
+        names = RemoteStore(patience_s=PATIENCE_S).names(url)
+        listed = [name for name in names if name.endswith(".tar")]
+    return [
+        Container(name, split)
+        for split, pattern in (source.splits or {"train": "*.tar"}).items()
+        for name in matching(pattern, listed, where=f"source.splits.{split}")
+    ]

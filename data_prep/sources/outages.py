@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 from vitscale.config.errors import UserError
-from vitscale.data.tars.shard_files import DATA_LOSS_ERRNOS
+from vitscale.data.shards import DATA_LOSS_ERRNOS
 
 # Errors of the file itself: lost bytes, no permission, no file. All others are transient: a server
 # that does not answer, no memory, no file handles, an expired key.

@@ -22,7 +22,6 @@ from vitscale.config.loader import run_to_yaml
 from vitscale.data.index import MANIFEST_NAME, Manifest, SplitIndex, read_manifest, read_split
 from vitscale.data.index_keys import ChosenByKey
 from vitscale.data.remote.urls import Location, location_of
-from vitscale.data.tars.labels import TarLabels
 from vitscale.data.training_set import select
 from vitscale.engine.settings import BUCKET_ELEMENTS, reduces_in_fp32
 from vitscale.models.costs import MemoryEstimate, memory_estimate
@@ -49,10 +48,9 @@ def data_facts(run: TrainingRun) -> DataFacts:
     """Read from the shards' manifest if it exists, else from `data.planned_num_samples`; of tars
     without an index from the settings."""
     if run.data.is_streamed:
-        tars = TarLabels.of(run.data.webdataset)
         return DataFacts(
             num_samples=run.data.webdataset.num_samples,
-            num_classes=len(tars.classes),
+            num_classes=run.data.webdataset.num_classes or 0,
             source="data.webdataset; tars without an index, no exact resume",
         )
     folder = location_of(run.data.path)

@@ -25,7 +25,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME, read_manifest, read_split
 from vitscale.data.order import check_mixed
 from vitscale.data.remote.urls import location_of
-from vitscale.data.tars.names import tars_of_split
+from vitscale.data.webdataset import tars_of_split
 from vitscale.models.registry import MODELS
 from vitscale.runs.data_prep import DataPrepRun
 from vitscale.runs.training import TrainingRun
@@ -96,7 +96,8 @@ def _data(run: LaunchableRun) -> Iterator[Check]:
     if isinstance(run, DataPrepRun):
         return
     if isinstance(run, PretrainRun | FinetuneRun) and run.data.is_streamed:
-        yield from _tars(run)
+        what = f"{run.data.train_split}: {_num_tars(run):,} tars"
+        yield ok("data", f"{what}; no index: a resume is not exact")
         return
     wanted = {(run.data.path, run.data.val_split)}
     planned = None
@@ -131,17 +132,9 @@ def _data(run: LaunchableRun) -> Iterator[Check]:
     yield ok("data", "; ".join(found) + "; as in the manifest")
 
 
-def _tars(run: TrainingRun) -> Iterator[Check]:
-    """The tars of `data.reader=webdataset`, by name."""
-    splits = {"train_split": run.data.train_split, "val_split": run.data.val_split}
-    found = []
-    for key, split in splits.items():
-        if split is None:
-            continue
-        folder, where = location_of(run.data.path), f"data.{key}"
-        tars = tars_of_split(folder, split, where=where, remote_settings=run.data.remote)
-        found.append(f"{split}: {len(tars):,} tars")
-    yield ok("data", "; ".join(found) + "; no index: a resume is not exact")
+def _num_tars(run: TrainingRun) -> int:
+    """Tars of `data.reader=webdataset`. Raises UserError if they are not visible here."""
+    return len(tars_of_split(Path(run.data.path), run.data.train_split, where="data.train_split"))
 
 
 def _weights(run: FinetuneRun) -> Iterator[Check]:
@@ -197,9 +190,7 @@ def _num_shards(run: TrainingRun) -> int | None:
     folder = location_of(run.data.path)
     try:
         if run.data.is_streamed:
-            split, where = run.data.train_split, "data.train_split"
-            found = tars_of_split(folder, split, where=where, remote_settings=run.data.remote)
-            return len(found)
+            return _num_tars(run)
         manifest = read_manifest(folder, remote_settings=run.data.remote)
     except UserError:
         return None

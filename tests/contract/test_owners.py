@@ -28,7 +28,7 @@ OWNERS: dict[str, set[str]] = {
     },
     "submitit": {"launch.jobs.submission"},
     # Tests and benchmarks read our shards with it, too.
-    "webdataset": {"vitscale.data.tars.scan", "vitscale.data.tars.stream"},
+    "webdataset": {"vitscale.data.webdataset"},
     "timm": {"vitscale.models"},
     "sklearn": {"data_prep.images.made.digits"},
     "simplejpeg": {"data_prep.images.convert", "vitscale.images.decoders"},

@@ -27,7 +27,7 @@ from vitscale.data.remote.index import (
 )
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.urls import Location, Url, is_url, location_of
-from vitscale.data.tars.shard_files import check_sizes
+from vitscale.data.shards import check_sizes
 from vitscale.images.jpeg.entry_points import FOLDER_NAME, entry_points_file
 
 if TYPE_CHECKING:

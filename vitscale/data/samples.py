@@ -21,9 +21,9 @@ from vitscale.data.order import Draw
 from vitscale.data.remote.index import hash_prefix
 from vitscale.data.remote.shards import RemoteSamples, prefetch
 from vitscale.data.settings import DataSettings
-from vitscale.data.tars.shard_files import ShardFiles
-from vitscale.data.tars.stream import StreamedTars, TarSample, TarStream
+from vitscale.data.shards import ShardFiles
 from vitscale.data.training_set import TrainingSet
+from vitscale.data.webdataset import StreamedTars, TarSample, TarStream
 from vitscale.data.workers.samples import Samples, Unreadable
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 from vitscale.images import crops

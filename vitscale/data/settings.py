@@ -12,7 +12,6 @@ from vitscale.config.errors import UserError
 from vitscale.config.section import Section
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.data.remote.urls import is_url, url_problem
-from vitscale.data.tars.settings import WebdatasetSettings
 from vitscale.images.settings import AugmentSettings, RandAugmentSettings
 
 
@@ -26,6 +25,15 @@ class MixingSettings(Section):
     each time. DeiT 1."""
     mode: Literal["batch", "pair"] = "batch"
     """batch: one draw per global batch, as in AugReg. pair: one draw per two images."""
+
+
+class WebdatasetSettings(Section):
+    """Tars that nobody indexed, for `reader: webdataset`."""
+
+    num_samples: int | None = Field(default=None, gt=0)
+    """Training samples in the tars: the length of an epoch. Required."""
+    num_classes: int | None = Field(default=None, gt=0)
+    """Labels are numbers below it, in members `.cls`; null: no labels."""
 
 
 class MixedInShards(Section):
@@ -54,9 +62,9 @@ class DataSettings(Section):
     """Text file with one key per line: only these samples, of those that `first_percent` and
     `only_classes` leave. The shards stay as they are. null: all keys."""
     reader: Literal["index", "webdataset"] = "index"
-    """index: shards with an index, in an order that resumes exactly on any layout. webdataset: tars
-    that nobody indexed, streamed by the webdataset library; a resume is not exact. `path` is their
-    folder or its URL, `train_split` and `val_split` are their names: `train` for `train-*.tar`, or
+    """index: shards with an index, in an order that resumes exactly on any layout. webdataset:
+    local tars that nobody indexed, streamed by the webdataset library, for training alone; a resume
+    is not exact. `path` is their folder, `train_split` their names: `train` for `train-*.tar`, or
     `train-{000000..000146}.tar`."""
     webdataset: WebdatasetSettings = WebdatasetSettings()
     mixture: tuple[MixedInShards, ...] = Field(default=(), strict=False)
@@ -176,13 +184,18 @@ def reader_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
         return
     if tars.num_samples is None:
         yield ("data.webdataset.num_samples", "missing; data.reader=webdataset cannot count them")
+    if is_url(data.path):
+        yield (
+            "data.path",
+            "needs an index (data.reader=index), or a local copy of the tars",
+        )
+    needs_index = "needs an index (data.reader=index); data_prep/index_shards.py makes one"
     names = ("first_percent", "only_classes", "only_keys", "mixture", "dev_percent", "views")
     for name in (*names, "planned_num_samples"):
         if getattr(data, name) != DataSettings.model_fields[name].default:
-            yield (
-                f"data.{name}",
-                "needs an index (data.reader=index); data_prep/index_shards.py makes one",
-            )
+            yield (f"data.{name}", needs_index)
+    if data.val_split is not None:
+        yield ("data.val_split", f"{needs_index}; or set it to null")
     if data.remote.cache_path is not None:
         yield ("data.remote.cache_path", "has no effect on data.reader=webdataset; remove it")
 

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -18,14 +17,10 @@ from vitscale.config.errors import UserError, nearest
 from vitscale.data.index import SplitIndex, read_manifest, read_split
 from vitscale.data.index_keys import ChosenByKey, choose_by_key
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
-from vitscale.data.remote.index import open_remote_shards
 from vitscale.data.remote.settings import RemoteSettings
-from vitscale.data.remote.urls import Url, location_of
+from vitscale.data.remote.urls import location_of
 from vitscale.data.settings import DataSettings
-from vitscale.data.tars.labels import LABEL_SUFFIX, TarLabels
-from vitscale.data.tars.names import tars_of_split
-from vitscale.data.tars.scan import scan_tars
-from vitscale.data.tars.stream import StreamedTars
+from vitscale.data.webdataset import StreamedTars, open_tars, tar_classes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +93,7 @@ def open_training_set(
 def class_names(settings: DataSettings) -> tuple[str, ...]:
     """The classes of `data.path`, read without its index. Raises UserError."""
     if settings.is_streamed:
-        return TarLabels.of(settings.webdataset).classes
+        return tar_classes(settings)
     return read_manifest(settings.path, remote_settings=settings.remote).classes
 
 
@@ -106,8 +101,6 @@ def open_val_split(settings: DataSettings, *, check_files: bool = True) -> Split
     """The samples of `data.val_split`; None: there is none. Raises UserError."""
     if settings.val_split is None:
         return None
-    if settings.is_streamed:
-        return _listed_split(settings, settings.val_split)
     return read_split(
         settings.path,
         split=settings.val_split,
@@ -117,56 +110,15 @@ def open_val_split(settings: DataSettings, *, check_files: bool = True) -> Split
     )
 
 
-def _listed_split(settings: DataSettings, split: str) -> SplitIndex:
-    """A split of tars that nobody indexed. Its samples have no hashes."""
-    folder, labels = location_of(settings.path), TarLabels.of(settings.webdataset)
-    tars = tars_of_split(folder, split, where="data.val_split", remote_settings=settings.remote)
-    scanned = scan_tars(tars, labels=labels, remote_settings=settings.remote)
-    urls = [tar for tar in tars if isinstance(tar, Url)]
-    remote = None
-    if urls:
-        remote = open_remote_shards(
-            urls, sizes=scanned.sizes, hashes=("",) * len(urls), remote_settings=settings.remote
-        )
-    return SplitIndex(
-        folder=folder,
-        split=split,
-        shard_of=scanned.shard_of,
-        offset=scanned.offset,
-        length=scanned.length,
-        label=scanned.label,
-        shard_paths=tuple(tar for tar in tars if isinstance(tar, Path)),
-        shard_lengths=tuple(np.bincount(scanned.shard_of, minlength=len(tars)).tolist()),
-        classes=labels.classes,
-        fingerprint=scanned.fingerprint,
-        label_map_sha256=labels.sha256,
-        remote=remote,
-        remote_settings=settings.remote,
-    )
-
-
 def _streamed_set(settings: DataSettings) -> TrainingSet:
-    tars = tars_of_split(
-        location_of(settings.path),
-        settings.train_split,
-        where="data.train_split",
-        remote_settings=settings.remote,
-    )
-    assert settings.webdataset.num_samples is not None  # the settings are validated
-    streamed = StreamedTars(
-        tars=tuple(tars),
-        labels=TarLabels.of(settings.webdataset),
-        num_samples=settings.webdataset.num_samples,
-        remote_settings=settings.remote,
-    )
-    names = [str(tar).rpartition("/")[2] for tar in tars]
-    facts = [names, LABEL_SUFFIX, streamed.num_samples, streamed.labels.sha256]
-    text = json.dumps(["webdataset", *facts])
+    streamed = open_tars(settings)
+    # As in a manifest.
+    names = json.dumps(list(streamed.classes), ensure_ascii=False, separators=(",", ":"))
     return TrainingSet(
         num_samples=streamed.num_samples,
-        classes=streamed.labels.classes,
-        label_map_sha256=streamed.labels.sha256,
-        fingerprint=hashlib.sha256(text.encode()).hexdigest(),
+        classes=streamed.classes,
+        label_map_sha256=hashlib.sha256(names.encode()).hexdigest(),
+        fingerprint=streamed.fingerprint,
         streamed=streamed,
     )
 

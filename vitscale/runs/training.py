@@ -23,7 +23,7 @@ from vitscale.data.settings import (
     remote_problems,
 )
 from vitscale.engine.settings import EngineSettings, raw_problems
-from vitscale.evaluation.registry import EVALUATIONS, EvaluationSettings
+from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.models.registry import ModelSettings
 from vitscale.optim.schedules import (
     ScheduleSettings,
@@ -119,9 +119,6 @@ def _section_problems(run: TrainingRun) -> Iterator[tuple[str, str]]:
     names = [evaluation.name for evaluation in run.evaluate or ()]
     for name in sorted({name for name in names if names.count(name) > 1}):
         yield ("evaluate", f"{name} is listed twice; its metrics would have the same names")
-    for name in names:
-        if data.is_streamed and EVALUATIONS[name].needs != "logits":
-            yield ("evaluate", f"{name} needs training shards with an index; remove it")
     if run.tracking.uri is not None:
         try:
             absolute_uri(run.tracking.uri)

@@ -82,7 +82,7 @@ def _datasets(data: TrainingSet, val_index: SplitIndex | None) -> Iterator[Datas
     for part in data.parts:
         yield _facts(part, context="training")
     if data.streamed is not None:
-        source = redact(str(data.streamed.tars[0]).rpartition("/")[0])
+        source = redact(str(data.streamed.tars[0].parent))
         yield DatasetFacts(
             name=source.rpartition("/")[2] or source,
             digest=data.fingerprint,

@@ -14,14 +14,14 @@ IMPORTS = ("vitscale.data.workers.process", "vitscale.data.samples")
 REMOTE_IMPORTS = ("fsspec.implementations.http",)
 
 
-def start_loader_server(num_workers: int, *, paths: Sequence[str], streamed: bool = False) -> None:
+def start_loader_server(num_workers: int, *, paths: Sequence[str]) -> None:
     """Import what workers need, and start their server, which shares it, if there will be any.
 
-    paths: of the shards. streamed: with the webdataset library.
+    paths: of the shards.
     """
     if not num_workers:
         return
     for name in IMPORTS:
         importlib.import_module(name)
     remote = REMOTE_IMPORTS if any(map(is_url, paths)) else ()
-    start_server([*IMPORTS, *remote, *(("webdataset",) if streamed else ())])
+    start_server([*IMPORTS, *remote])

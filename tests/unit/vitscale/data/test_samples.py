@@ -13,11 +13,11 @@ import torch
 
 from tests.support.corpora.shard_folders import write_shard_folder
 from vitscale.config.errors import UserError
+from vitscale.data import shards as shard_files
 from vitscale.data.index import read_split
 from vitscale.data.loader import evaluation_batches
 from vitscale.data.samples import EvaluationSamples, TrainingSamples, augmentation_key
 from vitscale.data.settings import DataSettings
-from vitscale.data.tars import shard_files
 from vitscale.data.training_set import open_training_set
 from vitscale.distributed.random_numbers import CounterRandom
 from vitscale.images import crops

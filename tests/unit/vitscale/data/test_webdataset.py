@@ -1,4 +1,4 @@
-"""Streams of tars: all samples, the right labels, damage, and no commands."""
+"""Tars without an index: all samples, the right labels, damage, and no commands."""
 
 from __future__ import annotations
 
@@ -11,19 +11,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from webdataset import tariterators
 
 from tests.support.corpora.shard_folders import photo, write_shard_folder
 from tests.support.loader_runs import GLOBAL_BATCH, SEED
-from tests.support.range_server import served
 from vitscale.config.errors import UserError
-from vitscale.data.index import SplitIndex, read_split
-from vitscale.data.loader import evaluation_batches, open_loader, training_batches
+from vitscale.data.index import read_split
+from vitscale.data.loader import open_loader, training_batches
 from vitscale.data.settings import DataSettings, reader_problems
-from vitscale.data.tars.stream import TarSample, TarStream
-from vitscale.data.training_set import open_training_set, open_val_split
+from vitscale.data.training_set import open_training_set
+from vitscale.data.webdataset import MAX_TARS, TarSample, TarStream, expanded, tars_of_split
 
 NUM, TARS = 24, 6
 
@@ -34,15 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shard_folder(made, num_per_class=NUM // 2, num_shards=TARS)
 
 
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-
-
 def settings(path: Path | str, **more: Any) -> DataSettings:
     tars = {"num_samples": NUM, "num_classes": 2} | more.pop("webdataset", {})
     values = {"path": str(path), "global_batch": GLOBAL_BATCH, "reader": "webdataset"}
-    values |= {"webdataset": tars, "val_split": "train", "num_workers": 0}
+    values |= {"webdataset": tars, "val_split": None, "num_workers": 0}
     return DataSettings.model_validate(values | more)
 
 
@@ -52,12 +45,6 @@ def stream(data: DataSettings, *, start: int = 0, process: int = 0, num: int = 1
     assert tars is not None
     tars = replace(tars, shuffle=0)
     return TarStream(tars, seed=SEED, start=start, process=process, num_processes=num)
-
-
-def val_split(data: DataSettings) -> SplitIndex:
-    index = open_val_split(data)
-    assert index is not None
-    return index
 
 
 def taken(found: TarStream, num: int) -> list[TarSample]:
@@ -85,18 +72,6 @@ def test_an_epoch_has_every_sample_once(folder: Path) -> None:
     assert len(set(shared)) == NUM
 
 
-def test_web_servers_give_what_local_tars_give(folder: Path) -> None:
-    local = taken(stream(settings(folder)), 2 * NUM)
-    names = "train-{000000..000005}.tar"
-    with served(folder) as server:
-        remote = taken(stream(settings(server.url, train_split=names)), 2 * NUM)
-        assert [each.image for each in remote] == [each.image for each in local]
-        server.fault = lambda path, number: "error"
-        broken = stream(settings(server.url, train_split=names, remote={"patience_s": 0.3}))
-        with pytest.raises(UserError, match="cannot be read"):
-            taken(broken, 1)
-
-
 def test_tars_are_not_opened_by_the_library(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own way runs commands: for `pipe:`, for http, and for rewritten names."""
 
@@ -106,9 +81,6 @@ def test_tars_are_not_opened_by_the_library(folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("GOPEN_REWRITE", f"{folder}=pipe:touch {folder}/canary ;")
     monkeypatch.setattr(tariterators.gopen, "gopen", opened)
     assert len(taken(stream(settings(folder)), NUM)) == NUM
-    for path in (f"pipe:touch {folder}/canary", f"pipe:cat {folder}/train-000000.tar"):
-        with pytest.raises(UserError, match="scheme 'pipe:' is not supported"):
-            stream(settings(path))
     assert not (folder / "canary").exists()
 
 
@@ -158,16 +130,16 @@ def test_damaged_samples_and_tars_are_counted(tmp_path: Path) -> None:
     write_tar(tmp_path / "train-1.tar", {"a.jpg": b"no image", "a.cls": b"0", "b.jpg": photo(1)})
     (tmp_path / "train-2.tar").write_bytes((tmp_path / "train-0.tar").read_bytes()[:4000])
     (tmp_path / "train-3.tar").write_bytes(b"not a tar" * 100)
-    found = batches(settings(tmp_path, val_split=None), steps=4)
+    found = batches(settings(tmp_path), steps=4)
     unreadable = Counter(each.error for batch in found for each in batch.unreadable)
-    assert any("the tar ends early" in error for error in unreadable)
+    assert any("damaged: " in error for error in unreadable)
     assert any("no member .cls" in error for error in unreadable)
     keys = {each.key for batch in found for each in batch.unreadable}
     assert {"a", "b"} < keys
     for name in ("train-0.tar", "train-1.tar", "train-2.tar"):
         (tmp_path / name).unlink()
     with pytest.raises(UserError, match="8 tars in a row have no image"):
-        batches(settings(tmp_path, val_split=None))
+        batches(settings(tmp_path))
 
 
 @pytest.mark.parametrize("num_classes, label", [(4, 3), (None, None)])
@@ -185,79 +157,53 @@ def test_a_label_outside_the_classes_ends_the_run(folder: Path) -> None:
         batches(settings(folder, webdataset={"num_classes": 1}))
 
 
-def test_an_evaluation_has_exactly_all_samples(folder: Path) -> None:
-    index = read_split(folder, split="train")
-    with served(folder) as server:
-        names = "train-{000000..000005}.tar"
-        places = [settings(folder), settings(server.url, val_split=names)]
-        found = [val_split(data) for data in places]
-        assert found[0].fingerprint == found[1].fingerprint != index.fingerprint
-        results = []
-        for data, each in zip([*places, settings(folder)], [*found, index], strict=True):
-            for name in ("shard_of", "offset", "length", "label"):
-                np.testing.assert_array_equal(getattr(each, name), getattr(index, name))
-            batches = evaluation_batches(
-                each,
-                settings=data,
-                image_size=16,
-                rank=0,
-                world_size=1,
-                micro_batch=10,
-                pin_memory=False,
-            )
-            results.append([batch.images.numpy().tobytes() for batch in batches])
-        assert results[0] == results[1] == results[2]
-    with pytest.raises(UserError, match="is not a readable tar"):
-        (folder / "broken.tar").write_bytes((folder / "train-000000.tar").read_bytes()[:2000])
-        val_split(settings(folder, val_split="broken.tar"))
+def test_a_tar_that_cannot_be_opened_ends_the_run(folder: Path) -> None:
+    """An outage is no damage."""
+    found = stream(settings(folder))
+    found.streamed = replace(found.streamed, tars=(folder / "missing.tar",))
+    with pytest.raises(UserError, match=r"missing\.tar: cannot be read \(No such file"):
+        taken(found, 1)
 
 
-@pytest.mark.parametrize("place", ["cut at a header", "damaged header"])
-def test_a_tar_without_its_end_is_named(tmp_path: Path, place: str) -> None:
-    """Python takes both for the end; the samples before it are used, but not for evaluation."""
-    photos = {
-        f"{n}.{kind}": data for n in range(4) for kind, data in (("jpg", photo(n)), ("cls", b"1"))
-    }
-    path = tmp_path / "train-0.tar"
-    write_tar(path, photos)
-    with tarfile.open(path) as tar:
-        header = tar.getmember("2.jpg").offset
-    data = bytearray(path.read_bytes())
-    if place == "cut at a header":
-        path.write_bytes(data[:header])
-    else:
-        data[header + 150] ^= 1  # in its checksum
-        path.write_bytes(data)
-    found = taken(stream(settings(tmp_path)), 3)
-    assert [each.key for each in found if each.error is None][:2] == ["0", "1"]
-    (broken,) = [each for each in found if each.error is not None]
-    assert broken.tar == str(path) and "the tar ends early: no end mark" in broken.error
-    with pytest.raises(UserError, match="train-0.tar: is not a readable tar .no end mark after"):
-        val_split(settings(tmp_path))
-    with served(tmp_path) as server, pytest.raises(UserError, match="no end mark after"):
-        val_split(settings(server.url, val_split="train-0.tar"))
+def test_compressed_tars_are_read(tmp_path: Path) -> None:
+    write_tar(tmp_path / "whole", {"a.jpg": photo(1), "a.cls": b"1"})
     with gzip.open(tmp_path / "train-0.tar", "wb") as packed:
-        write_tar(tmp_path / "whole.tar", photos)
-        packed.write((tmp_path / "whole.tar").read_bytes())
-    names = "train-0.tar"
-    found = taken(stream(settings(tmp_path, train_split=names)), 8)
-    assert all(each.error is None for each in found)
+        packed.write((tmp_path / "whole").read_bytes())
+    (sample,) = taken(stream(settings(tmp_path)), 1)
+    assert (sample.key, sample.label, sample.error) == ("a", 1, None)
 
 
-@pytest.mark.parametrize("num_bytes, requests, read", [(3000, 8, 1.1), (300_000, 25, 0.03)])
-def test_listing_a_split_takes_few_requests_or_few_bytes(
-    tmp_path: Path, num_bytes: int, requests: int, read: float
-) -> None:
-    """Small members are read with their headers, large ones are skipped."""
-    num = 200 if num_bytes < 10_000 else 20
-    image = photo(1).ljust(num_bytes, b"x")
-    members = {f"{n}.{kind}": d for n in range(num) for kind, d in (("jpg", image), ("cls", b"1"))}
-    write_tar(tmp_path / "val-0.tar", members)
-    with served(tmp_path) as server:
-        found = val_split(settings(server.url, val_split="val-0.tar"))
-        assert len(found.label) == num and set(found.label.tolist()) == {1}
-        assert server.requests["val-0.tar"] <= requests
-        assert server.sent["val-0.tar"] <= read * (tmp_path / "val-0.tar").stat().st_size
+NAMES = [f"train-{number:06d}.tar" for number in range(TARS)]
+
+
+@pytest.mark.parametrize(
+    ("split", "names"),
+    [
+        ("train", NAMES),
+        ("train-{000000..000001}.tar", NAMES[:2]),
+        ("train-{000000,000003}.tar", [NAMES[0], NAMES[3]]),
+        ("train-00000?.tar", NAMES),
+        (NAMES[2], NAMES[2:3]),
+    ],
+)
+def test_a_split_is_a_name_or_a_pattern(folder: Path, split: str, names: list[str]) -> None:
+    assert [tar.name for tar in tars_of_split(folder, split, where="data.train_split")] == names
+
+
+def test_wrong_patterns_are_one_error(folder: Path) -> None:
+    for split in ("{0..{1..2}}.tar", "a{.tar", "a}.tar", "{0..999999999}.tar"):
+        with pytest.raises(UserError, match=f"not a pattern of at most {MAX_TARS:,} names"):
+            expanded(split, where="data.train_split")
+    for split, text in (
+        ("train-{000000..000009}.tar", "4 of 10 tars are missing, such as .*train-000006.tar"),
+        ("dev", "no tars 'dev'"),
+        (f"x.tar | touch {folder}/canary", "1 of 1 tars are missing"),
+    ):
+        with pytest.raises(UserError, match=text):
+            tars_of_split(folder, split, where="data.train_split")
+    with pytest.raises(UserError, match="no such folder"):
+        tars_of_split(folder / "missing", "train", where="data.train_split")
+    assert not (folder / "canary").exists()
 
 
 def test_what_needs_an_index_is_refused() -> None:
@@ -268,5 +214,7 @@ def test_what_needs_an_index_is_refused() -> None:
     assert "data.first_percent" in problems(first_percent=10)
     assert "data.only_keys" in problems(only_keys="a")
     assert "data.views" in problems(views=3)
+    assert "data.val_split" in problems(val_split="val")
+    assert "data.path" in dict(reader_problems(settings("s3://bucket/tars")))
     assert "data.webdataset.num_samples" in problems(webdataset={"num_samples": None})
     assert "data.webdataset" in problems(reader="index")
