@@ -1,9 +1,9 @@
 """Run any stage on this machine as the job that SLURM would run.
 
     python launch/local.py --config configs/demo/pretrain.yaml [key=value ...] --num-procs 2
-    python launch/local.py --study configs/studies/digits_objectives.yaml --parallel 2
+    python launch/local.py --config configs/chains/demo.yaml --num-procs 2
 
---study trains a grid of runs.
+The runs of a chain, and of a sweep such as optim.lr=[0.003,0.03], run one after another.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import argparse
 import sys
 
 try:
+    from launch.chains.settings import ChainRun
+    from launch.chains.sweeps import sweep_command
     from launch.jobs.monitor import StopFlag
     from launch.jobs.preparation import (
         RUN_TYPES,
@@ -20,10 +22,7 @@ try:
         prepare_job,
         with_num_workers,
     )
-    from launch.jobs.supervision.foreground import start_and_watch
-    from launch.plans.chains.command import names_a_plan, plan_command
-    from launch.plans.chains.sweeps import names_a_sweep, sweep_command
-    from launch.plans.command import LOCAL_COUNTS, run_locally
+    from launch.jobs.supervision.foreground import EXIT_INTERRUPTED, start_and_watch
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, run_script
     from vitscale.distributed.processes import num_cores
@@ -31,29 +30,54 @@ except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
     raise SystemExit(2) from None
 
+SWITCHES = {"--dry-run": "list the runs of a chain with their states; start nothing"}
+
 
 def main() -> None:
-    argv, script = sys.argv[1:], "launch/local.py"
-    if names_a_plan(argv):
-        raise SystemExit(run_locally(plan_command(argv, script=script, counts=LOCAL_COUNTS)))
-    if names_a_sweep(argv):
-        raise SystemExit(run_locally(sweep_command(argv, script=script, counts=LOCAL_COUNTS)))
+    # First of all: a signal that comes while a chain is read must not be missed.
+    stop = StopFlag()
     num_procs, argv = parse_num_procs()
-    command = load_command(
-        RUN_TYPES,
-        script="launch/local.py",
+    script = "launch/local.py"
+    command = sweep_command(argv, script=script, switches=SWITCHES) or load_command(
+        RUN_TYPES | {"chain": ChainRun},
+        script=script,
         description="Run a stage on this machine. --num-procs N (default 1) sets the processes.",
         argv=argv,
         examples=("python launch/local.py --config configs/demo/pretrain.yaml --num-procs 2",),
+        switches=SWITCHES,
     )
+    is_dry_run = "--dry-run" in command.switches
+    if isinstance(command.run, ChainRun):
+        raise SystemExit(start_chain(command.run, num_procs, stop=stop, is_dry_run=is_dry_run))
+    if is_dry_run:
+        raise UserError(
+            "--dry-run is for chains here",
+            where="command line",
+            next_step="python launch/slurm.py --dry-run shows the plan of one run",
+        )
     run = launchable(command.run)
     check_job(run, num_tasks=num_procs, cluster="local")
     run = with_num_workers(run, num_cores=max(1, num_cores() // num_procs))
     job, folder = prepare_job(run, cluster="local")
-    code = start_and_watch(
-        job, launch=run.launch, num_procs=num_procs, folder=folder, stop=StopFlag()
-    )
+    code = start_and_watch(job, launch=run.launch, num_procs=num_procs, folder=folder, stop=stop)
     raise SystemExit(code)
+
+
+def start_chain(settings: ChainRun, num_procs: int, *, stop: StopFlag, is_dry_run: bool) -> int:
+    """Run what a chain lacks, or show it. Returns the exit code."""
+    from launch.chains.executors import overview, run_here
+    from launch.chains.load import load_chain
+    from launch.chains.states import chain_states
+
+    chain = load_chain(settings, cluster="local", num_tasks=num_procs)
+    if is_dry_run:
+        print(overview(chain, chain_states(chain)))
+        return 0
+    try:
+        return run_here(chain, num_procs=num_procs, stop=stop)
+    except KeyboardInterrupt:
+        print("\ninterrupted: all processes were ended", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
 
 
 def parse_num_procs() -> tuple[int, list[str]]:

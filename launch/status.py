@@ -2,8 +2,8 @@
 
     python launch/status.py [RUN ...] [--follow | --json]
 
-RUN: the folder of a run, a study or a chain, its name below runs/, or a folder of runs; default:
-all below runs/.
+RUN: the folder of a run or a chain, its name below runs/, or a folder of runs; default: all below
+runs/.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from pathlib import Path
 
 try:
     from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
-    from launch.jobs.status.finding import PLAN_FILE, find_runs
+    from launch.jobs.status.finding import find_runs
     from launch.jobs.status.following import follow_run
     from launch.jobs.status.reading import RunStatus, read_status
     from launch.jobs.status.text import as_text, as_values
-    from launch.plans.status import PlanStatus, plan_lines, plan_values, read_plan
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -33,12 +32,11 @@ def main() -> None:
     if arguments.follow:
         raise SystemExit(follow(find_runs(arguments.runs)))
     now = time.time()
-    plans, runs = read_states(find_runs(arguments.runs), now=now)
+    runs = read_states(find_runs(arguments.runs), now=now)
     if arguments.json:
-        print(json.dumps([*map(plan_values, plans), *map(as_values, runs)], indent=2))
+        print(json.dumps([*map(as_values, runs)], indent=2))
     else:
-        parts = ["\n".join(plan_lines(plan, now=now)) for plan in plans]
-        print("\n".join([*parts, as_text(runs, now=now)]).rstrip())
+        print(as_text(runs, now=now).rstrip())
 
 
 def parse() -> argparse.Namespace:
@@ -61,34 +59,24 @@ def parse() -> argparse.Namespace:
 def follow(folders: Sequence[Path]) -> int:
     """Follow the only run of `folders`. Returns its exit code."""
     [folder, *others] = folders
-    if others or (folder / PLAN_FILE).is_file():
-        what = f"these are {len(folders)}" if others else f"{folder} is a study or a chain"
+    if others:
         raise UserError(
-            f"--follow shows one run, but {what}",
+            f"--follow shows one run, but these are {len(folders)}",
             where="command line",
             next_step="name one run",
         )
     return follow_run(folder, output=sys.stdout)
 
 
-def read_states(folders: Sequence[Path], *, now: float) -> tuple[list[PlanStatus], list[RunStatus]]:
-    """The states of all plans and of the runs outside them. SLURM is asked once."""
+def read_states(folders: Sequence[Path], *, now: float) -> list[RunStatus]:
+    """The states of all runs. SLURM is asked once."""
     jobs: list[QueuedJob] | None = None
     note = None
     try:
         jobs = user_jobs()
     except NoAnswerError as error:
         note = f"as its records say; SLURM does not answer: {error}"
-    of_plans = [folder for folder in folders if (folder / PLAN_FILE).is_file()]
-    plans = [read_plan(folder, jobs=jobs, note=note, now=now) for folder in of_plans]
-    # The jobs of a chain's data preparation are in a run folder of their own.
-    shown = {run.folder.absolute() for plan in plans for run in plan.runs}
-    runs = [
-        read_status(folder, jobs=jobs, note=note, now=now)
-        for folder in folders
-        if folder not in of_plans and folder.absolute() not in shown
-    ]
-    return plans, runs
+    return [read_status(folder, jobs=jobs, note=note, now=now) for folder in folders]
 
 
 if __name__ == "__main__":

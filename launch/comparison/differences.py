@@ -326,8 +326,11 @@ def _settings(run: ComparedRun) -> dict[str, str]:
         if key.startswith(CHAIN_TAGS)
     }
     settings = chain or _without(run, WITHOUT_EFFECT)
-    settings.pop("seed", None)
-    return {key: SEED.sub("seed", value) for key, value in settings.items()}
+    return {
+        key: SEED.sub("seed", value)
+        for key, value in settings.items()
+        if key.rpartition(".")[2] != "seed"
+    }
 
 
 def _number(text: str | None) -> float | None:

@@ -76,7 +76,7 @@ def default_uri() -> str:
 
 
 def load_runs(names: Sequence[str], *, uri: str | None) -> list[ComparedRun]:
-    """Find and read every run; the folder of a chain or a study stands for the runs below it.
+    """Find and read every run; the folder of a chain stands for the runs below it.
 
     Raises UserErrors that name all runs not found.
     """
@@ -92,7 +92,7 @@ def load_runs(names: Sequence[str], *, uri: str | None) -> list[ComparedRun]:
 
 
 def _runs_below(name: str) -> list[str]:
-    """The runs of a chain or a study; the name itself if it means something else."""
+    """The runs of a chain; the name itself if it means something else."""
     for folder in (Path(name), RUNS_FOLDER / name):
         if folder.is_dir() and not (folder / JOURNAL_NAME).is_file():
             journals = (*folder.glob(f"*/{JOURNAL_NAME}"), *folder.glob(f"*/*/{JOURNAL_NAME}"))

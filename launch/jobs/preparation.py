@@ -1,8 +1,8 @@
-"""Prepare a validated run for submission.
+"""Prepare a validated run, and submit it to SLURM.
 
-Owns: the run types that can be launched, checks that need the job's size, and the job folder
-(private, because tasks execute the pickles in it).
-Leaves out: the dry run (`planning`) and submitting (`submission`).
+Owns: the run types that can be launched, checks that need the job's size, the job folder (private,
+because tasks execute the pickles in it), and one job per run.
+Leaves out: the dry run (`planning`) and the call of sbatch (`submission`).
 """
 
 from __future__ import annotations
@@ -11,13 +11,18 @@ import hashlib
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Literal
 
 from finetune.inference.settings import EvaluateRun
 from finetune.run import FinetuneRun
 from launch.jobs.job import StageJob, stage_job
+from launch.jobs.queue import NoAnswerError, already_queued, depending_on, jobs_of, submitted_ids
+from launch.jobs.snapshot import kept_code
+from launch.jobs.submission import Submission, folder_lock, submit_to_slurm
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import run_to_yaml
@@ -152,8 +157,62 @@ def prepare_job(
     return stage_job(run.stage, config=config, run_folder=folder.parent, code=code), folder
 
 
+def submit_run(
+    run: LaunchableRun,
+    *,
+    after_ok: Sequence[str] = (),
+    earlier: Literal["refuse", "wait", "ignore"] = "refuse",
+) -> Submission:
+    """Submit the run to SLURM.
+
+    after_ok: jobs that must succeed before.
+    earlier: what follows if a job of this run has not ended: an error, wait for it, or nothing.
+    Raises UserError, and leaves no file, if it is refused.
+    """
+    folder = job_folder(run, cluster="slurm")
+    run = with_num_workers(run, num_cores=run.launch.cpus_per_task)
+    with _removed_if_refused(folder):
+        make_private(folder)
+        with folder_lock(folder.parent):
+            launch = run.launch
+            if earlier != "ignore":
+                ids = _earlier_jobs(run, folder.parent, wait=earlier == "wait")
+                launch = depending_on(launch, ids)
+            code = kept_code(run.launch, folder)
+            job, _ = prepare_job(run, cluster="slurm", code=code)
+            return submit_to_slurm(
+                job,
+                launch=depending_on(launch, after_ok, how="afterok"),
+                name=run_name(run),
+                folder=folder,
+                code=code,
+            )
+
+
+def _earlier_jobs(run: LaunchableRun, run_folder: Path, *, wait: bool) -> list[str]:
+    """Ids of the jobs of this run that the new one waits for. Raises UserError if it may not."""
+    try:
+        jobs = jobs_of(run_folder)
+    except NoAnswerError as error:
+        if wait:
+            raise UserError(
+                f"cannot look up the earlier job for --after: {error}",
+                next_step="try again later, or leave it out",
+            ) from None
+        print(
+            f"warning: SLURM does not say whether a job of this run is queued: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return []
+    # Tasks of data preparation share the work, whichever job they belong to.
+    if jobs and not wait and not isinstance(run, DataPrepRun):
+        raise already_queued(jobs, run_folder=run_folder)
+    return submitted_ids(jobs) if wait else []
+
+
 @contextmanager
-def removed_if_refused(folder: Path) -> Iterator[None]:
+def _removed_if_refused(folder: Path) -> Iterator[None]:
     """On a UserError in the block, remove what `prepare_job` and a snapshot have added."""
     missing = [each for each in (folder, *folder.parents) if not each.exists()]
     before = set(_prepared_files(folder))

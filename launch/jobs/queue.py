@@ -60,13 +60,10 @@ class QueuedJob:
         return self.state in ENDED_STATES
 
 
-def jobs_of(
-    run_folder: Path, *, jobs: Sequence[QueuedJob] | None = None, ended: bool = False
-) -> list[QueuedJob]:
+def jobs_of(run_folder: Path, *, jobs: Sequence[QueuedJob] | None = None) -> list[QueuedJob]:
     """The jobs of a run that are queued or running, oldest first.
 
     jobs: the answer of `user_jobs`, to ask SLURM once for many runs.
-    ended: add the jobs that SLURM remembers after their end (MinJobAge, 300 s by default).
     Raises NoAnswerError.
     """
     folder = run_folder / "slurm"
@@ -74,7 +71,7 @@ def jobs_of(
         job
         for job in (user_jobs() if jobs is None else jobs)
         # submitit leaves a link where the script was submitted from.
-        if os.path.lexists(folder / Path(job.script).name) and (ended or not job.has_ended)
+        if os.path.lexists(folder / Path(job.script).name) and not job.has_ended
     ]
 
 

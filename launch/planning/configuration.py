@@ -10,9 +10,8 @@ import argparse
 from finetune.exporting.settings import ExportRun
 from finetune.inference.prediction.settings import PredictRun
 from finetune.inspection.settings import VisualizeRun
+from launch.chains.settings import ChainRun
 from launch.jobs.preparation import RUN_TYPES
-from launch.plans.chains.settings import ChainRun
-from launch.studies.settings import StudyRun
 from vitscale.config.reference import as_markdown, settings_reference
 
 COMMAND = "python -m launch.planning.configuration > docs/configuration.md"
@@ -51,7 +50,6 @@ def main() -> None:
         "predict": PredictRun,
         "export": ExportRun,
         "visualize": VisualizeRun,
-        "study": StudyRun,
         "chain": ChainRun,
     }
     print(INTRODUCTION + as_markdown(settings_reference(stages)), end="")

@@ -11,8 +11,7 @@ from finetune.inference.prediction.settings import PredictRun
 from finetune.inference.settings import EvaluateRun
 from finetune.inspection.settings import VisualizeRun
 from finetune.run import FinetuneRun
-from launch.plans.chains.settings import ChainRun
-from launch.studies.settings import StudyRun
+from launch.chains.settings import ChainRun
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
 from vitscale.config.errors import UserErrors
@@ -29,7 +28,6 @@ RUN_TYPES: dict[str, type[Run]] = {
     "predict": PredictRun,
     "export": ExportRun,
     "visualize": VisualizeRun,
-    "study": StudyRun,
     "chain": ChainRun,
 }
 CONFIGS = sorted(p for p in (ROOT / "configs").rglob("*") if p.suffix in (".yaml", ".yml"))

@@ -1,4 +1,4 @@
-"""Find the folders of runs, studies and chains that names on the command line mean."""
+"""Find the folders of runs that names on the command line mean."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from vitscale.tracking.journal import JOURNAL_NAME
 from vitscale.tracking.run_facts import ARTIFACTS_FOLDER
 
 RUNS_FOLDER = Path("runs")
-# A run of a study in a chain is three levels below.
+# runs/CHAIN/STAGE/RUN
 MAX_DEPTH = 3
 RUN_FILES = ("config.yaml", JOURNAL_NAME, EVENTS_NAME)
-PLAN_FILE = "plan.json"
 # All that a run has that was submitted, or started, and has not trained yet.
 JOB_FOLDERS = ("slurm", "local")
 # Copies of config.yaml are among the artifacts.
@@ -24,7 +23,7 @@ NO_RUNS = (*JOB_FOLDERS, ARTIFACTS_FOLDER)
 def find_runs(names: Sequence[str]) -> list[Path]:
     """The run folders of each name: itself, or all below it; without names all below runs/.
 
-    The folder of a chain or study stands for all its runs.
+    The folder of a chain stands for all its runs.
 
     Raises UserErrors for every name that means none.
     """
@@ -56,8 +55,8 @@ def _named(name: str) -> list[Path]:
 
 
 def _below(folder: Path, *, depth: int) -> Iterator[Path]:
-    """The folder if it is a run, a chain or a study, else those in it."""
-    if any((folder / name).is_file() for name in (*RUN_FILES, PLAN_FILE)):
+    """The folder if it is a run, else those in it."""
+    if any((folder / name).is_file() for name in RUN_FILES):
         yield folder
         return
     found = []
@@ -65,7 +64,6 @@ def _below(folder: Path, *, depth: int) -> Iterator[Path]:
         inner = sorted(path for path in _folders(folder) if path.name not in NO_RUNS)
         found = [run for path in inner for run in _below(path, depth=depth - 1)]
     yield from found
-    # A study's folder has jobs too, but its runs are below it.
     if not found and any((folder / name).is_dir() for name in JOB_FOLDERS):
         yield folder
 

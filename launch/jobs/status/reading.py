@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
@@ -110,20 +110,16 @@ def read_status(
     jobs: Sequence[QueuedJob] | None,
     note: str | None = None,
     now: float,
-    job_id: str | None = None,
 ) -> RunStatus:
     """The state of the run in `folder`.
 
     jobs: all jobs of the user, from `user_jobs`; None: SLURM was not asked or did not answer.
     note: why.
-    job_id: a job, or array, that is known to be of this run.
     """
     attempts, logged = read_attempts(folder), read_logged(folder)
     last = attempts[-1] if attempts else None
     tasks = newest_tasks(folder)
-    live = tuple(job for job in _own_jobs(folder, jobs or (), last, job_id) if not job.has_ended)
-    if not live and last is None and not logged.step and not tasks.records:
-        live = _jobs_of_study(folder, jobs or ())
+    live = tuple(jobs_of(folder, jobs=jobs or ()))
     pid = lock_holder(folder) or tasks.local_pid
     state = _live_state(live, last, tasks) or (RunState.RUNNING if pid is not None else None)
     if state is None:
@@ -149,28 +145,6 @@ def read_status(
         tasks=tasks.counts(live),
         note=note,
     )
-
-
-def _own_jobs(
-    folder: Path, jobs: Sequence[QueuedJob], last: Attempt | None, job_id: str | None
-) -> list[QueuedJob]:
-    """Those submitted for this run, and that of the attempt that runs: a task of a study's array
-    has its script in the study's folder."""
-    own = jobs_of(folder, jobs=jobs, ended=True)
-    known, more = {job.job_id for job in own}, {job_id}
-    if last is not None and last.ended is None and last.cluster == "slurm":
-        more.add(last.job_id)
-    own += [j for j in jobs if {j.job_id, j.submitted_id} & more and j.job_id not in known]
-    return own
-
-
-def _jobs_of_study(folder: Path, jobs: Sequence[QueuedJob]) -> tuple[QueuedJob, ...]:
-    """The oldest array in the queue of the study that this run belongs to.
-
-    Which of its tasks will be this run is known only when that task starts.
-    """
-    waiting = [job for job in jobs_of(folder.parent, jobs=jobs) if job.state in WAITING_STATES]
-    return tuple(replace(job, job_id=job.submitted_id) for job in waiting[:1])
 
 
 def _live_state(

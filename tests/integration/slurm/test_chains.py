@@ -62,7 +62,10 @@ stages:
     sweep: {optim.lr: [0.01, 0.001]}
   - {name: evaluate, config: evaluate.yaml, inputs: {data.path: shards, init: finetune}}
 """
-STAGES = ["shards", "pretrain", "finetune", "evaluate"]
+RUNS = [
+    *("shards", "pretrain", "finetune/lr-0.01", "finetune/lr-0.001"),
+    *("evaluate/lr-0.01", "evaluate/lr-0.001"),
+]
 
 
 def write_inputs(folder: Path) -> None:
@@ -92,35 +95,34 @@ def test_a_chain_continues_after_a_failure(slurm, tmp_path: Path) -> None:
     def chain() -> tuple[dict[str, str], str]:
         """({stage: new job}, output)."""
         done = subprocess.run(
-            [sys.executable, ROOT / "launch/slurm.py", "--chain", "chain.yaml"],
+            [sys.executable, ROOT / "launch/slurm.py", "--config", "chain.yaml"],
             cwd=tmp_path, env=slurm.environment, capture_output=True, text=True,
             timeout=PATIENCE_S,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-        new = re.findall(r"submitted small-(\w+): (?:job|array of 2 tasks) (\d+)", done.stdout)
-        return dict(new), done.stdout
+        return dict(re.findall(r"submitted (\S+): job (\d+)", done.stdout)), done.stdout
 
-    def logs(stage: str) -> str:
-        return "\n".join(p.read_text() for p in tmp_path.glob(f"runs/small/{stage}/**/*.out"))
+    def logs(run: str) -> str:
+        return "\n".join(p.read_text() for p in tmp_path.glob(f"runs/small/{run}/**/*.out"))
 
     first, output = chain()
-    assert list(first) == STAGES, output
+    assert list(first) == RUNS, output
     _, output = chain()
     assert "submitted" not in output and output.count("kept ") == 6, output
     (tmp_path / "begin").touch()
     assert slurm.wait(first["pretrain"], states=ENDED)["JobState"] == "FAILED"
-    for stage in STAGES[2:]:
-        assert slurm.wait(first[stage], states=ENDED)["JobState"] == "CANCELLED"
+    for run in RUNS[2:]:
+        assert slurm.wait(first[run], states=ENDED)["JobState"] == "CANCELLED"
     made = (tmp_path / "shards/manifest.json").stat().st_mtime_ns
 
     (tmp_path / "allowed").touch()
     second, output = chain()
-    assert list(second) == STAGES[1:] and "skipped   small-shards: done" in output, output
-    ended = slurm.wait(second["evaluate"], states=ENDED)
-    assert ended["JobState"] == "COMPLETED", [logs(stage) for stage in STAGES]
-    assert (tmp_path / "shards/manifest.json").stat().st_mtime_ns == made
+    assert list(second) == RUNS[1:] and "skipped   shards: done" in output, output
     for lr in ("0.01", "0.001"):
-        results = tmp_path / f"runs/small/evaluate/finetune_lr-{lr}_seed0/results.json"
-        assert f"finetune_lr-{lr}_seed0" in json.loads(results.read_text())["model"]["source"]
+        ended = slurm.wait(second[f"evaluate/lr-{lr}"], states=ENDED)
+        assert ended["JobState"] == "COMPLETED", [*map(logs, RUNS)]
+        results = json.loads((tmp_path / f"runs/small/evaluate/lr-{lr}/results.json").read_text())
+        assert f"finetune/lr-{lr}" in results["model"]["source"]
+    assert (tmp_path / "shards/manifest.json").stat().st_mtime_ns == made
     third, output = chain()
     assert not third and "compare  python launch/compare.py runs/small" in output, output

@@ -138,10 +138,12 @@ def test_the_result_over_a_varied_number_has_mean_and_deviation() -> None:
 
 def test_runs_of_a_chain_vary_in_its_keys() -> None:
     """Not in what follows from them, such as the weights that they start from."""
-    key = "tracking.tags.chain.data.first_percent"
-    runs = [run(str(p), [p / 100], init=f"runs/{p}", **{key: str(p)}) for p in (1, 10)]
+    share, seed = (f"tracking.tags.chain.pretrain.{k}" for k in ("data.first_percent", "seed"))
+    runs = [
+        run(str(p), [p / 100], init=f"runs/{p}", **{share: str(p), seed: str(p)}) for p in (1, 10)
+    ]
     (found,) = dependences(compare(runs))
-    assert found.key == "data.first_percent"
+    assert found.key == "pretrain.data.first_percent"
     assert found.series == {"": ((1.0, 0.01, None), (10.0, 0.1, None))}
 
 

@@ -62,6 +62,6 @@ def test_only_differing_parameters_are_listed() -> None:
     assert compared.params == (("model.depth", (None, "3")), ("optim.lr", ("0.1", "0.2")))
     assert compared.num_equal_params == 1
     assert len(compare([first]).params) == 2
-    other = run("c", {"x": 1.0}, params=params | {"output": "c", "tracking.tags.study": "s"})
+    other = run("c", {"x": 1.0}, params=params | {"output": "c", "tracking.tags.chain": "s"})
     assert compare([first, other]).params == ()
     assert compare([first, other]).num_equal_params == 2

@@ -52,7 +52,6 @@ def test_a_folder_has_the_jobs_whose_script_it_holds(squeue, tmp_path) -> None:
     squeue(ANSWER)
     folder = run_folder(tmp_path)
     assert [job.job_id for job in jobs_of(folder)] == ["9_1", "10"]
-    assert [job.job_id for job in jobs_of(folder, ended=True)] == ["9_0", "9_1", "10"]
     assert jobs_of(tmp_path / "nowhere") == []
 
 

@@ -14,13 +14,13 @@ from vitscale.config.errors import UserError
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Runs: one trained, one submitted, two of a study; and what is none."""
+    """Runs: one trained, one submitted, two of a chain; and what is none."""
     monkeypatch.chdir(tmp_path)
-    for path in ("vit/config.yaml", "study/a/journal.jsonl", "study/b/events.jsonl"):
+    for path in ("vit/config.yaml", "chain/a/journal.jsonl", "chain/b/events.jsonl"):
         file = tmp_path / "runs" / path
         file.parent.mkdir(parents=True)
         file.touch()
-    for folder in ("runs/submitted/slurm", "runs/study/slurm/12", "runs/mlartifacts/1", "images"):
+    for folder in ("runs/submitted/slurm", "runs/mlartifacts/1", "images"):
         (tmp_path / folder).mkdir(parents=True)
     return tmp_path
 
@@ -41,13 +41,13 @@ def test_results_and_artifacts_are_told_from_runs(tmp_path: Path) -> None:
 
 
 def test_all_runs_below_runs_are_found() -> None:
-    names = ["study/a", "study/b", "submitted", "vit"]
+    names = ["chain/a", "chain/b", "submitted", "vit"]
     assert find_runs([]) == [Path("runs") / name for name in names]
 
 
 def test_names_are_paths_or_runs_or_folders_of_runs() -> None:
     assert find_runs(["vit", "runs/vit"]) == [Path("runs/vit")]
-    assert find_runs(["study"]) == [Path("runs/study/a"), Path("runs/study/b")]
+    assert find_runs(["chain"]) == [Path("runs/chain/a"), Path("runs/chain/b")]
 
 
 @pytest.mark.parametrize(

@@ -130,13 +130,3 @@ def test_tasks_of_an_array_are_counted(run: RunFolder) -> None:
     assert found.tasks == {"running": 1, "queued": 1, "finished": 1}
     assert found.state is RunState.RUNNING
     assert status(run).state is RunState.FINISHED
-
-
-def test_a_run_of_a_study_waits_for_its_array(run: RunFolder) -> None:
-    array = job("PENDING", job_id="12_3", submitted_id="12", script="/study/slurm/array.sh")
-    (run.folder.parent / "slurm").mkdir()
-    (run.folder.parent / "slurm/array.sh").touch()
-    found = status(run, array)
-    assert (found.state, found.jobs[0].job_id) == (RunState.QUEUED, "12")
-    run.log(4)
-    assert status(run, array).state is RunState.STOPPED

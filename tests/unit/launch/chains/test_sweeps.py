@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
-from launch.plans.chains.sweeps import _split, names_a_sweep, sweep_command
-from tests.support.study_runs import FINETUNE, PRETRAIN
+from launch.chains.load import load_chain
+from launch.chains.settings import ChainRun
+from launch.chains.sweeps import _split, sweep_command
+from tests.support.chain_runs import FINETUNE, PRETRAIN
 from vitscale.config.errors import UserError
 
 
@@ -21,11 +23,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def chain_of(*argv: str) -> ChainRun | None:
+    command = sweep_command(["--config", *argv], script="launch/local.py", switches={})
+    assert command is None or isinstance(command.run, ChainRun)
+    return None if command is None else command.run
+
+
 def runs_of(*words: str, stage: str = "pretrain") -> dict[str, Any]:
-    argv = ["--config", f"{stage}.yaml", *words]
-    command = sweep_command(argv, script="launch/local.py", counts=("--num-procs",))
-    [stage] = command.load("local", None).stages
-    return {step.name: step.run for step in stage.steps}
+    chain = chain_of(f"{stage}.yaml", *words)
+    assert chain is not None
+    return {step.name: step.run for step in load_chain(chain, cluster="local").steps}
 
 
 @pytest.mark.parametrize(
@@ -38,8 +45,7 @@ def runs_of(*words: str, stage: str = "pretrain") -> dict[str, Any]:
         ("data.val_split=[test,null]", ["test", None]),
         ("data.crop_area=[[0.2,1],[0.5,1]]", [[0.2, 1], [0.5, 1]]),
         ("data.crop_area=[0.2,1]", None),
-        ("model.image_size=[8,16]", None),
-        ("model.image_size=[[8,8],[16,16]]", [[8, 8], [16, 16]]),
+        ("model.image_size=[8,16]", [8, 16]),
         ("evaluate=[{name: knn}]", None),
         ("launch.setup=[a,b]", None),
         ("optim.lr=0.1", None),
@@ -56,44 +62,33 @@ def test_a_list_for_a_scalar_key_is_a_sweep(word: str, values: list[Any] | None)
 
 def test_a_chosen_group_decides_its_keys() -> None:
     words = ["--config", "pretrain.yaml", "objective.mask_ratio=[0.5,0.75]"]
-    assert not names_a_sweep(words)
-    assert names_a_sweep([*words, "objective.name=mae"])
+    assert not _split(words)[0]
+    assert _split([*words, "objective.name=mae"])[0]
 
 
 def test_other_stages_have_no_sweep() -> None:
-    assert not names_a_sweep(["--config", "data.yaml", "seed=[0,1]"])
-    assert not names_a_sweep(["--config", "lost.yaml", "seed=[0,1]"])
+    assert chain_of("data.yaml", "seed=[0,1]") is None
+    assert chain_of("lost.yaml", "seed=[0,1]") is None
 
 
 def test_names_say_what_differs() -> None:
     runs = runs_of("optim.lr=[1e-3,0.01]", "seed=[2,3]", "model.width=32", "name=x")
     assert list(runs) == [
-        *("pretrain_lr-0.001_seed2", "pretrain_lr-0.01_seed2"),
-        *("pretrain_lr-0.001_seed3", "pretrain_lr-0.01_seed3"),
+        f"pretrain/lr-{lr}_seed-{seed}" for lr in (0.001, 0.01) for seed in (2, 3)
     ]
-    run = runs["pretrain_lr-0.01_seed3"]
+    run = runs["pretrain/lr-0.01_seed-3"]
     assert (run.optim.lr, run.seed, run.model.width) == (0.01, 3, 32)
-    assert run.folder == "runs/x/pretrain_lr-0.01_seed3"
-
-
-def test_seeds_alone_are_a_sweep() -> None:
-    assert list(runs_of("seed=[5,6]")) == ["pretrain_seed5", "pretrain_seed6"]
-    assert list(runs_of("seed=[5,6]", stage="finetune")) == [
-        *("finetune_run_seed5", "finetune_run_seed6")
-    ]
+    assert run.folder == "runs/x/pretrain/lr-0.01_seed-3"
+    assert run.tracking.tags["chain.pretrain.optim.lr"] == "0.01"
 
 
 def test_transfers_start_from_what_the_command_names() -> None:
     runs = runs_of("optim.lr=[1e-3,0.01]", "init=runs/a", stage="finetune")
     assert {run.init for run in runs.values()} == {"runs/a"}
-    runs = runs_of("optim.lr=[1e-3,0.01]", stage="finetune")
-    assert {run.init for run in runs.values()} == {None}
     runs = runs_of("init=[runs/a,runs/b]", stage="finetune")
     assert [run.init for run in runs.values()] == ["runs/a", "runs/b"]
 
 
 def test_wrong_values_name_their_runs() -> None:
-    with pytest.raises(UserError, match="(?s)optim.lr.*in: pretrain_lr-fast_seed0"):
+    with pytest.raises(UserError, match="(?s)optim.lr.*in: pretrain/lr-fast"):
         runs_of("optim.lr=[0.1,fast]")
-    with pytest.raises(UserError, match="two labels have the same name"):
-        runs_of("optim.lr=[0.1,0.1]")

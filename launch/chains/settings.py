@@ -1,7 +1,7 @@
 """The run type of a chain: stages that use what earlier stages have made. Needs no torch.
 
 Owns: the file's settings, and conflicts between stages: names, references, circles.
-Leaves out: the run files of the stages (`graph`).
+Leaves out: the run files of the stages (`load`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OWN_KEYS = {"stage": "the run file", "name": "the names of chain and stage"}
 
 
 class ChainStage(Section):
-    """One stage: the run of a file, or a sweep of such runs."""
+    """One stage: the run of a file, or several such runs."""
 
     name: str
     """Name of the stage: letters, digits, dot, dash, underscore."""
@@ -36,7 +36,11 @@ class ChainStage(Section):
     after: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Further stages that must be done before."""
     sweep: dict[str, Annotated[tuple[Any, ...], Field(min_length=1, strict=False)]] = {}
-    """Key -> values, for example {optim.lr: [0.003, 0.03]}: a training for every combination."""
+    """Key -> values, for example {optim.lr: [0.003, 0.03]}: a run for every combination."""
+    variants: dict[str, Annotated[tuple[str, ...], Field(strict=False)]] = {}
+    """Name -> overrides, for example {wide: [model.width=192], deep: [model.depth=8]}: a run for
+    each, and for every combination of the sweep. A run that starts from a variant of the same name
+    has that one alone."""
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -48,7 +52,7 @@ class ChainRun(Run):
     """Stages from images to evaluated models, run or submitted by one command."""
 
     stage: Literal["chain"] = "chain"
-    """What this file is; run by launch/local.py --chain and launch/slurm.py --chain."""
+    """What this file is."""
     name: str
     """Name of the chain and of its folder."""
     output: str | None = None
@@ -89,9 +93,14 @@ class ChainRun(Run):
 
 
 def _stage_problems(stage: ChainStage) -> Iterator[str]:
-    given = [text.partition("=")[0].strip() for text in stage.overrides]
-    for key in given:
-        if key in OWN_KEYS:
-            yield f"{key}: the chain sets it itself, from {OWN_KEYS[key]}"
-    for key in sorted({*stage.inputs} & {*stage.sweep} | {*given} & {*stage.inputs, *stage.sweep}):
-        yield f"{key} is given twice; keep one of overrides, inputs and sweep"
+    given = [_key(text) for text in stage.overrides]
+    varied = {_key(text) for overrides in stage.variants.values() for text in overrides}
+    for key in sorted({*given, *varied, *stage.sweep} & OWN_KEYS.keys()):
+        yield f"{key}: the chain sets it itself, from {OWN_KEYS[key]}"
+    keys = [*stage.inputs, *stage.sweep, *varied, *given]
+    for key in sorted({key for key in [*stage.inputs, *stage.sweep] if keys.count(key) > 1}):
+        yield f"{key} is given twice; keep one of overrides, inputs, sweep and variants"
+
+
+def _key(override: str) -> str:
+    return override.partition("=")[0].strip()

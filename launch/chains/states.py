@@ -1,0 +1,173 @@
+"""Find out which runs of a chain are done, by their folders alone.
+
+A training is done when its last checkpoint is whole, a data preparation when its manifest is there,
+an evaluation while its results are newer than all that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launch.chains.load import Chain, ChainStep
+from launch.jobs.preparation import RUN_TYPES
+from vitscale.checkpoint.folders import MANIFEST, looks_whole, step_folders, step_of
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.loader import load_run_file, run_leaves, yaml_flow
+from vitscale.config.section import Run
+from vitscale.data.index import MANIFEST_NAME, read_manifest
+from vitscale.distributed.failures.events import read_start
+from vitscale.runs.data_prep import DataPrepRun
+
+RESULTS_NAME = "results.json"
+# Changing these changes where and how fast a run trains, not its result.
+WITHOUT_EFFECT = (
+    *("name", "output", "launch", "tracking", "checkpoint"),
+    *("data.num_workers", "data.remote", "data.planned_num_samples"),
+    *("engine.num_threads", "engine.timeout_min"),
+    *("engine.max_micro_batch", "engine.profile_steps"),
+)
+# Settings of a data preparation that do not change the shards.
+EXECUTION = ("output", "num_workers", "launch", "source.path")
+MAX_CHANGES = 5
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepState:
+    text: str
+    """missing, resumable (step N), done, old or changed."""
+    finished: float | None = None
+    """When it was done, unix seconds; None if it is not."""
+    error: UserError | None = None
+    """Why it can be neither skipped nor run."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.finished is not None
+
+
+States = Mapping[str, StepState]
+"""Name of the step -> state."""
+
+
+def chain_states(chain: Chain) -> dict[str, StepState]:
+    """The state of every run."""
+    states: dict[str, StepState] = {}
+    for step in chain.steps:
+        states[step.name] = step_state(step, [states[name] for name in step.needs])
+    return states
+
+
+def check_unchanged(states: States) -> None:
+    """Raise UserErrors for runs made with other settings; none is used or overwritten."""
+    if errors := [state.error for state in states.values() if state.error is not None]:
+        raise UserErrors(errors)
+
+
+def step_state(step: ChainStep, needs: list[StepState]) -> StepState:
+    """needs: the states of the steps that it needs."""
+    if isinstance(step.run, DataPrepRun):
+        return _data_prep_state(step, step.run)
+    complete = all(state.is_done for state in needs)
+    newest = max((state.finished or 0.0 for state in needs), default=0.0)
+    if step.kind == "evaluate":
+        return _evaluation_state(step, newest if complete else None)
+    return _training_state(step, complete=complete)
+
+
+def _data_prep_state(step: ChainStep, run: DataPrepRun) -> StepState:
+    folder = step.folder.expanduser()
+    finished = _time_of(folder / MANIFEST_NAME)
+    if finished is None:
+        return StepState(text="missing")
+    made, now = dict(_flat(read_manifest(folder).config)), dict(_flat(run.model_dump(mode="json")))
+    changes = [
+        f"{key}: made with {made[key]}, now {now[key]}"
+        for key in sorted(made.keys() & now.keys())
+        if made[key] != now[key] and not key.startswith(EXECUTION)
+    ]
+    if not changes:
+        return StepState(text="done", finished=finished)
+    return _changed("exists already, made with other settings", changes, folder)
+
+
+def _evaluation_state(step: ChainStep, newest: float | None) -> StepState:
+    """newest: when the last input was finished; None if one is not."""
+    finished = _time_of(step.folder / RESULTS_NAME)
+    if finished is None:
+        return StepState(text="missing")
+    files = sorted(step.folder.glob("*/config-*.yaml"), key=lambda path: path.stat().st_mtime)
+    is_current = newest is not None and finished >= newest and bool(files)
+    if not is_current or list(_changes(step.run, files[-1])):
+        return StepState(text="old")
+    return StepState(text="done", finished=finished)
+
+
+def _training_state(step: ChainStep, *, complete: bool) -> StepState:
+    """complete: whether all that it needs is done."""
+    whole = (path for path in step_folders(step.folder / "checkpoints") if looks_whole(path))
+    newest = next(whole, None)
+    if newest is None:
+        return StepState(text="missing")
+    at = step_of(newest)
+    changes = list(_changes(step.run, step.folder / "config.yaml"))
+    if not complete:
+        changes = [f"what it starts from is missing or incomplete: {', '.join(step.needs)}"]
+    if changes:
+        return _changed(f"trained to step {at:,} with other settings", changes, step.folder)
+    start = read_start(step.folder)
+    if start is None or at < start.total_steps:
+        return StepState(text=f"resumable (step {at:,})")
+    return StepState(text="done", finished=_time_of(newest / MANIFEST))
+
+
+def _changed(what: str, changes: list[str], folder: Path) -> StepState:
+    lines = [f"    {change}" for change in changes[:MAX_CHANGES]]
+    if len(changes) > MAX_CHANGES:
+        lines.append(f"    ... {len(changes) - MAX_CHANGES} more")
+    error = UserError(
+        "\n".join([what, *lines]),
+        where=str(folder),
+        next_step="undo the change, remove this folder to make it again, or rename the chain",
+    )
+    return StepState(text="changed", error=error)
+
+
+def _changes(run: Run, path: Path) -> Iterator[str]:
+    """Settings with an effect that differ from a configuration that was run."""
+    try:
+        saved = _effective(load_run_file(RUN_TYPES, path))
+    except UserError:
+        yield f"{path} cannot be read by this version"
+        return
+    now = _effective(run)
+    for key in sorted(saved.keys() | now.keys()):
+        if saved.get(key) != now.get(key):
+            old, new = (yaml_flow(v[key]) if key in v else "nothing" for v in (saved, now))
+            yield f"{key}: trained with {old}, now {new}"
+
+
+def _effective(run: Run) -> dict[str, Any]:
+    keys = {".".join(path): value for path, value in run_leaves(run)}
+    return {
+        key: value
+        for key, value in keys.items()
+        if not any(key == each or key.startswith(f"{each}.") for each in WITHOUT_EFFECT)
+    }
+
+
+def _flat(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, child in value.items():
+            yield from _flat(child, f"{prefix}{key}.")
+    else:
+        yield prefix.removesuffix("."), value
+
+
+def _time_of(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return None
