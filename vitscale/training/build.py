@@ -6,7 +6,7 @@ Leaves out: their order at the start of a run (`session`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from vitscale.data.loader import Batch, open_loader, training_batches
 from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.private_folder import private_folder
 from vitscale.distributed.random_numbers import stream_key
-from vitscale.distributed.world import World
+from vitscale.distributed.world import World, broadcast_object, broadcast_tensor
 from vitscale.engine.configuration import deepspeed_config, resolve_compile, resolve_precision
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
@@ -31,6 +31,9 @@ from vitscale.models.registry import MODELS
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.training.objective import Objective
+
+# Loads weights into a fresh model; returns what to say about them.
+InitialWeights = Callable[[nn.Module, Architecture], list[str]]
 
 
 def build_architecture(run: TrainingRun, objective: Objective, data: TrainingSet) -> Architecture:
@@ -112,6 +115,28 @@ def build_model(run: TrainingRun, objective: Objective, arch: Architecture) -> n
         torch.manual_seed(stream_key("objective", run.seed) >> 1)
         objective.extend_model(model, arch)
     return model
+
+
+def start_from(
+    model: nn.Module, arch: Architecture, load: InitialWeights, world: World
+) -> list[str]:
+    """Let rank 0 load weights into a fresh model on the CPU; copy them to all ranks. Collective.
+
+    Returns what `load` says. Raises UserError, on all ranks, when `load` does.
+    """
+    messages: list[str] = []
+    error = None
+    if world.is_first:
+        try:
+            messages = load(model, arch)
+        except UserError as caught:
+            error = caught.text()
+    error, messages = broadcast_object((error, messages))
+    if error is not None:
+        raise UserError(error)
+    for tensor in model.state_dict().values():
+        broadcast_tensor(tensor, source=0)
+    return messages
 
 
 def choose_kernels(run: TrainingRun, model: nn.Module, device: torch.device) -> bool:

@@ -33,16 +33,17 @@ from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.models.trained_model import CLASSES_NAME
 from vitscale.images.decoders import resolve_decoder
 from vitscale.models.interface.architecture import Architecture
-from vitscale.models.weights.once_per_node import InitialWeights, load_once_per_node
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.tracking.console import ProgressLine
 from vitscale.tracking.run_facts import read_record
 from vitscale.training.build import (
+    InitialWeights,
     build_architecture,
     build_engine,
     build_evaluations,
     build_model,
     open_batches,
+    start_from,
 )
 from vitscale.training.detectors import SkippedUpdateMonitor, UnreadableSampleMonitor
 from vitscale.training.interval_log import IntervalLog
@@ -105,9 +106,7 @@ def _open(
     _end_if_finished(run, plan, world, start_step)
     model = build_model(run, objective, arch)
     if initial_weights is not None and checkpoint is None:
-        messages += load_once_per_node(
-            model, arch, initial_weights, rank=world.rank, gather=gather_objects
-        )
+        messages += start_from(model, arch, initial_weights, world)
     messages += index_lines
     engine = build_engine(run, plan, world, arch, model)
     evaluations = build_evaluations(run, objective, arch, engine, data, val_index)

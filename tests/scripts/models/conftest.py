@@ -36,28 +36,30 @@ FINETUNE["model"] |= {"mlp_width": 32, "drop_path": 0.0}
 
 @dataclass(frozen=True)
 class Scripts:
-    """Runs the scripts of `finetune/` on one rank, in processes that have all imports."""
+    """Runs the scripts of `finetune/` in processes that have all imports."""
 
     starter: WarmStarter
     folder: Path
     shards: Path
     images: Path
 
-    def run(self, script: str, *words: str | Path, code: int = 0) -> str:
+    def run(self, script: str, *words: str | Path, num_ranks: int = 1, code: int = 0) -> str:
         """Run to the end and return what was printed."""
         place = self.folder / f"start-{len(list(self.folder.iterdir()))}"
         place.mkdir()
         command: list[str | Path] = [ROOT / f"finetune/{script}.py", *words]
-        ranks = self.starter.start(command, num_ranks=1, folder=place)
-        assert wait_all(ranks) == [code], ranks[0].output()
+        ranks = self.starter.start(command, num_ranks=num_ranks, folder=place)
+        assert set(wait_all(ranks)) == {code}, ranks[0].output()
         return ranks[0].output()
 
-    def finetune(self, name: str, *words: str | Path) -> tuple[Path, dict[str, list[float]]]:
+    def finetune(
+        self, name: str, *words: str | Path, num_ranks: int = 1
+    ) -> tuple[Path, dict[str, list[float]]]:
         """Train for two steps; the run folder, and the values of each metric."""
         config, run = self.folder / f"{name}.yaml", self.folder / name
         config.write_text(yaml.safe_dump(FINETUNE))
         given = (f"data.path={self.shards}", f"output={run}")
-        self.run("main", "--config", config, *given, *words)
+        self.run("main", "--config", config, *given, *words, num_ranks=num_ranks)
         metrics: dict[str, list[float]] = {}
         for line in (run / "journal.jsonl").read_text().splitlines():
             for key, value in json.loads(line).items():

@@ -73,7 +73,7 @@ def test_finetuning_starts_from_weight_files(
     """Positions are resampled; the first keeps its head, the second gets a head of zeros."""
     words = (f"init={SAFETENSORS}", "position_embedding=timm")
     like_deit3 = ("model.layer_scale=1e-4", "model.class_position=false", "model.gelu=erf")
-    _, headless = scripts.finetune("from-safetensors", *words, *like_deit3)
+    _, headless = scripts.finetune("from-safetensors", *words, *like_deit3, num_ranks=2)
     found = {"npz": from_npz[1], "safetensors": headless}
     assert found["safetensors"]["train/loss"][0] == pytest.approx(np.log(3), rel=1e-6)
     golden.json("scripts/finetune.json", found, rel=REL)
