@@ -51,8 +51,6 @@ class Mae(Objective):
         if model.pool_norm:
             what = "is for fine-tuning; mae's decoder reads normalised tokens"
             yield ("model.pool_norm", f"{what}; set it to false")
-        if model.patch_dropout:
-            yield ("model.patch_dropout", "mae removes patches itself; set it to 0")
         if run.data.mixing is not None:
             yield ("data.mixing", "mae reconstructs single images; set it to null")
         if not any(model.problems()):

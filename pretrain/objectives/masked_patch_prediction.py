@@ -49,9 +49,6 @@ class MaskedPatchPrediction(Objective):
         if run.data.mixing is not None:
             what = "mixed images have no colours of their own to predict"
             yield ("data.mixing", f"{what}; set data.mixing=null")
-        if run.model.patch_dropout:
-            what = "a dropped patch has no output token to predict it from"
-            yield ("model.patch_dropout", f"{what}; set model.patch_dropout=0")
         if not any(run.model.problems()):
             yield from self._patch_problems(run.model.architecture(num_classes=0))
 

@@ -41,8 +41,8 @@ def train_flops_per_image(arch: ViTArchitecture, decoder: DecoderSize, *, mask_r
 
     All N patches are embedded. The decoder adds T d w, its blocks, and (N + 1) w P multiply-adds.
     """
-    encoder = vit_costs.train_flops_per_image(_encoder_arch(arch, mask_ratio))
-    visible = num_kept(arch.num_patches, mask_ratio=mask_ratio) + arch.num_prefix_tokens
+    visible = _num_visible(arch, mask_ratio)
+    encoder = vit_costs.train_flops_per_image(arch, num_tokens=visible)
     embed = visible * arch.width * decoder.width
     predict = arch.num_tokens * decoder.width * _patch_values(arch)
     blocks = decoder.depth * vit_costs.block_multiply_adds(_decoder_arch(arch, decoder))
@@ -58,11 +58,15 @@ def activation_bytes_per_image(
     activation_checkpointing: bool,
 ) -> int:
     """Of both parts, as `vit_costs` counts them."""
+    parts = ((arch, _num_visible(arch, mask_ratio)), (_decoder_arch(arch, decoder), None))
     return sum(
         vit_costs.activation_bytes_per_image(
-            part, precision=precision, activation_checkpointing=activation_checkpointing
+            part,
+            precision=precision,
+            activation_checkpointing=activation_checkpointing,
+            num_tokens=num_tokens,
         )
-        for part in (_encoder_arch(arch, mask_ratio), _decoder_arch(arch, decoder))
+        for part, num_tokens in parts
     )
 
 
@@ -70,9 +74,9 @@ def _patch_values(arch: ViTArchitecture) -> int:
     return arch.patch_values
 
 
-def _encoder_arch(arch: ViTArchitecture, mask_ratio: float) -> ViTArchitecture:
-    """The encoder costs as much as one whose training leaves out as many patches."""
-    return replace(arch, patch_dropout=mask_ratio)
+def _num_visible(arch: ViTArchitecture, mask_ratio: float) -> int:
+    """Tokens that the encoder sees."""
+    return num_kept(arch.num_patches, mask_ratio=mask_ratio) + arch.num_prefix_tokens
 
 
 def _decoder_arch(arch: ViTArchitecture, decoder: DecoderSize) -> ViTArchitecture:

@@ -20,7 +20,6 @@ class ViTArchitecture(Architecture):
         "positions",
         "class_position",
         "layer_scale",
-        "patch_dropout",
         "head_width",
         "distillation_token",
         "pooled_class_token",
@@ -40,7 +39,6 @@ class ViTArchitecture(Architecture):
     positions: str = "learned"
     class_position: bool = True
     layer_scale: bool = False
-    patch_dropout: float = 0.0
     head_width: int | None = None
     """Channels of an attention head; None: width / num_heads."""
     pooled_class_token: bool = False
@@ -53,7 +51,7 @@ class ViTArchitecture(Architecture):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """(rows, columns) of whole patches; pixels beyond the last one are not seen."""
+        """(rows, columns) of patches."""
         side = self.image_size // self.patch_size
         return (side, side)
 
@@ -89,12 +87,6 @@ class ViTArchitecture(Architecture):
     @property
     def num_tokens(self) -> int:
         return self.num_patches + self.num_prefix_tokens
-
-    @property
-    def num_train_tokens(self) -> int:
-        """What the blocks see in training; timm rounds the kept patches down, but to 1 at least."""
-        kept = max(1, int(self.num_patches * (1.0 - self.patch_dropout)))
-        return kept + self.num_prefix_tokens
 
     @property
     def num_position_rows(self) -> int:

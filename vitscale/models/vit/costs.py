@@ -42,45 +42,51 @@ def block_parameters(arch: ViTArchitecture) -> int:
     return block + (2 * d if arch.layer_scale else 0)
 
 
-def train_flops_per_image(arch: ViTArchitecture) -> int:
+def train_flops_per_image(arch: ViTArchitecture, *, num_tokens: int | None = None) -> int:
     """Model FLOPs of one training step per image: three forward passes, no recomputation.
 
     Forward multiply-adds: depth * (T * (4da + 2dm) + 2T^2 a) + 3Np^2 d + dC, two FLOPs each; the
     backward pass counts twice the forward (PaLM, Chowdhery et al. 2022, appendix B). Norms,
-    softmax and GELU are left out. For a = d, m = 4d the first term is the familiar 12 T d^2. T
-    counts registers and the patches that patch dropout keeps; all N patches are embedded first.
+    softmax and GELU are left out. For a = d, m = 4d the first term is the familiar 12 T d^2.
+
+    num_tokens: T where the blocks see fewer than all tokens, after all N patches are embedded.
     """
     d = arch.width
     patch = arch.num_patches * arch.patch_values * d
     head = arch.num_classifiers * arch.feature_width * arch.num_classes
     head += d * d if arch.representation_layer else 0
-    if arch.pool == "map":  # one query attends to N patches
-        num_seen = arch.num_train_tokens - arch.num_prefix_tokens
+    if arch.pool == "map":  # one query attends to the patches
+        num_seen = (num_tokens or arch.num_tokens) - arch.num_prefix_tokens
         head += num_seen * (2 * d * d + 2 * d) + 2 * d * d + 2 * d * arch.mlp_width
-    return 3 * 2 * (arch.depth * block_multiply_adds(arch) + patch + head)
+    return 3 * 2 * (arch.depth * block_multiply_adds(arch, num_tokens) + patch + head)
 
 
-def block_multiply_adds(arch: ViTArchitecture) -> int:
-    """Of one block's forward pass in training."""
+def block_multiply_adds(arch: ViTArchitecture, num_tokens: int | None = None) -> int:
+    """Count one block's forward pass; num_tokens: all by default."""
     d, a, m = arch.width, arch.attention_width, arch.mlp_width
-    num_tokens = arch.num_train_tokens
+    num_tokens = num_tokens or arch.num_tokens
     mlp = (3 if arch.mlp == "swiglu" else 2) * d * m
     return num_tokens * (4 * d * a + mlp) + 2 * num_tokens**2 * a
 
 
 def activation_bytes_per_image(
-    arch: ViTArchitecture, *, precision: str, activation_checkpointing: bool
+    arch: ViTArchitecture,
+    *,
+    precision: str,
+    activation_checkpointing: bool,
+    num_tokens: int | None = None,
 ) -> int:
     """Activations kept for the backward pass of one image, without the T x T attention matrix.
 
     34 bytes per token and channel of a block in bf16 for m = 4d, here split into 10d + 8a + 4m:
     Korthikanti et al. 2022 (Reducing Activation Recomputation), table 2, without the 5aT^2 term
     that a fused attention kernel never stores. SwiGLU keeps 8m. Checkpointing keeps each block's
-    input and one block in full.
+    input and one block in full. num_tokens: that the blocks see, all by default.
     """
+    num_tokens = num_tokens or arch.num_tokens
     mlp = (8 if arch.mlp == "swiglu" else 4) * arch.mlp_width
-    block = arch.num_train_tokens * (10 * arch.width + 8 * arch.attention_width + mlp)
-    block_input = arch.num_train_tokens * 2 * arch.width
+    block = num_tokens * (10 * arch.width + 8 * arch.attention_width + mlp)
+    block_input = num_tokens * 2 * arch.width
     if activation_checkpointing:
         total = arch.depth * block_input + block
     else:

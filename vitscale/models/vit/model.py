@@ -189,7 +189,6 @@ def build_transformer(
         pos_embed="learn" if arch.positions == "learned" else "none",
         # Registers have no positions, nor has the class token where it is left out.
         no_embed_class=not arch.class_position,
-        patch_drop_rate=arch.patch_dropout,
         init_values=settings.layer_scale,
         # timm would add a second norm after the mean. The GAP models of ViT and big_vision have
         # one before it, MAE's and BEiT's one after it.
@@ -207,8 +206,6 @@ def build_transformer(
         weight_init="skip",
         **_mlp_options(settings, arch),
     )
-    if settings.distillation_token and arch.patch_dropout:
-        model.patch_drop.num_prefix_tokens = arch.num_prefix_tokens  # timm counts one
     if settings.pool == "cls_mean":
         _pool_both(model, arch)
     if settings.representation_layer:

@@ -86,8 +86,6 @@ class TransformerSettings(ModelSettingsBase):
     """Stochastic depth of the last block; grows linearly from 0 at the first."""
     drop_path_by_depth: Literal["linear", "constant"] = "linear"
     """constant: every block has the rate of the last, as in DeiT-III."""
-    patch_dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of patch tokens dropped from every training image after the position embedding."""
 
     def preset_numbers(self) -> dict[str, int]:
         """The five numbers of the preset; empty for null and for unreadable names."""
@@ -110,7 +108,6 @@ class TransformerSettings(ModelSettingsBase):
             "positions": self.positions,
             "class_position": _class_position(self),
             "layer_scale": self.layer_scale is not None,
-            "patch_dropout": self.patch_dropout,
             "head_width": self.head_width,
             "distillation_token": self.distillation_token,
             "pooled_class_token": self.pool in PATCH_POOLS and bool(self.class_token),
@@ -148,9 +145,6 @@ class ViTSettings(TransformerSettings):
     preset: str | None = None
     """SIZE/PATCH as in the papers, for example L/16. `patch_size`, `width`, `depth`, `num_heads`
     and `mlp_width` override it."""
-    allow_unused_pixels: bool = False
-    """Allow an image size that is no multiple of the patch size: the model does not see the last
-    rows and columns, which fill no patch (B/3 at 32 px: 2 px; DeiT-III's H/14 at 128 px: 2 px)."""
 
     @property
     def title(self) -> str:
@@ -178,11 +172,7 @@ class ViTSettings(TransformerSettings):
             yield ("model", f"without a preset these are needed too: {', '.join(missing)}")
             return
         yield from self.transformer_problems()
-        yield from _image_size_problems(
-            self.image_size,
-            patch=self.numbers()["patch_size"],
-            allow_unused=self.allow_unused_pixels,
-        )
+        yield from _image_size_problems(self.image_size, patch=self.numbers()["patch_size"])
 
 
 def size_numbers(size: str, *, patch_size: int) -> dict[str, int]:
@@ -196,17 +186,16 @@ def _class_position(model: TransformerSettings) -> bool:
     return model.positions == "learned" and model.num_registers == 0
 
 
-def _image_size_problems(side: int, *, patch: int, allow_unused: bool) -> Iterator[tuple[str, str]]:
+def _image_size_problems(side: int, *, patch: int) -> Iterator[tuple[str, str]]:
     if side < patch:
         what = f"{side} px hold no patch of {patch} px"
         yield ("model.image_size", f"{what}; give at least {patch}")
-    elif side % patch and not allow_unused:
+    elif side % patch:
         below = side // patch * patch
         yield (
             "model.image_size",
             f"{side} px is not a multiple of the {patch} px patch (remainder "
-            f"{side % patch}); nearest: {below} or {below + patch}; or set "
-            "model.allow_unused_pixels=true, and the model does not see the remainder",
+            f"{side % patch}); nearest: {below} or {below + patch}",
         )
 
 

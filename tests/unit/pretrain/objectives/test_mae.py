@@ -112,7 +112,6 @@ def test_labels_are_not_needed() -> None:
         ("model", {"pool": "gap"}, "model.pool"),
         ("model", {"num_registers": 2}, "model.num_registers"),
         ("model", {"representation_layer": True}, "model.representation_layer"),
-        ("model", {"patch_dropout": 0.5}, "model.patch_dropout"),
         ("model", {"pool": "gap", "class_token": True, "pool_norm": True}, "model.pool_norm"),
         ("model", {"num_classes": 3}, "model.num_classes"),
         ("data", {"mixing": {"mixup_alpha": 0.2}}, "data.mixing"),

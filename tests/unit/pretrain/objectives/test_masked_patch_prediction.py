@@ -130,7 +130,6 @@ def test_the_published_model_has_the_known_count() -> None:
 
 CONFLICTS: dict[str, tuple[dict[str, Any], str]] = {
     "mixing": ({"data": {"mixing": {"mixup_alpha": 0.2}}}, "data.mixing: .* set data.mixing=null"),
-    "dropped patches": ({"model": {"patch_dropout": 0.5}}, "model.patch_dropout: .*no output tok"),
     "classes": ({"model": {"num_classes": 10}}, "model.num_classes: .* trains no classifier"),
     "tanh layer": ({"model": {"representation_layer": True}}, "model.representation_layer"),
     "logits": ({"evaluate": [{"name": "classification"}]}, "evaluate: classification needs a"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from vitscale.models.costs import memory_estimate, num_parameters, train_flops_per_image
+from vitscale.models.vit import costs as vit_costs
 from vitscale.models.vit.architecture import ViTArchitecture
 from vitscale.models.vit.costs import activation_bytes_per_image
 from vitscale.models.vit.settings import ViTSettings
@@ -139,18 +140,18 @@ def test_fp32_adam_needs_sixteen_bytes_without_sharding_too() -> None:
 
 def test_flops_and_memory_count_the_tokens_that_blocks_see() -> None:
     plain = arch_of("B/16")
-    # 196 patches, half of them dropped; all are embedded first. Written out for B/16.
-    dropped = arch_of("B/16", patch_dropout=0.5)
+    # 196 patches, half of them removed; all are embedded first. Written out for B/16.
     tokens, d = 98 + 1, 768
     block = tokens * 12 * d * d + 2 * tokens**2 * d
-    assert train_flops_per_image(dropped) == 6 * (12 * block + 3 * 196 * 256 * d + d * 1000)
+    found = vit_costs.train_flops_per_image(plain, num_tokens=tokens)
+    assert found == 6 * (12 * block + 3 * 196 * 256 * d + d * 1000)
     more = arch_of("B/16", num_registers=4)
     assert more.num_tokens == 201 and num_parameters(more) == num_parameters(plain) + (4 - 1) * d
     kept = {
-        arch.num_train_tokens: activation_bytes_per_image(
-            arch, precision="bf16", activation_checkpointing=False
+        num_tokens or arch.num_tokens: activation_bytes_per_image(
+            arch, precision="bf16", activation_checkpointing=False, num_tokens=num_tokens
         )
-        for arch in (plain, dropped, more)
+        for arch, num_tokens in ((plain, None), (plain, tokens), (more, None))
     }
     assert kept == {t: 34 * t * d * 12 for t in (197, 99, 201)}
 

@@ -134,14 +134,6 @@ def test_the_token_starts_as_the_class_token_does() -> None:
     assert torch.equal(without.blocks[1].mlp.fc1.weight, deit.blocks[1].mlp.fc1.weight)
 
 
-def test_patch_dropout_never_drops_the_token() -> None:
-    model = built(patch_dropout=0.9).train()
-    prefix = torch.full((1, 18, 24), 0.0)
-    prefix[:, :2] = 1.0
-    kept = model.patch_drop(prefix)
-    assert kept.shape[1] == 3 and kept[0, :, 0].tolist() == [1.0, 1.0, 0.0]
-
-
 def test_the_token_decays_and_scales_as_the_embedding() -> None:
     names, arch = dict(built().named_parameters()), SMALL.architecture(num_classes=5)
     assert not decayed("dist_token", names["dist_token"])

@@ -184,7 +184,7 @@ def test_default_description_is_that_of_earlier_checkpoints() -> None:
 @pytest.mark.parametrize(
     "options",
     [{"num_registers": 2, "class_position": False}, {"layer_scale": 0.1}, {"drop_path": 0.1},
-     {"patch_dropout": 0.5}, {"attention_dropout": 0.1}, {"head_std": 0.1}],
+     {"attention_dropout": 0.1}, {"head_std": 0.1}],
     ids=str,
 )  # fmt: skip
 def test_options_do_not_change_the_other_weights_of_a_seed(options: dict[str, Any]) -> None:
@@ -254,21 +254,6 @@ def test_head_starts_at_the_configured_std() -> None:
     assert model.head[-1].weight.std().item() == pytest.approx(2e-2, rel=0.2)
 
 
-@pytest.mark.parametrize("rate, kept", [(0.5, 8), (0.3, 11), (0.99, 1), (0.0, 16)])
-@pytest.mark.parametrize("pool", ["cls", "gap"])
-def test_patch_dropout_keeps_prefix_tokens_and_counts(rate: float, kept: int, pool: str) -> None:
-    options = {"patch_dropout": rate, "num_registers": 2, "pool": pool}
-    model = small(**options)
-    arch = SMALL.model_copy(update=options).architecture(num_classes=5)
-    prefix = 3 if pool == "cls" else 2
-    tokens = torch.arange(1.0, prefix + 17)[None, :, None].expand(2, -1, 24)
-    seen = model.train().patch_drop(tokens)[:, :, 0]
-    assert seen.shape == (2, prefix + kept) == (2, arch.num_train_tokens)
-    assert all(len(set(row)) == prefix + kept for row in seen.tolist())
-    assert seen[:, :prefix].tolist() == [list(range(1, prefix + 1))] * 2
-    assert torch.equal(model.eval().patch_drop(tokens), tokens)
-
-
 def drop_path_rates(model: torch.nn.Module) -> list[float]:
     return [getattr(block.drop_path1, "drop_prob", 0.0) for block in model.blocks]
 
@@ -292,15 +277,6 @@ def test_impossible_positions_are_refused() -> None:
         assert keys(**changes) == []
 
 
-def test_unused_pixels_do_not_change_the_features() -> None:
-    smaller, images = small(), torch.randn(2, 3, 18, 18)
-    larger = small(image_size=18, allow_unused_pixels=True)
-    assert larger.patch_embed.grid_size == (4, 4)
-    assert torch.equal(
-        larger(images, output="features"), smaller(images[..., :16, :16], output="features")
-    )
-
-
 def test_attention_dropout_is_a_function_of_the_position() -> None:
     model, images = small(attention_dropout=0.5), torch.randn(2, 3, 16, 16)
 
@@ -319,8 +295,5 @@ def test_misfits_of_heads_and_patches_name_the_option() -> None:
 
     assert problems(num_heads=5, head_width=3) == problems(num_heads=2) == []
     assert "or set model.head_width" in problems(num_heads=5)[0]
-    assert problems(image_size=18, allow_unused_pixels=True) == []
-    assert "nearest: 16 or 20; or set model.allow_unused_pixels" in problems(image_size=18)[0]
-    assert problems(image_size=3, allow_unused_pixels=True) == [
-        "3 px hold no patch of 4 px; give at least 4"
-    ]
+    assert "nearest: 16 or 20" in problems(image_size=18)[0]
+    assert problems(image_size=3) == ["3 px hold no patch of 4 px; give at least 4"]

@@ -63,16 +63,6 @@ def test_modules_of_an_objective_are_left_out_and_named() -> None:
     assert torch.equal(target.cls_token, source.cls_token)
 
 
-def test_a_grid_of_whole_patches_survives_a_resize() -> None:
-    """B/3 at 32 px in small: 18 px are 4 x 4 patches of 4 px; 26 px are 6 x 6."""
-    source = shaken(image_size=18, allow_unused_pixels=True)
-    target = shaken(image_size=26, allow_unused_pixels=True)
-    transfer(target, source, (6, 6))
-    corners = [1, 6, 31, 36], [1, 4, 13, 16]
-    assert torch.allclose(target.pos_embed[0, corners[0]], source.pos_embed[0, corners[1]])
-    assert target(torch.randn(1, 3, 26, 26)).shape == (1, 5)
-
-
 def test_fixed_positions_are_computed_for_the_new_grid() -> None:
     source, target = shaken(positions="sincos2d"), shaken(positions="sincos2d", image_size=24)
     transfer(target, source, (6, 6))
