@@ -37,7 +37,5 @@ def shrunk(run: PretrainRun | FinetuneRun) -> list[str]:
         return [f"model.model={SMALL_IN_TIMM[run.model.model]}", "model.image_size=32"]
     arch: Any = run.model.architecture(num_classes=10)
     side = 2 if run.stage == "pretrain" else 3
-    stride = arch.patch_size
     sizes = ["model.width=32", "model.depth=2", "model.num_heads=2", "model.mlp_width=32"]
-    # A remainder stays one: pixels that fill no patch.
-    return [*sizes, f"model.image_size={side * stride + arch.image_size % stride}"]
+    return [*sizes, f"model.image_size={side * arch.patch_size}"]
