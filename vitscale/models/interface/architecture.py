@@ -5,16 +5,13 @@ Leaves out: the numbers of each family (`architecture` or `settings` beside its 
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
-from typing import Any, ClassVar
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """A model in numbers. Sizes in pixels, widths in channels."""
-
-    # Left out of a description at their defaults: older checkpoints were written without them.
-    later_fields: ClassVar[tuple[str, ...]] = ()
 
     image_size: int
     """Pixels a side."""
@@ -43,14 +40,5 @@ class Architecture:
         raise NotImplementedError
 
     def description(self) -> dict[str, Any]:
-        """All fields as JSON values, for checkpoints.
-
-        Fields of `later_fields` are left out at their defaults, so that checkpoints written
-        before these options existed still describe the same architecture.
-        """
-        defaults = {field.name: field.default for field in fields(self)}
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-            if name not in self.later_fields or value != defaults[name]
-        }
+        """All fields as JSON values, for checkpoints."""
+        return asdict(self)

@@ -6,7 +6,6 @@ Leaves out: the settings it is resolved from (`settings`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from vitscale.models.interface.architecture import Architecture
 
@@ -14,19 +13,6 @@ from vitscale.models.interface.architecture import Architecture
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ViTArchitecture(Architecture):
     """A ViT in numbers. Sizes in pixels, widths in channels."""
-
-    later_fields: ClassVar[tuple[str, ...]] = (
-        "num_registers",
-        "positions",
-        "class_position",
-        "layer_scale",
-        "head_width",
-        "distillation_token",
-        "pooled_class_token",
-        "pool_norm",
-        "mlp",
-        "name",
-    )
 
     patch_size: int
     width: int

@@ -58,12 +58,6 @@ def test_costs_are_those_of_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (memory.parameters, memory.activations) == (4000, 33)
 
 
-def test_description_leaves_out_the_default_family() -> None:
-    """Checkpoints written before families existed describe the same architecture."""
-    assert "name" not in ARCH.description()
-    assert replace(ARCH, name="other").description()["name"] == "other"
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_only_the_objective_takes_further_inputs(name: str) -> None:
     settings = SMALL_MODELS[name]
