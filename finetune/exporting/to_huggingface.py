@@ -31,7 +31,6 @@ CLASSES = {
         "Dinov2WithRegistersModel",
     ),
 }
-MAX_MLP_RATIO = 32
 # Pillow's numbers of filters; box averages areas.
 FILTERS = {"bilinear": 2, "bicubic": 3, "area": 4}
 
@@ -41,20 +40,16 @@ class HuggingFaceFormat(Format):
     hub_library = "transformers"
 
     def problems(self, loaded: LoadedModel) -> Iterator[str]:
-        settings, arch = loaded.settings, loaded.arch
+        settings = loaded.settings
+        arch: Any = loaded.arch
         if not isinstance(settings, ViTSettings):
             yield f"a model of the family {settings.name}"
             return
-        yield from _pool_problems(settings)
         if settings.representation_layer:
             yield "a representation layer"
-        if settings.head_width not in (None, arch.feature_width // settings.numbers()["num_heads"]):
+        if arch.attention_width != arch.width:
             yield "attention heads of a width of their own"
-        if _model_type(loaded).startswith("dinov2"):
-            yield from _dinov2_problems(loaded)
-        elif _model_type(loaded) == "deit":
-            if settings.layer_scale is not None or settings.mlp != "gelu":
-                yield "a distillation token beside layer scale or SwiGLU"
+        yield from _problems_of_type(_model_type(settings), settings, arch)
 
     def write(self, loaded: LoadedModel, folder: Path) -> None:
         save_weights(_weights(loaded), folder / "model.safetensors")
@@ -72,13 +67,12 @@ class HuggingFaceFormat(Format):
         kind: Any = getattr(transformers, _class_name(loaded))
         model = kind.from_pretrained(folder, local_files_only=True, **_options(loaded)).eval()
         outputs = model(pixel_values=images_B3HW)
-        found: torch.Tensor
         if loaded.num_classes:
-            found = outputs.logits
-            return found
-        parts = [outputs.last_hidden_state[:, each].mean(dim=1) for each in _pooled_tokens(loaded)]
-        found = torch.cat(parts, dim=1)
-        return found
+            logits: torch.Tensor = outputs.logits
+            return logits
+        tokens_BLD = outputs.last_hidden_state
+        parts = [tokens_BLD[:, each].mean(dim=1) for each in _feature_tokens(loaded)]
+        return torch.cat(parts, dim=1)
 
     def usage(self, loaded: LoadedModel) -> str:
         kind, more = "AutoModelForImageClassification", ""
@@ -95,84 +89,77 @@ class HuggingFaceFormat(Format):
         if not loaded.num_classes:
             means = [
                 f"`last_hidden_state[:, {each.start or ''}:{each.stop or ''}].mean(1)`"
-                for each in _pooled_tokens(loaded)
+                for each in _feature_tokens(loaded)
             ]
             feature = " and ".join(means) + (", concatenated" if len(means) > 1 else "")
             yield f"The model has no head. An image's feature is {feature}."
 
 
-def _class_name(loaded: LoadedModel) -> str:
-    return CLASSES[_model_type(loaded)][0 if loaded.num_classes else 1]
-
-
-def _pooled_tokens(loaded: LoadedModel) -> list[slice]:
-    """The tokens whose means are the feature of an image."""
-    settings: Any = loaded.settings
-    patches = slice(loaded.arch.num_prefix_tokens, None)
-    if settings.distillation_token:
-        return [slice(0, 2)]
-    return {"cls": [slice(0, 1)], "gap": [patches]}.get(settings.pool, [slice(0, 1), patches])
-
-
-def _options(loaded: LoadedModel) -> dict[str, Any]:
-    """Of `from_pretrained`: these two families would add a pooler with random weights."""
-    has_pooler = not loaded.num_classes and _model_type(loaded) in ("vit", "deit")
-    return {"add_pooling_layer": False} if has_pooler else {}
-
-
-def _pool_problems(settings: ViTSettings) -> Iterator[str]:
-    if settings.pool == "map":
-        yield "pool=map"
-    elif settings.pool == "gap" and settings.pool_norm:
-        yield "pool_norm"
-    elif settings.pool == "gap" and not settings.class_token:
-        yield "pool=gap without a class token"
-
-
-def _dinov2_problems(loaded: LoadedModel) -> Iterator[str]:
-    arch: Any = loaded.arch
-    if _mlp_ratio(loaded) is None:
-        yield (
-            f"an MLP of {arch.mlp_width} hidden channels for {arch.width} (a whole ratio is needed)"
-        )
-
-
-def _model_type(loaded: LoadedModel) -> str:
-    """The plainest of transformers' models that holds it. DINOv2's head sees the class token and
-    the mean of the patches, so that it also holds heads that see one of the two.
-    """
-    settings: Any = loaded.settings
+def _model_type(settings: ViTSettings) -> str:
+    """The model of transformers whose parts it has."""
     if settings.distillation_token:
         return "deit"
     if settings.num_registers:
         return "dinov2_with_registers"
-    pools_as_vit = settings.pool == "cls" or not loaded.num_classes
-    is_plain = pools_as_vit and settings.layer_scale is None and settings.mlp == "gelu"
-    return "vit" if is_plain else "dinov2"
+    is_dinov2 = settings.pool == "cls_mean" or settings.layer_scale is not None
+    return "dinov2" if is_dinov2 else "vit"
 
 
-def _mlp_ratio(loaded: LoadedModel) -> int | None:
-    """DINOv2's `mlp_ratio`, from which transformers computes the hidden channels; None: none."""
-    arch: Any = loaded.arch
-    for ratio in range(1, MAX_MLP_RATIO + 1):
-        hidden = arch.width * ratio
-        if arch.mlp == "swiglu":
-            hidden = (int(hidden * 2 / 3) + 7) // 8 * 8
-        if hidden == arch.mlp_width:
-            return ratio
-    return None
+def _problems_of_type(model_type: str, settings: ViTSettings, arch: Any) -> Iterator[str]:
+    if not model_type.startswith("dinov2"):
+        if settings.pool != "cls":
+            yield f"pool={settings.pool}"
+        if settings.layer_scale is not None or settings.mlp != "gelu":
+            yield f"layer scale or SwiGLU in a {model_type}"
+        return
+    if settings.layer_scale is None:
+        yield "registers or two pooled tokens without layer scale"
+    if settings.pool != "cls_mean" and (arch.num_classes or settings.pool != "cls"):
+        yield f"pool={settings.pool} beside layer scale or registers"
+    if _mlp_width(arch) != arch.mlp_width:
+        yield f"an MLP of {arch.mlp_width} hidden channels for {arch.width}"
+
+
+def _mlp_width(arch: Any) -> int:
+    """The hidden channels that transformers computes from DINOv2's `mlp_ratio`."""
+    hidden: int = arch.width * _mlp_ratio(arch)
+    return (int(hidden * 2 / 3) + 7) // 8 * 8 if arch.mlp == "swiglu" else hidden
+
+
+def _mlp_ratio(arch: Any) -> int:
+    """A whole number there; gated MLPs have two thirds of it."""
+    return round(arch.mlp_width / arch.width * (1.5 if arch.mlp == "swiglu" else 1))
+
+
+def _class_name(loaded: LoadedModel) -> str:
+    settings: Any = loaded.settings
+    return CLASSES[_model_type(settings)][0 if loaded.num_classes else 1]
+
+
+def _feature_tokens(loaded: LoadedModel) -> list[slice]:
+    """The tokens whose means are the feature of an image."""
+    settings: Any = loaded.settings
+    if settings.pool == "cls_mean":
+        return [slice(0, 1), slice(loaded.arch.num_prefix_tokens, None)]
+    return [slice(0, 2 if settings.distillation_token else 1)]
+
+
+def _options(loaded: LoadedModel) -> dict[str, Any]:
+    """Of `from_pretrained`: these two families would add a pooler with random weights."""
+    settings: Any = loaded.settings
+    has_pooler = not loaded.num_classes and _model_type(settings) in ("vit", "deit")
+    return {"add_pooling_layer": False} if has_pooler else {}
 
 
 def _weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:
     """Under transformers' names. A class token without a position gets one of zeros."""
-    weights, model_type = weights_of(loaded), _model_type(loaded)
-    rows, columns = loaded.arch.grid
+    arch: Any = loaded.arch
+    settings: Any = loaded.settings
+    weights, model_type = weights_of(loaded), _model_type(settings)
+    rows, columns = arch.grid
     if weights["pos_embed"].shape[1] == rows * columns:
         none_11D = torch.zeros_like(weights["pos_embed"][:, :1])
         weights["pos_embed"] = torch.cat([none_11D, weights["pos_embed"]], dim=1)
-    arch: Any = loaded.arch
-    if model_type.startswith("dinov2"):
-        _add_what_dinov2_has(weights, loaded)
     named = to_huggingface(weights, model_type, gated=arch.mlp == "swiglu")
     if model_type.startswith("dinov2"):
         # What masked patches of a pre-training there would be.
@@ -182,25 +169,10 @@ def _weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:
     return {name.removeprefix(f"{model_type}."): value for name, value in named.items()}
 
 
-def _add_what_dinov2_has(weights: dict[str, torch.Tensor], loaded: LoadedModel) -> None:
-    settings: Any = loaded.settings
-    arch: Any = loaded.arch
-    for name in [f"blocks.{n}.ls{part}.gamma" for n in range(arch.depth) for part in (1, 2)]:
-        weights.setdefault(name, torch.ones(arch.width))
-    if not loaded.num_classes:
-        return
-    head_CD = weights["head.weight"]
-    none_CD = torch.zeros_like(head_CD)
-    if settings.pool == "cls":
-        weights["head.weight"] = torch.cat([head_CD, none_CD], dim=1)
-    elif settings.pool == "gap":
-        weights["head.weight"] = torch.cat([none_CD, head_CD], dim=1)
-
-
 def _config(loaded: LoadedModel) -> dict[str, Any]:
     arch: Any = loaded.arch
     settings: Any = loaded.settings
-    model_type = _model_type(loaded)
+    model_type = _model_type(settings)
     names = loaded.classes or tuple(f"class {label}" for label in range(loaded.num_classes))
     config = {
         "model_type": model_type,
@@ -222,7 +194,7 @@ def _config(loaded: LoadedModel) -> dict[str, Any]:
     }
     if not model_type.startswith("dinov2"):
         return config | {"intermediate_size": arch.mlp_width}
-    config |= {"mlp_ratio": _mlp_ratio(loaded), "use_swiglu_ffn": arch.mlp == "swiglu"}
+    config |= {"mlp_ratio": _mlp_ratio(arch), "use_swiglu_ffn": arch.mlp == "swiglu"}
     return config | ({"num_register_tokens": arch.num_registers} if arch.num_registers else {})
 
 
