@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.distributed.atomic_files import write_json
 from vitscale.models.registry import MODELS
-from vitscale.models.weights.folders.exported import DESCRIPTION, Description
+from vitscale.models.weights.exported import DESCRIPTION, FORMAT_VERSION
 from vitscale.models.weights.reading import read_external_weights
 from vitscale.models.weights.transfer import transfer_weights
 
@@ -75,14 +75,15 @@ def weights_of(loaded: LoadedModel) -> dict[str, torch.Tensor]:
 
 def write_description(loaded: LoadedModel, folder: Path) -> None:
     """Write vitscale.json, because the weights do not say which model they belong to."""
-    description = Description(
-        model=loaded.settings.model_dump(mode="json"),
-        num_classes=loaded.num_classes,
-        grid=loaded.arch.grid,
-        preprocessing=asdict(loaded.preprocessing),
-        classes=loaded.classes,
-    )
-    write_json(folder / DESCRIPTION, description.as_json())
+    description = {
+        "format_version": FORMAT_VERSION,
+        "model": loaded.settings.model_dump(mode="json"),
+        "num_classes": loaded.num_classes,
+        "grid": loaded.arch.grid,
+        "preprocessing": asdict(loaded.preprocessing),
+        "classes": loaded.classes,
+    }
+    write_json(folder / DESCRIPTION, description)
 
 
 def logits_read_back(loaded: LoadedModel, path: Path, images_B3HW: torch.Tensor) -> torch.Tensor:

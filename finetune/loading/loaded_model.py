@@ -26,8 +26,9 @@ from vitscale.evaluation.models.trained_model import (
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import MODELS, ModelSettings
 from vitscale.models.vit.position_embedding import fixed_positions
+from vitscale.models.weights.external import ExternalWeights
 from vitscale.models.weights.inferred import inferred_model
-from vitscale.models.weights.reading import ExternalWeights, read_external_weights
+from vitscale.models.weights.reading import read_external_weights
 from vitscale.models.weights.transfer import transfer_weights
 
 

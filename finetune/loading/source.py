@@ -6,9 +6,9 @@ from pathlib import Path
 
 from vitscale.checkpoint.folders import MANIFEST
 from vitscale.config.errors import UserError
-from vitscale.models.weights.files.suffixes import SUFFIXES
-from vitscale.models.weights.folders.folder import CONFIG
+from vitscale.models.weights.folder import CONFIG
 from vitscale.models.weights.reading import is_external
+from vitscale.models.weights.suffixes import SUFFIXES
 
 KINDS = (
     "a run folder (checkpoints/), a checkpoint folder (manifest.json), a folder of Hugging Face or "

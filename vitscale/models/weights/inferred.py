@@ -17,7 +17,7 @@ from vitscale.config.errors import UserError
 from vitscale.models.registry import MODELS, ModelSettings
 from vitscale.models.timm_model import classifiers, pretrained_config
 from vitscale.models.vit.settings import NUMBERS, PATCH_POOLS
-from vitscale.models.weights.reading import ExternalWeights
+from vitscale.models.weights.external import ExternalWeights
 
 PATCH = "patch_embed.proj.weight"
 # Width -> heads. The papers' sizes (ViT, DeiT, Zhai et al. 2022 (g, G), SigLIP's So400m, DINOv2's

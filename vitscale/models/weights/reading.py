@@ -1,7 +1,7 @@
 """Read external weights under our names: files and folders of other code bases.
 
 Owns: which format a path has, its grid of positions, and what each format implies.
-Leaves out: bytes (`files`), names (`names`), config.json (`folders`), the sizes of the model
+Leaves out: bytes (`files`), names (`names`), config.json (`*_folder`), the sizes of the model
 (`inferred`), which tensors carry over (`transfer`).
 
 Nothing is downloaded, and no file runs code.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +21,20 @@ from vitscale.config.errors import UserError
 from vitscale.models.interface.settings import ModelSettingsBase
 from vitscale.models.timm_model import pretrained_config
 from vitscale.models.timm_settings import TimmSettings
-from vitscale.models.weights.files.suffixes import SUFFIXES
-from vitscale.models.weights.files.tensors import (
+from vitscale.models.weights.exported import DESCRIPTION, read_description
+from vitscale.models.weights.external import NOT_STATED, ExternalWeights
+from vitscale.models.weights.files import (
     read_json,
     read_npz,
     read_safetensors,
     read_torch_file,
 )
-from vitscale.models.weights.folders.exported import DESCRIPTION, read_description
-from vitscale.models.weights.folders.folder import CONFIG, Folder
-from vitscale.models.weights.folders.huggingface import read_huggingface_folder
-from vitscale.models.weights.folders.timm import read_timm_folder, timm_preprocessing
+from vitscale.models.weights.folder import CONFIG
+from vitscale.models.weights.huggingface_folder import read_huggingface_folder
 from vitscale.models.weights.names import google as google_names
 from vitscale.models.weights.names import timm as timm_names
+from vitscale.models.weights.suffixes import SUFFIXES
+from vitscale.models.weights.timm_folder import read_timm_folder, timm_preprocessing
 
 TIMM_NAME = timm_names.FIRST_NAME
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -54,27 +55,6 @@ PYTORCH_DEFAULTS: tuple[dict[str, Any], dict[str, Any]] = (
         "eval_interpolation": "bicubic",
     },
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExternalWeights:
-    """Tensors in fp32 under our names, heads included, and what their source says of the model."""
-
-    weights: dict[str, torch.Tensor]
-    grid: tuple[int, int]
-    """(rows, columns) of the position embedding; (1, 1) where there is none."""
-    format: str = ""
-    """In words: whose names the tensors had."""
-    known: Mapping[str, Any] = field(default_factory=dict)
-    """Values of `model` that shapes do not show, such as the form of GELU."""
-    preprocessing: Mapping[str, Any] = field(default_factory=dict)
-    """Values of the evaluation's preprocessing, named as in `data`."""
-    assumed: bool = True
-    """Whether `known` and `preprocessing` are defaults of the format, not read from its source."""
-    classes: tuple[str, ...] | None = None
-    """Name of each class by label, where the source has them."""
-    left_out: tuple[str, ...] = ()
-    """Names of tensors that no model here has use for, such as DINO's training heads."""
 
 
 def is_weight_file(path: str) -> bool:
@@ -109,74 +89,31 @@ def read_external_weights(
         else:
             config = read_json(path / CONFIG)
             if "architecture" in config:
-                folder = read_timm_folder(path, config, as_timm=timm_name is not None)
+                read = read_timm_folder(path, config, as_timm=timm_name is not None)
             else:
-                folder = read_huggingface_folder(path, config)
-            read = _of_folder(folder)
+                read = read_huggingface_folder(path, config)
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror})", where=str(path)) from None
     if not read.weights:
         raise UserError("holds no tensors", where=str(path))
     if read.known.get("name") == "timm":
-        weights, grid = read.weights, (1, 1)
-    else:
-        weights = timm_names.with_representation(read.weights)
-    return ExternalWeights(
-        weights=weights,
-        grid=grid or read.grid or _square_grid(weights, path),
-        format=read.format,
-        known=read.known,
-        preprocessing=read.preprocessing,
-        assumed=read.assumed,
-        classes=read.classes,
-        left_out=tuple(sorted(read.left_out)),
-    )
+        return replace(read, grid=(1, 1))
+    weights = timm_names.with_representation(read.weights)
+    if grid is None:
+        grid = _square_grid(weights, path) if read.grid == NOT_STATED else read.grid
+    return replace(read, weights=weights, grid=grid, left_out=tuple(sorted(read.left_out)))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Read:
-    """As `ExternalWeights`, before the grid is known."""
-
-    weights: dict[str, torch.Tensor]
-    format: str
-    known: Mapping[str, Any]
-    preprocessing: Mapping[str, Any]
-    left_out: list[str]
-    assumed: bool = True
-    classes: tuple[str, ...] | None = None
-    grid: tuple[int, int] | None = None
-
-
-def _of_folder(folder: Folder) -> _Read:
-    return _Read(
-        weights=folder.weights,
-        format=folder.format,
-        known=folder.known,
-        preprocessing=folder.preprocessing,
-        left_out=folder.left_out,
-        assumed=False,
-        classes=folder.classes,
-        grid=folder.grid,
-    )
-
-
-def _read_exported(folder: Path) -> _Read:
-    description, path = read_description(folder)
-    if description.model.get("name") == "timm":
-        read = _read_timm_file(path, description.model["model"])
+def _read_exported(folder: Path) -> ExternalWeights:
+    described, path = read_description(folder)
+    if described["known"].get("name") == "timm":
+        read = _read_timm_file(path, described["known"]["model"])
     else:
         read = READERS.get(path.suffix, _read_pytorch)(path)
-    return replace(
-        read,
-        known=description.model,
-        preprocessing=description.preprocessing,
-        assumed=False,
-        classes=description.classes,
-        grid=description.grid,
-    )
+    return replace(read, **described, assumed=False)
 
 
-def _read_pytorch(path: Path) -> _Read:
+def _read_pytorch(path: Path) -> ExternalWeights:
     return _with_pytorch_names(_read_tensors(path), path)
 
 
@@ -186,19 +123,18 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     return read_safetensors(path) if path.suffix == ".safetensors" else read_torch_file(path)
 
 
-def _read_timm_file(path: Path, name: str) -> _Read:
+def _read_timm_file(path: Path, name: str) -> ExternalWeights:
     """Weights of a model of timm under its names, and the pixels that timm's own weights expect."""
     config = pretrained_config(name)
-    return _Read(
+    return ExternalWeights(
         weights=_read_tensors(path),
         format=f"timm's {name}",
         known={"name": "timm", "model": name, "image_size": config.input_size[-1]},
         preprocessing=timm_preprocessing(asdict(config), where=name),
-        left_out=[],
     )
 
 
-def _with_pytorch_names(found: dict[str, torch.Tensor], path: Path) -> _Read:
+def _with_pytorch_names(found: dict[str, torch.Tensor], path: Path) -> ExternalWeights:
     theirs = [name for name in found if "embeddings.patch_embeddings.projection" in name]
     if theirs:
         beside = path.parent / CONFIG
@@ -211,27 +147,26 @@ def _with_pytorch_names(found: dict[str, torch.Tensor], path: Path) -> _Read:
         )
     weights, left_out = timm_names.from_pytorch(found)
     known, preprocessing = PYTORCH_DEFAULTS
-    return _Read(
+    return ExternalWeights(
         weights=weights,
         format="timm's names",
         known=known,
         preprocessing=preprocessing,
-        left_out=left_out,
+        left_out=tuple(left_out),
     )
 
 
-def _read_npz(path: Path) -> _Read:
+def _read_npz(path: Path) -> ExternalWeights:
     found = read_npz(path, prefix_of=lambda names: _prefix(names, path))
     if any(name.endswith(TIMM_NAME) for name in found):
         return _with_pytorch_names(found, path)
     known, preprocessing = GOOGLE_DEFAULTS
     heads = google_names.heads_of(found)
-    return _Read(
+    return ExternalWeights(
         weights=google_names.renamed(found),
         format="Google's names",
         known=known if heads is None else {**known, "num_heads": heads},
         preprocessing=preprocessing,
-        left_out=[],
     )
 
 
@@ -272,4 +207,4 @@ def _square_grid(weights: Mapping[str, torch.Tensor], path: Path) -> tuple[int, 
     )
 
 
-READERS: dict[str, Callable[[Path], _Read]] = {".npz": _read_npz}
+READERS: dict[str, Callable[[Path], ExternalWeights]] = {".npz": _read_npz}

@@ -109,7 +109,7 @@ def _advice(*, keep_head: bool, other_patch: bool) -> str:
     )
     next_step += "to those of the checkpoint's run" + (", or keep_head=false" if keep_head else "")
     if other_patch:
-        next_step += "; or let init_patch=resize (to apply a model: patch_size) resize the patches"
+        next_step += "; or set init_patch=resize"
     return next_step
 
 

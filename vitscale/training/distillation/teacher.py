@@ -25,8 +25,8 @@ from vitscale.evaluation.models.trained_model import (
 from vitscale.models import timm_model
 from vitscale.models.interface.misfits import refuse_misfits
 from vitscale.models.timm_settings import TimmSettings
-from vitscale.models.weights.files.suffixes import SUFFIXES
 from vitscale.models.weights.reading import is_weight_file, read_external_weights
+from vitscale.models.weights.suffixes import SUFFIXES
 from vitscale.models.weights.transfer import OBJECTIVE
 from vitscale.training.distillation.settings import TeacherSettings
 

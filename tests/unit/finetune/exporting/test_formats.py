@@ -132,7 +132,11 @@ def test_weights_are_read_back_as_they_are(
         ("huggingface", {"layer_scale": 0.1}, "pool=cls beside layer scale"),
         ("huggingface", {"pool": "cls_mean"}, "without layer scale"),
         ("huggingface", {"layer_scale": 0.1, "pool": "cls_mean"}, "an MLP of 40 hidden channels"),
-        ("huggingface", {"distillation_token": True, "layer_scale": 1.0}, "layer scale or SwiGLU in"),
+        (
+            "huggingface",
+            {"distillation_token": True, "layer_scale": 1.0},
+            "layer scale or SwiGLU in",
+        ),
         ("npz", {"layer_scale": 0.1}, "blocks.0.ls1.gamma"),
         ("npz", {"pool": "gap", "class_token": True}, "a class token that no head reads"),
     ],

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.weights.files.tensors import read_torch_file
-from vitscale.models.weights.reading import ExternalWeights, read_external_weights
+from vitscale.models.weights.external import ExternalWeights
+from vitscale.models.weights.files import read_torch_file
+from vitscale.models.weights.reading import read_external_weights
 
 STATE = {
     "cls_token": torch.full((1, 1, 8), 2.0),

@@ -19,7 +19,8 @@ from torch import nn
 
 from vitscale.config.errors import UserError
 from vitscale.models.timm_model import pretrained_config
-from vitscale.models.weights.folders.folder import CONFIG, Folder, labels_in_order, read_weights
+from vitscale.models.weights.external import NOT_STATED, ExternalWeights
+from vitscale.models.weights.folder import CONFIG, labels_in_order, read_weights
 from vitscale.models.weights.names.timm import from_pytorch
 
 POOLS = {"token": "cls", "avg": "gap", "map": "map"}
@@ -36,7 +37,7 @@ DEFAULTS = {
 }
 
 
-def read_timm_folder(folder: Path, config: Mapping[str, Any], *, as_timm: bool) -> Folder:
+def read_timm_folder(folder: Path, config: Mapping[str, Any], *, as_timm: bool) -> ExternalWeights:
     """Weights of the family vit, or with `as_timm` and for other models of the family timm.
 
     Raises UserError where timm does not know the model.
@@ -48,20 +49,21 @@ def read_timm_folder(folder: Path, config: Mapping[str, Any], *, as_timm: bool) 
     left_out: list[str] = []
     model = None if as_timm else _plain_transformer(config, where=where)
     if model is None:
-        known, grid = _timm_settings(config, described), None
+        known, grid = _timm_settings(config, described), NOT_STATED
     else:
         rows, columns = model.patch_embed.grid_size
         grid = (int(rows), int(columns))
         known = _known(model, where=where)
         found, left_out = from_pytorch(found)
-    return Folder(
+    return ExternalWeights(
         weights=found,
         format=f"timm's {config['architecture']}",
         known=known,
         preprocessing=timm_preprocessing({**DEFAULTS, **described}, where=where),
         classes=_descriptions(config) or labels_in_order(names),
         grid=grid,
-        left_out=left_out,
+        assumed=False,
+        left_out=tuple(left_out),
     )
 
 

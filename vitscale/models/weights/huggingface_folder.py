@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.weights.files.tensors import read_json
-from vitscale.models.weights.folders.folder import CONFIG, Folder, labels_in_order, read_weights
+from vitscale.models.weights.external import ExternalWeights
+from vitscale.models.weights.files import read_json
+from vitscale.models.weights.folder import CONFIG, labels_in_order, read_weights
 from vitscale.models.weights.names.huggingface import FAMILIES, from_huggingface
 
 PREPROCESSOR = "preprocessor_config.json"
@@ -35,7 +36,7 @@ PREPROCESSING: dict[str, dict[str, Any]] = {
 }
 
 
-def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Folder:
+def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> ExternalWeights:
     """Raises UserError for a folder of another model family, a damaged one, or an unknown one."""
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -58,14 +59,15 @@ def read_huggingface_folder(folder: Path, config: Mapping[str, Any]) -> Folder:
     weights, left_out = from_huggingface(read_weights(folder), str(model_type))
     if "dist_token" in weights and "head.weight" in weights and "head_dist.weight" not in weights:
         weights = _with_register(weights)
-    return Folder(
+    return ExternalWeights(
         weights=weights,
         format=f"Hugging Face's {model_type}",
         known=known,
         preprocessing=preprocessing,
         classes=labels_in_order(config.get("id2label")),
         grid=grid,
-        left_out=left_out,
+        assumed=False,
+        left_out=tuple(left_out),
     )
 
 

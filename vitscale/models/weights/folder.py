@@ -1,38 +1,17 @@
-"""What a folder of weights with a config.json says of its model."""
+"""Read the weights beside a config.json, and the names of classes in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.weights.files.tensors import read_safetensors, read_torch_file
+from vitscale.models.weights.files import read_safetensors, read_torch_file
 
 CONFIG = "config.json"
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Folder:
-    """Weights under our names, and what the folder says of the model."""
-
-    weights: dict[str, torch.Tensor]
-    format: str
-    """In words."""
-    known: Mapping[str, Any]
-    """Values of `model` that shapes do not show."""
-    preprocessing: Mapping[str, Any]
-    """Values of the evaluation's preprocessing, named as in `data`."""
-    classes: tuple[str, ...] | None
-    """Name of each class by label."""
-    grid: tuple[int, int] | None
-    """(rows, columns) of the position embedding."""
-    left_out: list[str]
-    """Names of tensors that are not read."""
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
