@@ -23,7 +23,7 @@ from vitscale.data.index import MANIFEST_NAME, Manifest, SplitIndex, read_manife
 from vitscale.data.index_keys import ChosenByKey
 from vitscale.data.remote.urls import Location, location_of
 from vitscale.data.training_set import select
-from vitscale.engine.settings import BUCKET_ELEMENTS, reduces_in_fp32
+from vitscale.engine.settings import BUCKET_ELEMENTS
 from vitscale.models.costs import MemoryEstimate, memory_estimate
 from vitscale.models.registry import MODELS
 from vitscale.runs.data_prep import DataPrepRun
@@ -321,7 +321,7 @@ def _cost_rows(
         f"{_gib(memory.gradients)} gradients + {_gib(memory.optimizer)} optimiser + "
         f"{_gib(memory.activations)} activations",
     )
-    yield "", f"(ZeRO {run.engine.zero_stage}, {precision}; estimate with buckets, without slack)"
+    yield "", f"(ZeRO {run.engine.zero_stage}, {precision}; estimate without slack)"
 
 
 def peak_memory(
@@ -339,9 +339,7 @@ def peak_memory(
         precision=precision,
         micro_batch=plan.micro_batch,
         accumulation=plan.accumulation,
-        reduces_in_fp32=reduces_in_fp32(precision, world_size=world_size),
         bucket_elements=BUCKET_ELEMENTS,
-        overlaps=run.launch.gpus_per_node > 0 and world_size > 1,
         activation_checkpointing=run.engine.activation_checkpointing,
         optimizer_bytes=run.optim.state_bytes_per_parameter,
         costs=objective,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from vitscale.models.gradient_costs import gradient_bytes
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import costs_of
 
@@ -44,8 +43,7 @@ class MemoryEstimate:
     parameters: int
     """With those that are not trained."""
     gradients: int
-    """What they and their buckets add to the peak: the end of the backward pass and the update need
-    more than its start, but no activations."""
+    """With one bucket that is being reduced."""
     optimizer: int
     """fp32 master weights and optimiser states."""
     activations: int
@@ -75,18 +73,14 @@ def memory_estimate(
     activation_checkpointing: bool,
     optimizer_bytes: int,
     accumulation: int = 1,
-    reduces_in_fp32: bool = False,
     bucket_elements: int = 0,
-    overlaps: bool = False,
     costs: Costs | None = None,
     frozen_bytes: int = 0,
 ) -> MemoryEstimate:
     """Bytes one rank needs at its peak: model states after ZeRO plus activations.
 
     optimizer_bytes: per parameter (`OptimSettings.state_bytes_per_parameter`).
-    accumulation: micro-batches of an update; reduces_in_fp32: whether gradients are sent in fp32;
-    bucket_elements: of a gradient bucket; overlaps: whether buckets are reduced during the backward
-    pass.
+    accumulation: micro-batches of an update; bucket_elements: of a gradient bucket.
     costs: an objective that adds to the model; None: the model alone.
     frozen_bytes: weights that are not trained, such as a teacher's; no stage shards them.
     ZeRO stage 1 spreads master weights and optimiser states over the ranks, stage 2 gradients too,
@@ -99,27 +93,18 @@ def memory_estimate(
     master = WEIGHT_BYTES["fp32" if zero_stage == 0 else precision][1]
     if precision == "fp32" and zero_stage > 0:
         master = ZERO_FP32_CLONE_BYTES
-    activations = micro_batch * costs.activation_bytes_per_image(
-        arch, precision=precision, activation_checkpointing=activation_checkpointing
-    )
-    gradients = gradient_bytes(
-        count,
-        largest=head,  # of 21,000 classes; without, no parameter exceeds the default bucket
-        bucket_elements=bucket_elements,
-        zero_stage=zero_stage,
-        world_size=world_size,
-        precision=precision,
-        accumulation=accumulation,
-        overlaps=overlaps,
-        reduces_in_fp32=reduces_in_fp32,
-    )
-    peak = max(gradients.start + activations, gradients.end, gradients.update)
+    # The engine sums more than two micro-batches in fp32, and all at stage 0.
+    gradient = 2 if precision != "fp32" and zero_stage > 0 and accumulation <= 2 else 4
+    gradient_ranks = world_size if zero_stage >= 2 else 1
     return MemoryEstimate(
         parameters=frozen_bytes
         + _weight_bytes(count, head, stage=zero_stage, world_size=world_size, precision=precision),
-        gradients=int(peak) - activations,
+        gradients=gradient * (-(-count // gradient_ranks) + bucket_elements),
         optimizer=-(-count * (master + optimizer_bytes) // (world_size if zero_stage else 1)),
-        activations=activations,
+        activations=micro_batch
+        * costs.activation_bytes_per_image(
+            arch, precision=precision, activation_checkpointing=activation_checkpointing
+        ),
     )
 
 
