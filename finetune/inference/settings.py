@@ -12,7 +12,7 @@ from pydantic import Field
 from finetune.loading.settings import ModelRun
 from vitscale.checkpoint.folders import resolve_weights
 from vitscale.config.section import Section
-from vitscale.config.yaml_source import parse_yaml, plain_value
+from vitscale.config.source import read_yaml
 from vitscale.data.remote.settings import RemoteSettings
 from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.runs.launching import LaunchSettings, launch_problems
@@ -76,8 +76,7 @@ def settings_of_run(argv: Sequence[str]) -> list[str]:
         resolve_weights(init)
     files = [each / "config.yaml" for each in (Path(init), Path(init).absolute().parent.parent)]
     path = next((each for each in files if each.is_file()), None)
-    root = None if path is None else parse_yaml(path.read_text(), name=str(path), errors=[])
-    config: Any = {} if root is None else plain_value(root)
+    config: Any = (read_yaml(path.read_text(), name=str(path)) if path is not None else None) or {}
     evaluations = [
         {key: value for key, value in each.items() if key != "every_steps"}
         for each in config.get("evaluate") or [{"name": "classification"}]

@@ -11,16 +11,14 @@ import itertools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
 from graphlib import TopologicalSorter
 from pathlib import Path
 
 from launch.chains.settings import ChainRun, ChainStage
 from launch.jobs.preparation import RUN_TYPES, LaunchableRun, check_job, launchable
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.inheritance import merge, read_layers
-from vitscale.config.loader import COMMAND_LINE, load_run, yaml_flow
-from vitscale.config.yaml_source import plain_value
+from vitscale.config.loader import load_run, read_values
+from vitscale.config.source import COMMAND_LINE, yaml_flow
 from vitscale.runs.data_prep import DataPrepRun
 
 TRAININGS = ("pretrain", "finetune")
@@ -261,11 +259,7 @@ def _slug(key: str, value: str) -> str:
 
 def _kind_of(file: str) -> str:
     """The `stage` of a run file. Raises UserErrors for a file that cannot be launched."""
-    errors: list[UserError] = []
-    layers = read_layers(file, chain=(), errors=errors)
-    if errors or not layers:
-        raise UserErrors(errors)
-    stage = plain_value(reduce(merge, layers)).get("stage")
+    stage = read_values(file).get("stage")
     if stage not in RUN_TYPES:
         what = "stage is missing" if stage is None else f"stage {stage!r} cannot be launched"
         raise UserError(what, where=file, allowed=", ".join(RUN_TYPES))

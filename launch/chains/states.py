@@ -15,8 +15,9 @@ from launch.chains.load import Chain, ChainStep
 from launch.jobs.preparation import RUN_TYPES
 from vitscale.checkpoint.folders import MANIFEST, looks_whole, step_folders, step_of
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.loader import load_run_file, run_leaves, yaml_flow
+from vitscale.config.loader import load_run_file, run_leaves
 from vitscale.config.section import Run
+from vitscale.config.source import yaml_flow
 from vitscale.data.index import MANIFEST_NAME, read_manifest
 from vitscale.distributed.failures.events import read_start
 from vitscale.runs.data_prep import DataPrepRun

@@ -11,7 +11,6 @@ import argparse
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -20,12 +19,11 @@ from finetune.run import FinetuneRun
 from launch.chains.settings import ChainRun, ChainStage
 from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
-from vitscale.config.errors import UserError
-from vitscale.config.inheritance import merge, read_layers
-from vitscale.config.loader import yaml_flow
-from vitscale.config.schema import locate
+from vitscale.config.errors import UserErrors
+from vitscale.config.fields import locate
+from vitscale.config.loader import read_values
 from vitscale.config.section import Run
-from vitscale.config.yaml_source import parse_value, plain_value
+from vitscale.config.source import read_yaml, yaml_flow
 
 TRAININGS: dict[str, type[Run]] = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 
@@ -86,10 +84,12 @@ def _sweep(run_type: type[Run], key: str, text: str, known: Any) -> list[Any] | 
     """The values of a sweep; None where the text is one value of the key."""
     if not text.strip().startswith("["):
         return None
-    errors: list[UserError] = []
-    value = plain_value(parse_value(text, place="", where=key, errors=errors))
-    info = locate(run_type, tuple(key.split(".")), known).info
-    if errors or info is None or not isinstance(value, list):
+    try:
+        value = read_yaml(text, name=key)
+    except UserErrors:
+        return None
+    info = locate(run_type, tuple(key.split(".")), known)[1]
+    if info is None or not isinstance(value, list):
         return None
     if _is_scalar(info.annotation):
         return value
@@ -131,10 +131,10 @@ def _is_flat_list(annotation: Any) -> bool:
 
 def _content(file: str, words: Sequence[str]) -> dict[str, Any]:
     """The values of a run file with its bases and overrides; empty where it cannot be read."""
-    layers = read_layers(file, chain=(), errors=[])
-    if not layers:
+    try:
+        content = read_values(file)
+    except UserErrors:
         return {}
-    content: dict[str, Any] = plain_value(reduce(merge, layers))
     for word in words:
         # A name chooses a group, and thereby the keys that there are.
         key, _, value = word.partition("=")

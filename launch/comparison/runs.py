@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 from launch.jobs.queue import NoAnswerError, user_jobs
 from launch.jobs.status.reading import read_status
 from vitscale.config.errors import UserError, UserErrors, nearest
+from vitscale.config.loader import read_site
 from vitscale.config.redaction import redact, short_reason
-from vitscale.config.site import read_site
-from vitscale.config.yaml_source import parse_yaml, plain_value
+from vitscale.config.source import read_yaml
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.mlflow_store import StoredRun, find_stored_run, find_stored_runs
 from vitscale.tracking.run_facts import (
@@ -68,10 +68,10 @@ def default_uri() -> str:
     Raises UserErrors if the site file has errors.
     """
     errors: list[UserError] = []
-    site = read_site(("tracking",), errors=errors)
+    site = read_site(errors=errors).values
     if errors:
         raise UserErrors(errors)
-    uri = plain_value(site).get("tracking", {}).get("uri") if site else None
+    uri = site.get("tracking", {}).get("uri")
     return uri if isinstance(uri, str) else DEFAULT_URI
 
 
@@ -183,11 +183,7 @@ def read_config(path: Path) -> tuple[str, dict[str, Any]]:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot be read ({error})", where=str(path)) from None
-    errors: list[UserError] = []
-    node = parse_yaml(text, name=str(path), errors=errors)
-    if errors:
-        raise UserErrors(errors)
-    values = None if node is None else plain_value(node)
+    values = read_yaml(text, name=str(path))
     return text, values if isinstance(values, dict) else {}
 
 

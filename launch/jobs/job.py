@@ -23,7 +23,7 @@ from launch.jobs.attempts import TaskRecord, task_record_path, write_record
 from launch.jobs.scontrol import restart_count
 from launch.jobs.submission import Task, start_task
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
-from vitscale.config.site import SITE_VARIABLE
+from vitscale.config.loader import SITE_VARIABLE
 from vitscale.distributed.failures.ending import skip_teardown
 from vitscale.tracking.source_version import PROJECT_ROOT, code_version
 

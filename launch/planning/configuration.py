@@ -36,7 +36,7 @@ python pretrain/main.py --help                   # groups; --help NAME: keys; --
 - **Values**: `1e-4` is a number; only `true` and `false` are truth values. YAML anchors, aliases,
   tags and duplicate keys are refused.
 - **Mistakes** come in one report, with file and line, what is allowed and the nearest key; exit
-  code 2.
+  code 2. Conflicts between keys come in a second one, once each value is valid.
 
 This page is written by `{COMMAND}`.
 """

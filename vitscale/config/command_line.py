@@ -7,30 +7,28 @@ Leaves out: reading and validating the configuration (`loader`), the list of key
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Generic, get_origin
 
-from vitscale.config.errors import UserError, UserErrors, nearest
+from vitscale.config.errors import UserError, UserErrors, did_you_mean
 from vitscale.config.loader import RunT, RunTypes, load_run, run_to_yaml, types_by_stage
 from vitscale.config.reference import (
     WIDTH,
-    SettingsGroup,
     as_overview,
     as_text,
     groups_named,
     settings_reference,
 )
+from vitscale.config.source import COMMAND_LINE
 
-WITH_VALUE = {"--config": ("FILE", "the run's YAML file")}
+CONFIG = {"--config FILE": "the run's YAML file"}
 COMMON_SWITCHES = {
     "--print-config": "print the resolved configuration with the source of every value, and end",
-    "--help": "print this text, or with names of groups their settings, and end",
+    "--help": "print this text, or with names of groups or keys their settings, and end",
     "--help-all": "print all settings, and end",
 }
 # Launchers add it; the environment (LOCAL_RANK) is what counts.
@@ -38,8 +36,7 @@ IGNORED = ("--local_rank", "--local-rank")
 EPILOG = """\
 Any setting can be given as key=value, for example optim.lr=1e-3 data.val_split=null
 data.crop_area=[0.2,1]. Command line > file > base > site file > default; --print-config
-shows all. The site file is $VITSCALE_SITE, or ~/.config/vitscale/site.yaml.
-"""
+shows all. The site file is $VITSCALE_SITE, or ~/.config/vitscale/site.yaml."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,36 +73,40 @@ def load_command(
     list. None: such words are errors.
     Raises UserErrors with all errors; SystemExit(0) after --help, --help-all and --print-config.
     """
-    known = dict(switches or {}) | COMMON_SWITCHES
-    options = options or {}
-    usage = _usage(script, needs_config, known, options, words_key)
-    parser = _parser(usage, description, known, options)
-    words = _with_help_names(sys.argv[1:] if argv is None else argv)
-    with_value = [word for word in words if word.partition("=")[0] in known and "=" in word]
-    found, others = parser.parse_known_args([word for word in words if word not in with_value])
-    given = vars(found)
-    asked = frozenset(switch for switch in known if given[switch])
+    known, options = dict(switches or {}) | COMMON_SWITCHES, options or {}
+    words, given, errors = _parse(sys.argv[1:] if argv is None else argv, known, options)
+    asked = frozenset(given.keys() & known.keys())
     if asked & {"--help", "--help-all"}:
         groups = settings_reference(types_by_stage(run_types))
-        names = [word for word in others if "=" not in word and not word.startswith("-")]
-        intro = parser.format_help()
-        if examples:
-            intro += "\n" + "".join(f"  {each}\n" for each in examples)
-        _print_help(intro, groups, names, everything="--help-all" in asked)
+        names = [word for word in words if "=" not in word]
+        if names and "--help-all" not in asked:
+            print(as_text(groups_named(groups, names)).lstrip("\n"))
+        else:
+            usage = _usage(script, needs_config, known, options, words_key)
+            lines = [usage, "", description, "", "options:", *_options(known, options), "", EPILOG]
+            lines += ["", *(f"  {each}" for each in examples)] if examples else []
+            everything = "--help-all" in asked
+            print(*lines, as_text(groups) if everything else f"\n{as_overview(groups)}", sep="\n")
         raise SystemExit(0)
-    overrides = [word for word in others if not word.startswith("-")]
-    unknown = [word for word in others if word.startswith("-")]
-    errors = [_unknown_switch(word, [*WITH_VALUE, *options, *known]) for word in unknown]
-    wrong = [f"{word.partition('=')[0]} takes no value" for word in with_value]
-    wrong += [f"{name} needs a value" for name in (*WITH_VALUE, *options) if given[name] == ""]
-    errors += [UserError(text, where="command line") for text in wrong]
-    overrides += [f"{key}={given[option]}" for option, key in options.items() if given[option]]
-    if words_key is not None:
-        overrides, found_errors = _with_words(overrides, words_key, run_types)
-        errors += found_errors
-    config = given["--config"]
-    if config is None and needs_config:
-        raise UserErrors([*errors, _no_configuration(script, examples)])
+    overrides = [word for word in words if words_key is None or "=" in word]
+    overrides += [f"{key}={given[name]}" for name, key in options.items() if name in given]
+    plain = [word for word in words if "=" not in word]
+    if words_key is not None and plain:
+        types = types_by_stage(run_types).values()
+        fields = [run_type.model_fields[words_key] for run_type in types]
+        is_list = all(get_origin(field.annotation) is tuple for field in fields)
+        if len(plain) > 1 and not is_list:
+            what = f"takes one {words_key}, but got {len(plain)}: {', '.join(plain)}"
+            errors.append(UserError(what, where=COMMAND_LINE))
+        # Quoted, because they are no YAML.
+        quoted = json.dumps(plain if is_list else plain[0], ensure_ascii=False)
+        overrides.append(f"{words_key}={quoted}")
+    config = given.get("--config")
+    if "--config" not in given and needs_config:
+        shown = examples or [f"python {script} --config FILE  # see configs/"]
+        step = "\n    ".join(["one of", *shown, f"python {script} --help"])
+        error = UserError("no configuration given", where=COMMAND_LINE, next_step=step)
+        raise UserErrors([*errors, error])
     loaded = load_run(run_types, config, overrides=overrides, errors=errors)
     if "--print-config" in asked:
         print(run_to_yaml(loaded.run, sources=loaded.sources), end="")
@@ -113,40 +114,39 @@ def load_command(
     return Command(run=loaded.run, sources=loaded.sources, switches=asked, config_path=config)
 
 
-def _with_help_names(argv: Sequence[str]) -> list[str]:
-    """--help=NAME as two words; -h as --help."""
-    words = ["--help" if word == "-h" else word for word in argv]
-    split = [word.split("=", 1) if word.startswith("--help=") else [word] for word in words]
-    return [word for parts in split for word in parts]
-
-
-def _print_help(
-    intro: str, groups: Sequence[SettingsGroup], names: Sequence[str], *, everything: bool
-) -> None:
-    """names: of groups, whose settings are shown alone."""
-    if everything:
-        print(intro + as_text(groups))
-    elif names:
-        print(as_text(groups_named(groups, names)).lstrip("\n"))
-    else:
-        print(f"{intro}\n{as_overview(groups)}")
-
-
-def _with_words(
-    overrides: list[str], key: str, run_types: RunTypes[RunT]
-) -> tuple[list[str], list[UserError]]:
-    """Words without `=` as one override of `key`, quoted, because they are no YAML."""
-    words = [word for word in overrides if "=" not in word]
-    if not words:
-        return overrides, []
-    others = [word for word in overrides if "=" in word]
-    fields = [run_type.model_fields[key] for run_type in types_by_stage(run_types).values()]
-    if all(get_origin(field.annotation) is tuple for field in fields):
-        return [*others, f"{key}={json.dumps(words, ensure_ascii=False)}"], []
-    if len(words) > 1:
-        what = f"takes one {key}, but got {len(words)}: {', '.join(words)}"
-        return others, [UserError(what, where="command line")]
-    return [*others, f"{key}={json.dumps(words[0], ensure_ascii=False)}"], []
+def _parse(
+    argv: Sequence[str], switches: Mapping[str, str], options: Mapping[str, str]
+) -> tuple[list[str], dict[str, str], list[UserError]]:
+    """(words without a dash, {switch: its value, empty if it has none}, errors)."""
+    words, given, errors = [], {}, []
+    with_value = ("--config", *options, *IGNORED)
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        name = "--help" if name == "-h" else name
+        if not word.startswith("-"):
+            words.append(word)
+        elif name == "--help" and value:
+            given[name] = ""
+            words.append(value)
+        elif name in switches and not equals:
+            given[name] = ""
+        elif name in switches:
+            errors.append(UserError(f"{name} takes no value", where=COMMAND_LINE))
+        elif name in with_value:
+            if not equals and rest and not rest[0].startswith("-"):
+                value = rest.pop(0)
+            if value:
+                given[name] = value
+            else:
+                errors.append(UserError(f"{name} needs a value", where=COMMAND_LINE))
+        else:
+            known = ["--config", *options, *switches]
+            what, step = f"unknown switch {name}", did_you_mean(name, known)
+            allowed = ", ".join(known)
+            errors.append(UserError(what, where=COMMAND_LINE, allowed=allowed, next_step=step))
+    return words, given, errors
 
 
 def _usage(
@@ -161,48 +161,12 @@ def _usage(
     parts += [f"[{name}]" for name in switches if name not in COMMON_SWITCHES]
     parts += [f"{name} VALUE" for name in options]
     text = " ".join([*parts, *([words_key.upper()] if words_key else [])])
-    return "\n         ".join(textwrap.wrap(text, WIDTH - 9, break_on_hyphens=False))
+    lines = textwrap.wrap(text, WIDTH - 9, break_on_hyphens=False)
+    return "usage: " + "\n         ".join(lines)
 
 
-def _parser(
-    usage: str,
-    description: str,
-    switches: Mapping[str, str],
-    options: Mapping[str, str],
-) -> argparse.ArgumentParser:
-    """A parser that never exits; `load_command` reports unknown words with the other errors."""
-    parser = argparse.ArgumentParser(
-        usage=usage,
-        description=description,
-        epilog=EPILOG,
-        formatter_class=partial(argparse.RawDescriptionHelpFormatter, width=WIDTH),
-        add_help=False,
-        allow_abbrev=False,
-    )
-    # A missing value becomes an empty one, so that parsing continues and finds further errors.
-    for option, (value, text) in WITH_VALUE.items():
-        parser.add_argument(option, dest=option, nargs="?", const="", metavar=value, help=text)
-    for option, key in options.items():
-        text = f"the same as {key}=VALUE"
-        parser.add_argument(option, dest=option, nargs="?", const="", metavar="VALUE", help=text)
-    for switch, text in switches.items():
-        parser.add_argument(switch, dest=switch, action="store_true", help=text)
-    parser.add_argument(*IGNORED, nargs="?", help=argparse.SUPPRESS)
-    return parser
-
-
-def _no_configuration(script: str, examples: Sequence[str]) -> UserError:
-    shown = examples or [f"python {script} --config FILE  # see configs/"]
-    next_step = "\n    ".join(["one of", *shown, f"python {script} --help"])
-    return UserError("no configuration given", where="command line", next_step=next_step)
-
-
-def _unknown_switch(word: str, known: Sequence[str]) -> UserError:
-    name = word.partition("=")[0]
-    best = nearest(name, known)
-    return UserError(
-        f"unknown switch {name}",
-        where="command line",
-        allowed=", ".join(known),
-        next_step=f"did you mean {best}?" if best else None,
-    )
+def _options(switches: Mapping[str, str], options: Mapping[str, str]) -> list[str]:
+    same = {f"{name} VALUE": f"the same as {key}=VALUE" for name, key in options.items()}
+    table = CONFIG | same | dict(switches)
+    width = max(map(len, table))
+    return [f"  {name:<{width}}  {text}" for name, text in table.items()]

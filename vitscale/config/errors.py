@@ -16,12 +16,8 @@ from typing import ClassVar
 
 EXIT_FAILED = 1
 EXIT_BAD_INPUT = 2
-# "Input/output error" (sysexits.h): checkpoints or shards could not be written or read.
-EXIT_STORAGE = 74
 # "Temporary failure, try again" (sysexits.h): stopped by a signal after committing a checkpoint.
 EXIT_STOPPED_RESUMABLE = 75
-# Losses or gradients stayed not finite: the same start would end in the same way.
-EXIT_DIVERGED = 76
 
 
 class FailureKind(StrEnum):
@@ -44,10 +40,11 @@ class FailureKind(StrEnum):
 
 EXIT_CODES = {
     FailureKind.BAD_INPUT: EXIT_BAD_INPUT,
-    FailureKind.DIVERGED: EXIT_DIVERGED,
-    FailureKind.STORAGE: EXIT_STORAGE,
+    # Losses or gradients stayed not finite: the same start would end in the same way.
+    FailureKind.DIVERGED: 76,
+    # "Input/output error" (sysexits.h): checkpoints or shards could not be written or read.
+    FailureKind.STORAGE: 74,
 }
-FINAL_EXIT_CODES = (EXIT_BAD_INPUT, EXIT_DIVERGED)
 
 
 class UserError(ValueError):
@@ -125,7 +122,7 @@ def not_written(error: OSError, *, key: str, path: str) -> UserError:
     return UserError(
         f"cannot be written ({error.strerror or error})",
         where=f"{key}={path}",
-        next_step="choose a place that you may write to, with free space",
+        next_step="choose a writable folder with free space",
     )
 
 
@@ -133,6 +130,12 @@ def nearest(name: str, known: Sequence[str]) -> str | None:
     """The most similar known name, or None when none is similar."""
     matches = get_close_matches(name, known, n=1, cutoff=0.6)
     return matches[0] if matches else None
+
+
+def did_you_mean(name: str, known: Sequence[str], otherwise: str | None = None) -> str | None:
+    """The next step after an unknown name."""
+    best = nearest(name, known)
+    return f"did you mean {best}?" if best else otherwise
 
 
 def run_script(main: Callable[[], None]) -> None:

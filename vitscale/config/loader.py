@@ -1,43 +1,55 @@
 """Load a validated run from files and overrides; report all errors at once.
 
-Owns: overrides, validation, and writing a run as YAML.
-Leaves out: files and merging (`inheritance`), the wording of errors (`validation_errors`).
+Owns: the order of layers (command line > file > base > site file > default), validation, one error
+per invalid key (place, value, what is allowed, the nearest key), and writing a run as YAML.
+Leaves out: the YAML dialect and merging (`source`), describing field types (`fields`).
 """
 
 from __future__ import annotations
 
 import itertools
-import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path as FilePath
 from typing import Any, Generic, TypeVar
 
-import yaml
 from pydantic import BaseModel, ValidationError
 
-from vitscale.config.errors import UserError, UserErrors
-from vitscale.config.inheritance import merge, read_layers, shown_path
-from vitscale.config.section import Run
-from vitscale.config.site import read_site
-from vitscale.config.validation_errors import explain, where_is, without_bad_values
-from vitscale.config.wording import show_value
-from vitscale.config.yaml_source import (
+from vitscale.config.errors import UserError, UserErrors, did_you_mean, nearest
+from vitscale.config.fields import (
+    NAME,
     Path,
-    YamlNode,
-    node_at,
-    parse_value,
-    parse_yaml,
-    plain_value,
+    describe_field,
+    groups_in,
+    known_keys,
+    locate,
+    value_at,
+)
+from vitscale.config.section import Run
+from vitscale.config.source import (
+    BROKEN,
+    COMMAND_LINE,
+    Source,
+    kind_of,
+    lines_of,
+    merge,
+    read_chain,
+    read_override,
     resolve_scalar,
+    show_value,
+    shown_path,
+    to_yaml,
 )
 
 RunT = TypeVar("RunT", bound=Run)
 RunTypes = type[RunT] | Mapping[str, type[RunT]]
 
-COMMAND_LINE = "command line"
 DEFAULT = "default"
+SITE_VARIABLE = "VITSCALE_SITE"
+SITE_FILE = "~/.config/vitscale/site.yaml"
+SITE_GROUPS = ("launch", "tracking")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,40 +67,40 @@ def load_run(
     errors: Sequence[UserError] = (),
     with_site: bool = True,
 ) -> Loaded[RunT]:
-    """Read, merge and validate. Raises UserErrors with all errors, including `errors`.
+    """Read, merge and validate.
 
     path: None: the overrides alone.
     with_site: take defaults from the site file.
+    Raises UserErrors with all errors, including `errors`; conflicts between values come alone,
+    once each value by itself is valid.
     """
     found = list(errors)
-    file = COMMAND_LINE
-    card = ""
-    layers: list[YamlNode] | None = [YamlNode({}, COMMAND_LINE)]
-    if path is not None:
-        file = shown_path(str(path))
-        layers = read_layers(str(path), chain=(), errors=found)
-        card = "" if layers is None else _card(path)
-    read = [_read_override(text, errors=found) for text in overrides]
-    given = [node for node in read if node is not None]
-    if layers is not None:
-        if given:
-            layers.append(reduce(merge, given))
-        run_type = _choose_type(run_types, reduce(merge, layers), file=file, errors=found)
-        if run_type is not None:
-            site = read_site(run_type.model_fields, errors=found) if with_site else None
-            layers = layers if site is None else [site, *layers]
-            root = reduce(lambda under, over: merge(under, over, run_type, file=file), layers)
-            run = _validate(run_type, root, file=file, errors=found)
-            if run is not None and not found:
-                return Loaded(run=run.with_card(card), sources=dict(_sources(run, root)))
-    raise UserErrors(_in_order(found))
-
-
-def _card(path: FilePath | str) -> str:
-    """The comment that a readable file starts with."""
-    with open(path, encoding="utf-8-sig") as file:
-        lines = itertools.takewhile(lambda line: line.startswith("#"), file)
-        return "\n".join(line.removeprefix("#").removeprefix(" ").rstrip() for line in lines)
+    file = COMMAND_LINE if path is None else shown_path(str(path))
+    layers = [Source({}, {})] if path is None else read_chain(str(path), errors=found)
+    given = [source for text in overrides if (source := read_override(text, errors=found))]
+    if layers and given:
+        layers.append(reduce(merge, given))
+    run_type = _choose_type(run_types, layers, file=file, errors=found) if layers else None
+    if run_type is None:
+        raise UserErrors(_in_order(found))
+    if with_site:
+        site = read_site(errors=found)
+        known = {key: v for key, v in site.values.items() if key in run_type.model_fields}
+        layers.insert(0, Source(known, site.places))
+    merged = reduce(lambda under, over: merge(under, over, run_type), layers)
+    places = merged.places | {(): file}
+    run = None
+    try:
+        run = run_type.model_validate(merged.values)
+    except ValidationError as error:
+        found += explain(error, run_type, merged.values, places)
+    if run is not None and not found:
+        for key, what in run.problems():
+            found.append(UserError(what, where=_where(tuple(key.split(".")), places)))
+    if run is None or found:
+        raise UserErrors(_in_order(found))
+    sources = {".".join(leaf): places.get(leaf, DEFAULT) for leaf, _ in run_leaves(run)}
+    return Loaded(run=run.with_card(_card(path) if path is not None else ""), sources=sources)
 
 
 def load_run_file(run_types: RunTypes[RunT], path: FilePath | str) -> RunT:
@@ -99,100 +111,81 @@ def load_run_file(run_types: RunTypes[RunT], path: FilePath | str) -> RunT:
     return load_run(run_types, path, with_site=False).run
 
 
-def _read_override(text: str, *, errors: list[UserError]) -> YamlNode | None:
-    key, equals, value = text.partition("=")
-    path = tuple(key.strip().split("."))
-    where = f"{COMMAND_LINE}: {key.strip()}"
-    if not equals:
-        errors.append(
-            UserError(
-                f"{text!r} is not key=value",
-                where=COMMAND_LINE,
-                next_step=f"write {text}=VALUE, for example optim.lr=1e-3",
-            )
-        )
-        return None
-    if not all(path) or len(path) > 32:
-        errors.append(
-            UserError(f"{key!r} is not a key", where=COMMAND_LINE, allowed="names joined by dots")
-        )
-        return None
-    if path == ("base",):
-        errors.append(UserError("base can only be set in a file", where=where))
-        return None
-    if not value.strip():
-        errors.append(
-            UserError(
-                "no value after =", where=where, next_step=f"write {key}=null or {key}='\"\"'"
-            )
-        )
-        return None
-    node = parse_value(value, place=COMMAND_LINE, where=where, errors=errors)
-    for part in reversed(path):
-        node = YamlNode({part: node}, COMMAND_LINE)
-    return node
+def read_values(path: FilePath | str) -> dict[str, Any]:
+    """The values of a file with its bases, not validated. Raises UserErrors."""
+    errors: list[UserError] = []
+    layers = read_chain(str(path), errors=errors)
+    if errors:
+        raise UserErrors(errors)
+    return reduce(merge, layers).values
 
 
-# ---- validation -------------------------------------------------------------------------------
+def read_site(*, errors: list[UserError]) -> Source:
+    """Read one user's defaults of SITE_GROUPS; nothing if there is no file.
+
+    The file is $VITSCALE_SITE, none if that is empty, else SITE_FILE if it exists.
+    """
+    named = os.environ.get(SITE_VARIABLE)
+    path = os.path.expanduser(SITE_FILE) if named is None else named
+    if not path or (named is None and not os.path.lexists(path)):
+        return Source({}, {})
+    where = None if named is None else SITE_VARIABLE
+    site = reduce(merge, read_chain(path, errors=errors, where=where), Source({}, {}))
+    groups = {}
+    for key, value in site.values.items():
+        where = _where((key,), site.places)
+        if key not in SITE_GROUPS:
+            step = did_you_mean(key, SITE_GROUPS, "set it in the run's file")
+            what, allowed = f"{key} cannot be set in a site file", ", ".join(SITE_GROUPS)
+            errors.append(UserError(what, where=where, allowed=allowed, next_step=step))
+        elif isinstance(value, dict):
+            groups[key] = value
+        elif value is not None and value is not BROKEN:  # null: its keys are all comments
+            what = f"{key} is {kind_of(value)} instead of keys and values"
+            errors.append(UserError(what, where=where, allowed="a group of keys"))
+    return Source(groups, site.places)
 
 
-def _validate(
-    run_type: type[RunT], root: YamlNode, *, file: str, errors: list[UserError]
-) -> RunT | None:
-    values = plain_value(root)
-    run, bad_paths = None, set[Path]()
-    try:
-        run = run_type.model_validate(values)
-    except ValidationError as error:
-        found, bad_paths = explain(error, run_type, root, file=file)
-        errors.extend(found)
-    complete = run or without_bad_values(run_type, values, bad_paths)
-    if complete is not None:
-        for key, what in complete.problems():
-            path = tuple(key.split("."))
-            if not any(path == bad[: len(path)] or bad == path[: len(bad)] for bad in bad_paths):
-                errors.append(UserError(what, where=where_is(root, path, file=file)))
-    return run
+def types_by_stage(run_types: RunTypes[RunT]) -> Mapping[str, type[RunT]]:
+    if isinstance(run_types, Mapping):
+        return run_types
+    info = run_types.model_fields.get("stage")
+    return {str(info.default) if info is not None else run_types.__name__: run_types}
 
 
 def _choose_type(
-    run_types: RunTypes[RunT], root: YamlNode, *, file: str, errors: list[UserError]
+    run_types: RunTypes[RunT], layers: Sequence[Source], *, file: str, errors: list[UserError]
 ) -> type[RunT] | None:
     by_stage = types_by_stage(run_types)
-    node, broken = node_at(root, ("stage",))
-    if node is root:
+    allowed = ", ".join(by_stage)
+    named = [source for source in layers if "stage" in source.values]
+    if not named:
         if not isinstance(run_types, Mapping):
             return run_types
-        errors.append(
-            UserError("stage is missing", where=f"{file}: stage", allowed=", ".join(by_stage))
-        )
-        # Its other errors, too: those of the stage that it fits best, if its keys say which.
-        found = {each: _num_errors(each, plain_value(root)) for each in by_stage.values()}
-        same_keys = len({unknown for unknown, _ in found.values()}) == 1
-        return None if same_keys else min(found, key=lambda each: found[each])
-    if broken:
+        errors.append(UserError("stage is missing", where=f"{file}: stage", allowed=allowed))
         return None
-    if isinstance(node.content, str) and node.content in by_stage:
-        return by_stage[node.content]
-    errors.append(
-        UserError(
-            f"{show_value(plain_value(node))} is not a stage of this script",
-            where=f"{node.place}: stage",
-            allowed=", ".join(by_stage),
-            next_step="run the script of that stage, or another file",
-        )
-    )
+    stage = named[-1].values["stage"]
+    if isinstance(stage, str) and stage in by_stage:
+        return by_stage[stage]
+    if stage is not BROKEN:
+        what = f"{show_value(stage)} is not a stage of this script"
+        where = _where(("stage",), named[-1].places)
+        step = "run the script of that stage, or another file"
+        errors.append(UserError(what, where=where, allowed=allowed, next_step=step))
     return None
 
 
-def _num_errors(run_type: type[Run], values: Any) -> tuple[int, int]:
-    """(unknown keys, errors)."""
-    try:
-        run_type.model_validate(values)
-    except ValidationError as error:
-        unknown = sum(each["type"] == "extra_forbidden" for each in error.errors())
-        return unknown, error.error_count()
-    return 0, 0
+def _card(path: FilePath | str) -> str:
+    """The comment that a readable file starts with."""
+    with open(path, encoding="utf-8-sig") as file:
+        lines = itertools.takewhile(lambda line: line.startswith("#"), file)
+        return "\n".join(line.removeprefix("#").removeprefix(" ").rstrip() for line in lines)
+
+
+def _where(path: Path, places: Mapping[Path, str]) -> str:
+    """`file:line: key`; a key that no file sets is placed at its group."""
+    known = next(path[:n] for n in range(len(path), -1, -1) if path[:n] in places)
+    return f"{places[known]}: {'.'.join(path)}"
 
 
 def _in_order(errors: Sequence[UserError]) -> list[UserError]:
@@ -209,29 +202,152 @@ def _in_order(errors: Sequence[UserError]) -> list[UserError]:
     return sorted(errors, key=place)
 
 
-def types_by_stage(run_types: RunTypes[RunT]) -> Mapping[str, type[RunT]]:
-    if isinstance(run_types, Mapping):
-        return run_types
-    info = run_types.model_fields.get("stage")
-    return {str(info.default) if info is not None else run_types.__name__: run_types}
+# ---- errors of values -------------------------------------------------------------------------
+
+
+def explain(
+    error: ValidationError, run_type: type[Run], values: Any, places: Mapping[Path, str]
+) -> list[UserError]:
+    """One error per invalid key, without those that were reported as broken."""
+    found: dict[Path, UserError] = {}
+    details = error.errors(include_url=False)
+    for detail in details:
+        kind, loc = detail["type"], detail["loc"]
+        if kind == "too_short" and sum(each["loc"][: len(loc)] == loc for each in details) > 1:
+            continue  # pydantic counts without the items that have errors of their own
+        path, is_key = _path_of(loc, values), kind in ("missing", "extra_forbidden")
+        if is_key:
+            # Not in a group, it is an item of a list of the wrong length.
+            path = _path_of(loc[:-1], values)
+            is_key = locate(run_type, path, values)[0] is not None
+        if is_key:
+            path = (*path, str(loc[-1]))
+        elif kind.startswith("union_tag"):
+            path = (*path, NAME)
+        value = value_at(values, path)
+        if path in found or value is BROKEN or (isinstance(value, list) and BROKEN in value):
+            continue
+        where, allowed = _where(path, places), _allowed(run_type, path, values)
+        if kind == "extra_forbidden" and is_key:
+            found[path] = _unknown_key(run_type, path, values, where=where)
+        elif kind == "union_tag_not_found" or is_key:
+            found[path] = UserError(f"{'.'.join(path)} is missing", where=where, allowed=allowed)
+        else:
+            what, allowed = _what(value, kind), allowed or str(detail["msg"])
+            step = _hint(value, kind, allowed)
+            found[path] = UserError(what, where=where, allowed=allowed, next_step=step)
+    return list(found.values())
+
+
+def _path_of(loc: Sequence[int | str], values: Any) -> Path:
+    """Pydantic's location without the parts that are not keys (names of union members)."""
+    path: list[str] = []
+    for part in loc:
+        if isinstance(values, dict) and part in values:
+            values = values[part]
+        elif isinstance(values, list) and isinstance(part, int) and part < len(values):
+            values = values[part]
+        elif isinstance(values, dict):
+            continue  # the name of the chosen group
+        else:
+            break
+        path.append(str(part))
+    return tuple(path)
+
+
+def _allowed(run_type: type[BaseModel], path: Path, values: Any) -> str | None:
+    """What a key may hold, in words; of the name of a choice, the names."""
+    info = locate(run_type, path, values)[1]
+    if info is None:
+        return None
+    groups = groups_in(info)
+    if groups is not None and groups.by_name and path[-1] == NAME:
+        return ", ".join(groups.by_name)
+    return describe_field(info)
+
+
+def _unknown_key(run_type: type[BaseModel], path: Path, values: Any, *, where: str) -> UserError:
+    group, info = locate(run_type, path[:-1], values)
+    assert group is not None
+    groups = groups_in(info) if info is not None else None
+    members = groups.by_name.items() if groups is not None else ()
+    owners = [name for name, member in members if path[-1] in member.model_fields]
+    if any("." in part for part in path):
+        step = "in a file write dots as nested groups, not inside one key"
+    elif owners:
+        step = f"remove it; it belongs to {'.'.join(path[:-1])}.{NAME}={' or '.join(owners)}"
+    else:
+        best = nearest_key(path, run_type, values)
+        step = f"did you mean {best}?" if best else "remove it"
+    what, allowed = f"unknown key {'.'.join(path)}", ", ".join(group.model_fields)
+    return UserError(what, where=where, allowed=allowed, next_step=step)
+
+
+# Names in other trainers; by spelling alone an unrelated key would be nearest.
+OTHER_NAMES = {
+    "learning_rate": "optim.lr",
+    "batch_size": "data.global_batch",
+    "micro_batch_size": "engine.max_micro_batch",
+    "num_epochs": "schedule.epochs",
+    "max_steps": "schedule.steps",
+    "grad_clip": "optim.clip_norm",
+    "gradient_clipping": "optim.clip_norm",
+    "stochastic_depth": "model.drop_path",
+    "constraint": "launch.sbatch",
+    "reservation": "launch.sbatch",
+}
+
+
+def nearest_key(path: Path, run_type: type[BaseModel], values: Any) -> str | None:
+    """The most similar known dotted key."""
+    dotted, name = [".".join(key) for key in known_keys(run_type, values)], path[-1]
+    if OTHER_NAMES.get(name) in dotted:
+        return OTHER_NAMES[name]
+    if same_name := [key for key in dotted if key.rpartition(".")[2] == name]:
+        return nearest(".".join(path), same_name) or same_name[0]
+    group = locate(run_type, path[:-1], values)[0]
+    siblings = list(group.model_fields) if group is not None else []
+    longer = [key for key in siblings if name in key.split("_")]
+    if best := longer[0] if len(longer) == 1 else nearest(name, siblings):
+        return ".".join((*path[:-1], best))
+    return nearest(".".join(path), dotted)
+
+
+# Starts of pydantic's names of errors in values of the right type.
+LIMIT_ERRORS = ("greater_than", "less_than", "literal_error", "union_tag_invalid", "value_error")
+
+
+def _what(value: Any, kind: str) -> str:
+    if kind.startswith(LIMIT_ERRORS):
+        return f"{show_value(value)} is not allowed"
+    if isinstance(value, list):
+        return f"{show_value(value)} is a list of {len(value)}"
+    return f"{show_value(value)} was read as {kind_of(value)}"
+
+
+def _hint(value: Any, kind: str, allowed: str) -> str | None:
+    if kind in ("literal_error", "union_tag_invalid") and isinstance(value, str):
+        return did_you_mean(value, allowed.split(", "))
+    if kind.startswith("bool") and str(value).lower() in ("on", "yes", "1"):
+        return "write true"
+    if kind.startswith("bool") and str(value).lower() in ("off", "no", "0"):
+        return "write false"
+    if kind.startswith("int") and isinstance(value, float) and value.is_integer():
+        return f"write {int(value)}"
+    if isinstance(value, str) and kind.startswith(("int", "float")):
+        bare = value.replace("_", "")
+        try:
+            number = resolve_scalar(bare)
+        except ValueError:
+            return None
+        if isinstance(number, int | float):
+            return f"write {bare}" if bare != value else f"write {bare} without quotes"
+    if kind.startswith("string") and value is not None and not isinstance(value, list | dict):
+        return f'put it in quotes: "{show_value(value)}"'
+    return None
 
 
 # ---- writing ----------------------------------------------------------------------------------
-
-
-def _sources(run: Run, root: YamlNode) -> Iterator[tuple[str, str]]:
-    for path, _ in run_leaves(run):
-        yield ".".join(path), _source_of(root, path)
-
-
-def _source_of(root: YamlNode, path: Path) -> str:
-    """The place of the key itself; that of its group does not count."""
-    node = root
-    for part in path:
-        if not isinstance(node.content, dict) or part not in node.content:
-            return DEFAULT
-        node = node.content[part]
-    return node.place
 
 
 def run_leaves(run: BaseModel) -> Iterator[tuple[Path, Any]]:
@@ -253,53 +369,11 @@ def run_to_yaml(run: Run, *, sources: Mapping[str, str] | None = None) -> str:
     sources: where each value came from, as a comment beside it.
     """
     card = "".join(f"# {line}".rstrip() + "\n" for line in run.card.splitlines())
-    text = _dump(run.model_dump(mode="python"))
-    if sources is None:
-        return card + text
-    lines = text.split("\n")
-    root = parse_yaml(text, name="", errors=[])
-    assert root is not None
-    for path, _ in run_leaves(run):
-        node, _ = node_at(root, path)
-        number = int(node.place.removeprefix(":")) - 1
-        lines[number] = f"{lines[number]:<48}  # {sources['.'.join(path)]}"
-    return card + "\n".join(lines)
-
-
-def yaml_flow(value: Any) -> str:
-    """One value on one line, in the dialect of `yaml_source`."""
-    return _dump(value, default_flow_style=True).removesuffix("...\n").strip()
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes lists on one line, no aliases, and text in quotes where our reader needs them."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _quoted_where_needed(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    try:
-        is_plain = text.isprintable() and isinstance(resolve_scalar(text), str)
-    except ValueError:
-        is_plain = False
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if is_plain else '"')
-
-
-def _list_on_one_line(dumper: yaml.SafeDumper, items: Sequence[Any]) -> yaml.SequenceNode:
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", items, flow_style=True)
-
-
-_Dumper.add_representer(str, _quoted_where_needed)
-_Dumper.add_representer(list, _list_on_one_line)
-_Dumper.add_representer(tuple, _list_on_one_line)
-
-
-def _dump(value: Any, *, default_flow_style: bool = False) -> str:
-    return yaml.dump(
-        value,
-        Dumper=_Dumper,
-        default_flow_style=default_flow_style,
-        sort_keys=False,
-        width=math.inf,
-    )
+    text = to_yaml(run.model_dump(mode="python"))
+    if sources is not None:
+        lines, numbers = text.split("\n"), lines_of(text)
+        for path, _ in run_leaves(run):
+            row = numbers[path] - 1
+            lines[row] = f"{lines[row]:<48}  # {sources['.'.join(path)]}"
+        text = "\n".join(lines)
+    return card + text

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from vitscale.config.errors import UserError, UserErrors, nearest
-from vitscale.config.loader import yaml_flow
-from vitscale.config.schema import NAME, Groups, groups_in
+from vitscale.config.errors import UserError, UserErrors, did_you_mean
+from vitscale.config.fields import NAME, describe_field, groups_in
 from vitscale.config.section import Run
-from vitscale.config.wording import describe_field
+from vitscale.config.source import yaml_flow
 
 WIDTH = 98
 
@@ -27,9 +26,8 @@ WIDTH = 98
 @dataclass(frozen=True, slots=True)
 class Setting:
     key: str
-    allowed: str
-    default: str | None
-    """YAML; None: the key is required."""
+    facts: str
+    """What it may hold, and its default in YAML."""
     text: str
 
 
@@ -43,15 +41,17 @@ class SettingsGroup:
 def settings_reference(run_types: Mapping[str, type[Run]]) -> list[SettingsGroup]:
     """The groups of all run types; a group that stages share comes once and names them."""
     found: dict[SettingsGroup, list[str]] = {}
+    listed: dict[Setting, str] = {}
     for stage, run_type in run_types.items():
-        for group in _groups(run_type, f"stage: {stage}", _docstring(run_type), prefix=""):
+        title = f"stage: {stage}"
+        for group in _groups(run_type, title, _docstring(run_type), label=title, listed=listed):
             # A group may occur several times in one stage.
             if stage not in found.setdefault(group, []):
                 found[group].append(stage)
     return [
         group
         if len(run_types) == len(stages) or group.title.startswith("stage: ")
-        else SettingsGroup(f"{group.title} ({', '.join(stages)})", group.text, group.settings)
+        else replace(group, title=f"{group.title} ({', '.join(stages)})")
         for group, stages in sorted(found.items(), key=lambda item: item[0].title[:6] != "stage:")
     ]
 
@@ -61,78 +61,66 @@ def _groups(
     title: str,
     text: str,
     *,
-    prefix: str,
+    label: str = "",
+    listed: dict[Setting, str],
+    prefix: str = "",
     parents: str = "",
-    leave_out: Collection[str] = (),
 ) -> Iterator[SettingsGroup]:
     """The group, and then the groups inside it.
 
-    prefix: of its keys; parents: of the titles of those inside it.
+    label: what chooses the group; listed: the settings of other choices, with their labels, which
+    are not listed again. prefix: of the keys; parents: of the titles of the groups inside.
     """
-    fields = {key: info for key, info in group.model_fields.items() if key not in leave_out}
-    inner = {key: groups for key, info in fields.items() if (groups := groups_in(info))}
-    settings = tuple(
-        _setting(f"{prefix}{key}", info, inner.get(key))
-        for key, info in fields.items()
-        if key not in inner or _is_setting(info, inner[key])
-    )
-    yield SettingsGroup(title, text, settings)
-    for key, groups in inner.items():
-        listed: dict[str, type[BaseModel]] = {}
+    settings = []
+    shared: dict[str, list[str]] = {}
+    for key, info in group.model_fields.items():
+        setting = _setting(f"{prefix}{key}", info)
+        if setting is None or (key == NAME and label.startswith(NAME)):
+            continue
+        owner = listed.setdefault(setting, label)
+        if owner == label:
+            settings.append(setting)
+        else:
+            shared.setdefault(owner, []).append(key)
+    also = [f"As with {owner}: {', '.join(keys)}." for owner, keys in shared.items()]
+    yield SettingsGroup(title, " ".join([text, *also]).strip(), tuple(settings))
+    for key, info in group.model_fields.items():
+        groups = groups_in(info)
+        if groups is None:
+            continue
+        where = f"{parents}{key}" + (", each item" if groups.is_list else "")
+        inside: dict[Setting, str] = {}
         for name, member in (groups.by_name or {"": groups.members[0]}).items():
-            where = f"{parents}{key}" + (", each item" if groups.is_list else "")
-            chosen = f" with {NAME}: {name}" if groups.is_choice else ""
-            text = _member_text(member, groups) or _one_line(fields[key].description)
-            shared = _shared_with(member, listed)
+            chosen = f"{NAME}: {name}" if name else ""
+            own = _docstring(member)
+            if name and not own:
+                own = _one_line(member.model_fields[NAME].description)
             yield from _groups(
                 member,
-                f"{where}{chosen}",
-                " ".join([text, *(f"As with {NAME}: {n}: {', '.join(k)}." for n, k in shared)]),
+                f"{where} with {chosen}" if name else where,
+                own or _one_line(info.description),
+                label=chosen,
+                listed=inside,
                 prefix="" if groups.is_list else f"{prefix}{key}.",
                 parents=f"{parents}{key}.",
-                leave_out=[NAME, *(k for _, keys in shared for k in keys)] if chosen else (),
             )
-            listed[name] = member
 
 
-def _shared_with(
-    member: type[BaseModel], listed: Mapping[str, type[BaseModel]]
-) -> list[tuple[str, list[str]]]:
-    """(name, keys) of the members listed before that have keys with the same meaning."""
-    found: dict[str, list[str]] = {}
-    for key, info in member.model_fields.items():
-        for name, other in listed.items():
-            same = other.model_fields.get(key)
-            if same is not None and _same_setting(info, same):
-                found.setdefault(name, []).append(key)
-                break
-    return list(found.items())
-
-
-def _same_setting(one: FieldInfo, other: FieldInfo) -> bool:
-    return groups_in(one) is None and _setting("", one, None) == _setting("", other, None)
-
-
-def _is_setting(info: FieldInfo, groups: Groups) -> bool:
-    """Whether the group as a whole is a setting: null, a list, or a choice."""
-    return groups.is_choice or groups.is_list or type(None) in get_args(info.annotation)
-
-
-def _setting(key: str, info: FieldInfo, groups: Groups | None) -> Setting:
-    text, allowed, default = _one_line(info.description), describe_field(info), _default(info)
-    if groups is not None and groups.is_choice:
+def _setting(key: str, info: FieldInfo) -> Setting | None:
+    """None for a group that as a whole is no setting: neither null, nor a list, nor a choice."""
+    text, allowed, groups = _one_line(info.description), describe_field(info), groups_in(info)
+    default = None
+    if not info.is_required():
+        default = yaml_flow(_plain(info.get_default(call_default_factory=True)))
+    if groups is not None and groups.by_name:
         text = text or f"`{NAME}` chooses the group."
         default = groups.default_name or default
     elif groups is not None:
+        if not groups.is_list and type(None) not in get_args(info.annotation):
+            return None
         text = text or _docstring(groups.members[0])
         allowed = "a list of groups, see below" if groups.is_list else "a group, see below; or null"
-    return Setting(key, allowed, default, text)
-
-
-def _default(info: FieldInfo) -> str | None:
-    if info.is_required():
-        return None
-    return yaml_flow(_plain(info.get_default(call_default_factory=True)))
+    return Setting(key, f"{allowed}; {f'default {default}' if default else 'required'}", text)
 
 
 def _plain(value: Any) -> Any:
@@ -146,22 +134,8 @@ def _docstring(group: type[BaseModel]) -> str:
     return _one_line(group.__dict__.get("__doc__"))
 
 
-def _member_text(member: type[BaseModel], groups: Groups) -> str:
-    """The docstring of a member, or of its key `name`, which is not listed itself."""
-    text = _docstring(member)
-    if groups.is_choice and not text:
-        text = _one_line(member.model_fields[NAME].description)
-    return text
-
-
 def _one_line(text: str | None) -> str:
     return " ".join((text or "").split())
-
-
-def _facts(setting: Setting) -> str:
-    """`allowed; default x`, or `allowed; required`."""
-    default = "required" if setting.default is None else f"default {setting.default}"
-    return f"{setting.allowed}; {default}"
 
 
 def _by_name(groups: Sequence[SettingsGroup]) -> dict[str, list[SettingsGroup]]:
@@ -178,39 +152,30 @@ def groups_named(groups: Sequence[SettingsGroup], names: Sequence[str]) -> list[
 
     Raises UserErrors for unknown names.
     """
-    known, errors = _by_name(groups), []
-    keys: dict[str, list[SettingsGroup]] = {}
-    for group in groups:
-        for setting in group.settings:
-            keys.setdefault(setting.key, []).append(replace(group, settings=(setting,)))
-    known = {name: keys[name] for name in names if name in keys} | known
-    for name in names:
-        if name not in known:
-            best = nearest(name, [*known, *keys])
-            step = f"did you mean {best}?" if best else None
+    known, errors, found = _by_name(groups), [], []
+    for name in dict.fromkeys(names):
+        keys = [(group, each) for group in groups for each in group.settings if each.key == name]
+        if not keys and name not in known:
             what = f"there is no group or key {name!r}"
             allowed = f"{', '.join(known)}, and their keys, such as optim.lr"
+            step = did_you_mean(name, [*known, *(s.key for g in groups for s in g.settings)])
             errors.append(UserError(what, where="--help", allowed=allowed, next_step=step))
+        found += known.get(name) or [replace(group, settings=(each,)) for group, each in keys]
     if errors:
         raise UserErrors(errors)
-    return [group for name in dict.fromkeys(names) for group in known[name]]
+    return found
 
 
 def as_overview(groups: Sequence[SettingsGroup]) -> str:
     """A line for each top-level key."""
     lines = ["Settings, listed by --help NAME:"]
     for name, members in _by_name(groups).items():
-        keys = [setting.key.removeprefix(f"{name}.") for setting in members[0].settings]
-        choices = [
-            chosen[1]
-            for each in members
-            if (chosen := re.match(rf"{name}\b[^.]* with {NAME}: (\w+)", each.title))
-        ]
-        text = ", ".join(keys) or members[0].text
-        if choices and not members[0].title.startswith("stage: "):
-            text = f"{NAME}: {', '.join(choices)}"
-        shown = textwrap.shorten(text, WIDTH - 17, placeholder=" ...")
-        lines.append(f"  {name:<14} {shown}")
+        chosen = [re.match(rf"{name}\b[^.]* with {NAME}: (\w+)", each.title) for each in members]
+        choices = ", ".join(match[1] for match in chosen if match)
+        keys = ", ".join(each.key.removeprefix(f"{name}.") for each in members[0].settings)
+        is_choice = choices and not members[0].title.startswith("stage: ")
+        text = f"{NAME}: {choices}" if is_choice else keys or members[0].text
+        lines.append(f"  {name:<14} {textwrap.shorten(text, WIDTH - 17, placeholder=' ...')}")
     return "\n".join(lines)
 
 
@@ -220,7 +185,7 @@ def as_text(groups: Sequence[SettingsGroup]) -> str:
     for group in groups:
         lines += ["", *_wrapped(f"[{group.title}] {group.text}", "", "")]
         for setting in group.settings:
-            lines += _wrapped(f"{setting.key}: {_facts(setting)}", "  ", "      ")
+            lines += _wrapped(f"{setting.key}: {setting.facts}", "  ", "      ")
             lines += _wrapped(setting.text, "      ", "      ")
     return "\n".join(lines)
 
@@ -231,10 +196,10 @@ def _wrapped(text: str, first: str, rest: str) -> list[str]:
     )
 
 
-def as_markdown(groups: list[SettingsGroup]) -> str:
+def as_markdown(groups: Sequence[SettingsGroup]) -> str:
     """For the documentation: a line per setting."""
     lines = []
     for group in groups:
         lines += ["", f"## {group.title}", *([group.text] if group.text else []), ""]
-        lines += [f"- **`{each.key}`** ({_facts(each)}). {each.text}" for each in group.settings]
+        lines += [f"- **`{each.key}`** ({each.facts}). {each.text}" for each in group.settings]
     return "\n".join(lines) + "\n"

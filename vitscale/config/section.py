@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_validator
 
-from vitscale.config.schema import NAME, DefaultName, groups_in
+from vitscale.config.fields import NAME, DefaultName, groups_in
 
 
 class Section(BaseModel):

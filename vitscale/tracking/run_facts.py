@@ -21,8 +21,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from vitscale.config.errors import UserError, nearest
-from vitscale.config.inheritance import shown_path
 from vitscale.config.redaction import redact
+from vitscale.config.source import shown_path
 from vitscale.distributed.atomic_files import write_text
 from vitscale.tracking.source_version import source_version
 

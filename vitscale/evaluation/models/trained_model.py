@@ -18,7 +18,7 @@ from torch import nn
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.config.errors import UserError
 from vitscale.config.section import Section
-from vitscale.config.yaml_source import parse_yaml, plain_value
+from vitscale.config.source import read_yaml
 from vitscale.evaluation.models.preprocessing import Preprocessing
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import MODELS, ModelSettings
@@ -66,11 +66,9 @@ def read_trained_model(checkpoint: Checkpoint) -> TrainedModel:
     except OSError as error:
         what = f"cannot be read ({error.strerror})"
         raise UserError(what, where=str(path), next_step=next_step) from None
-    errors: list[UserError] = []
-    root = parse_yaml(text, name=str(path), errors=errors)
-    values: Any = None if root is None or errors else plain_value(root)
     described = checkpoint.description["architecture"]
     try:
+        values: Any = read_yaml(text, name=str(path))
         settings = _ModelSection.model_validate({"model": values["model"]}).model
         settings = settings.model_copy(update={"image_size": described["image_size"]})
         arch = settings.architecture(num_classes=described["num_classes"])

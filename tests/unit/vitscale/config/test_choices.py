@@ -1,4 +1,4 @@
-"""Settings groups chosen by name, alone and in lists."""
+"""Groups chosen by name, alone and in lists, and what a file inherits of them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,10 @@ class Supervised(Section):
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
 
 
-class Masking(Section):
-    ratio: float = 0.75
-
-
 class Mae(Section):
     name: Literal["mae"] = "mae"
     loss: Literal["softmax", "sigmoid"] = "softmax"
     mask_ratio: float = Field(default=0.75, gt=0)
-    masking: Masking = Masking()
 
 
 class Knn(Section):
@@ -56,15 +51,6 @@ class SomeRun(Run):
 class OneMemberRun(Run):
     stage: Literal["some"] = "some"
     objective: Annotated[Supervised, Field(discriminator="name")] = Supervised()
-    evaluate: tuple[Annotated[Knn, Field(discriminator="name")], ...] = Field(
-        default=(), strict=False
-    )
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def load(*overrides: str, run_type: type[Any] = SomeRun, **files: str) -> Loaded[Any]:
@@ -73,12 +59,8 @@ def load(*overrides: str, run_type: type[Any] = SomeRun, **files: str) -> Loaded
     return load_run(run_type, "a.yaml", overrides=overrides)
 
 
-def test_name_chooses_the_member() -> None:
-    found = load(a="objective:\n  masking: {ratio: 0.5}\n  name: mae\n")
-    assert found.run.objective == Mae(masking=Masking(ratio=0.5))
-    assert found.sources["objective.name"] == "a.yaml:3"
-    assert found.sources["objective.mask_ratio"] == "default"
-    assert load("objective={name: mae, mask_ratio: 0.5}").run.objective == Mae(mask_ratio=0.5)
+pytestmark = pytest.mark.usefixtures("here")
+BASE = "stage: some\nobjective:\n  loss: sigmoid\n  label_smoothing: 0.1\n"
 
 
 def test_items_of_a_list_are_chosen_by_name() -> None:
@@ -90,23 +72,16 @@ def test_items_of_a_list_are_chosen_by_name() -> None:
 
 @pytest.mark.parametrize("run_type", [SomeRun, OneMemberRun])
 def test_missing_name_takes_the_default_and_is_written(run_type: type[Any]) -> None:
-    overrides = ["objective.loss=sigmoid", "evaluate=[{name: knn, every_steps: 100}]"]
-    run = load(*overrides, run_type=run_type).run
+    run = load("objective.loss=sigmoid", run_type=run_type).run
     assert run.objective == Supervised(loss="sigmoid")
     Path("resolved.yaml").write_text(run_to_yaml(run))
     assert "name: supervised" in run_to_yaml(run)
     assert load_run_file(run_type, "resolved.yaml") == run
+    with pytest.raises(UserErrors, match="'other' is not allowed\n  allowed: supervised"):
+        load("objective.name=other", run_type=run_type)
 
 
-def test_choice_of_one_member_refuses_other_names() -> None:
-    with pytest.raises(UserErrors, match="'mae' is not allowed\n  allowed: supervised"):
-        load("objective.name=mae", run_type=OneMemberRun)
-
-
-BASE = "stage: some\nobjective:\n  loss: sigmoid\n  label_smoothing: 0.1\n"
-
-
-def test_child_of_another_name_drops_inherited_keys() -> None:
+def test_another_name_inherits_only_the_keys_of_the_new_group() -> None:
     child = "base: b.yaml\nobjective: {name: mae, mask_ratio: 0.5}\n"
     found = load(a=child, b=BASE)
     assert found.run.objective == Mae(loss="sigmoid", mask_ratio=0.5)
@@ -114,14 +89,13 @@ def test_child_of_another_name_drops_inherited_keys() -> None:
     # Also two files up, also back to the first name: what was dropped stays dropped.
     grandchild = "base: c.yaml\nobjective: {name: supervised}\n"
     assert load(a=grandchild, c=child, b=BASE).run.objective == Supervised(loss="sigmoid")
-    found = load("objective.name=mae", a="base: b.yaml\n", b=BASE)
-    assert found.run.objective == Mae(loss="sigmoid")
+    assert load("objective.name=mae", a=BASE).run.objective == Mae(loss="sigmoid")
     base = "stage: some\nnested: {objective: {label_smoothing: 0.1}}\n"
     child = "base: b.yaml\nnested: {objective: {name: mae}}\n"
     assert load(a=child, b=base).run.nested.objective == Mae()
 
 
-def test_child_of_the_same_or_no_name_inherits_all_keys() -> None:
+def test_the_same_or_no_name_inherits_all_keys() -> None:
     child = "base: b.yaml\nobjective: {name: supervised, loss: softmax}\n"
     assert load(a=child, b=BASE).run.objective == Supervised(label_smoothing=0.1)
     base = "stage: some\nobjective: {name: mae, mask_ratio: 0.5}\n"
@@ -129,6 +103,7 @@ def test_child_of_the_same_or_no_name_inherits_all_keys() -> None:
     assert load(a=child, b=base).run.objective == Mae(loss="sigmoid", mask_ratio=0.5)
 
 
-def test_keys_of_another_member_in_the_file_itself_are_reported() -> None:
-    with pytest.raises(UserErrors, match=r"a\.yaml:4: objective\.label_smoothing: unknown key"):
-        load("objective.name=mae", a=BASE)
+def test_a_key_missing_in_a_replaced_list_is_placed_in_the_new_list() -> None:
+    base = "stage: some\nevaluate:\n  - name: knn\n    every_steps: 1\n"
+    with pytest.raises(UserErrors, match=r"^a\.yaml:3: evaluate\.0\.every_steps: "):
+        load(a="base: b.yaml\nevaluate:\n  - {name: knn}\n", b=base)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,21 +11,7 @@ from pretrain.run import PretrainRun
 from vitscale.config.command_line import Command, load_command
 from vitscale.config.errors import UserErrors
 
-TEXT = """\
-stage: pretrain
-name: demo
-data: {path: shards, global_batch: 64}
-model: {preset: B/16}
-optim: {lr: 1e-3}
-schedule: {epochs: 3}
-"""
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.yaml").write_text(TEXT)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("here")
 
 
 def command(*argv: str, **more: Any) -> Command[PretrainRun]:
@@ -112,8 +97,8 @@ def test_command_line_and_file_errors_share_one_report() -> None:
     found = errors("--config", "a.yaml", "--dryrun", "seed=x", "--dry-run=1", "lr", "--dry")
     assert [text.splitlines()[0] for text in found] == [
         "command line: unknown switch --dryrun",
-        "command line: unknown switch --dry",
         "command line: --dry-run takes no value",
+        "command line: unknown switch --dry",
         "command line: 'lr' is not key=value",
         "command line: seed: 'x' was read as text",
     ]

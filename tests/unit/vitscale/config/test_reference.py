@@ -58,6 +58,8 @@ class Second(Run):
 
     path: str
     """Where to write."""
+    parts: tuple[Part, ...] = Field(default=(), strict=False)
+    """Several."""
     shared: Shared = Shared()
 
 
@@ -71,7 +73,7 @@ TEXT = """
   parts: a list of groups, see below; default []
       Several.
 
-[stage: second] The second stage.
+[stage: second] The second stage. As with stage: first: parts.
   path: text; required
       Where to write.
 
@@ -87,12 +89,12 @@ TEXT = """
   shared.retries: a whole number, or null; default null
       Attempts; null: no limit.
 
-[parts, each item (first)] One of several.
+[parts, each item] One of several.
   share: a number above 0; required
       Of all samples."""
 
 
-def test_text_lists_every_key_and_member_once() -> None:
+def test_text_lists_every_setting_once() -> None:
     assert as_text(BOTH) == TEXT
 
 
@@ -106,4 +108,4 @@ def test_markdown_has_what_the_text_has() -> None:
 
 def test_one_stage_is_not_named_at_its_groups() -> None:
     titles = [group.title for group in settings_reference({"second": Second})]
-    assert titles == ["stage: second", "shared"]
+    assert titles == ["stage: second", "parts, each item", "shared"]
