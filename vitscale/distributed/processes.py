@@ -7,7 +7,9 @@ Leaves out: work that several machines share (`data_prep.pipeline.work_units`).
 from __future__ import annotations
 
 import os
+import re
 import socket
+import subprocess
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -55,6 +57,19 @@ def num_gpus(driver: Path = Path("/proc/driver/nvidia")) -> int:
     """NVIDIA GPUs of this machine, by its driver."""
     gpus = driver / "gpus"
     return len(list(gpus.iterdir())) if gpus.is_dir() else 0
+
+
+def nvidia_driver(driver: Path = Path("/proc/driver/nvidia")) -> str | None:
+    """Version of the NVIDIA driver of this machine; None without one."""
+    with suppress(OSError, subprocess.SubprocessError):
+        if (driver / "version").exists():
+            text = (driver / "version").read_text()
+        else:  # WSL
+            query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+            text = subprocess.run(query, capture_output=True, text=True, timeout=20).stdout
+        if found := re.search(r"\b\d{3}\.\d+(\.\d+)?\b", text):
+            return found.group()
+    return None
 
 
 def threads_per_rank(

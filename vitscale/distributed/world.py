@@ -20,8 +20,10 @@ import torch.distributed as dist
 
 from vitscale.config.errors import UserError
 from vitscale.distributed.key_value_store import connect, leave, rendezvous
-from vitscale.distributed.processes import free_port, threads_per_rank
+from vitscale.distributed.processes import free_port, nvidia_driver, threads_per_rank
 
+# Of each major version of CUDA (NVIDIA's CUDA compatibility guide, minor version compatibility).
+OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 # Longest that ranks wait for the others to start: nodes of large jobs differ by minutes.
 INIT_TIMEOUT_MIN = 30.0
 
@@ -63,7 +65,24 @@ def _complete_environment() -> None:
     env.setdefault("LOCAL_WORLD_SIZE", env.get("LOCAL_SIZE", "1"))
 
 
+def _check_driver(driver: str | None, *, cuda: str | None) -> None:
+    """Raise UserError for an NVIDIA driver that is too old for the CUDA that torch is built for."""
+    needed = 0 if cuda is None else OLDEST_DRIVERS.get(int(cuda.partition(".")[0]), 0)
+    if driver is None or int(driver.partition(".")[0]) >= needed:
+        return
+    raise UserError(
+        f"the NVIDIA driver {driver} is too old for CUDA {cuda} of torch {torch.__version__}, "
+        f"which needs {needed} or newer",
+        where="engine.device",
+        next_step="update the driver; or take a torch for older ones: pip install 'torch>=2.11' "
+        "torchvision --index-url https://download.pytorch.org/whl/cu126 (driver 525 or newer); or "
+        "set engine.device=cpu",
+    )
+
+
 def _pick_device(wanted: Literal["auto", "cuda", "cpu"], local_rank: int) -> torch.device:
+    if wanted != "cpu" and not torch.cuda.is_available():
+        _check_driver(nvidia_driver(), cuda=torch.version.cuda)
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if torch.cuda.device_count() == 1 and _sees_one_gpu_of_its_own():

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import distributed_c10d
 
 from vitscale.config.errors import UserError
+from vitscale.distributed.processes import nvidia_driver
 from vitscale.distributed.world import _pick_device, process_group
 
 
@@ -36,6 +39,29 @@ def test_rank_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _see_gpus(monkeypatch, "0", in_slurm=False)
     with pytest.raises(UserError, match="local rank 1 has no GPU: torch finds 1"):
         _pick_device("auto", 1)
+
+
+PROC = """NVRM version: NVIDIA UNIX {kind}  {version}  Sat Aug 19 01:15:15 UTC 2023
+GCC version:  gcc version 11.4.0 (Ubuntu 11.4.0-1ubuntu1~22.04)
+"""
+
+
+@pytest.mark.parametrize("kind", ["x86_64 Kernel Module", "Open Kernel Module for x86_64"])
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_a_driver_too_old_for_cuda_is_named(
+    wanted: Any, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vitscale.distributed.world.nvidia_driver", lambda: nvidia_driver(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("PATH", "")  # no nvidia-smi
+    assert nvidia_driver(tmp_path) is None and _pick_device("auto", 0).type == "cpu"
+    (tmp_path / "version").write_text(PROC.format(kind=kind, version="535.104.05"))
+    with pytest.raises(UserError, match=r"driver 535.104.05 (.|\n)* CUDA 13.0 (.|\n)*--index-url"):
+        _pick_device(wanted, 0)
+    assert _pick_device("cpu", 0).type == "cpu"
+    (tmp_path / "version").write_text(PROC.format(kind=kind, version="580.65.06"))
+    assert _pick_device("auto", 0).type == "cpu"
 
 
 def test_there_is_one_group_which_connects_when_used(monkeypatch: pytest.MonkeyPatch) -> None:
