@@ -17,9 +17,8 @@ from pathlib import Path
 
 try:
     from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
-    from launch.jobs.status.finding import find_runs
     from launch.jobs.status.following import follow_run
-    from launch.jobs.status.reading import RunStatus, read_status
+    from launch.jobs.status.states import RunStatus, find_runs, read_state
     from launch.jobs.status.text import as_text, as_values
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
@@ -31,12 +30,11 @@ def main() -> None:
     arguments = parse()
     if arguments.follow:
         raise SystemExit(follow(find_runs(arguments.runs)))
-    now = time.time()
-    runs = read_states(find_runs(arguments.runs), now=now)
+    runs = read_states(find_runs(arguments.runs))
     if arguments.json:
-        print(json.dumps([*map(as_values, runs)], indent=2))
+        print(json.dumps(list(map(as_values, runs)), indent=2))
     else:
-        print(as_text(runs, now=now).rstrip())
+        print(as_text(runs, now=time.time()))
 
 
 def parse() -> argparse.Namespace:
@@ -68,15 +66,15 @@ def follow(folders: Sequence[Path]) -> int:
     return follow_run(folder, output=sys.stdout)
 
 
-def read_states(folders: Sequence[Path], *, now: float) -> list[RunStatus]:
+def read_states(folders: Sequence[Path]) -> list[RunStatus]:
     """The states of all runs. SLURM is asked once."""
     jobs: list[QueuedJob] | None = None
-    note = None
+    no_answer = ""
     try:
         jobs = user_jobs()
     except NoAnswerError as error:
-        note = f"as its records say; SLURM does not answer: {error}"
-    return [read_status(folder, jobs=jobs, note=note, now=now) for folder in folders]
+        no_answer = str(error)
+    return [read_state(folder, jobs, no_answer=no_answer) for folder in folders]
 
 
 if __name__ == "__main__":

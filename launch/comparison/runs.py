@@ -6,14 +6,13 @@ Leaves out: comparing (`differences`).
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from launch.jobs.queue import NoAnswerError, user_jobs
-from launch.jobs.status.reading import read_status
+from launch.jobs.status.states import read_state
 from vitscale.config.errors import UserError, UserErrors, nearest
 from vitscale.config.loader import read_site
 from vitscale.config.redaction import redact, short_reason
@@ -174,7 +173,7 @@ def _status(folder: Path) -> str:
         jobs = user_jobs()
     except NoAnswerError:
         jobs = None
-    return str(read_status(folder.resolve(), jobs=jobs, now=time.time()).state)
+    return str(read_state(folder.resolve(), jobs).state)
 
 
 def read_config(path: Path) -> tuple[str, dict[str, Any]]:

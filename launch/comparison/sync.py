@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,8 +17,7 @@ from pathlib import Path
 from launch.comparison.runs import default_uri, read_config
 from launch.jobs.attempts import Attempt, Ending
 from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
-from launch.jobs.status.finding import find_runs
-from launch.jobs.status.reading import RunState, RunStatus, read_status
+from launch.jobs.status.states import RunState, RunStatus, find_runs, read_state
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.redaction import redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
@@ -111,12 +109,12 @@ def _read_all(names: Sequence[str], *, uri: str, experiment: str | None) -> list
     try:
         jobs = user_jobs()
     except NoAnswerError:
-        pass  # no SLURM here; locks, attempts and records still say how a run ended
+        pass  # no SLURM here; attempts and records still say how a run ended
     sources: list[RunToCopy] = []
     errors: list[UserError] = []
     for folder in find_runs(names):
         try:
-            status = read_status(folder, jobs=jobs, now=time.time())
+            status = read_state(folder, jobs)
             sources.append(_read(folder, status, uri=uri, experiment=experiment))
         except UserError as error:
             errors.append(error)

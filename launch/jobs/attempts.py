@@ -75,6 +75,8 @@ class Attempt:
     started: float
     first_step: int
     """Step of the newest checkpoint at the start."""
+    pid: int | None = None
+    """Of the launcher, if it is local."""
     ended: float | None = None
     """None while it runs."""
     ending: Ending | None = None
@@ -149,6 +151,7 @@ def begin_attempt(
         num_tasks=num_tasks,
         started=time.time() if started is None else started,
         first_step=read_progress(folder).checkpoint_step,
+        pid=os.getpid() if cluster == "local" else None,
     )
     _append(folder, attempt)
     return attempt

@@ -1,19 +1,21 @@
-"""Show the states of runs as text, a paragraph each, or as plain values for JSON."""
+"""Show the states of runs as text, a line each, or as plain values for JSON."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from launch.jobs.queue import QueuedJob
-from launch.jobs.status.reading import RunState, RunStatus
+from launch.jobs.status.states import RESULTS_NAME, RunState, RunStatus
 from vitscale.tracking.console import format_duration
 
-MAX_RESULTS = 6
+MAX_RESULTS = 4
+# A run that has logged nothing for this long may hang.
+QUIET_S = 60.0
 ORDER = list(RunState)
 # JOB REASON CODES of `man squeue`, SLURM 22.05 to 24.11.
 REASONS = {
@@ -53,42 +55,63 @@ PREFIXES = {
 def as_text(runs: Sequence[RunStatus], *, now: float) -> str:
     """All runs, active ones first, and their number in each state."""
     ordered = sorted(runs, key=lambda run: (ORDER.index(run.state), -(run.since or 0.0)))
-    parts = ["\n".join(lines_of(run, now=now)) for run in ordered]
+    lines = [line_of(run, now=now) for run in ordered]
     if len(runs) > 1:
         counts = Counter(run.state for run in runs)
         listed = ", ".join(f"{counts[state]} {state}" for state in ORDER if counts[state])
-        parts.append(f"{len(runs)} runs: {listed}")
-    return "\n".join(parts)
+        lines.append(f"{len(runs)} runs: {listed}")
+    return "\n".join(lines)
 
 
-def lines_of(run: RunStatus, *, now: float) -> list[str]:
-    """The paragraph of one run; its first line names it."""
-    lines = details_of(run, now=now)
-    return [f"{shown_folder(run.folder)}: {headline(run, now=now)}", *(f"  {x}" for x in lines)]
-
-
-def details_of(run: RunStatus, *, now: float) -> list[str]:
-    """The lines below the first one."""
-    return [line for line in _details(run, now=now) if line]
-
-
-def headline(run: RunStatus, *, now: float) -> str:
-    """The state, and how far the run is."""
-    logged = run.logged
-    since = "" if run.since is None else f" since {clock(run.since)} ({age(now - run.since)})"
+def line_of(run: RunStatus, *, now: float) -> str:
+    """What the run does, since when, how far, how fast, until when, and why it waits or failed."""
+    parts = [_headline(run, now=now)]
+    if run.state in (RunState.QUEUED, RunState.PAUSED) and run.job is not None:
+        parts[0] += f": {waiting(run.job, now=now)}"
     if run.state is RunState.RUNNING:
-        if run.is_starting:
-            at = f", starting from step {logged.step:,}" if logged.step else ", starting"
-            return f"running{since}{at}"
-        left = ""
-        if logged.eta_s is not None and logged.time is not None:
-            left = f", {format_duration(logged.eta_s - (now - logged.time))} left"
-        return f"running, {_steps(run)}{left}" if logged.step else f"running{since}"
-    if run.state in (RunState.QUEUED, RunState.PAUSED):
-        return f"{run.state}{since}" + (f" at {_steps(run)}" if logged.step else "")
-    ago = "" if run.since is None else f", {age(now - run.since)} ago"
+        parts += [run.place, run.note or ""]
     if run.state is RunState.FINISHED:
-        has_steps = logged.step and not run.is_evaluation
+        shown = list(run.logged.results.items())[:MAX_RESULTS]
+        if run.logged.loss is not None:
+            shown.append(("train/loss", run.logged.loss))
+        parts.append(", ".join(f"{name} {value:.4f}" for name, value in shown))
+    if run.failure is not None:
+        parts[0] += f": {run.failure.what}"
+        parts += [run.failure.error_line or "", f"log {shown_folder(run.log)}" if run.log else ""]
+    if run.state is RunState.STOPPED:
+        parts[0] += f": {run.attempt.reason}" if run.attempt and run.attempt.reason else ""
+        parts.append("the same command resumes it")
+    if run.restarts:
+        endings = ", ".join(f"{number} {ending}" for ending, number in run.restarts.items())
+        parts.append(f"restarted {sum(run.restarts.values())}x ({endings})")
+    return f"{shown_folder(run.folder)}: {'; '.join(filter(None, parts))}"
+
+
+def _headline(run: RunStatus, *, now: float) -> str:
+    logged = run.logged
+    length = "" if run.since is None else age(now - run.since)
+    if run.state is RunState.RUNNING:
+        words = ["running" + (f" for {length}" if length else "")]
+        if run.is_starting:
+            at = f" from step {logged.checkpoint_step:,}" if logged.checkpoint_step else ""
+            return ", ".join([*words, f"starting{at}"])
+        if logged.step:
+            words.append(_steps(run))
+        if logged.images_per_s is not None:
+            words.append(f"{logged.images_per_s:,.0f} img/s")
+        if logged.mfu is not None:
+            words.append(f"MFU {logged.mfu:.1%}")
+        if logged.time is not None and now - logged.time > QUIET_S:
+            words.append(f"last step {age(now - logged.time)} ago")
+        if logged.eta_s is not None and logged.time is not None:
+            words.append(f"{format_duration(logged.eta_s - (now - logged.time))} left")
+        return ", ".join(words)
+    if run.state in (RunState.QUEUED, RunState.PAUSED):
+        since = "" if run.since is None else f" since {clock(run.since)} ({length})"
+        return f"{run.state}{since}" + (f" at {_steps(run)}" if logged.step else "")
+    ago = f", {length} ago" if length else ""
+    if run.state is RunState.FINISHED:
+        has_steps = logged.step and not (run.folder / RESULTS_NAME).is_file()
         return "finished" + (f", {logged.step:,} steps" if has_steps else "") + ago
     return f"{run.state}" + (f" at {_steps(run)}" if logged.step else "") + ago
 
@@ -98,76 +121,11 @@ def _steps(run: RunStatus) -> str:
     return f"step {step:,}" if total is None else f"step {step:,} of {total:,} ({step / total:.0%})"
 
 
-def _details(run: RunStatus, *, now: float) -> Iterator[str]:
-    if run.tasks:
-        yield "tasks: " + ", ".join(f"{num} {state}" for state, num in run.tasks.items())
-    if run.state in (RunState.QUEUED, RunState.PAUSED) and run.job is not None:
-        yield waiting(run.job, now=now)
-    if run.state is RunState.RUNNING:
-        yield _place(run)
-        yield _speed(run)
-        yield run.note or ""
-    if run.state is RunState.NOT_STARTED:
-        yield run.note or ""
-    if run.state is RunState.FINISHED:
-        shown = list(run.logged.results.items())[:MAX_RESULTS]
-        if run.logged.loss is not None:
-            shown.append(("train/loss", run.logged.loss))
-        yield ", ".join(f"{name} {value:.4f}" for name, value in shown)
-    yield _restarted(run)
-    if run.failure is not None:
-        yield run.failure.what
-        yield run.failure.error_line or ""
-        yield f"log: {run.failure.log}" if run.failure.log is not None else ""
-    elif run.state is RunState.STOPPED:
-        if run.attempt is not None and run.attempt.reason:
-            yield run.attempt.reason
-        yield "the same command resumes it"
-
-
 def waiting(job: QueuedJob, *, now: float) -> str:
     """Why a job waits, and when SLURM expects it to start."""
-    text = f"job {job.job_id}: {plain_reason(job.reason)}"
+    text = f"job {job.job_id} {plain_reason(job.reason)}"
     if job.start is not None and job.start > now:
         text += f"; expected to start at {clock(job.start)}"
-    return text
-
-
-def _place(run: RunStatus) -> str:
-    if (job := run.job) is not None:
-        place = f"job {job.job_id}" + (f" on {job.nodes}" if job.nodes else "")
-    elif run.pid is not None:
-        place = f"process {run.pid} on this machine"
-    elif run.attempt is not None:
-        place = f"job {run.attempt.job_id} on {', '.join(run.attempt.nodes)}"
-    else:
-        return ""
-    number = run.attempt.number if run.attempt is not None else 1
-    return place + (f", attempt {number}" if number > 1 else "")
-
-
-def _speed(run: RunStatus) -> str:
-    logged, parts = run.logged, []
-    if logged.images_per_s is not None and not run.is_starting:
-        parts.append(f"{logged.images_per_s:,.0f} img/s")
-    if logged.mfu is not None and not run.is_starting:
-        parts.append(f"MFU {logged.mfu:.1%}")
-    if logged.loss is not None:
-        parts.append(f"loss {logged.loss:.4f}")
-    if run.log_age_s is not None:
-        parts.append(f"last written to the log {age(run.log_age_s)} ago")
-    return ", ".join(parts)
-
-
-def _restarted(run: RunStatus) -> str:
-    restarts = run.restarts
-    if not restarts.number:
-        return ""
-    times = "once" if restarts.number == 1 else f"{restarts.number} times"
-    endings = ", ".join(f"{number} {ending}" for ending, number in restarts.endings.items())
-    text = f"restarted {times}: {endings}; {age(restarts.seconds_repeated)} of training repeated"
-    if restarts.seconds_between:
-        text += f", {age(restarts.seconds_between)} between attempts"
     return text
 
 

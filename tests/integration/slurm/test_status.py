@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 
 from launch.jobs.job import StageJob
 from launch.jobs.queue import user_jobs
-from launch.jobs.status.reading import RunState, RunStatus, read_status
+from launch.jobs.status.states import RunState, RunStatus, read_state
 from launch.jobs.submission import submit_to_slurm
 from tests.support.waiting import PATIENCE_S, wait_until
 from vitscale.runs.launching import LaunchSettings
@@ -102,7 +101,7 @@ def test_status_and_follow_see_every_state(slurm, run_folder: Path, tmp_path: Pa
     job = submit_to_slurm(stage, launch=LAUNCH, name="vit", folder=run_folder / "slurm")
 
     def status() -> RunStatus:
-        return read_status(run_folder, jobs=user_jobs(), now=time.time())
+        return read_state(run_folder, user_jobs())
 
     def wait_for(state: RunState, *, step: int) -> RunStatus:
         def is_there() -> bool:
@@ -113,10 +112,10 @@ def test_status_and_follow_see_every_state(slurm, run_folder: Path, tmp_path: Pa
         return status()
 
     assert shown(tmp_path)["state"] == "queued"
-    assert shown(tmp_path)["jobs"][0]["reason"] == "JobHeldUser"
+    assert shown(tmp_path)["job"]["reason"] == "JobHeldUser"
     log = tmp_path / "follow.log"
     with following(log) as process:
-        wait_for_text(log, "queued: job")
+        wait_for_text(log, "held by its user")
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=PATIENCE_S) == 130
     assert f"job {job.job_id} continues" in log.read_text()
@@ -129,21 +128,21 @@ def test_status_and_follow_see_every_state(slurm, run_folder: Path, tmp_path: Pa
         assert running.job is not None and running.job.nodes in ("n1", "n2")
         wait_for_text(log, "step 2/4")
         slurm.run(["scancel", "--signal=USR2", job.job_id])
-        assert wait_for(RunState.PAUSED, step=2).restarts.endings == {"stopped": 1}
+        assert wait_for(RunState.PAUSED, step=2).restarts == {"stopped": 1}
         finished = wait_for(RunState.FINISHED, step=4)
-        assert finished.restarts.number == 1
+        assert finished.restarts == {"stopped": 1}
         assert process.wait(timeout=PATIENCE_S) == 0
     told = [
-        r"queued: job \d+: held by its user",
+        r"runs/vit: queued .*: job \d+ held by its user",
         r"attempt 1 of the run",
         r"step 2/4",
-        r"paused: job \d+: ",
+        r"runs/vit: paused .*: job \d+ ",
         r"attempt 2 of the run",
         r"step 4/4",
         r"runs/vit: finished, 4 steps",
     ]
     assert re.search("(?s)" + ".*".join(told), log.read_text()), log.read_text()
-    assert log.read_text().count("paused: job") == 1
+    assert log.read_text().count("vit: paused") == 1
 
 
 def shown(folder: Path) -> dict:

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from vitscale.config.errors import FailureKind
+from vitscale.distributed.processes import node_name
 
 EVENTS_NAME = "events.jsonl"
 # Names one attempt to run a job; set by what starts the ranks.
@@ -66,6 +67,9 @@ class TrainingStart:
     first_step: int
     """Step that it resumes from; 0: none."""
     total_steps: int
+    node: str | None = None
+    pid: int | None = None
+    """Of rank 0, which runs on `node`."""
 
 
 def append_event(run_folder: Path | str, event: str, values: dict[str, Any]) -> None:
@@ -101,8 +105,9 @@ def read_events(run_folder: Path | str) -> Iterator[dict[str, Any]]:
 
 
 def record_start(run_folder: Path | str, *, first_step: int, total_steps: int) -> None:
-    """Append that a training starts, now. Raises OSError."""
-    append_event(run_folder, STARTED, {"first_step": first_step, "total_steps": total_steps})
+    """Append that a training starts, now, in this process. Raises OSError."""
+    values = {"first_step": first_step, "total_steps": total_steps}
+    append_event(run_folder, STARTED, {**values, "node": node_name(), "pid": os.getpid()})
 
 
 def read_start(run_folder: Path | str) -> TrainingStart | None:
@@ -115,6 +120,8 @@ def read_start(run_folder: Path | str) -> TrainingStart | None:
                     time=float(row["time"]),
                     first_step=int(row["first_step"]),
                     total_steps=int(row["total_steps"]),
+                    node=row.get("node"),
+                    pid=row.get("pid"),
                 )
     return found
 

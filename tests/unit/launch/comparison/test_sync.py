@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from launch.comparison.runs import DEFAULT_URI, default_uri
 from launch.comparison.sync import _ending, _files, sync
 from launch.jobs.attempts import Ending, begin_attempt, end_attempt
-from launch.jobs.status.reading import read_status
+from launch.jobs.status.states import read_state
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.tracking.run_facts import RunRecord
 from vitscale.tracking.settings import TrackingSettings
@@ -26,7 +25,7 @@ def record(**changes: Any) -> RunRecord:
 
 
 def ending_of(folder: Path, found: RunRecord | None) -> str:
-    return _ending(read_status(folder, jobs=[], now=time.time()), found)[0]
+    return _ending(read_state(folder, []), found)[0]
 
 
 @pytest.mark.parametrize(

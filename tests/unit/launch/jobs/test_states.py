@@ -1,0 +1,245 @@
+"""The state of a run by what SLURM and its folder say, and which folders names mean."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.jobs.attempts import Ending, begin_attempt, end_attempt
+from launch.jobs.queue import QueuedJob
+from launch.jobs.status.states import RunState, find_runs, read_state
+from launch.jobs.status.text import as_text, line_of
+from vitscale.config.errors import FailureKind, UserError
+from vitscale.distributed.failures.events import (
+    FAILED,
+    STARTED,
+    append_event,
+    read_start,
+    record_start,
+)
+from vitscale.tracking.journal import Row, encode
+
+NOW = time.time()
+JOB = "4711"
+SCRIPT = "submission_file_1a2b.sh"
+
+
+class RunFolder:
+    """Writes the files of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "slurm" / JOB).mkdir(parents=True)
+        (folder / "slurm" / SCRIPT).touch()
+
+    def log(self, step: int, *, ago: float = 10.0, **metrics: float) -> None:
+        """The end of an interval, of a training of 100 steps that has started a minute ago."""
+        if read_start(self.folder) is None:
+            facts = {"time": NOW - 60, "first_step": 0, "total_steps": 100}
+            append_event(self.folder, STARTED, facts)
+        row = Row(step=step, time=NOW - ago, metrics={"train/loss": 1.25, **metrics})
+        with open(self.folder / "journal.jsonl", "ab") as file:
+            file.write(encode(row))
+
+    def attempt(
+        self, ending: Ending | None, reason: str = "", *, cluster: str = "slurm", **more: Any
+    ) -> None:
+        started = begin_attempt(
+            self.folder, cluster=cluster, job_id=JOB, restart=0, nodes=("n1", "n2"), num_tasks=2,
+            started=NOW - 60,
+        )  # fmt: skip
+        if ending is not None:
+            end_attempt(started, self.folder, ending=ending, reason=reason, exit_code=None, **more)
+
+    def checkpoint(self, step: int) -> None:
+        folder = self.folder / f"checkpoints/step-{step:08d}"
+        folder.mkdir(parents=True)
+        (folder / "manifest.json").touch()
+
+    def write_log(self, *lines: str) -> None:
+        path = self.folder / f"slurm/{JOB}/{JOB}_0_log.out"
+        path.write_text("".join(f"{line}\n" for line in lines))
+
+    def line(self, *jobs: QueuedJob) -> str:
+        return line_of(read_state(self.folder, jobs), now=NOW)
+
+
+def job(state: str, *, reason: str | None = None, **more: Any) -> QueuedJob:
+    values: dict[str, Any] = {
+        "job_id": JOB, "submitted_id": JOB, "state": state, "reason": reason, "start": None,
+        "nodes": None, "submitted": NOW - 720, "script": f"/else/where/{SCRIPT}",
+    }  # fmt: skip
+    return QueuedJob(**values | more)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    return RunFolder(tmp_path / "vit")
+
+
+def test_a_job_that_never_started_is_queued(run: RunFolder) -> None:
+    found = read_state(run.folder, [job("PENDING", reason="Resources", start=NOW + 60)])
+    assert (found.state, found.since) == (RunState.QUEUED, NOW - 720)
+    assert "(12 min): job 4711 waits for free nodes (Resources); expected to" in line_of(
+        found, now=NOW
+    )
+
+
+def test_a_started_job_is_running(run: RunFolder) -> None:
+    run.checkpoint(50)
+    run.attempt(None)
+    running = job("RUNNING", nodes="n[1-2]")
+    run.log(58, ago=90)  # before this start, and after its checkpoint
+    assert run.line(running).endswith(
+        "vit: running for 60 s, starting from step 50; job 4711 on n[1-2]"
+    )
+    run.log(62, ago=14)
+    run.log(64, **{"vitals/images_per_s": 812.0, "vitals/mfu": 0.4})
+    assert "step 64 of 100 (64%), 812 img/s, MFU 40.0%, 0:01:02 left; job" in run.line(running)
+
+
+def test_a_run_without_new_lines_says_so(run: RunFolder) -> None:
+    run.log(2, ago=50)
+    run.log(4, ago=40)
+    found = read_state(run.folder, [job("RUNNING", start=NOW - 60)])
+    assert "last step 3 min ago" in line_of(found, now=NOW + 140)
+
+
+def test_a_requeued_job_is_paused(run: RunFolder) -> None:
+    run.attempt(Ending.STOPPED)
+    found = read_state(run.folder, [job("PENDING", reason="BeginTime")])
+    assert (found.state, found.restarts) == (RunState.PAUSED, {"stopped": 1})
+    assert run.line(job("PENDING")).endswith("restarted 1x (1 stopped)")
+
+
+def test_restarts_are_counted(run: RunFolder) -> None:
+    for ending in (Ending.STOPPED, Ending.KILLED, Ending.STOPPED, Ending.DONE):
+        run.attempt(ending)
+    assert read_state(run.folder, []).restarts == {"stopped": 2, "killed": 1}
+
+
+def test_a_complete_run_is_finished(run: RunFolder) -> None:
+    run.log(98)
+    run.log(100, **{"val/top1": 0.75})
+    run.checkpoint(90)
+    assert read_state(run.folder, []).state is RunState.STOPPED
+    run.checkpoint(100)
+    assert "finished, 100 steps, 10 s ago; val/top1 0.7500, train/loss 1.2500" in run.line()
+
+
+@pytest.mark.parametrize(
+    ("ending", "state"),
+    [
+        (Ending.DONE, RunState.FINISHED),
+        (Ending.STOPPED, RunState.STOPPED),
+        (Ending.ENDED_BY_SLURM, RunState.STOPPED),
+        (Ending.BAD_INPUT, RunState.FAILED),
+        (None, RunState.FAILED),  # its node died, and no attempt followed
+    ],
+)
+def test_the_last_attempt_says_how_a_run_ended(
+    run: RunFolder, ending: Ending | None, state: RunState
+) -> None:
+    run.log(10)
+    run.attempt(ending)
+    assert read_state(run.folder, []).state is state
+
+
+def test_a_failure_has_its_reason_and_log(run: RunFolder) -> None:
+    run.write_log("RuntimeError: of the first", "x attempt 2 of the run, job 4711", "resumed",
+                  "RuntimeError: no such tensor", "srun: ended")  # fmt: skip
+    run.attempt(Ending.FAILED, "rank 1 on n2 ended with code 1")
+    assert ": rank 1 on n2 ended with code 1; RuntimeError: no such tensor; log " in run.line()
+    run.attempt(Ending.FAILED, "rank 1 on n2 hung", kind=FailureKind.HANG)
+    assert ": rank 1 on n2 hung; log " in run.line()
+
+
+def test_without_slurm_an_open_attempt_counts_as_running(run: RunFolder) -> None:
+    run.attempt(None)
+    found = read_state(run.folder, None, no_answer="squeue is not on PATH")
+    assert (found.state, found.note) == (
+        RunState.RUNNING,
+        "as its records say; SLURM does not answer: squeue is not on PATH",
+    )
+
+
+def test_a_process_of_this_machine_is_running(run: RunFolder) -> None:
+    """Started by launch/local.py, or by another launcher."""
+    record_start(run.folder, first_step=0, total_steps=9)
+    found = read_state(run.folder, None)
+    assert found.state is RunState.RUNNING
+    assert found.place == f"process {os.getpid()} on this machine"
+
+
+def test_a_training_of_another_launcher_has_failed(run: RunFolder) -> None:
+    run.log(4)
+    assert read_state(run.folder, []).state is RunState.STOPPED
+    append_event(run.folder, FAILED, {"kind": "storage", "what": "the disk is full", "step": 4})
+    assert ": the disk is full (storage, step 4)" in run.line()
+
+
+def test_an_array_runs_while_a_task_does(run: RunFolder) -> None:
+    live = [job("PENDING", job_id=f"{JOB}_2"), job("RUNNING", job_id=f"{JOB}_1", nodes="n1")]
+    found = read_state(run.folder, live)
+    assert (found.state, found.place) == (RunState.RUNNING, f"job {JOB}_1 on n1")
+    shards = run.folder.parent / "shards"
+    (run.folder / "slurm/config-1.yaml").write_text(f"stage: data_prep\noutput: {shards}\n")
+    assert read_state(run.folder, []).state is RunState.NOT_STARTED
+    shards.mkdir()
+    (shards / "manifest.json").touch()
+    assert read_state(run.folder, []).state is RunState.FINISHED
+
+
+def test_several_runs_are_ordered_and_counted(run: RunFolder) -> None:
+    other = RunFolder(run.folder.parent / "other")
+    other.attempt(Ending.DONE)
+    run.attempt(Ending.STOPPED, "stopped by a signal")
+    runs = [read_state(each.folder, []) for each in (other, run)]
+    first, second, third = as_text(runs, now=NOW).splitlines()
+    assert "vit: stopped, " in first and first.endswith("by a signal; the same command resumes it")
+    assert "other: finished" in second and third == "2 runs: 1 stopped, 1 finished"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Runs: one trained, one submitted, two of a chain; and what is none."""
+    monkeypatch.chdir(tmp_path)
+    artifact = "chain/mlflow-artifacts/1/config.yaml"
+    for path in ("vit/config.yaml", "chain/a/journal.jsonl", "chain/b/events.jsonl", artifact):
+        file = tmp_path / "runs" / path
+        file.parent.mkdir(parents=True)
+        file.touch()
+    for folder in ("runs/submitted/slurm", "runs/mlartifacts/1", "images"):
+        (tmp_path / folder).mkdir(parents=True)
+    return tmp_path
+
+
+def test_runs_are_found_by_name_and_by_folder(here: Path) -> None:
+    names = ["chain/a", "chain/b", "submitted", "vit"]
+    assert find_runs([]) == [Path("runs") / name for name in names]
+    assert find_runs(["vit", "runs/vit"]) == [Path("runs/vit")]
+    assert find_runs(["chain"]) == [Path("runs/chain/a"), Path("runs/chain/b")]
+
+
+@pytest.mark.parametrize(
+    ("names", "report"),
+    [
+        (["images"], "images is no run folder"),
+        (["vitt"], r"no such run: vitt\n.*\n.*did you mean vit\?"),
+        (["x", "y"], r"(?s)no such run: x.*no such run: y"),
+        (["runs/vit/config.yaml"], "is a file, not a run folder"),
+    ],
+)
+def test_a_name_that_is_no_run_is_an_error(here: Path, names: list[str], report: str) -> None:
+    with pytest.raises(UserError, match=report):
+        find_runs(names)
+
+
+def test_a_folder_without_runs_is_an_error(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(here / "images")
+    with pytest.raises(UserError, match="no run folder below"):
+        find_runs([])
