@@ -1,6 +1,6 @@
 """Query and control SLURM from inside a job, through `scontrol`.
 
-Owns: requeueing, job state, restart count, names and addresses of nodes.
+Owns: requeueing, excluding nodes, job state, restart count, names and addresses of nodes.
 Leaves out: submitting (`submission`) and deciding when to requeue (`supervision`).
 """
 
@@ -12,10 +12,14 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+
+from launch.jobs.queue import NoAnswerError, ask_slurm
 
 SCONTROL_SECONDS = 60
 REQUEUE_SECONDS, REQUEUE_PAUSE_S = 60.0, 5.0
+# Less than KillWait (30 s by default), after which SLURM kills what is left of a requeued job.
+EXCLUDE_SECONDS = 20.0
 # ESLURM_JOB_PENDING; SLURM does not translate its messages.
 ALREADY_QUEUED = "Job is pending execution"
 
@@ -78,6 +82,38 @@ def _refusal(job_id: str) -> str | None:
     if not done.returncode or ALREADY_QUEUED in done.stderr:
         return None
     return done.stderr.strip() or f"scontrol ended with code {done.returncode}"
+
+
+def exclude(job_id: str, nodes: Sequence[str]) -> str:
+    """Keep a job that was just requeued off these nodes. Returns what was done, in words.
+
+    Not if too few others are up: the job would wait for ever. SLURM changes this of waiting jobs
+    alone, and a job that is requeued still ends for a moment.
+    """
+    fields, named = job_fields(job_id), ", ".join(nodes)
+    before = fields.get("ExcNodeList", "(null)")
+    excluded = {*nodes, *(host_names(before) if before != "(null)" else ())}
+    left = usable_nodes(fields.get("Partition", "")) - excluded
+    if len(left) < int(fields.get("NumNodes", "1").partition("-")[0]):
+        return f"{named} is not excluded: too few other nodes are up"
+    deadline = time.monotonic() + EXCLUDE_SECONDS
+    while True:
+        done = _scontrol("update", f"JobId={job_id}", f"ExcNodeList={','.join(sorted(excluded))}")
+        if not done.returncode:
+            return f"{named} is excluded from job {job_id}: its last two attempts failed there"
+        if time.monotonic() > deadline:
+            return f"{named} is not excluded: {done.stderr.strip()}"
+        time.sleep(1.0)
+
+
+def usable_nodes(partitions: str) -> set[str]:
+    """The nodes of partitions that run jobs at present; none if SLURM does not answer."""
+    command = ["sinfo", "--noheader", "--Node", "--format=%N"]
+    command += ["--states=idle,mixed,allocated,completing", f"--partition={partitions}"]
+    try:
+        return set(ask_slurm(*command).split())
+    except NoAnswerError:
+        return set()
 
 
 def _scontrol(*arguments: str) -> subprocess.CompletedProcess[str]:

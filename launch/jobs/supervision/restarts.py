@@ -68,6 +68,14 @@ def fruitless_restarts(attempts: Sequence[Attempt]) -> list[Attempt]:
     return found[::-1]
 
 
+def blamed_nodes(attempts: Sequence[Attempt]) -> list[str]:
+    """The nodes on which the last two attempts of the last job failed, both of them."""
+    pair = [a for a in attempts[-2:] if a.job_id == attempts[-1].job_id and a.ending in FAILURES]
+    if len(pair) < 2:
+        return []
+    return sorted(set(pair[0].failed_nodes) & set(pair[1].failed_nodes))
+
+
 def _crash_loop_text(
     attempts: Sequence[Attempt], fruitless: Sequence[Attempt], *, limits: RestartLimits
 ) -> str:

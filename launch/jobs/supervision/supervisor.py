@@ -29,10 +29,15 @@ from launch.jobs.attempts import (
     read_task_records,
     set_aside_task_records,
 )
-from launch.jobs.scontrol import host_names, requeue, restart_count
+from launch.jobs.scontrol import exclude, host_names, requeue, restart_count
 from launch.jobs.supervision.causes import Outcome
 from launch.jobs.supervision.outcomes import STOP_SIGNALS, classify
-from launch.jobs.supervision.restarts import RestartLimits, limit_text, refusal
+from launch.jobs.supervision.restarts import (
+    RestartLimits,
+    blamed_nodes,
+    limit_text,
+    refusal,
+)
 from launch.jobs.supervision.step import JobStep
 from vitscale.config.errors import EXIT_STOPPED_RESUMABLE
 from vitscale.distributed.failures.events import ATTEMPT_VARIABLE
@@ -151,6 +156,8 @@ def _next(ended: Attempt, run_folder: Path, *, limits: RestartLimits) -> int:
         return code
     say(f"requeueing job {ended.job_id} ({ended.restart + 1} of {limits.max_requeues})")
     requeue(ended.job_id)
+    if nodes := blamed_nodes(attempts):
+        say(exclude(ended.job_id, nodes))
     return code
 
 

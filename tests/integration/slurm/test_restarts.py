@@ -95,6 +95,18 @@ FAILING_DEVICE = (
     sys.exit(1)
 """
 )
+# Killed at every start on the node where it was first.
+BAD_NODE = (
+    BEGINNING
+    + """
+    node = os.environ["SLURMD_NODENAME"]
+    if attempt == 1:
+        (run / "bad").write_text(node)
+    if (run / "bad").read_text() == node:
+        os.kill(os.getpid(), signal.SIGKILL)
+    (run / "good").write_text(node)
+"""
+)
 
 
 @pytest.fixture
@@ -230,3 +242,24 @@ def test_the_recorded_cause_is_blamed(slurm, submit, tmp_path) -> None:
     assert (first.ending, first.kind) == (Ending.FAILED, FailureKind.DEVICE)
     assert first.failed_nodes == ("n2",) and "fell off the bus" in first.reason
     assert (second.ending, second.exit_code) == (Ending.DIVERGED, 76)
+
+
+def test_a_node_that_two_attempts_blame_is_left(slurm, submit, tmp_path) -> None:
+    job = submit(BAD_NODE, nodes=1)
+    ended = slurm.wait(job.job_id, states=FINAL_STATES)
+    assert ended["JobState"] == "COMPLETED", slurm.logs()
+    bad, good = ((tmp_path / name).read_text() for name in ("bad", "good"))
+    assert ended["ExcNodeList"] == bad != good
+    assert [a.ending for a in read_attempts(tmp_path)] == [
+        Ending.KILLED,
+        Ending.KILLED,
+        Ending.DONE,
+    ]
+    text = f"{bad} is excluded from job {job.job_id}: its last two attempts failed there"
+    assert text in job.log(0).read_text()
+
+
+def test_a_bad_node_stays_where_the_job_needs_all(slurm, submit, tmp_path) -> None:
+    job = submit(CRASHING, max_requeues=2)
+    slurm.wait(job.job_id, states=FINAL_STATES)
+    assert "is not excluded: too few other nodes are up" in job.log(0).read_text()

@@ -7,7 +7,12 @@ from dataclasses import replace
 import pytest
 
 from launch.jobs.attempts import Attempt, Ending
-from launch.jobs.supervision.restarts import RestartLimits, fruitless_restarts, refusal
+from launch.jobs.supervision.restarts import (
+    RestartLimits,
+    blamed_nodes,
+    fruitless_restarts,
+    refusal,
+)
 
 LIMITS = RestartLimits(max_requeues=9, max_fruitless_restarts=2)
 
@@ -92,3 +97,13 @@ def test_a_checkpoint_after_the_recorded_end_counts_as_progress() -> None:
 @pytest.mark.parametrize("ending", [Ending.BAD_INPUT, Ending.DIVERGED])
 def test_what_would_end_in_the_same_way_is_final(ending: Ending) -> None:
     assert "again" in (refusal(attempts((ending, 5)), limits=LIMITS) or "")
+
+
+def test_two_failures_in_a_row_blame_a_node() -> None:
+    assert blamed_nodes(attempts(KILLED)) == []
+    assert blamed_nodes(attempts(KILLED, KILLED)) == ["n2"]
+    assert blamed_nodes(attempts(KILLED, STOPPED, KILLED)) == []
+    assert blamed_nodes([*attempts(KILLED), *attempts(KILLED, job_id="18", first=2)]) == []
+    first, second = attempts(KILLED, (Ending.FAILED, 5))
+    assert blamed_nodes([first, second]) == ["n2"]  # progress does not acquit it
+    assert blamed_nodes([first, replace(second, failed_nodes=("n1",))]) == []
