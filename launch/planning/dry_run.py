@@ -1,4 +1,4 @@
-"""Describe a run before it is submitted: configuration, plan, cost, batch script.
+"""Describe a run before it is submitted: settings, plan, cost, batch script.
 
 Owns: the derived values to check before spending GPU hours, and the source of each.
 Leaves out: their arithmetic (`vitscale.models.costs`, `training_plan`) and submitting.
@@ -18,11 +18,11 @@ from launch.jobs.snapshot import planned_folder
 from launch.jobs.submission import sbatch_text
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
-from vitscale.config.loader import run_to_yaml
-from vitscale.data.index import MANIFEST_NAME, Manifest, SplitIndex, read_manifest, read_split
-from vitscale.data.index_keys import ChosenByKey
-from vitscale.data.remote.urls import Location, location_of
-from vitscale.data.training_set import select
+from vitscale.config.redaction import redact
+from vitscale.config.source import yaml_flow
+from vitscale.data.index import MANIFEST_NAME, read_split
+from vitscale.data.remote.urls import location_of
+from vitscale.data.training_set import open_training_set, select
 from vitscale.engine.settings import BUCKET_ELEMENTS
 from vitscale.models.costs import MemoryEstimate, memory_estimate
 from vitscale.models.registry import MODELS
@@ -45,114 +45,65 @@ class DataFacts:
 
 
 def data_facts(run: TrainingRun) -> DataFacts:
-    """Read from the shards' manifest if it exists, else from `data.planned_num_samples`; of tars
-    without an index from the settings."""
-    if run.data.is_streamed:
+    """Counted as the training does if this machine sees the shards, else by
+    `data.planned_num_samples`."""
+    data = run.data
+    if data.is_streamed:
         return DataFacts(
-            num_samples=run.data.webdataset.num_samples,
-            num_classes=run.data.webdataset.num_classes or 0,
+            num_samples=data.webdataset.num_samples,
+            num_classes=data.webdataset.num_classes or 0,
             source="data.webdataset; tars without an index, no exact resume",
         )
-    folder = location_of(run.data.path)
-    manifest = _manifest(run, folder)
-    if manifest is not None:
-        split = manifest.splits.get(run.data.train_split)
-        if split is None:
-            raise UserError(
-                f"{folder} has no split {run.data.train_split!r}",
-                where="data.train_split",
-                allowed=", ".join(manifest.splits),
+    share = "" if data.first_percent == 100 else f"data.first_percent={data.first_percent:g} of "
+    planned, missing = data.planned_num_samples, _missing_part(run)
+    if missing is None:
+        try:
+            opened = open_training_set(data, seed=0, check_files=False)
+            manifest = str(location_of(data.path) / MANIFEST_NAME)
+            return DataFacts(
+                num_samples=opened.num_samples,
+                num_classes=len(opened.classes),
+                source=share + manifest + " and data.mixture" * bool(data.mixture),
+                num_dev=0 if opened.dev is None else opened.dev.num_samples,
             )
-        mixed_in = [_num_mixed_in(run, part.path) for part in run.data.mixture]
-        num_taken = _num_taken(run, split.num_samples)
-        return _facts(
-            run,
-            num_taken,
-            num_mixed_in=None if None in mixed_in else sum(filter(None, mixed_in)),
-            num_classes=len(manifest.classes),
-            source=_share(run) + str(folder / MANIFEST_NAME) + " and data.mixture" * bool(mixed_in),
-        )
-    if run.data.planned_num_samples is not None:
-        source = f"{_share(run)}data.planned_num_samples (no {MANIFEST_NAME} in {folder} yet)"
-    else:
-        source = f"no {MANIFEST_NAME} in {folder}, and data.planned_num_samples is not set"
-    planned = run.data.planned_num_samples
+        except UserError:
+            # Only the nodes may see a URL.
+            if planned is None or isinstance(location_of(data.path), Path):
+                raise
+    _, path = missing or ("", data.path)
+    if planned is None:
+        source = f"no {MANIFEST_NAME} in {path}, and data.planned_num_samples is not set"
+        return DataFacts(num_samples=None, num_classes=None, source=source)
     # Classes left out are not known before there is an index.
-    num_planned = None if planned is None else run.data.num_first(planned)
-    return _facts(run, num_planned, num_mixed_in=0, num_classes=None, source=source)
-
-
-def _facts(
-    run: TrainingRun,
-    num_taken: int | None,
-    *,
-    num_mixed_in: int | None,
-    num_classes: int | None,
-    source: str,
-) -> DataFacts:
-    """num_taken: samples of `data.path` before `data.dev_percent` is cut."""
-    num_dev = 0 if num_taken is None else run.data.num_dev(num_taken)
-    if num_taken is None or num_mixed_in is None:
-        num_samples = run.data.planned_num_samples
-    else:
-        num_samples = num_taken - num_dev + num_mixed_in
+    num_taken = data.num_first(planned)
+    num_dev = data.num_dev(num_taken)
     return DataFacts(
-        num_samples=num_samples,
-        num_classes=num_classes,
-        source=source,
+        num_samples=num_taken - num_dev,
+        num_classes=None,
+        source=f"{share}data.planned_num_samples (no {MANIFEST_NAME} in {path} yet)",
         num_dev=num_dev,
     )
 
 
-def _num_mixed_in(run: TrainingRun, path: str) -> int | None:
-    """Samples of a part of the mixture; None if this machine cannot see its shards."""
-    manifest = _manifest(run, location_of(path))
-    split = None if manifest is None else manifest.splits.get(run.data.train_split)
-    return None if split is None else split.num_samples
-
-
-def _num_taken(run: TrainingRun, num_samples: int) -> int:
-    """As many of `data.path` as `vitscale.data.training_set` takes; reads labels if it must."""
-    if not run.data.only_classes and run.data.only_keys is None:
-        return run.data.num_first(num_samples)
-    return _selected(run)[0].num_samples
-
-
-def _selected(run: TrainingRun) -> tuple[SplitIndex, ChosenByKey | None]:
-    folder = location_of(run.data.path)
-    index = read_split(folder, split=run.data.train_split, remote_settings=run.data.remote)
-    return select(index, run.data)
-
-
-def _share(run: TrainingRun) -> str:
-    percent = run.data.first_percent
-    return "" if percent == 100 else f"data.first_percent={percent:g} of "
-
-
-def _manifest(run: TrainingRun, folder: Location) -> Manifest | None:
-    """None if there is none yet, or if this machine cannot see it."""
-    if isinstance(folder, Path):
-        return read_manifest(folder) if (folder / MANIFEST_NAME).exists() else None
-    try:
-        return read_manifest(folder, remote_settings=run.data.remote)
-    except UserError:
-        if run.data.planned_num_samples is None:
-            raise
-        return None
+def _missing_part(run: TrainingRun) -> tuple[str, str] | None:
+    """(key, path) of the first folder without shards here."""
+    parts = [("data.path", run.data.path)]
+    parts += [(f"data.mixture[{i}].path", part.path) for i, part in enumerate(run.data.mixture)]
+    for key, path in parts:
+        folder = location_of(path)
+        if isinstance(folder, Path) and not (folder / MANIFEST_NAME).exists():
+            return key, path
+    return None
 
 
 def check_data(run: PretrainRun | FinetuneRun) -> None:
     """Raise UserError for a job whose training images are unknown or lack what it needs."""
     facts = data_facts(run)
     if facts.num_samples is None:
-        parts = [("data", run.data.path)]
-        parts += [(f"data.mixture[{i}]", part.path) for i, part in enumerate(run.data.mixture)]
-        where, path = next(
-            (each for each in parts if _manifest(run, location_of(each[1])) is None), parts[0]
-        )
+        where, path = _missing_part(run) or ("data.path", run.data.path)
         raise UserError(
             f"no shards in {path}",
-            where=f"{where}.path",
+            where=where,
             next_step="make them with data_prep/make_shards.py, correct the path, or set "
             "data.planned_num_samples if only the nodes see the folder",
         )
@@ -168,11 +119,13 @@ def check_data(run: PretrainRun | FinetuneRun) -> None:
 
 
 def describe(run: LaunchableRun) -> str:
-    """The resolved run and its plan."""
+    """The settings that are not the defaults, and the plan."""
+    values = run.model_dump(mode="json", exclude_defaults=True)
+    settings = [f"{key}: {redact(yaml_flow(value))}" for key, value in values.items()]
     rows = list(_rows(run))
     width = max(len(name) for name, _ in rows)
-    plan = "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-    return f"# Resolved run\n{run_to_yaml(run).rstrip()}\n\n# Plan\n{plan}"
+    plan = [f"{name:<{width}}  {value}" for name, value in rows]
+    return "\n".join(["# Run", f"stage: {run.stage}", *settings, "", "# Plan", *plan])
 
 
 def batch_script(run: LaunchableRun) -> str:
@@ -269,9 +222,11 @@ def known_plan(run: TrainingRun, facts: DataFacts, *, world_size: int) -> Traini
 
 def _key_rows(run: TrainingRun) -> Rows:
     """What `only_keys` chooses; nothing of shards that this machine cannot see."""
-    if run.data.only_keys is None or _manifest(run, location_of(run.data.path)) is None:
+    data = run.data
+    if data.only_keys is None or _missing_part(run) is not None:
         return
-    yield "keys", f"{_selected(run)[1]}, {run.data.only_keys}"
+    index = read_split(data.path, split=data.train_split, remote_settings=data.remote)
+    yield "keys", f"{select(index, data)[1]}, {data.only_keys}"
 
 
 def _plan_rows(run: TrainingRun, facts: DataFacts, plan: TrainingPlan) -> Rows:

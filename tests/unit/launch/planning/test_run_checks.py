@@ -82,7 +82,7 @@ def tar_of(folder: Path) -> Path:
         ),
         (lambda folder: (folder / "manifest.json").write_text("{"), "is not a valid manifest"),
         (lambda folder: (folder / "manifest.json").unlink(), "no shards in shards"),
-        (change_manifest(lambda m: m["splits"].clear()), "has no split 'train'"),
+        (change_manifest(lambda m: m["splits"].clear()), "no split 'train'"),
     ],
 )
 def test_damaged_shards_are_named(
