@@ -40,7 +40,7 @@ try:
     from vitscale.config.command_line import load_command
     from vitscale.config.errors import UserError, UserErrors, run_script
     from vitscale.data.index import Manifest, read_manifest
-    from vitscale.data.remote.urls import Location, Url, location_of
+    from vitscale.data.urls import Location, Url, location_of
     from vitscale.distributed.atomic_files import commit_folder, write_json
     from vitscale.distributed.processes import num_gpus, ordered_results, workers_for
     from vitscale.runs.data_prep import DataPrepRun

@@ -86,7 +86,7 @@ def main() -> None:
     )
     data = command.run.data
     # Before threads start.
-    start_loader_server(data.num_workers, paths=[data.path])
+    start_loader_server(data.num_workers)
     evaluate(command.run)
 
 

@@ -55,7 +55,7 @@ def main() -> None:
     )
     run = command.run
     # Before threads start.
-    start_loader_server(run.num_workers, paths=run.images)
+    start_loader_server(run.num_workers)
     predict(run)
 
 

@@ -43,9 +43,8 @@ def main() -> None:
             "deepspeed pretrain/main.py --config configs/vit_b16.yaml data.path=SHARDS",
         ),
     )
-    data = command.run.data
     # Before threads start.
-    start_loader_server(data.num_workers, paths=data.paths)
+    start_loader_server(command.run.data.num_workers)
     train(command.run)
 
 

@@ -43,7 +43,7 @@ from vitscale.data.index import (
     index_schema,
 )
 from vitscale.data.order import check_mixed
-from vitscale.data.remote.urls import Location, Url
+from vitscale.data.urls import Location, Url
 from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.runs.data_prep import DataPrepRun
 

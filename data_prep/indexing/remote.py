@@ -1,7 +1,7 @@
 """Read tars at a URL for indexing, by range requests, without copying them.
 
 Owns: which tars there are, and reading one of them once, in order.
-Leaves out: requests and retries (`vitscale.data.remote.store`), what a tar holds (`tars`).
+Leaves out: requests and retries (`vitscale.data.storage`), what a tar holds (`tars`).
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ from blake3 import blake3
 
 from data_prep.sources.protocol import Container
 from vitscale.config.errors import UserError
-from vitscale.data.remote.store import RemoteStore
-from vitscale.data.remote.urls import Url
+from vitscale.data.storage import names_below, read_range, size_of
+from vitscale.data.urls import Url
 from vitscale.data.webdataset import matching
 from vitscale.runs.data_prep import SourceSettings
 
 CHUNK_BYTES = 8 << 20
 # An image may begin in one chunk and end in the next, after its label was read.
 CHUNKS_KEPT = 4
-# Indexing waits longer for a server than training does: nobody waits for the next batch.
-PATIENCE_S = 120.0
 
 
 class RemoteTar:
@@ -31,8 +29,8 @@ class RemoteTar:
     """
 
     def __init__(self, url: Url) -> None:
-        self.url, self.store = url, RemoteStore(patience_s=PATIENCE_S)
-        num_bytes = self.store.size(url)
+        self.url = url
+        num_bytes = size_of(url)
         if num_bytes is None:
             raise UserError(
                 "no such file", where=str(url), next_step="correct source.path or source.splits"
@@ -80,7 +78,7 @@ class RemoteTar:
     def _fetched(self, number: int) -> bytes:
         start = number * CHUNK_BYTES
         num_bytes = min(CHUNK_BYTES, self.num_bytes - start)
-        return self.store.read(self.url, offset=start, num_bytes=num_bytes)
+        return read_range(self.url, offset=start, num_bytes=num_bytes)
 
     def _keep(self, number: int, data: bytes) -> None:
         self._chunks[number] = data
@@ -92,8 +90,7 @@ def remote_containers(source: SourceSettings, url: Url) -> list[Container]:
     """The tars of each split, named relative to the URL. Raises UserError."""
     listed = None
     if url.scheme not in ("http", "https"):
-        names = RemoteStore(patience_s=PATIENCE_S).names(url)
-        listed = [name for name in names if name.endswith(".tar")]
+        listed = [name for name in names_below(url) if name.endswith(".tar")]
     return [
         Container(name, split)
         for split, pattern in (source.splits or {"train": "*.tar"}).items()

@@ -32,7 +32,7 @@ from data_prep.sources.outages import changed_source_error, printable
 from data_prep.sources.protocol import Container, Input, read_exactly
 from data_prep.sources.registry import open_source
 from data_prep.sources.webdataset_tars import WebdatasetTars
-from vitscale.data.remote.urls import Location, Url
+from vitscale.data.urls import Location, Url
 from vitscale.distributed.atomic_files import blake3_of_file, write_json
 from vitscale.runs.data_prep import DataPrepRun
 

@@ -13,7 +13,7 @@ from finetune.loading.settings import ModelRun
 from vitscale.checkpoint.folders import resolve_weights
 from vitscale.config.section import Section
 from vitscale.config.source import read_yaml
-from vitscale.data.remote.settings import RemoteSettings
+from vitscale.data.settings import RemoteSettings
 from vitscale.evaluation.registry import EvaluationSettings
 from vitscale.runs.launching import LaunchSettings, launch_problems
 from vitscale.tracking.settings import TrackingSettings

@@ -9,8 +9,8 @@ from pydantic import Field
 
 from finetune.inspection.registry import PICTURES
 from finetune.loading.settings import ModelRun
-from vitscale.data.remote.settings import RemoteSettings
-from vitscale.data.remote.urls import is_url, url_problem
+from vitscale.data.settings import RemoteSettings
+from vitscale.data.urls import is_url, url_problem
 
 if TYPE_CHECKING:
     PictureName = str

@@ -13,8 +13,8 @@ from finetune.inspection.settings import VisualizeRun
 from finetune.loading.loaded_model import LoadedModel
 from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME, read_manifest, read_split
-from vitscale.data.remote.urls import is_url, location_of
 from vitscale.data.settings import DataSettings
+from vitscale.data.urls import is_url
 from vitscale.distributed.world import World
 from vitscale.models.vit.architecture import ViTArchitecture
 
@@ -128,7 +128,7 @@ class Inspected:
     def _split(self, path: str, split: str | None) -> Shards:
         remote = self.run.remote
         if split is None:
-            splits = read_manifest(location_of(path), remote_settings=remote).splits
+            splits = read_manifest(path).splits
             trained = self.loaded.trained
             data: Any = {} if trained is None else trained.config["data"]
             wanted = data.get("val_split") or "test"

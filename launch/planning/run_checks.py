@@ -24,7 +24,7 @@ from vitscale.checkpoint.folders import step_folders
 from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME, read_manifest, read_split
 from vitscale.data.order import check_mixed
-from vitscale.data.remote.urls import location_of
+from vitscale.data.urls import location_of
 from vitscale.data.webdataset import tars_of_split
 from vitscale.models.registry import MODELS
 from vitscale.runs.data_prep import DataPrepRun
@@ -114,7 +114,7 @@ def _data(run: LaunchableRun) -> Iterator[Check]:
         folder = location_of(path)
         if not isinstance(folder, Path):
             # Sizes of thousands of remote files would take minutes; the job asks for them.
-            manifest = read_manifest(folder, remote_settings=run.data.remote)
+            manifest = read_manifest(folder)
             num_shards = len(manifest.splits[split].shards) if split in manifest.splits else 0
             found.append(f"{split}: {num_shards:,} shards by the manifest at {path}")
             continue
@@ -125,10 +125,11 @@ def _data(run: LaunchableRun) -> Iterator[Check]:
                 next_step="none if only the nodes see the folder: the job checks it",
             )
             return
-        index = read_split(folder, split=split)
+        index = read_split(folder, split=split, remote_settings=run.data.remote)
         if isinstance(run, PretrainRun | FinetuneRun) and split == run.data.train_split:
             check_mixed(index.label, shard_lengths=index.shard_lengths, where="data.path")
-        found.append(f"{split}: {index.num_samples:,} samples in {len(index.shard_paths):,} shards")
+        num_shards = len(index.shard_lengths)
+        found.append(f"{split}: {index.num_samples:,} samples in {num_shards:,} shards")
     yield ok("data", "; ".join(found) + "; as in the manifest")
 
 
@@ -191,7 +192,7 @@ def _num_shards(run: TrainingRun) -> int | None:
     try:
         if run.data.is_streamed:
             return _num_tars(run)
-        manifest = read_manifest(folder, remote_settings=run.data.remote)
+        manifest = read_manifest(folder)
     except UserError:
         return None
     entry = manifest.splits.get(run.data.train_split)

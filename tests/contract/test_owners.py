@@ -18,7 +18,7 @@ from tests.contract.tree import (
 )
 
 OWNERS: dict[str, set[str]] = {
-    "fsspec": {"vitscale.data.remote.backends"},
+    "fsspec": {"vitscale.data.storage"},
     "deepspeed": {"vitscale.engine.layouts"},
     "mlflow": {
         "vitscale.tracking.mlflow_client",

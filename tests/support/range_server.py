@@ -5,7 +5,6 @@ Its sub-folders are buckets, too, with as much of S3 and of Google Cloud Storage
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
 import secrets
@@ -15,17 +14,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import parse_qs, unquote, urlsplit
 
 # Possible faults of one request.
 FAULTS = ("error", "drop", "short", "slow", "wrong", "missing", "no_ranges", "forbidden")
-# Answers of a server that wants to fill the client's memory.
-HOSTILE = ("endless", "endless_gzip", "gzip", "more", "endless_error")
-ENDLESS_BYTES = 1 << 28  # the end of a test that fails
-MORE_BYTES = 1 << 27
 SLOW_S = 0.1
 
 
@@ -64,11 +58,6 @@ def served(
         http.shutdown()
         thread.join()
         http.server_close()
-
-
-@cache
-def _bomb() -> bytes:
-    return gzip.compress(bytes(MORE_BYTES), compresslevel=1)
 
 
 def _about(folder: Path, path: str, query: dict[str, str], *, google: bool) -> bytes | None:
@@ -129,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.state.requests[path] += 1
         self.state.encodings.add(self.headers.get("Accept-Encoding"))
         fault = self.state.fault(path, self.state.requests[path])
-        assert fault is None or fault in FAULTS + HOSTILE
+        assert fault is None or fault in FAULTS
         file = self.state.folder / path
         query = {name: values[0] for name, values in parse_qs(asked_for.query).items()}
         about = _about(self.state.folder, path, query, google=google is not None)
@@ -153,33 +142,10 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._end(416, b"")
             headers["Content-Range"] = f"bytes {start}-{last}/{len(data)}"
             status, data = 206, data[start : last + 1]
-        if fault in HOSTILE and with_body:
-            return self._fill_memory(fault, status, data, headers)
         if fault == "wrong":
             place = secrets.randbelow(len(data))
             data = data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
         self._end(status, data, headers, with_body=with_body, short=fault == "short")
-
-    def _fill_memory(self, fault: str, status: int, data: bytes, headers: dict[str, str]) -> None:
-        """Answer with more than was asked for, or with an encoding that expands."""
-        if "gzip" in fault:
-            headers["Content-Encoding"], data = "gzip", _bomb()
-        if fault == "gzip":
-            return self._end(status, data, headers)
-        total = ENDLESS_BYTES
-        status = 503 if fault == "endless_error" else status
-        if fault == "more":
-            headers["Content-Length"], total = str(len(data) + MORE_BYTES), MORE_BYTES
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()  # without a length the body ends with the connection
-        self.close_connection = True
-        self.wfile.write(data)
-        path, block = unquote(self.path).lstrip("/"), bytes(1 << 16)
-        for _ in range(total // len(block)):
-            self.wfile.write(block)
-            self.state.sent[path] += len(block)
 
     def _end(
         self,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,23 +17,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vitscale.config.errors import UserError
-from vitscale.data.remote.index import (
-    RemoteShards,
-    hash_prefixes,
-    open_remote_shards,
-    read_remote_manifest,
-    remote_index,
-)
-from vitscale.data.remote.settings import RemoteSettings
-from vitscale.data.remote.urls import Location, Url, is_url, location_of
+from vitscale.data.cache import RemoteFile, ShardCache, open_cache
+from vitscale.data.settings import RemoteSettings
 from vitscale.data.shards import check_sizes
+from vitscale.data.storage import read_range, size_of
+from vitscale.data.urls import Location, Url, is_url, location_of
 from vitscale.images.jpeg.entry_points import FOLDER_NAME, entry_points_file
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-BY_RANGE = RemoteSettings()
-
+# About 300,000 tars.
+MAX_MANIFEST_BYTES = 1 << 26
 FORMAT_VERSION = 2
 INDEX_NAME = "index.parquet"
 INFO_NAME = "_info.json"
@@ -102,6 +96,14 @@ class Manifest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RemoteShards:
+    """The shards of one split at a URL, which are read from a local cache."""
+
+    cache: ShardCache
+    files: tuple[RemoteFile, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class SplitIndex:
     """Position of each sample of one split. Arrays have one entry per sample, in stored order."""
 
@@ -127,9 +129,9 @@ class SplitIndex:
     """int64: rows of the samples in the stored split; None: all rows, in order."""
     remote: RemoteShards | None = None
     hash_prefix: np.ndarray | None = None
-    """uint64: first 8 bytes of each image's BLAKE3, little-endian; None for tars that nobody
-    indexed."""
-    remote_settings: RemoteSettings = BY_RANGE
+    """uint64: first 8 bytes of each image's BLAKE3, little-endian; None: not known."""
+    index_path: Path | None = None
+    """The local index.parquet, which has the keys; None: there is none."""
     entry_points: tuple[Path, ...] = ()
     """Files of the entry points of the images of each tar, which may be missing; empty: none."""
 
@@ -178,19 +180,35 @@ def index_schema() -> pa.Schema:
     )
 
 
-def read_manifest(
-    folder: Location | str, *, remote_settings: RemoteSettings = BY_RANGE
-) -> Manifest:
+def read_manifest(folder: Location | str) -> Manifest:
     """Read manifest.json. Raises UserError when `folder` is not a finished shard folder."""
     if isinstance(folder, str):
         folder = location_of(folder)
     path = folder / MANIFEST_NAME
     if isinstance(path, Url):
-        text = read_remote_manifest(path, remote_settings=remote_settings)
+        text = _remote_manifest(path)
     else:
         _check_is_shard_folder(path.parent)
         text = path.read_bytes()
     return _parsed_manifest(text, where=str(path))
+
+
+def _remote_manifest(url: Url) -> bytes:
+    num_bytes = size_of(url)
+    if num_bytes is None:
+        raise UserError(
+            "no such file",
+            where=str(url),
+            next_step="correct data.path; upload the whole shard folder, with index and manifest",
+        )
+    if num_bytes > MAX_MANIFEST_BYTES:
+        raise UserError(
+            f"has {num_bytes:,} bytes, too many for a manifest",
+            where=str(url),
+            allowed=f"at most {MAX_MANIFEST_BYTES:,}",
+            next_step="check the address; make fewer, larger shards",
+        )
+    return read_range(url, offset=0, num_bytes=num_bytes)
 
 
 def _check_is_shard_folder(folder: Path) -> None:
@@ -245,17 +263,17 @@ def read_split(
     *,
     split: str,
     key: str | None = None,
-    remote_settings: RemoteSettings = BY_RANGE,
+    remote_settings: RemoteSettings | None = None,
     check_files: bool = True,
 ) -> SplitIndex:
-    """Read the index of one split; check that its files exist with the right sizes.
+    """Read the index of one split; check that local files exist with the right sizes.
 
     key: the setting that names the split. check_files: False where another rank checks them.
     Raises UserError, with all problems at once.
     """
     if isinstance(folder, str):
         folder = location_of(folder)
-    manifest = read_manifest(folder, remote_settings=remote_settings)
+    manifest = read_manifest(folder)
     if split not in manifest.splits:
         raise UserError(
             f"no split {split!r}",
@@ -265,18 +283,27 @@ def read_split(
         )
     entry = manifest.splits[split]
     root = location_of_tars(folder, manifest)
-    tars = [root / shard.name for shard in entry.shards]
-    if check_files:
-        _check_sizes(folder, manifest, split, tars=tars, remote_settings=remote_settings)
+    cache = None
+    if isinstance(root, Url) or isinstance(folder, Url):
+        cache = open_cache(remote_settings or RemoteSettings())
+    index_path = folder / INDEX_NAME
+    if isinstance(index_path, Url):
+        assert cache is not None
+        file = RemoteFile(index_path, manifest.index_bytes, manifest.index_blake3)
+        index_path = cache.verified(file)
     remote = None
+    tars: tuple[Path, ...] = ()
     if isinstance(root, Url):
-        remote = open_remote_shards(
-            [tar for tar in tars if isinstance(tar, Url)],
-            sizes=[shard.bytes for shard in entry.shards],
-            hashes=[shard.blake3 for shard in entry.shards],
-            remote_settings=remote_settings,
-        )
-    table = read_columns(folder, manifest, split, list(COLUMNS), remote_settings=remote_settings)
+        assert cache is not None
+        shards = entry.shards
+        files = tuple(RemoteFile(root / each.name, each.bytes, each.blake3) for each in shards)
+        remote = RemoteShards(cache=cache, files=files)
+    else:
+        tars = tuple(root / shard.name for shard in entry.shards)
+    if check_files:
+        sizes = dict(zip(tars, (shard.bytes for shard in entry.shards), strict=False))
+        check_sizes({index_path: manifest.index_bytes} | sizes, folder=folder, split=split)
+    table = read_columns(index_path, split, list(COLUMNS))
     positions = {shard.name: position for position, shard in enumerate(entry.shards)}
     shard_column = table.column("shard").combine_chunks()
     stored_names = shard_column.dictionary.to_pylist()
@@ -288,14 +315,14 @@ def read_split(
         offset=table.column("offset").to_numpy(),
         length=table.column("length").to_numpy(),
         label=table.column("label").to_numpy(),
-        shard_paths=tuple(tar for tar in tars if isinstance(tar, Path)),
+        shard_paths=tars,
         shard_lengths=entry.shard_lengths,
         classes=manifest.classes,
         fingerprint=entry.fingerprint,
         label_map_sha256=manifest.label_map_sha256,
         remote=remote,
-        hash_prefix=hash_prefixes(table.column("blake3")),
-        remote_settings=remote_settings,
+        hash_prefix=_hash_prefixes(table.column("blake3")),
+        index_path=index_path,
         entry_points=_entry_points(folder, entry),
     )
     _check_index(index, entry)
@@ -306,20 +333,6 @@ def _entry_points(folder: Location, entry: SplitEntry) -> tuple[Path, ...]:
     if not isinstance(folder, Path) or not (folder / FOLDER_NAME).is_dir():
         return ()
     return tuple(entry_points_file(folder, shard.name) for shard in entry.shards)
-
-
-def _check_sizes(
-    folder: Location,
-    manifest: Manifest,
-    split: str,
-    *,
-    tars: Sequence[Location],
-    remote_settings: RemoteSettings,
-) -> None:
-    shards = manifest.splits[split].shards
-    expected: dict[Location, int] = {folder / INDEX_NAME: manifest.index_bytes}
-    expected |= {tar: shard.bytes for tar, shard in zip(tars, shards, strict=True)}
-    check_sizes(expected, folder=folder, split=split, remote_settings=remote_settings)
 
 
 def location_of_tars(folder: Location, manifest: Manifest) -> Location:
@@ -336,35 +349,28 @@ def location_of_tars(folder: Location, manifest: Manifest) -> Location:
     return folder / named
 
 
-def read_columns(
-    folder: Location,
-    manifest: Manifest,
-    split: str,
-    columns: list[str],
-    *,
-    remote_settings: RemoteSettings,
-) -> pa.Table:
+def read_columns(path: Path, split: str, columns: list[str]) -> pa.Table:
     """Some columns of a split, in stored order. Raises UserError if they cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = folder / INDEX_NAME
     try:
-        source: Any = path
-        if isinstance(path, Url):
-            source = remote_index(
-                path,
-                num_bytes=manifest.index_bytes,
-                num_rows=sum(entry.num_samples for entry in manifest.splits.values()),
-                blake3_hex=manifest.index_blake3,
-                remote_settings=remote_settings,
-            )
         # The filter skips row groups of other splits.
-        return pq.read_table(source, columns=columns, filters=[("split", "==", split)])
+        return pq.read_table(path, columns=columns, filters=[("split", "==", split)])
     except (OSError, pa.ArrowException) as error:
         raise UserError(
             f"cannot be read ({error})", where=str(path), next_step="make the shards again"
         ) from None
+
+
+def _hash_prefixes(hashes: pa.ChunkedArray) -> np.ndarray:
+    """uint64 [samples]: the first 8 bytes of each 32-byte hash, little-endian."""
+    parts = [
+        np.frombuffer(chunk.buffers()[1], "<u8")[4 * chunk.offset :][: 4 * len(chunk) : 4]
+        for chunk in hashes.chunks
+        if len(chunk)
+    ]
+    return np.concatenate(parts) if parts else np.empty(0, np.uint64)
 
 
 def _check_index(index: SplitIndex, entry: SplitEntry) -> None:

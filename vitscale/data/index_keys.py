@@ -11,14 +11,12 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from vitscale.config.errors import UserError
-from vitscale.data.index import INDEX_NAME, SplitIndex, read_columns, read_manifest
-from vitscale.data.remote.index import RangeFile
-from vitscale.data.remote.urls import Url
+from vitscale.data.index import SplitIndex, read_columns
 
 KEY = "data.only_keys"
 
@@ -57,11 +55,8 @@ def choose_by_key(index: SplitIndex, path: str) -> ChosenByKey:
     import pyarrow.compute as pc
 
     wanted = _listed_keys(path)
-    manifest = read_manifest(index.folder, remote_settings=index.remote_settings)
-    table = read_columns(
-        index.folder, manifest, index.split, ["key"], remote_settings=index.remote_settings
-    )
-    keys = table.column("key").cast(wanted.type)
+    assert index.index_path is not None
+    keys = read_columns(index.index_path, index.split, ["key"]).column("key").cast(wanted.type)
     is_listed = pc.is_in(keys, value_set=wanted).to_numpy()
     stored = np.arange(len(keys)) if index.stored is None else index.stored
     rows = np.flatnonzero(is_listed[stored])
@@ -106,22 +101,19 @@ def _listed_keys(path: str) -> pa.Array:
 def sample_keys(index: SplitIndex, samples: Sequence[int]) -> list[str]:
     """Keys of some samples of a split, in the order given.
 
-    Requests and decodes only their row groups.
+    Decodes only their row groups.
     Raises UserError if the index cannot be read or lacks them.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    path = index.folder / INDEX_NAME
+    path = index.index_path
+    if path is None:
+        raise UserError("has no keys", where=str(index.folder))
     rows = np.asarray(samples, np.int64)
     rows = rows if index.stored is None else index.stored[rows]
     try:
-        source: Any = (
-            RangeFile(path, remote_settings=index.remote_settings)
-            if isinstance(path, Url)
-            else path
-        )
-        with pq.ParquetFile(source) as file:
+        with pq.ParquetFile(path) as file:
             found = _keys_of_rows(file, index.split, np.unique(rows))
         return [found[row] for row in rows.tolist()]
     except (OSError, KeyError, pa.ArrowException) as error:

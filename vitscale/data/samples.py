@@ -15,11 +15,10 @@ from functools import cached_property
 import torch
 
 from vitscale.config.errors import UserError
+from vitscale.data.cache import prefix_of_hash
 from vitscale.data.index import NO_LABEL, SplitIndex
 from vitscale.data.index_keys import sample_names
 from vitscale.data.order import Draw
-from vitscale.data.remote.index import hash_prefix
-from vitscale.data.remote.shards import RemoteSamples, prefetch
 from vitscale.data.settings import DataSettings
 from vitscale.data.shards import ShardFiles
 from vitscale.data.training_set import TrainingSet
@@ -46,15 +45,6 @@ class SplitReader:
     def __init__(self, index: SplitIndex, *, part: int = 0) -> None:
         self.index, self.part = index, part
         self.files = ShardFiles(index.shard_paths)
-        self.remote: RemoteSamples | None = None
-        if index.remote is not None:
-            self.remote = RemoteSamples(
-                index.remote,
-                shard_of=index.shard_of,
-                offset=index.offset,
-                length=index.length,
-                hash_prefix=index.hash_prefix,
-            )
 
     def bytes_of(self, sample: int, *, verify: bool = False) -> bytes:
         """The image as stored.
@@ -62,16 +52,17 @@ class SplitReader:
         verify: compare it with the hash in the index, which is always done for remote shards.
         Raises OSError if its bytes are lost or changed, UserError if the storage cannot be read.
         """
-        if self.remote is not None:
-            return self.remote.read(sample)
         index = self.index
-        data = self.files.read(
-            int(index.shard_of[sample]),
-            offset=int(index.offset[sample]),
-            num_bytes=int(index.length[sample]),
-        )
-        hashes = index.hash_prefix if verify else None
-        if hashes is not None and hash_prefix(data) != int(hashes[sample]):
+        shard, hashes = int(index.shard_of[sample]), index.hash_prefix
+        offset, num_bytes = int(index.offset[sample]), int(index.length[sample])
+        if index.remote is not None:
+            assert hashes is not None
+            file, expected = index.remote.files[shard], int(hashes[sample])
+            return index.remote.cache.read(
+                file, offset=offset, num_bytes=num_bytes, hash_prefix=expected
+            )
+        data = self.files.read(shard, offset=offset, num_bytes=num_bytes)
+        if verify and hashes is not None and prefix_of_hash(data) != int(hashes[sample]):
             raise OSError("its bytes do not have the hash in the index")
         return data
 
@@ -88,7 +79,7 @@ class SplitReader:
     def unreadable(self, sample: int, error: Exception) -> Unreadable:
         number = self.index.shard_of[sample]
         remote = self.index.remote
-        shard = self.files.paths[number] if remote is None else str(remote.urls[number])
+        shard = self.files.paths[number] if remote is None else str(remote.files[number].url)
         # Pillow's messages contain addresses; remove them, so equal damage gives equal messages.
         text = re.sub(r" <.* at 0x[0-9a-f]+>", "", str(error))
         return Unreadable(self.part, sample, shard, text)
@@ -162,21 +153,20 @@ class TrainingSamples(Samples):
         self.augmentation = Augmentation(settings, image_size=image_size, seed=seed)
 
     def prefetch(self, positions: Sequence[int]) -> None:
-        """Fetch remote samples in the background while others are decoded."""
-        if not any(part.remote for part in self.parts):
-            return
-        draws = [self.order.at(position) for position in positions]
-        last = {draw.part: draw for draw in draws}
-        samples, shards = [], []
-        for number, part in enumerate(self.parts):
-            if part.remote is None or number not in last:
-                continue
-            samples += [(part.remote, draw.sample) for draw in draws if draw.part == number]
-            ahead = self.order.parts[number].shards_ahead(
-                epoch=last[number].epoch, shard=int(part.index.shard_of[last[number].sample])
-            )
-            shards += [(part.remote, shard) for shard in ahead]
-        prefetch(samples, shards=shards)
+        """Fetch remote shards of this block of the order and the next in the background."""
+        last = {}
+        if any(part.index.remote for part in self.parts):
+            last = {draw.part: draw for draw in map(self.order.at, positions)}
+        files = []
+        for number, draw in sorted(last.items()):
+            index = self.parts[number].index
+            if index.remote is not None:
+                shard = int(index.shard_of[draw.sample])
+                ahead = self.order.parts[number].shards_ahead(epoch=draw.epoch, shard=shard)
+                files += [index.remote.files[each] for each in ahead]
+                cache = index.remote.cache
+        if files:
+            cache.prefetch(files)
 
     def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write the image at `position` into `out`, uint8 [3, rows, columns].
@@ -351,14 +341,11 @@ class EvaluationSamples(Samples):
         self.resize = EvaluationResize(settings, image_size=image_size)
 
     def prefetch(self, samples: Sequence[int]) -> None:
-        """Fetch remote samples in the background while others are decoded."""
-        remote = self.reader.remote
-        if remote is not None:
-            shards = sorted({int(self.reader.index.shard_of[sample]) for sample in samples})
-            prefetch(
-                [(remote, sample) for sample in samples],
-                shards=[(remote, shard) for shard in shards],
-            )
+        """Fetch the remote shards of a batch, and the two after them, in the background."""
+        remote = self.reader.index.remote
+        if remote is not None and len(samples):
+            shards = self.reader.index.shard_of[samples]
+            remote.cache.prefetch(remote.files[shards.min() : shards.max() + 3])
 
     def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
         """Write the image of `sample` into `out`, uint8 [3, rows, columns]; returns its label.

@@ -10,8 +10,7 @@ from pydantic import Field
 
 from vitscale.config.errors import UserError
 from vitscale.config.section import Section
-from vitscale.data.remote.settings import RemoteSettings
-from vitscale.data.remote.urls import is_url, url_problem
+from vitscale.data.urls import is_url, url_problem
 from vitscale.images.settings import AugmentSettings, RandAugmentSettings
 
 
@@ -34,6 +33,16 @@ class WebdatasetSettings(Section):
     """Training samples in the tars: the length of an epoch. Required."""
     num_classes: int | None = Field(default=None, gt=0)
     """Labels are numbers below it, in members `.cls`; null: no labels."""
+
+
+class RemoteSettings(Section):
+    """The local copies of shards at a URL."""
+
+    cache_path: str | None = None
+    """Folder on a local disk of each node, for whole shards, shared by all ranks, workers and jobs;
+    required for a URL."""
+    cache_gib: float = Field(default=100.0, gt=0)
+    """Maximum size of the cache; the least recently used shard is evicted first."""
 
 
 class MixedInShards(Section):
@@ -173,6 +182,9 @@ def remote_problems(data: DataSettings) -> Iterator[tuple[str, str]]:
         problem = url_problem(path) if is_url(path) else None
         if problem is not None:
             yield (key, problem)
+        elif is_url(path) and data.remote.cache_path is None and not path.startswith("file:"):
+            where = "data.remote.cache_path"
+            yield (where, f"missing; {path} is fetched to a folder on a local disk")
 
 
 def reader_problems(data: DataSettings) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Read byte ranges of local shards; check that shards are there.
 
-Owns: open files, one set per process; which errors mean lost data; sizes of local and remote files.
+Owns: open files, one set per process; which errors mean lost data; sizes of files.
 Leaves out: the ranges of samples (`index`).
 """
 
@@ -13,9 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from vitscale.config.errors import UserError, UserErrors
-from vitscale.data.remote.index import remote_sizes
-from vitscale.data.remote.settings import RemoteSettings
-from vitscale.data.remote.urls import Location, Url
+from vitscale.data.urls import Location
 
 MAX_OPEN_SHARDS = 64
 MAX_ERRORS_SHOWN = 10
@@ -75,31 +73,21 @@ def _descriptor(path: str, process: int) -> int:
     return _open_files(process).get(path)
 
 
-def check_sizes(
-    expected: Mapping[Location, int],
-    *,
-    folder: Location,
-    split: str,
-    remote_settings: RemoteSettings,
-) -> None:
+def check_sizes(expected: Mapping[Path, int], *, folder: Location, split: str) -> None:
     """Raise UserError for missing and wrongly sized files; at most ten are listed in full.
 
     expected: bytes of each file of a split. folder: of the index.
     """
-    urls = [place for place in expected if isinstance(place, Url)]
-    sizes = remote_sizes(urls, remote_settings=remote_settings)
     errors = []
-    for place, num_bytes in expected.items():
+    for path, num_bytes in expected.items():
         try:
-            found = sizes[place] if isinstance(place, Url) else place.stat().st_size
+            found = path.stat().st_size
         except OSError as error:
-            errors.append(UserError(f"missing ({error.strerror})", where=str(place)))
+            errors.append(UserError(f"missing ({error.strerror})", where=str(path)))
             continue
-        if found is None:
-            errors.append(UserError("missing", where=str(place)))
-        elif found != num_bytes:
+        if found != num_bytes:
             what = f"{found} bytes, but the manifest says {num_bytes}"
-            errors.append(UserError(what, where=str(place)))
+            errors.append(UserError(what, where=str(path)))
     if not errors:
         return
     shown = errors[:MAX_ERRORS_SHOWN]

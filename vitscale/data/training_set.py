@@ -17,9 +17,8 @@ from vitscale.config.errors import UserError, nearest
 from vitscale.data.index import SplitIndex, read_manifest, read_split
 from vitscale.data.index_keys import ChosenByKey, choose_by_key
 from vitscale.data.order import BLOCK_SHARDS, MILLION, SampleOrder, TrainingOrder
-from vitscale.data.remote.settings import RemoteSettings
-from vitscale.data.remote.urls import location_of
-from vitscale.data.settings import DataSettings
+from vitscale.data.settings import DataSettings, RemoteSettings
+from vitscale.data.urls import location_of
 from vitscale.data.webdataset import StreamedTars, open_tars, tar_classes
 
 
@@ -94,7 +93,7 @@ def class_names(settings: DataSettings) -> tuple[str, ...]:
     """The classes of `data.path`, read without its index. Raises UserError."""
     if settings.is_streamed:
         return tar_classes(settings)
-    return read_manifest(settings.path, remote_settings=settings.remote).classes
+    return read_manifest(settings.path).classes
 
 
 def open_val_split(settings: DataSettings, *, check_files: bool = True) -> SplitIndex | None:
@@ -182,17 +181,16 @@ def select(index: SplitIndex, settings: DataSettings) -> tuple[SplitIndex, Chose
 def _check_cache(parts: Sequence[SplitIndex], remote_settings: RemoteSettings) -> None:
     """Raise UserError if the cache cannot hold the shards that the order reads at once."""
     needed = sum(
-        sum(sorted(part.remote.sizes, reverse=True)[:BLOCK_SHARDS])
+        sum(sorted((file.num_bytes for file in part.remote.files), reverse=True)[:BLOCK_SHARDS])
         for part in parts
-        if part.remote is not None and part.remote.cache is not None
+        if part.remote is not None
     )
     if needed > remote_settings.cache_gib * 2**30:
         raise UserError(
             f"{remote_settings.cache_gib:g} GiB are less than the shards that are read at once "
             f"({needed / 2**30:.3g} GiB: the {BLOCK_SHARDS} largest of each set)",
             where="data.remote.cache_gib",
-            next_step="raise it (twice as much allows prefetching), or set "
-            "data.remote.cache_path=null to read by range",
+            next_step="raise it; twice as much allows prefetching",
         )
 
 

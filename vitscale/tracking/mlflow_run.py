@@ -61,9 +61,6 @@ ROWS_PER_ROUND = 200
 EVENT_COUNTS = {
     "train/skipped_steps",
     "vitals/unreadable",
-    "vitals/remote_retries",
-    "vitals/remote_cache_hits",
-    "vitals/remote_cache_failures",
 }
 # Hash of a copied run's first line of the journal.
 JOURNAL_TAG = "vitscale.journal"

@@ -6,10 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from vitscale.data.remote.store import remote_metrics
-from vitscale.distributed.world import World, sum_over_ranks
+from vitscale.distributed.world import World
 from vitscale.engine.engine import Engine
 from vitscale.runs.training import TrainingPlan
 from vitscale.tracking.console import ProgressLine
@@ -67,7 +64,6 @@ class IntervalLog:
         if self.peak_flops is not None:
             flops = self.flops_per_image * speed / self.world.world_size
             metrics["vitals/mfu"] = flops / self.peak_flops
-        metrics |= _storage_metrics()
         self.tracker.log(metrics, step=step)
         wait = metrics["vitals/data_wait"]
         self.progress.update(step, loss=loss, lr=lr, images_per_s=speed, data_wait=wait)
@@ -87,12 +83,3 @@ class IntervalLog:
         self.tracker.log(metrics, step=step)
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self.progress.message(f"step {step}: {shown} on {subject}")
-
-
-def _storage_metrics() -> dict[str, float]:
-    """Requests to remote storage since the start, over all ranks; empty without any."""
-    own = remote_metrics()
-    if not own:
-        return {}
-    total = sum_over_ranks(torch.tensor(list(own.values()), dtype=torch.float64)).tolist()
-    return dict(zip(own, total, strict=True))

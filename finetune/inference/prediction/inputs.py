@@ -19,9 +19,9 @@ from finetune.inference.prediction.settings import PredictRun
 from vitscale.config.errors import UserError
 from vitscale.data.index import MANIFEST_NAME, NO_LABEL, SplitIndex, read_split
 from vitscale.data.index_keys import sample_keys
-from vitscale.data.remote.urls import is_url
 from vitscale.data.samples import EvaluationResize, EvaluationSamples
 from vitscale.data.settings import DataSettings
+from vitscale.data.urls import is_url
 from vitscale.data.workers.samples import Samples, Unreadable
 from vitscale.images.photographs import converted_pixels
 

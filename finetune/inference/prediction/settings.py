@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field
 
 from finetune.loading.settings import ModelRun
-from vitscale.data.remote.settings import RemoteSettings
+from vitscale.data.settings import RemoteSettings
 
 TABLES = (".csv", ".parquet")
 

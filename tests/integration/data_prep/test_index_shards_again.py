@@ -33,6 +33,7 @@ from tests.support.corpora.indexing import (
 from tests.support.range_server import served
 from vitscale.data.index import read_manifest, read_split
 from vitscale.data.samples import SplitReader
+from vitscale.data.settings import RemoteSettings
 
 
 def test_a_killed_run_resumes_with_the_next_tar(tmp_path: Path) -> None:
@@ -172,7 +173,8 @@ def test_tars_at_a_url_are_indexed_in_place(
         found, local = (read_manifest(tmp_path / name) for name in ("index", "local"))
         assert found.splits == local.splits and found.shards_root == server.url
         assert found.index_blake3 == local.index_blake3
-        entries = read_split(str(tmp_path / "index"), split="train")
+        remote = RemoteSettings(cache_path=str(tmp_path / "cache"))
+        entries = read_split(str(tmp_path / "index"), split="train", remote_settings=remote)
         first = SplitReader(read_split(tmp_path / "local", split="train")).bytes_of(3)
         assert SplitReader(entries).bytes_of(3) == first
         # Cut exactly at a header, without its end mark: Python takes that for the end.

@@ -26,7 +26,6 @@ from typing import NamedTuple
 import torch
 
 from vitscale.config.errors import WorkerError
-from vitscale.data.remote.store import add_counts
 from vitscale.data.workers.process import Close, Fill, Open, Reply, run
 from vitscale.data.workers.samples import Samples, Unreadable
 from vitscale.data.workers.server import IMPORTS
@@ -90,8 +89,6 @@ class _Worker:
 
     def receive(self) -> Reply:
         reply: Reply = self.connection.recv()
-        if reply.remote_counts:
-            add_counts(reply.remote_counts)
         return reply
 
 

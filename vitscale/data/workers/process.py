@@ -19,7 +19,6 @@ from typing import NamedTuple
 import torch
 
 from vitscale.config.errors import RankError, UserError
-from vitscale.data.remote.store import take_counts
 from vitscale.data.workers.samples import Samples, Unreadable
 from vitscale.data.workers.slots import BatchSlots
 from vitscale.distributed.fork_server import SIGNALS, end_with_server
@@ -60,8 +59,6 @@ class Reply(NamedTuple):
     """Raised by the trainer."""
     crash: str | None = None
     """Traceback of any other error."""
-    remote_counts: dict[str, float] | None = None
-    """Requests since the last reply."""
 
 
 class _Stream:
@@ -150,4 +147,4 @@ def _filled(stream: _Stream | str, task: Fill) -> Reply:
         reply = reply._replace(error=error)
     except Exception:
         reply = reply._replace(crash=traceback.format_exc())
-    return reply._replace(remote_counts=take_counts())
+    return reply

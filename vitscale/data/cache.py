@@ -1,0 +1,300 @@
+"""Fetch whole shards at a URL to a local disk, shared by all processes of a machine.
+
+Owns: the files of the cache folder and their total size. A file is in it whole and verified, or
+not at all.
+Leaves out: requests (`storage`), the order in which shards are read (`order`).
+
+A file is named by its BLAKE3, so several sets and jobs can share a folder, and no name from a
+manifest becomes a path. `HASH.part` is being fetched; the fetching process holds its lock, which
+the kernel releases however the process ends. It has its full length from the start, to reserve the
+space. The modification time of a file is its last use.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import blake3
+
+from vitscale.config.errors import UserError
+from vitscale.data.settings import RemoteSettings
+from vitscale.data.storage import read_range
+from vitscale.data.urls import Url
+from vitscale.distributed.atomic_files import blake3_of_file, fsync_folder
+
+CHUNK_BYTES = 8 << 20
+# Bytes that are wrong this often are damaged where they are stored.
+DAMAGED_READS = 3
+# Copies on the local disk that are read before a sample counts as damaged.
+LOCAL_READS = 3
+# A prefetch evicts no shard that was used this recently: it may be one of the current block.
+IDLE_S = 60.0
+# Resolution of the last use.
+TOUCH_S = 1.0
+
+_NAME = re.compile(r"[0-9a-f]{64}")
+# Other files in the folder are neither counted nor touched.
+_OURS = re.compile(r"[0-9a-f]{64}(?P<part>\.part)?")
+
+
+class CacheFullError(OSError):
+    """All files in the cache are in use, or the new file is larger than the cache."""
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """A file at a URL, with the size and hash that a manifest gives."""
+
+    url: Url
+    num_bytes: int
+    blake3_hex: str
+
+
+class ShardCache:
+    """Holds at most `max_bytes`; evicts the least recently used file first."""
+
+    def __init__(self, folder: Path, *, max_bytes: int) -> None:
+        self.folder, self.max_bytes = folder, max_bytes
+
+    def path(self, file: RemoteFile) -> Path:
+        """Local path of a file, which is fetched if it is missing; once for all processes.
+
+        Raises UserError if the storage gives no answer or wrong bytes, or the disk is full.
+        """
+        try:
+            return self.fetch(file)
+        except OSError as error:
+            raise UserError(
+                f"{file.url} cannot be kept there ({error.strerror or error})",
+                where=str(self.folder),
+                next_step="free space, raise data.remote.cache_gib, or choose another disk with "
+                "data.remote.cache_path",
+            ) from None
+
+    def fetch(self, file: RemoteFile, *, wait: bool = True, idle_s: float = 0.0) -> Path:
+        """Like `path`, but raises OSError if the disk is full.
+
+        wait: if another process is fetching it; False: BlockingIOError then. idle_s: evict only
+        files that were not used for so long.
+        """
+        assert _NAME.fullmatch(file.blake3_hex), file.blake3_hex
+        final = self.folder / file.blake3_hex
+        partial = self.folder / f"{file.blake3_hex}.part"
+        while not final.exists():
+            with _locked(partial, wait=wait) as descriptor:
+                if not _is_file_at(descriptor, partial):
+                    continue  # another process has just finished or failed
+                if final.exists():  # finished since it was checked; this file is a new one
+                    partial.unlink()
+                    continue
+                try:
+                    self._reserve(descriptor, num_bytes=file.num_bytes, idle_s=idle_s)
+                    _copy(file, descriptor)
+                    with self._lock():  # or a process that counts the files would miss this one
+                        os.rename(partial, final)
+                except BaseException:
+                    partial.unlink(missing_ok=True)
+                    raise
+            fsync_folder(self.folder)
+        return final
+
+    def verified(self, file: RemoteFile) -> Path:
+        """Like `path`; a file that was there already is hashed, and fetched again if damaged."""
+        path = self.path(file)
+        if blake3_of_file(path) != file.blake3_hex:
+            path.unlink(missing_ok=True)
+            path = self.path(file)
+        return path
+
+    def read(self, file: RemoteFile, *, offset: int, num_bytes: int, hash_prefix: int) -> bytes:
+        """Bytes of one range; fetched again if those on the local disk are damaged.
+
+        hash_prefix: first 8 bytes of their BLAKE3. Raises OSError if they are damaged where they
+        are stored, and what `path` raises.
+        """
+        for _ in range(LOCAL_READS):
+            path = self.path(file)
+            try:
+                data = _read(path, offset=offset, num_bytes=num_bytes)
+            except FileNotFoundError:  # just evicted
+                continue
+            except OSError:  # a bad block
+                data = b""
+            if prefix_of_hash(data) == hash_prefix:
+                return data
+            path.unlink(missing_ok=True)
+        raise OSError("its bytes do not have the hash in the index")
+
+    def prefetch(self, files: Sequence[RemoteFile]) -> None:
+        """Fetch files in the background, the first first; replaces what was asked for before."""
+        missing = [file for file in files if not (self.folder / file.blake3_hex).exists()]
+        if missing:
+            _prefetcher(os.getpid()).want(self, missing)
+
+    def _reserve(self, descriptor: int, *, num_bytes: int, idle_s: float) -> None:
+        """Extend a file to its full length, after evicting as many others as necessary."""
+        with self._lock():
+            os.ftruncate(descriptor, 0)
+            used, idle = 0, []
+            for entry in list(os.scandir(self.folder)):
+                ours = _OURS.fullmatch(entry.name)
+                if not ours:
+                    continue
+                with suppress(FileNotFoundError):  # just renamed or evicted
+                    stat = entry.stat()
+                    if ours["part"] and _removed_as_abandoned(entry.path):
+                        continue
+                    used += stat.st_size
+                    if not ours["part"]:
+                        idle.append((stat.st_mtime, stat.st_size, entry.path))
+            leaving = []
+            for last_use, size, path in sorted(idle):
+                if used + num_bytes <= self.max_bytes or time.time() - last_use < idle_s:
+                    break
+                leaving.append(path)
+                used -= size
+            if used + num_bytes > self.max_bytes:
+                raise CacheFullError(f"{self.folder} has no space for {num_bytes} bytes")
+            for path in leaving:
+                os.unlink(path)
+            os.ftruncate(descriptor, num_bytes)
+
+    @contextmanager
+    def _lock(self) -> Iterator[None]:
+        """Lock for reserving space."""
+        with _locked(self.folder / "lock", wait=True):
+            yield
+
+
+def open_cache(settings: RemoteSettings) -> ShardCache:
+    """Raises UserError if no folder is set, or it cannot be written."""
+    if settings.cache_path is None:
+        raise UserError(
+            "shards at a URL are fetched to a local disk first",
+            where="remote.cache_path",
+            next_step="set data.remote.cache_path (predict, visualize: remote.cache_path) to a "
+            "folder on a disk of each node",
+        )
+    folder = Path(settings.cache_path).expanduser().absolute()
+    made = ShardCache(folder, max_bytes=int(settings.cache_gib * 2**30))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with made._lock():
+            pass
+    except OSError as error:
+        raise UserError(
+            f"{str(folder)!r} cannot be written ({error.strerror or error})",
+            where="data.remote.cache_path",
+            next_step="choose a writable folder on a local disk with free space",
+        ) from None
+    return made
+
+
+def prefix_of_hash(data: bytes) -> int:
+    """The first 8 bytes of the BLAKE3 of `data`, little-endian."""
+    return int.from_bytes(blake3.blake3(data).digest(8), "little")
+
+
+class _Prefetcher:
+    """One thread of a process. A daemon, so that the end does not wait for the network."""
+
+    def __init__(self) -> None:
+        self._wanted: list[tuple[ShardCache, RemoteFile]] = []
+        self._changed = threading.Condition()
+        threading.Thread(target=self._fetch, daemon=True).start()
+
+    def want(self, cache: ShardCache, files: list[RemoteFile]) -> None:
+        with self._changed:
+            self._wanted = [(cache, file) for file in files]
+            self._changed.notify()
+
+    def _fetch(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._wanted)
+                cache, file = self._wanted.pop(0)
+            # Another process fetches it, all shards are in use, or the storage gives no answer:
+            # whoever reads the shard fetches it, and names what is wrong.
+            with suppress(OSError, UserError):
+                cache.fetch(file, wait=False, idle_s=IDLE_S)
+
+
+@cache
+def _prefetcher(process: int) -> _Prefetcher:
+    """Per process: threads do not survive a fork."""
+    return _Prefetcher()
+
+
+def _copy(file: RemoteFile, descriptor: int) -> None:
+    """Write the bytes of a remote file. Raises UserError if their hash is wrong."""
+    for _ in range(DAMAGED_READS):
+        digest = blake3.blake3()
+        for offset in range(0, file.num_bytes, CHUNK_BYTES):
+            num_bytes = min(CHUNK_BYTES, file.num_bytes - offset)
+            data = read_range(file.url, offset=offset, num_bytes=num_bytes)
+            digest.update(data)
+            while data:
+                written = os.pwrite(descriptor, data, offset)
+                data, offset = data[written:], offset + written
+        if digest.hexdigest() == file.blake3_hex:
+            os.fsync(descriptor)
+            return
+    raise UserError(
+        "cannot be read: its bytes do not have the hash of the manifest",
+        where=str(file.url),
+        next_step="upload it again; make the shards again if the local copy is damaged too",
+    )
+
+
+def _read(path: Path, *, offset: int, num_bytes: int) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if time.time() - os.fstat(descriptor).st_mtime > TOUCH_S:
+            os.utime(descriptor)
+        return os.pread(descriptor, num_bytes, offset)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(path: Path, *, wait: bool) -> Iterator[int]:
+    """Open and lock a file. Raises BlockingIOError if another process has the lock."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        try:
+            yield descriptor
+        finally:
+            # Closing is not enough: a process forked since then may have it open, too.
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    finally:
+        os.close(descriptor)
+
+
+def _is_file_at(descriptor: int, path: Path) -> bool:
+    """Whether a path still names this open file."""
+    with suppress(FileNotFoundError):
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    return False
+
+
+def _removed_as_abandoned(path: str) -> bool:
+    """Remove a file that no process has locked; we hold our own through another descriptor."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)  # before another process can lock it
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
