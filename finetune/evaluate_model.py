@@ -6,12 +6,11 @@ deepspeed finetune/evaluate_model.py --config configs/eval/demo.yaml init=runs/d
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
 try:
-    from finetune.inference.settings import EvaluateRun, settings_of_run
+    from finetune.evaluating.settings import EvaluateRun, settings_of_run
     from vitscale.config.command_line import load_command
     from vitscale.data.workers.server import start_loader_server
     from vitscale.distributed.failures.ending import run_rank_script
@@ -22,51 +21,15 @@ except ModuleNotFoundError as error:
 
 def evaluate(run: EvaluateRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
-    from finetune.inference.evaluating import (
-        FILES,
-        check,
-        describe,
-        evaluate_all,
-        splits,
-    )
-    from finetune.inference.results import text_table, write_results
-    from finetune.inference.tracking import check_folder, open_tracker
-    from finetune.loading.loaded_model import load_model
-    from vitscale.checkpoint.store import run_folder_lock
+    from finetune.evaluating.run import check_folder, evaluate_run
     from vitscale.distributed.failures.heartbeat import watched_ranks
-    from vitscale.distributed.node_share import once_per_node
-    from vitscale.distributed.world import gather_objects
 
     compute, folder = run.compute, Path(run.folder)
     check_folder(folder)
     with watched_ranks(
         folder, compute.timeout_min, device=compute.device, num_threads=compute.num_threads
     ) as world:
-        say = print if world.is_first else lambda _: None
-        loaded = load_model(run)
-        (train, val), lines = once_per_node(
-            lambda: splits(run, check_files=world.is_first),
-            rank=world.rank,
-            gather=gather_objects,
-            for_workers=run.data.num_workers > 0,
-        )
-        for line in lines:
-            say(f"index of {run.data.path}: {line}")
-        check(run, loaded, world, train=train, val=val)
-        say(f"evaluating {loaded.source}")
-        with run_folder_lock(folder, world=world), open_tracker(run, loaded, world) as tracker:
-            if world.is_first:
-                shutil.rmtree(folder / FILES, ignore_errors=True)
-            found = evaluate_all(run, loaded, world, train=train, val=val, say=say)
-            metrics = {f"val/{row.metric}": row.value for row in found}
-            tracker.log(metrics, step=loaded.step or 0)
-            if world.is_first:
-                description = describe(run, loaded, val)
-                for path in write_results(folder, found, description=description):
-                    tracker.artifact(path)
-                if (folder / FILES).exists():
-                    tracker.artifact(folder / FILES)
-        say(f"\n{text_table(found)}\n\nresults: {folder}/results.json, .csv, .md")
+        evaluate_run(run, world)
 
 
 def main() -> None:

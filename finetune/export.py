@@ -19,19 +19,31 @@ except ModuleNotFoundError as error:
 
 def export(run: ExportRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
+    from pathlib import Path
+
     from finetune.exporting.folder import check_folder, check_packages, write_folder
-    from finetune.exporting.upload import check_linked, upload
-    from finetune.loading.loaded_model import load_model
+    from vitscale.config.errors import UserError
+    from vitscale.evaluation.trained_model import open_model
+    from vitscale.tracking.mlflow_client import read_link
+    from vitscale.tracking.mlflow_run import upload_to_linked_run
 
     check_folder(run.output)
     check_packages(run.to)
-    loaded = load_model(run)
-    if run.mlflow:
-        check_linked(loaded)
-    for line in write_folder(run, loaded):
+    model = open_model(**run.source())
+    if run.mlflow and (model.run is None or read_link(model.run.folder) is None):
+        raise UserError(
+            "no MLflow run trained this model",
+            where=f"mlflow: {model.source}",
+            allowed="a run folder with mlflow.json",
+            next_step="python launch/compare.py sync RUN copies a run folder into MLflow; or "
+            "export without mlflow=true",
+        )
+    for line in write_folder(run, model):
         print(line)
-    if run.mlflow:
-        upload(run, loaded)
+    if run.mlflow and model.run is not None:
+        folder = Path(run.output)
+        place = f"exported/{folder.name}"
+        upload_to_linked_run(model.run.folder, sorted(folder.iterdir()), place=place, say=print)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 
 try:
-    from finetune.inference.prediction.settings import PredictRun
+    from finetune.predicting.settings import PredictRun
     from vitscale.config.command_line import load_command
     from vitscale.data.workers.server import start_loader_server
     from vitscale.distributed.failures.ending import run_rank_script
@@ -21,26 +21,15 @@ except ModuleNotFoundError as error:
 
 def predict(run: PredictRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
-    from finetune.inference.prediction.inputs import find_inputs
-    from finetune.inference.prediction.predicting import (
-        check_head,
-        check_printable,
-        predict_and_print,
-        predict_to_file,
-    )
-    from finetune.loading.loaded_model import load_model
+    from finetune.predicting.run import find_inputs, predict_images
     from vitscale.distributed.failures.heartbeat import watched_ranks
+    from vitscale.evaluation.trained_model import open_model
 
-    inputs = find_inputs(run)
-    check_printable(run, inputs)
-    compute = run.compute
+    inputs, compute = find_inputs(run), run.compute
     with watched_ranks(
         None, compute.timeout_min, device=compute.device, num_threads=compute.num_threads
     ) as world:
-        loaded = load_model(run)
-        check_head(loaded)
-        predicted = predict_and_print if run.output is None else predict_to_file
-        for line in predicted(run, loaded, inputs, world):
+        for line in predict_images(run, open_model(**run.source()), inputs, world):
             if world.is_first:
                 print(line)
 

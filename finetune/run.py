@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from finetune.objectives.registry import OBJECTIVES, ObjectiveSettings
+from finetune.objectives import OBJECTIVES, ObjectiveSettings
 from vitscale.models.weights.suffixes import SUFFIXES
 from vitscale.runs.training import TrainingRun
 from vitscale.training.objective import Objective

@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
 
 def visualize(run: VisualizeRun) -> None:
     # Imported late: torch takes seconds, and a wrong configuration fails before it.
-    from finetune.inspection.drawing import draw_pictures
+    from finetune.inspection.run import draw_pictures
     from vitscale.distributed.world import process_group
 
     compute = run.compute

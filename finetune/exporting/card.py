@@ -8,80 +8,58 @@ from math import floor
 import yaml
 
 from finetune.exporting.format import Format
-from finetune.loading.loaded_model import LoadedModel
-from vitscale.evaluation.models.trained_model import TrainedModel
+from vitscale.evaluation.trained_model import SourceRun, TrainedModel
 from vitscale.models.vit.architecture import ViTArchitecture
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
-from vitscale.tracking.run_facts import redact_yaml, shared_config
+from vitscale.tracking.run_facts import redact_yaml
 
-CARD_NAME = "README.md"
-RESULTS = "val/"
 MAX_NAMES = 20
 
 
-def model_card(form: Format, loaded: LoadedModel, *, checked: str) -> str:
+def model_card(form: Format, model: TrainedModel, *, checked: str) -> str:
     """Markdown. The licence is left to whoever publishes the model."""
+    task = "image-classification" if model.num_classes else "image-feature-extraction"
+    tags = ["vitscale", model.arch.name]
+    # What the Hugging Face Hub reads of a card.
+    front = {"library_name": form.hub_library, "pipeline_tag": task, "tags": tags}
+    title = (model.run and model.run.config.get("name")) or model.settings.title
     sections = [
-        _front_matter(form, loaded) + f"# {_title(loaded)}",
-        "\n".join(_facts(loaded)),
-        f"## Load it\n```python\n{form.usage(loaded)}\n```",
-        *form.notes(loaded),
+        f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n# {title}",
+        "\n".join(_facts(model)),
+        f"## Load it\n```python\n{form.usage(model)}\n```",
+        *form.notes(model),
         f"Written by vitscale; {checked}.",
-        "## Images\n" + "\n".join(_images(loaded)),
+        "## Images\n" + "\n".join(_images(model)),
+        *(() if model.run is None else _training(model.run)),
+        "## Licence\nNot stated. Name the licence of the weights here before you publish them.",
     ]
-    if loaded.trained is not None:
-        sections += _training(loaded.trained, step=loaded.step or 0)
-    sections.append(
-        "## Licence\nNot stated. Name the licence of the weights here before you publish them."
-    )
     return "\n\n".join(sections) + "\n"
 
 
-def _front_matter(form: Format, loaded: LoadedModel) -> str:
-    """What the Hugging Face Hub reads of a card."""
-    task = "image-classification" if loaded.num_classes else "image-feature-extraction"
-    facts = {
-        "library_name": form.hub_library,
-        "pipeline_tag": task,
-        "tags": ["vitscale", loaded.arch.name],
-    }
-    return f"---\n{yaml.safe_dump(facts, sort_keys=False)}---\n"
-
-
-def _title(loaded: LoadedModel) -> str:
-    named = loaded.trained.config.get("name") if loaded.trained is not None else None
-    return str(named or loaded.settings.title)
-
-
-def _facts(loaded: LoadedModel) -> Iterator[str]:
-    number = sum(parameter.numel() for parameter in loaded.network.parameters())
-    yield f"- model: {loaded.settings.title}, {number:,} parameters: {_architecture(loaded)}"
-    of = ", their average over training" if loaded.averaged else ""
-    yield f"- weights from: {loaded.source}{of}"
-    names = loaded.classes or ()
+def _facts(model: TrainedModel) -> Iterator[str]:
+    arch, number = model.arch, sum(each.numel() for each in model.network.parameters())
+    sizes = arch.summary
+    if isinstance(arch, ViTArchitecture):
+        sizes = (
+            f"{arch.depth} blocks of width {arch.width:,} with {arch.num_heads} heads, patches of "
+            f"{arch.patch_size} px, {sizes}"
+        )
+    yield f"- model: {model.settings.title}, {number:,} parameters: {sizes}"
+    averaged = model.run is not None and model.run.averaged
+    yield f"- weights from: {model.source}{', their average over training' if averaged else ''}"
+    names = model.classes or ()
     shown = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
-    yield f"- classes: {loaded.num_classes or 'no head'}{f' ({shown})' if shown else ''}"
+    yield f"- classes: {model.num_classes or 'no head'}{f' ({shown})' if shown else ''}"
 
 
-def _architecture(loaded: LoadedModel) -> str:
-    arch = loaded.arch
-    if not isinstance(arch, ViTArchitecture):
-        return arch.summary
-    return (
-        f"{arch.depth} blocks of width {arch.width:,} with {arch.num_heads} heads, patches of "
-        f"{arch.patch_size} px, {arch.summary}"
-    )
-
-
-def _images(loaded: LoadedModel) -> Iterator[str]:
-    how = loaded.preprocessing
-    shown = f"{how.image_size} x {how.image_size} px"
+def _images(model: TrainedModel) -> Iterator[str]:
+    how = model.preprocessing
+    size, kind = f"{how.image_size} x {how.image_size} px", how.eval_interpolation
     if how.eval_resize == "squash":
-        yield f"- the whole image is resized to {shown} ({how.eval_interpolation})"
+        yield f"- the whole image is resized to {size} ({kind})"
     else:
         larger = floor(how.image_size / how.eval_crop_fraction)
-        what = f"the short side is resized to {larger} px ({how.eval_interpolation})"
-        yield f"- {what}, and the centre {shown} are cut out"
+        yield f"- the short side is resized to {larger} px ({kind}), and the centre {size} cut out"
     yield f"- RGB, (x / 255 - mean) / std with mean {list(how.mean)} and std {list(how.std)}"
     if not how.eval_antialias and how.eval_interpolation != "area":
         yield (
@@ -90,32 +68,31 @@ def _images(loaded: LoadedModel) -> Iterator[str]:
         )
 
 
-def _training(trained: TrainedModel, *, step: int) -> Iterator[str]:
-    described = trained.description
+def _training(run: SourceRun) -> Iterator[str]:
     yield (
         f"## Training\n"
-        f"- steps: {step:,}\n"
-        f"- fingerprint of the training data: {described.get('data_fingerprint')}\n"
-        f"- SHA-256 of the label map: {described.get('label_map_sha256')}"
+        f"- steps: {run.step:,}\n"
+        f"- fingerprint of the training data: {run.description.get('data_fingerprint')}\n"
+        f"- SHA-256 of the label map: {run.description.get('label_map_sha256')}"
     )
-    results = _results(trained, step=step)
+    results = _results(run)
     if results:
         rows = "\n".join(f"| {name} | {value:.4f} |" for name, value in sorted(results.items()))
         yield (
             f"## Results\nOf the run, on its validation split at its own image size; `val/ema_` is "
             f"of the average of the weights.\n\n| Metric | Value |\n|---|---|\n{rows}"
         )
-    text = redact_yaml(yaml.safe_dump(shared_config(trained.config), sort_keys=False)).rstrip()
+    text = redact_yaml(yaml.safe_dump(dict(run.config), sort_keys=False)).rstrip()
     yield f"## Configuration\n<details>\n\n```yaml\n{text}\n```\n\n</details>"
 
 
-def _results(trained: TrainedModel, *, step: int) -> dict[str, float]:
+def _results(run: SourceRun) -> dict[str, float]:
     """The last value of each metric of an evaluation, at or before the step."""
     found: dict[str, float] = {}
     try:
-        for row, _ in read_rows(trained.run_folder / JOURNAL_NAME):
-            if row.step <= step:
-                found |= {k: v for k, v in row.metrics.items() if k.startswith(RESULTS)}
+        for row, _ in read_rows(run.folder / JOURNAL_NAME):
+            if row.step <= run.step:
+                found |= {k: v for k, v in row.metrics.items() if k.startswith("val/")}
     except OSError:
         return {}
     return found

@@ -11,18 +11,30 @@ from pathlib import Path
 
 import torch
 
-from finetune.exporting.card import CARD_NAME, model_card
+from finetune.exporting.card import model_card
 from finetune.exporting.format import Format
-from finetune.exporting.registry import EXPORTS
 from finetune.exporting.settings import ExportRun
-from finetune.loading.loaded_model import LoadedModel
+from finetune.exporting.to_huggingface import HuggingFaceFormat
+from finetune.exporting.to_onnx import OnnxFormat
+from finetune.exporting.to_timm import TimmFormat
+from finetune.exporting.to_vitscale import NpzFormat, SafetensorsFormat
 from vitscale.config.errors import UserError, not_written
 from vitscale.distributed.atomic_files import commit_folder, make_folders, write_text
+from vitscale.evaluation.trained_model import TrainedModel
 
 # Largest difference of logits that two libraries may have by rounding, in units of the largest
 # logit where that is above 1.
 TOLERANCE = 1e-4
 CHECKED_IMAGES = 3
+
+# A new format is one file and one entry; see also `ExportRun.to`.
+EXPORTS: dict[str, type[Format]] = {
+    "timm": TimmFormat,
+    "huggingface": HuggingFaceFormat,
+    "npz": NpzFormat,
+    "onnx": OnnxFormat,
+    "safetensors": SafetensorsFormat,
+}
 
 
 def check_folder(output: str) -> None:
@@ -46,18 +58,18 @@ def check_packages(to: str) -> None:
         )
 
 
-def write_folder(run: ExportRun, loaded: LoadedModel) -> Iterator[str]:
+def write_folder(run: ExportRun, model: TrainedModel) -> Iterator[str]:
     """Export; yields lines for people. Raises UserError, and leaves nothing then."""
     form = EXPORTS[run.to]()
-    _refuse_what_does_not_fit(run.to, form, loaded)
+    _refuse_what_does_not_fit(run.to, form, model)
     final = Path(run.output).absolute()
     temporary = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
         make_folders(final.parent)
         temporary.mkdir()
-        form.write(loaded, temporary)
-        checked = _check(form, loaded, temporary)
-        write_text(temporary / CARD_NAME, model_card(form, loaded, checked=checked))
+        form.write(model, temporary)
+        checked = _check(form, model, temporary)
+        write_text(temporary / "README.md", model_card(form, model, checked=checked))
         _flush(temporary)
         check_folder(run.output)
         commit_folder(temporary, final)
@@ -66,43 +78,41 @@ def write_folder(run: ExportRun, loaded: LoadedModel) -> Iterator[str]:
         if isinstance(error, OSError):
             raise not_written(error, key="output", path=run.output) from None
         raise
-    yield f"exported {loaded.source}"
+    yield f"exported {model.source}"
     yield checked
     for path in sorted(final.iterdir()):
         yield f"  {run.output}/{path.name}  {path.stat().st_size:,} bytes"
     yield "load it:"
-    yield from (
-        f"  {line}" for line in form.usage(loaded).replace("FOLDER", run.output).split("\n")
-    )
+    yield from (f"  {line}" for line in form.usage(model).replace("FOLDER", run.output).split("\n"))
 
 
-def _refuse_what_does_not_fit(name: str, form: Format, loaded: LoadedModel) -> None:
-    problems = list(form.problems(loaded))
+def _refuse_what_does_not_fit(name: str, form: Format, model: TrainedModel) -> None:
+    problems = list(form.problems(model))
     if not problems:
         return
-    others = [other for other, each in EXPORTS.items() if not list(each().problems(loaded))]
+    others = [other for other, each in EXPORTS.items() if not list(each().problems(model))]
     raise UserError(
         f"{name} cannot hold this model: it has {'; '.join(problems)}",
-        where=loaded.source,
+        where=model.source,
         allowed=", ".join(f"--to {other}" for other in others) or "no format",
         next_step=f"use --to {others[0]}" if others else None,
     )
 
 
 @torch.no_grad()
-def _check(form: Format, loaded: LoadedModel, folder: Path) -> str:
+def _check(form: Format, model: TrainedModel, folder: Path) -> str:
     """Compare logits of the written folder with the model's, on noise. Raises UserError."""
     random = torch.Generator().manual_seed(0)
-    size = loaded.preprocessing.image_size
-    images_B3HW = torch.randn(CHECKED_IMAGES, 3, size, size, generator=random)
-    expected = loaded.network(images_B3HW)
+    size = model.preprocessing.image_size
+    images_B3SS = torch.randn(CHECKED_IMAGES, 3, size, size, generator=random)
+    expected = model.network(images_B3SS)
     if not expected.isfinite().all():
         raise UserError(
             "the logits of this model are not finite",
-            where=loaded.source,
+            where=model.source,
             next_step="export an earlier checkpoint",
         )
-    found = form.logits(loaded, folder, images_B3HW)
+    found = form.logits(model, folder, images_B3SS)
     if found is None:
         return f"not checked: {form.library} is not installed"
     difference = float((found - expected).abs().max())
@@ -111,11 +121,11 @@ def _check(form: Format, loaded: LoadedModel, folder: Path) -> str:
         raise UserError(
             f"{form.library} gives other logits: difference {difference:.1e}, largest logit "
             f"{float(expected.abs().max()):.1e}",
-            where=loaded.source,
+            where=model.source,
             allowed=f"{TOLERANCE * scale:.1e}",
             next_step="export to another format (--to safetensors), and report this",
         )
-    what = "logits" if loaded.num_classes else "features"
+    what = "logits" if model.num_classes else "features"
     return f"checked: the same {what} in {form.library}, largest difference {difference:.1e}"
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from finetune.exporting.format import Format, save_weights, weights_of
-from finetune.loading.loaded_model import LoadedModel
 from vitscale.distributed.atomic_files import write_json
-from vitscale.evaluation.models.preprocessing import Preprocessing
+from vitscale.evaluation.inference import Preprocessing
+from vitscale.evaluation.trained_model import TrainedModel
 from vitscale.models.vit.settings import ViTSettings
 from vitscale.models.weights.names.huggingface import to_huggingface
 
@@ -39,9 +39,9 @@ class HuggingFaceFormat(Format):
     library = "transformers"
     hub_library = "transformers"
 
-    def problems(self, loaded: LoadedModel) -> Iterator[str]:
-        settings = loaded.settings
-        arch: Any = loaded.arch
+    def problems(self, model: TrainedModel) -> Iterator[str]:
+        settings = model.settings
+        arch: Any = model.arch
         if not isinstance(settings, ViTSettings):
             yield f"a model of the family {settings.name}"
             return
@@ -51,45 +51,45 @@ class HuggingFaceFormat(Format):
             yield "attention heads of a width of their own"
         yield from _problems_of_type(_model_type(settings), settings, arch)
 
-    def write(self, loaded: LoadedModel, folder: Path) -> None:
-        save_weights(_weights(loaded), folder / "model.safetensors")
-        write_json(folder / "config.json", _config(loaded))
-        write_json(folder / "preprocessor_config.json", _preprocessor(loaded.preprocessing))
+    def write(self, model: TrainedModel, folder: Path) -> None:
+        save_weights(_weights(model), folder / "model.safetensors")
+        write_json(folder / "config.json", _config(model))
+        write_json(folder / "preprocessor_config.json", _preprocessor(model.preprocessing))
 
     def logits(
-        self, loaded: LoadedModel, folder: Path, images_B3HW: torch.Tensor
+        self, model: TrainedModel, folder: Path, images_B3SS: torch.Tensor
     ) -> torch.Tensor | None:
         if importlib.util.find_spec("transformers") is None:
             return None
         import transformers
 
         transformers.utils.logging.disable_progress_bar()
-        kind: Any = getattr(transformers, _class_name(loaded))
-        model = kind.from_pretrained(folder, local_files_only=True, **_options(loaded)).eval()
-        outputs = model(pixel_values=images_B3HW)
-        if loaded.num_classes:
+        kind: Any = getattr(transformers, _class_name(model))
+        theirs = kind.from_pretrained(folder, local_files_only=True, **_options(model)).eval()
+        outputs = theirs(pixel_values=images_B3SS)
+        if model.num_classes:
             logits: torch.Tensor = outputs.logits
             return logits
         tokens_BLD = outputs.last_hidden_state
-        parts = [tokens_BLD[:, each].mean(dim=1) for each in _feature_tokens(loaded)]
+        parts = [tokens_BLD[:, each].mean(dim=1) for each in _feature_tokens(model)]
         return torch.cat(parts, dim=1)
 
-    def usage(self, loaded: LoadedModel) -> str:
+    def usage(self, model: TrainedModel) -> str:
         kind, more = "AutoModelForImageClassification", ""
-        if not loaded.num_classes:
-            kind = _class_name(loaded)
-            more = "".join(f", {key}={value}" for key, value in _options(loaded).items())
+        if not model.num_classes:
+            kind = _class_name(model)
+            more = "".join(f", {key}={value}" for key, value in _options(model).items())
         return (
             f"from transformers import AutoImageProcessor, {kind}\n"
             f'model = {kind}.from_pretrained("FOLDER"{more})\n'
             'processor = AutoImageProcessor.from_pretrained("FOLDER")'
         )
 
-    def notes(self, loaded: LoadedModel) -> Iterator[str]:
-        if not loaded.num_classes:
+    def notes(self, model: TrainedModel) -> Iterator[str]:
+        if not model.num_classes:
             means = [
                 f"`last_hidden_state[:, {each.start or ''}:{each.stop or ''}].mean(1)`"
-                for each in _feature_tokens(loaded)
+                for each in _feature_tokens(model)
             ]
             feature = " and ".join(means) + (", concatenated" if len(means) > 1 else "")
             yield f"The model has no head. An image's feature is {feature}."
@@ -131,31 +131,31 @@ def _mlp_ratio(arch: Any) -> int:
     return round(arch.mlp_width / arch.width * (1.5 if arch.mlp == "swiglu" else 1))
 
 
-def _class_name(loaded: LoadedModel) -> str:
-    settings: Any = loaded.settings
-    return CLASSES[_model_type(settings)][0 if loaded.num_classes else 1]
+def _class_name(model: TrainedModel) -> str:
+    settings: Any = model.settings
+    return CLASSES[_model_type(settings)][0 if model.num_classes else 1]
 
 
-def _feature_tokens(loaded: LoadedModel) -> list[slice]:
+def _feature_tokens(model: TrainedModel) -> list[slice]:
     """The tokens whose means are the feature of an image."""
-    settings: Any = loaded.settings
+    settings: Any = model.settings
     if settings.pool == "cls_mean":
-        return [slice(0, 1), slice(loaded.arch.num_prefix_tokens, None)]
+        return [slice(0, 1), slice(model.arch.num_prefix_tokens, None)]
     return [slice(0, 2 if settings.distillation_token else 1)]
 
 
-def _options(loaded: LoadedModel) -> dict[str, Any]:
+def _options(model: TrainedModel) -> dict[str, Any]:
     """Of `from_pretrained`: these two families would add a pooler with random weights."""
-    settings: Any = loaded.settings
-    has_pooler = not loaded.num_classes and _model_type(settings) in ("vit", "deit")
+    settings: Any = model.settings
+    has_pooler = not model.num_classes and _model_type(settings) in ("vit", "deit")
     return {"add_pooling_layer": False} if has_pooler else {}
 
 
-def _weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:
+def _weights(model: TrainedModel) -> dict[str, torch.Tensor]:
     """Under transformers' names. A class token without a position gets one of zeros."""
-    arch: Any = loaded.arch
-    settings: Any = loaded.settings
-    weights, model_type = weights_of(loaded), _model_type(settings)
+    arch: Any = model.arch
+    settings: Any = model.settings
+    weights, model_type = weights_of(model), _model_type(settings)
     rows, columns = arch.grid
     if weights["pos_embed"].shape[1] == rows * columns:
         none_11D = torch.zeros_like(weights["pos_embed"][:, :1])
@@ -164,23 +164,23 @@ def _weights(loaded: LoadedModel) -> dict[str, torch.Tensor]:
     if model_type.startswith("dinov2"):
         # What masked patches of a pre-training there would be.
         named[f"{model_type}.embeddings.mask_token"] = torch.zeros(1, arch.width)
-    if loaded.num_classes:
+    if model.num_classes:
         return named
     return {name.removeprefix(f"{model_type}."): value for name, value in named.items()}
 
 
-def _config(loaded: LoadedModel) -> dict[str, Any]:
-    arch: Any = loaded.arch
-    settings: Any = loaded.settings
+def _config(model: TrainedModel) -> dict[str, Any]:
+    arch: Any = model.arch
+    settings: Any = model.settings
     model_type = _model_type(settings)
-    names = loaded.classes or tuple(f"class {label}" for label in range(loaded.num_classes))
+    names = model.classes or tuple(f"class {label}" for label in range(model.num_classes))
     config = {
         "model_type": model_type,
-        "architectures": [_class_name(loaded)],
+        "architectures": [_class_name(model)],
         "hidden_size": arch.width,
         "num_hidden_layers": arch.depth,
         "num_attention_heads": arch.num_heads,
-        "image_size": loaded.preprocessing.image_size,
+        "image_size": model.preprocessing.image_size,
         "patch_size": arch.patch_size,
         "num_channels": 3,
         "qkv_bias": True,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from finetune.exporting.format import Format, write_description
-from finetune.loading.loaded_model import LoadedModel
+from vitscale.evaluation.trained_model import TrainedModel
 
 GRAPH_NAME = "model.onnx"
 # A protobuf message holds less than 2 GiB; larger weights become a second file.
@@ -29,27 +29,34 @@ class OnnxFormat(Format):
     hub_library = "onnx"
     needs = ("onnx", "onnxscript")
 
-    def write(self, loaded: LoadedModel, folder: Path) -> None:
-        size = loaded.preprocessing.image_size
-        num_bytes = sum(4 * p.numel() for p in loaded.network.parameters())
+    def write(self, model: TrainedModel, folder: Path) -> None:
+        import onnx
+
+        size, path = model.preprocessing.image_size, folder / GRAPH_NAME
+        num_bytes = sum(4 * p.numel() for p in model.network.parameters())
         # The exporter prints and warns about its own parts.
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             torch.onnx.export(
-                _Logits(loaded.network).eval(),
+                _Logits(model.network).eval(),
                 (torch.zeros(TRACED_IMAGES, 3, size, size),),
-                folder / GRAPH_NAME,
+                path,
                 input_names=["images"],
-                output_names=[_output(loaded)],
+                output_names=[_output(model)],
                 dynamic_shapes=({0: torch.export.Dim("batch")},),
                 external_data=num_bytes > MAX_INSIDE_BYTES,
                 verbose=False,
             )
-        write_description(loaded, folder)
-        _add_metadata(loaded, folder / GRAPH_NAME)
+        write_description(model, folder)
+        graph = onnx.load(path, load_external_data=False)
+        known = {"preprocessing": json.dumps(asdict(model.preprocessing))}
+        if model.classes is not None:
+            known["classes"] = json.dumps(model.classes)
+        onnx.helper.set_model_props(graph, known)
+        onnx.save(graph, path)
 
     def logits(
-        self, loaded: LoadedModel, folder: Path, images_B3HW: torch.Tensor
+        self, model: TrainedModel, folder: Path, images_B3SS: torch.Tensor
     ) -> torch.Tensor | None:
         """In batches of several sizes."""
         if importlib.util.find_spec("onnxruntime") is None:
@@ -61,40 +68,29 @@ class OnnxFormat(Format):
         graph: Any = onnxruntime.InferenceSession(
             folder / GRAPH_NAME, options, providers=["CPUExecutionProvider"]
         )
-        parts = (images_B3HW[:1], images_B3HW[1:])
+        parts = (images_B3SS[:1], images_B3SS[1:])
         found = [torch.from_numpy(graph.run(None, {"images": p.numpy()})[0]) for p in parts]
         return torch.cat(found)
 
-    def notes(self, loaded: LoadedModel) -> Iterator[str]:
+    def notes(self, model: TrainedModel) -> Iterator[str]:
         yield (
             "Input `images`: fp32 [batch, 3, height, width], resized and normalised as below. "
-            f"Output `{_output(loaded)}`: fp32 [batch, "
-            f"{'classes' if loaded.num_classes else 'channels'}]. Its metadata has the "
+            f"Output `{_output(model)}`: fp32 [batch, "
+            f"{'classes' if model.num_classes else 'channels'}]. Its metadata has the "
             "names of the classes and the preprocessing as JSON."
         )
 
-    def usage(self, loaded: LoadedModel) -> str:
+    def usage(self, model: TrainedModel) -> str:
         return (
             "import onnxruntime\n"
             'session = onnxruntime.InferenceSession("FOLDER/model.onnx")\n'
-            f'{_output(loaded)} = session.run(None, {{"images": images}})[0]\n'
+            f'{_output(model)} = session.run(None, {{"images": images}})[0]\n'
             "metadata = session.get_modelmeta().custom_metadata_map"
         )
 
 
-def _output(loaded: LoadedModel) -> str:
-    return "logits" if loaded.num_classes else "features"
-
-
-def _add_metadata(loaded: LoadedModel, path: Path) -> None:
-    """Names of the classes and the preprocessing, as JSON in the graph itself."""
-    import onnx
-
-    graph = onnx.load(path, load_external_data=False)
-    values = {"preprocessing": asdict(loaded.preprocessing), "classes": loaded.classes}
-    known = {key: json.dumps(value) for key, value in values.items() if value is not None}
-    onnx.helper.set_model_props(graph, known)
-    onnx.save(graph, path)
+def _output(model: TrainedModel) -> str:
+    return "logits" if model.num_classes else "features"
 
 
 class _Logits(nn.Module):

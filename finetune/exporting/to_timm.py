@@ -6,16 +6,15 @@ transformers' Auto classes read the same folder. Source: timm, `models/_hub.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from finetune.exporting.format import Format, save_weights, weights_of
-from finetune.loading.loaded_model import LoadedModel
 from vitscale.distributed.atomic_files import write_json
-from vitscale.evaluation.models.preprocessing import Preprocessing
+from vitscale.evaluation.inference import Preprocessing
+from vitscale.evaluation.trained_model import TrainedModel
 from vitscale.models.timm_model import built_by_timm, pretrained_config
 from vitscale.models.timm_settings import TimmSettings
 
@@ -31,9 +30,9 @@ class TimmFormat(Format):
     library = "timm, and transformers' Auto classes"
     hub_library = "timm"
 
-    def problems(self, loaded: LoadedModel) -> Iterator[str]:
-        settings: Any = loaded.settings
-        arch: Any = loaded.arch
+    def problems(self, model: TrainedModel) -> Iterator[str]:
+        settings: Any = model.settings
+        arch: Any = model.arch
         if isinstance(settings, TimmSettings):
             return
         if settings.pool not in POOLS:
@@ -47,24 +46,24 @@ class TimmFormat(Format):
         if settings.distillation_token and settings.mlp != "gelu":
             yield f"a distillation token beside mlp={settings.mlp}"
 
-    def write(self, loaded: LoadedModel, folder: Path) -> None:
-        save_weights(weights_of(loaded), folder / WEIGHTS_NAME)
-        write_json(folder / CONFIG_NAME, _config(loaded))
+    def write(self, model: TrainedModel, folder: Path) -> None:
+        save_weights(weights_of(model), folder / WEIGHTS_NAME)
+        write_json(folder / CONFIG_NAME, _config(model))
 
     def logits(
-        self, loaded: LoadedModel, folder: Path, images_B3HW: torch.Tensor
+        self, model: TrainedModel, folder: Path, images_B3SS: torch.Tensor
     ) -> torch.Tensor | None:
-        found: torch.Tensor = built_by_timm(folder)(images_B3HW)
+        found: torch.Tensor = built_by_timm(folder)(images_B3SS)
         return found
 
-    def usage(self, loaded: LoadedModel) -> str:
+    def usage(self, model: TrainedModel) -> str:
         return (
             "import timm\n"
             'model = timm.create_model("local-dir:FOLDER", pretrained=True).eval()\n'
             "transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model))"
         )
 
-    def notes(self, loaded: LoadedModel) -> Iterator[str]:
+    def notes(self, model: TrainedModel) -> Iterator[str]:
         yield (
             "**Without `pretrained=True` timm builds the model with random weights, without a "
             "warning.**"
@@ -75,6 +74,7 @@ def timm_preprocessing(preprocessing: Preprocessing) -> dict[str, Any]:
     """In the words of timm's `pretrained_cfg`."""
     squash = preprocessing.eval_resize == "squash"
     return {
+        "input_size": [3, preprocessing.image_size, preprocessing.image_size],
         "mean": list(preprocessing.mean),
         "std": list(preprocessing.std),
         "interpolation": INTERPOLATIONS[preprocessing.eval_interpolation],
@@ -83,50 +83,42 @@ def timm_preprocessing(preprocessing: Preprocessing) -> dict[str, Any]:
     }
 
 
-def _config(loaded: LoadedModel) -> dict[str, Any]:
-    built = _function(loaded.settings, loaded.arch)
-    config: dict[str, Any] = {
-        "architecture": built.name,
-        "num_classes": loaded.num_classes,
-        "num_features": loaded.network.num_features,
-        "model_args": built.arguments,
-        "pretrained_cfg": {
-            "input_size": [3, *(2 * [loaded.preprocessing.image_size])],
-            "fixed_input_size": built.fixed_input_size,
-            "num_classes": loaded.num_classes,
-            "first_conv": built.first_conv,
-            "classifier": built.classifier,
-            **timm_preprocessing(loaded.preprocessing),
-        },
-    }
-    if loaded.classes is not None:
-        config["label_names"] = list(loaded.classes)
-    return config
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Function:
-    """How `timm.create_model` builds a model."""
-
-    name: str
-    arguments: dict[str, Any]
-    first_conv: str
-    classifier: str | list[str]
-    fixed_input_size: bool = True
-    """Whether the model is built for one image size."""
-
-
-def _function(settings: Any, arch: Any) -> _Function:
+def _config(model: TrainedModel) -> dict[str, Any]:
+    settings, arch = model.settings, model.arch
     if isinstance(settings, TimmSettings):
-        config: Any = pretrained_config(settings.model)
-        size = {"img_size": arch.image_size} if config.fixed_input_size else {}
-        return _Function(
-            name=settings.model.partition(".")[0],
-            arguments={**size, **settings.arguments},
-            first_conv=config.first_conv,
-            classifier=config.classifier,
-            fixed_input_size=config.fixed_input_size,
-        )
+        theirs: Any = pretrained_config(settings.model)
+        size = {"img_size": arch.image_size} if theirs.fixed_input_size else {}
+        name, arguments = settings.model.partition(".")[0], {**size, **settings.arguments}
+        layers = {
+            "fixed_input_size": theirs.fixed_input_size,
+            "first_conv": theirs.first_conv,
+            "classifier": theirs.classifier,
+        }
+    else:
+        name, arguments = _vit(settings, arch)
+        has_two = "deit" in name
+        layers = {
+            "fixed_input_size": True,
+            "first_conv": "patch_embed.proj",
+            "classifier": ["head", "head_dist"] if has_two else "head",
+        }
+    names = {} if model.classes is None else {"label_names": list(model.classes)}
+    return {
+        "architecture": name,
+        "num_classes": model.num_classes,
+        "num_features": model.network.num_features,
+        "model_args": arguments,
+        "pretrained_cfg": {
+            "num_classes": model.num_classes,
+            **layers,
+            **timm_preprocessing(model.preprocessing),
+        },
+        **names,
+    }
+
+
+def _vit(settings: Any, arch: Any) -> tuple[str, dict[str, Any]]:
+    """A function of timm, whose own sizes are replaced by the arguments."""
     is_gated = arch.mlp == "swiglu"
     arguments: dict[str, Any] = {
         "img_size": arch.image_size,
@@ -145,15 +137,6 @@ def _function(settings: Any, arch: Any) -> _Function:
         "fc_norm": arch.pool_norm,
         "final_norm": True,
     }
-    # The functions' own sizes are replaced by the arguments.
-    name = "vit_base_patch16_224"
     if arch.distillation_token:
-        name = "deit_base_distilled_patch16_224"
-    elif is_gated:
-        name = "vit_giant_patch14_dinov2"
-    return _Function(
-        name=name,
-        arguments=arguments,
-        first_conv="patch_embed.proj",
-        classifier=["head", "head_dist"] if arch.distillation_token else "head",
-    )
+        return "deit_base_distilled_patch16_224", arguments
+    return "vit_giant_patch14_dinov2" if is_gated else "vit_base_patch16_224", arguments

@@ -1,23 +1,40 @@
-"""Read the attention of every layer and head, one matrix at a time.
+"""Read the attention of every layer and head; draw its mean distance and its rollout.
 
 Attention is computed again from the input of each attention module, since fused attention never
 materialises it. A head is reduced before the next one is computed, so that a layer takes the memory
 of one head.
 
-Shapes: B images, T tokens (prefix tokens first), L patches, H heads, E channels of a head.
+Distance: Dosovitskiy et al. 2021, figure 7 (right) and appendix D.7. The paper leaves the class
+token open: here attention of and to prefix tokens is left out, and rows are divided by their sums.
+Rollout: Abnar and Zuidema 2020; Dosovitskiy et al. 2021, figure 6 and appendix D.8.
+
+Shapes: B images, T tokens (prefix tokens first), L patches, R and C rows and columns of patches, N
+layers, H heads, E channels of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
-from vitscale.evaluation.models.inference import InferenceModel
+from finetune.inspection.visualized import Visualized
+from vitscale.evaluation.inference import InferenceModel
+from vitscale.images.sheet import caption
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Consume = Callable[[int, int, torch.Tensor], None]
+# The attention distance is averaged over so many, as in the ViT paper.
+MEASURED_IMAGES = 128
+RESIDUAL = 0.5  # weight of the identity, which stands for the residual connection
+OPACITY = 0.65
+MAX_SIDE = 320  # px of an image in the sheet
 
 
 def attention_modules(network: nn.Module) -> list[Any]:
@@ -74,3 +91,197 @@ def patch_attention(p_BTT: torch.Tensor, *, num_prefix_tokens: int) -> torch.Ten
     sums_BL1 = p_BLL.sum(dim=-1, keepdim=True)
     uniform = 1 / p_BLL.shape[-1]
     return torch.where(sums_BL1 > 0, p_BLL / sums_BL1, torch.full_like(p_BLL, uniform))
+
+
+# ---- distance -----------------------------------------------------------------------------------
+
+
+def patch_distances(grid: tuple[int, int], *, stride: int) -> torch.Tensor:
+    """Distances between the centres of all patches in pixels, fp32 [L, L]."""
+    rows, columns = (torch.arange(each, dtype=torch.float32) * stride for each in grid)
+    centres_L2 = torch.cartesian_prod(rows, columns)
+    # Not by a matrix product, which loses digits of small distances.
+    return torch.cdist(centres_L2, centres_L2, compute_mode="donot_use_mm_for_euclid_dist")
+
+
+def mean_distance(p_BLL: torch.Tensor, distances_LL: torch.Tensor) -> torch.Tensor:
+    """Mean over the queries of the distances weighted by attention, fp64 [B]."""
+    return torch.einsum("bqk,qk->bq", p_BLL, distances_LL).double().mean(dim=1)
+
+
+def head_distances(
+    model: InferenceModel,
+    batches: Iterable[torch.Tensor],
+    *,
+    grid: tuple[int, int],
+    stride: int,
+    num_prefix_tokens: int,
+) -> torch.Tensor:
+    """Mean distance of each head over all images, in pixels: fp64 [N, H], on the CPU.
+
+    batches: uint8 images [B, 3, S, S] on the CPU.
+    """
+    modules, device = attention_modules(model.network), model.world.device
+    distances_LL = patch_distances(grid, stride=stride).to(device)
+    sums_NH = torch.zeros(len(modules), modules[0].num_heads, dtype=torch.float64)
+    num_images = 0
+
+    def add(layer: int, head: int, p_BTT: torch.Tensor) -> None:
+        p_BLL = patch_attention(p_BTT, num_prefix_tokens=num_prefix_tokens)
+        sums_NH[layer, head] += float(mean_distance(p_BLL, distances_LL).sum())
+
+    for images_B3SS in batches:
+        read_attention(model, images_B3SS.to(device), add)
+        num_images += len(images_B3SS)
+    return sums_NH / max(1, num_images)
+
+
+def draw_distance(subject: Visualized) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    arch = subject.vit
+    grid, stride = arch.grid, arch.patch_size
+    batches = [0]
+
+    def pixels() -> Iterable[torch.Tensor]:
+        for batch in subject.images.spaced(MEASURED_IMAGES, batch=subject.attention_batch):
+            batches[0] += len(batch)
+            yield batch.pixels_B3SS
+
+    distances_NH = head_distances(
+        subject.model,
+        pixels(),
+        grid=grid,
+        stride=stride,
+        num_prefix_tokens=arch.num_prefix_tokens,
+    )
+    depth, num_heads = distances_NH.shape
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    axes = figure.add_subplot()
+    for head in range(num_heads):
+        axes.plot(range(depth), distances_NH[:, head], "o", markersize=5, alpha=0.8, zorder=2)
+    uniform = float(patch_distances(grid, stride=stride).mean())
+    label = f"uniform attention: {uniform:.1f} px"
+    axes.axhline(uniform, color="grey", linewidth=1, linestyle=(0, (4, 3)), zorder=1, label=label)
+    axes.legend(loc="lower right", frameon=False, fontsize=8)
+    axes.set_ylim(0, max(1.12 * uniform, 1.05 * float(distances_NH.max())))
+    axes.set_xlim(-0.5, depth - 0.5)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_xlabel("Network depth (layer)")
+    axes.set_ylabel("Mean attention distance (pixels)")
+    axes.spines[["top", "right"]].set_visible(False)
+    text = (
+        f"Attention distance of {num_heads} heads, one dot each; mean over {batches[0]} images "
+        f"of {arch.image_size} px"
+    )
+    figure.suptitle(f"{subject.name}\n{text}", fontsize=9, parse_math=False)
+    return figure
+
+
+# ---- rollout ------------------------------------------------------------------------------------
+
+
+class Rollout:
+    """The product of the layers' attention, later ones on the left; one [T, T] for each image."""
+
+    def __init__(self) -> None:
+        self.product_BTT: torch.Tensor | None = None
+
+    def add(self, mean_BTT: torch.Tensor) -> None:
+        """The next layer, averaged over its heads; overwritten."""
+        mixed_BTT = mean_BTT.mul_(1 - RESIDUAL)
+        mixed_BTT.diagonal(dim1=1, dim2=2).add_(RESIDUAL)
+        mixed_BTT /= mixed_BTT.sum(dim=-1, keepdim=True)
+        before = self.product_BTT
+        self.product_BTT = mixed_BTT if before is None else torch.bmm(mixed_BTT, before)
+
+
+@torch.no_grad()
+def attention_rollout(model: InferenceModel, images_B3SS: torch.Tensor) -> torch.Tensor:
+    """How much each output token draws on each input token: fp32 [B, T, T], rows of sum 1.
+
+    images: uint8 on the model's device. Layer by layer: no other matrix is kept.
+    """
+    rollout = Rollout()
+    num_heads = [each.num_heads for each in attention_modules(model.network)]
+    sums: list[torch.Tensor] = []
+
+    def add(layer: int, head: int, p_BTT: torch.Tensor) -> None:
+        if head == 0:
+            sums.append(p_BTT)
+        else:
+            sums[0] += p_BTT
+        if head == num_heads[layer] - 1:
+            rollout.add(sums.pop() / num_heads[layer])
+
+    read_attention(model, images_B3SS, add)
+    assert rollout.product_BTT is not None
+    return rollout.product_BTT
+
+
+def patch_weights(
+    rollout_BTT: torch.Tensor, *, num_prefix_tokens: int, grid: tuple[int, int], pooled: bool
+) -> torch.Tensor:
+    """Weight of each patch over the largest one: [B, R, C].
+
+    From the row of the class token, which is the first; pooled: from the mean of the patches' rows.
+    """
+    rows_BXT = rollout_BTT[:, num_prefix_tokens:] if pooled else rollout_BTT[:, :1]
+    weights_BL = rows_BXT.mean(dim=1)[:, num_prefix_tokens:]
+    return (weights_BL / weights_BL.amax(dim=1, keepdim=True)).unflatten(1, grid)
+
+
+def draw_rollout(subject: Visualized) -> Figure:
+    from matplotlib.figure import Figure
+
+    arch = subject.vit
+    sheet = subject.images.sheet(subject.run.num_images)
+    is_pooled = arch.pool != "cls"
+    weights_BRC = torch.cat(
+        [
+            patch_weights(
+                attention_rollout(subject.model, some_B3SS.to(subject.device)),
+                num_prefix_tokens=arch.num_prefix_tokens,
+                grid=arch.grid,
+                pooled=is_pooled,
+            ).cpu()
+            for some_B3SS in sheet.pixels_B3SS.split(subject.attention_batch)
+        ]
+    )
+    count = len(sheet)
+    figure = Figure(figsize=(count * 1.5 + 1.4, 5.3), layout="constrained")
+    axes = figure.subplots(3, count, squeeze=False)
+    for column, (image_3SS, weights_RC) in enumerate(
+        zip(sheet.pixels_B3SS, weights_BRC, strict=True)
+    ):
+        weights_HW = F.interpolate(
+            weights_RC[None, None], size=image_3SS.shape[1:], mode="bilinear", align_corners=False
+        )[0, 0].numpy()
+        pixels_HW3 = image_3SS.permute(1, 2, 0).numpy()
+        skip = max(1, pixels_HW3.shape[0] // MAX_SIDE)
+        pixels_HW3, weights_HW = pixels_HW3[::skip, ::skip], weights_HW[::skip, ::skip]
+        grey_HW = pixels_HW3.mean(axis=2)
+        axes[0, column].imshow(pixels_HW3)
+        axes[0, column].set_title(
+            caption(sheet.titles[column], width=14), fontsize=9, parse_math=False
+        )
+        axes[1, column].imshow(grey_HW, cmap="gray", vmin=0, vmax=255)
+        heat = axes[1, column].imshow(weights_HW, cmap="inferno", vmin=0, vmax=1, alpha=OPACITY)
+        masked_HW3 = pixels_HW3 * weights_HW[:, :, None]
+        axes[2, column].imshow(masked_HW3.round().astype(np.uint8))
+    for row, title in enumerate(("image", "rollout", "image × rollout")):
+        axes[row, 0].set_ylabel(title, fontsize=9)
+    for each in axes.flat:
+        each.set_xticks([])
+        each.set_yticks([])
+        each.spines[:].set_visible(False)
+    bar = figure.colorbar(heat, ax=axes[1, :].tolist(), shrink=0.9, pad=0.01)
+    bar.set_label("weight / largest", fontsize=8)
+    if bar.solids is not None:
+        bar.solids.set_alpha(1)
+    depth = len(attention_modules(subject.model.network))
+    source = "the mean of all patches" if is_pooled else "the class token"
+    text = f"Attention rollout: what {source} draws on, through all {depth} layers"
+    figure.suptitle(f"{subject.name}\n{text}", fontsize=9, parse_math=False)
+    return figure

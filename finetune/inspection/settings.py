@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from finetune.inspection.registry import PICTURES
 from finetune.loading.settings import ModelRun
 from vitscale.data.settings import RemoteSettings
 from vitscale.data.urls import is_url, url_problem
 
+# Needs images, or the weights alone.
+PICTURES = {
+    "patch_filters": False,
+    "position_similarity": False,
+    "attention_distance": True,
+    "attention_rollout": True,
+}
 if TYPE_CHECKING:
     PictureName = str
 else:
@@ -23,11 +29,9 @@ class VisualizeRun(ModelRun):
 
     stage: Literal["visualize"] = "visualize"
     """Which script runs this file: finetune/visualize.py."""
-    name: str = "visualize"
-    """Folder of the pictures under runs/, for a model that is no run."""
     output: str | None = None
     """Folder of the pictures; null: pictures/ in the run folder that `init` is in, else
-    runs/NAME/pictures."""
+    runs/visualize/pictures."""
     pictures: tuple[PictureName, ...] = Field(default=(), strict=False)
     """The pictures to draw; empty: all that the model has."""
     images: tuple[str, ...] = Field(default=(), strict=False)
@@ -37,8 +41,6 @@ class VisualizeRun(ModelRun):
     """Split of the shards that `images` are taken from; null: the run's validation split."""
     num_images: int = Field(default=8, gt=0, le=32)
     """Images in a sheet, evenly spaced over `images`."""
-    num_measured_images: int = Field(default=128, gt=0)
-    """Images that the attention distance is averaged over; 128 in the ViT paper, appendix D.7."""
     remote: RemoteSettings = RemoteSettings()
     mlflow: bool = True
     """Upload the pictures to the MLflow run of the run folder that `init` is in."""

@@ -69,3 +69,15 @@ class ModelRun(Run):
     """How learned position embeddings are resampled to the new grid; see docs/recipes.md."""
     compute: DeviceSettings = DeviceSettings()
     """Device, precision and batch."""
+
+    def source(self) -> dict[str, Any]:
+        """Arguments of `open_model`."""
+        return {
+            "init": self.init,
+            "weights": self.init_weights,
+            "grid": self.init_grid,
+            "model": self.model,
+            "preprocessing": self.preprocessing.chosen(),
+            "image_size": self.image_size,
+            "position_embedding": self.position_embedding,
+        }

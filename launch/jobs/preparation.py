@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 
-from finetune.inference.settings import EvaluateRun
+from finetune.evaluating.settings import EvaluateRun
 from finetune.run import FinetuneRun
 from launch.jobs.job import StageJob, stage_job
 from launch.jobs.queue import NoAnswerError, already_queued, depending_on, jobs_of, submitted_ids
@@ -235,9 +235,7 @@ def _prepared_files(folder: Path) -> Iterator[Path]:
 def make_private(folder: Path) -> None:
     """Create the folder for this user alone. Raises UserError if another user owns it."""
     try:
-        # `mode` is that of the last folder alone.
-        for each in (folder.parent, folder):
-            each.mkdir(parents=True, mode=0o700, exist_ok=True)
+        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
         status = folder.stat()
         if status.st_uid != os.getuid():
             raise UserError(

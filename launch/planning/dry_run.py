@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from finetune.inference.settings import EvaluateRun
+from finetune.evaluating.settings import EvaluateRun
 from finetune.run import FinetuneRun
 from launch.jobs.preparation import LaunchableRun, job_folder, run_name
 from launch.jobs.snapshot import planned_folder

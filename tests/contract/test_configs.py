@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from finetune.evaluating.settings import EvaluateRun
 from finetune.exporting.settings import ExportRun
-from finetune.inference.prediction.settings import PredictRun
-from finetune.inference.settings import EvaluateRun
 from finetune.inspection.settings import VisualizeRun
+from finetune.predicting.settings import PredictRun
 from finetune.run import FinetuneRun
 from launch.chains.settings import ChainRun
 from pretrain.run import PretrainRun

@@ -52,8 +52,8 @@ NEIGHBOURS = {
 RUN_TYPES = {
     "finetune.run",
     "finetune.exporting.settings",
-    "finetune.inference.settings",
-    "finetune.inference.prediction.settings",
+    "finetune.evaluating.settings",
+    "finetune.predicting.settings",
     "finetune.inspection.settings",
     "pretrain.run",
 }

@@ -36,7 +36,7 @@ OWNERS: dict[str, set[str]] = {
 # Entries of registries, whose settings need no torch, and checkpoint folders, which are listed
 # without it; their methods need it. Of these only imports at module level count.
 LAZY = (
-    "finetune.objectives.registry",
+    "finetune.objectives",
     "pretrain.objectives.",
     "vitscale.evaluation.",
     "vitscale.training.",

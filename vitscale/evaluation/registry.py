@@ -5,21 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vitscale.config.section import choice_of
-from vitscale.evaluation.interface.evaluation import Evaluation, EvaluationSettingsBase
-from vitscale.evaluation.logits.calibration import Calibration
-from vitscale.evaluation.logits.classification import Classification
-from vitscale.evaluation.logits.confusion import Confusion
-from vitscale.evaluation.logits.per_class import PerClass
-from vitscale.evaluation.logits.real_labels import RealLabels
-from vitscale.evaluation.logits.subset import Subset
-from vitscale.evaluation.probes.few_shot import FewShot
-from vitscale.evaluation.probes.knn import Knn
-from vitscale.evaluation.probes.linear_heads import LinearHeads
+from vitscale.evaluation.classification import Classification
+from vitscale.evaluation.confusion import Confusion
+from vitscale.evaluation.evaluation import Evaluation, EvaluationSettingsBase
+from vitscale.evaluation.few_shot import FewShot
+from vitscale.evaluation.knn import Knn
+from vitscale.evaluation.linear_heads import LinearHeads
+from vitscale.evaluation.real_labels import RealLabels
+from vitscale.evaluation.subset import Subset
 
 EVALUATIONS: dict[str, type[Evaluation]] = {
     "classification": Classification,
-    "per_class": PerClass,
-    "calibration": Calibration,
     "confusion": Confusion,
     "real_labels": RealLabels,
     "subset": Subset,

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from vitscale.engine.engine import Engine
-from vitscale.evaluation.interface.evaluation import EvaluationSettingsBase, Subject
-from vitscale.evaluation.interface.one_pass import results
+from vitscale.evaluation.evaluation import EvaluationSettingsBase, Subject, results
 from vitscale.evaluation.registry import EVALUATIONS
 
 

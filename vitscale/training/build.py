@@ -24,7 +24,7 @@ from vitscale.engine.configuration import deepspeed_config, resolve_compile, res
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
 from vitscale.engine.probe import check_nan_is_skipped
-from vitscale.evaluation.interface.evaluation import FILES, Subject
+from vitscale.evaluation.evaluation import FILES, Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import MODELS

@@ -29,7 +29,7 @@ from vitscale.distributed.random_numbers import stream_key
 from vitscale.distributed.world import World
 from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
-from vitscale.evaluation.interface.evaluation import FILES
+from vitscale.evaluation.evaluation import FILES
 from vitscale.evaluation.schedule import ScheduledEvaluations
 from vitscale.models.interface.architecture import Architecture
 from vitscale.optim.schedules import learning_rate

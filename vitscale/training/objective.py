@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vitscale.config.errors import UserError
 from vitscale.config.section import NamedSection
-from vitscale.evaluation.interface.evaluation import EvaluationSettingsBase
-from vitscale.evaluation.logits.classification import ClassificationSettings
+from vitscale.evaluation.classification import ClassificationSettings
+from vitscale.evaluation.evaluation import EvaluationSettingsBase
 from vitscale.evaluation.registry import EVALUATIONS
 from vitscale.models.registry import costs_of
 

@@ -30,7 +30,7 @@ from vitscale.distributed.world import (
 )
 from vitscale.engine.engine import Engine
 from vitscale.engine.settings import EngineSettings
-from vitscale.evaluation.models.trained_model import CLASSES_NAME
+from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.decoders import resolve_decoder
 from vitscale.models.interface.architecture import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan

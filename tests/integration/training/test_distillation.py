@@ -14,7 +14,6 @@ from tests.support.ranks.fault_runs import FaultRuns, wait_all
 from tests.support.ranks.rank_processes import ROOT
 from tests.support.ranks.run_states import journal_rows
 from vitscale.checkpoint.folders import newest_checkpoint
-from vitscale.evaluation.models.trained_model import starting_weights
 from vitscale.training.distillation.settings import TeacherSettings
 from vitscale.training.distillation.teacher import Teacher, open_teacher
 
@@ -83,7 +82,7 @@ def test_the_teacher_is_the_runs_averaged_model(teacher: Path) -> None:
     found = opened(teacher)
     checkpoint, _ = newest_checkpoint(teacher / "checkpoints")
     assert checkpoint is not None
-    weights = starting_weights(checkpoint, "ema")
+    weights = checkpoint.tensors(prefix="ema.")
     state = found.model.state_dict()
     assert state.keys() == weights.keys()
     assert all(torch.equal(state[name], weights[name]) for name in state)

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.distributed
 
 REL = 1e-5
 EVALUATIONS = (
-    "[{name: classification}, {name: calibration}, {name: per_class}, {name: confusion}, "
+    "[{name: classification}, {name: confusion}, "
     "{name: knn, k: 5}, {name: few_shot, shots: [2], num_draws: 2}]"
 )
 FORMATS = {
@@ -145,7 +145,7 @@ def test_exports_predict_as_the_run_does(scripts: Scripts, from_npz: Run) -> Non
 
 def test_pictures_are_drawn(scripts: Scripts, from_npz: Run) -> None:
     names = f"pictures=[{', '.join(PICTURES)}]"
-    more = ("num_images=4", "num_measured_images=12", "compute.device=cpu", "mlflow=false")
+    more = ("num_images=4", "compute.device=cpu", "mlflow=false")
     scripts.run("visualize", f"init={from_npz[0]}", names, *more)
     output = scripts.folder / "pictures"
     words = (f"init={NPZ}", f"output={output}", "pictures=[attention_rollout]")

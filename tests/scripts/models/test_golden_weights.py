@@ -18,10 +18,10 @@ from torch import nn
 
 from finetune.exporting.folder import write_folder
 from finetune.exporting.settings import ExportRun
-from finetune.loading.loaded_model import load_model
 from finetune.loading.settings import ModelRun
 from tests.support.engine.numpy_vit import vit_logits
 from tests.support.golden import Golden
+from vitscale.evaluation.trained_model import open_model
 
 WIDTH, HEADS, MLP, SIZE, PATCH = 16, 2, 32, 8, 4
 CLASSES = ["cat", "dog", "eel"]
@@ -110,7 +110,7 @@ def write_google(folder: Path) -> None:
 def write_own(folder: Path) -> None:
     """Our export of the weights in `timm`; the logits are NumPy's."""
     run = ExportRun(init=str(folder.with_name("timm")), to="safetensors", output=str(folder))
-    loaded = load_model(run)
+    loaded = open_model(**run.source())
     list(write_folder(run, loaded))
     (folder / "README.md").unlink()  # the card
     weights = {name: value.numpy() for name, value in loaded.network.state_dict().items()}
@@ -138,7 +138,7 @@ def test_logits_of_stored_weights(golden: Golden, kind: str) -> None:
     folder = golden.folder(f"weights/{kind}", make)
     expected = json.loads((folder / "expected.json").read_text())
     path = folder / "model.npz"
-    loaded = load_model(ModelRun(init=str(path if path.exists() else folder)))
+    loaded = open_model(**ModelRun(init=str(path if path.exists() else folder)).source())
     with torch.no_grad():
         logits = loaded.network(fixed_images()).numpy()
     assert np.abs(logits - np.array(expected["logits"])).max() < 1e-5

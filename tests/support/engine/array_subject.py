@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from vitscale.distributed.world import World
-from vitscale.evaluation.interface.evaluation import Outputs, Subject
+from vitscale.evaluation.evaluation import Outputs, Subject
 
 WORLD = World(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"))
 

@@ -14,7 +14,7 @@ import torch
 from vitscale.data.index import SplitIndex
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
-from vitscale.evaluation.interface.evaluation import Output, Outputs, Subject
+from vitscale.evaluation.evaluation import Output, Outputs, Subject
 
 
 def split_of(

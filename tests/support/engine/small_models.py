@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from finetune.loading.loaded_model import LoadedModel
-from vitscale.evaluation.models.preprocessing import Preprocessing
+from vitscale.evaluation.inference import Preprocessing
+from vitscale.evaluation.trained_model import TrainedModel
 from vitscale.models.registry import MODELS
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -30,7 +30,7 @@ def small_model(
     preprocessing: dict[str, Any] | None = None,
     classes: tuple[str, ...] | None = None,
     **settings: Any,
-) -> LoadedModel:
+) -> TrainedModel:
     """settings: values of `model`."""
     chosen: Any = MODELS[family].Settings(**{**SIZES[family], **settings})
     assert not list(chosen.problems())
@@ -41,13 +41,11 @@ def small_model(
         for parameter in network.parameters():
             # Initial values are 0 and 1 in many places, where an exchange would not show.
             parameter += 0.2 * torch.randn(parameter.shape, generator=random)
-    return LoadedModel(
+    return TrainedModel(
         network=network,
         settings=chosen,
         arch=arch,
         preprocessing=Preprocessing(image_size=arch.image_size, **(preprocessing or {})),
         classes=classes,
         source=f"a small {family}",
-        trained=None,
-        step=None,
     )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from vitscale.distributed.world import World
-from vitscale.evaluation.models.inference import InferenceModel
+from vitscale.evaluation.inference import InferenceModel
 from vitscale.models.vit.model import build_model
 from vitscale.models.vit.settings import ViTSettings
 

@@ -35,7 +35,7 @@ WARMED = (
     "numpy",
     "torch",
     "vitscale.training.session",
-    "vitscale.evaluation.logits.classification",
+    "vitscale.evaluation.classification",
     "vitscale.models.vit.model",
     "vitscale.training.supervised",
 )

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.exporting.folder import check_packages, write_folder
-from finetune.exporting.registry import EXPORTS
+from finetune.exporting.folder import EXPORTS, check_packages, write_folder
 from finetune.exporting.settings import ExportRun
-from finetune.exporting.to_safetensors import SafetensorsFormat
+from finetune.exporting.to_vitscale import SafetensorsFormat
 from tests.support.engine.small_models import small_model
 from vitscale.config.errors import UserError
 

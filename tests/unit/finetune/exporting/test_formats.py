@@ -11,13 +11,12 @@ import pytest
 import timm
 import torch
 
-from finetune.exporting.folder import write_folder
-from finetune.exporting.registry import EXPORTS
+from finetune.exporting.folder import EXPORTS, write_folder
 from finetune.exporting.settings import ExportRun
-from finetune.loading.loaded_model import LoadedModel, load_model
 from tests.support.engine.numpy_vit import vit_logits
 from tests.support.engine.small_models import small_model
 from vitscale.config.errors import UserError
+from vitscale.evaluation.trained_model import TrainedModel, open_model
 from vitscale.models.weights.reading import read_external_weights
 
 GELUS = ("tanh", "erf")
@@ -36,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def export(loaded: LoadedModel, to: str, folder: Path) -> Path:
+def export(loaded: TrainedModel, to: str, folder: Path) -> Path:
     run = ExportRun(init="x", to=to, output=str(folder))  # type: ignore[arg-type]  # any format
     list(write_folder(run, loaded))
     return folder
@@ -46,7 +45,7 @@ def images() -> torch.Tensor:
     return torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(2))
 
 
-def expected(loaded: LoadedModel, images_B3HW: torch.Tensor) -> np.ndarray:
+def expected(loaded: TrainedModel, images_B3HW: torch.Tensor) -> np.ndarray:
     settings: Any = loaded.settings
     weights = {name: value.numpy() for name, value in loaded.network.state_dict().items()}
     if "pos_embed" not in weights:
@@ -61,7 +60,7 @@ def expected(loaded: LoadedModel, images_B3HW: torch.Tensor) -> np.ndarray:
     )
 
 
-def difference(found: torch.Tensor, loaded: LoadedModel, images_B3HW: torch.Tensor) -> float:
+def difference(found: torch.Tensor, loaded: TrainedModel, images_B3HW: torch.Tensor) -> float:
     return float(np.abs(found.detach().numpy() - expected(loaded, images_B3HW)).max())
 
 
@@ -177,7 +176,7 @@ def test_exported_folders_are_loaded_by_init(tmp_path: Path, to: str) -> None:
     finally:
         os.umask(umask)
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
-    found = load_model(ExportRun(init=str(folder), to="timm", output="x"))
+    found = open_model(**ExportRun(init=str(folder), to="timm", output="x").source())
     assert (found.arch, found.preprocessing, found.classes) == (
         loaded.arch,
         loaded.preprocessing,
@@ -186,4 +185,4 @@ def test_exported_folders_are_loaded_by_init(tmp_path: Path, to: str) -> None:
     assert difference(found.network(images()), loaded, images()) < 1e-4
     (folder / f"model.{to}").unlink()
     with pytest.raises(UserError, match="but no weights"):
-        load_model(ExportRun(init=str(folder), to="timm", output="x"))
+        open_model(**ExportRun(init=str(folder), to="timm", output="x").source())

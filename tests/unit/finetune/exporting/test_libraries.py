@@ -12,9 +12,9 @@ import torch
 
 from finetune.exporting.folder import write_folder
 from finetune.exporting.settings import ExportRun
-from finetune.loading.loaded_model import LoadedModel, load_model
 from tests.support.engine.numpy_vit import vit_logits
 from tests.support.engine.small_models import small_model
+from vitscale.evaluation.trained_model import TrainedModel, open_model
 
 pytestmark = pytest.mark.slow
 
@@ -38,12 +38,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def images(loaded: LoadedModel) -> torch.Tensor:
+def images(loaded: TrainedModel) -> torch.Tensor:
     size = loaded.arch.image_size
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(2))
 
 
-def reference(loaded: LoadedModel) -> np.ndarray:
+def reference(loaded: TrainedModel) -> np.ndarray:
     settings: Any = loaded.settings
     return vit_logits(
         {name: value.numpy() for name, value in loaded.network.state_dict().items()},
@@ -71,7 +71,7 @@ def test_transformers_gives_equal_logits(tmp_path: Path, kind: str) -> None:
     with torch.no_grad():
         found = model.eval()(pixel_values=images(loaded)).logits.numpy()
     assert np.abs(found - reference(loaded)).max() < 1e-4
-    again = load_model(ExportRun(init=str(tmp_path / "out"), to="npz", output="x"))
+    again = open_model(**ExportRun(init=str(tmp_path / "out"), to="npz", output="x").source())
     with torch.no_grad():
         read = again.network(images(loaded)).numpy()
     assert np.abs(read - reference(loaded)).max() < 1e-4

@@ -1,4 +1,4 @@
-"""Attention read layer by layer equals softmax(qk) by hand, and what timm extracts."""
+"""Attention read layer by layer equals softmax(qk) by hand; its distance and rollout are known."""
 
 from __future__ import annotations
 
@@ -12,9 +12,15 @@ from timm.utils import AttentionExtract
 from torch import nn
 
 from finetune.inspection.attention import (
+    Rollout,
     attention_by_head,
     attention_modules,
+    attention_rollout,
+    head_distances,
+    mean_distance,
     patch_attention,
+    patch_distances,
+    patch_weights,
     read_attention,
 )
 from tests.support.engine.vit_models import inference_model, random_images
@@ -82,7 +88,7 @@ def test_a_pass_takes_the_memory_of_one_head() -> None:
     peak = peak_mib(
         imports="""
 import torch
-from finetune.inspection.pictures.attention_rollout import attention_rollout
+from finetune.inspection.attention import attention_rollout
 from tests.support.engine.vit_models import inference_model, random_images
 torch.set_num_threads(1)
 model = inference_model(image_size=512, patch_size=16, width=64, num_heads=16, depth=6)
@@ -92,3 +98,72 @@ attention_rollout(inference_model(), random_images(1))
         work="attention_rollout(model, images)",
     )
     assert peak < 110
+
+
+def test_identity_attention_has_distance_zero() -> None:
+    distances = patch_distances((3, 4), stride=16)
+    assert mean_distance(torch.eye(12)[None], distances).tolist() == [0.0]
+
+
+def test_uniform_attention_has_the_mean_pairwise_distance() -> None:
+    """116.49 px: 14 x 14 patches of 16 px, pairs of a patch with itself included."""
+    distances = patch_distances((14, 14), stride=16)
+    uniform = torch.full((2, 196, 196), 1 / 196)
+    places = [(16 * row, 16 * column) for row in range(14) for column in range(14)]
+    pairs = [math.dist(one, other) for one in places for other in places]
+    expected = sum(pairs) / len(pairs)
+    assert expected == pytest.approx(116.49, abs=0.005)
+    assert mean_distance(uniform, distances).tolist() == pytest.approx([expected] * 2, rel=1e-6)
+
+
+def test_heads_of_a_model_equal_a_slow_loop() -> None:
+    """Batches of different sizes; a class token and registers; grids count rows first."""
+    model = inference_model(depth=2, num_registers=2)
+    images = random_images(3)
+    found = head_distances(
+        model, [images[:2], images[2:]], grid=(4, 4), stride=4, num_prefix_tokens=3
+    )
+    maps = {}
+    read_attention(model, images, lambda layer, head, p: maps.update({(layer, head): p.clone()}))
+    places = [(4 * row, 4 * column) for row in range(4) for column in range(4)]
+    for (layer, head), p_BTT in maps.items():
+        total = 0.0
+        for rows in p_BTT[:, 3:, 3:].double():
+            for place, row in zip(places, rows, strict=True):
+                weighted = sum(
+                    float(weight) * math.dist(place, other)
+                    for weight, other in zip(row, places, strict=True)
+                )
+                total += weighted / float(row.sum()) / (3 * 16)
+        assert float(found[layer, head]) == pytest.approx(total, rel=1e-5)
+
+
+def test_rollout_of_identity_layers_is_the_identity() -> None:
+    rollout = Rollout()
+    for _ in range(3):
+        rollout.add(torch.eye(5).repeat(2, 1, 1))
+    assert rollout.product_BTT is not None
+    assert torch.equal(rollout.product_BTT, torch.eye(5).repeat(2, 1, 1))
+
+
+def test_rollout_is_the_product_of_all_layers() -> None:
+    """Later layers on the left, of the mean of heads, half of it the identity."""
+    model, images = inference_model(depth=3), random_images(2)
+    maps: dict[int, list[torch.Tensor]] = {}
+    read_attention(model, images, lambda layer, _, p: maps.setdefault(layer, []).append(p.clone()))
+    expected = torch.eye(17, dtype=torch.float64).expand(2, -1, -1)
+    for layer in range(3):
+        mixed = 0.5 * torch.stack(maps[layer]).double().mean(dim=0) + 0.5 * torch.eye(17)
+        expected = (mixed / mixed.sum(dim=-1, keepdim=True)) @ expected
+    found = attention_rollout(model, images)
+    torch.testing.assert_close(found, expected.float(), atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found.sum(dim=-1), torch.ones(2, 17))
+
+
+def test_weights_are_the_class_tokens_row_or_the_mean_of_patches() -> None:
+    rollout = torch.tensor([[[0.4, 0.2, 0.4], [0.2, 0.5, 0.3], [0.0, 0.1, 0.9]]])
+    options = {"num_prefix_tokens": 1, "grid": (1, 2)}
+    of_class = patch_weights(rollout, pooled=False, **options)  # type: ignore[arg-type]  # as named
+    torch.testing.assert_close(of_class, torch.tensor([[[0.5, 1.0]]]))
+    of_patches = patch_weights(rollout, pooled=True, **options)  # type: ignore[arg-type]  # as named
+    torch.testing.assert_close(of_patches, torch.tensor([[[0.5, 1.0]]]))

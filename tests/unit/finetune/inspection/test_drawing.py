@@ -10,9 +10,8 @@ import pytest
 from PIL import Image
 from safetensors.torch import save_file
 
-from finetune.inspection.drawing import draw_pictures
-from finetune.inspection.registry import PICTURES
-from finetune.inspection.settings import VisualizeRun
+from finetune.inspection.run import draw_pictures
+from finetune.inspection.settings import PICTURES, VisualizeRun
 from tests.contract.tree import ROOT
 from tests.support.corpora.small_shards import make_shard_folder
 from tests.support.engine.vit_models import CPU, SMALL

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 
-from finetune.inference.prediction.inputs import Files, Shards, find_files
-from finetune.inspection.images import ImageReader
+from finetune.inspection.visualized import ImageReader
+from finetune.predicting.inputs import Files, Shards, find_files
 from tests.support.corpora.small_shards import image_bytes, make_shard_folder
 from vitscale.data.index import read_split
 from vitscale.data.samples import EvaluationSamples

@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from timm.models import save_for_hf
 from torch import nn
 
-from finetune.loading.loaded_model import LoadedModel, load_model
 from finetune.loading.settings import ModelRun
+from vitscale.evaluation.trained_model import TrainedModel, open_model
 from vitscale.models.costs import num_parameters
 
 SIZE = 28
@@ -36,11 +36,11 @@ def shaken(model: nn.Module) -> Any:
     return model.eval()
 
 
-def loaded(init: Path, **keys: Any) -> LoadedModel:
-    return load_model(ModelRun(init=str(init), **keys))
+def loaded(init: Path, **keys: Any) -> TrainedModel:
+    return open_model(**ModelRun(init=str(init), **keys).source())
 
 
-def logits(model: LoadedModel) -> torch.Tensor:
+def logits(model: TrainedModel) -> torch.Tensor:
     with torch.no_grad():
         found: torch.Tensor = model.network(IMAGES)
     return found

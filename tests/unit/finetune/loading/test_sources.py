@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from finetune.loading.initial_weights import load_initial_weights
-from finetune.loading.loaded_model import load_model
 from finetune.loading.settings import ModelRun
+from finetune.loading.start import load_initial_weights
 from finetune.run import FinetuneRun
 from vitscale.config.errors import UserError
+from vitscale.evaluation.trained_model import open_model
 from vitscale.models.vit.model import build_model
 from vitscale.models.vit.settings import ViTSettings
 
@@ -54,12 +54,12 @@ def weights(tmp_path: Path) -> Path:
 
 def test_what_is_no_model_is_one_error(tmp_path: Path, weights: Path) -> None:
     with pytest.raises(UserError, match=r"holds no model") as caught:
-        load_model(ModelRun(init=str(tmp_path)))
+        open_model(**ModelRun(init=str(tmp_path)).source())
     assert "set init to the file model.safetensors" in str(caught.value)
     assert "config.json" in str(caught.value) and "checkpoints/" in str(caught.value)
     (tmp_path / "model.ckpt").write_text("")
     with pytest.raises(UserError, match=r"'?.ckpt'? is no kind of weight file"):
-        load_model(ModelRun(init=str(tmp_path / "model.ckpt")))
+        open_model(**ModelRun(init=str(tmp_path / "model.ckpt")).source())
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_configs_of_other_models_are_refused(
 ) -> None:
     (weights.parent / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=message):
-        load_model(ModelRun(init=str(weights.parent)))
+        open_model(**ModelRun(init=str(weights.parent)).source())
 
 
 @pytest.mark.parametrize(
@@ -96,18 +96,18 @@ def test_other_families_are_refused_by_name(
     more = {name: torch.ones(shape) for name, shape in names.items()}
     save_file(state() | more, tmp_path / "model.safetensors")
     with pytest.raises(UserError, match=message):
-        load_model(ModelRun(init=str(tmp_path / "model.safetensors")))
+        open_model(**ModelRun(init=str(tmp_path / "model.safetensors")).source())
 
 
 def test_assumptions_are_said_and_can_be_replaced(weights: Path) -> None:
-    loaded = load_model(ModelRun(init=str(weights)))
+    loaded = open_model(**ModelRun(init=str(weights)).source())
     assert "assumed gelu=erf, layer_norm_eps=1e-06, mean=(0.485" in loaded.source
     assert loaded.settings.gelu == "erf" and loaded.arch.num_heads == 3  # type: ignore[attr-defined]  # a ViT's
     half = {"mean": [0.5] * 3, "eval_resize": "squash"}
     run = ModelRun.model_validate(
         {"init": str(weights), "model": {"gelu": "tanh"}, "preprocessing": half}
     )
-    loaded = load_model(run)
+    loaded = open_model(**run.source())
     assert "assumed layer_norm_eps=1e-06, std=" in loaded.source
     assert loaded.preprocessing.mean == (0.5,) * 3 and loaded.preprocessing.eval_resize == "squash"
     assert loaded.preprocessing.eval_interpolation == "bicubic"
@@ -133,3 +133,15 @@ def test_misfits_name_the_keys_that_would_fit(tmp_path: Path) -> None:
     assert advice is not None and advice.startswith("these weights need ")
     assert {"model.mlp_width=24", "model.pool=gap", "model.pool_norm=true"} <= set(advice.split())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_model_is_applied_at_another_image_size(weights: Path) -> None:
+    """The grid of its positions becomes that of the images."""
+    own = open_model(str(weights))
+    larger = open_model(str(weights), image_size=16, position_embedding="dinov2")
+    assert larger.arch.grid == (4, 4) and larger.preprocessing.image_size == 16
+    assert larger.network(torch.zeros(2, 3, 16, 16)).shape == (2, 4)
+    assert larger.network.get_parameter("pos_embed").shape == (1, 17, 192)
+    assert own.network.get_parameter("pos_embed").shape == (1, 5, 192)
+    with pytest.raises(UserError, match="10 px is not a multiple of the 4 px patch"):
+        open_model(str(weights), image_size=10)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.inference.settings import EvaluateRun
+from finetune.evaluating.settings import EvaluateRun
 from launch.planning.dry_run import batch_script, check_data, describe, plan_rows
 from pretrain.run import PretrainRun
 from tests.contract.tree import ROOT
@@ -18,7 +18,7 @@ from vitscale.data.index import read_split
 from vitscale.data.index_keys import sample_keys
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
-from vitscale.evaluation.probes.knn import KnnSettings
+from vitscale.evaluation.knn import KnnSettings
 
 
 def plan(**changes: object) -> dict[str, str]:

@@ -9,8 +9,7 @@ from typing import Any, get_args
 import pytest
 
 from vitscale.evaluation import registry, schedule
-from vitscale.evaluation.features.store import FeatureStore
-from vitscale.evaluation.interface.evaluation import (
+from vitscale.evaluation.evaluation import (
     Evaluation,
     EvaluationSettingsBase,
     Output,
@@ -59,7 +58,7 @@ def scheduled(*settings: tuple[str, int | None], has_average: bool = False) -> S
     engine: Any = FakeEngine()
     object.__setattr__(subject, "model", engine)
     object.__setattr__(subject, "folder", None)
-    object.__setattr__(subject, "features", FeatureStore())
+    object.__setattr__(subject, "kept", {})
     chosen = [EvaluationSettingsBase(name=name, every_steps=every) for name, every in settings]
     return ScheduledEvaluations(chosen, subject, engine=engine, has_average=has_average)
 

@@ -14,11 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from finetune.exporting.folder import write_folder
 from finetune.exporting.settings import ExportRun
-from finetune.loading.loaded_model import load_model
 from finetune.loading.settings import ModelRun
 from pretrain.run import PretrainRun
 from tests.support.engine.small_models import small_model
 from vitscale.config.errors import UserError
+from vitscale.evaluation.trained_model import open_model
 from vitscale.models.costs import num_parameters, train_flops_per_image
 from vitscale.models.timm_model import TimmModel, build_model, decayed, layers_above
 from vitscale.models.timm_settings import TimmSettings
@@ -103,7 +103,7 @@ def test_folders_are_read_by_timm_and_here(tmp_path: Path, to: Any) -> None:
     loaded = small_model("timm", classes=tuple("vwxyz"), preprocessing={"mean": (0.1, 0.2, 0.3)})
     list(write_folder(ExportRun(init="x", to=to, output=str(tmp_path / "out")), loaded))
     expected = loaded.network(images(32))
-    found = load_model(ModelRun(init=str(tmp_path / "out")))
+    found = open_model(**ModelRun(init=str(tmp_path / "out")).source())
     assert (found.arch, found.classes) == (loaded.arch, loaded.classes)
     assert found.preprocessing.mean == loaded.preprocessing.mean
     assert torch.equal(found.network(images(32)), expected)
@@ -118,7 +118,7 @@ def test_another_image_size_is_resampled_as_timm_does(tmp_path: Path, name: str)
     loaded = small_model("timm", model=name, image_size=64)
     list(write_folder(ExportRun(init="x", to="timm", output=str(tmp_path / "out")), loaded))
     asked = {"init": str(tmp_path / "out"), "model": {"name": "timm", "model": name}}
-    found = load_model(ModelRun.model_validate({**asked, "image_size": 96})).network
+    found = open_model(**ModelRun.model_validate({**asked, "image_size": 96}).source()).network
     folder = f"local-dir:{tmp_path / 'out'}"
     theirs = timm.create_model(folder, pretrained=True, img_size=96).eval()
     torch.testing.assert_close(found(images(96)), theirs(images(96)))
@@ -142,7 +142,7 @@ def test_a_weight_file_is_of_the_model_that_is_named(tmp_path: Path) -> None:
     save_file(model.state_dict(), tmp_path / "x.safetensors")
     asked = {"name": "timm", "model": "test_convnext", "image_size": SIZE}
     run = ModelRun.model_validate({"init": str(tmp_path / "x.safetensors"), "model": asked})
-    loaded = load_model(run)
+    loaded = open_model(**run.source())
     assert torch.equal(loaded.network(images()), model(images()))
     assert "assumed mean=(0.5, 0.5, 0.5)" in loaded.source
 

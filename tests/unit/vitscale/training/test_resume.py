@@ -16,7 +16,7 @@ from pretrain.run import PretrainRun
 from vitscale.checkpoint.folders import Checkpoint
 from vitscale.config.errors import UserError
 from vitscale.distributed.world import World
-from vitscale.evaluation.models.trained_model import starting_weights
+from vitscale.evaluation.trained_model import takes_average
 from vitscale.runs.training import training_plan
 from vitscale.tracking.run_facts import shared_config
 from vitscale.training import resume as resuming
@@ -156,36 +156,34 @@ def test_long_lists_of_changes_are_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ema", "choice", "prefix"),
+    ("ema", "choice", "averaged"),
     [
-        (None, "auto", "model."),
-        (None, "model", "model."),
-        ({"decay": 0.9}, "auto", "ema."),
-        ({"decay": 0.9}, "model", "model."),
-        ({"decay": 0.9}, "ema", "ema."),
+        (None, "auto", False),
+        (None, "model", False),
+        ({"decay": 0.9}, "auto", True),
+        ({"decay": 0.9}, "model", False),
+        ({"decay": 0.9}, "ema", True),
     ],
 )
 def test_transfer_starts_from_the_average_if_saved(
-    monkeypatch: pytest.MonkeyPatch, ema: dict[str, float] | None, choice: str, prefix: str
+    ema: dict[str, float] | None, choice: str, averaged: bool
 ) -> None:
-    monkeypatch.setattr(Checkpoint, "tensors", lambda self, *, prefix: {prefix: 1})
     saved = checkpoint_of({"ema": ema}, engine={"num_averaged": 100})
-    assert starting_weights(saved, choice) == {prefix: 1}
+    assert takes_average(saved, choice) == averaged
 
 
 def test_auto_never_takes_an_average_that_is_still_random(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """0.99 ** 458 is 1.002 %, 0.99 ** 459 is 0.992 %."""
-    monkeypatch.setattr(Checkpoint, "tensors", lambda self, *, prefix: prefix)
     ema = {"ema": {"decay": 0.99, "warmup": False}}
     early, late = (checkpoint_of(ema, engine={"num_averaged": n}) for n in (458, 459))
-    assert starting_weights(early, "ema") == starting_weights(late, "auto") == "ema."
+    assert takes_average(early, "ema") and takes_average(late, "auto")
     assert capsys.readouterr().err == ""
-    assert starting_weights(early, "auto") == "model."
+    assert not takes_average(early, "auto")
     assert "taking the raw weights, since 1% of their average" in capsys.readouterr().err
 
 
 def test_average_that_was_not_saved_is_refused() -> None:
     with pytest.raises(UserError, match="holds no average of the weights"):
-        starting_weights(checkpoint_of({}), "ema")
+        takes_average(checkpoint_of({}), "ema")

@@ -1,7 +1,7 @@
 """Google's names and shapes of tensors, and ours: vision_transformer and big_vision.
 
 Owns: one table of modules for both directions, and how names of old and new files differ.
-Leaves out: reading files (`reading`) and writing them (`finetune.exporting.to_npz`).
+Leaves out: reading files (`reading`) and writing them (`finetune.exporting.to_vitscale`).
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from finetune.loading.loaded_model import load_model
 from finetune.loading.settings import ModelRun
+from vitscale.evaluation.trained_model import open_model
 from vitscale.models.costs import num_parameters
 
 WIDTH, HEADS, DEPTH, MLP, CLASSES, PATCH, SIDE = 24, 2, 3, 40, 5, 4, 4
@@ -146,7 +146,7 @@ def test_numpy_forward_equals_the_loaded_model(
     text = {"params/txt/head/kernel": np.ones((2, 2))} if prefix.endswith("img/") else {}
     named = {f"{prefix}{name}": value for name, value in stored.items()}
     np.savez(tmp_path / "model.npz", **named, **text)
-    loaded = load_model(ModelRun(init=str(tmp_path / "model.npz")))
+    loaded = open_model(**ModelRun(init=str(tmp_path / "model.npz")).source())
     with torch.no_grad():
         found = loaded.network(torch.from_numpy(IMAGES).float().permute(0, 3, 1, 2)).numpy()
     expected = forward(arrays, pool=pool)
@@ -163,6 +163,6 @@ def test_settings_that_are_given_win_over_the_formats(tmp_path: Path) -> None:
     run = ModelRun(init=str(tmp_path / "model.npz"), model={"name": "vit", "gelu": "erf"})
     with torch.no_grad():
         images = torch.from_numpy(IMAGES).float().permute(0, 3, 1, 2)
-        found = load_model(run).network(images).numpy()
+        found = open_model(**run.source()).network(images).numpy()
     erf_logits, tanh_logits = (forward(arrays, pool="gap", form=form) for form in ("erf", "tanh"))
     assert np.abs(found - erf_logits).max() < np.abs(found - tanh_logits).max() / 10

@@ -112,7 +112,7 @@ def test_unfit_weights_are_listed(network: Any, tmp_path: Path) -> None:
 
 
 def test_another_number_of_classes_is_one_sentence(safetensors: Path) -> None:
-    with pytest.raises(UserError, match="the weights have 5 classes, the model 7"):
+    with pytest.raises(UserError, match="predicts 5 classes, but the label map has 7"):
         opened(safetensors, num_classes=7)
 
 

@@ -1,0 +1,170 @@
+"""Evaluate a trained model on a folder of shards: one table, and an MLflow run."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from finetune.evaluating.results import EvaluationResult, as_results, text_table, write_results
+from finetune.evaluating.settings import EvaluateRun
+from vitscale.checkpoint.store import run_folder_lock
+from vitscale.config.errors import UserError
+from vitscale.config.loader import run_to_yaml
+from vitscale.data.index import SplitIndex, read_split
+from vitscale.data.settings import DataSettings
+from vitscale.distributed.node_share import once_per_node
+from vitscale.distributed.world import World, gather_objects
+from vitscale.evaluation.evaluation import FILES, Evaluation, Subject, results
+from vitscale.evaluation.registry import EVALUATIONS
+from vitscale.evaluation.trained_model import TrainedModel, open_model
+from vitscale.tracking.parent_run import origin_tags
+from vitscale.tracking.tracker import Tracker
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UserError for the run folder of a training, whose journal would be replaced."""
+    if (folder / "checkpoints").exists():
+        raise UserError(
+            "is the run folder of a training",
+            where=str(folder),
+            next_step="set output, or name, to another folder",
+        )
+
+
+def evaluate_run(run: EvaluateRun, world: World) -> None:
+    """Evaluate, print and write the results. Collective.
+
+    Raises UserError before any work where model, shards and evaluations do not fit.
+    """
+    folder = Path(run.folder)
+    say: Callable[[str], None] = print if world.is_first else lambda _: None
+    model = open_model(**run.source())
+    (train, val), lines = once_per_node(
+        lambda: splits(run, check_files=world.is_first),
+        rank=world.rank,
+        gather=gather_objects,
+        for_workers=run.data.num_workers > 0,
+    )
+    for line in lines:
+        say(f"index of {run.data.path}: {line}")
+    subject = subject_of(run, model, world, train=train, val=val)
+    evaluations = [EVALUATIONS[each.name](each) for each in run.evaluate]
+    for each in evaluations:
+        each.check(subject)
+    say(f"evaluating {model.source}")
+    with run_folder_lock(folder, world=world), open_tracker(run, model, world) as tracker:
+        if world.is_first:
+            shutil.rmtree(folder / FILES, ignore_errors=True)
+        found = evaluate_all(evaluations, subject, say=say)
+        metrics = {f"val/{row.metric}": row.value for row in found}
+        tracker.log(metrics, step=model.run.step if model.run else 0)
+        if world.is_first:
+            for path in write_results(folder, found, description=describe(run, model, val)):
+                tracker.artifact(path)
+            if (folder / FILES).exists():
+                tracker.artifact(folder / FILES)
+    say(f"\n{text_table(found)}\n\nresults: {folder}/results.json, .csv, .md")
+
+
+def splits(run: EvaluateRun, *, check_files: bool) -> tuple[tuple[SplitIndex, ...], SplitIndex]:
+    """What probes learn from, empty without a probe, and what the metrics are of.
+
+    check_files: False where another rank checks that the shards are there. Raises UserError.
+    """
+    data = run.data
+    read = partial(read_split, data.path, remote_settings=data.remote, check_files=check_files)
+    val = read(split=data.val_split, key="data.val_split")
+    if all(EVALUATIONS[each.name].needs == "logits" for each in run.evaluate):
+        return (), val
+    return (read(split=data.train_split, key="data.train_split"),), val
+
+
+def subject_of(
+    run: EvaluateRun,
+    model: TrainedModel,
+    world: World,
+    *,
+    train: tuple[SplitIndex, ...],
+    val: SplitIndex,
+) -> Subject:
+    """The model and the shards, read as it expects its images."""
+    data = DataSettings(
+        path=run.data.path,
+        train_split=run.data.train_split,
+        val_split=run.data.val_split,
+        global_batch=run.compute.batch,
+        num_workers=run.data.num_workers,
+        remote=run.data.remote,
+        **model.preprocessing.data_values(),
+    )
+    return Subject(
+        model=model.for_inference(world, precision=run.compute.precision),
+        train=train,
+        val=val,
+        data=data,
+        image_size=model.preprocessing.image_size,
+        micro_batch=run.compute.batch,
+        num_outputs=model.num_classes,
+        classes=model.classes,
+        folder=Path(run.folder) / FILES,
+    )
+
+
+def evaluate_all(
+    evaluations: Sequence[Evaluation], subject: Subject, *, say: Callable[[str], None]
+) -> list[EvaluationResult]:
+    """Return the results, equal on every rank. Collective."""
+    rows, shown = [], f"{subject.image_size} px"
+    names = ", ".join(each.settings.name for each in evaluations)
+    say(f"{shown}: {subject.val.num_samples} images; {names}")
+    start = time.perf_counter()
+    for each, metrics in zip(evaluations, results(evaluations, subject), strict=True):
+        rows += as_results(each.settings.name, metrics, image_size=subject.image_size)
+        say(f"{shown}: {each.settings.name} after {time.perf_counter() - start:.1f} s")
+    return rows
+
+
+def describe(run: EvaluateRun, model: TrainedModel, val: SplitIndex) -> dict[str, Any]:
+    """What the results are of, as JSON values."""
+    return {
+        "name": run.name,
+        "model": {
+            "source": model.source,
+            "step": model.run.step if model.run else None,
+            "architecture": model.arch.description(),
+            "precision": run.compute.precision,
+        },
+        "data": {
+            "path": str(val.folder),
+            "split": val.split,
+            "images": val.num_samples,
+            "fingerprint": val.fingerprint,
+            "classes": len(val.classes),
+        },
+        "evaluate": [
+            each.model_dump(mode="json", exclude={"every_steps"}) for each in run.evaluate
+        ],
+    }
+
+
+def open_tracker(run: EvaluateRun, model: TrainedModel, world: World) -> Tracker:
+    """Open the MLflow run of an evaluation: a child of the training, in the same store."""
+    tags = {"vitscale.evaluated": model.source}
+    if model.run is not None:
+        uri, tag = run.tracking.uri, "vitscale.evaluated_run_id"
+        tags |= origin_tags(model.run.folder, uri=uri, tag=tag)
+    return Tracker.open(
+        folder=run.folder,
+        settings=run.tracking,
+        run_name=run.name,
+        stage=run.stage,
+        params=run.model_dump(mode="json"),
+        tags=tags,
+        config_yaml=run_to_yaml(run),
+        resume_step=0,
+        is_writer=world.is_first,
+    )

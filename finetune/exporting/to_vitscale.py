@@ -1,0 +1,84 @@
+"""Export what `init=` reads, with the settings as JSON: our names, which are timm's, or Google's.
+
+Leaves out: Google's names and shapes (`names.google`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from finetune.exporting.format import Format, save_weights, write_description
+from vitscale.evaluation.trained_model import TrainedModel, open_model
+from vitscale.models.weights.names.google import written
+
+
+class SafetensorsFormat(Format):
+    """Our names."""
+
+    library = hub_library = "vitscale"
+
+    def write(self, model: TrainedModel, folder: Path) -> None:
+        weights = {name: value.contiguous() for name, value in model.network.state_dict().items()}
+        save_weights(weights, folder / "model.safetensors")
+        write_description(model, folder)
+
+    def logits(
+        self, model: TrainedModel, folder: Path, images_B3SS: torch.Tensor
+    ) -> torch.Tensor | None:
+        logits: torch.Tensor = open_model(str(folder)).network(images_B3SS)
+        return logits
+
+    def usage(self, model: TrainedModel) -> str:
+        return (
+            "from safetensors.torch import load_file\n"
+            'weights = load_file("FOLDER/model.safetensors")'
+        )
+
+
+class NpzFormat(SafetensorsFormat):
+    """Google's names: one .npz of vision_transformer or big_vision."""
+
+    def problems(self, model: TrainedModel) -> Iterator[str]:
+        settings: Any = model.settings
+        if settings.name != "vit":
+            yield f"a model of the family {settings.name}"
+            return
+        unnamed = [ours for ours, theirs in _google(model).items() if theirs is None]
+        if unnamed:
+            yield f"tensors without a name there: {', '.join(sorted(unnamed)[:3])}"
+        if settings.pool not in ("cls", "gap"):
+            yield f"pool={settings.pool}"
+        if settings.mlp != "gelu":
+            yield f"mlp={settings.mlp}"
+        if settings.pool == "gap" and settings.class_token:
+            yield "a class token that no head reads"
+
+    def notes(self, model: TrainedModel) -> Iterator[str]:
+        if getattr(model.settings, "gelu", "tanh") == "erf":
+            yield "**The model has GELU with erf; Google's code computes it with tanh.**"
+
+    def write(self, model: TrainedModel, folder: Path) -> None:
+        named = dict(filter(None, _google(model).values()))
+        # Sorted, so that equal weights give equal bytes.
+        arrays: Any = {n: np.ascontiguousarray(named[n].float().numpy()) for n in sorted(named)}
+        np.savez(folder / "model.npz", **arrays)
+        write_description(model, folder)
+
+    def usage(self, model: TrainedModel) -> str:
+        return 'import numpy\nweights = dict(numpy.load("FOLDER/model.npz"))'
+
+
+def _google(model: TrainedModel) -> dict[str, tuple[str, torch.Tensor] | None]:
+    """Our name -> Google's name and tensor; None where there is no name."""
+    arch: Any = model.arch
+    return written(
+        model.network.state_dict(),
+        num_heads=arch.num_heads,
+        # It does not add a position to the class token; vision_transformer does.
+        is_big_vision=not arch.class_position,
+    )

@@ -1,0 +1,111 @@
+"""Draw the pictures of a model, one PNG each, and upload them to its MLflow run."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from finetune.inspection.attention import draw_distance, draw_rollout
+from finetune.inspection.settings import PICTURES, VisualizeRun
+from finetune.inspection.visualized import Visualized
+from finetune.inspection.weights import draw_filters, draw_positions
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.distributed.world import World
+from vitscale.evaluation.trained_model import open_model
+from vitscale.images.sheet import save_figure
+from vitscale.models.vit.architecture import ViTArchitecture
+from vitscale.tracking.mlflow_run import upload_to_linked_run
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DRAW: dict[str, Callable[[Visualized], Figure]] = {
+    "patch_filters": draw_filters,
+    "position_similarity": draw_positions,
+    "attention_distance": draw_distance,
+    "attention_rollout": draw_rollout,
+}
+
+
+def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:
+    """Draw what `run` asks for and return the files; prints what is written and what is left out.
+
+    Raises UserError, before anything is written, for input that cannot be read, and for a picture
+    that is asked for by name and that the model does not have.
+    """
+    loaded = open_model(**run.source())
+    subject = Visualized(run, loaded, world)
+    print(f"model: {loaded.source}")
+    missing = {
+        name: why for name in PICTURES if (why := reason_unavailable(name, subject)) is not None
+    }
+    if not run.pictures:
+        chosen = [name for name in PICTURES if name not in missing]
+        _say_left_out(missing)
+    else:
+        chosen = [name for name in PICTURES if name in run.pictures]
+        _refuse([name for name in chosen if name in missing], missing)
+    written = []
+    for name in chosen:
+        figure = DRAW[name](subject)
+        path = subject.folder / f"{name}.png"
+        try:
+            save_figure(figure, path)
+        except OSError as error:
+            raise UserError(
+                f"cannot be written ({error.strerror})",
+                where=str(path),
+                next_step="choose another folder with output=",
+            ) from None
+        written.append(path)
+        print(f"wrote {path}", flush=True)
+    _say_skipped(subject)
+    if run.mlflow and loaded.run is not None:
+        upload_to_linked_run(loaded.run.folder, written, say=print)
+    return written
+
+
+def reason_unavailable(name: str, subject: Visualized) -> str | None:
+    """Why there is no such picture; None if there is."""
+    if name != "patch_filters" and not isinstance(subject.loaded.arch, ViTArchitecture):
+        what = "positions" if name == "position_similarity" else "attention"
+        return f"only models of the family vit show their {what}"
+    if PICTURES[name]:
+        try:
+            subject.images  # noqa: B018  # opens them
+        except UserError as error:
+            return f"no images: {error.what}; {error.next_step}"
+    return None
+
+
+def _say_left_out(missing: dict[str, str]) -> None:
+    names = defaultdict(list)
+    for name, why in missing.items():
+        names[why].append(name)
+    for why, some in names.items():
+        print(f"left out {', '.join(some)}: {why}")
+
+
+def _refuse(names: list[str], missing: dict[str, str]) -> None:
+    if names:
+        has = [name for name in PICTURES if name not in missing]
+        raise UserErrors(
+            [
+                UserError(
+                    missing[name],
+                    where=f"pictures: {name}",
+                    allowed=", ".join(has),
+                    next_step="remove it from pictures",
+                )
+                for name in names
+            ]
+        )
+
+
+def _say_skipped(subject: Visualized) -> None:
+    reader = vars(subject).get("images")  # opened, if it is there
+    if reader is not None and reader.skipped:
+        first = next(iter(reader.skipped.values()))
+        print(f"skipped {len(reader.skipped)} unreadable images; the first: {first}")

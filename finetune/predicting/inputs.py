@@ -1,0 +1,185 @@
+"""Find the images that a command reads: files, folders of files, or a split of shards.
+
+An image that cannot be read is a blank row of the batch and a reason, not the end of the command.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from vitscale.config.errors import UserError
+from vitscale.data.index import MANIFEST_NAME, NO_LABEL, SplitIndex
+from vitscale.data.index_keys import sample_keys
+from vitscale.data.samples import EvaluationResize, EvaluationSamples
+from vitscale.data.settings import DataSettings
+from vitscale.data.urls import is_url
+from vitscale.data.workers.samples import Samples, Unreadable
+from vitscale.images.photographs import converted_pixels
+
+# Files with these names are images; others in a folder are left out.
+SUFFIXES = frozenset("jpg jpeg jpe jfif mpo png apng webp".split())
+# Images that are not read are listed with that reason.
+OTHER_SUFFIXES = frozenset("bmp gif tif tiff heic heif avif jp2 ppm".split())
+MAX_FILE_BYTES = 512 * 2**20
+
+
+def shard_folder(paths: Sequence[str]) -> str | None:
+    """The shard folder or URL that `images` is; None for files and folders of files.
+
+    Raises UserError for shards beside other inputs.
+    """
+    shards = [path for path in paths if is_url(path) or (Path(path) / MANIFEST_NAME).is_file()]
+    if shards and len(paths) > 1:
+        raise UserError(
+            f"{shards[0]!r} is a shard folder, and {len(paths)} inputs are given",
+            where="images",
+            allowed="image files and folders of images, or one shard folder",
+        )
+    return shards[0] if shards else None
+
+
+# ---- shards -------------------------------------------------------------------------------------
+
+
+class Shards:
+    """Samples of one split, by number."""
+
+    num_left_out = 0
+
+    def __init__(self, index: SplitIndex) -> None:
+        self.index, self.num_images = index, index.num_samples
+
+    def names(self, numbers: Sequence[int]) -> list[str]:
+        """Keys of samples."""
+        return sample_keys(self.index, numbers)
+
+    def label_name(self, label: int) -> str | None:
+        """The true class, where the shards have it."""
+        return self.index.classes[label] if label != NO_LABEL else None
+
+    def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
+        """Reads and resizes them."""
+        return ShardSamples(self.index, settings=settings, image_size=image_size)
+
+
+class ShardSamples(EvaluationSamples):
+    """Samples of an evaluation; unreadable ones are reported and do not end the command."""
+
+    def fill(self, sample: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
+        try:
+            self.resize(self.reader.bytes_of(sample), out)
+        except UserError:
+            raise  # the storage cannot be accessed
+        except (OSError, ValueError) as error:
+            out.zero_()
+            return self.reader.label(sample), [self.reader.unreadable(sample, error)]
+        return self.reader.label(sample), []
+
+
+# ---- files --------------------------------------------------------------------------------------
+
+
+class Files:
+    """Image files, by number."""
+
+    def __init__(self, paths: Sequence[str], *, num_left_out: int = 0) -> None:
+        """num_left_out: files in folders that are no images by their name."""
+        self.paths, self.num_images, self.num_left_out = paths, len(paths), num_left_out
+
+    def names(self, numbers: Sequence[int]) -> list[str]:
+        """Paths; a name that is no UTF-8 would break the table."""
+        paths = (os.fsencode(self.paths[number]) for number in numbers)
+        return [path.decode(errors="backslashreplace") for path in paths]
+
+    def label_name(self, label: int) -> str | None:
+        return None
+
+    def samples(self, settings: DataSettings, *, image_size: int) -> Samples:
+        return FileSamples(self.paths, settings=settings, image_size=image_size)
+
+
+def find_files(given: Sequence[str]) -> Files:
+    """Files as given; of folders every image below, sorted by path. Hidden ones are left out.
+
+    Raises UserError for a path that does not exist, and if there are no images.
+    """
+    missing = [each for each in given if not os.path.exists(each)]
+    if missing:
+        what = f"no such file or folder: {', '.join(map(repr, missing))}"
+        raise UserError(what, where="images")
+    paths: list[str] = []
+    num_left_out = 0
+    for each in given:
+        if not os.path.isdir(each):
+            paths.append(each)
+            continue
+        below = list(_walk(each))
+        images = [path for path in below if _suffix(path) in SUFFIXES | OTHER_SUFFIXES]
+        paths += sorted(images, key=os.fsencode)
+        num_left_out += len(below) - len(images)
+    if not paths:
+        what = f"no images in {', '.join(map(repr, given))}; {num_left_out:,} other files"
+        raise UserError(what, where="images", allowed=f"names in .{', .'.join(sorted(SUFFIXES))}")
+    return Files(paths, num_left_out=num_left_out)
+
+
+def _walk(folder: str) -> Iterator[str]:
+    """Visible files below; links to folders are not followed."""
+
+    def failed(error: OSError) -> None:
+        what = f"cannot be read ({error.strerror})"
+        raise UserError(what, where=str(error.filename)) from None
+
+    for path, folders, files in os.walk(folder, onerror=failed):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (os.path.join(path, name) for name in files if not name.startswith("."))
+
+
+def _suffix(path: str) -> str:
+    return path.rpartition(".")[2].lower()
+
+
+class FileSamples(Samples):
+    """Photographs as they are: also rotated by EXIF, transparent or with 16 bits per sample."""
+
+    def __init__(self, paths: Sequence[str], *, settings: DataSettings, image_size: int) -> None:
+        self.paths, self.image_size = paths, image_size
+        self.resize = EvaluationResize(settings, image_size=image_size)
+
+    def fill(self, position: int, out: torch.Tensor) -> tuple[int, list[Unreadable]]:
+        path = self.paths[position]
+        try:
+            data = _bounded_bytes(path)
+            pixels_HW3 = converted_pixels(data)
+            if pixels_HW3 is None:
+                self.resize(data, out)
+            else:
+                self.resize.of_pixels(pixels_HW3, out)
+        except (OSError, ValueError) as error:
+            out.zero_()
+            text = getattr(error, "strerror", None) or str(error)
+            # Without addresses, so that equal damage has equal reasons.
+            reason = re.sub(r" <.* at 0x[0-9a-f]+>", "", text)
+            return NO_LABEL, [Unreadable(0, position, path, reason)]
+        return NO_LABEL, []
+
+
+def _bounded_bytes(path: str) -> bytes:
+    """The content of a regular file of bounded size. Raises OSError or ValueError."""
+    if (suffix := _suffix(path)) in OTHER_SUFFIXES:
+        raise ValueError(f"{suffix.upper()} is not read; convert it to JPEG, PNG or WebP")
+    # A pipe must not wait for its writer.
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(fd, "rb") as file:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("is not a file")
+        if status.st_size > MAX_FILE_BYTES:
+            raise ValueError(f"{status.st_size:,} bytes; at most {MAX_FILE_BYTES:,}")
+        return file.read(MAX_FILE_BYTES)

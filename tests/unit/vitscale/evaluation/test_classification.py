@@ -1,0 +1,103 @@
+"""Accuracy, loss and calibration equal cases by hand; padding is not counted."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support.engine.given_outputs import given_outputs
+from vitscale.config.errors import UserError
+from vitscale.distributed.world import World
+from vitscale.evaluation.classification import Classification, ClassificationSettings
+from vitscale.evaluation.evaluation import Outputs, Share
+
+NUM = 10
+TABLE = """\
+label,class,images,correct,top1
+0,"cat, black",3,3,1.000000
+1,dog,1,0,0.000000
+2,eel,0,0,
+"""
+
+
+@pytest.mark.parametrize("num_classes", [5, 8])
+def test_metrics_equal_brute_force(world: World, num_classes: int) -> None:
+    logits = torch.randn(NUM, num_classes, generator=torch.Generator().manual_seed(1))
+    labels = [(3 * number) % num_classes for number in range(NUM)]
+    found = Classification(ClassificationSettings()).metrics(given_outputs(world, logits, labels))
+    at1 = at5 = loss = 0.0
+    for row, label in zip(logits.tolist(), labels, strict=True):
+        better = sum(value > row[label] for value in row)
+        at1, at5 = at1 + (better < 1), at5 + (better < 5)
+        loss += math.log(sum(map(math.exp, row))) - row[label]
+    expected = {"top1": at1 / NUM, "loss": loss / NUM}
+    if num_classes > 5:
+        expected["top5"] = at5 / NUM
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-6)
+    assert ("top5" in found) == (num_classes > 5)
+    assert isinstance(found["top1"], Share) and found["top1"].images == NUM
+
+
+def test_each_head_of_a_distilled_model_is_counted(world: World) -> None:
+    """The class head is right about image 0, the other about 0 and 1, their sum about 0 and 2."""
+    heads_2BC = torch.tensor(
+        [
+            [[2.0, 0, 0], [9, 0, 0], [0, 3.0, 2.9], [1, 0, 0]],
+            [[2.0, 0, 0], [0, 1, 0], [1.0, 0.0, 0.9], [1, 0, 0]],
+        ]
+    )
+    model = SimpleNamespace(world=world, known_outputs=("logits", "heads"))
+    subject = given_outputs(world, torch.zeros(4, 3), [0, 1, 2, 0])
+    object.__setattr__(subject, "model", model)
+    evaluation = Classification(ClassificationSettings())
+    evaluation.start(subject)
+    labels_B, weights_B = torch.tensor([0, 1, 2, 0]), torch.tensor([1.0, 1, 1, 0])  # one is padding
+    mean_BC = heads_2BC.mean(dim=0)
+    evaluation.add(Outputs(mean_BC, labels_B, weights_B, None, heads_2BC))  # type: ignore[arg-type]  # no numbers
+    found = evaluation.finish()
+    shares = {"cls_top1": 1 / 3, "dist_top1": 2 / 3, "softmax_top1": 2 / 3}
+    assert {name: found[name] for name in shares} == pytest.approx(shares)
+
+
+def test_the_mean_over_classes_counts_classes(world: World, tmp_path: Path) -> None:
+    logits = torch.eye(3)[[0, 0, 0, 2]]
+    classes = ("cat, black", "dog", "eel")
+    subject = given_outputs(world, logits, [0, 0, 0, 1], classes=classes, folder=tmp_path)
+    found = Classification(ClassificationSettings()).metrics(subject)
+    assert (found["top1"], found["class_mean_top1"]) == (0.75, 0.5)
+    assert (tmp_path / "per_class.csv").read_text() == TABLE
+
+
+def test_calibration_equals_a_case_by_hand(world: World, tmp_path: Path) -> None:
+    """Two classes, the first predicted with these probabilities."""
+    logits = torch.tensor([[math.log(p), math.log1p(-p)] for p in (0.95, 0.95, 0.65, 0.65)])
+    subject = given_outputs(world, logits, [0, 0, 0, 1], folder=tmp_path / "files")
+    found = Classification(ClassificationSettings()).metrics(subject)
+    # Half of the images are 0.05 too unsure, the other half 0.15 too sure.
+    loss = -(2 * math.log(0.95) + math.log(0.65) + math.log(0.35)) / 4
+    assert (found["ece"], found["loss"]) == pytest.approx((0.1, loss), rel=1e-6)
+    with open(tmp_path / "files/calibration.csv") as file:
+        rows = [row for row in csv.DictReader(file) if row["images"] != "0"]
+    assert [(row["images"], row["confidence"], row["accuracy"]) for row in rows] == [
+        ("2", "0.650000", "0.500000"),
+        ("2", "0.950000", "1.000000"),
+    ]
+    assert [float(row["low"]) for row in rows] == pytest.approx([9 / 15, 14 / 15], abs=1e-6)
+
+
+def test_certain_predictions_are_in_the_last_bin(world: World) -> None:
+    logits = torch.tensor([[200.0, 0.0], [200.0, 0.0]])
+    found = Classification(ClassificationSettings()).metrics(given_outputs(world, logits, [0, 1]))
+    assert (found["ece"], found["loss"]) == pytest.approx((0.5, 100.0))
+
+
+def test_a_file_that_cannot_be_written_is_one_error(world: World, tmp_path: Path) -> None:
+    (tmp_path / "files").write_text("no folder")
+    subject = given_outputs(world, torch.eye(2), [0, 1], folder=tmp_path / "files")
+    with pytest.raises(UserError, match="per_class.csv: cannot be written"):
+        Classification(ClassificationSettings()).metrics(subject)

@@ -1,0 +1,45 @@
+"""The confusion matrix of a few images, and which of them are drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.engine.given_outputs import given_outputs
+from vitscale.data.index import read_split
+from vitscale.distributed.world import World
+from vitscale.evaluation.confusion import (
+    Confusion,
+    ConfusionSettings,
+    Guesses,
+    examples,
+)
+
+
+def test_examples_show_each_wrong_class_before_a_second() -> None:
+    label = np.array([0, 0, 0, 0, 0, 0, 1])
+    guess = np.array([2, 1, 2, 1, 2, 0, 0])
+    found = Guesses(label, guess, np.array([10, 11, 12, 13, 14, 15, 16]))
+    chosen = examples(found, 0, count=4)
+    assert found.sample[chosen].tolist() == [10, 11, 12, 13]
+    assert found.guess[chosen].tolist() == [2, 1, 2, 1]
+    assert len(examples(found, 0, count=9)) == 5
+
+
+def test_files_and_metric_equal_a_case_by_hand(world: World, tmp_path: Path) -> None:
+    folder = write_shard_folder(
+        tmp_path / "shards", num_per_class=2, num_shards=1, classes=("$a_", "b"), split="val"
+    )
+    val = read_split(str(folder), split="val")
+    logits = torch.eye(2)[[1, 1, 0, 1]]  # of labels 0, 1, 0, 1
+    subject = given_outputs(world, logits, [], val=val, folder=tmp_path / "files")
+    found = Confusion(ConfusionSettings(num_classes=1)).metrics(subject)
+    assert found == {"worst_classes_top1": 0.5}
+    lines = (tmp_path / "files/confusion.csv").read_text().splitlines()
+    assert lines == ["class,predicted,images", "$a_,b,1", "b,b,2", "$a_,$a_,1"]
+    with Image.open(tmp_path / "files/worst_classes.png") as picture:
+        assert np.array(picture.convert("L")).std() > 5

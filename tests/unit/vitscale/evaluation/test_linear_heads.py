@@ -1,0 +1,150 @@
+"""Linear heads: the best rate comes from a part of the training set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.support.engine.array_subject import WORLD, array_subject, split_of
+from vitscale.config.errors import UserError
+from vitscale.evaluation.features import Features
+from vitscale.evaluation.linear_heads import (
+    LinearHeads,
+    LinearHeadsSettings,
+    ParallelHeads,
+    _positions,
+    column_choices,
+    dev_split,
+    train_heads,
+)
+
+RATES = (1e-6, 1.0)
+
+
+def clusters(*, name: str, width: int = 5) -> Any:
+    """Three classes that a line separates."""
+    random = torch.Generator().manual_seed(len(name))
+    labels = [number % 3 for number in range(90)]
+    values = torch.randn(90, width, generator=random)
+    values[torch.arange(90), torch.tensor(labels)] += 8.0
+    return split_of(values, labels, name=name)
+
+
+def probe(**settings: Any) -> LinearHeads:
+    chosen = {"learning_rates": RATES, "steps": 60, "batch": 32, **settings}
+    return LinearHeads(LinearHeadsSettings(**chosen))
+
+
+@pytest.mark.usefixtures("group")
+def test_the_best_head_separates_clusters() -> None:
+    found = probe().metrics(array_subject(clusters(name="train"), clusters(name="test")))
+    assert found == {
+        "linear_top1": 1.0,
+        "linear_dev_top1": 1.0,
+        "linear_lr": 1.0,
+        "linear_lr_at_end": 1.0,
+    }
+
+
+@pytest.mark.usefixtures("group")
+def test_a_best_rate_inside_the_list_is_no_end() -> None:
+    rates = (1e-6, 1.0, 1e-7)
+    subject = array_subject(clusters(name="train"), clusters(name="test"))
+    assert probe(learning_rates=rates).metrics(subject)["linear_lr_at_end"] == 1.0
+    found = probe(learning_rates=(*rates, 1e6)).metrics(subject)
+    assert (found["linear_lr"], found["linear_lr_at_end"]) == (1.0, 0.0)
+
+
+@pytest.mark.usefixtures("group")
+def test_the_reported_split_does_not_choose() -> None:
+    """Its labels are shifted: the rate that learns nothing would look better on it."""
+    train, test = clusters(name="train"), clusters(name="test")
+    test.label = (test.label + 1) % 3
+    found = probe().metrics(array_subject(train, test))
+    assert (found["linear_top1"], found["linear_dev_top1"], found["linear_lr"]) == (0.0, 1.0, 1.0)
+
+
+def test_the_part_that_chooses_is_not_trained_on() -> None:
+    fit, dev = dev_split(50, 0.1, seed=0)
+    assert len(dev) == 5 and sorted([*fit, *dev]) == list(range(50))
+    assert not np.array_equal(dev, dev_split(50, 0.1, seed=1)[1])
+    assert [len(each) for each in dev_split(2, 0.01, seed=0)] == [1, 1]
+
+
+@pytest.mark.usefixtures("group")
+def test_heads_on_blocks_see_four_choices_of_columns() -> None:
+    found = column_choices(10, "blocks")
+    assert [each.tolist() for each in found] == [
+        [0, 1],
+        [0, 1, 2, 3, 4, 5, 6, 7],
+        [0, 1, 8, 9],
+        list(range(10)),
+    ]
+    train, test = clusters(name="train", width=10), clusters(name="test", width=10)
+    assert probe(inputs="blocks").metrics(array_subject(train, test))["linear_top1"] > 0.9
+
+
+def test_blocks_of_a_model_without_them_are_refused() -> None:
+    subject = array_subject(clusters(name="train"), clusters(name="test"))
+    subject.model.known_outputs = ("logits", "features")  # type: ignore[misc]  # the stand-in
+    with pytest.raises(UserError, match="class token"):
+        probe(inputs="blocks").check(subject)
+
+
+# ---- training -----------------------------------------------------------------------------------
+
+THREE_RATES, STEPS, BATCH, CHOSEN = (0.01, 0.5, 3.0), 12, 16, np.arange(2, 40)
+
+
+def features() -> Features:
+    random = torch.Generator().manual_seed(0)
+    return Features(
+        samples=np.arange(40),
+        values_ND=torch.randn(40, 6, generator=random),
+        labels_N=torch.arange(40) % 3,
+    )
+
+
+@pytest.mark.usefixtures("group")
+def test_heads_equal_torch_sgd() -> None:
+    rows = features()
+    heads = ParallelHeads(len(THREE_RATES), width=6, num_classes=3, seed=1)
+    first = heads.weights_HCD.clone()
+    train_heads(
+        heads,
+        rows,
+        chosen=CHOSEN,
+        rates=THREE_RATES,
+        steps=STEPS,
+        batch=BATCH,
+        seed=1,
+        device=WORLD.device,
+    )
+    for number, rate in enumerate(THREE_RATES):
+        layer = torch.nn.Linear(6, 3)
+        with torch.no_grad():
+            layer.weight.copy_(first[number, :, :-1])
+            layer.bias.zero_()
+        sgd = torch.optim.SGD(layer.parameters(), lr=rate * BATCH / 256, momentum=0.9)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(sgd, T_max=STEPS)
+        for step in range(STEPS):
+            chosen = CHOSEN[_positions(step * BATCH, BATCH, num=len(CHOSEN), seed=1)]
+            loss = torch.nn.functional.cross_entropy(
+                layer(rows.values_ND[chosen]), rows.labels_N[chosen]
+            )
+            sgd.zero_grad()
+            loss.backward()
+            sgd.step()
+            cosine.step()
+        alone = torch.cat([layer.weight, layer.bias[:, None]], dim=1)
+        assert torch.allclose(heads.weights_HCD[number], alone, atol=1e-5)
+
+
+def test_every_epoch_takes_each_row_once_in_a_new_order() -> None:
+    batches = [_positions(first, 16, num=38, seed=0) for first in range(0, 38 * 16, 16)]
+    epochs = np.concatenate(batches).reshape(16, 38)
+    assert all(sorted(epoch) == list(range(38)) for epoch in epochs.tolist())
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) == 16

@@ -1,0 +1,137 @@
+"""Accuracy, loss and calibration over exactly the split's samples, of all classes and of each.
+
+Calibration: Guo et al. 2017, "On calibration of modern neural networks", sec. 2. Of a model with a
+distillation token also the accuracy of each head (DeiT, table 3). Papers on Aircraft, Caltech-101,
+Flowers and Pets often report the mean per class; those of ViT and VTAB the plain accuracy.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from vitscale.distributed.atomic_files import write_text
+from vitscale.evaluation.evaluation import (
+    EvaluationSettingsBase,
+    Outputs,
+    PassEvaluation,
+    Share,
+    Subject,
+)
+
+# Bins of equal width over the confidence, 0 to 1.
+NUM_BINS = 15
+
+
+class ClassificationSettings(EvaluationSettingsBase):
+    name: Literal["classification"] = "classification"
+    """Metrics: val/top1, val/top5 of more than five classes, val/loss (mean negative
+    log-likelihood), val/ece, and val/class_mean_top1 over classes that have images. With a
+    distillation token also val/cls_top1, val/dist_top1, and val/softmax_top1 of the heads' summed
+    softmaxes. Files: per_class.csv, and calibration.csv with one row per bin."""
+    metrics: ClassVar[tuple[str, ...]] = (
+        *("top1", "top5", "loss", "ece", "class_mean_top1"),
+        *("cls_top1", "dist_top1", "softmax_top1"),
+    )
+
+
+class Classification(PassEvaluation):
+    Settings = ClassificationSettings
+
+    def start(self, subject: Subject) -> None:
+        import torch
+
+        self._subject, device = subject, subject.model.world.device
+
+        def zeros(*shape: int) -> torch.Tensor:
+            return torch.zeros(shape, dtype=torch.float64, device=device)
+
+        # Correct at 5, loss.
+        self._totals = zeros(2)
+        # Correct by the class head, the distillation head, and their summed softmaxes.
+        self._by_head = zeros(3)
+        # Rows: images, correct ones.
+        self._by_class = zeros(2, len(subject.val.classes))
+        # Rows: images, correct ones, sum of the confidence.
+        self._by_bin = zeros(3, NUM_BINS)
+
+    def add(self, outputs: Outputs) -> None:
+        import torch
+
+        labels_B, weights_B = outputs.labels_B, outputs.weights_B.double()
+        logs_BC = outputs.values_BX.double().log_softmax(dim=1)
+        # Ranked by the logits: their logarithms of probabilities may be equal by rounding.
+        best_BK = outputs.values_BX.topk(min(5, logs_BC.shape[1])).indices
+        guesses_B = outputs.values_BX.argmax(dim=1)
+        correct_B = (guesses_B == labels_B).double()
+        loss_B = -logs_BC.gather(1, labels_B[:, None])[:, 0]
+        at5_B = (best_BK == labels_B[:, None]).any(dim=1)
+        self._totals += (torch.stack([at5_B.double(), loss_B]) * weights_B).sum(dim=1)
+        ones_B = torch.ones_like(correct_B)
+        self._by_class.index_add_(1, labels_B, torch.stack([ones_B, correct_B]) * weights_B)
+        sure_B = logs_BC.gather(1, guesses_B[:, None])[:, 0].exp()
+        # Bin m holds ((m - 1) / M, m / M].
+        bins_B = ((sure_B * NUM_BINS).ceil().long() - 1).clamp(0, NUM_BINS - 1)
+        self._by_bin.index_add_(1, bins_B, torch.stack([ones_B, correct_B, sure_B]) * weights_B)
+        if outputs.heads_2BC is not None:
+            summed_1BC = outputs.heads_2BC.softmax(dim=2).sum(dim=0, keepdim=True)
+            guesses_3B = torch.cat([outputs.heads_2BC, summed_1BC]).argmax(dim=2)
+            self._by_head += ((guesses_3B == labels_B) * weights_B).sum(dim=1)
+
+    def finish(self) -> dict[str, float]:
+        from vitscale.distributed.world import sum_over_ranks
+
+        subject, classes = self._subject, self._subject.val.classes
+        at5, loss = sum_over_ranks(self._totals).tolist()
+        images, correct = sum_over_ranks(self._by_class).long().tolist()
+        bins = list(zip(*sum_over_ranks(self._by_bin).tolist(), strict=True))
+        by_class = list(zip(classes, images, correct, strict=True))
+        subject.write("per_class.csv", lambda path: _write(path, PER_CLASS, class_rows(by_class)))
+        subject.write("calibration.csv", lambda path: _write(path, CALIBRATION, bin_rows(bins)))
+        total = sum(images)
+        shares = [right / number for _, number, right in by_class if number]
+        return {
+            "top1": Share(sum(correct), total),
+            **({"top5": Share(at5, total)} if len(classes) > 5 else {}),
+            "loss": loss / total,
+            "ece": sum(abs(right - sure) for _, right, sure in bins) / total,
+            "class_mean_top1": sum(shares) / len(shares),
+            **self._of_heads(total),
+        }
+
+    def _of_heads(self, total: int) -> dict[str, float]:
+        from vitscale.distributed.world import sum_over_ranks
+
+        if "heads" not in self._subject.model.known_outputs:
+            return {}
+        cls, dist, both = (Share(n, total) for n in sum_over_ranks(self._by_head).tolist())
+        return {"cls_top1": cls, "dist_top1": dist, "softmax_top1": both}
+
+
+PER_CLASS = ("label", "class", "images", "correct", "top1")
+CALIBRATION = ("low", "high", "images", "confidence", "accuracy")
+
+
+def class_rows(by_class: Sequence[tuple[str, int, int]]) -> Iterable[Sequence[Any]]:
+    """by_class: name, images, correct ones; the label is the row's number."""
+    for label, (name, images, correct) in enumerate(by_class):
+        yield label, name, images, correct, f"{correct / images:.6f}" if images else ""
+
+
+def bin_rows(bins: Sequence[tuple[float, float, float]]) -> Iterable[Sequence[Any]]:
+    """bins: images, correct ones, sum of the confidence."""
+    for number, (images, correct, sure) in enumerate(bins):
+        bounds = (f"{(number + end) / len(bins):.6f}" for end in (0, 1))
+        means = (f"{sum_ / images:.6f}" if images else "" for sum_ in (sure, correct))
+        yield *bounds, f"{images:.0f}", *means
+
+
+def _write(path: Path, names: Sequence[str], rows: Iterable[Sequence[Any]]) -> None:
+    file = io.StringIO()
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows(rows)
+    write_text(path, file.getvalue())

@@ -1,0 +1,374 @@
+"""The interface of an evaluation, and the model and splits it is given.
+
+Needs no torch when imported, and neither may a file with an evaluation: settings are validated on
+machines without torch. Import torch inside the methods.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+
+import numpy as np
+from pydantic import Field
+
+from vitscale.config.errors import UserError
+from vitscale.config.section import NamedSection
+from vitscale.data.settings import DataSettings
+from vitscale.evaluation.features import Features
+
+if TYPE_CHECKING:
+    import torch
+
+    from vitscale.data.index import SplitIndex
+    from vitscale.distributed.world import World
+
+# Folder of the evaluations' files in that of a run or of results.
+FILES = "evaluation"
+NORMAL_QUANTILE_975 = 1.959963984540054
+Output = Literal["logits", "features", "representation", "blocks"]
+"""representation: what the last layer sees, after a representation layer."""
+
+
+class EvaluationSettingsBase(NamedSection):
+    every_steps: int | None = Field(default=None, gt=0)
+    """Steps between two evaluations; null: after the last step only."""
+    metrics: ClassVar[tuple[str, ...]] = ()
+    """Names of its metrics, without `val/`."""
+
+    def metric_names(self) -> tuple[str, ...]:
+        """`metrics`, and those that depend on the settings."""
+        return self.metrics
+
+
+class Outputs(NamedTuple):
+    """What a model makes of one batch of this rank."""
+
+    values_BX: torch.Tensor
+    """fp32: logits [B, classes], or features [B, width]."""
+    labels_B: torch.Tensor
+    weights_B: torch.Tensor
+    """0 for padding, else 1."""
+    samples_B: np.ndarray
+    """int64: number of each image in its split."""
+    heads_2BC: torch.Tensor | None = None
+    """Beside logits: those of the class and of the distillation head, if the model has both."""
+
+
+class Model(Protocol):
+    """What evaluations read a model through: `Engine` in training, `InferenceModel` outside.
+
+    Images [B, 3, S, S] are on the device, uint8 or float 0..255. Every method is collective where
+    the model is sharded over ranks.
+    """
+
+    @property
+    def world(self) -> World: ...
+
+    @property
+    def known_outputs(self) -> tuple[str, ...]:
+        """Names of the model's outputs."""
+        ...
+
+    def logits(self, images_B3SS: torch.Tensor, /) -> torch.Tensor:
+        """[B, classes]"""
+        ...
+
+    def features(self, images_B3SS: torch.Tensor, /) -> torch.Tensor:
+        """[B, width], what the head sees."""
+        ...
+
+    def heads(self, images_B3SS: torch.Tensor, /) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the class and of the distillation head."""
+        ...
+
+    def forward(self, images_B3SS: torch.Tensor, output: str, /) -> Any:
+        """Another output, by name."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model and the splits it is evaluated on."""
+
+    model: Model
+    train: tuple[SplitIndex, ...]
+    """The parts of the training set."""
+    val: SplitIndex
+    data: DataSettings
+    image_size: int
+    micro_batch: int
+    num_outputs: int = 0
+    """Length of the logits; 0: the model has no head."""
+    classes: tuple[str, ...] | None = None
+    """Name of each output of the head; None where they are unknown."""
+    folder: Path | None = None
+    """Where rank 0 puts the files of the evaluations; None: they write none."""
+    kept: dict[tuple[str, str], tuple[np.ndarray, Features]] = field(default_factory=dict)
+    """By split and output: samples of which some rank has the features, and those of this rank.
+    Cleared before the weights change."""
+
+    def write(self, name: str, write: Callable[[Path], None]) -> None:
+        """Let rank 0 call `write` with the path of a file in `folder`, if there is one. Collective.
+
+        Raises UserError on every rank when that fails.
+        """
+        from vitscale.distributed.atomic_files import make_folders
+        from vitscale.distributed.world import agree_no_error
+
+        if self.folder is None:
+            return
+        error = None
+        if self.model.world.is_first:
+            try:
+                make_folders(self.folder)
+                write(self.folder / name)
+            except OSError as caught:
+                error = f"{self.folder / name}: cannot be written ({caught.strerror})"
+            except UserError as caught:
+                error = caught.text()
+        agree_no_error(error)
+
+    def outputs(
+        self, index: SplitIndex, output: Output, *, samples: np.ndarray | None = None
+    ) -> Iterator[Outputs]:
+        """The model's output for every sample of `index`, or for those in `samples`, in order.
+
+        Sharded over ranks: every rank gets equally many batches of `micro_batch`, the last ones
+        padded. Collective; the caller sets the model to eval.
+        """
+        import torch
+
+        from vitscale.data.loader import evaluation_batches
+
+        world, model = self.model.world, self.model
+        forward = {"logits": model.logits, "features": model.features}.get(
+            output, lambda images: model.forward(images, output)
+        )
+        has_two_heads = output == "logits" and "heads" in model.known_outputs
+        batches = evaluation_batches(
+            index,
+            settings=self.data,
+            image_size=self.image_size,
+            rank=world.rank,
+            world_size=world.world_size,
+            micro_batch=self.micro_batch,
+            pin_memory=world.device.type == "cuda",
+            samples=samples,
+        )
+        # Closed on errors too: exit would wait for workers that are left.
+        with closing(batches), torch.no_grad():
+            for cpu_batch in batches:
+                assert cpu_batch.positions is not None
+                batch = cpu_batch.to(world.device)
+                heads_2BC = None
+                if has_two_heads:
+                    heads_2BC = torch.stack(model.heads(batch.images)).float()
+                    values_BX = heads_2BC.mean(dim=0)
+                else:
+                    values_BX = forward(batch.images).float()
+                yield Outputs(
+                    values_BX, batch.labels, batch.weights, cpu_batch.positions, heads_2BC
+                )
+
+    @property
+    def num_train(self) -> int:
+        """Training images of all parts."""
+        return sum(part.num_samples for part in self.train)
+
+    def features(
+        self,
+        split: Literal["train", "val"],
+        *,
+        output: Output = "features",
+        samples: np.ndarray | None = None,
+    ) -> Features:
+        """Features of the images of a split, each on the rank that computed it. Collective.
+
+        samples: increasing numbers of the images to take, counted over all parts; None: all.
+        An image is computed once, whichever evaluation asks first.
+        """
+        if output == "representation" and output not in self.model.known_outputs:
+            output = "features"
+        parts, first, found = self.train if split == "train" else (self.val,), 0, []
+        for part in parts:
+            own = np.arange(part.num_samples)
+            if samples is not None:
+                last = first + part.num_samples
+                own = samples[(samples >= first) & (samples < last)] - first
+            if len(own):
+                found.append(self._computed(part, own, output).moved(first))
+            first += part.num_samples
+        return Features.joined(found)
+
+    def _computed(self, index: SplitIndex, samples: np.ndarray, output: Output) -> Features:
+        key = (index.fingerprint, output)
+        known, kept = self.kept.get(key, (np.empty(0, np.int64), None))
+        missing = np.setdiff1d(samples, known)
+        if len(missing):
+            rows = [] if kept is None else [kept]
+            for batch in self.outputs(index, output, samples=missing):
+                is_real = batch.weights_B > 0
+                rows.append(
+                    Features(
+                        samples=batch.samples_B[is_real.cpu().numpy()],
+                        values_ND=batch.values_BX[is_real].cpu(),
+                        labels_N=batch.labels_B[is_real].cpu(),
+                    )
+                )
+            kept = Features.joined(rows)
+            self.kept[key] = (np.union1d(known, missing), kept)
+        assert kept is not None
+        return kept.rows(np.isin(kept.samples, samples))
+
+
+class Share(float):
+    """A share of `images`, for example those that are classified right. Tables add its interval."""
+
+    images: int
+
+    def __new__(cls, count: float, images: float) -> Share:
+        """NaN of no images."""
+        share = super().__new__(cls, count / images if images else math.nan)
+        share.images = round(images)
+        return share
+
+    def interval(self) -> tuple[float, float]:
+        """Where the share of an unlimited set is with a confidence of 95 %.
+
+        Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
+        """
+        z, n = NORMAL_QUANTILE_975, self.images
+        if not n:
+            return math.nan, math.nan
+        middle = (self + z**2 / (2 * n)) / (1 + z**2 / n)
+        half = z / (1 + z**2 / n) * math.sqrt(self * (1 - self) / n + z**2 / (4 * n**2))
+        return max(0.0, middle - half), min(1.0, middle + half)
+
+
+class Evaluation:
+    """Metrics of a model on the validation split. A subclass defines `metrics`."""
+
+    Settings: ClassVar[type[EvaluationSettingsBase]]
+    needs: ClassVar[Output]
+    """The output of the model that the evaluation reads."""
+
+    def __init__(self, settings: Any) -> None:
+        """settings: an instance of `Settings`."""
+        self.settings = settings
+
+    def check(self, subject: Subject) -> None:
+        """Raise UserError where the model and the split do not suit the evaluation.
+
+        Called before any evaluation runs.
+        """
+
+    def metrics(self, subject: Subject) -> dict[str, float]:
+        """Metrics by name, without the prefix `val/`. Collective; equal on every rank."""
+        raise NotImplementedError
+
+
+class PassEvaluation(Evaluation):
+    """Reads each validation image's logits once; several of them share one pass.
+
+    A subclass defines `start`, `add` and `finish`, in this order, and not `metrics`.
+    """
+
+    needs: ClassVar[Output] = "logits"
+
+    def check(self, subject: Subject) -> None:
+        """The head has one output for each class of the shards, in their order."""
+        check_labels(subject, name=self.settings.name)
+
+    def start(self, subject: Subject) -> None:
+        """Prepare to count."""
+        raise NotImplementedError
+
+    def add(self, outputs: Outputs) -> None:
+        """Count one batch of this rank."""
+        raise NotImplementedError
+
+    def finish(self) -> dict[str, float]:
+        """Return what `metrics` returns. Collective."""
+        raise NotImplementedError
+
+    def metrics(self, subject: Subject) -> dict[str, float]:
+        return _in_one_pass([self], subject)[0]
+
+
+def results(evaluations: Sequence[Evaluation], subject: Subject) -> Iterator[dict[str, float]]:
+    """Metrics of each evaluation, in their order. Collective; equal on every rank."""
+    together = [each for each in evaluations if isinstance(each, PassEvaluation)]
+    found: list[dict[str, float]] = []
+    try:
+        for each in evaluations:
+            if not isinstance(each, PassEvaluation):
+                yield each.metrics(subject)
+                continue
+            found = found or _in_one_pass(together, subject)
+            yield found[together.index(each)]
+    finally:
+        # The next results may be of other weights.
+        subject.kept.clear()
+
+
+def _in_one_pass(evaluations: Sequence[PassEvaluation], subject: Subject) -> list[dict[str, float]]:
+    import torch
+
+    from vitscale.distributed.world import sum_over_ranks
+
+    for each in evaluations:
+        each.start(subject)
+    samples = torch.zeros((), dtype=torch.float64, device=subject.model.world.device)
+    for outputs in subject.outputs(subject.val, "logits"):
+        samples += outputs.weights_B.double().sum()
+        for each in evaluations:
+            each.add(outputs)
+    counted, expected = int(sum_over_ranks(samples)), subject.val.num_samples
+    assert counted == expected, f"evaluated {counted} of {expected} samples"
+    return [each.finish() for each in evaluations]
+
+
+def check_head(subject: Subject, *, name: str) -> None:
+    """Raise UserError where the model has no head or the shards have no labels."""
+    if not subject.val.classes:
+        raise UserError(
+            f"{name} needs labels, but the shards of {subject.val.folder} have none",
+            where="evaluate",
+            next_step="set data.path to labelled shards",
+        )
+    if subject.num_outputs == 0:
+        raise UserError(
+            f"{name} needs a classifier, but the model has no head",
+            where="init",
+            next_step="evaluate its features with knn, or a model that was fine-tuned",
+        )
+
+
+def check_labels(subject: Subject, *, name: str) -> None:
+    """Raise UserError where output i of the head is not class i of the shards."""
+    check_head(subject, name=name)
+    shards, model = subject.val.classes, subject.classes
+    what = None
+    if subject.num_outputs != len(shards):
+        what = (
+            f"{len(shards)} classes (the first is {shards[0]!r}), but the model's head has "
+            f"{subject.num_outputs}"
+        )
+    elif model is not None and model != shards:
+        label = next(i for i in range(len(shards)) if model[i] != shards[i])
+        order = "in another order" if sorted(model) == sorted(shards) else "other classes"
+        what = (
+            f"{order} than the model's: label {label} is {shards[label]!r} here and "
+            f"{model[label]!r} in the model"
+        )
+    if what is not None:
+        raise UserError(
+            f"{name}: {what}",
+            where=f"label map of {subject.val.folder}",
+            next_step="evaluate {name: subset}, which maps classes by name, or other shards",
+        )

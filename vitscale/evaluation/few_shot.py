@@ -1,0 +1,168 @@
+"""Few-shot classification: ridge regression on the features of a few images per class.
+
+Source: Dosovitskiy et al. 2021, sec. 4.1; big_vision, `evaluators/fewshot_lsr.py`. Shapes: N
+images, D width, C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from pydantic import Field
+
+from vitscale.evaluation.evaluation import (
+    Evaluation,
+    EvaluationSettingsBase,
+    Share,
+    Subject,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+# Images scored at once, in float64.
+CHUNK = 4096
+# Appended to the features: a bias that the penalty hardly touches.
+CONSTANT = 100.0
+STD_EPS = 1e-5
+
+
+class FewShotSettings(EvaluationSettingsBase):
+    name: Literal["few_shot"] = "few_shot"
+    """Metrics of every K in `shots`: val/few_shotK_top1, the mean over draws, and
+    val/few_shotK_std, their standard deviation."""
+    shots: tuple[int, ...] = Field(default=(1, 5, 10, 25), min_length=1, strict=False)
+    """Training images per class. Those of a draw are nested; a class with fewer gives all it
+    has."""
+    num_draws: int = Field(default=3, gt=0)
+    """Draws of training images, seeded 0, 1, 2, ..."""
+    l2: float = Field(default=2.0**10, gt=0)
+    """Penalty on the squared weights of standardised features."""
+    representation: Literal["features", "pre_logits"] = "pre_logits"
+    """pre_logits: after the representation layer (dense, tanh) of a model that has one, as in the
+    paper. features: before it. The same for other models."""
+
+    def metric_names(self) -> tuple[str, ...]:
+        return tuple(f"few_shot{k}_{kind}" for k in self.shots for kind in ("top1", "std"))
+
+
+class FewShot(Evaluation):
+    """Every rank solves the same small systems and scores its own validation images."""
+
+    Settings = FewShotSettings
+    needs = "features"
+
+    def metrics(self, subject: Subject) -> dict[str, float]:
+        import torch
+
+        from vitscale.distributed.world import sum_over_ranks
+
+        device, settings = subject.model.world.device, self.settings
+        is_last = settings.representation == "pre_logits"
+        output: Literal["features", "representation"] = "representation" if is_last else "features"
+        labels = np.concatenate([part.label for part in subject.train])
+        draws = [class_orders(labels, seed=seed) for seed in range(settings.num_draws)]
+        most = [first_of_each(orders, max(settings.shots)) for orders in draws]
+        drawn = np.unique(np.concatenate(most))
+        train = subject.features("train", output=output, samples=drawn).gathered()
+        val, images = subject.features("val", output=output), subject.val.num_samples
+        correct = torch.zeros(len(settings.shots), len(draws), dtype=torch.float64, device=device)
+        for row, count in enumerate(settings.shots):
+            for draw, orders in enumerate(draws):
+                few = train.rows(np.searchsorted(train.samples, first_of_each(orders, count)))
+                classifier = fit_ridge(
+                    few.values_ND.to(device),
+                    few.labels_N.to(device),
+                    num_classes=len(subject.val.classes),
+                    l2=settings.l2,
+                )
+                correct[row, draw] = classifier.num_correct(val.values_ND, val.labels_N)
+        found: dict[str, float] = {}
+        for count, right in zip(settings.shots, sum_over_ranks(correct).cpu().numpy(), strict=True):
+            if len(draws) == 1:
+                found[f"few_shot{count}_top1"] = Share(float(right[0]), images)
+            else:
+                found[f"few_shot{count}_top1"] = float((right / images).mean())
+                found[f"few_shot{count}_std"] = float((right / images).std(ddof=1))
+        return found
+
+
+def class_orders(labels_N: np.ndarray, *, seed: int) -> list[np.ndarray]:
+    """The samples of each class that has any, in an order drawn with `seed`.
+
+    One generator for all classes, one permutation each, in the order of labels, as in big_vision.
+    """
+    random = np.random.default_rng(seed)
+    by_class = np.argsort(labels_N, kind="stable")
+    ends = np.searchsorted(labels_N[by_class], np.unique(labels_N), side="right")
+    return [random.permutation(group) for group in np.split(by_class, ends[:-1])]
+
+
+def first_of_each(orders: list[np.ndarray], count: int) -> np.ndarray:
+    """The first `count` samples of each class, or all of a smaller one."""
+    return np.concatenate([order[:count] for order in orders])
+
+
+# ---- closed-form classifiers, in float64 --------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class RidgeClassifier:
+    """Scores of classes, linear in standardised features."""
+
+    mean_D: torch.Tensor
+    std_D: torch.Tensor
+    weights_DC: torch.Tensor
+    """[D + 1, C]; the last row is of the constant."""
+
+    def scores(self, features_ND: torch.Tensor) -> torch.Tensor:
+        """float64 [N, C]"""
+        return _standardized(features_ND, self.mean_D, self.std_D) @ self.weights_DC
+
+    def num_correct(self, features_ND: torch.Tensor, labels_N: torch.Tensor) -> int:
+        """Count the rows, on any device, that are predicted right."""
+        device, correct = self.mean_D.device, 0
+        for rows_BD, labels_B in zip(features_ND.split(CHUNK), labels_N.split(CHUNK), strict=True):
+            guesses_B = self.scores(rows_BD.to(device)).argmax(dim=1)
+            correct += int((guesses_B == labels_B.to(device)).sum())
+        return correct
+
+
+def fit_ridge(
+    features_ND: torch.Tensor, labels_N: torch.Tensor, *, num_classes: int, l2: float
+) -> RidgeClassifier:
+    """Minimise the squared error to targets of 1 and -1 + l2 * squared weights, the constant's too.
+
+    Features are standardised with their own mean and deviation (+ 1e-5). Solved through the
+    eigenvectors of the smaller of the two Gram matrices.
+    """
+    import torch
+
+    features_ND = features_ND.double()
+    std_D, mean_D = torch.std_mean(features_ND, dim=0, correction=0)
+    std_D = std_D + STD_EPS
+    x_ND = _standardized(features_ND, mean_D, std_D)
+    if len(x_ND) >= x_ND.shape[1]:
+        values, vectors = torch.linalg.eigh(x_ND.T @ x_ND)
+        # X^T (2 * one_hot - 1), without the one_hot.
+        right_DC = torch.zeros(x_ND.shape[1], num_classes, dtype=x_ND.dtype, device=x_ND.device)
+        right_DC.index_add_(1, labels_N, x_ND.T, alpha=2.0)
+        right_DC -= x_ND.sum(dim=0)[:, None]
+        left = vectors
+    else:
+        values, vectors = torch.linalg.eigh(x_ND @ x_ND.T)
+        right_DC = 2.0 * torch.nn.functional.one_hot(labels_N, num_classes).double() - 1.0
+        left = x_ND.T @ vectors
+    weights_DC = left @ ((vectors.T @ right_DC) / (values + l2)[:, None])
+    return RidgeClassifier(mean_D=mean_D, std_D=std_D, weights_DC=weights_DC)
+
+
+def _standardized(
+    features_ND: torch.Tensor, mean_D: torch.Tensor, std_D: torch.Tensor
+) -> torch.Tensor:
+    import torch
+
+    scaled_ND = (features_ND.double() - mean_D) / std_D
+    return torch.nn.functional.pad(scaled_ND, (0, 1), value=CONSTANT)

@@ -1,0 +1,120 @@
+"""Run a trained model outside training, on images prepared as it expects them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from vitscale.data.settings import DataSettings
+from vitscale.distributed.world import World
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preprocessing:
+    """The evaluation's resize, crop and normalisation; fields are named as in `DataSettings`."""
+
+    image_size: int
+    """Pixels a side of the model's input."""
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    eval_resize: str = "squash"
+    eval_crop_fraction: float = 0.875
+    """center_crop only: image size / resized short side."""
+    eval_interpolation: str = "bilinear"
+    eval_antialias: bool = True
+
+    def data_values(self) -> dict[str, Any]:
+        """The same as values of `DataSettings`, which leaves the image size to the model."""
+        values = asdict(self)
+        del values["image_size"]
+        return values
+
+
+def preprocessing_of_run(data: Mapping[str, Any], *, image_size: int) -> Preprocessing:
+    """The preprocessing of a run's section `data`, with defaults for what it leaves out.
+
+    Raises ValueError and TypeError for values of a wrong type.
+    """
+    known = {name: field.default for name, field in DataSettings.model_fields.items()} | dict(data)
+    return Preprocessing(
+        image_size=image_size,
+        mean=_three(known["mean"]),
+        std=_three(known["std"]),
+        eval_resize=str(known["eval_resize"]),
+        eval_crop_fraction=float(known["eval_crop_fraction"]),
+        eval_interpolation=str(known["eval_interpolation"] or known["interpolation"]),
+        eval_antialias=bool(known["eval_antialias"]),
+    )
+
+
+def _three(values: Any) -> tuple[float, float, float]:
+    red, green, blue = map(float, values)
+    return (red, green, blue)
+
+
+class Normalization:
+    """Pixels 0..255 to (x / 255 - mean) / std, as one multiply-add on the device."""
+
+    def __init__(
+        self, *, mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
+    ) -> None:
+        scale = [1 / (255 * s) for s in std]
+        shift = [-m / s for m, s in zip(mean, std, strict=True)]
+        self._scale_3HW = torch.tensor(scale, device=device).view(3, 1, 1)
+        self._shift_3HW = torch.tensor(shift, device=device).view(3, 1, 1)
+
+    def __call__(self, images_B3SS: torch.Tensor) -> torch.Tensor:
+        """uint8 or float 0..255 -> fp32."""
+        return torch.addcmul(self._shift_3HW, images_B3SS.float(), self._scale_3HW)
+
+
+class InferenceModel:
+    """A model in eval mode, with the outputs that evaluations read.
+
+    Ranks share images, not weights: no method is collective.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        *,
+        mean: tuple[float, float, float],
+        std: tuple[float, float, float],
+        world: World,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        """dtype: below fp32 the fp32 weights are rounded where they multiply."""
+        self.network = network.eval().requires_grad_(False).to(world.device)
+        self.world, self.dtype = world, dtype
+        self._normalize = Normalization(mean=mean, std=std, device=world.device)
+
+    def logits(self, images_B3SS: torch.Tensor) -> torch.Tensor:
+        """Images [B, 3, S, S] on the device, uint8 or float 0..255 -> fp32 [B, classes]."""
+        logits_BC: torch.Tensor = self.forward(images_B3SS, "logits").float()
+        return logits_BC
+
+    def features(self, images_B3SS: torch.Tensor) -> torch.Tensor:
+        """What the head sees, fp32 [B, width]."""
+        features_BD: torch.Tensor = self.forward(images_B3SS, "features").float()
+        return features_BD
+
+    def heads(self, images_B3SS: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the class and of the distillation head."""
+        class_BC, distillation_BC = self.forward(images_B3SS, "heads")
+        return class_BC.float(), distillation_BC.float()
+
+    @property
+    def known_outputs(self) -> tuple[str, ...]:
+        names: tuple[str, ...] = self.network.known_outputs  # type: ignore[assignment]  # any module
+        return names
+
+    @torch.no_grad()
+    def forward(self, images_B3SS: torch.Tensor, output: str) -> Any:
+        """Another output of the model, in its precision."""
+        device = self.world.device
+        with torch.autocast(device.type, self.dtype, enabled=self.dtype != torch.float32):
+            return self.network(self._normalize(images_B3SS), output=output)

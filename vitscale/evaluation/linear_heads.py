@@ -1,0 +1,257 @@
+"""Linear probe: linear classifiers at many learning rates, in one pass over frozen features.
+
+DINOv2's protocol (Oquab et al. 2023, `eval/linear.py`: SGD with momentum 0.9, cosine to zero, no
+warm-up, no decay), with two differences: features are of the evaluation's crop, without
+augmentation; and the best head is chosen on a part of the training set, not on the split that is
+reported. Shapes: N rows of this rank, B of them in a batch, H heads, D width, C classes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from vitscale.config.errors import UserError
+from vitscale.distributed.random_numbers import permutation, stream_key
+from vitscale.evaluation.evaluation import (
+    Evaluation,
+    EvaluationSettingsBase,
+    Output,
+    Share,
+    Subject,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+    from vitscale.evaluation.features import Features
+
+# DINOv2: 1, 2 and 5 of every decade.
+RATES = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2, 2e-2, 5e-2, 0.1)
+MOMENTUM = 0.9
+INIT_STD = 0.01
+# Rates are for this many images; larger batches scale them.
+RATE_BATCH = 256
+# Images scored at once.
+CHUNK = 4096
+
+
+class LinearHeadsSettings(EvaluationSettingsBase):
+    name: Literal["linear_heads"] = "linear_heads"
+    """Metrics: val/linear_top1 of the best head, val/linear_dev_top1, by which it was chosen,
+    val/linear_lr, its learning rate, and val/linear_lr_at_end, 1 if that is the first or the last
+    of the list."""
+    metrics: ClassVar[tuple[str, ...]] = (
+        "linear_top1",
+        "linear_dev_top1",
+        "linear_lr",
+        "linear_lr_at_end",
+    )
+    learning_rates: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        default=RATES, min_length=1, strict=False
+    )
+    """One head each; for a batch of 256, scaled with the batch."""
+    steps: int = Field(default=12_500, gt=0)
+    """Steps of SGD, momentum 0.9, cosine to zero; 12,500 as DINOv2 does for ImageNet."""
+    batch: int = Field(default=1024, gt=0)
+    """Images per step over all ranks; at most the training set."""
+    dev_fraction: float = Field(default=0.1, gt=0, lt=1)
+    """Share of the training set that is not trained on but chooses the best head."""
+    inputs: Literal["features", "blocks"] = "features"
+    """features: what the model's head sees. blocks: four inputs for each rate, the class token of
+    the last block or of the last four, with and without the mean patch token, as DINOv2; ViTs with
+    a class token only."""
+    seed: int = Field(default=0, ge=0)
+    """Of the first weights, the order of the images, and the part that chooses."""
+
+
+class LinearHeads(Evaluation):
+    """Features stay sharded over ranks; only gradients of the heads travel."""
+
+    Settings = LinearHeadsSettings
+    needs = "features"
+
+    def check(self, subject: Subject) -> None:
+        if self.settings.inputs not in subject.model.known_outputs:
+            raise UserError(
+                "this model has no class token in its last four blocks",
+                where="evaluate: linear_heads: inputs",
+                allowed="features",
+                next_step="set inputs: features",
+            )
+        if subject.num_train < 2:
+            raise UserError(
+                "a linear probe needs two training images, one of them to choose the best head",
+                where="evaluate: linear_heads",
+                next_step="choose a larger training split",
+            )
+
+    def metrics(self, subject: Subject) -> dict[str, float]:
+        import torch
+
+        from vitscale.distributed.world import sum_over_ranks
+
+        settings, device = self.settings, subject.model.world.device
+        rates, output = settings.learning_rates, settings.inputs
+        train = subject.features("train", output=output)
+        val = subject.features("val", output=output)
+        fit, dev = dev_split(subject.num_train, settings.dev_fraction, seed=settings.seed)
+        found = []  # dev and validation top-1 and rate of each head
+        for columns in column_choices(train.values_ND.shape[1], output):
+            seen = train.columns(columns)
+            heads = ParallelHeads(
+                len(rates),
+                width=len(columns),
+                num_classes=len(subject.val.classes),
+                seed=settings.seed,
+            )
+            train_heads(
+                heads,
+                seen,
+                chosen=fit,
+                rates=rates,
+                steps=settings.steps,
+                batch=settings.batch,
+                seed=settings.seed,
+                device=device,
+            )
+            on_dev_H = heads.num_correct(seen.rows(np.isin(seen.samples, dev)))
+            on_val_H = heads.num_correct(val.columns(columns))
+            correct_2H = sum_over_ranks(torch.stack([on_dev_H, on_val_H])).tolist()
+            found += list(zip(*correct_2H, rates, strict=True))
+        on_dev, on_val, rate = max(found, key=lambda head: head[0])
+        return {
+            "linear_top1": Share(on_val, subject.val.num_samples),
+            "linear_dev_top1": Share(on_dev, len(dev)),
+            "linear_lr": rate,
+            # Then a longer list may have a better one.
+            "linear_lr_at_end": float(rate in (min(rates), max(rates))),
+        }
+
+
+def dev_split(num: int, fraction: float, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Random samples to train on, and those that choose the head: at least one of each."""
+    order = permutation(num, key=stream_key("dev split", seed))
+    num_dev = min(max(1, round(num * fraction)), num - 1)
+    return np.sort(order[num_dev:]), np.sort(order[:num_dev])
+
+
+def column_choices(width: int, output: Output) -> list[np.ndarray]:
+    """Columns of the features that each group of heads sees; see `ViT.block_features`."""
+    columns = np.arange(width)
+    if output == "features":
+        return [columns]
+    last, all_blocks, patches = np.split(columns, [width // 5, width // 5 * 4])
+    blocks = np.concatenate([last, all_blocks])
+    return [last, blocks, np.concatenate([last, patches]), columns]
+
+
+# ---- training -----------------------------------------------------------------------------------
+
+
+class ParallelHeads:
+    """One linear layer per learning rate; all are computed as one matrix product."""
+
+    def __init__(self, num_heads: int, *, width: int, num_classes: int, seed: int) -> None:
+        """Weights are N(0, 0.01), the same for all heads; biases are zero."""
+        import torch
+        import torch.nn.functional as F
+
+        random = torch.Generator().manual_seed(stream_key("linear heads", seed) >> 1)
+        weights_CD = torch.empty(num_classes, width).normal_(std=INIT_STD, generator=random)
+        # The last column is the bias, of a constant feature of one.
+        self.weights_HCD = F.pad(weights_CD, (0, 1)).repeat(num_heads, 1, 1)
+
+    def logits(self, features_BD: torch.Tensor) -> torch.Tensor:
+        """[B, H, C]; the features are on the device of the weights."""
+        num_heads, num_classes, _ = self.weights_HCD.shape
+        # One matrix product for all heads.
+        logits_BX = _with_constant(features_BD) @ self.weights_HCD.flatten(0, 1).T
+        return logits_BX.view(-1, num_heads, num_classes)
+
+    def num_correct(self, features: Features) -> torch.Tensor:
+        """Count this rank's rows that each head predicts right: float64 [H]."""
+        import torch
+
+        device = self.weights_HCD.device
+        correct_H = torch.zeros(len(self.weights_HCD), dtype=torch.float64, device=device)
+        for values_BD, labels_B in zip(
+            features.values_ND.split(CHUNK), features.labels_N.split(CHUNK), strict=True
+        ):
+            guesses_BH = self.logits(values_BD.to(device)).argmax(dim=2)
+            correct_H += (guesses_BH == labels_B.to(device)[:, None]).sum(dim=0)
+        return correct_H
+
+
+def train_heads(
+    heads: ParallelHeads,
+    features: Features,
+    *,
+    chosen: np.ndarray,
+    rates: Sequence[float],
+    steps: int,
+    batch: int,
+    seed: int,
+    device: torch.device,
+) -> None:
+    """Minimise each head's mean cross-entropy over the samples `chosen`. Collective.
+
+    rates: one per head, for a batch of 256. Every rank adds the gradient of the rows that it holds
+    of a global batch, so that the batches do not depend on the number of ranks. Epoch after epoch
+    in a new order; batches run over the ends of epochs.
+    """
+    import torch
+
+    from vitscale.distributed.world import sum_over_ranks
+
+    batch = min(batch, len(chosen))
+    values_ND, labels_N = features.values_ND.to(device), features.labels_N.to(device)
+    row_of = np.full(int(chosen.max()) + 1, -1)
+    held = features.samples[features.samples < len(row_of)]
+    row_of[held] = np.arange(len(held))
+    rates_H = torch.tensor(rates, device=device) * (batch / RATE_BATCH)
+    weights_HCD = heads.weights_HCD = heads.weights_HCD.to(device)
+    momentum_HCD = torch.zeros_like(weights_HCD)
+    for step in range(steps):
+        rows = row_of[chosen[_positions(step * batch, batch, num=len(chosen), seed=seed)]]
+        own = torch.from_numpy(rows[rows >= 0]).to(device)
+        gradient_HCD = _gradient(heads, values_ND[own], labels_N[own], batch=batch)
+        momentum_HCD.mul_(MOMENTUM).add_(sum_over_ranks(gradient_HCD))
+        factor_H = rates_H * (0.5 * (1 + math.cos(math.pi * step / steps)))
+        weights_HCD -= factor_H[:, None, None] * momentum_HCD
+
+
+def _gradient(
+    heads: ParallelHeads, values_BD: torch.Tensor, labels_B: torch.Tensor, *, batch: int
+) -> torch.Tensor:
+    """Gradient of this rank's share of the mean cross-entropy over `batch` rows."""
+    import torch.nn.functional as F
+
+    logits_BHC = heads.logits(values_BD)
+    # torch's softmax is several times slower on a CPU where there are few classes.
+    error_BHC = (logits_BHC - logits_BHC.amax(dim=2, keepdim=True)).exp_()
+    error_BHC /= error_BHC.sum(dim=2, keepdim=True)
+    error_BHC -= F.one_hot(labels_B, error_BHC.shape[2])[:, None]
+    gradient_XD = (error_BHC / batch).flatten(1).T @ _with_constant(values_BD)
+    return gradient_XD.view_as(heads.weights_HCD)
+
+
+def _with_constant(features_BD: torch.Tensor) -> torch.Tensor:
+    import torch.nn.functional as F
+
+    return F.pad(features_BD, (0, 1), value=1.0)
+
+
+def _positions(first: int, count: int, *, num: int, seed: int) -> np.ndarray:
+    """Rows at the positions `first` to `first + count` of endless epochs over `num` rows."""
+    positions = np.arange(first, first + count)
+    rows = np.empty(count, dtype=np.int64)
+    for epoch in np.unique(positions // num):
+        order = permutation(num, key=stream_key("linear heads", seed, int(epoch)))
+        is_in = positions // num == epoch
+        rows[is_in] = order[positions[is_in] % num]
+    return rows

@@ -1,0 +1,112 @@
+"""Accuracy by ImageNet-ReaL: every validation image has a set of labels, maybe empty.
+
+Source: Beyer et al. 2020, "Are we done with ImageNet?". A prediction is right if it is in the set;
+images with an empty set are left out (3,163 of 50,000). The labels come with timm.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import cache
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from vitscale.config.errors import UserError
+from vitscale.data.index import SplitIndex
+from vitscale.data.label_spaces import known_space, timm_file
+from vitscale.evaluation.evaluation import (
+    EvaluationSettingsBase,
+    Outputs,
+    PassEvaluation,
+    Share,
+    Subject,
+)
+
+if TYPE_CHECKING:
+    import numpy as np
+
+NUM_IMAGES = 50_000
+NAME = re.compile(r"ILSVRC2012_val_(\d{8})(?!\d)")
+
+
+class RealLabelsSettings(EvaluationSettingsBase):
+    name: Literal["real_labels"] = "real_labels"
+    """Metrics: val/real_top1, val/real_top5. For ImageNet's validation images under their original
+    names."""
+    metrics: ClassVar[tuple[str, ...]] = ("real_top1", "real_top5")
+
+
+class RealLabels(PassEvaluation):
+    Settings = RealLabelsSettings
+
+    def check(self, subject: Subject) -> None:
+        classes, found = known_space("imagenet_1k"), subject.classes
+        if subject.num_outputs != len(classes) or (found is not None and found != classes):
+            raise UserError(
+                f"real_labels needs the {len(classes)} classes of ImageNet-1k in the order of "
+                f"their synsets, and the model's head has {subject.num_outputs} classes"
+                + ("" if found is None else f" (the first is {found[0]!r})"),
+                where="evaluate",
+                next_step="remove real_labels, or fine-tune on labels.space=imagenet_1k",
+            )
+        image_numbers(subject.val)
+
+    def start(self, subject: Subject) -> None:
+        import torch
+
+        device = subject.model.world.device
+        self._labels_NL = torch.from_numpy(_label_table()[image_numbers(subject.val)]).to(device)
+        # Right at 1 and at 5, images with labels.
+        self._totals = torch.zeros(3, dtype=torch.float64, device=device)
+
+    def add(self, outputs: Outputs) -> None:
+        import torch
+
+        samples = torch.from_numpy(outputs.samples_B).to(self._labels_NL.device)
+        labels_BL = self._labels_NL[samples]
+        scored_B = (labels_BL >= 0).any(dim=1)
+        best_B5 = outputs.values_BX.topk(5).indices
+        hits_B5 = (best_B5[:, :, None] == labels_BL[:, None, :]).any(dim=2)
+        rows = torch.stack([hits_B5[:, 0], hits_B5.any(dim=1), scored_B]).double()
+        self._totals += (rows * outputs.weights_B).sum(dim=1)
+
+    def finish(self) -> dict[str, float]:
+        from vitscale.distributed.world import sum_over_ranks
+
+        at1, at5, scored = sum_over_ranks(self._totals).tolist()
+        return {"real_top1": Share(at1, scored), "real_top5": Share(at5, scored)}
+
+
+def image_numbers(index: SplitIndex) -> np.ndarray:
+    """int64 [N]: each sample's number among ImageNet's validation images, from 0.
+
+    Raises UserError where a key does not have the original name.
+    """
+    import numpy as np
+
+    from vitscale.data.index_keys import sample_keys
+
+    found = []
+    for key in sample_keys(index, range(index.num_samples)):
+        match = NAME.search(key)
+        if match is None or not 1 <= int(match[1]) <= NUM_IMAGES:
+            raise UserError(
+                f"real_labels: the key {key!r} has no name such as ILSVRC2012_val_00000293",
+                where=str(index.folder),
+                allowed="ImageNet's validation images under their original names",
+                next_step="make the shards from the original files, or remove real_labels",
+            )
+        found.append(int(match[1]) - 1)
+    return np.array(found, np.int64)
+
+
+@cache
+def _label_table() -> np.ndarray:
+    """int64 [50,000, labels]: the set of each image, filled up with -1."""
+    import numpy as np
+
+    sets = json.loads(timm_file("imagenet_real_labels.json", where="evaluate").read_text())
+    table = np.full((len(sets), max(map(len, sets))), -1, np.int64)
+    for row, labels in zip(table, sets, strict=True):
+        row[: len(labels)] = labels
+    return table

@@ -1,0 +1,334 @@
+"""Open a trained model: of a run, a checkpoint, or weights of another library.
+
+Owns: what `init=` names, and a model with its weights, preprocessing and classes.
+Leaves out: reading weights of others (`vitscale.models.weights`), and starting a training from
+weights (`finetune.loading`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from torch import distributed as dist
+from torch import nn
+
+from vitscale.checkpoint.folders import MANIFEST, Checkpoint, resolve_weights
+from vitscale.config.errors import UserError
+from vitscale.config.section import Section
+from vitscale.config.source import read_yaml
+from vitscale.distributed.world import World
+from vitscale.evaluation.inference import InferenceModel, Preprocessing, preprocessing_of_run
+from vitscale.models.interface.architecture import Architecture
+from vitscale.models.registry import MODELS, ModelSettings
+from vitscale.models.vit.position_embedding import fixed_positions
+from vitscale.models.weights.external import ExternalWeights
+from vitscale.models.weights.folder import CONFIG
+from vitscale.models.weights.inferred import inferred_model
+from vitscale.models.weights.reading import is_external, read_external_weights
+from vitscale.models.weights.suffixes import SUFFIXES
+from vitscale.models.weights.transfer import transfer_weights
+from vitscale.optim.settings import EmaSettings
+
+# Names of the classes by label, in a run folder; the session writes it.
+CLASSES_NAME = "classes.json"
+KINDS = (
+    "a run folder (checkpoints/), a checkpoint folder (manifest.json), a folder of Hugging Face or "
+    f"timm (config.json), or a file of weights ({', '.join(SUFFIXES)})"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourceRun:
+    """The run that trained a model, and the checkpoint that is taken."""
+
+    folder: Path
+    checkpoint: Path
+    step: int
+    averaged: bool
+    """Whether the weights are the average over training."""
+    config: Mapping[str, Any]
+    """config.yaml as plain values."""
+    settings: ModelSettings
+    """The section `model`, at the image size of the checkpoint."""
+    description: Mapping[str, Any]
+    """What the checkpoint says of itself: architecture, data fingerprint, label map."""
+    warnings: list[str]
+    """A sentence for each newer checkpoint that is damaged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What `init` names, before a model takes its weights."""
+
+    where: str
+    """The path, for errors."""
+    weights: ExternalWeights
+    run: SourceRun | None = None
+    """None for weights of another library."""
+
+    def load_into(
+        self,
+        network: nn.Module,
+        arch: Architecture,
+        *,
+        tensors: Mapping[str, torch.Tensor] | None = None,
+        convention: str,
+        keep_head: bool = True,
+        resize_patches: bool = False,
+    ) -> list[str]:
+        """Put the weights, or `tensors` in their place, into a model; see `transfer_weights`."""
+        found = dict(self.weights.weights if tensors is None else tensors)
+        num_prefix_tokens = arch.num_prefix_tokens
+        if self.run is not None:
+            described = self.run.description
+            num_prefix_tokens = described["num_prefix_tokens"]
+            if "pos_embed" in network.state_dict():
+                found |= fixed_positions(described["architecture"], grid=self.weights.grid)
+        return transfer_weights(
+            network,
+            weights=found,
+            source_grid=self.weights.grid,
+            target_grid=arch.grid,
+            num_prefix_tokens=num_prefix_tokens,
+            convention=convention,
+            where=self.where,
+            keep_head=keep_head,
+            resize_patches=resize_patches,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedModel:
+    """A model with its weights, and how it is used."""
+
+    network: nn.Module
+    """On the CPU in fp32, in eval mode."""
+    settings: ModelSettings
+    arch: Architecture
+    preprocessing: Preprocessing
+    classes: tuple[str, ...] | None
+    """Name of each class by label; None where they are unknown or the model has no head."""
+    source: str
+    """Where the weights come from, in one line."""
+    run: SourceRun | None = None
+    """None for weights of another library."""
+
+    @property
+    def num_classes(self) -> int:
+        """0: without a head."""
+        return self.arch.num_classes
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """By label; numbers where the names are unknown."""
+        return self.classes or tuple(f"class {label}" for label in range(self.num_classes))
+
+    def for_inference(self, world: World, *, precision: str = "auto") -> InferenceModel:
+        """The model on the device of this rank."""
+        is_low = precision == "bf16" or (precision == "auto" and world.device.type == "cuda")
+        return InferenceModel(
+            self.network,
+            mean=self.preprocessing.mean,
+            std=self.preprocessing.std,
+            world=world,
+            dtype=torch.bfloat16 if is_low else torch.float32,
+        )
+
+
+def open_model(
+    init: str,
+    *,
+    weights: str = "auto",
+    grid: tuple[int, int] | None = None,
+    model: ModelSettings | None = None,
+    preprocessing: Mapping[str, Any] | None = None,
+    image_size: int | None = None,
+    position_embedding: str = "google",
+    key: str = "init",
+) -> TrainedModel:
+    """Open what `init` names, heads included.
+
+    weights: see `takes_average`. grid: of the positions in a file. model, preprocessing: keys that
+    win over those that come with the weights. image_size: to apply the model at, positions
+    resampled by the convention `position_embedding`. key: the setting that has `init`, for errors.
+    Raises UserError when it cannot be read, or does not fit.
+    """
+    source = read_source(init, weights=weights, grid=grid, model=model, key=key)
+    found, run = source.weights, source.run
+    if run is None:
+        settings, num_classes = inferred_model(found, chosen=model, path=Path(init))
+    elif model is None:
+        settings, num_classes = run.settings, run.description["architecture"]["num_classes"]
+    else:
+        raise UserError(
+            "the run folder describes its model itself", where="model", next_step="remove `model`"
+        )
+    if image_size is not None and image_size != settings.image_size:
+        settings = settings.model_copy(update={"image_size": image_size})
+        problems = [text for name, text in settings.problems() if name == "model.image_size"]
+        if problems:
+            raise UserError(problems[0], where="image_size")
+    arch = settings.architecture(num_classes=num_classes)
+    network: nn.Module = MODELS[arch.name].load().build_model(settings, arch, seed=0)
+    source.load_into(network, arch, convention=position_embedding)
+    chosen = preprocessing or {}
+    values = {**found.preprocessing, **chosen}
+    fits = found.classes is not None and len(found.classes) == arch.num_classes > 0
+    return TrainedModel(
+        network=network.eval(),
+        settings=settings,
+        arch=arch,
+        preprocessing=Preprocessing(image_size=arch.image_size, **values),
+        classes=found.classes if fits else None,
+        source=f"{found.format}{_assumed(found, model, chosen)}",
+        run=run,
+    )
+
+
+def read_source(
+    init: str,
+    *,
+    weights: str = "auto",
+    grid: tuple[int, int] | None = None,
+    model: ModelSettings | None = None,
+    key: str = "init",
+) -> Source:
+    """Read what `init` names. Arguments are those of `open_model`. Raises UserError."""
+    if _names_weights_of_others(init, key=key):
+        found = read_external_weights(Path(init), grid=grid, model=model)
+        return Source(where=init, weights=replace(found, format=f"{init}, {found.format}"))
+    checkpoint, warnings = resolve_weights(init, key=key)
+    run, preprocessing = _read_run(checkpoint, weights=weights, warnings=warnings)
+    rows, columns = checkpoint.description["grid"]
+    found = ExternalWeights(
+        weights=checkpoint.tensors(prefix="ema." if run.averaged else "model."),
+        grid=(rows, columns),
+        format=f"{checkpoint.folder}, step {checkpoint.step}",
+        preprocessing=preprocessing.data_values(),
+        assumed=False,
+        classes=_class_names(run.folder),
+    )
+    return Source(where=str(checkpoint.folder), weights=found, run=run)
+
+
+def _names_weights_of_others(init: str, *, key: str) -> bool:
+    """Whether it names weights of another library; False: a run or a checkpoint.
+
+    Raises UserError for paths that are none of these.
+    """
+    path = Path(init)
+    if is_external(init):
+        return True
+    if path.is_file():
+        what = f"{path.suffix or 'a name without suffix'} is no kind of weight file"
+        raise UserError(what, where=f"{key}={init}", allowed=", ".join(SUFFIXES))
+    if not path.is_dir() or (path / "checkpoints").is_dir() or (path / MANIFEST).is_file():
+        return False
+    files = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES)
+    next_step = "correct the path"
+    if files:
+        next_step = f"add the folder's {CONFIG}, or set {key} to the file {files[0]}"
+    raise UserError("holds no model", where=f"{key}={init}", allowed=KINDS, next_step=next_step)
+
+
+class _ModelSection(Section):
+    model: ModelSettings
+
+
+def _read_run(
+    checkpoint: Checkpoint, *, weights: str, warnings: list[str]
+) -> tuple[SourceRun, Preprocessing]:
+    """The run of a checkpoint, and what it evaluated on.
+
+    Raises UserError where the run's config.yaml is missing or describes another model.
+    """
+    folder = checkpoint.folder.parent.parent
+    path = folder / "config.yaml"
+    next_step = "keep the checkpoint in its run folder, with the run's config.yaml"
+    described = checkpoint.description["architecture"]
+    try:
+        values: Any = read_yaml(path.read_text(), name=str(path))
+        settings = _ModelSection.model_validate({"model": values["model"]}).model
+        settings = settings.model_copy(update={"image_size": described["image_size"]})
+        arch = settings.architecture(num_classes=described["num_classes"])
+        preprocessing = preprocessing_of_run(values["data"], image_size=arch.image_size)
+        what = f"does not describe the model of {checkpoint.folder}"
+        error = None if arch.description() == described else what
+    except OSError as caught:
+        error = f"cannot be read ({caught.strerror})"
+    except (KeyError, TypeError, ValueError, ValidationError) as caught:
+        error = f"does not describe the model of {checkpoint.folder} ({type(caught).__name__})"
+    if error is not None:
+        raise UserError(error, where=str(path), next_step=next_step)
+    run = SourceRun(
+        folder=folder,
+        checkpoint=checkpoint.folder,
+        step=checkpoint.step,
+        averaged=takes_average(checkpoint, weights),
+        config=values,
+        settings=settings,
+        description=checkpoint.description,
+        warnings=warnings,
+    )
+    return run, preprocessing
+
+
+def takes_average(checkpoint: Checkpoint, choice: str) -> bool:
+    """Whether the averaged weights are taken; otherwise the raw ones. choice: model, ema or auto.
+
+    auto takes an average that was saved, unless more than 1 % of it is the random start; then the
+    first rank says so. Raises UserError if `ema` is chosen and no average was saved.
+    """
+    has_average = checkpoint.description.get("ema") is not None
+    if choice == "ema" and not has_average:
+        raise UserError(
+            "this checkpoint holds no average of the weights",
+            where=str(checkpoint.folder),
+            allowed="init_weights: auto, model",
+            next_step="set init_weights=auto, or train with optim.ema",
+        )
+    if choice == "auto" and has_average and (share := _share_of_first_weights(checkpoint)) > 0.01:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            # stderr: predictions may go to stdout.
+            print(
+                f"{checkpoint.folder}: taking the raw weights, since {share:.0%} of their average "
+                "is the random start (optim.ema)",
+                file=sys.stderr,
+            )
+        return False
+    return has_average and choice != "model"
+
+
+def _share_of_first_weights(checkpoint: Checkpoint) -> float:
+    """Share of the average that is still the weights before the first step."""
+    ema = EmaSettings.model_validate(checkpoint.description["ema"])
+    kept = map(ema.decay_at, range(1, checkpoint.progress["engine"]["num_averaged"] + 1))
+    return math.prod(kept)
+
+
+def _class_names(folder: Path) -> tuple[str, ...] | None:
+    try:
+        names = json.loads((folder / CLASSES_NAME).read_text())
+    except (OSError, ValueError):
+        return None
+    return tuple(map(str, names)) if isinstance(names, list) else None
+
+
+def _assumed(
+    found: ExternalWeights, model: ModelSettings | None, preprocessing: Mapping[str, Any]
+) -> str:
+    """What no file says and the format's usual values were taken for, in words."""
+    if not found.assumed:
+        return ""
+    given = {*(() if model is None else model.model_fields_set), *preprocessing, "num_heads"}
+    values = {**found.known, **found.preprocessing}
+    shown = ", ".join(f"{key}={value}" for key, value in values.items() if key not in given)
+    return f"; assumed {shown}" if shown else ""
