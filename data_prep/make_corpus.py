@@ -18,10 +18,10 @@ import sys
 from pathlib import Path
 
 try:
-    from data_prep.images.made.characters import GREY_LEVELS, Characters, character_files
-    from data_prep.images.made.digits import digit_files
-    from data_prep.images.made.idx import idx_files
-    from data_prep.images.made.letters import SETS
+    from data_prep.corpora.characters import GREY_LEVELS, Characters, character_files
+    from data_prep.corpora.digits import digit_files
+    from data_prep.corpora.idx import idx_files
+    from data_prep.corpora.letters import SETS
     from vitscale.config.errors import UserError, run_script
     from vitscale.distributed.atomic_files import commit_folder
 except ModuleNotFoundError as error:

@@ -1,11 +1,8 @@
 """Read a shard folder completely and compare it with its manifest.
 
-    python data_prep/verify_shards.py SHARDS [--entry-points]
+    python data_prep/verify_shards.py SHARDS [--entry-points] [--sheet FILE.png]
 
 Exit code 0: valid. 2: errors, all of which are printed.
-
-Owns: the command line and the output.
-Leaves out: the checks (`verification.checks`).
 """
 
 from __future__ import annotations
@@ -17,8 +14,7 @@ import time
 try:
     from pathlib import Path
 
-    from data_prep.verification.checks import check_folder
-    from data_prep.verification.tar_checks import Finding
+    from data_prep.verification import check_folder, draw_sheet
     from vitscale.config.errors import EXIT_BAD_INPUT, UserError, run_script
     from vitscale.data.index import Manifest, read_manifest
     from vitscale.distributed.processes import num_cores
@@ -40,6 +36,9 @@ def parse_arguments() -> argparse.Namespace:
         help="write where decoding of each JPEG can start, so that training reads less of it",
     )
     parser.add_argument(
+        "--sheet", metavar="FILE.png", type=Path, help="draw samples of each class into this file"
+    )
+    parser.add_argument(
         "--num-workers", type=int, help=f"processes (default: one per core, here {num_cores()})"
     )
     return parser.parse_args()
@@ -53,10 +52,10 @@ def main() -> None:
         )
     if arguments.entry_points:
         require_entry_points(where="--entry-points")
-    folder = Path(arguments.shards)
+    folder, start = Path(arguments.shards), time.monotonic()
     manifest = read_manifest(folder)
-    start = time.monotonic()
-    with item_progress("verify", total=num_samples(manifest)) as advance:
+    num_samples = sum(entry.num_samples for entry in manifest.splits.values())
+    with item_progress("verify", total=num_samples) as advance:
         findings = check_folder(
             folder,
             manifest=manifest,
@@ -64,26 +63,22 @@ def main() -> None:
             advance=advance,
             write_entry_points=arguments.entry_points,
         )
-    seconds = time.monotonic() - start
-    for finding in findings:
-        print(finding)
-    print_summary(folder, manifest, findings, seconds=seconds)
+    print("".join(f"{finding}\n" for finding in findings), end="")
+    print_summary(folder, manifest, len(findings), seconds=time.monotonic() - start)
+    if arguments.sheet:
+        draw_sheet(arguments.sheet, folder, manifest)
+        print(f"written: {arguments.sheet}")
     if findings:
         raise SystemExit(EXIT_BAD_INPUT)
 
 
-def num_samples(manifest: Manifest) -> int:
-    return sum(entry.num_samples for entry in manifest.splits.values())
-
-
-def print_summary(
-    folder: Path, manifest: Manifest, findings: list[Finding], *, seconds: float
-) -> None:
+def print_summary(folder: Path, manifest: Manifest, num: int, *, seconds: float) -> None:
+    num_samples = sum(entry.num_samples for entry in manifest.splits.values())
     num_bytes = sum(entry.num_bytes for entry in manifest.splits.values())
     num_tars = sum(len(entry.shards) for entry in manifest.splits.values())
-    result = f"{len(findings):,} findings" if findings else "valid"
+    result = f"{num:,} findings" if num else "valid"
     print(
-        f"{folder}: {result}; {num_samples(manifest):,} samples in {num_tars:,} tars, "
+        f"{folder}: {result}; {num_samples:,} samples in {num_tars:,} tars, "
         f"{num_bytes / 2**20:,.1f} MiB in {seconds:.1f} s "
         f"({num_bytes / 2**20 / max(seconds, 1e-9):,.0f} MiB/s)"
     )

@@ -21,7 +21,7 @@ from functools import cache
 import numpy as np
 from PIL import Image
 
-from vitscale.images.orientation import TAG, UPRIGHT, upright
+from vitscale.images.plain import TAG, UPRIGHT, upright
 
 NUM_FREQUENCIES = 64
 SIDE_PX = 32

@@ -25,10 +25,10 @@ from data_prep.duplicates.descriptors import (
     grey_picture,
     picture_descriptors,
 )
-from data_prep.shards.index import folder_of_tars
-from data_prep.shards.ledger import LEDGER_NAME
-from data_prep.sources.outages import printable
-from data_prep.sources.paths import is_image_name
+from data_prep.formats.index_files import folder_of_tars
+from data_prep.formats.ledger import LEDGER_NAME
+from data_prep.sources.errors import printable
+from data_prep.sources.files import is_image_name
 from vitscale.config.errors import UserError
 from vitscale.data.index import INDEX_NAME, read_manifest
 from vitscale.distributed.atomic_files import blake3_of_file

@@ -1,52 +1,37 @@
-"""List tars of one class each, in a folder or inside one large tar, such as ImageNet-21k.
-
-Owns: which tars are classes, their members as inputs, members with equal names, damaged tars.
-Leaves out: the tar format (`shards.tar_walk`), the walk through files beside the tars (`paths`).
-"""
+"""List tars of one class each, in a folder or inside one large tar, such as ImageNet-21k."""
 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import islice
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import BinaryIO, ClassVar
 
-from data_prep.shards.tar_walk import CompressedTar, TarDefect, TarMember, walk_tar
-from data_prep.sources.outages import printable, raise_if_outage
-from data_prep.sources.paths import (
-    SplitRoot,
-    find_split_roots,
+from data_prep.formats.members import CompressedTarError, Member, TarDefect, members
+from data_prep.sources.errors import printable, raise_if_outage
+from data_prep.sources.files import (
+    SplitPlace,
+    is_folder,
     is_hidden,
-    is_image_name,
     is_tar_name,
-    link_reason,
-    normalized_name,
-    opened,
+    name_reason,
     source_root,
+    split_places,
     stat_listed,
     stem_and_suffix,
-    walk_folder,
 )
 from data_prep.sources.protocol import Container, Input, Spool
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
-COMPRESSED_SUFFIXES = {
-    ".tar.gz": "gzip",
-    ".tgz": "gzip",
-    ".tar.xz": "xz",
-    ".txz": "xz",
-    ".tar.zst": "zstd",
-    ".tar.bz2": "bzip2",
-    ".tar.lz4": "lz4",
-}
+COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.xz", ".txz", ".tar.zst", ".tar.bz2", ".tar.lz4")
 
 
 @dataclass(frozen=True, slots=True)
 class ClassTars:
-    """Containers: the tar of each class, and the other files in the same folder or tar."""
+    """Containers: the tar of each class; for a tar of tars also that tar itself."""
 
     settings: SourceSettings
     labels: LabelSettings = LabelSettings()
@@ -64,80 +49,61 @@ class ClassTars:
         """
         found: list[Container] = []
         errors: list[UserError] = []
-        for top in find_split_roots(self.settings, may_be_file=True):
-            is_tar_of_tars = (self.root / top.path).is_file()
+        for place in split_places(self.settings, kind="file or folder"):
+            is_tar_of_tars = (self.root / place.path).is_file()
             try:
-                tars = (_tars_in_tar if is_tar_of_tars else _tars_in_folder)(self.root, top)
+                tars = (_tars_in_tar if is_tar_of_tars else _tars_in_folder)(self.root, place)
             except UserError as error:
                 errors.append(error)
                 continue
-            if not tars:
-                errors.append(_no_tars_error(self.root, top))
-            found.append(Container(top.path or ".", top.split))
+            if is_tar_of_tars:
+                found.append(Container(place.path, place.split))
             found += sorted(tars, key=lambda tar: os.fsencode(tar.path))
         if errors:
             raise UserErrors(errors)
         return found
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
-        """Members of a tar; or the files beside tars, and a row for a damaged tar of tars."""
-        if container.class_name is not None:
-            rows = _class_inputs(self.root, container)
-            return _named_by_tar(rows) if self.labels.values == "none" else rows
-        if (self.root / container.path).is_file():
-            return _other_members(self.root, container)
-        return _files_beside_tars(self.root, container)
+        """Members of a class tar; of a tar of tars those that are no class tars.
 
-
-def _named_by_tar(rows: Iterator[Input]) -> Iterator[Input]:
-    """Put the tar into the names of its images: without classes, nothing else tells them apart."""
-    for row in rows:
-        row.name = f"{row.class_name}/{row.name}"
-        yield row
+        A damaged tar has a row of its own, after those of the members before the damage.
+        """
+        path = container.file or container.path
+        status = stat_listed(self.root, path)
+        num_bytes = container.num_bytes if container.file else status.st_size
+        ignores_classes = self.labels.values == "none"
+        reason = "truncated_tar"
+        try:
+            with open(self.root / path, "rb") as file:
+                end = container.offset + num_bytes
+                for row in _rows(file, container, path, end):
+                    row.modified_ns = status.st_mtime_ns
+                    if ignores_classes and container.class_name is not None:
+                        # Without classes, nothing but the tar tells its images apart.
+                        row.name = f"{row.class_name}/{row.name}"
+                    yield row
+            return
+        except CompressedTarError as error:
+            raise compressed_tar_error(container.path, error.method) from None
+        except TarDefect:
+            pass
+        except OSError as error:
+            raise_if_outage(error, path)
+            reason = "unreadable"
+        yield tar_row(container, reason, num_bytes=num_bytes, modified_ns=status.st_mtime_ns)
 
 
 def compressed_tar_error(path: str, method: str) -> UserError:
-    unpacker = {"gzip": "gunzip", "xz": "unxz", "zstd": "unzstd", "bzip2": "bunzip2"}
     return UserError(
         f"{printable(path)!r} is compressed with {method}: its images cannot be read one by one",
         where="source.path",
         allowed="plain tar files",
-        next_step=f"uncompress it first ({unpacker.get(method, method)}); its size hardly changes",
+        next_step="uncompress it first (gunzip, unxz, ...); its size hardly changes",
     )
 
 
-def named_members(
-    members: Iterator[TarMember],
-) -> Iterator[tuple[TarMember, str, int | None]]:
-    """Members except folders: (member, normalized name, offset of an earlier one of that name)."""
-    offsets: dict[int, int] = {}
-    for member in members:
-        if member.kind == "folder":
-            continue
-        name = normalized_name(member.name)
-        first = offsets.setdefault(hash(name), member.offset)
-        yield member, name, None if first == member.offset else first
-
-
-def member_path(container: Container, member: TarMember, first: int | None) -> str:
-    """The member's name in the ledger; a repeated name gets the offsets of both members."""
-    path = f"{container.path}/{member.name}"
-    return path if first is None else f"{path} (bytes {first} and {member.offset})"
-
-
-def member_reason(member: TarMember, name: str, first: int | None) -> str | None:
-    """Why the type or name of a member rejects it."""
-    if member.kind != "file":
-        return "not_a_file"
-    if is_hidden(name):
-        return "hidden"
-    if not is_image_name(name):
-        return "other_name"
-    return None if first is None else "duplicate_name"
-
-
 def tar_row(container: Container, reason: str, *, num_bytes: int, modified_ns: int) -> Input:
-    """The row of a damaged or unreadable tar; members before the damage have rows too."""
+    """Make the row of a damaged or unreadable tar; members before the damage have rows too."""
     return Input(
         container.path,
         container.split,
@@ -151,140 +117,102 @@ def tar_row(container: Container, reason: str, *, num_bytes: int, modified_ns: i
     )
 
 
-def _class_inputs(root: Path, container: Container) -> Iterator[Input]:
-    path = container.file or container.path
-    status = stat_listed(root, path)
-    num_bytes = container.num_bytes if container.file else status.st_size
-    reason = "truncated_tar"
-    try:
-        with opened(root, path) as fd:
-            walk = walk_tar(fd, start=container.offset, end=container.offset + num_bytes)
-            for member, name, first in named_members(walk):
-                yield Input(
-                    member_path(container, member, first),
-                    container.split,
-                    container.class_name,
-                    stem_and_suffix(name)[0],
-                    member.num_bytes,
-                    member_reason(member, name, first),
-                    path,
-                    member.offset,
-                    status.st_mtime_ns,
-                )
-            return
-    except CompressedTar as defect:
-        raise compressed_tar_error(container.path, defect.method) from None
-    except TarDefect:
-        pass
-    except OSError as error:
-        raise_if_outage(error, path)
-        reason = "unreadable"
-    yield tar_row(container, reason, num_bytes=num_bytes, modified_ns=status.st_mtime_ns)
+def _rows(file: BinaryIO, container: Container, path: str, end: int) -> Iterator[Input]:
+    seen: set[int] = set()
+    for member in members(file, start=container.offset, end=end):
+        if member.is_folder:
+            continue
+        name = _normalized(member.name)
+        is_repeated = hash(name) in seen
+        seen.add(hash(name))
+        if container.class_name is None and _is_class_tar(member, name) and not is_repeated:
+            continue
+        mode = stat.S_IFREG if member.is_file else 0
+        reason = name_reason(name, mode, hidden=is_hidden(name))
+        if is_repeated and reason in (None, "other_name"):
+            reason = "duplicate_name"
+        if reason is None and container.class_name is None:
+            reason = "no_class"
+        full = f"{container.path}/{member.name}"
+        yield Input(
+            f"{full} (byte {member.offset})" if is_repeated else full,
+            container.split,
+            container.class_name,
+            stem_and_suffix(name)[0],
+            member.num_bytes,
+            reason,
+            path,
+            member.offset,
+        )
 
 
-def _is_tar_file(entry: os.DirEntry[str]) -> bool:
-    return is_tar_name(entry.name) and entry.is_file()
+def _normalized(name: str) -> str:
+    """Remove `./`, `//`, and slashes at either end of a member's name."""
+    if "./" not in name and "//" not in name and name[:1] != "/" and name[-1:] not in ("/", "."):
+        return name
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
-def _tars_in_folder(root: Path, top: SplitRoot) -> list[Container]:
-    real_root, real_top = os.path.realpath(root), os.path.realpath(root / top.path)
-    found, compressed = [], []
-    with os.scandir(root / top.path) as entries:
+def _is_class_tar(member: Member, name: str) -> bool:
+    return member.is_file and is_tar_name(name)
+
+
+def _tars_in_folder(root: Path, place: SplitPlace) -> list[Container]:
+    found, with_tars = [], None
+    with os.scandir(root / place.path) as entries:
         for entry in entries:
-            if entry.name.lower().endswith(tuple(COMPRESSED_SUFFIXES)) and not is_hidden(
-                entry.name
-            ):
-                compressed.append(entry.name)
-            elif _is_tar_file(entry) and not (
-                entry.is_symlink()
-                and link_reason(entry.path, real_root=real_root, real_folders=[real_top])
-            ):
-                class_name = printable(stem_and_suffix(entry.name)[0])
-                path = os.path.join(top.path, entry.name)
-                found.append(Container(path, top.split, class_name))
-    if compressed:
-        name = min(compressed)
-        method = next(m for end, m in COMPRESSED_SUFFIXES.items() if name.lower().endswith(end))
-        raise compressed_tar_error(os.path.join(top.path, name), method)
-    return found
-
-
-def _files_beside_tars(root: Path, container: Container) -> Iterator[Input]:
-    """Files that are not class tars. Tars in sub-folders are rejected: they have no class."""
-    for row in walk_folder(root, container, is_container=_is_tar_file):
-        if row.reason == "other_name" and is_tar_name(row.path):
-            row = replace(row, reason="no_class")
-        yield row
-
-
-def _outer_members(root: Path, path: str) -> Iterator[tuple[TarMember, str, int | None]]:
-    with opened(root, path) as fd:
-        yield from named_members(walk_tar(fd, end=os.fstat(fd).st_size))
-
-
-def _is_class_tar(member: TarMember, name: str, first: int | None) -> bool:
-    return member.kind == "file" and first is None and is_tar_name(name)
-
-
-def _tars_in_tar(root: Path, top: SplitRoot) -> list[Container]:
-    found = []
-    try:
-        for member, name, first in _outer_members(root, top.path):
-            if _is_class_tar(member, name, first):
-                class_name = printable(stem_and_suffix(os.path.basename(name))[0])
-                path = f"{top.path}/{member.name}"
-                found.append(
-                    Container(
-                        *(path, top.split, class_name),
-                        *(top.path, member.offset, member.num_bytes),
-                    )
-                )
-    except CompressedTar as defect:
-        raise compressed_tar_error(top.path, defect.method) from None
-    except (TarDefect, OSError) as defect:
-        if isinstance(defect, OSError):
-            raise_if_outage(defect, top.path)
-        if not found or isinstance(defect, OSError):
-            what = f"{printable(top.path)!r} cannot be read as a tar file ({defect})"
-            raise UserError(what, where=top.where) from None
-    return found
-
-
-def _other_members(root: Path, container: Container) -> Iterator[Input]:
-    """Members of a tar of tars that are not tars, and a row for the outer tar if damaged."""
-    status = stat_listed(root, container.path)
-    try:
-        for member, name, first in _outer_members(root, container.path):
-            if _is_class_tar(member, name, first):
+            if is_hidden(entry.name):
                 continue
-            reason = member_reason(member, name, first)
-            if member.kind == "file" and is_tar_name(name):
-                reason = "duplicate_name"
-            yield Input(
-                member_path(container, member, first),
-                container.split,
-                None,
-                stem_and_suffix(name)[0],
-                member.num_bytes,
-                reason or "no_class",
-                container.path,
-                member.offset,
-                status.st_mtime_ns,
-            )
-    except TarDefect:
-        num_bytes, modified_ns = status.st_size, status.st_mtime_ns
-        yield tar_row(container, "truncated_tar", num_bytes=num_bytes, modified_ns=modified_ns)
+            path = os.path.join(place.path, entry.name)
+            if entry.name.lower().endswith(COMPRESSED_SUFFIXES):
+                raise compressed_tar_error(path, entry.name.rpartition(".")[2])
+            if is_folder(entry):
+                with_tars = with_tars or (entry.name if _has_tars(entry.path) else None)
+            elif is_tar_name(entry.name) and entry.is_file():
+                class_name = printable(stem_and_suffix(entry.name)[0])
+                found.append(Container(path, place.split, class_name))
+    if not found:
+        hint = with_tars and f"its sub-folder {with_tars!r} does: name it in source.splits"
+        raise UserError(
+            f"{str(root / place.path)!r} contains no tar files",
+            where=place.where,
+            allowed="one tar of images per class",
+            next_step=hint,
+        )
+    return found
 
 
-def _no_tars_error(root: Path, top: SplitRoot) -> UserError:
-    path = root / top.path
-    what = f"{str(path)!r} contains no tar files"
-    if path.is_dir():
-        with os.scandir(path) as entries:
-            for entry in islice(entries, 100):
-                if entry.is_dir() and any(map(is_tar_name, os.listdir(entry.path))):
-                    hint = (
-                        f"its sub-folder {printable(entry.name)!r} does: name it in source.splits"
+def _has_tars(folder: str) -> bool:
+    try:
+        return any(map(is_tar_name, os.listdir(folder)))
+    except OSError:
+        return False
+
+
+def _tars_in_tar(root: Path, place: SplitPlace) -> list[Container]:
+    found: dict[str, Container] = {}
+    try:
+        with open(root / place.path, "rb") as file:
+            for member in members(file):
+                name = _normalized(member.name)
+                if _is_class_tar(member, name) and name not in found:
+                    found[name] = Container(
+                        path=f"{place.path}/{member.name}",
+                        split=place.split,
+                        class_name=printable(stem_and_suffix(os.path.basename(name))[0]),
+                        file=place.path,
+                        offset=member.offset,
+                        num_bytes=member.num_bytes,
                     )
-                    return UserError(what, where=top.where, next_step=hint)
-    return UserError(what, where=top.where, allowed="one tar of images per class")
+    except CompressedTarError as error:
+        raise compressed_tar_error(place.path, error.method) from None
+    except (TarDefect, OSError) as error:
+        if isinstance(error, OSError):
+            raise_if_outage(error, place.path)
+        if not found or isinstance(error, OSError):
+            what = f"{printable(place.path)!r} cannot be read as a tar file ({error})"
+            raise UserError(what, where=place.where) from None
+    if not found:
+        what = f"{str(root / place.path)!r} contains no tar files"
+        raise UserError(what, where=place.where, allowed="one tar of images per class")
+    return list(found.values())

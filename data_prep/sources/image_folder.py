@@ -1,8 +1,4 @@
-"""List a folder of images with one sub-folder per class, or without classes.
-
-Owns: which folders are classes.
-Leaves out: the walk through them (`paths`), the content of the files (`images.check`).
-"""
+"""List a folder of images with one sub-folder per class, or without classes."""
 
 from __future__ import annotations
 
@@ -13,14 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from data_prep.sources.outages import printable
-from data_prep.sources.paths import (
-    SplitRoot,
-    find_split_roots,
+from data_prep.sources.errors import printable, read_text
+from data_prep.sources.files import (
+    SplitPlace,
+    is_folder,
     is_hidden,
     is_image_name,
-    link_reason,
-    read_text,
+    split_places,
     stem_and_suffix,
     walk_folder,
 )
@@ -29,12 +24,8 @@ from vitscale.config.errors import UserError, UserErrors
 from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 SPLIT_OF_NAME = {
-    "train": "train",
-    "training": "train",
-    "val": "val",
-    "valid": "val",
-    "validation": "val",
-    "test": "test",
+    **{"train": "train", "training": "train", "test": "test"},
+    **{"val": "val", "valid": "val", "validation": "val"},
 }
 
 
@@ -61,90 +52,50 @@ class ImageFolder:
         """
         found: list[Container] = []
         errors: list[UserError] = []
-        has_classes = self.labels.values != "none"
-        tops = find_split_roots(self.settings, may_be_file=False)
+        places = split_places(self.settings, kind="folder")
         if not self.settings.splits and (splits := _found_splits(self.root)):
             named = self.settings.model_copy(update={"splits": splits})
-            tops = find_split_roots(named, may_be_file=False)
-        for top in tops:
-            folders = _class_folders(self.root, top) if has_classes else []
-            if not has_classes:
-                found.append(Container(top.path or ".", top.split, NO_CLASS))
-            elif folders:
-                found.append(Container(top.path or ".", top.split))
-                found += folders
-            elif self.settings.val_labels is not None:
-                _listed_classes(self.settings.val_labels, self.root / top.path)
-                found.append(Container(top.path or ".", top.split))
-            else:
-                errors.append(_no_class_error(self.root, top))
+            places = split_places(named, kind="folder")
+        for place in places:
+            if self.labels.values == "none":
+                found.append(Container(place.path or ".", place.split, NO_CLASS))
+                continue
+            names = _folders(self.root / place.path)
+            paths = [(os.path.join(place.path, name), name) for name in names]
+            if self.settings.val_labels is not None and not names:
+                _listed_classes(self.settings.val_labels, self.root / place.path)
+            elif not names:
+                errors.append(_no_class_error(self.root, place))
+            found.append(Container(place.path or ".", place.split))
+            found += [Container(path, place.split, printable(name)) for path, name in paths]
         if errors:
             raise UserErrors(errors)
         return found
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
-        """Every file of a class folder, and every link that is not followed."""
-        rows = walk_folder(self.root, container, is_container=_is_folder)
         listed, folder = self.settings.val_labels, self.root / container.path
-        if container.class_name is not None or listed is None or _has_folders(folder):
-            return rows
-        classes = _listed_classes(listed, folder)
-        return (_with_class(row, classes.get(row.name)) for row in rows)
+        classes = {}
+        if listed is not None and container.class_name is None and not _folders(folder):
+            classes = _listed_classes(listed, folder)
+        for row in walk_folder(self.root, container):
+            if row.reason == "no_class" and row.name in classes:
+                row.class_name, row.reason = classes[row.name], None
+            yield row
 
 
-def _class_folders(root: Path, top: SplitRoot) -> list[Container]:
-    """Visible sub-folders, which are classes.
-
-    Raises UserErrors for linked ones that are not followed: a class would be missing.
-    """
-    real_root, real_top = os.path.realpath(root), os.path.realpath(root / top.path)
-    found: list[Container] = []
-    errors: list[UserError] = []
-    with os.scandir(root / top.path) as entries:
-        for entry in entries:
-            if entry.name.startswith(".") or not _is_folder(entry):
-                continue
-            if entry.is_symlink() and link_reason(
-                entry.path, real_root=real_root, real_folders=[real_top]
-            ):
-                errors.append(_linked_class_error(entry.path, top))
-            path = os.path.join(top.path, entry.name)
-            found.append(Container(path, top.split, printable(entry.name)))
-    if errors:
-        raise UserErrors(errors)
-    return sorted(found, key=lambda container: os.fsencode(container.path))
-
-
-def _linked_class_error(path: str, top: SplitRoot) -> UserError:
-    return UserError(
-        f"class folder {printable(path)!r} is a link out of the source, or to a folder that "
-        "contains it; such links are not followed",
-        where=top.where,
-        next_step="remove the link, or put the images there",
-    )
-
-
-def _is_folder(entry: os.DirEntry[str]) -> bool:
-    return entry.is_dir()
-
-
-def _has_folders(folder: Path) -> bool:
+def _folders(folder: Path) -> list[str]:
+    """Names of visible sub-folders, sorted by their bytes."""
     with os.scandir(folder) as entries:
-        return any(_is_folder(entry) and not entry.name.startswith(".") for entry in entries)
+        names = [each.name for each in entries if each.name[0] != "." and is_folder(each)]
+    return sorted(names, key=os.fsencode)
 
 
-def _with_class(row: Input, class_name: str | None) -> Input:
-    if row.reason == "no_class" and class_name is not None:
-        row.class_name, row.reason = class_name, None
-    return row
-
-
-def _no_class_error(root: Path, top: SplitRoot) -> UserError:
-    with os.scandir(root / top.path) as entries:
+def _no_class_error(root: Path, place: SplitPlace) -> UserError:
+    with os.scandir(root / place.path) as entries:
         loose = sum(1 for entry in entries if is_image_name(entry.name) and entry.is_file())
     return UserError(
-        f"{str(root / top.path)!r} has no class folders, but {loose} image files",
-        where=top.where,
+        f"{str(root / place.path)!r} has no class folders, but {loose} image files",
+        where=place.where,
         allowed="one sub-folder of images per class",
         next_step="set source.val_labels to a list of their classes, or leave the folder out by "
         "source.splits; for shards without labels: labels.values=none"
@@ -155,9 +106,7 @@ def _no_class_error(root: Path, top: SplitRoot) -> UserError:
 
 def _found_splits(root: Path) -> dict[str, str]:
     """Split -> sub-folder if all sub-folders are named like splits; else nothing."""
-    with os.scandir(root) as entries:
-        folders = [e.name for e in entries if not e.name.startswith(".") and _is_folder(e)]
-    names = sorted(map(printable, folders))
+    names = [printable(name) for name in _folders(root)]
     if len(names) < 2 or not {name.lower() for name in names} <= SPLIT_OF_NAME.keys():
         return {}
     splits = {SPLIT_OF_NAME[name.lower()]: name for name in names}
@@ -172,7 +121,7 @@ def _found_splits(root: Path) -> dict[str, str]:
 
 def _listed_classes(file: str, folder: Path) -> dict[str, str]:
     """Name without suffix -> class of the images of a folder, by the list `source.val_labels`."""
-    text = read_text(Path(file).expanduser(), where="source.val_labels")
+    text = read_text(file, where="source.val_labels")
     rows = [re.split(r"[,\s]+", line.strip()) for line in text.splitlines() if line.strip()]
     with os.scandir(folder) as entries:
         names = [e.name for e in entries if is_image_name(e.name) and not is_hidden(e.name)]

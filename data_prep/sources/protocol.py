@@ -1,19 +1,14 @@
-"""Define the interface of a source: containers, and the inputs in them.
-
-Owns: the types that sources, image checks and the pipeline exchange, reading the bytes of one
-input, and which labels of a source mean no label.
-Leaves out: how each kind of source is listed.
-"""
+"""Define the interface of a source: containers, and the inputs in them."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+from data_prep.images.check import CheckedImage
 from vitscale.runs.data_prep import LabelSettings
 
 MAX_CLASS_LENGTH = 4096
@@ -26,16 +21,15 @@ class Container:
     """The unit of listing: a class folder, tar or table. All of them fit in memory."""
 
     path: str
-    """Relative to source.path, as the operating system gives it."""
+    """Relative to the source's root, as the operating system gives it."""
     split: str
     class_name: str | None = None
     """Class of every image in it; None: each input has its own."""
     file: str = ""
-    """File that contains it, relative to source.path, if that is not `path` (tar in a tar)."""
+    """File that contains it, relative to the root, if that is not `path` (tar in a tar)."""
     offset: int = 0
     """First byte inside `file`."""
     num_bytes: int = -1
-    """-1: to the end of the file."""
 
 
 # Not frozen: freezing takes 3 of the 11 us that listing a file takes.
@@ -44,8 +38,8 @@ class Input:
     """One input of the source. `reason` is set if its name or type already rejects it."""
 
     path: str
-    """Unique name in the source and in the ledger: a path relative to source.path; inside a tar
-    TAR/MEMBER, inside a table TABLE/ROW."""
+    """Unique name in the source and in the ledger: a path relative to the source's root; inside a
+    tar TAR/MEMBER, inside a table TABLE/ROW."""
     split: str
     class_name: str | None
     name: str
@@ -53,23 +47,14 @@ class Input:
     num_bytes: int
     reason: str | None = None
     file: str = ""
-    """File that contains the bytes, relative to source.path; empty: the file at `path`."""
+    """File that contains the bytes, relative to the root; empty: the file at `path`."""
     offset: int = 0
     modified_ns: int = 0
     """Modification time of the file when it was listed."""
     spooled: bool = False
     """`file` is in the spool, not in the source."""
-
-
-class SpoolError(Exception):
-    """The spool cannot be written or read. The fault is in the work folder, not in the source.
-
-    Not an OSError, because sources treat those as faults of a source file.
-    """
-
-    def __init__(self, error: OSError) -> None:
-        self.error = error
-        super().__init__(str(error))
+    checked: CheckedImage | None = None
+    """The image's check, where listing reads images (index_shards)."""
 
 
 class Spool(Protocol):
@@ -95,17 +80,6 @@ class Source(Protocol):
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
         """Every input of one container, rejected ones too."""
-
-
-def read_exactly(descriptor: int, *, offset: int, num_bytes: int) -> bytes:
-    """Read `num_bytes` at `offset`. Raises EOFError if the file is too short."""
-    data = os.pread(descriptor, num_bytes, offset)
-    while len(data) < num_bytes:
-        more = os.pread(descriptor, num_bytes - len(data), offset + len(data))
-        if not more:
-            raise EOFError(f"{len(data)} of {num_bytes} bytes at {offset}")
-        data += more
-    return data
 
 
 def class_from_cell(

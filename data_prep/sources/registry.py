@@ -9,21 +9,21 @@ from collections.abc import Callable
 
 from data_prep.sources.class_tars import ClassTars
 from data_prep.sources.image_folder import ImageFolder
-from data_prep.sources.parquet_images import ParquetImages
+from data_prep.sources.parquet import ParquetImages
 from data_prep.sources.path_table import PathTable
 from data_prep.sources.protocol import Source
-from data_prep.sources.webdataset_tars import WebdatasetTars
+from data_prep.sources.webdataset import WebDataset
 from vitscale.runs.data_prep import LabelSettings, SourceKind, SourceSettings
 
 SOURCES: dict[SourceKind, Callable[[SourceSettings, LabelSettings], Source]] = {
     "image_folder": ImageFolder,
     "class_tars": ClassTars,
-    "webdataset": WebdatasetTars,
+    "webdataset": WebDataset,
     "parquet": ParquetImages,
     "path_table": PathTable,
 }
 
 
-def open_source(settings: SourceSettings, labels: LabelSettings | None = None) -> Source:
+def open_source(settings: SourceSettings, labels: LabelSettings) -> Source:
     """The source that the settings name. Reads nothing before `containers` is called."""
-    return SOURCES[settings.kind](settings, labels or LabelSettings())
+    return SOURCES[settings.kind](settings, labels)

@@ -30,8 +30,8 @@ OWNERS: dict[str, set[str]] = {
     # Tests and benchmarks read our shards with it, too.
     "webdataset": {"vitscale.data.webdataset"},
     "timm": {"vitscale.models"},
-    "sklearn": {"data_prep.images.made.digits"},
-    "simplejpeg": {"data_prep.images.convert", "vitscale.images.decoders"},
+    "sklearn": {"data_prep.corpora.digits"},
+    "simplejpeg": {"data_prep.images.check", "vitscale.images.decoders"},
 }
 # Entries of registries, whose settings need no torch, and checkpoint folders, which are listed
 # without it; their methods need it. Of these only imports at module level count.

@@ -1,7 +1,7 @@
 """Count cores and threads, inspect processes of this machine, map a function over processes.
 
 Needs no torch.
-Leaves out: work that several machines share (`data_prep.pipeline.work_units`).
+Leaves out: work that several machines share (`data_prep.steps.work`).
 """
 
 from __future__ import annotations

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import io
 import math
-import struct
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +17,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from vitscale.distributed.random_numbers import CounterRandom
+from vitscale.images.plain import PILLOW_ERRORS
 
 FORMATS = ("JPEG", "PNG", "WEBP")
 CROP_ATTEMPTS = 10
@@ -27,12 +26,6 @@ PLAIN_CROP_PADDING = 4  # px of the output; DeiT's augment.py
 MAX_ASPECT = 16  # of what a centre is cut from; memory for what is cut away grows with it
 # Pillow takes a larger image for a decompression bomb.
 MAX_PIXELS = 178_956_970
-
-# Errors of Pillow on broken bytes, besides OSError and ValueError.
-PILLOW_ERRORS = (
-    *(AssertionError, EOFError, LookupError, OverflowError, SyntaxError, TypeError),
-    *(struct.error, zlib.error),
-)
 
 # H height, W width, R rows and C columns of the output
 

@@ -12,6 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+from data_prep.index_shards import STEPS
+from data_prep.steps.settings import open_work_folder
+from data_prep.steps.work import WorkFolder, work_through_steps
 from tests.support.corpora.external_tars import (
     hugging_face_layout,
     imagenet_22k_layout,
@@ -29,7 +32,9 @@ from tests.support.corpora.indexing import (
     samples,
     verify,
 )
+from tests.support.corpora.preparing import run_of
 from tests.support.corpora.small_shards import make_shard_folder
+from vitscale.config.errors import UserError
 from vitscale.data.index import read_manifest, read_split
 from vitscale.data.label_spaces import known_space
 
@@ -38,12 +43,10 @@ def test_img2dataset_layout(tmp_path: Path) -> None:
     stored = img2dataset_layout(tmp_path / "tars", tars=3, samples=10)
     before = contents(tmp_path / "tars")
     printed = index(tmp_path / "tars", tmp_path / "index", "source.label=json:synset")
-    assert "30 inputs = 24 kept + 6 rejected" in printed
+    assert "24 inputs = 24 kept + 0 rejected" in printed
     assert samples(tmp_path / "index", "train") == stored
-    assert Counter(row["reason"] for row in ledger(tmp_path / "index")) == {
-        None: 24,
-        "other_name": 6,
-    }
+    # The files of facts beside the tars are no inputs.
+    assert Counter(row["reason"] for row in ledger(tmp_path / "index")) == {None: 24}
     assert contents(tmp_path / "tars") == before, "the tars are left as they were"
     verify(tmp_path / "index")
     assert "already there" in index(
@@ -229,8 +232,13 @@ def test_tars_sorted_by_class_are_refused_for_training(
     for label in range(20):
         rows = [{"__key__": f"{i}", "jpg": image, "cls": label} for i in range(20)]
         write_tar(tmp_path / "tars" / f"{label:03d}.tar", rows)
-    finished = run_index(tmp_path / "tars", tmp_path / "index")
-    assert finished.returncode == 2 and not (tmp_path / "index").exists()
-    assert "1 of its 20 tars at a time, which have 1 classes; shuffled" in finished.stderr
-    assert "next: write shuffled ones" in finished.stderr
+    source = {"kind": "webdataset"}
+    work = WorkFolder(run_of(tmp_path / "tars", tmp_path / "index", source=source))
+    open_work_folder(work)
+    with pytest.raises(
+        UserError, match="1 of its 20 tars at a time, which have 1 classes"
+    ) as error:
+        work_through_steps(work, STEPS)
+    assert "next: write shuffled ones" in str(error.value) and not work.output.exists()
+    shutil.rmtree(work.path)
     index(tmp_path / "tars", tmp_path / "index", 'source.splits={val: "*.tar"}')

@@ -31,9 +31,9 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
     many_shards = "shards.min_shards=10"
     make_shards(source, tmp_path / "whole", many_shards)
     half, folder = tmp_path / "half", tmp_path / ".half.preparing"
-    finished: set[str] = set()
+    finished: set[Path] = set()
     # Killed once in each phase: after it made its first file. What it made stays as it is.
-    for made in ("runs/*.arrow", "buckets/*.arrow", "results/plan.json", "results/shard-*.json"):
+    for made in ("list/*.arrow", "rows.arrow", "tars/*.arrow"):
         process = subprocess.Popen(
             command(source, half, many_shards),
             cwd=REPOSITORY,
@@ -46,11 +46,11 @@ def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         assert folder.exists() and not half.exists()
-        results = {path.name for path in (folder / "results").iterdir()}
+        results = {path for path in folder.rglob("*.arrow") if "tmp" not in path.parts}
         assert results >= finished
         finished = results
     times = {path: path.stat().st_mtime_ns for path in (folder / "tars").glob("*.tar")}
-    done = {path for path in times if f"shard-{path.stem}.json" in finished}
+    done = {path for path in times if path.with_suffix(".arrow") in finished}
     assert done
     make_shards(source, half, many_shards)
     assert contents(half) == contents(tmp_path / "whole")
@@ -63,7 +63,7 @@ def test_a_stop_signal_ends_it_with_the_code_for_going_on(tmp_path: Path) -> Non
     process = subprocess.Popen(
         command(source, tmp_path / "shards"), cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
     )
-    while not (tmp_path / ".shards.preparing" / "results" / "buckets.json").exists():
+    while not (tmp_path / ".shards.preparing" / "rows.arrow").exists():
         assert process.poll() is None
         time.sleep(0.001)
     process.send_signal(signal.SIGTERM)
@@ -111,7 +111,7 @@ def test_a_source_that_changes_meanwhile_is_refused(change: str, tmp_path: Path)
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
-    while not (tmp_path / ".shards.preparing" / "results" / "buckets.json").exists():
+    while not (tmp_path / ".shards.preparing" / "rows.arrow").exists():
         assert process.poll() is None
         time.sleep(0.001)
     os.killpg(process.pid, signal.SIGKILL)

@@ -103,7 +103,7 @@ def test_an_array_makes_the_same_shards_as_one_process(slurm, tmp_path) -> None:
     assert f"{logs}/{array}_TASK_0_log.out, TASK from 0 to 3" in output
 
     # All tasks are working: each has a main process, which handles signals by then, and a worker.
-    scratch = tmp_path / ".shards.preparing" / "scratch"
+    scratch = tmp_path / ".shards.preparing" / "tmp"
     wait_until(lambda: len(list(scratch.glob("*"))) == 2 * NUM_TASKS)
     # As at the time limit; and as SLURM does for a preemption.
     slurm.run(["scancel", "--signal=USR2", f"{array}_0"])

@@ -1,14 +1,13 @@
-"""Run phases of data preparation in the test process."""
+"""Run steps of data preparation in the test process."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from data_prep.pipeline.phases import PHASES
-from data_prep.pipeline.runner import work_through_phases
-from data_prep.pipeline.work_units import WorkFolder
-from data_prep.pipeline.workspace import Preparation, preparation_folder
+from data_prep.make_shards import STEPS
+from data_prep.steps.settings import open_work_folder
+from data_prep.steps.work import WorkFolder, work_through_steps
 from vitscale.runs.data_prep import DataPrepRun
 
 
@@ -18,14 +17,11 @@ def run_of(path: Path, output: Path, **sections: Any) -> DataPrepRun:
     return DataPrepRun.model_validate({"output": str(output), **sections})
 
 
-def prepare_here(run: DataPrepRun, *, until: str | None = None) -> Preparation:
-    """Work through the phases before the one named `until`, or all; no process is started."""
-    titles = [phase.title for phase in PHASES]
-    wanted = PHASES if until is None else PHASES[: titles.index(until)]
-    preparation_folder(Path(run.output)).mkdir(parents=True, exist_ok=True)
-    work_through_phases(run, wanted, reached=[0], worker=0, start=0)
-    return preparation(run)
-
-
-def preparation(run: DataPrepRun) -> Preparation:
-    return Preparation(run, WorkFolder(preparation_folder(Path(run.output))))
+def prepare_here(run: DataPrepRun, *, until: str | None = None) -> WorkFolder:
+    """Work through the steps before the one named `until`, or all; no process is started."""
+    titles = [step.title for step in STEPS]
+    wanted = STEPS if until is None else STEPS[: titles.index(until)]
+    work = WorkFolder(run)
+    open_work_folder(work)
+    work_through_steps(work, wanted)
+    return work

@@ -11,9 +11,8 @@ import pyarrow as pa
 from blake3 import blake3
 from PIL import Image
 
-from data_prep.shards.fingerprints import label_map_sha256
-from data_prep.shards.index import write_index, write_info, write_manifest
-from data_prep.shards.tar_writer import TarShard
+from data_prep.formats.index_files import label_map_sha256, write_index, write_info, write_manifest
+from data_prep.formats.tar_writer import TarShard
 from vitscale.data.index import (
     FORMAT_VERSION,
     INDEX_NAME,

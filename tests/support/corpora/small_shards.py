@@ -11,15 +11,17 @@ import pyarrow as pa
 from blake3 import blake3
 from PIL import Image
 
-from data_prep.shards.fingerprints import (
+from data_prep.formats.index_files import (
     folder_fingerprint,
     label_map_sha256,
     sample_bytes,
     split_fingerprint,
+    write_index,
+    write_info,
+    write_manifest,
 )
-from data_prep.shards.index import write_index, write_info, write_manifest
-from data_prep.shards.ledger import LedgerWriter
-from data_prep.shards.tar_writer import TarShard
+from data_prep.formats.ledger import LedgerWriter
+from data_prep.formats.tar_writer import TarShard
 from vitscale.data.index import (
     FORMAT_VERSION,
     INDEX_NAME,
@@ -100,19 +102,18 @@ def make_shard_folder(
                         classes[i] if classes else None for i in table.column("label").to_pylist()
                     ],
                     "reason": [None] * len(keys),
+                    "changes": [None] * len(keys),
                     "detail": [None] * len(keys),
                     "key": keys,
                     "blake3": table.column("blake3").to_pylist(),
-                },
-                [None] * len(keys),
+                }
             )
         paths, names, reasons = zip(*rejected, strict=True) if rejected else ((), (), ())
         nothing = [None] * len(paths)
-        fixed = {"detail": nothing, "key": nothing, "blake3": nothing}
+        fixed = dict.fromkeys(("changes", "detail", "key", "blake3"), nothing)
         ledger.add(
             {"path": paths, "split": ["train"] * len(paths), "class": names, "reason": reasons}
-            | fixed,
-            nothing,
+            | fixed
         )
     manifest = Manifest(
         format_version=FORMAT_VERSION,

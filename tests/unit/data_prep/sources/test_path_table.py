@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data_prep.sources import path_table
 from data_prep.sources.path_table import PathTable
 from data_prep.sources.protocol import Input
 from tests.support.corpora.listing import list_source
@@ -72,7 +71,7 @@ def test_rows_are_inputs_with_their_files(suffix: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_paths_outside_the_tables_folder_are_rejected(suffix: str, tmp_path: Path) -> None:
+def test_what_a_path_leads_to_determines_the_reason(suffix: str, tmp_path: Path) -> None:
     touch(tmp_path, "out.jpg", "out/1.jpg", "in/1.jpg", "in/deep/2.jpg")
     for link, target in {
         "up": "..",
@@ -87,21 +86,20 @@ def test_paths_outside_the_tables_folder_are_rejected(suffix: str, tmp_path: Pat
         "deep/../1.jpg": None,
         "deep/2.jpg": None,
         "y.jpg": None,
-        "../out.jpg": "link_outside",
-        "..": "link_outside",
-        "deep/../../out.jpg": "link_outside",
+        "../out.jpg": None,
+        "..": "not_a_file",
+        "deep/../../out.jpg": None,
         str(tmp_path / "in/1.jpg"): None,
         str(tmp_path / "in/deep/../deep/2.jpg"): None,
-        str(tmp_path / "in"): "link_outside",
-        str(tmp_path / "in/../out.jpg"): "link_outside",
-        str(tmp_path / "in/up/out.jpg"): "link_outside",
-        str(tmp_path / "in/x.jpg"): "link_outside",
-        str(tmp_path / "out.jpg"): "link_outside",
-        str(tmp_path / "input/1.jpg"): "link_outside",
-        "//etc/passwd": "link_outside",
-        "up/out.jpg": "link_outside",
-        "up/out/1.jpg": "link_outside",
-        "x.jpg": "link_outside",
+        str(tmp_path / "in"): "not_a_file",
+        str(tmp_path / "in/../out.jpg"): None,
+        str(tmp_path / "in/up/out.jpg"): None,
+        str(tmp_path / "in/x.jpg"): None,
+        str(tmp_path / "out.jpg"): None,
+        str(tmp_path / "input/1.jpg"): "unreadable",
+        "up/out.jpg": None,
+        "up/out/1.jpg": None,
+        "x.jpg": None,
         "gone.jpg": "unreadable",
         "1.jpg/2.jpg": "unreadable",
         "z.jpg": "unreadable",
@@ -116,20 +114,6 @@ def test_paths_outside_the_tables_folder_are_rejected(suffix: str, tmp_path: Pat
     assert [row.reason for row in list_source(source(table))] == list(fates.values())
 
 
-def test_absolute_and_relative_paths_are_equivalent(
-    tmp_path: Path,
-) -> None:
-    touch(tmp_path, "real/1.jpg")
-    (tmp_path / "link").symlink_to("real")
-    paths = ["1.jpg", str(tmp_path / "link/1.jpg"), str(tmp_path / "real/./1.jpg")]
-    write(tmp_path / "real/t.csv", {"image": paths, "label": ["a"] * 3})
-    rows = list_source(source(tmp_path / "link/t.csv"))
-    assert [(row.path, row.name, row.reason) for row in rows] == [("1.jpg", "1", None)] * 3
-    rows = list_source(source(tmp_path, splits={"train": "real/t.csv"}))
-    assert [row.reason for row in rows] == [None, "link_outside", None]
-    assert rows[2].path == "real/1.jpg"
-
-
 def test_paths_are_relative_to_the_table(tmp_path: Path) -> None:
     touch(tmp_path, "l/1.jpg", "1.jpg")
     write(tmp_path / "l/a.csv", {"image": ["1.jpg", "../1.jpg"], "label": ["a", "a"]})
@@ -137,7 +121,7 @@ def test_paths_are_relative_to_the_table(tmp_path: Path) -> None:
     rows = list_source(source(tmp_path, splits={"train": "l/a.csv", "test": "b.csv"}))
     assert [(row.path, row.split, row.reason) for row in rows] == [
         ("l/1.jpg", "train", None),
-        ("l/../1.jpg", "train", "link_outside"),
+        ("l/../1.jpg", "train", None),
         ("1.jpg", "test", None),
     ]
 
@@ -162,39 +146,18 @@ def test_rows_without_label_are_rejected(tmp_path: Path) -> None:
     assert [row.reason for row in list_source(source(minus))] == [None, "no_label"]
 
 
-def test_each_row_of_a_large_table_is_in_one_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    names = [f"{'x' * (i % 7)}{i}.jpg" for i in range(60)]
-    touch(tmp_path, *names)
-    table = write(tmp_path / "t.csv", {"image": names, "label": ["ü"] * 60})
-    for size in range(1, 80):
-        monkeypatch.setattr(path_table, "PART_BYTES", size)
-        boxes = source(table).containers()
-        assert len(boxes) > 8 and len({box.path for box in boxes}) == len(boxes)
-        assert [row.path for row in list_source(source(table))] == names
-    write(table, {"image": names, "label": ['"'] * 60})
-    assert len(source(table).containers()) == 1
-    assert [row.path for row in list_source(source(table))] == names
-
-
 @pytest.mark.parametrize(
     "text, message",
     [
         ("image,other\n1,2\n", "source.label.*no column 'label'"),
         ("image,image,label\n", "source.image_column.*2 column 'image'"),
-        ("", "source.image_column.*no column"),
-        ("image,label\n1\n", "1 columns, 2 in the first line"),
-        ('image,label\n"1,2\n', "cannot be read at byte 12"),
-        ('image,label\n"1"x,2\n', "cannot be read at byte 12"),
-        ("image,label\n" + "x" * 3000, "line of more than"),
+        ("", "cannot be read: Empty CSV file"),
+        ("image,label\n1\n", "cannot be read: .*Expected 2 columns, got 1"),
+        ('image,label\n"1,2\n', "cannot be read"),
         ('image,label\n"' + "x\n" * 200_000, "cannot be read"),
     ],
 )
-def test_malformed_tables_are_refused(
-    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(path_table, "MAX_LINE_BYTES", 2000)
+def test_malformed_tables_are_refused(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(UserError, match=message):
         list_source(source(tmp_path / "t.csv"))
@@ -222,7 +185,7 @@ CELLS = st.text(max_size=30) | st.sampled_from(
 
 @settings(max_examples=60, deadline=None)
 @given(rows=st.lists(st.tuples(CELLS, CELLS), max_size=6))
-def test_any_cells_give_one_row_each_inside_the_folder(
+def test_any_cells_give_one_row_each(
     tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, str]]
 ) -> None:
     root = tmp_path_factory.mktemp("table")
@@ -234,8 +197,6 @@ def test_any_cells_give_one_row_each_inside_the_folder(
     assert len(found) == len(rows)
     for row in found:
         assert isinstance(row, Input) and row.path
-        if row.reason in (None, "no_label"):
-            assert (root / row.path).resolve().is_relative_to(root)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])

@@ -8,8 +8,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from data_prep.shards import index as index_writing
-from data_prep.shards.index import write_index, write_info, write_manifest
+from data_prep.formats import index_files as index_writing
+from data_prep.formats.index_files import write_index, write_info, write_manifest
 from vitscale.config.errors import UserError
 from vitscale.data.index import (
     FORMAT_VERSION,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from data_prep.labels.label_files import load_space
+from data_prep.steps.labels import load_space
 from tests.unit.vitscale.optim.test_recipe_fidelity import PUBLISHED, recipe
 from vitscale.data.loader import Batch
 from vitscale.data.mixing import mix_batch

@@ -1,0 +1,205 @@
+"""Write index.parquet, `_info.json`, manifest.json and README.md, and compute fingerprints.
+
+Owns: their bytes, which depend only on the stored samples.
+Leaves out: their columns and fields (`vitscale.data.index`) and the tars (`tar_writer`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import yaml
+
+from vitscale.config.errors import UserError
+from vitscale.data.index import (
+    INDEX_NAME,
+    INFO_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    SplitEntry,
+    index_schema,
+    location_of_tars,
+)
+from vitscale.distributed.atomic_files import atomic_file, write_json, write_text
+
+CARD_NAME = "README.md"
+
+# Up to these numbers of images, `training_command` takes a small model, and DeiT's recipe.
+SMALL_SAMPLES, MEDIUM_SAMPLES = 50_000, 2_000_000
+# Rows per parquet row group: held in memory by the writer, skipped as one by readers of a split.
+ROW_GROUP_ROWS = 1 << 13
+
+
+def write_index(folder: Path, *, tables: Iterable[pa.Table]) -> None:
+    """Write index.parquet from tables in stored order, each of one split; few are held at a time.
+
+    The bytes depend only on the rows, not on their division into tables.
+    """
+    import pyarrow.parquet as pq
+
+    with atomic_file(folder / INDEX_NAME) as file:
+        with pq.ParquetWriter(file, index_schema(), compression="zstd") as writer:
+            waiting: list[pa.Table] = []
+            split = None
+            for table in tables:
+                if not len(table):
+                    continue
+                next_split = table.column("split")[0].as_py()
+                if next_split != split:
+                    _write_row_groups(writer, waiting, rest=True)
+                split = next_split
+                waiting.append(table)
+                _write_row_groups(writer, waiting, rest=False)
+            _write_row_groups(writer, waiting, rest=True)
+
+
+def _write_row_groups(writer: Any, waiting: list[pa.Table], *, rest: bool) -> None:
+    """Write full row groups (rest: all rows) and leave the remainder in `waiting`."""
+    num_rows = sum(map(len, waiting))
+    if not num_rows or (num_rows < ROW_GROUP_ROWS and not rest):
+        return
+    names = [field.name for field in index_schema() if pa.types.is_dictionary(field.type)]
+    table = pa.concat_tables(waiting).combine_chunks()
+    num_written = num_rows if rest else num_rows // ROW_GROUP_ROWS * ROW_GROUP_ROWS
+    for start in range(0, num_written, ROW_GROUP_ROWS):
+        part = table.slice(start, min(ROW_GROUP_ROWS, num_written - start))
+        for name in names:
+            # A new dictionary: those of the tables depend on the division.
+            column = part.column(name).cast(pa.string()).combine_chunks().dictionary_encode()
+            part = part.set_column(part.schema.get_field_index(name), name, column)
+        writer.write_table(part)
+    waiting[:] = [table.slice(num_written)] if num_written < num_rows else []
+
+
+def info_of(splits: Mapping[str, SplitEntry], *, shards_root: str = ".") -> dict[str, Any]:
+    """`_info.json` in the form timm's WebDataset reader takes."""
+    info = {
+        name: {
+            "name": name,
+            "num_samples": entry.num_samples,
+            "filenames": [str(Path(shards_root, shard.name)) for shard in entry.shards],
+            "shard_lengths": list(entry.shard_lengths),
+        }
+        for name, entry in splits.items()
+    }
+    return {"splits": info}
+
+
+def write_info(folder: Path, *, splits: Mapping[str, SplitEntry], shards_root: str = ".") -> None:
+    write_json(folder / INFO_NAME, info_of(splits, shards_root=shards_root))
+
+
+def write_card(
+    folder: Path,
+    *,
+    splits: Mapping[str, SplitEntry],
+    classes: Sequence[str],
+    formats: Iterable[str],
+) -> None:
+    """Write README.md, from which Hugging Face `datasets` knows the splits and the classes.
+
+    formats: suffixes of the images.
+    """
+    features: list[dict[str, Any]] = [{"name": suffix, "dtype": "image"} for suffix in formats]
+    if classes:
+        names = {str(label): name for label, name in enumerate(classes)}
+        features.append({"name": "cls", "dtype": {"class_label": {"names": names}}})
+    features += [{"name": name, "dtype": "string"} for name in ("__key__", "__url__")]
+    files = [{"split": name, "path": f"{name}-*.tar"} for name in sorted(splits)]
+    facts = {
+        "configs": [{"config_name": "default", "data_files": files}],
+        "dataset_info": {"features": features},
+    }
+    front = yaml.safe_dump(facts, sort_keys=False, width=math.inf)
+    counts = "".join(
+        f"- {name}: {entry.num_samples:,} images in {len(entry.shards):,} tars\n"
+        for name, entry in sorted(splits.items())
+    )
+    text = f"---\n{front}---\n\n# Images as WebDataset tars\n\n{counts}"
+    write_text(folder / CARD_NAME, text + f"- {len(classes):,} classes\n" if classes else text)
+
+
+def write_manifest(folder: Path, *, manifest: Manifest) -> None:
+    write_json(folder / MANIFEST_NAME, asdict(manifest))
+
+
+def label_map_sha256(classes: Sequence[str]) -> str:
+    """Hash of the class names in label order."""
+    text = json.dumps(list(classes), ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def split_fingerprint(content: Iterable[np.ndarray], *, shard_lengths: Sequence[int]) -> str:
+    """Hash of a split: its samples in order, then the samples per tar.
+
+    content: pieces of [samples, 36] uint8, an image's BLAKE3 and its label (uint32, little-endian).
+    """
+    digest = hashlib.sha256()
+    for piece in content:
+        assert piece.dtype == np.uint8 and piece.shape[1:] == (36,)
+        digest.update(piece.tobytes())
+    digest.update(b"".join(int(length).to_bytes(8, "little") for length in shard_lengths))
+    return digest.hexdigest()
+
+
+def sample_bytes(rows: pa.Table) -> np.ndarray:
+    """The input of `split_fingerprint`, from rows of the index."""
+    hashes = np.frombuffer(b"".join(rows.column("blake3").to_pylist()), np.uint8)
+    labels = rows.column("label").to_numpy().astype("<u4").view(np.uint8)
+    return np.hstack([hashes.reshape(-1, 32), labels.reshape(-1, 4)])
+
+
+def folder_fingerprint(splits: Mapping[str, SplitEntry], *, classes: Sequence[str]) -> str:
+    """Hash of the whole corpus as stored."""
+    parts = {name: entry.fingerprint for name, entry in splits.items()}
+    text = json.dumps([parts, label_map_sha256(classes)], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def folder_of_tars(folder: Path, manifest: Manifest) -> Path:
+    """The folder of the tars of a shard folder. Raises UserError if it is a URL."""
+    place = location_of_tars(folder, manifest)
+    if not isinstance(place, Path):
+        raise UserError(
+            f"its tars are at a URL ({place}), and only local tars can be read here",
+            where=f"{folder / MANIFEST_NAME}: shards_root",
+            next_step="use the local copy of the folder; or download the tars and index them with "
+            "data_prep/index_shards.py",
+        )
+    return place
+
+
+def training_command(folder: Path, manifest: Manifest, *, gpus: int) -> str:
+    """A command that trains on a shard folder, on a machine with so many GPUs.
+
+    Without GPUs, of a large recipe the plan alone.
+    """
+    num = sum(entry.num_samples for entry in manifest.splits.values())
+    config, settings = "vit_b16", [f"model.num_classes={len(manifest.classes)}"]
+    if not manifest.classes:
+        config, settings = "mae/b16", ["'evaluate=[]'"]
+    elif num <= SMALL_SAMPLES:
+        config, gpus = "digits/pretrain", gpus or 2
+        name = re.sub(r"[^A-Za-z0-9]+", "-", folder.name).strip("-")[:60] or "shards"
+        # The epochs of the file could be fewer steps than its warm-up.
+        settings = [f"name={name}-pretrain", "schedule.epochs=null", "schedule.steps=1000"]
+    elif num <= MEDIUM_SAMPLES:
+        config = "deit/s16"
+    held_out = sorted(manifest.splits.keys() - {"train"})
+    val_split = "val" if "val" in held_out else next(iter(held_out), "null")
+    settings.append(f"data.val_split={val_split}")
+    script = "launch/slurm.py --dry-run"
+    if gpus:  # a power of two, which divides the batches of all recipes
+        script = f"--num_gpus {1 << gpus.bit_length() - 1} pretrain/main.py"
+    command = f"{'deepspeed' if gpus else 'python'} {script} --config configs/{config}.yaml"
+    return " ".join([command, f"data.path={quote(str(folder))}", *settings])

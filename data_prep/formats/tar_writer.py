@@ -1,0 +1,93 @@
+"""Write tars with deterministic bytes.
+
+Owns: the tar layout of one shard.
+Leaves out: which samples, in what order (`steps.plan_shards`), and the index (`index_files`).
+
+webdataset's TarWriter could be made deterministic, but does not return the offset of a member's
+content, which the index needs. Headers are made from a template: those of the standard library take
+43 microseconds each, a third of the time of copying a photograph.
+"""
+
+from __future__ import annotations
+
+import os
+import tarfile
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import blake3
+
+BLOCK = tarfile.BLOCKSIZE
+BUFFER_BYTES = 1 << 20
+NAME_BYTES, SIZE_FIELD, SUM_FIELD = 100, slice(124, 136), slice(148, 156)
+MAX_MEMBER_BYTES = 8**11
+# Two headers, one block for the label, half a block of padding on average.
+SAMPLE_OVERHEAD = 3 * BLOCK + BLOCK // 2
+
+
+@cache
+def _template() -> tuple[bytearray, int]:
+    """A ustar header without name, size and checksum; and the sum of its bytes."""
+    member = tarfile.TarInfo("")
+    member.mtime, member.mode = 0, 0o644
+    header = bytearray(member.tobuf(tarfile.USTAR_FORMAT))
+    header[SIZE_FIELD] = bytes(12)
+    header[SUM_FIELD] = b" " * 8
+    return header, sum(header)
+
+
+def ustar_header(name: str, num_bytes: int) -> bytes:
+    """The 512 bytes before a member, as `tarfile.TarInfo(name).tobuf(USTAR_FORMAT)` makes them."""
+    raw = name.encode("ascii")
+    assert 0 < len(raw) <= NAME_BYTES and 0 <= num_bytes < MAX_MEMBER_BYTES
+    size = b"%011o\0" % num_bytes
+    template, template_sum = _template()
+    header = bytearray(template)
+    header[: len(raw)] = raw
+    header[SIZE_FIELD] = size
+    header[SUM_FIELD] = b"%06o\0 " % (template_sum + sum(raw) + sum(size))
+    return bytes(header)
+
+
+class TarShard:
+    """Writes one tar to an unfinished file; `finish` flushes it to disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._digest = blake3.blake3()
+        self._file = open(path, "xb", buffering=BUFFER_BYTES)
+        self.num_bytes = 0
+
+    def __enter__(self) -> TarShard:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with suppress(OSError):  # of what is left in the buffer after an error
+            self._file.close()
+
+    def add(self, key: str, *, extension: str, image: bytes, label: int | None) -> int:
+        """Append `key.extension` and `key.cls`; returns the image's byte offset in the tar.
+
+        label: None: no `key.cls`.
+        """
+        self._append(ustar_header(f"{key}.{extension}", len(image)))
+        offset = self.num_bytes
+        self._append(image)
+        end = bytes(-len(image) % BLOCK)
+        if label is not None:
+            text = str(label).encode()
+            end += ustar_header(f"{key}.cls", len(text)) + text.ljust(BLOCK, b"\0")
+        self._append(end)
+        return offset
+
+    def _append(self, data: bytes) -> None:
+        self._digest.update(data)
+        self._file.write(data)
+        self.num_bytes += len(data)
+
+    def finish(self) -> str:
+        """End the tar and flush it to disk; returns its BLAKE3."""
+        self._append(bytes(2 * BLOCK))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._digest.hexdigest()

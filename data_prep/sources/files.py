@@ -1,0 +1,263 @@
+"""Find the folder or files of each split, classify names, and walk folders of images.
+
+Leaves out: which folders are classes, and the content of tars and tables (one module per kind).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from data_prep.sources.errors import ChangedSource, printable
+from data_prep.sources.protocol import Container, Input
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.data.webdataset import expanded
+from vitscale.runs.data_prep import SourceSettings
+
+# Files with these names are opened and checked. Unsupported formats are included, so that a folder
+# of .bmp files is reported as unsupported images and not ignored as other files.
+IMAGE_SUFFIXES = frozenset(
+    "jpg jpeg jpe jfif mpo png apng webp bmp gif tif tiff heic heif avif jp2 ppm".split()
+)
+# No permission, or a path beyond the system's limit (PATH_MAX, 4,096 bytes on Linux).
+CLOSED_ERRNOS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitPlace:
+    """The folder, file or pattern of a split."""
+
+    split: str
+    path: str
+    """Relative to the source's root; empty: the root itself."""
+    where: str
+    """Configuration key that named it."""
+
+
+def source_root(settings: SourceSettings) -> Path:
+    """The folder that all paths of a source are relative to."""
+    path = Path(settings.path).expanduser()
+    return path.parent if path.is_file() else path
+
+
+def split_places(settings: SourceSettings, *, kind: str) -> list[SplitPlace]:
+    """Return the place of each split. Raises UserError(s) for a missing source, or paths outside.
+
+    kind: what a place may be: `folder`, or `file or folder`, which may also be a pattern.
+    """
+    top = Path(settings.path).expanduser()
+    may_be_file = kind != "folder"
+    if not top.exists():
+        raise UserError(f"{settings.path!r}: no such {kind}", where="source.path")
+    if not (top.is_dir() or (may_be_file and top.is_file())):
+        raise UserError(f"{settings.path!r}: is not a {kind}", where="source.path")
+    if top.is_file():
+        if settings.splits:
+            raise UserError("needs a folder as source.path", where="source.splits")
+        return [SplitPlace("train", top.name, "source.path")]
+    if not settings.splits:
+        return [SplitPlace("train", "", "source.path")]
+    places, errors = [], []
+    for split, path in settings.splits.items():
+        path, where = os.path.normpath(path), f"source.splits.{split}"
+        if os.path.isabs(path) or path.split("/")[0] == "..":
+            errors.append(UserError(f"{str(top / path)!r} is outside source.path", where=where))
+        elif not ((top / path).is_dir() or (may_be_file and _is_file_or_pattern(top / path))):
+            errors.append(UserError(f"{str(top / path)!r}: no such {kind}", where=where))
+        places.append(SplitPlace(split, "" if path == "." else path, where))
+    if errors:
+        raise UserErrors(errors)
+    _refuse_overlaps(top, places)
+    return places
+
+
+def _is_file_or_pattern(path: Path) -> bool:
+    return path.is_file() or (not {"*", "?", "{"}.isdisjoint(path.name) and path.parent.is_dir())
+
+
+def _refuse_overlaps(top: Path, places: list[SplitPlace]) -> None:
+    """Raise UserError for places inside each other, which would store an image twice."""
+    for i, one in enumerate(places):
+        for other in places[:i]:
+            a, b = (top / one.path).resolve(), (top / other.path).resolve()
+            if a.is_relative_to(b) or b.is_relative_to(a):
+                what = f"two splits share files ({other.split} and {one.split})"
+                raise UserError(what, where="source.splits", allowed="separate folders")
+
+
+def file_containers(
+    settings: SourceSettings, is_wanted: Callable[[str], bool], *, kind: str
+) -> list[Container]:
+    """List the files of each split: one file, all wanted ones of a folder, or those of a pattern.
+
+    kind: what such files are called in messages, plural. Raises UserError(s).
+    """
+    root, found, errors = source_root(settings), [], []
+    for place in split_places(settings, kind="file or folder"):
+        full = root / place.path
+        try:
+            if full.is_file() and not is_wanted(full.name):
+                what = f"{printable(str(full))!r} is not one of the {kind}"
+                raise UserError(what, where=place.where)
+            if full.is_file():
+                paths = [place.path]
+            elif full.is_dir():
+                paths = [os.path.join(place.path, name) for name in _names(full, is_wanted)]
+            else:
+                folder, _, pattern = place.path.rpartition("/")
+                names = _matching(_names(full.parent, is_wanted), pattern, place, full.parent)
+                paths = [os.path.join(folder, name) for name in names]
+            if not paths:
+                like = "" if full.is_dir() else f" matching {full.name!r}"
+                folder = printable(str(full if full.is_dir() else full.parent))
+                raise UserError(f"{folder!r} contains no {kind}{like}", where=place.where)
+        except UserError as error:
+            errors.append(error)
+            continue
+        found += [Container(path, place.split) for path in sorted(paths, key=os.fsencode)]
+    if errors:
+        raise UserErrors(errors)
+    if len({box.path for box in found}) != len(found):
+        what = "two splits share files"
+        raise UserError(what, where="source.splits", allowed="separate files")
+    return found
+
+
+def _names(folder: Path, is_wanted: Callable[[str], bool]) -> set[str]:
+    with os.scandir(folder) as entries:
+        return {
+            entry.name
+            for entry in entries
+            if not is_hidden(entry.name) and is_wanted(entry.name) and entry.is_file()
+        }
+
+
+def _matching(names: set[str], pattern: str, place: SplitPlace, folder: Path) -> set[str]:
+    found: set[str] = set()
+    for name in expanded(pattern, where=place.where):
+        if {"*", "?"} & set(name):
+            found.update(each for each in names if fnmatchcase(each, name))
+        elif name in names:
+            found.add(name)
+        else:
+            raise UserError(
+                f"{printable(str(folder))!r} has no {name!r}, which the pattern names",
+                where=place.where,
+                next_step="get the missing files, or correct the pattern",
+            )
+    return found
+
+
+def stem_and_suffix(name: str) -> tuple[str, str]:
+    """`a.b.JPG` -> (`a.b`, `JPG`); without a dot the suffix is empty."""
+    stem, dot, suffix = name.rpartition(".")
+    return (stem, suffix) if dot else (name, "")
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a name has the suffix of an image."""
+    suffix = stem_and_suffix(name)[1]
+    return suffix in IMAGE_SUFFIXES or suffix.lower() in IMAGE_SUFFIXES
+
+
+def is_tar_name(name: str) -> bool:
+    return name.lower().endswith(".tar") and not is_hidden(name)
+
+
+def is_hidden(path: str) -> bool:
+    """Whether a part of a relative path starts with a dot; `.` and `..` do not count."""
+    return (path.startswith(".") or "/." in path) and any(
+        part.startswith(".") and part not in (".", "..") for part in path.split("/")
+    )
+
+
+def name_reason(name: str, mode: int, *, hidden: bool) -> str | None:
+    """Why the type or name of a file rejects it."""
+    if not stat.S_ISREG(mode):
+        return "not_a_file"
+    if hidden:
+        return "hidden"
+    return None if is_image_name(name) else "other_name"
+
+
+def stat_listed(root: Path, path: str) -> os.stat_result:
+    """`stat` of a listed file. Raises ChangedSource if it is gone."""
+    try:
+        return os.stat(root / path)
+    except FileNotFoundError:
+        raise ChangedSource(path) from None
+
+
+def walk_folder(root: Path, container: Container) -> Iterator[Input]:
+    """Yield all files of a class folder; without a class, the files beside the class folders.
+
+    Links to files are followed, and the container itself may be a link; a link to a folder below it
+    is one row, so that no walk can go in circles.
+    """
+    top = "" if container.path == "." else container.path
+    name_start = len(top) + 1 if top else 0
+    split, class_name = container.split, container.class_name
+    stack = [(top, False)]
+    while stack:
+        folder, is_inside_hidden = stack.pop()
+        try:
+            entries = os.scandir(os.path.join(root, folder))
+        except (FileNotFoundError, NotADirectoryError):
+            raise ChangedSource(folder) from None
+        except OSError as error:
+            if error.errno not in CLOSED_ERRNOS:
+                raise
+            yield Input(folder, split, class_name, folder[name_start:], 0, "unreadable")
+            continue
+        prefix = folder + "/" if folder else ""
+        with entries as listed:
+            for entry in listed:
+                path = prefix + entry.name
+                hidden = is_inside_hidden or entry.name.startswith(".")
+                if entry.is_dir(follow_symlinks=False):
+                    if class_name is not None or hidden:
+                        stack.append((path, hidden))
+                    continue
+                if class_name is None and not hidden and is_folder(entry):
+                    continue  # a linked class folder
+                num_bytes, modified_ns, reason = _file_facts(entry, path, hidden=hidden)
+                if reason is None and class_name is None:
+                    reason = "no_class"
+                name = path[name_start : len(path) - len(entry.name)]
+                name += stem_and_suffix(entry.name)[0]
+                yield Input(
+                    path, split, class_name, name, num_bytes, reason, modified_ns=modified_ns
+                )
+
+
+def is_folder(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a folder, or a link to one."""
+    try:
+        return entry.is_dir()
+    except OSError:  # a link in a circle, or into a closed folder
+        return False
+
+
+def _file_facts(entry: os.DirEntry[str], path: str, *, hidden: bool) -> tuple[int, int, str | None]:
+    """(size, modification time, why its type or name rejects it)."""
+    try:
+        status = entry.stat()
+    except FileNotFoundError:
+        if entry.is_symlink():
+            return 0, 0, "link_broken"
+        raise ChangedSource(path) from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            return 0, 0, "link_broken"
+        if error.errno in CLOSED_ERRNOS:
+            return 0, 0, "unreadable"
+        raise
+    if stat.S_ISDIR(status.st_mode):
+        return 0, 0, "linked_folder"
+    reason = name_reason(entry.name, status.st_mode, hidden=hidden)
+    return status.st_size, status.st_mtime_ns, reason

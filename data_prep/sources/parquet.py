@@ -1,0 +1,226 @@
+"""List Parquet files with image bytes and labels, the layout of Hugging Face data sets."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from data_prep.sources.errors import printable, raise_if_outage
+from data_prep.sources.files import (
+    file_containers,
+    is_hidden,
+    source_root,
+    stat_listed,
+    stem_and_suffix,
+)
+from data_prep.sources.protocol import Container, Input, Spool, class_from_cell
+from vitscale.config.errors import UserError
+from vitscale.runs.data_prep import LabelSettings, SourceSettings
+
+BATCH_ROWS = 64
+# Limits on an untrusted footer.
+MAX_FOOTER_BYTES, MAX_FOOTER_ITEMS = 64 << 20, 10_000_000
+
+
+class TableDefect(ValueError):
+    """The file cannot be read, or not to its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParquetImages:
+    """Containers: every file."""
+
+    settings: SourceSettings
+    labels: LabelSettings = LabelSettings()
+    has_label_values: ClassVar[bool] = True
+
+    @property
+    def root(self) -> Path:
+        return source_root(self.settings)
+
+    def containers(self) -> list[Container]:
+        """Raises UserError(s) for missing files, and for columns missing in the first file."""
+        found = file_containers(self.settings, is_parquet_name, kind=".parquet files")
+        for container in found:
+            try:
+                with opened_parquet(self.root / container.path) as table:
+                    self._columns(table, container.path)
+                break
+            except (TableDefect, OSError):
+                continue  # `inputs` gives it a row in the ledger
+        return found
+
+    def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
+        """Every row of a file; image bytes are copied to the spool. One row for a damaged rest."""
+        path = container.path
+        status = stat_listed(self.root, path)
+        reason = "damaged_table"
+        try:
+            with opened_parquet(self.root / path) as table:
+                columns = self._columns(table, path)
+                names = None
+                if self.labels.values != "index":
+                    names = class_label_names(table, self.settings.label)
+                row = 0
+                for batch in record_batches(table, columns):
+                    for data, name, label in self._cells(batch):
+                        yield self._input(container, row, data, name, label, names, spool)
+                        row += 1
+            return
+        except TableDefect:
+            pass
+        except OSError as error:
+            raise_if_outage(error, path)
+            reason = "unreadable"
+        yield Input(path, container.split, None, "", status.st_size, reason)
+
+    def _columns(self, table: Any, path: str) -> list[str]:
+        """Columns to read. Raises UserError for missing columns and wrong types."""
+        image, label = self.settings.image_column, self.settings.label
+        image_type = column_type(table, image, path=path, key="source.image_column")
+        columns = [image]
+        if pa.types.is_struct(image_type):
+            fields = {field.name: field.type for field in image_type}
+            columns = [f"{image}.{name}" for name in ("bytes", "path") if name in fields]
+            image_type = fields.get("bytes", pa.null())
+        if not (pa.types.is_binary(image_type) or pa.types.is_large_binary(image_type)):
+            raise UserError(
+                f"column {image!r} of {printable(path)!r} contains no bytes",
+                where="source.image_column",
+                allowed="binary, or a struct of bytes and path",
+            )
+        if self.labels.values == "none":
+            return columns
+        label_type = column_type(table, label, path=path, key="source.label")
+        if pa.types.is_dictionary(label_type):
+            label_type = label_type.value_type
+        kinds = (pa.types.is_integer, pa.types.is_string, pa.types.is_large_string)
+        if not any(is_kind(label_type) for is_kind in kinds):
+            raise UserError(
+                f"column {label!r} of {printable(path)!r} has type {label_type}",
+                where="source.label",
+                allowed="a column of whole numbers or text",
+            )
+        return [*columns, label]
+
+    def _cells(self, batch: Any) -> Iterator[tuple[bytes | None, str | None, int | str | None]]:
+        """(bytes, path, label) of each row."""
+        image = batch.column(self.settings.image_column)
+        cells = {"bytes": image}
+        if pa.types.is_struct(image.type):
+            cells = dict(zip([f.name for f in image.type], image.flatten(), strict=True))
+        if self.settings.label in batch.schema.names:
+            cells["label"] = batch.column(self.settings.label)
+        for i in range(batch.num_rows):
+            row = {name: value_of(column, i) for name, column in cells.items()}
+            yield row["bytes"], row.get("path"), row.get("label")
+
+    def _input(
+        self,
+        container: Container,
+        row: int,
+        data: bytes | None,
+        path: str | None,
+        label: int | str | None,
+        names: tuple[str, ...] | None,
+        spool: Spool,
+    ) -> Input:
+        class_name = class_from_cell(label, names, self.labels)
+        reason = None
+        if data is None:
+            reason = "no_image"
+        elif class_name is None and self.labels.values != "none":
+            reason = "no_label"
+        file, offset = spool.add(data) if data is not None and reason is None else ("", 0)
+        parts = [part for part in (path or "").split("/") if part not in ("", ".")]
+        name = stem_and_suffix("/".join(parts))[0]
+        stem = stem_and_suffix(os.path.basename(container.path))[0]
+        return Input(
+            f"{container.path}/{row}",
+            container.split,
+            class_name,
+            name if name.strip("./") else f"{stem}-{row}",
+            0 if data is None else len(data),
+            reason,
+            file or container.path,
+            offset,
+            spooled=bool(file),
+        )
+
+
+def is_parquet_name(name: str) -> bool:
+    return name.lower().endswith(".parquet") and not is_hidden(name)
+
+
+@contextmanager
+def opened_parquet(path: Path) -> Iterator[Any]:
+    """Open a pyarrow.parquet.ParquetFile. Raises TableDefect, and OSError for unreadable files."""
+    with open(path, "rb"), _defects(path):
+        table = pq.ParquetFile(
+            path,
+            thrift_string_size_limit=MAX_FOOTER_BYTES,
+            thrift_container_size_limit=MAX_FOOTER_ITEMS,
+        )
+    with table:
+        yield table
+
+
+@contextmanager
+def _defects(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError):
+            raise_if_outage(error, str(path))
+        raise TableDefect(str(error)) from None
+
+
+def column_type(table: Any, name: str, *, path: str, key: str) -> Any:
+    """Return the type of a column. Raises UserError if it is missing."""
+    if table.schema_arrow.names.count(name) != 1:
+        raise UserError(
+            f"{printable(path)!r} has no column {name!r}",
+            where=key,
+            allowed=", ".join(map(repr, table.schema_arrow.names[:20])),
+        )
+    return table.schema_arrow.field(name).type
+
+
+def record_batches(table: Any, columns: Sequence[str]) -> Iterator[Any]:
+    """Yield small batches. Raises TableDefect."""
+    batches = table.iter_batches(batch_size=BATCH_ROWS, columns=list(columns), use_threads=False)
+    while True:
+        with _defects(Path()):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def value_of(values: Any, row: int) -> Any:
+    """A cell as a Python value; None for null and for text that is not UTF-8."""
+    try:
+        return values[row].as_py()
+    except UnicodeDecodeError:
+        return None
+
+
+def class_label_names(table: Any, column: str) -> tuple[str, ...] | None:
+    """Class names by label from the metadata of the `datasets` package, or None."""
+    metadata = table.schema_arrow.metadata or {}
+    try:
+        feature = json.loads(metadata[b"huggingface"])["info"]["features"][column]
+        names = feature["names"] if feature["_type"] == "ClassLabel" else None
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return None
+    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+        return None
+    return tuple(names)

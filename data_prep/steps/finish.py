@@ -1,0 +1,273 @@
+"""Finish the work: from the outcomes of all tars to a committed folder.
+
+Owns: index, info, card, ledger and manifest over all tars, and the rename that makes them one
+folder.
+Leaves out: their formats (`formats`).
+
+Tables are read tar by tar, twice.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from blake3 import blake3
+
+from data_prep.formats.index_files import (
+    folder_fingerprint,
+    label_map_sha256,
+    sample_bytes,
+    split_fingerprint,
+    write_card,
+    write_index,
+    write_info,
+    write_manifest,
+)
+from data_prep.formats.ledger import LedgerWriter
+from data_prep.sources.errors import ChangedSource, Outage
+from data_prep.steps.index_tar import root_of, tar_units
+from data_prep.steps.labels import load_labels
+from data_prep.steps.list_inputs import left_out, read_containers
+from data_prep.steps.plan_shards import CLASSES_SHOWN, REJECTED, TRAIN, read_plan
+from data_prep.steps.rows import read_table
+from data_prep.steps.settings import tool_version, unchanged_config
+from data_prep.steps.work import WorkFolder
+from data_prep.steps.write_shard import facts_of
+from vitscale.config.errors import UserError
+from vitscale.data.index import (
+    FORMAT_VERSION,
+    INDEX_NAME,
+    NO_LABEL,
+    Manifest,
+    ShardEntry,
+    SplitEntry,
+    index_schema,
+)
+from vitscale.data.order import check_mixed
+from vitscale.data.urls import Location, Url
+from vitscale.distributed.atomic_files import blake3_of_file, commit_folder
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tar:
+    """One tar with at least one sample."""
+
+    unit: str
+    split: str
+    entry: ShardEntry
+
+
+def finish_units(work: WorkFolder) -> list[str]:
+    return ["finish"]  # done when the output is there
+
+
+def finish_shards(work: WorkFolder, unit: str) -> None:
+    """Commit the folder of new shards."""
+    plan, tars, numbers = read_plan(work), [], Counter[str]()
+    for (split, _, _), outcomes in zip(plan.shards, plan.units, strict=True):
+        facts = facts_of(work, outcomes)
+        if int(facts["samples"]):
+            name = f"{split}-{numbers[split]:06d}.tar"
+            numbers[split] += 1
+            tars.append(Tar(unit=outcomes, split=split, entry=_entry(name, facts)))
+    final, ledger = _ledger(work, [*plan.units, REJECTED])
+    kept = _write(work, final, ledger, tars, classes=plan.classes)
+    lost = [name for label, name in enumerate(plan.classes) if not kept[label]]
+    lost = [name for name in lost if name in set(plan.present)]
+    if not ledger.num_kept or (lost and load_labels(work.run.labels).space is None):
+        shown = f" of {len(lost)} classes: {', '.join(lost[:CLASSES_SHOWN])}" if lost else ""
+        raise UserError(
+            f"no usable image is left{shown}\n{ledger.rejected.describe()}",
+            where="source.path",
+            next_step="fix these files" + (" or remove the classes" if lost else ""),
+        )
+    for tar in tars:
+        path = final / tar.entry.name
+        with suppress(FileNotFoundError):  # of a process that died here
+            os.rename((work.path / tar.unit).with_suffix(".tar"), path)
+        if not path.exists() or path.stat().st_size != tar.entry.bytes:
+            raise Outage(
+                f"{path.name}, written before, is missing or has another size",
+                where=str(work.path),
+                next_step="remove this folder and run the same command again",
+            )
+    _commit(work, final)
+
+
+def finish_index(work: WorkFolder, unit: str) -> None:
+    """Commit the index of tars that stay where they are."""
+    root, tars = root_of(work), []
+    found, unknown = Counter[str](), Counter[str]()
+    for container, outcomes in zip(read_containers(work), tar_units(work), strict=True):
+        facts = facts_of(work, outcomes)
+        _check_unchanged(root, container.path, facts)
+        table = read_table(work.path / outcomes)
+        reason, names = table.column("reason"), table.column("class")
+        _count(found, names.filter(pc.is_null(reason)))
+        _count(unknown, names.filter(pc.fill_null(pc.equal(reason, "unknown_class"), False)))
+        if int(facts["samples"]):
+            entry = _entry(container.path, facts)
+            tars.append(Tar(unit=outcomes, split=container.split, entry=entry))
+    labels = load_labels(work.run.labels)
+    labels.check(unknown, found=found)
+    final, ledger = _ledger(work, tar_units(work))
+    if not found:
+        raise UserError("contains no usable samples", where=f"source.path={root}")
+    tars.sort(key=lambda tar: tar.split)
+    classes = labels.label_map(found, keep_numbers=True)
+    shards_root = root_of_tars(root, output=work.output)
+    train = [tar for tar in tars if tar.split == TRAIN]
+    label_of = [_index_rows(work, tar, classes).column("label").to_numpy() for tar in train]
+    lengths = [tar.entry.samples for tar in train]
+    labels_of_train = np.concatenate([np.zeros(0, np.int32), *label_of])
+    check_mixed(labels_of_train, shard_lengths=lengths, where="source.path")
+    _write(work, final, ledger, tars, classes=classes, shards_root=shards_root)
+    _commit(work, final)
+
+
+def root_of_tars(tars: Location, *, output: Path) -> str:
+    """The path or URL of the tars' folder in the manifest.
+
+    Relative if one folder contains tars and output, so that both can be moved; else absolute.
+    """
+    if isinstance(tars, Url):
+        return str(tars)
+    real, parent = tars.resolve(), output.resolve().parent
+    if real.is_relative_to(parent):
+        return os.path.relpath(real, parent / output.name)
+    return str(real)
+
+
+def _check_unchanged(root: Location, name: str, facts: Mapping[str, str]) -> None:
+    """Raise ChangedSource if a local tar is another one than when it was read."""
+    if isinstance(root, Path):
+        with suppress(FileNotFoundError):
+            status = os.stat(root / name)
+            found = str(status.st_size), str(status.st_mtime_ns)
+            if found == (facts["bytes"], facts["modified_ns"]):
+                return
+        raise ChangedSource(name)
+
+
+def _count(counts: Counter[str], names: pa.ChunkedArray) -> None:
+    for name, num in zip(*pc.value_counts(names).flatten(), strict=True):
+        counts[name.as_py() or ""] += num.as_py()
+
+
+def _entry(name: str, facts: Mapping[str, str]) -> ShardEntry:
+    samples, num_bytes = int(facts["samples"]), int(facts["bytes"])
+    return ShardEntry(name=name, samples=samples, bytes=num_bytes, blake3=facts["blake3"])
+
+
+def _ledger(work: WorkFolder, units: Sequence[str]) -> tuple[Path, LedgerWriter]:
+    """Write the ledger of all inputs into the folder to commit. Raises UserError for bad images."""
+    final = work.path / "final"
+    final.mkdir(exist_ok=True)
+    digest, copy_of = blake3(), left_out(work.run.source.leave_out)
+    with LedgerWriter(final) as ledger:
+        for unit in units:
+            table = read_table(work.path / unit)
+            rows = {name: table.column(name) for name in table.column_names}
+            num = len(table)
+            for name in ("changes", "key"):
+                rows.setdefault(name, pa.nulls(num, pa.string()))
+            hashes = rows.get("input_hash", pa.nulls(num, pa.binary(32)))
+            details = pa.nulls(num, pa.string())
+            if copy_of:
+                details = pa.array(map(copy_of.get, rows["path"].to_pylist()), pa.string())
+                is_left_out = pc.equal(rows["reason"].cast(pa.string()), "left_out")
+                details = pc.if_else(pc.fill_null(is_left_out, False), details, None)
+            ledger.add(pa.table(rows | {"blake3": hashes, "detail": details}))
+            digest.update("\0".join(rows["path"].to_pylist()).encode())
+            digest.update(b"".join(each or b"-" for each in hashes.to_pylist()))
+            digest.update("\0".join(each or "" for each in rows["reason"].to_pylist()).encode())
+    ledger.source_fingerprint = digest.hexdigest()
+    ledger.check_bad_fraction(work.run.images.max_bad_fraction)
+    return final, ledger
+
+
+def _index_rows(work: WorkFolder, tar: Tar, classes: Sequence[str]) -> pa.Table:
+    """The samples of one tar, in its order."""
+    table = read_table(work.path / tar.unit)
+    table = table.filter(pc.is_null(table.column("reason"))).sort_by("offset")
+    labels = pa.array(np.full(len(table), NO_LABEL, np.int32))
+    if classes:
+        labels = pc.index_in(table.column("class"), value_set=pa.array(classes, pa.string()))
+    made = {
+        "split": pa.array([tar.split] * len(table), pa.string()),
+        "shard": pa.array([tar.entry.name] * len(table), pa.string()),
+        "label": labels,
+    }
+    names = index_schema().names
+    columns = [made[name] if name in made else table.column(name) for name in names]
+    return pa.table(columns, names=names).cast(index_schema())
+
+
+def _write(
+    work: WorkFolder,
+    final: Path,
+    ledger: LedgerWriter,
+    tars: Sequence[Tar],
+    *,
+    classes: tuple[str, ...],
+    shards_root: str = ".",
+) -> np.ndarray:
+    """Write all files but the tars and the ledger; return the samples of each class."""
+    kept, formats = np.zeros(len(classes), np.int64), set[str]()
+
+    def tables() -> Any:
+        for tar in tars:
+            table = _index_rows(work, tar, classes)
+            formats.update(table.column("format").unique().to_pylist())
+            if classes:
+                labels = table.column("label").to_numpy()
+                kept[:] += np.bincount(labels, minlength=len(classes))
+            yield table
+
+    write_index(final, tables=tables())
+    splits = {}
+    for split in sorted({tar.split for tar in tars}):
+        own = [tar for tar in tars if tar.split == split]
+        shards = tuple(tar.entry for tar in own)
+        content = (sample_bytes(_index_rows(work, tar, classes)) for tar in own)
+        lengths = [shard.samples for shard in shards]
+        splits[split] = SplitEntry(
+            num_samples=sum(lengths),
+            num_bytes=sum(shard.bytes for shard in shards),
+            fingerprint=split_fingerprint(content, shard_lengths=lengths),
+            shards=shards,
+        )
+    write_info(final, splits=splits, shards_root=shards_root)
+    if shards_root == ".":
+        write_card(final, splits=splits, classes=classes, formats=sorted(formats))
+    manifest = Manifest(
+        format_version=FORMAT_VERSION,
+        tool_version=tool_version(),
+        fingerprint=folder_fingerprint(splits, classes=classes),
+        source_fingerprint=ledger.source_fingerprint,
+        label_map_sha256=label_map_sha256(classes),
+        classes=classes,
+        index_bytes=(final / INDEX_NAME).stat().st_size,
+        index_blake3=blake3_of_file(final / INDEX_NAME),
+        splits=splits,
+        inputs=ledger.as_json(),
+        config=unchanged_config(work),
+        shards_root=shards_root,
+    )
+    write_manifest(final, manifest=manifest)
+    return kept
+
+
+def _commit(work: WorkFolder, final: Path) -> None:
+    commit_folder(final, work.output)
+    shutil.rmtree(work.path, ignore_errors=True)

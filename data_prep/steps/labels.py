@@ -1,0 +1,239 @@
+"""Turn the classes of a source into classes (map) and labels (space).
+
+Owns: label spaces and maps in files, and the errors for classes and maps that do not match.
+Leaves out: the label spaces known by name (`vitscale.data.label_spaces`), counting images.
+"""
+
+from __future__ import annotations
+
+import csv
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from data_prep.sources.errors import hash_named_file, read_text
+from data_prep.sources.protocol import NO_CLASS
+from vitscale.config.errors import UserError, nearest
+from vitscale.data.label_spaces import LABEL_SPACES, known_space
+from vitscale.runs.data_prep import LabelSettings
+
+PLAIN_NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")
+# int() also accepts "1_0", " 1" and non-ASCII digits.
+POSITION = re.compile(r"[0-9]{1,9}")
+DELIMITERS = {".csv": ",", ".tsv": "\t"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Labels:
+    """Source class -> class -> label."""
+
+    settings: LabelSettings
+    space: tuple[str, ...] | None
+    """Class names in label order; None: the sorted classes of the source."""
+    known: frozenset[str]
+    """`space` as a set."""
+    map: dict[str, str] | None
+
+    def class_of(self, source_class: str | None) -> str | None:
+        """The class of an image; None if the map or the space does not contain it."""
+        if self.settings.values == "none":
+            return NO_CLASS
+        value = source_class
+        if self.map is not None and value is not None:
+            value = self.map.get(value)
+        if value is None or self.space is None:
+            return value
+        if self.settings.values == "name":
+            return value if value in self.known else None
+        is_position = POSITION.fullmatch(value) and int(value) < len(self.space)
+        return self.space[int(value)] if is_position else None
+
+    def label_map(self, found: Mapping[str, int], *, keep_numbers: bool = False) -> tuple[str, ...]:
+        """Class names in label order, given the number of images of each class; none if ignored.
+
+        keep_numbers: the source's classes are labels, as in `.cls` members. Without a space or map
+        they stay as they are; sorting them as text would give class 10 label 2. Raises UserError
+        if most of them are numbers and some are not, since sorting would change the numbers.
+        """
+        if self.settings.values == "none":
+            return ()
+        if self.space is not None:
+            assert self.known.issuperset(found)
+            return self.space
+        names = tuple(sorted(found))
+        if keep_numbers and self.map is None:
+            if is_numbers(names):
+                return tuple(str(number) for number in range(max(map(int, names)) + 1))
+            _refuse_mixture(names, found)
+        return names
+
+    def check(self, unknown: Mapping[str, int], *, found: Mapping[str, int]) -> None:
+        """Raise UserError if the source has classes outside the map or space.
+
+        unknown: source class -> number of images without a class. found: class -> number of images.
+        """
+        none_match = not any(found.values())
+        if not unknown or (self.settings.unknown == "reject" and not none_match):
+            return
+        name, images = min(unknown.items(), key=lambda item: (-item[1], item[0]))
+        steps = [self._better_space(unknown, found)]
+        if self.map is None:
+            steps.append("set labels.map to a table of source class and class")
+        if not none_match:
+            steps.append("set labels.unknown=reject to leave these images out")
+        raise UserError(
+            f"{len(unknown):,} {'class' if len(unknown) == 1 else 'classes'} of the source "
+            f"({sum(unknown.values()):,} images) {self._problem_with(name)}; {len(found):,} match "
+            f"({sum(found.values()):,} images); for example {name!r} ({images:,} images)",
+            where="labels.map" if self._is_outside_map(name) else "labels.space",
+            next_step="; or ".join(filter(None, steps)) or "correct the map",
+        )
+
+    def _is_outside_map(self, name: str) -> bool:
+        """Whether the class is missing in the map, not in the space."""
+        return self.map is not None and name not in self.map
+
+    def _problem_with(self, name: str) -> str:
+        if self._is_outside_map(name):
+            return f"have no class in {self.settings.map!r} ({len(self.map or ()):,} rows)"
+        if self.space is None:
+            return "have no name"
+        mapped = f" (mapped to {self.map[name]!r})" if self.map else ""
+        if self.settings.values == "index":
+            last = len(self.space) - 1
+            return f"are not positions in {self.settings.space} (0 to {last:,}){mapped}"
+        return f"are not among the {len(self.space):,} of {self.settings.space}{mapped}"
+
+    def _better_space(self, unknown: Mapping[str, int], found: Mapping[str, int]) -> str | None:
+        """Name the known space that contains most of these classes, if it contains more."""
+        if self._is_outside_map(next(iter(unknown))) or self.space is None:
+            return None
+        wanted = {self.map[n] if self.map else n for n in unknown if not self._is_outside_map(n)}
+        sizes = {name: len(known_space(name)) for name in LABEL_SPACES}
+        if self.settings.values == "index":
+            last = max((int(each) for each in wanted if POSITION.fullmatch(each)), default=None)
+            large = [name for name in sizes if last is not None and sizes[name] > last]
+            if not large:
+                return None
+            best = min(large, key=lambda name: sizes[name])
+            return f"position {last:,} exists in labels.space={best} ({sizes[best]:,} classes)"
+        wanted |= set(found)
+        num_in = {name: len(wanted.intersection(known_space(name))) for name in LABEL_SPACES}
+        best = max(sizes, key=lambda name: (num_in[name], -sizes[name]))
+        if best == self.settings.space or num_in[best] <= len(wanted & self.known):
+            return None
+        return f"labels.space={best} contains {num_in[best]:,} of these {len(wanted):,} classes"
+
+
+def is_numbers(names: Collection[str]) -> bool:
+    """Whether all names are plain numbers such as 0, 1, 10."""
+    return bool(names) and all(map(PLAIN_NUMBER.fullmatch, names))
+
+
+def _refuse_mixture(names: Collection[str], found: Mapping[str, int]) -> None:
+    others = [name for name in names if not PLAIN_NUMBER.fullmatch(name)]
+    # Numbers padded with zeros (001, 002, 100) sort numerically.
+    padded = all(re.fullmatch("[0-9]+", name) for name in names) and len(set(map(len, names))) == 1
+    if 2 * len(others) >= len(names) or padded:
+        return
+    name = max(others, key=lambda name: found[name])
+    raise UserError(
+        f"{len(names) - len(others):,} of the source's {len(names):,} labels are numbers from 0 to "
+        f"999,999, and {len(others):,} ({sum(map(found.__getitem__, others)):,} images) "
+        f"{'is' if len(others) == 1 else 'are'} not; for example {name!r} ({found[name]:,} images)",
+        where="source.label",
+        next_step="correct these labels, or name the classes: labels.map, labels.space",
+    )
+
+
+@lru_cache(maxsize=1)  # a map may have a million rows
+def load_labels(settings: LabelSettings) -> Labels:
+    """Read the label files. Raises UserError for unknown spaces and malformed files."""
+    space = None if settings.space is None else load_space(settings.space)
+    label_map = None if settings.map is None else read_map(settings.map)
+    labels = Labels(settings=settings, space=space, known=frozenset(space or ()), map=label_map)
+    if label_map and space and all(labels.class_of(key) is None for key in label_map):
+        key, value = next(iter(label_map.items()))
+        kind = "positions in" if settings.values == "index" else "class names of"
+        raise UserError(
+            f"none of the {len(label_map):,} rows of {settings.map!r} matches: the second column "
+            f"must contain {kind} {settings.space} ({len(space):,} classes); such as {key!r} -> "
+            f"{value!r}",
+            where="labels.map",
+            next_step="check that the columns are source class, class; and check labels.values",
+        )
+    return labels
+
+
+def load_space(space: str) -> tuple[str, ...]:
+    """Class names in label order, of a known space or from a file with one name per line."""
+    if space in LABEL_SPACES:
+        return known_space(space)
+    path, where = Path(space).expanduser(), "labels.space"
+    if not path.is_file():
+        close = nearest(space, list(LABEL_SPACES))
+        raise UserError(
+            f"{space!r} is neither a known label space nor a file"
+            + (f"; did you mean {close!r}?" if close else ""),
+            where=where,
+            allowed=", ".join(LABEL_SPACES) + ", or a file with one class name per line",
+        )
+    # str.splitlines also splits at characters that class names may contain.
+    names = [line.removesuffix("\r") for line in read_text(space, where=where).split("\n")]
+    names = names[:-1] if not names[-1] else names
+    lines: dict[str, int] = {}
+    for number, name in enumerate(names, start=1):
+        # Skipping a line would shift all labels after it.
+        problem = f"{name!r} is already in line {lines[name]}" if name in lines else None
+        problem = problem if name.strip() else "is empty"
+        if problem:
+            raise UserError(f"{space}:{number}: {problem}", where=where, allowed="each class once")
+        lines[name] = number
+    if not lines:
+        raise UserError(f"{space!r} is empty", where=where, allowed="one class name per line")
+    return tuple(lines)
+
+
+def read_map(file: str) -> dict[str, str]:
+    """Read a CSV or TSV file of two columns without a header. Raises UserError naming the line."""
+    path, where = Path(file).expanduser(), "labels.map"
+    allowed = "two columns without a header: source class, class"
+    delimiter = DELIMITERS.get(path.suffix.lower())
+    if delimiter is None:
+        raise UserError(f"{file!r} is named neither .csv nor .tsv", where=where)
+    text = read_text(file, where=where).removeprefix("\ufeff").replace("\r\n", "\n")
+    lines = (line + "\n" for line in text.split("\n"))
+    if delimiter == ",":
+        reader = csv.reader(lines, strict=True)
+    else:
+        reader = csv.reader(lines, delimiter=delimiter, quoting=csv.QUOTE_NONE, strict=True)
+    pairs: dict[str, str] = {}
+    try:
+        for row in reader:
+            if row and (len(row) != 2 or not all(row)):
+                raise csv.Error(f"{sum(map(bool, row))} values instead of 2")
+            if row and row[0] in pairs:
+                raise csv.Error(f"{row[0]!r} is there already")
+            if row:
+                pairs[row[0]] = row[1]
+    except csv.Error as error:
+        what = f"{file}:{reader.line_num}: {error}"
+        raise UserError(what, where=where, allowed=allowed) from None
+    if not pairs:
+        raise UserError(f"{file!r} is empty", where=where, allowed=allowed)
+    return pairs
+
+
+def label_hashes(settings: LabelSettings) -> dict[str, str]:
+    """BLAKE3 of each label file in the settings, as `KEY_blake3`. Raises UserError."""
+    files = {"map": settings.map}
+    if settings.space is not None and settings.space not in LABEL_SPACES:
+        load_space(settings.space)
+        files["space"] = settings.space
+    return {
+        f"{key}_blake3": hash_named_file(file, where=f"labels.{key}")
+        for key, file in files.items()
+        if file is not None
+    }

@@ -1,0 +1,144 @@
+"""List the inputs of the source: containers, then the rows of each, one Arrow file per unit."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from data_prep.sources.errors import SpoolError, printable, source_read_error
+from data_prep.sources.protocol import Container, Input
+from data_prep.sources.registry import open_source
+from data_prep.steps.labels import Labels, load_labels
+from data_prep.steps.rows import ROW_SCHEMA, commit_file, rows_table
+from data_prep.steps.work import WorkFolder
+from vitscale.config.errors import UserError
+from vitscale.distributed.atomic_files import write_json
+
+CONTAINERS = "containers.json"
+# Containers per unit: class folders and tars of hundreds of images each. Fewer where there would
+# not be a unit for each of eight processes.
+MAX_CONTAINERS_PER_UNIT = 64
+MIN_UNITS = 8
+BATCH_ROWS = 1 << 15
+
+
+def containers_units(work: WorkFolder) -> list[str]:
+    return [CONTAINERS]
+
+
+def list_containers(work: WorkFolder, unit: str) -> None:
+    source = open_source(work.run.source, work.run.labels)
+    write_json(work.path / unit, [astuple(container) for container in source.containers()])
+
+
+def read_containers(work: WorkFolder) -> list[Container]:
+    return [Container(*row) for row in json.loads((work.path / CONTAINERS).read_text())]
+
+
+def _per_unit(num_containers: int) -> int:
+    return min(MAX_CONTAINERS_PER_UNIT, max(1, num_containers // MIN_UNITS))
+
+
+def list_units(work: WorkFolder) -> list[str]:
+    num = len(read_containers(work))
+    return [f"list/{i:06d}.arrow" for i in range(-(-num // _per_unit(num)))]
+
+
+def list_sizes(work: WorkFolder) -> list[int]:
+    """Containers of each unit."""
+    num = len(read_containers(work))
+    size = _per_unit(num)
+    return [min(size, num - start) for start in range(0, num, size)]
+
+
+class FileSpool:
+    """Bytes that can be read from the source only once, appended to one file per unit."""
+
+    def __init__(self, path: Path, *, name: str) -> None:
+        self._path, self._name, self._position = path, name, 0
+        self._file: Any = None
+
+    def add(self, data: bytes) -> tuple[str, int]:
+        offset = self._position
+        try:
+            if self._file is None:
+                self._file = open(self._path, "wb")
+            self._file.write(data)
+        except OSError as error:
+            raise SpoolError(error) from None
+        self._position += len(data)
+        return self._name, offset
+
+    def commit(self, final: Path) -> None:
+        if self._file is not None:
+            self._file.close()
+            commit_file(self._path, final)
+
+
+def list_inputs(work: WorkFolder, unit: str) -> None:
+    """List the containers of one unit."""
+    run, containers = work.run, read_containers(work)
+    number, size = int(Path(unit).stem), _per_unit(len(containers))
+    spool = FileSpool(work.temporary("spool"), name=f"{number:06d}.bin")
+    inputs = _inputs(work, containers[number * size : (number + 1) * size], spool)
+    holds_out = bool(run.source.holdout_fraction or run.source.val_per_class)
+    temporary = work.temporary("list")
+    with open(temporary, "wb") as file, pa.ipc.new_file(file, ROW_SCHEMA) as writer:
+        while batch := list(islice(inputs, BATCH_ROWS)):
+            writer.write_table(rows_table(batch, seed=run.seed, holds_out=holds_out))
+    spool.commit(work.path / "spool" / f"{number:06d}.bin")
+    commit_file(temporary, work.path / unit)
+
+
+def _inputs(work: WorkFolder, containers: Sequence[Container], spool: FileSpool) -> Iterator[Input]:
+    """Yield every input with its final class name, or the reason that its class rejects it."""
+    source = open_source(work.run.source, work.run.labels)
+    labels, dropped = load_labels(work.run.labels), left_out(work.run.source.leave_out)
+    for container in containers:
+        try:
+            for item in source.inputs(container, spool=spool):
+                if item.reason is None and dropped and printable(item.path) in dropped:
+                    item.reason = "left_out"
+                set_class(item, labels)
+                yield item
+        except OSError as error:
+            if os.path.lexists(work.path):
+                raise source_read_error(error, container.path) from None
+            raise
+
+
+def set_class(item: Input, labels: Labels) -> None:
+    """Map the class of a usable input; one without a class in the map or space is rejected."""
+    if item.reason is None:
+        class_name = labels.class_of(item.class_name)
+        if class_name is None:
+            item.reason = "unknown_class"
+        else:
+            item.class_name = class_name
+
+
+@lru_cache(maxsize=1)
+def left_out(file: str | None) -> dict[str, str]:
+    """Path of each image that `source.leave_out` does not keep -> the image that it copies."""
+    if file is None:
+        return {}
+    try:
+        table = pq.read_table(Path(file).expanduser(), columns=["path", "keep", "copy_of"])
+        dropped = table.filter(pc.invert(table["keep"]))
+        return dict(zip(*(dropped[name].to_pylist() for name in ("path", "copy_of")), strict=True))
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(
+            f"{file!r} cannot be read ({error})",
+            where="source.leave_out",
+            allowed="duplicates.parquet of data_prep/find_duplicates.py",
+        ) from None

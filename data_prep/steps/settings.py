@@ -1,0 +1,222 @@
+"""Begin or join the work of a run, and recognise an output that is there already.
+
+Owns: the settings that decide the bytes of the output, `settings.json` and `failed.json` in the
+work folder.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from data_prep.sources.errors import Outage, hash_named_file
+from data_prep.steps.labels import label_hashes
+from data_prep.steps.work import (
+    FAILED_NAME,
+    Step,
+    WorkFolder,
+    run_steps,
+    storage_error,
+    this_process,
+)
+from vitscale.config.errors import UserError
+from vitscale.data.index import Manifest, read_manifest
+from vitscale.distributed.atomic_files import write_json
+from vitscale.runs.data_prep import DataPrepRun
+
+SETTINGS_NAME = "settings.json"
+SETTINGS_WAIT_S = 5.0
+# Format of the files in a work folder: raised when a release cannot resume another's work.
+WORK_FORMAT = 6
+# Settings that do not change the bytes of the result.
+EXECUTION_KEYS = ("output", "launch", "num_workers", "script")
+
+
+def make_output(run: DataPrepRun, steps: Sequence[Step]) -> tuple[Path, Manifest, bool]:
+    """Make the output together with other tasks; return (folder, manifest, it was there already).
+
+    After an interruption the work is kept; an error of the corpus is noted in it for other tasks,
+    and the next command starts over.
+    """
+    work = WorkFolder(at_real_output(run))
+    made = find_existing(work)
+    if made is None:
+        open_work_folder(work)
+        try:
+            run_steps(work, steps)
+        except Outage:
+            raise
+        except UserError as error:
+            with suppress(OSError):
+                store_failure(work, error)
+            raise
+    # Left by a process that was killed after its commit, or made again by a task that began late.
+    shutil.rmtree(work.path, ignore_errors=True)
+    # Compare settings again: another command may have finished it in the meantime.
+    manifest = made or find_existing(work)
+    assert manifest is not None
+    return work.output, manifest, made is not None
+
+
+def at_real_output(run: DataPrepRun) -> DataPrepRun:
+    """The run with `output` resolved if it is a symbolic link: the work folder is its neighbour.
+
+    The finished folder gets its name by a rename, which cannot replace a link or cross file
+    systems. Raises UserError for a mount point.
+    """
+    output = Path(run.output).expanduser()
+    real = Path(os.path.realpath(output)) if output.is_symlink() else output
+    if os.path.ismount(real):
+        raise UserError(
+            f"{str(real)!r} is a mount point: the work folder beside it would be on another file "
+            "system",
+            where="output",
+            next_step=f"choose a folder in it, such as {real / 'shards'}",
+        )
+    return run if real is output else run.model_copy(update={"output": str(real)})
+
+
+def find_existing(work: WorkFolder) -> Manifest | None:
+    """The manifest of an output made with the same settings; None if there is no output."""
+    output = work.output
+    if not os.path.lexists(output) or (output.is_dir() and not any(output.iterdir())):
+        return None
+    advice = "choose another output, or remove this folder first"
+    try:
+        manifest = read_manifest(output)
+    except UserError as error:
+        what = f"exists already and was not made by this script\n{error.text()}"
+        raise UserError(what, where="output", next_step=advice) from None
+    if changed := changed_settings(manifest.config, content_config(work.run)):
+        raise UserError(
+            f"{str(output)!r} exists already, made with other settings: {', '.join(changed)}",
+            where="output",
+            next_step=advice,
+        )
+    return manifest
+
+
+def content_config(run: DataPrepRun) -> dict[str, Any]:
+    """The settings that determine the bytes written, and hashes of the files that settings name.
+
+    Paths of source and output and settings of the execution are left out. Raises UserError for a
+    file that cannot be read.
+    """
+    config = run.model_dump(mode="json")
+    for key in EXECUTION_KEYS:
+        del config[key]
+    del config["source"]["path"]
+    config["labels"] |= label_hashes(run.labels)
+    for key in ("leave_out", "val_labels"):
+        if (named := getattr(run.source, key)) is not None:
+            config["source"][f"{key}_blake3"] = hash_named_file(named, where=f"source.{key}")
+    return config
+
+
+def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """Keys with different values, such as seed and labels.map_blake3."""
+    before, after = dict(_flat(old)), dict(_flat(new))
+    return sorted(k for k in before.keys() | after.keys() if before.get(k) != after.get(k))
+
+
+def unchanged_config(work: WorkFolder) -> dict[str, Any]:
+    """The present `content_config`. Raises UserError if it differs from that at the start."""
+    config = content_config(work.run)
+    begun = json.loads((work.path / SETTINGS_NAME).read_text())
+    if changed := changed_settings({key: begun.get(key) for key in config}, config):
+        raise UserError(
+            "changed while the shards were made",
+            where=", ".join(changed),
+            next_step="run the command again",
+        )
+    return config
+
+
+def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+        else:
+            yield key, value
+
+
+def tool_version() -> str:
+    try:
+        return f"vitscale {version('vitscale')}"
+    except PackageNotFoundError:
+        return "vitscale (not installed)"
+
+
+def open_work_folder(work: WorkFolder) -> None:
+    """Create the work folder, or join those who work in it.
+
+    Raises UserError if another task of this array has failed, or the settings are others.
+    """
+    settings = content_config(work.run) | {
+        "path": work.run.source.path,
+        "tool_version": tool_version(),
+        "work_format": WORK_FORMAT,
+    }
+    try:
+        failure = work.failure()
+        if failure is not None:
+            if failure["job"] is not None and failure["job"] == _array_job():
+                raise UserError(failure["text"])
+            _start_over(work.path)
+        begun = _begin_or_join(work.path, settings)
+    except OSError as error:
+        if work.is_finished:
+            return  # another task has just finished it
+        raise storage_error(error, work) from None
+    if changed := changed_settings(begun, settings):
+        raise UserError(
+            f"was begun with other settings: {', '.join(changed)}",
+            where=str(work.path),
+            next_step="use the same settings again, or remove this folder",
+        )
+
+
+def _begin_or_join(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """Create the folder with these settings, or return the settings that another process wrote."""
+    with suppress(FileExistsError):
+        folder.mkdir(parents=True)  # one of several processes succeeds
+        write_json(folder / SETTINGS_NAME, settings)
+    deadline = time.monotonic() + SETTINGS_WAIT_S
+    while not (folder / SETTINGS_NAME).exists() and time.monotonic() < deadline:
+        time.sleep(SETTINGS_WAIT_S / 100)
+    if folder.exists() and not (folder / SETTINGS_NAME).exists():
+        raise UserError(
+            f"has no {SETTINGS_NAME}", where=str(folder), next_step="remove this folder"
+        )
+    found: dict[str, Any] = json.loads((folder / SETTINGS_NAME).read_text())
+    return found
+
+
+def _start_over(folder: Path) -> None:
+    """Remove the folder of work that failed, unless another process does."""
+    removed = folder.with_name(f"{folder.name}-{this_process()}")
+    with suppress(FileNotFoundError):
+        folder.rename(removed)
+        if not (removed / FAILED_NAME).exists():  # another process has just begun anew
+            removed.rename(folder)
+            return
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def store_failure(work: WorkFolder, error: UserError) -> None:
+    """Tell all tasks the error: their work would end the same. The next command starts over."""
+    if work.failure() is None:
+        write_json(work.path / FAILED_NAME, {"job": _array_job(), "text": error.text()})
+        for name in ("spool", "tars"):
+            shutil.rmtree(work.path / name, ignore_errors=True)
+
+
+def _array_job() -> str | None:
+    return os.environ.get("SLURM_ARRAY_JOB_ID")

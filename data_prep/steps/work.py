@@ -1,0 +1,397 @@
+"""Share units of work among processes on several machines, through a folder.
+
+Owns: the work folder `.OUTPUT.preparing`, claims and their heartbeat, the worker processes of one
+task, their errors, signals and progress.
+Leaves out: what a unit does (the other modules of this package).
+
+A unit is named after the file that it makes, is done if that file exists, and makes the same bytes
+in any process. So a claim only saves work: two processes may do the same unit. Every process of
+every task runs the same loop: do the free units of a step, wait until the others have done theirs,
+go on with the next step. No process is special, so any may die or start late.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import signal
+import socket
+import threading
+import time
+import traceback
+import uuid
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from data_prep.sources.errors import ChangedSource, Outage, SpoolError, check_is_mounted
+from data_prep.sources.files import source_root
+from vitscale.config.errors import EXIT_STOPPED_RESUMABLE, UserError
+from vitscale.data.index import MANIFEST_NAME
+from vitscale.distributed.fork_server import end_with_server, worker_context
+from vitscale.distributed.processes import is_alive, num_cores
+from vitscale.runs.data_prep import DataPrepRun
+from vitscale.tracking.console import ItemProgress
+
+FAILED_NAME = "failed.json"
+FOLDERS = ("claims", "list", "spool", "tars")
+HEARTBEAT_S = 5.0
+# A claim of another machine expires when its heartbeat is this old by the file system's clock.
+# Attribute caches of network file systems stay well below.
+DEAD_AFTER_S = 60.0
+# Pauses start short, since most waits are, and grow: no pause is longer than a quarter of the wait.
+FIRST_WAIT_S, WAIT_GROWTH, LONGEST_WAIT_S = 0.005, 1.25, 1.0
+UPDATE_S = 0.5
+# A worker that waits for dead storage does not end when it is killed.
+EXIT_WAIT_S = 5.0
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+USE_LESS_MEMORY = "lower num_workers or images.max_pixels and rerun; the run resumes"
+# What workers need, and what pyarrow imports at first use: 0.3 s and 45 MiB in each of them.
+IMPORTS = (
+    "data_prep.steps.finish",
+    "pandas",
+    "pyarrow.compute",
+    "pyarrow.parquet",
+    "PIL.JpegImagePlugin",
+)
+# Kind of a worker's message -> the exception raised in the main process.
+ERRORS = {"outage": Outage, "corpus": UserError, "crash": RuntimeError}
+
+
+class WorkFolder:
+    """The view of one process on the folder of a run's unfinished work."""
+
+    def __init__(self, run: DataPrepRun) -> None:
+        self.run = run
+        self.output = Path(run.output).expanduser()
+        self.path = self.output.with_name(f".{self.output.name}.preparing")
+        self.scratch = self.path / "tmp" / this_process()
+        """Unfinished files of this process; renamed to their place when whole."""
+
+    @property
+    def is_finished(self) -> bool:
+        return (self.output / MANIFEST_NAME).exists()
+
+    def open(self) -> None:
+        """Create the folders and remove unfinished files of dead processes of this machine.
+
+        Raises FileNotFoundError if the work folder is gone: another process finished the work.
+        """
+        for name in FOLDERS:
+            (self.path / name).mkdir(exist_ok=True)
+        for left in self.scratch.parent.glob("*"):
+            where, _, pid = left.name.rpartition(".")
+            if where == machine() and pid.isdigit() and not is_alive(int(pid)):
+                shutil.rmtree(left, ignore_errors=True)
+        self.scratch.parent.mkdir(exist_ok=True)
+        self.scratch.mkdir(exist_ok=True)
+
+    def temporary(self, name: str) -> Path:
+        """A new name for an unfinished file or folder."""
+        return self.scratch / f"{name}.{uuid.uuid4().hex[:8]}"
+
+    def is_done(self, unit: str) -> bool:
+        return (self.path / unit).exists() or self.is_finished
+
+    def work_through(
+        self, units: Sequence[str], do: Callable[[WorkFolder, str], None], *, start: int
+    ) -> None:
+        """Return when every unit is done, by this process or another.
+
+        start: the unit to begin with, so that processes do not all try the same claims first.
+        Raises FileNotFoundError if the folder is removed meanwhile.
+        """
+        first = start % max(1, len(units))
+        waiting = [unit for unit in (*units[first:], *units[:first]) if not self.is_done(unit)]
+        pause = FIRST_WAIT_S
+        while waiting:
+            progressed = False
+            for unit in waiting:
+                if self.is_done(unit):
+                    continue
+                with self.claim(unit) as claimed:
+                    if claimed and not self.is_done(unit):
+                        do(self, unit)
+                        progressed = True
+            waiting = [unit for unit in waiting if not self.is_done(unit)]
+            if waiting and not progressed:
+                if not self.path.exists() and not self.is_finished:
+                    raise FileNotFoundError(errno.ENOENT, "it was removed", str(self.path))
+                time.sleep(pause)
+                pause = min(WAIT_GROWTH * pause, LONGEST_WAIT_S)
+
+    @contextmanager
+    def claim(self, unit: str) -> Iterator[bool]:
+        """Whether this process may do a unit; False: another one is doing it."""
+        path = self.path / "claims" / unit.replace("/", "-")
+        if not self._take(path):
+            yield False
+            return
+        ended = threading.Event()
+        heart = threading.Thread(target=_beat, args=(path, ended), daemon=True)
+        heart.start()
+        try:
+            yield True
+        finally:
+            ended.set()
+            heart.join()
+            path.unlink(missing_ok=True)
+
+    def _take(self, path: Path) -> bool:
+        for _ in range(2):
+            try:
+                descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+            except FileExistsError:
+                if not self._is_dead(path):
+                    return False
+                path.unlink(missing_ok=True)
+                continue
+            except FileNotFoundError:
+                return False
+            with os.fdopen(descriptor, "w") as file:
+                json.dump({"machine": machine(), "pid": os.getpid()}, file)
+            return True
+        return False
+
+    def _is_dead(self, path: Path) -> bool:
+        try:
+            age = self._file_system_time() - path.stat().st_mtime
+            owner = json.loads(path.read_text())
+        except FileNotFoundError:
+            return False
+        except ValueError:
+            # Created but not yet written; dead only if it stays so.
+            return age > DEAD_AFTER_S
+        if owner.get("machine") == machine() and not is_alive(owner["pid"]):
+            return True
+        return age > DEAD_AFTER_S
+
+    def _file_system_time(self) -> float:
+        probe = self.scratch / "clock"
+        probe.touch()
+        return probe.stat().st_mtime
+
+    def failure(self) -> dict[str, Any] | None:
+        """The error that ended the work for all tasks, with the job of the task that met it."""
+        try:
+            found: dict[str, Any] = json.loads((self.path / FAILED_NAME).read_text())
+        except FileNotFoundError:
+            return None
+        return found
+
+    def raise_failure(self) -> None:
+        failure = self.failure()
+        if failure is not None:
+            raise UserError(failure["text"])
+
+
+@cache
+def machine() -> str:
+    """Name of the machine and its process id namespace: containers may share their host's name."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
+        return f"{socket.gethostname()}-{boot}-{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def this_process() -> str:
+    """A name unique among the running processes of all machines."""
+    return f"{machine()}.{os.getpid()}"
+
+
+def _beat(path: Path, ended: threading.Event) -> None:
+    while not ended.wait(HEARTBEAT_S):
+        with suppress(OSError):
+            os.utime(path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of the work. Its functions are module-level: workers get them by name."""
+
+    title: str
+    units: Callable[[WorkFolder], Sequence[str]]
+    """Names of the files to make, relative to the work folder, known after the step before."""
+    do: Callable[[WorkFolder, str], None]
+    """Make one of them, with the same bytes in any process."""
+    sizes: Callable[[WorkFolder], Sequence[int]] | None = None
+    """What progress counts in each unit; None: the unit itself."""
+    counted: str = "units"
+    num_bad: Callable[[WorkFolder, str], int] | None = None
+    """Bad images in a finished unit."""
+    check_bad: Callable[[WorkFolder, int], None] | None = None
+    """Raise UserError if these are too many, before all of them are read."""
+
+
+def run_steps(work: WorkFolder, steps: Sequence[Step]) -> None:
+    """Work through the steps in this task's processes; return when any tasks have finished them.
+
+    Raises Outage where a rerun resumes, UserError for a corpus that cannot be used,
+    SystemExit(75) after a stop signal.
+    """
+    num_workers = work.run.num_workers or num_cores()
+    task = int(os.environ.get("SLURM_ARRAY_TASK_ID") or os.environ.get("RANK") or 0)
+    context = worker_context(IMPORTS)
+    messages: Any = context.SimpleQueue()
+    workers = [
+        context.Process(
+            target=_run_worker,
+            args=(work.run, tuple(steps), messages, task * num_workers + number),
+            daemon=True,
+        )
+        for number in range(num_workers)
+    ]
+    stop = threading.Event()
+    previous = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    for number in STOP_SIGNALS:
+        signal.signal(number, lambda *_: stop.set())
+    try:
+        work.open()
+        for worker in workers:
+            worker.start()
+        for step in steps:
+            _follow(work, step, workers, messages, stop)
+        while any(worker.exitcode is None for worker in workers):
+            _check(work, workers, messages, stop)
+    except (OSError, pa.ArrowException) as error:
+        # Another task may have finished the work, and removed the folder.
+        if not work.is_finished:
+            raise storage_error(error, work) from None
+    except KeyboardInterrupt:
+        print("\nstopped; run the same command again to resume", flush=True)
+        raise SystemExit(EXIT_STOPPED_RESUMABLE) from None
+    finally:
+        for worker in workers:
+            if worker.pid is not None:
+                worker.kill()
+        for worker in workers:
+            if worker.pid is not None:
+                worker.join(EXIT_WAIT_S)
+        for number, handler in previous.items():
+            # A second signal must not kill a process that is stopping.
+            signal.signal(number, signal.SIG_IGN if stop.is_set() else handler)
+
+
+def _follow(
+    work: WorkFolder, step: Step, workers: list[Any], messages: Any, stop: threading.Event
+) -> None:
+    """Show the progress of one step until all of its units are done."""
+    if work.is_finished:
+        return
+    units = step.units(work)
+    sizes = dict(zip(units, step.sizes(work) if step.sizes else [1] * len(units), strict=True))
+    folder = work.path / os.path.dirname(units[0]) if units else work.path
+    waiting, num_done, num_bad = set(units), 0, 0
+    progress = ItemProgress(step.title, total=sum(sizes.values()), unit=step.counted)
+    try:
+        while waiting and not work.is_finished:
+            prefix = f"{folder.name}/" if folder != work.path else ""
+            done = waiting.intersection(prefix + name for name in os.listdir(folder))
+            waiting -= done
+            num_done += sum(sizes[unit] for unit in done)
+            progress.update(num_done)
+            if step.num_bad and step.check_bad and done:
+                num_bad += sum(step.num_bad(work, unit) for unit in done)
+                step.check_bad(work, num_bad)
+            if waiting:
+                _check(work, workers, messages, stop)
+    finally:
+        progress.close()
+
+
+def _check(work: WorkFolder, workers: list[Any], messages: Any, stop: threading.Event) -> None:
+    """Wait a moment. Raise what ends the work: an error of a worker or another task, a signal."""
+    alive = [worker.sentinel for worker in workers if worker.exitcode is None]
+    if alive:
+        wait(alive, UPDATE_S)
+    else:
+        time.sleep(FIRST_WAIT_S)
+    if not messages.empty():
+        kind, text = messages.get()
+        raise ERRORS[kind](text)
+    if stop.is_set():
+        print("stopped by a signal; run the same command again to resume", flush=True)
+        raise SystemExit(EXIT_STOPPED_RESUMABLE)
+    codes = [worker.exitcode for worker in workers if worker.exitcode]
+    if codes and messages.empty():
+        raise Outage(
+            f"a worker process died (exit code {codes[0]})",
+            where=str(work.path),
+            next_step=f"check the system log for 'out of memory'; {USE_LESS_MEMORY}",
+        )
+    work.raise_failure()
+
+
+def _run_worker(run: DataPrepRun, steps: Sequence[Step], messages: Any, start: int) -> None:
+    """Run one worker process."""
+    end_with_server()
+    # The default allocator keeps what is freed: a quarter of a worker's memory.
+    pa.set_memory_pool(pa.system_memory_pool())
+    # Warnings about broken EXIF and the like; faults that matter are in the ledger.
+    warnings.filterwarnings("ignore", module="PIL")
+    try:
+        work_through_steps(WorkFolder(run), steps, start=start)
+    except Outage as error:
+        messages.put(("outage", error.text()))
+    except UserError as error:
+        messages.put(("corpus", error.text()))
+    except MemoryError:
+        text = f"a worker process ran out of memory on an image\n  next: {USE_LESS_MEMORY}"
+        messages.put(("outage", text))
+    except Exception:
+        messages.put(("crash", traceback.format_exc()))
+
+
+def work_through_steps(work: WorkFolder, steps: Sequence[Step], *, start: int = 0) -> None:
+    """Do the units of every step that are free, in this process."""
+    try:
+        work.open()
+        for step in steps:
+            if work.is_finished:
+                return
+            work.raise_failure()
+            work.work_through(step.units(work), step.do, start=start)
+    except (OSError, SpoolError, UserError) as error:
+        if work.is_finished:  # by another process, which removed the folder
+            return
+        if isinstance(error, (OSError, SpoolError)):
+            raise storage_error(error, work) from error
+        if isinstance(error, ChangedSource):
+            # It discards all work; a file system that is not mounted must not.
+            check_is_mounted(source_root(work.run.source), error.path, work=work.path)
+        raise
+
+
+def storage_error(error: Exception, work: WorkFolder) -> UserError:
+    """The error for an output that cannot be written.
+
+    Raises the error of a preparation that has failed.
+    """
+    what = "cannot be written"
+    if isinstance(error, SpoolError):
+        what, error = "the spool cannot be used", error.error
+    work.raise_failure()
+    if not work.path.exists() and work.output.parent.exists():
+        return Outage(
+            "was removed during the work: another task stopped this preparation",
+            where=str(work.path),
+            next_step="read that task's log, fix the cause, and run the command again",
+        )
+    code = error.errno if isinstance(error, OSError) else None
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error)
+    return Outage(
+        f"{what} ({text}); what was finished so far is kept in {work.path.name}",
+        where=str(work.output),
+        next_step=f"{'free space' if code in (errno.ENOSPC, errno.EDQUOT) else 'fix this'} and "
+        "rerun; the run resumes",
+    )

@@ -1,0 +1,127 @@
+"""Write one shard: a tar, and a table with the outcome of each of its rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from data_prep.formats.ledger import BAD, Rejections
+from data_prep.formats.tar_writer import TarShard
+from data_prep.images.check import CheckedImage
+from data_prep.sources.errors import printable
+from data_prep.steps.plan_shards import REJECTED, ROWS, read_plan
+from data_prep.steps.reading import InputReader
+from data_prep.steps.rows import commit_table, read_table
+from data_prep.steps.work import WorkFolder
+from vitscale.data.index import NO_LABEL
+from vitscale.distributed.atomic_files import fsync_folder
+
+# Rows of the ledger; those without a reason are also rows of the index.
+OUTCOMES = pa.schema(
+    [
+        ("path", pa.string()),
+        ("split", pa.string()),
+        ("class", pa.string()),
+        ("reason", pa.string()),
+        ("changes", pa.string()),
+        ("input_hash", pa.binary(32)),
+        ("key", pa.string()),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+        ("format", pa.string()),
+        ("width", pa.int32()),
+        ("height", pa.int32()),
+        ("blake3", pa.binary(32)),
+    ]
+)
+
+
+def shard_units(work: WorkFolder) -> list[str]:
+    return read_plan(work).units
+
+
+def shard_sizes(work: WorkFolder) -> list[int]:
+    """Images of each unit."""
+    return [num_images for _, _, num_images in read_plan(work).shards]
+
+
+def write_shard(work: WorkFolder, unit: str) -> None:
+    """Read, check and store every image of one shard. Its outcomes commit it."""
+    plan = read_plan(work)
+    number = plan.units.index(unit)
+    split = plan.shards[number][0]
+    with pa.memory_map(str(work.path / ROWS)) as file:
+        rows = pa.ipc.open_file(file).get_batch(number).to_pylist()
+    reader, outcomes = InputReader(work), []
+    temporary = work.temporary("tar")
+    with TarShard(temporary) as tar:
+        for row in rows:
+            image = reader.check(row)
+            key, offset = f"{split}-{row['key']}", 0
+            if image.reason is None:
+                label = None if row["label"] == NO_LABEL else row["label"]
+                offset = tar.add(key, extension=image.extension, image=image.content, label=label)
+            place = printable(row["path"]), split, row["class"]
+            outcomes.append(outcome(place, image, key=key, offset=offset))
+        digest = tar.finish()
+    os.replace(temporary, work.path / Path(unit).with_suffix(".tar"))
+    fsync_folder(work.path / "tars")
+    commit_outcomes(work, unit, outcomes, bytes=tar.num_bytes, blake3=digest)
+
+
+def outcome(
+    place: tuple[str, str, str | None], image: CheckedImage, *, key: str, offset: int
+) -> tuple[Any, ...]:
+    """Make a row of OUTCOMES. place: path, split, class."""
+    input_hash = image.input_hash or None
+    if image.reason is not None:
+        return (*place, image.reason, None, input_hash, *[None] * 7)
+    return (
+        *(*place, None, image.changes, input_hash, key, offset, image.num_bytes),
+        *(image.extension, image.width, image.height, image.content_hash),
+    )
+
+
+def commit_outcomes(
+    work: WorkFolder, unit: str, outcomes: Sequence[tuple[Any, ...]], **facts: Any
+) -> None:
+    """Write the table of one tar with facts about it, and its number of samples and bad images."""
+    columns = list(zip(*outcomes, strict=True)) or [()] * len(OUTCOMES)
+    arrays = [pa.array(c, field.type) for c, field in zip(columns, OUTCOMES, strict=True)]
+    table = pa.Table.from_arrays(arrays, schema=OUTCOMES)
+    reasons = table.column("reason")
+    num_bad = sum(reason in BAD for reason in reasons.to_pylist())
+    facts |= {"samples": reasons.null_count, "num_bad": num_bad}
+    text = {name: str(value) for name, value in facts.items()}
+    commit_table(work.temporary("outcomes"), work.path / unit, table.replace_schema_metadata(text))
+
+
+def facts_of(work: WorkFolder, unit: str) -> dict[str, str]:
+    """What `commit_outcomes` stored."""
+    with pa.memory_map(str(work.path / unit)) as file:
+        stored = pa.ipc.open_file(file).schema.metadata
+    return {name.decode(): value.decode() for name, value in stored.items()}
+
+
+def num_bad(work: WorkFolder, unit: str) -> int:
+    return int(facts_of(work, unit)["num_bad"])
+
+
+def check_bad(work: WorkFolder, num_bad: int) -> None:
+    """Raise UserError if too many images are bad among those read so far.
+
+    Never stricter than the check at the end: it compares them with all images.
+    """
+    plan, limit = read_plan(work), work.run.images.max_bad_fraction
+    if plan.num_bad + num_bad <= limit * plan.num_images:
+        return
+    so_far = Rejections()
+    for unit in (REJECTED, *plan.units):
+        if (work.path / unit).exists():
+            table = read_table(work.path / unit)
+            so_far.add(table.column("reason"), table.column("path"))
+    so_far.check(num_images=plan.num_images, max_bad_fraction=limit, at_least=True)

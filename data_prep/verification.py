@@ -1,0 +1,355 @@
+"""Compare a shard folder with its manifest: every file, every tar, every image.
+
+A tar is compared with its hash in the manifest, its members with the index, each image with its own
+hash and its header. So damage is found, and so are errors made when the folder was written.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from blake3 import blake3
+from PIL import Image, ImageDraw
+
+from data_prep.formats.index_files import (
+    folder_of_tars,
+    info_of,
+    sample_bytes,
+    split_fingerprint,
+)
+from data_prep.formats.ledger import LEDGER_NAME
+from data_prep.formats.members import CompressedTarError, Member, TarDefect, members
+from data_prep.images.check import SUFFIXES, Rejected, format_of, open_image
+from data_prep.steps.index_tar import HashedFile
+from data_prep.steps.labels import is_numbers
+from vitscale.data.index import (
+    INDEX_NAME,
+    INFO_NAME,
+    NO_LABEL,
+    Manifest,
+    ShardEntry,
+    index_schema,
+)
+from vitscale.distributed.atomic_files import atomic_file, blake3_of_file
+from vitscale.distributed.processes import ordered_results, workers_for
+from vitscale.images.jpeg.entry_points import (
+    entry_points_file,
+    find_entry_points,
+    read_entry_points,
+    write_entry_points,
+)
+
+STATUSES = ("kept", "repaired", "rejected")
+MAX_LABEL_BYTES = 32
+# Of the sheet: at most this many classes, images of each, and pixels a side.
+MAX_CLASSES, PER_CLASS, SIDE, TEXT = 40, 10, 96, 14
+
+
+def check_folder(
+    folder: Path,
+    *,
+    manifest: Manifest,
+    num_workers: int | None,
+    advance: Callable[[int], None],
+    write_entry_points: bool = False,
+) -> list[str]:
+    """Return all findings; none for a valid folder. Raises UserError for tars at a URL.
+
+    write_entry_points: of the images of each tar without a finding.
+    """
+    index, found = _read_index(folder, manifest)
+    found += _check_info(folder, manifest)
+    num_bytes = sum(entry.num_bytes for entry in manifest.splits.values())
+    num_workers = workers_for(num_bytes, num_workers=num_workers)
+    tasks = tar_tasks(folder, index, manifest=manifest, write_entry_points=write_entry_points)
+    for task, findings in ordered_results(check_tar, tasks, num_workers=num_workers):
+        found += [f"{task.entry.name}: {finding}" for finding in findings]
+        advance(task.entry.samples)
+    if index is not None:
+        found += [f"{INDEX_NAME}: {finding}" for finding in _check_index(index, manifest)]
+    return found + [f"{LEDGER_NAME}: {one}" for one in _check_ledger(folder, manifest, index)]
+
+
+def _check_info(folder: Path, manifest: Manifest) -> list[str]:
+    expected = json.loads(json.dumps(info_of(manifest.splits, shards_root=manifest.shards_root)))
+    try:
+        stored = json.loads((folder / INFO_NAME).read_text())
+    except (OSError, ValueError) as error:
+        return [f"{INFO_NAME}: cannot be read ({error})"]
+    return [] if stored == expected else [f"{INFO_NAME}: is not what the manifest says"]
+
+
+def _read_index(folder: Path, manifest: Manifest) -> tuple[pa.Table | None, list[str]]:
+    path, found = folder / INDEX_NAME, []
+    try:
+        if blake3_of_file(path) != manifest.index_blake3:
+            found.append(f"{INDEX_NAME}: content differs from the manifest (BLAKE3)")
+        table = pq.read_table(path)
+    except (OSError, pa.ArrowException) as error:
+        return None, [*found, f"{INDEX_NAME}: cannot be read ({error})"]
+    if not table.schema.equals(index_schema()):
+        found.append(f"{INDEX_NAME}: has other columns than this version writes")
+        return None, found
+    return table.drop_null().unify_dictionaries().combine_chunks(), found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TarTask:
+    """One tar and its expected content."""
+
+    path: Path
+    entry: ShardEntry
+    rows: pa.Table | None
+    """Rows of the index; None: it cannot be read."""
+    ours: bool
+    """Written by make_shards: an image and its label, if any, per sample; no other members."""
+    labels_stored: bool
+    """Whether KEY.cls holds the label of the index."""
+    entry_points: Path
+    """File of the entry points of its images, which may be missing."""
+    write_entry_points: bool = False
+
+
+def tar_tasks(
+    folder: Path, index: pa.Table | None, *, manifest: Manifest, write_entry_points: bool = False
+) -> Iterator[TarTask]:
+    """Yield a task per tar. index: of all tars; None if it cannot be read."""
+    ours = manifest.shards_root == "."
+    root = folder_of_tars(folder, manifest)
+    rows_of = {} if index is None else _rows_of_tars(index)
+    for split, entry in manifest.splits.items():
+        for shard in entry.shards:
+            rows = None
+            if index is not None:
+                rows = rows_of.get((split, shard.name), index.slice(0, 0))
+            yield TarTask(
+                path=root / shard.name,
+                entry=shard,
+                rows=rows,
+                ours=ours,
+                labels_stored=ours or stores_labels(manifest),
+                entry_points=entry_points_file(folder, shard.name),
+                write_entry_points=write_entry_points,
+            )
+
+
+def _rows_of_tars(index: pa.Table) -> dict[tuple[str, str], pa.Table]:
+    """(split, tar) -> its rows, which are neighbours."""
+    if not len(index):
+        return {}
+    columns = [index.column(name).combine_chunks() for name in ("split", "shard")]
+    codes = [column.indices.to_numpy() for column in columns]
+    changes = np.any([np.diff(code) != 0 for code in codes], axis=0)
+    starts = np.r_[0, 1 + np.flatnonzero(changes), len(index)].tolist()
+    return {
+        (columns[0][start].as_py(), columns[1][start].as_py()): index.slice(start, stop - start)
+        for start, stop in zip(starts, starts[1:], strict=False)
+    }
+
+
+def stores_labels(manifest: Manifest) -> bool:
+    """Whether the labels of an index of external tars are the numbers in their KEY.cls."""
+    try:
+        source, labels = manifest.config["source"], manifest.config["labels"]
+        by_number = labels["space"] is None or labels["values"] == "index"
+        plain = source["label"] in ("cls", "label") and labels["map"] is None and by_number
+    except (KeyError, TypeError):
+        return False
+    return plain and (labels["values"] == "index" or is_numbers(manifest.classes))
+
+
+@dataclass(slots=True)
+class _Reading:
+    """What is known of a tar while it is read."""
+
+    task: TarTask
+    rows: dict[int, dict[str, Any]]
+    """Rows of the index whose image was not met yet, by offset."""
+    label_of: dict[str, int]
+    """Name of each KEY.cls that was not met yet -> label."""
+    found: list[str] = field(default_factory=list)
+    points: dict[int, bytes] | None = None
+    """Entry points by the first bytes of an image's hash, if they are wanted."""
+
+
+def check_tar(task: TarTask) -> list[str]:
+    """Compare one tar with the manifest and the index. Raises for no content of the file."""
+    rows = [] if task.rows is None else task.rows.to_pylist()
+    tar = _Reading(
+        task=task,
+        rows={row["offset"]: row for row in rows},
+        label_of={f"{r['key']}.cls": r["label"] for r in rows if r["label"] != NO_LABEL},
+        points={} if task.write_entry_points or task.entry_points.exists() else None,
+    )
+    found, defect = tar.found, None
+    if task.rows is not None and len(rows) != task.entry.samples:
+        found.append(f"the index has {len(rows):,} samples, the manifest {task.entry.samples:,}")
+    try:
+        with open(task.path, "rb", buffering=0) as raw:
+            num_bytes = os.fstat(raw.fileno()).st_size
+            if num_bytes != task.entry.bytes:
+                found.append(f"{num_bytes:,} bytes, but the manifest says {task.entry.bytes:,}")
+            file: Any = HashedFile(raw, num_bytes)
+            try:
+                for member in members(file):
+                    _check_member(file, member, tar)
+            except (TarDefect, CompressedTarError) as error:
+                defect = error
+            found += [f"sample {r['key']!r}: no member at {at:,}" for at, r in tar.rows.items()]
+            if file.hexdigest() != task.entry.blake3:
+                found.insert(0, "content differs from the manifest (BLAKE3)")
+    except OSError as error:
+        return [*found, f"cannot be read ({error.strerror})"]
+    # An external tar that was damaged already when it was indexed matches its index.
+    if defect is not None and (task.ours or found):
+        found.append(str(defect))
+    elif task.ours:
+        found += [f"{name!r} is missing" for name in tar.label_of]
+    if tar.points is not None and not found:
+        if task.write_entry_points:
+            write_entry_points(task.entry_points, tar.points)
+        else:
+            found += _wrong_entry_points(task, tar.points)
+    return found
+
+
+def _check_member(file: Any, member: Member, tar: _Reading) -> None:
+    """Compare a member's name, place and content with the index."""
+    task, row = tar.task, tar.rows.pop(member.offset, None)
+    if row is not None:
+        own_name = f"{row['key']}.{row['format']}"
+        is_named = member.name == own_name or (
+            not task.ours and member.name.startswith(f"{row['key']}.")
+        )
+        if member.num_bytes != row["length"]:
+            what = f"has {member.num_bytes:,} bytes, but the index says {row['length']:,}"
+            tar.found.append(f"sample {row['key']!r}: {what}")
+            return
+        if not is_named:
+            tar.found.append(f"sample {row['key']!r}: is {member.name!r} in the tar")
+        file.seek(member.offset)
+        image = file.read(row["length"])
+        problem = _image_problem(image, row)
+        if problem:
+            tar.found.append(f"sample {row['key']!r}: {problem}")
+        elif tar.points is not None:
+            tar.points[int.from_bytes(row["blake3"][:8], "little")] = find_entry_points(image)
+    elif member.name in tar.label_of:
+        label = tar.label_of.pop(member.name)
+        file.seek(member.offset)
+        stored = file.read(min(member.num_bytes, MAX_LABEL_BYTES))
+        same = (stored if task.ours else stored.strip()) == str(label).encode()
+        if task.labels_stored and not same:
+            what = f"{member.name!r} holds {stored!r}, but the index says {label}"
+            tar.found.append(what)
+    elif task.ours and task.rows is not None:
+        tar.found.append(f"member {member.name!r} is not in the index")
+
+
+def _image_problem(image: bytes, row: Mapping[str, Any]) -> str | None:
+    if blake3(image).digest() != row["blake3"]:
+        return "the image's bytes differ from the index (BLAKE3)"
+    try:
+        opened = open_image(image, format_of(image))
+    except Rejected as error:
+        return f"the image cannot be read ({error.reason})"
+    suffix = SUFFIXES[format_of(image)]
+    if suffix != row["format"]:
+        return f"is {suffix}, but the index says {row['format']}"
+    if opened.size != (row["width"], row["height"]):
+        size = f"{opened.width} x {opened.height}"
+        return f"is {size}, but the index says {row['width']} x {row['height']}"
+    return None
+
+
+def _wrong_entry_points(task: TarTask, points: Mapping[int, bytes]) -> Iterator[str]:
+    path = task.entry_points
+    known = [(key, expected) for key, expected in points.items() if expected]
+    wrong = sum(read_entry_points(path, key=key) != expected for key, expected in known)
+    if wrong:
+        yield (
+            f"the entry points of {wrong:,} images are missing or wrong; remove "
+            f"{path}, or write it again with --entry-points"
+        )
+
+
+def _check_index(index: pa.Table, manifest: Manifest) -> Iterator[str]:
+    """Compare labels with the classes, and the samples with each split's fingerprint."""
+    labels = index.column("label").to_numpy()
+    low, high = (0, len(manifest.classes)) if manifest.classes else (NO_LABEL, 0)
+    if wrong := int(np.count_nonzero((labels < low) | (labels >= high))):
+        yield f"{wrong:,} labels are outside {low} to {high - 1:,}"
+    splits = index.column("split").cast(pa.string())
+    for split, entry in manifest.splits.items():
+        rows = index.filter(pc.equal(splits, split))
+        lengths = entry.shard_lengths
+        if split_fingerprint([sample_bytes(rows)], shard_lengths=lengths) != entry.fingerprint:
+            yield f"samples of split {split!r} do not have the manifest's fingerprint"
+
+
+def _check_ledger(folder: Path, manifest: Manifest, index: pa.Table | None) -> Iterator[str]:
+    """inputs = kept + repaired + rejected, and the inputs kept or repaired are the samples."""
+    try:
+        columns = ["split", "status", "reason", "key"]
+        ledger = pq.read_table(folder / LEDGER_NAME, columns=columns)
+        split, status, reason, key = (ledger.column(name).cast(pa.string()) for name in columns)
+    except (OSError, pa.ArrowException) as error:
+        yield f"cannot be read ({error})"
+        return
+    if unknown := len(ledger) - (pc.sum(pc.is_in(status, pa.array(STATUSES))).as_py() or 0):
+        yield f"{unknown:,} rows have another status than {STATUSES}"
+    is_rejected = pc.equal(status, "rejected")
+    if unexplained := pc.sum(pc.and_(is_rejected, pc.is_null(reason))).as_py():
+        yield f"{unexplained:,} rejected inputs without a reason"
+    if len(ledger) != manifest.inputs.get("num_rows"):
+        yield "has other sums than the manifest"
+    if index is not None:
+        kept = pc.binary_join_element_wise(split, key, "\0").filter(pc.invert(is_rejected))
+        samples = [index.column(name).cast(pa.string()) for name in ("split", "key")]
+        stored = pc.binary_join_element_wise(*samples, "\0")
+        if _sorted(kept) != _sorted(stored):
+            yield "the inputs kept or repaired are not the samples of the index"
+
+
+def _sorted(texts: pa.ChunkedArray) -> pa.Array:
+    in_order: pa.Array = texts.take(pc.sort_indices(texts)).combine_chunks()
+    return in_order
+
+
+def draw_sheet(path: Path, folder: Path, manifest: Manifest) -> None:
+    """Draw the first samples of each class, one class per row; of many classes evenly chosen ones.
+
+    Raises UserError for tars at a URL.
+    """
+    root = folder_of_tars(folder, manifest)
+    table = pq.read_table(folder / INDEX_NAME, columns=["shard", "offset", "length", "label"])
+    labels = table.column("label").to_numpy()
+    present = np.unique(labels)
+    chosen = present[np.linspace(0, len(present) - 1, min(MAX_CLASSES, len(present))).astype(int)]
+    height = SIDE + TEXT
+    sheet = Image.new("RGB", (PER_CLASS * SIDE, len(chosen) * height), "white")
+    draw = ImageDraw.Draw(sheet)
+    for y, label in enumerate(chosen.tolist()):
+        rows = np.flatnonzero(labels == label)
+        name = "no label" if label == NO_LABEL else f"{label} {manifest.classes[label]}"
+        draw.text((2, y * height + 1), f"{name}: {len(rows):,}", "black")
+        for x, row in enumerate(table.take(rows[:PER_CLASS]).to_pylist()):
+            with open(root / row["shard"], "rb") as file:
+                file.seek(row["offset"])
+                content = file.read(row["length"])
+            with Image.open(io.BytesIO(content), formats=tuple(SUFFIXES)) as image:
+                small = image.convert("RGB")
+            small.thumbnail((SIDE - 2, SIDE - 2))
+            sheet.paste(small, (x * SIDE, y * height + TEXT))
+    with atomic_file(path) as file:
+        sheet.save(file, "PNG")

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import io
+from collections import Counter
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from data_prep.corpora import characters
+from data_prep.corpora.characters import Characters, GreyLevels, character_files, render
+from data_prep.corpora.letters import FONTS, TEST_FONTS
+from vitscale.distributed.random_numbers import CounterRandom
+
+SMALL = Characters(sets=["greek"], num_train=13, num_test=5, side_px=16)
+
+
+@pytest.fixture(autouse=True)
+def three_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(characters, "choose_letters", lambda sets: list("Γωά"))
+
+
+def pixels(letter: str, font: str, *, key: int, grey_levels: GreyLevels = "random") -> np.ndarray:
+    """float [48, 48]"""
+    corpus = Characters(grey_levels=grey_levels)
+    png = render(letter, font, corpus, random=CounterRandom(key))
+    with Image.open(io.BytesIO(png)) as image:
+        assert (image.mode, image.size) == ("RGB", (48, 48))
+        return np.asarray(image)[..., 0].astype(float)
+
+
+def test_fonts_take_turns_and_test_fonts_are_apart() -> None:
+    files = [name.split("/") for name, _ in character_files(SMALL)]
+    counts = Counter((split, label, name[:-8]) for split, label, name in files)
+    of_train = {font: n for (split, label, font), n in counts.items() if split == "train"}
+    of_test = {font: n for (split, label, font), n in counts.items() if split == "test"}
+    assert set(of_test) == set(TEST_FONTS) and set(of_train) == set(FONTS) - set(TEST_FONTS)
+    assert sorted(of_train.values()) == [1] * 11 + [2]
+    assert len({label for _, label, _ in files}) == 3
+    assert len(files) == 3 * (13 + 5)
+
+
+def test_equal_seeds_give_equal_bytes() -> None:
+    first, again = dict(character_files(SMALL)), dict(character_files(SMALL))
+    other = dict(character_files(Characters(**{**_fields(SMALL), "seed": 1})))
+    assert first == again
+    assert first.keys() == other.keys() and not set(first.values()) & set(other.values())
+
+
+def _fields(corpus: Characters) -> dict[str, object]:
+    return {name: getattr(corpus, name) for name in corpus.__slots__}
+
+
+def test_letters_lie_inside_and_stand_out() -> None:
+    """Also the widest letter, and capitals with marks above and below."""
+    for letter in "ЉẄǄĢj":
+        for key in range(8):
+            image = pixels(letter, "DejaVuSans-Bold", key=key)
+            border = np.concatenate([image[0], image[-1], image[:, 0], image[:, -1]])
+            assert np.ptp(border) <= np.ptp(image) / 4
+            assert np.ptp(image) >= 60
+
+
+def test_transform_is_the_one_described() -> None:
+    """The inverse takes the target to the source, and undoes scale, then shear, then rotation."""
+    a, b, c, d, e, f = characters._inverse_affine(
+        0.8, 0.3, 0.2, source=(10.0, 20.0), target=(5.0, 6.0)
+    )
+    inverse = np.array([[a, b], [d, e]])
+    rotation = np.array([[np.cos(0.3), -np.sin(0.3)], [np.sin(0.3), np.cos(0.3)]])
+    forward = rotation @ np.array([[1, 0.2], [0, 1]]) * 0.8
+    np.testing.assert_allclose(inverse @ forward, np.eye(2), atol=1e-5)
+    np.testing.assert_allclose(inverse @ [5, 6] + [c, f], [10, 20], atol=1e-5)
+
+
+def test_either_of_paper_and_ink_may_be_lighter() -> None:
+    borders = [pixels("Γ", "STIXGeneral", key=key)[0, 0] for key in range(40)]
+    middles = [np.median(pixels("Γ", "STIXGeneral", key=key)) for key in range(40)]
+    assert borders == middles  # most of the image is paper
+    assert min(borders) < 80 and max(borders) > 175
+
+
+def test_fixed_levels_are_white_on_black() -> None:
+    images = [pixels("Γ", "STIXGeneralBol", key=key, grey_levels="fixed") for key in range(8)]
+    assert all((image[0, 0], image.max()) == (0, 255) for image in images)

@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from data_prep.sources.protocol import means_no_label
+from data_prep.steps.labels import Labels, load_labels
+from vitscale.config.errors import UserError
+from vitscale.data.label_spaces import LABEL_SPACES, known_space
+from vitscale.runs.data_prep import LabelSettings
+
+SIZES = {
+    "imagenet_1k": (1_000, "n01440764", "n15075141"),
+    "imagenet_12k": (11_821, "n00005787", "n15102894"),
+    "imagenet_21k_goog": (21_843, "n00004475", "n15102894"),
+    "imagenet_22k": (21_841, "n00004475", "n15102894"),
+    "imagenet_21k_p": (11_221, "n00005787", "n15102894"),
+    "imagenet_21k_p_winter21": (10_450, "n00005787", "n15102894"),
+}
+
+
+def labels(**settings: str) -> Labels:
+    return load_labels(LabelSettings.model_validate(settings))
+
+
+def written(path: Path, text: str) -> str:
+    path.write_bytes(text.encode())
+    return str(path)
+
+
+@pytest.mark.parametrize("name", LABEL_SPACES)
+def test_known_spaces_have_their_published_sizes(name: str) -> None:
+    classes = known_space(name)
+    assert (len(classes), classes[0], classes[-1]) == SIZES[name]
+    assert len(set(classes)) == len(classes)
+
+
+def test_known_spaces_differ_as_documented() -> None:
+    spaces = {name: set(known_space(name)) for name in LABEL_SPACES}
+    autumn = spaces["imagenet_22k"]
+    assert spaces["imagenet_21k_goog"] - autumn == {"n03931044", "n09859684"}
+    assert autumn < spaces["imagenet_21k_goog"]
+    assert spaces["imagenet_1k"] - autumn == {"n04399382"}
+    assert len(spaces["imagenet_1k"] - spaces["imagenet_12k"]) == 7
+    assert len(spaces["imagenet_1k"] - spaces["imagenet_21k_p"]) == 9
+    assert spaces["imagenet_21k_p_winter21"] < spaces["imagenet_21k_p"] < autumn
+
+
+def test_spaces_are_read_without_importing_timm() -> None:
+    code = (
+        "import sys\n"
+        "from vitscale.data.label_spaces import known_space; known_space('imagenet_1k');"
+        "raise SystemExit('timm' in sys.modules or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_without_a_space_labels_are_the_sorted_classes() -> None:
+    plain = labels()
+    assert plain.class_of("dog") == "dog" and plain.class_of(None) is None
+    assert plain.label_map({"dog": 1, "Eel": 2, "cat": 3}) == ("Eel", "cat", "dog")
+
+
+def test_numeric_labels_keep_their_numbers() -> None:
+    found = {"10": 1, "2": 5, "0": 1}
+    assert labels().label_map(found, keep_numbers=True) == tuple(map(str, range(11)))
+    assert labels().label_map(found) == ("0", "10", "2")
+    assert labels().label_map({"a": 1, "10": 9, "2": 9}) == ("10", "2", "a")
+    assert labels().label_map({"a": 1, "10": 9}, keep_numbers=True) == ("10", "a")
+    assert labels().label_map({"9999999": 1}, keep_numbers=True) == ("9999999",)
+    assert labels().label_map({}, keep_numbers=True) == ()
+
+
+@pytest.mark.parametrize("others", [["x"], ["02"], ["9999999", "1.5"]])
+def test_numbers_mixed_with_other_labels_are_refused(others: list[str], tmp_path: Path) -> None:
+    found = dict.fromkeys(map(str, range(12)), 10) | {name: i for i, name in enumerate(others, 3)}
+    message = rf"12 of the source's {len(found)} labels.*for example '{others[-1]}' \("
+    with pytest.raises(UserError, match=message):
+        labels().label_map(found, keep_numbers=True)
+    # Names of folders are names, and a map or space defines the meaning of each label.
+    assert labels().label_map(found) == tuple(sorted(found))
+    names = written(tmp_path / "names.txt", "".join(f"{name}\n" for name in found))
+    assert labels(space=names).label_map(found, keep_numbers=True) == tuple(found)
+    pairs = written(tmp_path / "map.csv", "a,3\nb,0\n")
+    assert labels(map=pairs).label_map({"3": 1, "0": 1}, keep_numbers=True) == ("0", "3")
+
+
+def test_zero_padded_numbers_are_sorted_names() -> None:
+    names = tuple(f"{i:03d}" for i in range(1, 201))
+    assert labels().label_map(dict.fromkeys(names, 1), keep_numbers=True) == names
+
+
+def test_negative_numbers_mean_no_label_without_space_or_map(tmp_path: Path) -> None:
+    pairs = written(tmp_path / "a.csv", "-1,dog\n0,cat\n")
+    for name, none in (("-1", True), ("-007", True), ("1", False), ("-", False), ("-x", False)):
+        assert means_no_label(name, LabelSettings()) == none
+        assert not means_no_label(name, LabelSettings(space="imagenet_1k", values="index"))
+        assert not means_no_label(name, LabelSettings(map=pairs))
+
+
+def test_all_classes_of_a_space_are_labels() -> None:
+    known = labels(space="imagenet_1k")
+    assert known.class_of("n01440764") == "n01440764"
+    assert known.class_of("n00004475") is None
+    assert known.label_map({"n01440764": 3}) == known_space("imagenet_1k")
+
+
+@pytest.mark.parametrize("value", ["-1", "1000", "", " 1", "1_0", "٣", "1.0", "9" * 5000])
+def test_invalid_positions_have_no_class(value: str) -> None:
+    assert labels(space="imagenet_1k", values="index").class_of(value) is None
+
+
+def test_a_space_from_a_file_keeps_its_order(tmp_path: Path) -> None:
+    path = written(tmp_path / "names.txt", "zebra\r\nant eater\r\nbee\x85b\r\n")
+    assert labels(space=path).label_map({}) == ("zebra", "ant eater", "bee\x85b")
+
+
+def test_maps_apply_before_the_space(tmp_path: Path) -> None:
+    by_class = written(tmp_path / "a.csv", '\ufefftench,n01440764\n"a, b",n01443537\nx,nowhere\n')
+    known = labels(space="imagenet_1k", map=by_class)
+    assert known.class_of("tench") == "n01440764"
+    assert known.class_of("a, b") == "n01443537"
+    assert known.class_of("x") is None and known.class_of("n01440764") is None
+
+    to_index = written(tmp_path / "b.tsv", "tench\t0\ncat\t-1\n")
+    known = labels(space="imagenet_1k", map=to_index, values="index")
+    assert known.class_of("tench") == "n01440764" and known.class_of("cat") is None
+    assert pickle.loads(pickle.dumps(known)).class_of("tench") == "n01440764"
+
+
+@pytest.mark.parametrize(
+    "name, text, message",
+    [
+        ("a.csv", "a,b\nc\n", r"a.csv:2: 1 values instead of 2.*\n.*source class, class"),
+        ("a.csv", "a,b,c\n", r"a.csv:1: 3 values instead of 2"),
+        ("a.csv", "a,\n", r"a.csv:1: 1 values instead of 2"),
+        ("a.csv", "a,b\n\na,c\n", r"a.csv:3: 'a' is there already"),
+        ("a.csv", 'a,"b\nc', r"a.csv:.*unexpected end of data"),
+        ("a.csv", "a," + "b" * 200_000, r"a.csv:1: field larger"),
+        ("a.tsv", "a,b\n", r"a.tsv:1: 1 values instead of 2"),
+        ("a.csv", "", r"is empty"),
+        ("a.xls", "a,b\n", r"neither .csv nor .tsv"),
+    ],
+)
+def test_malformed_maps_are_refused_with_their_line(
+    name: str, text: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        labels(map=written(tmp_path / name, text))
+
+
+def test_unreadable_files_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        labels(map=str(tmp_path / "gone.csv"))
+    (tmp_path / "latin.csv").write_bytes(b"caf\xe9,x\n")
+    with pytest.raises(UserError, match=r"not UTF-8 \(byte 3\)"):
+        labels(map=str(tmp_path / "latin.csv"))
+    with open(tmp_path / "huge.csv", "wb") as file:
+        file.truncate(65 << 20)
+    with pytest.raises(UserError, match="more than 64 MiB"):
+        labels(map=str(tmp_path / "huge.csv"))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [("a\n\nb\n", ":2: is empty"), ("a\nb\na\n", ":3: 'a' is already in line 1"), ("", "is empty")],
+)
+def test_malformed_spaces_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=message):
+        labels(space=written(tmp_path / "space.txt", text))
+
+
+def test_an_unknown_space_suggests_the_nearest() -> None:
+    with pytest.raises(UserError, match="did you mean 'imagenet_21k_goog'"):
+        labels(space="imagenet_21k_google")
+
+
+def test_a_map_into_another_space_is_refused_with_an_example(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", "n01440764,tench\nn01443537,goldfish\n")
+    with pytest.raises(UserError, match=r"none of the 2 rows.*'n01440764' -> 'tench'"):
+        labels(space="imagenet_1k", map=path)
+
+
+def test_unknown_classes_are_counted_and_a_space_suggested() -> None:
+    known = labels(space="imagenet_1k")
+    unknown = dict.fromkeys(known_space("imagenet_22k")[:40], 7) | {"n02000000": 9}
+    unknown = {name: num for name, num in unknown.items() if known.class_of(name) is None}
+    with pytest.raises(UserError) as caught:
+        known.check(unknown, found={"n01440764": 5})
+    text = str(caught.value)
+    assert "41 classes of the source (289 images) are not among the 1,000 of imagenet_1k" in text
+    assert "1 match (5 images)" in text and "'n02000000' (9 images)" in text
+    assert "labels.space=imagenet_22k contains 41 of these 42 classes" in text
+    known.check({}, found={})
+
+
+def test_positions_beyond_the_space_suggest_a_larger_one() -> None:
+    with pytest.raises(UserError, match=r"position 11,000 exists in labels.space=imagenet_21k_p "):
+        labels(space="imagenet_1k", values="index").check({"11000": 2}, found={})
+
+
+def test_unknown_classes_may_be_rejected_but_not_all(tmp_path: Path) -> None:
+    known = labels(space="imagenet_1k", unknown="reject")
+    known.check({"cat": 3}, found={"n01440764": 5})
+    with pytest.raises(UserError, match="1 class of the source .3 images.*0 match") as caught:
+        known.check({"cat": 3}, found={})
+    assert "labels.unknown=reject" not in str(caught.value)
+
+
+def test_errors_distinguish_map_and_space(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.csv", "tench,n01440764\ncat,pussy\n")
+    known = labels(space="imagenet_1k", map=path)
+    with pytest.raises(UserError, match=r"labels.map: .* have no class in .*a.csv' \(2 rows\)"):
+        known.check({"dog": 1}, found={})
+    with pytest.raises(UserError, match=r"labels.space: .*\(mapped to 'pussy'\)"):
+        known.check({"cat": 1}, found={})

@@ -1,0 +1,178 @@
+"""Storage errors: faults of one file reject it; outages lose no image and no work."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from data_prep.sources.errors import ChangedSource, Outage
+from data_prep.sources.image_folder import ImageFolder
+from data_prep.sources.path_table import PathTable
+from data_prep.sources.protocol import Input
+from data_prep.steps.reading import InputReader
+from data_prep.steps.work import WorkFolder
+from tests.support.corpora.image_corpus import corpus, encoded
+from tests.support.corpora.listing import list_source
+from tests.support.corpora.preparing import prepare_here, run_of
+from vitscale.data.index import read_manifest
+from vitscale.runs.data_prep import SourceSettings
+
+OUTAGES = [errno.ESTALE, errno.EMFILE, errno.ENOMEM, errno.ETIMEDOUT, errno.ENOTCONN]
+OUTAGES += [errno.EREMOTEIO, errno.EKEYEXPIRED]
+FAULTS = [errno.EIO, errno.EACCES, errno.EPERM, errno.EISDIR]
+
+
+def parquet(folder: Path, *, num: int) -> Path:
+    folder.mkdir()
+    rows = [{"image": encoded("JPEG", seed=i, side=96), "label": f"c{i % 2}"} for i in range(num)]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "rows.parquet", row_group_size=7)
+    return folder
+
+
+@contextmanager
+def largest_file(num_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_spool_loses_no_row(tmp_path: Path) -> None:
+    source = parquet(tmp_path / "rows", num=30)
+    run = run_of(source, tmp_path / "shards", source={"kind": "parquet"})
+    with largest_file(60_000), pytest.raises(Outage) as stopped:
+        prepare_here(run)
+    assert "the spool cannot be used (File too large)" in stopped.value.text()
+    assert "rerun; the run resumes" in stopped.value.text()
+    prepare_here(run)
+    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 30
+
+
+@pytest.mark.parametrize("damage", ["gone", "short"])
+def test_an_unreadable_spool_stops_and_keeps_the_work(damage: str, tmp_path: Path) -> None:
+    source = parquet(tmp_path / "rows", num=4)
+    run = run_of(source, tmp_path / "shards", source={"kind": "parquet"})
+    p = prepare_here(run, until="write shards")
+    (spool,) = (p.path / "spool").iterdir()
+    if damage == "gone":
+        spool.unlink()
+    else:
+        os.truncate(spool, 100)
+    with pytest.raises(Outage, match="the spool cannot be used"):
+        prepare_here(run)
+    assert p.path.exists()
+
+
+@pytest.mark.parametrize("code", [*OUTAGES, *FAULTS], ids=errno.errorcode.get)
+def test_outages_while_reading_reject_no_file(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(corpus(tmp_path / "images", num=1), tmp_path / "shards")
+    status = (tmp_path / "images" / "cat" / "000.jpg").stat()
+    row = {
+        **{"path": b"cat/000.jpg", "file": b"", "offset": 0, "spooled": False},
+        **{"num_bytes": status.st_size, "modified_ns": status.st_mtime_ns},
+    }
+
+    def fail(*arguments: object, **options: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    reader = InputReader(WorkFolder(run))
+    monkeypatch.setattr(os, "pread", fail)
+    if code in FAULTS:
+        assert reader.check(row).reason == "unreadable"
+        return
+    with pytest.raises(Outage, match=r"the source cannot be read(.|\n)*same command again"):
+        reader.check(row)
+
+
+def test_outages_while_listing_keep_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+
+    def lost(*arguments: object, **options: object) -> Iterator[None]:
+        yield from ()
+        raise OSError(errno.EREMOTEIO, os.strerror(errno.EREMOTEIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageFolder, "inputs", lost)
+        with pytest.raises(Outage, match="the source cannot be read"):
+            prepare_here(run)
+    prepare_here(run)
+    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
+
+
+def test_outages_reject_no_path_of_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "table.csv").write_text("image,label\n1.jpg,cat\n")
+    settings = SourceSettings(kind="path_table", path=str(tmp_path / "table.csv"))
+
+    def fail(code: int) -> list[Input]:
+        own = os.stat
+
+        def stat(path: Any, **options: Any) -> os.stat_result:
+            if str(path).endswith("1.jpg"):
+                raise OSError(code, os.strerror(code))
+            return own(path, **options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "stat", stat)
+            return list_source(PathTable(settings))
+
+    assert [row.reason for row in fail(errno.EIO)] == ["unreadable"]
+    with pytest.raises(Outage, match="the source cannot be read"):
+        fail(errno.ESTALE)
+
+
+@pytest.mark.parametrize("mount", ["images", "images/cat"])
+@pytest.mark.parametrize("leaves_a_folder", [False, True])
+def test_an_unmounted_source_keeps_the_work_and_resumes(
+    mount: str, leaves_a_folder: bool, tmp_path: Path
+) -> None:
+    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+    p = prepare_here(run, until="write shards")
+    times = (tmp_path / "images").stat()
+    (tmp_path / mount).rename(tmp_path / "aside")
+    if leaves_a_folder:
+        (tmp_path / mount).mkdir()
+    with pytest.raises(Outage, match="missing or empty") as stopped:
+        prepare_here(run)
+    assert ".shards.preparing" in stopped.value.text() and "mount it" in stopped.value.text()
+    if leaves_a_folder:
+        (tmp_path / mount).rmdir()
+    (tmp_path / "aside").rename(tmp_path / mount)
+    os.utime(tmp_path / "images", ns=(times.st_atime_ns, times.st_mtime_ns))  # as after a mount
+    assert (p.path / "rows.arrow").exists()
+    prepare_here(run)
+    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6
+
+
+def test_a_removed_file_is_a_changed_source(tmp_path: Path) -> None:
+    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+    prepare_here(run, until="write shards")
+    (tmp_path / "images" / "cat" / "000.jpg").unlink()
+    with pytest.raises(ChangedSource, match="cat/000.jpg.*changed while the shards were made"):
+        prepare_here(run)
+
+
+def test_a_full_disk_keeps_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(corpus(tmp_path / "images", num=3), tmp_path / "shards")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100))
+        with pytest.raises(Outage, match=r"MiB are free(.|\n)*free space and run the same"):
+            prepare_here(run)
+    prepare_here(run)
+    assert read_manifest(tmp_path / "shards").inputs["num_kept"] == 6

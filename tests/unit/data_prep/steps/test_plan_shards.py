@@ -1,0 +1,135 @@
+"""Classes, labels and held-out images of small corpora, prepared in the test process."""
+
+from __future__ import annotations
+
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from data_prep.sources.image_folder import ImageFolder
+from data_prep.sources.registry import SOURCES
+from data_prep.verification import check_folder
+from tests.support.corpora.image_corpus import encoded, ledger
+from tests.support.corpora.preparing import prepare_here, run_of
+from vitscale.config.errors import UserError
+from vitscale.data.index import read_manifest, read_split
+from vitscale.data.index_keys import sample_keys
+
+NUM_PICTURES = 8
+
+
+def test_files_that_will_be_refused_need_no_space(tmp_path: Path) -> None:
+    for number in range(NUM_PICTURES):
+        write(tmp_path / "images" / f"cat/{number}.png", seed=number)
+    with open(tmp_path / "images/cat/hole.png", "wb") as file:
+        file.truncate(1 << 42)  # sparse: 4 TiB that take no disk
+    images = {"max_bad_fraction": 1}
+    prepare_here(run_of(tmp_path / "images", tmp_path / "shards", images=images))
+    rows = ledger(tmp_path / "shards")
+    assert rows["cat/hole.png"]["reason"] == "too_large"
+    assert len(rows) == NUM_PICTURES + 1
+    shards = read_manifest(tmp_path / "shards").splits["train"].shards
+    assert [shard.samples for shard in shards] == [NUM_PICTURES]
+
+
+def write(path: Path, *, seed: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(encoded("PNG", seed=seed))
+
+
+@pytest.mark.parametrize("has_label_values, classes", [(False, ("10", "2")), (True, ("2", "10"))])
+def test_numbers_of_a_new_source_are_labels_if_it_says_so(
+    has_label_values: bool,
+    classes: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class NewSource(ImageFolder):
+        pass
+
+    NewSource.has_label_values = has_label_values
+    monkeypatch.setitem(SOURCES, "image_folder", NewSource)
+    for number in (2, 10):
+        write(tmp_path / f"images/train/{number}/a.png", seed=number)
+        write(tmp_path / f"images/val/{number}/a.png", seed=100 + number)
+    source = {"splits": {"train": "train", "val": "val"}}
+    prepare_here(run_of(tmp_path / "images", tmp_path / "shards", source=source))
+    found = read_manifest(str(tmp_path / "shards")).classes
+    assert tuple(name for name in found if name in classes) == classes
+
+
+def test_a_corpus_with_splits_holds_nothing_out(tmp_path: Path) -> None:
+    for number in range(20):
+        write(tmp_path / f"images/{'val' if number < 5 else 'train'}/cat/{number}.png", seed=number)
+    prepare_here(run_of(tmp_path / "images", tmp_path / "s", source={"holdout_fraction": 0.2}))
+    splits = read_manifest(tmp_path / "s").splits
+    assert {name: entry.num_samples for name, entry in splits.items()} == {"train": 15, "val": 5}
+
+
+def test_ignored_classes_leave_no_label(tmp_path: Path) -> None:
+    for number in range(20):
+        write(tmp_path / f"images/{'' if number % 4 else 'sub/'}{number}.png", seed=number)
+    source = {"holdout_fraction": 0.2}
+    run = run_of(tmp_path / "images", tmp_path / "s", source=source, labels={"values": "none"})
+    prepare_here(run)
+    manifest = read_manifest(tmp_path / "s")
+    assert manifest.classes == ()
+    sizes = {name: entry.num_samples for name, entry in manifest.splits.items()}
+    assert sizes == {"train": 16, "test": 4}
+    keys, members = set(), set()
+    for split in sizes:
+        index = read_split(tmp_path / "s", split=split)
+        assert set(index.label.tolist()) == {-1}
+        keys |= {
+            key.removeprefix(f"{split}-") for key in sample_keys(index, range(len(index.label)))
+        }
+        for path in index.shard_paths:
+            with tarfile.open(path) as tar:
+                members.update(tar.getnames())
+    assert {name.rpartition(".")[2] for name in members} == {"png"} and len(members) == 20
+    assert {key for key in keys if "sub" not in key} == {str(n) for n in range(20) if n % 4}
+    assert {row["class"] for row in ledger(tmp_path / "s").values()} == {None}
+    found = check_folder(tmp_path / "s", manifest=manifest, num_workers=1, advance=lambda num: None)
+    assert found == []
+
+
+def test_without_labels_a_corpus_of_bad_images_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images/bad.png").write_bytes(b"no image")
+    sections = {"labels": {"values": "none"}, "images": {"max_bad_fraction": 1.0}}
+    with pytest.raises(UserError, match="no usable image is left\n"):
+        prepare_here(run_of(tmp_path / "images", tmp_path / "s", **sections))
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("labels", "space", "imagenet_1k"),
+        ("labels", "map", "map.csv"),
+        ("source", "val_per_class", 5),
+        ("source", "min_images_per_class", 5),
+    ],
+)
+def test_ignored_classes_refuse_settings_of_classes(
+    section: str, key: str, value: object, tmp_path: Path
+) -> None:
+    sections = {"source": {}, "labels": {"values": "none"}}
+    sections[section][key] = value
+    run = run_of(tmp_path, tmp_path / "s", **sections)
+    assert [name for name, _ in run.problems()] == [f"{section}.{key}"]
+
+
+def test_a_held_out_split_never_takes_all_images_of_a_class(tmp_path: Path) -> None:
+    for name, num in (("few", 2), ("many", 5), ("one", 1)):
+        for number in range(num):
+            write(tmp_path / f"images/{name}/{number}.png", seed=100 * num + number)
+    source = {"val_per_class": 2, "holdout_split": "val"}
+    prepare_here(run_of(tmp_path / "images", tmp_path / "s", source=source))
+    found = {}
+    for split in ("train", "val"):
+        index = read_split(tmp_path / "s", split=split)
+        found[split] = np.bincount(index.label, minlength=3).tolist()
+    assert index.classes == ("few", "many", "one")
+    assert found == {"train": [1, 3, 1], "val": [1, 2, 0]}

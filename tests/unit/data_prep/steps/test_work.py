@@ -1,0 +1,149 @@
+"""Units shared by processes: each is done, dead owners are replaced, the living are waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from data_prep.steps import work as sharing
+from data_prep.steps.work import DEAD_AFTER_S, WorkFolder, machine
+from tests.support.corpora.preparing import run_of
+from tests.support.waiting import PATIENCE_S, wait_until
+from vitscale.config.errors import UserError
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> WorkFolder:
+    folder = WorkFolder(run_of(tmp_path / "in", tmp_path / "out"))
+    folder.path.mkdir()
+    folder.open()
+    return folder
+
+
+def run(work: WorkFolder, units: list[str], *, start: int = 0) -> list[str]:
+    """Do the units that are not done; returns those done here, in order."""
+    done: list[str] = []
+
+    def do(work: WorkFolder, unit: str) -> None:
+        done.append(unit)
+        (work.path / unit).touch()
+
+    work.work_through(units, do, start=start)
+    return done
+
+
+def claim(work: WorkFolder, unit: str, *, where: str, pid: int, age_s: float = 0.0) -> Path:
+    path = work.path / "claims" / unit
+    path.write_text(json.dumps({"machine": where, "pid": pid}))
+    os.utime(path, (time.time() - age_s, time.time() - age_s))
+    return path
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def test_every_unit_is_done_once_from_the_given_start(work: WorkFolder) -> None:
+    assert run(work, ["a", "b", "c"], start=4) == ["b", "c", "a"]
+    assert run(work, ["a", "b", "c"]) == []
+    assert not list((work.path / "claims").iterdir())
+
+
+def test_a_dead_process_of_this_machine_is_replaced_at_once(work: WorkFolder) -> None:
+    claim(work, "a", where=machine(), pid=dead_pid())
+    assert run(work, ["a"]) == ["a"]
+
+
+def test_claims_of_other_machines_hold_until_the_heartbeat_stops(work: WorkFolder) -> None:
+    claim(work, "a", where="elsewhere", pid=1, age_s=DEAD_AFTER_S + 5)
+    assert run(work, ["a"]) == ["a"]
+    path = claim(work, "b", where="elsewhere", pid=1)
+    done: list[str] = []
+    thread = threading.Thread(target=lambda: done.extend(run(work, ["b"])), daemon=True)
+    thread.start()
+    time.sleep(1.0)
+    assert not done and thread.is_alive()
+    # The other one finishes: nothing is left to do here.
+    (work.path / "b").touch()
+    path.unlink()
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive() and not done
+
+
+def test_process_in_another_container_is_not_looked_up(
+    work: WorkFolder,
+) -> None:
+    prefix, _, space = machine().rpartition("-")
+    assert prefix and space == str(os.stat("/proc/self/ns/pid").st_ino)
+    container, pid = f"{prefix}-{int(space) + 1}", dead_pid()
+    scratch = work.scratch.with_name(f"{container}.{pid}")
+    scratch.mkdir()
+    claim(work, "a", where=container, pid=pid)
+    work.open()
+    assert scratch.exists()
+    done: list[str] = []
+    thread = threading.Thread(target=lambda: done.extend(run(work, ["a"])), daemon=True)
+    thread.start()
+    time.sleep(0.3)
+    assert not done and thread.is_alive()
+    (work.path / "a").touch()
+    thread.join(PATIENCE_S)
+
+
+def test_a_claim_has_a_heartbeat(work: WorkFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "HEARTBEAT_S", 0.01)
+
+    def do(work: WorkFolder, unit: str) -> None:
+        path = work.path / "claims" / unit
+        os.utime(path, (1, 1))
+        wait_until(lambda: path.stat().st_mtime > 1)
+        (work.path / unit).touch()
+
+    work.work_through(["a"], do, start=0)
+
+
+@pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
+def test_a_skewed_clock_ends_no_claim(
+    work: WorkFolder, skew_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    claim(work, "fresh", where="elsewhere", pid=1)
+    claim(work, "old", where="elsewhere", pid=1, age_s=DEAD_AFTER_S + 5)
+    now = time.time
+    monkeypatch.setattr(time, "time", lambda: now() + skew_s)
+    threading.Timer(0.5, (work.path / "fresh").touch).start()  # its owner has finished
+    assert run(work, ["fresh", "old"]) == ["old"]
+
+
+def test_a_failing_unit_releases_its_claim(work: WorkFolder) -> None:
+    def fail(work: WorkFolder, unit: str) -> None:
+        raise UserError("no")
+
+    with pytest.raises(UserError):
+        work.work_through(["a"], fail, start=0)
+    assert run(work, ["a"]) == ["a"]
+
+
+def test_unfinished_files_of_dead_processes_are_cleared(work: WorkFolder) -> None:
+    old = work.scratch.with_name(f"{machine()}.{dead_pid()}")
+    other = work.scratch.with_name(f"elsewhere.{dead_pid()}")
+    for folder in (old, other):
+        folder.mkdir()
+        (folder / "tar").write_bytes(b"half")
+    work.open()
+    assert not old.exists() and other.exists() and work.scratch.exists()
+
+
+def test_a_folder_removed_by_another_process_ends_the_wait(work: WorkFolder) -> None:
+    claim(work, "a", where="elsewhere", pid=1)
+    threading.Timer(0.5, lambda: work.path.rename(work.path.with_name("gone"))).start()
+    with pytest.raises(FileNotFoundError, match="it was removed"):
+        run(work, ["a"])

@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from blake3 import blake3
+
+from data_prep.formats.index_files import write_manifest
+from data_prep.verification import TarTask, check_folder, check_tar, tar_tasks
+from tests.support.corpora.small_shards import make_shard_folder
+from vitscale.config.errors import UserError
+from vitscale.data.index import (
+    INDEX_NAME,
+    index_schema,
+    read_manifest,
+)
+from vitscale.distributed.atomic_files import blake3_of_file
+
+TRAIN = "train-000000.tar"
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound") / "shards"
+    make_shard_folder(folder)
+    return folder
+
+
+@pytest.fixture
+def shards(sound: Path, tmp_path: Path) -> Path:
+    shutil.copytree(sound, tmp_path / "shards")
+    return tmp_path / "shards"
+
+
+def findings(folder: Path) -> list[str]:
+    done: list[int] = []
+    manifest = read_manifest(folder)
+    found = check_folder(folder, manifest=manifest, num_workers=1, advance=done.append)
+    assert sum(done) == 7
+    return found
+
+
+def first_task(folder: Path) -> TarTask:
+    """The first tar of `train`."""
+    index = pq.read_table(folder / INDEX_NAME)
+    tasks = tar_tasks(folder, index, manifest=read_manifest(folder))
+    return next(task for task in tasks if task.entry.name == TRAIN)
+
+
+def test_a_sound_folder_has_no_findings(sound: Path) -> None:
+    assert findings(sound) == []
+
+
+def test_tars_behind_a_url_are_refused_and_not_called_damaged(shards: Path) -> None:
+    manifest = replace(read_manifest(shards), shards_root="https://host/shards")
+    write_manifest(shards, manifest=manifest)
+    with pytest.raises(UserError, match="at a URL.*https://host/shards(.|\n)*download"):
+        findings(shards)
+
+
+def test_workers_find_what_one_process_finds(shards: Path) -> None:
+    (shards / TRAIN).write_bytes((shards / TRAIN).read_bytes()[:-700])
+    (shards / "test-000000.tar").unlink()
+    manifest = read_manifest(shards)
+    here, there = (
+        check_folder(shards, manifest=manifest, num_workers=num, advance=lambda num: None)
+        for num in (1, 2)
+    )
+    assert here == there and len({finding.partition(":")[0] for finding in here}) == 2
+
+
+def test_a_cut_at_every_offset_is_found(shards: Path) -> None:
+    task = first_task(shards)
+    with open(task.path, "r+b") as file:
+        for size in reversed(range(task.entry.bytes)):
+            file.truncate(size)
+            found = check_tar(task)
+            assert f"{size:,} bytes, but the manifest says {task.entry.bytes:,}" in found
+            assert "content differs from the manifest (BLAKE3)" in found
+            # Without the manifest's size and hash, the walk alone would have found it too.
+            assert len(found) > 2
+
+
+def test_a_changed_byte_at_every_offset_is_found(shards: Path) -> None:
+    task = first_task(shards)
+    whole = task.path.read_bytes()
+    with open(task.path, "r+b", buffering=0) as file:
+        for offset in range(0, len(whole)):
+            file.seek(offset)
+            file.write(bytes([whole[offset] ^ 1 << offset % 8]))
+            assert check_tar(task), offset
+            file.seek(offset)
+            file.write(whole[offset : offset + 1])
+    assert check_tar(task) == []
+
+
+def test_changed_images_and_labels_are_named(shards: Path) -> None:
+    task = first_task(shards)
+    assert task.rows is not None
+    row = task.rows.to_pylist()[1]
+    data = bytearray(task.path.read_bytes())
+    data[row["offset"] + row["length"] // 2] ^= 1
+    label = data.index(f"{row['key']}.cls".encode()) + 512
+    assert data[label : label + 1] == b"1"
+    data[label] = ord("2")
+    task.path.write_bytes(data)
+    entry = replace(task.entry, blake3=blake3(bytes(data)).hexdigest())
+    assert check_tar(replace(task, entry=entry)) == [
+        f"sample {row['key']!r}: the image's bytes differ from the index (BLAKE3)",
+        f"'{row['key']}.cls' holds b'2', but the index says 1",
+    ]
+
+
+def test_a_missing_label_member_is_found(shards: Path) -> None:
+    task = first_task(shards)
+    assert task.rows is not None
+    name = f"{task.rows.to_pylist()[-1]['key']}.cls"
+    whole = task.path.read_bytes()
+    start = whole.index(name.encode())
+    data = whole[:start] + whole[start + 1024 :]
+    task.path.write_bytes(data)
+    entry = replace(task.entry, bytes=len(data), blake3=blake3(data).hexdigest())
+    assert check_tar(replace(task, entry=entry)) == [f"{name!r} is missing"]
+
+
+def rewritten(folder: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+    """Change the rows of the index, and let the manifest say that this is right."""
+    rows = pq.read_table(folder / INDEX_NAME).to_pylist()
+    change(rows)
+    pq.write_table(pa.Table.from_pylist(rows, schema=index_schema()), folder / INDEX_NAME)
+    manifest = replace(
+        read_manifest(folder),
+        index_bytes=(folder / INDEX_NAME).stat().st_size,
+        index_blake3=blake3_of_file(folder / INDEX_NAME),
+    )
+    write_manifest(folder, manifest=manifest)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda rows: rows[2].update(width=99), "sample 'train-c0-0': is 5 x 4, but the index"),
+        (lambda rows: rows[2].update(format="jpg"), "sample 'train-c0-0': is png, but the index"),
+        (lambda rows: rows[2].update(key="x"), "sample 'x': is 'train-c0-0.png' in the tar"),
+        (lambda rows: rows[2].update(label=7), "1 labels are outside 0 to 2"),
+        (lambda rows: rows[2].update(label=1), "'train-c0-0.cls' holds b'0', but the index says 1"),
+        (lambda rows: rows[2].update(offset=0), "sample 'train-c0-0': no member at 0"),
+        (lambda rows: rows[2].update(offset=1 << 40), "no member at 1,099"),
+        (lambda rows: rows[2].update(length=1 << 40), "bytes, but the index says 1,099"),
+        (lambda rows: rows[2].update(offset=-5), "no member at -5"),
+        (lambda rows: rows[3].update(offset=rows[2]["offset"]), "is not in the index"),
+        (lambda rows: rows.pop(2), "member 'train-c0-0.png' is not in the index"),
+        (lambda rows: rows.pop(2), "has 2 samples, the manifest 3"),
+        (lambda rows: rows.insert(0, rows.pop(3)), "do not have the manifest's fingerprint"),
+        (lambda rows: rows[2].update(shard="other.tar"), "has 2 samples, the manifest 3"),
+        (lambda rows: rows.extend(rows[:2]), "do not have the manifest's fingerprint"),
+        (lambda rows: rows.clear(), "has 0 samples, the manifest 3"),
+        (lambda rows: rows.insert(2, rows.pop(3)), "do not have the manifest's fingerprint"),
+        (
+            lambda rows: rows.__setitem__(slice(2, 7), rows[5:7] + rows[2:5]),
+            "samples of split 'train' do not have the manifest's fingerprint",
+        ),
+        (lambda rows: rows[2].update(key="x"), "are not the samples of the index"),
+        (lambda rows: rows[2].update(blake3=None), "has 2 samples, the manifest 3"),
+    ],
+)
+def test_an_index_that_was_written_wrongly_is_found(
+    shards: Path, change: Callable[[list[dict[str, Any]]], object], message: str
+) -> None:
+    rewritten(shards, change)
+    found = findings(shards)
+    assert any(message in text for text in found), found
+
+
+@pytest.mark.parametrize("label", [0, -2])
+def test_labels_in_a_folder_without_classes_are_found(tmp_path: Path, label: int) -> None:
+    folder = tmp_path / "shards"
+    make_shard_folder(folder, classes=())
+    assert findings(folder) == []
+    rewritten(folder, lambda rows: rows[2].update(label=label))
+    assert f"{INDEX_NAME}: 1 labels are outside -1 to -1" in findings(folder)
+
+
+@pytest.mark.parametrize("name", [INDEX_NAME, "ledger.parquet", "_info.json", TRAIN])
+def test_missing_and_cut_files_are_found(shards: Path, name: str) -> None:
+    data = (shards / name).read_bytes()
+    (shards / name).unlink()
+    missing = findings(shards)
+    assert any(text.startswith(f"{name}: cannot be read") for text in missing), missing
+    (shards / name).write_bytes(data[: len(data) // 2])
+    assert any(text.startswith(name) for text in findings(shards))
+
+
+def test_other_index_columns_are_refused(shards: Path) -> None:
+    pq.write_table(pa.table({"key": ["a"]}), shards / INDEX_NAME)
+    found = findings(shards)
+    assert any("has other columns" in text for text in found)
+    assert not any(text.startswith("train") for text in found), "the tars are sound"
+
+
+def test_a_ledger_of_other_sums_is_found(shards: Path) -> None:
+    write_manifest(shards, manifest=replace(read_manifest(shards), inputs={"num_rows": 9}))
+    assert "ledger.parquet: has other sums than the manifest" in findings(shards)
+
+
+def test_ledger_rows_without_a_known_status_are_found(shards: Path) -> None:
+    table = pq.read_table(shards / "ledger.parquet").to_pylist()
+    table[0]["status"], table[-1]["reason"] = "lost", None
+    pq.write_table(pa.Table.from_pylist(table), shards / "ledger.parquet")
+    found = findings(shards)
+    assert any("1 rows have another status" in text for text in found)
+    assert any("1 rejected inputs without a reason" in text for text in found)
