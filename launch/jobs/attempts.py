@@ -91,18 +91,11 @@ class Attempt:
     """Step of the newest checkpoint at the end."""
     last_step: int | None = None
     """Last step in the journal at the end."""
-    seconds_lost: float | None = None
-    """Time since the newest checkpoint of this attempt, or since its start: to be repeated."""
 
     @property
     def steps_gained(self) -> int:
         """Steps by which the newest checkpoint advanced."""
         return max(0, (self.checkpoint_step or 0) - self.first_step)
-
-    @property
-    def steps_lost(self) -> int:
-        """Logged steps after the newest checkpoint."""
-        return max(0, (self.last_step or 0) - (self.checkpoint_step or 0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,16 +161,16 @@ def end_attempt(
     failed_nodes: Sequence[str] = (),
 ) -> Attempt:
     """Record the end of an attempt, now."""
-    folder, now = Path(run_folder), time.time()
+    folder = Path(run_folder)
     ended = replace(
         attempt,
-        ended=now,
+        ended=time.time(),
         ending=ending,
         reason=reason,
         exit_code=exit_code,
         kind=kind,
         failed_nodes=tuple(failed_nodes),
-        **_gains(attempt, read_progress(folder), now=now),
+        **_gains(read_progress(folder)),
     )
     _append(folder, ended)
     return ended
@@ -211,14 +204,10 @@ def _last_row(path: Path) -> tuple[int, float | None]:
     return next(((row.step, row.time) for row in rows if row is not None), (0, None))
 
 
-def _gains(attempt: Attempt, progress: FolderProgress, *, now: float) -> dict[str, Any]:
-    kept = attempt.started
-    if progress.committed is not None and progress.checkpoint_step > attempt.first_step:
-        kept = progress.committed
+def _gains(progress: FolderProgress) -> dict[str, Any]:
     return {
         "checkpoint_step": progress.checkpoint_step,
         "last_step": max(progress.last_step, progress.checkpoint_step),
-        "seconds_lost": round(max(0.0, now - kept), 3),
     }
 
 
@@ -232,7 +221,7 @@ def _closed(attempt: Attempt, folder: Path) -> Attempt:
         ended=ended,
         ending=Ending.LOST,
         reason="no record of its end: SLURM ended it at once, or its supervisor or node died",
-        **_gains(attempt, progress, now=ended),
+        **_gains(progress),
     )
 
 

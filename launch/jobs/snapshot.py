@@ -30,7 +30,6 @@ from vitscale.tracking.source_version import (
 )
 
 MAX_BYTES = 64_000_000
-NUM_SHOWN = 5
 # Ignored by git and needed by the code.
 EXTENSIONS = "vitscale/**/*.so"
 
@@ -100,7 +99,16 @@ def read_code(root: Path = PROJECT_ROOT) -> Code | None:
         return None
     # git lists deleted files, and modules as folders.
     paths = {name: root / name for name in names if (root / name).is_file()}
-    _check_size({name: path.stat().st_size for name, path in paths.items()})
+    sizes = {name: path.stat().st_size for name, path in paths.items()}
+    total, largest = sum(sizes.values()), max(sizes, key=sizes.__getitem__, default="")
+    if total > MAX_BYTES:
+        raise UserError(
+            f"the code to copy for the job has {total / 1e6:.0f} MB; its largest file is {largest}",
+            where="launch.snapshot",
+            allowed=f"at most {MAX_BYTES / 1e6:.0f} MB",
+            next_step="move data out of the code folders or add it to .gitignore, or set "
+            "launch.snapshot=false to run the code on disk",
+        )
     files = {name: path.read_bytes() for name, path in paths.items()}
     files[RECORD_NAME] = json_text(version.record()).encode()
     executable = frozenset(name for name, path in paths.items() if os.access(path, os.X_OK))
@@ -110,29 +118,24 @@ def read_code(root: Path = PROJECT_ROOT) -> Code | None:
 def store_code(code: Code, folder: Path) -> Path:
     """Write a snapshot into `folder`, or find the one of an equal submission. Returns its path.
 
-    Raises UserError if files of that one were changed.
+    Raises UserError if it cannot be written.
     """
     final = folder / code.name
-    if not final.exists():
-        temporary = folder / f".{code.name}.{uuid.uuid4().hex[:8]}.tmp"
-        try:
-            _write(code, temporary)
-            commit_folder(temporary, final)
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            # Another submission may have been faster.
-            if not final.exists():
-                raise UserError(
-                    f"cannot write the snapshot of the code into {folder}: {error.strerror}",
-                    where="launch.snapshot",
-                    next_step="free space, or set launch.snapshot=false to run the code on disk",
-                ) from error
-    if changed := [name for name in code.files if not _is_same(final / name, code.files[name])]:
-        raise UserError(
-            f"{len(changed)} file(s) of the snapshot were changed, first {changed[0]}",
-            where=str(final),
-            next_step="remove this folder once no queued or running job uses it",
-        )
+    if final.exists():
+        return final
+    temporary = folder / f".{code.name}.{uuid.uuid4().hex[:8]}.tmp"
+    try:
+        _write(code, temporary)
+        commit_folder(temporary, final)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        # Another submission may have been faster.
+        if not final.exists():
+            raise UserError(
+                f"cannot write the snapshot of the code into {folder}: {error.strerror}",
+                where="launch.snapshot",
+                next_step="free space, or set launch.snapshot=false to run the code on disk",
+            ) from error
     return final
 
 
@@ -140,30 +143,11 @@ def _is_source(path: Path) -> bool:
     return path.is_file() and path.suffix != ".pyc"
 
 
-def _is_same(path: Path, content: bytes) -> bool:
-    return path.is_file() and path.read_bytes() == content
-
-
-def _check_size(sizes: dict[str, int]) -> None:
-    total = sum(sizes.values())
-    if total <= MAX_BYTES:
-        return
-    largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:NUM_SHOWN]
-    shown = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
-    raise UserError(
-        f"the code to copy for the job has {total / 1e6:.0f} MB; largest: {shown}",
-        where="launch.snapshot",
-        allowed=f"at most {MAX_BYTES / 1e6:.0f} MB",
-        next_step="move data out of the code folders or add it to .gitignore, or set "
-        "launch.snapshot=false to run the code on disk",
-    )
-
-
 def _write(code: Code, folder: Path) -> None:
     folder.mkdir(mode=0o700)
     for name, content in code.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Without fsync, which would take seconds: an equal submission compares the contents.
+        # Without fsync, which would take seconds.
         path.write_bytes(content)
         path.chmod(0o555 if name in code.executable else 0o444)
