@@ -13,6 +13,7 @@ from typing import Any
 
 from launch.chains.load import Chain, ChainStep
 from launch.jobs.preparation import RUN_TYPES
+from launch.jobs.status.states import RESULTS_NAME
 from vitscale.checkpoint.folders import MANIFEST, looks_whole, step_folders, step_of
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.loader import load_run_file, run_leaves
@@ -22,7 +23,6 @@ from vitscale.data.index import MANIFEST_NAME, read_manifest
 from vitscale.distributed.failures.events import read_start
 from vitscale.runs.data_prep import DataPrepRun
 
-RESULTS_NAME = "results.json"
 # Changing these changes where and how fast a run trains, not its result.
 WITHOUT_EFFECT = (
     *("name", "output", "launch", "tracking", "checkpoint"),
