@@ -135,7 +135,7 @@ def test_a_run_has_one_job_unless_asked_otherwise(
     (silent / "squeue").write_text("#!/bin/sh\necho 'Unable to contact controller' >&2\nexit 1\n")
     (silent / "squeue").chmod(0o755)
     refused, output = checkout.submit("--after", programs=silent)
-    assert not refused and "does not say which job --after means" in output
+    assert not refused and "cannot look up the earlier job for --after" in output
     third, output = checkout.submit(HOLD, programs=silent)
     assert third and "warning: SLURM does not say" in output and "Unable to contact" in output
     # Both have the same code.
