@@ -5,12 +5,11 @@ Leaves out: sizes (`settings`), costs (`costs`), loading weights (`transfer`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from timm.layers import Attention, DropPath, PatchEmbed, SwiGLUPacked
+from timm.layers import Attention, DropPath, SwiGLUPacked
 from timm.models import checkpoint_seq
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
@@ -22,7 +21,7 @@ from vitscale.models.interface.outputs import check_output
 from vitscale.models.vit.architecture import ViTArchitecture
 from vitscale.models.vit.initialization import POSITION_STD, initialize, last_layers
 from vitscale.models.vit.position_embedding import FIXED_POSITIONS
-from vitscale.models.vit.settings import TransformerSettings, ViTSettings
+from vitscale.models.vit.settings import ViTSettings
 
 TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token", "latent")
 POOLS: dict[str, Literal["token", "avg", "map"]] = {
@@ -166,22 +165,10 @@ def build_model(settings: ViTSettings, arch: ViTArchitecture, *, seed: int) -> V
 
     Input: normalised images [B, 3, rows, columns]; output: logits [B, num_classes].
     """
-    return build_transformer(settings, arch, embed_layer=PatchEmbed, seed=seed)
-
-
-def build_transformer(
-    settings: TransformerSettings,
-    arch: ViTArchitecture,
-    *,
-    embed_layer: Callable[..., nn.Module],
-    seed: int,
-) -> ViT:
-    """embed_layer: makes the patches; timm's `PatchEmbed` or one with the same arguments."""
     family = DistilledViT if settings.distillation_token else ViT
     model = family(
         img_size=arch.image_size,
         patch_size=arch.patch_size,
-        embed_layer=embed_layer,
         num_classes=arch.num_classes,
         global_pool=POOLS[settings.pool],
         class_token=arch.has_class_token,
@@ -228,7 +215,7 @@ def build_transformer(
     return model
 
 
-def _mlp_options(settings: TransformerSettings, arch: ViTArchitecture) -> dict[str, Any]:
+def _mlp_options(settings: ViTSettings, arch: ViTArchitecture) -> dict[str, Any]:
     """timm's arguments. It counts gates as hidden channels."""
     if settings.mlp == "swiglu":
         return {"mlp_ratio": 2 * arch.mlp_ratio, "mlp_layer": SwiGLUPacked, "act_layer": nn.SiLU}

@@ -28,8 +28,8 @@ PATCH_POOLS = ("gap", "map")  # which do not read the class token
 NUMBERS = ("width", "depth", "num_heads", "mlp_width", "patch_size")
 
 
-class TransformerSettings(ModelSettingsBase):
-    """The transformer, whatever its patches are made of."""
+class ViTSettings(ModelSettingsBase):
+    """A Vision Transformer, and how its weights start."""
 
     patch_size: int | None = Field(default=None, gt=0)
     """Pixels a side of a patch."""
@@ -87,38 +87,62 @@ class TransformerSettings(ModelSettingsBase):
     drop_path_by_depth: Literal["linear", "constant"] = "linear"
     """constant: every block has the rate of the last, as in DeiT-III."""
 
+    name: Literal["vit"] = "vit"
+    """The Vision Transformer of Dosovitskiy et al. 2021 and its later forms."""
+    preset: str | None = None
+    """SIZE/PATCH as in the papers, for example L/16. `patch_size`, `width`, `depth`, `num_heads`
+    and `mlp_width` override it."""
+
+    @property
+    def title(self) -> str:
+        return f"vit {self.preset}" if self.preset else "vit"
+
     def preset_numbers(self) -> dict[str, int]:
         """The five numbers of the preset; empty for null and for unreadable names."""
-        raise NotImplementedError
+        size, _, patch = (self.preset or "").partition("/")
+        if size not in SIZES or not patch.isdigit() or int(patch) == 0:
+            return {}
+        return dict(zip(NUMBERS, (*SIZES[size], int(patch)), strict=True))
 
     def numbers(self) -> dict[str, int]:
         """Width, depth, heads, MLP width and patch size, as far as they are known."""
         chosen = {name: getattr(self, name) for name in NUMBERS if getattr(self, name) is not None}
         return self.preset_numbers() | chosen
 
-    def transformer_values(self, *, num_classes: int) -> dict[str, Any]:
-        """The fields of `ViTArchitecture`."""
-        return {
-            "name": self.name,
-            "image_size": self.image_size,
-            "num_classes": self.num_classes or num_classes,
-            "representation_layer": self.representation_layer,
-            "pool": self.pool,
-            "num_registers": self.num_registers,
-            "positions": self.positions,
-            "class_position": _class_position(self),
-            "layer_scale": self.layer_scale is not None,
-            "head_width": self.head_width,
-            "distillation_token": self.distillation_token,
-            "pooled_class_token": self.pool in PATCH_POOLS and bool(self.class_token),
-            "mlp": self.mlp,
-            "pool_norm": self.pool_norm,
-            **self.numbers(),
-        }
+    def architecture(self, *, num_classes: int) -> ViTArchitecture:
+        numbers: dict[str, Any] = self.numbers()
+        class_position = self.class_position
+        if class_position is None:
+            class_position = self.positions == "learned" and self.num_registers == 0
+        return ViTArchitecture(
+            image_size=self.image_size,
+            num_classes=self.num_classes or num_classes,
+            representation_layer=self.representation_layer,
+            pool=self.pool,
+            num_registers=self.num_registers,
+            positions=self.positions,
+            class_position=class_position,
+            layer_scale=self.layer_scale is not None,
+            head_width=self.head_width,
+            distillation_token=self.distillation_token,
+            pooled_class_token=self.pool in PATCH_POOLS and bool(self.class_token),
+            mlp=self.mlp,
+            pool_norm=self.pool_norm,
+            **numbers,
+        )
 
-    def transformer_problems(self) -> Iterator[tuple[str, str]]:
-        """Conflicts that do not depend on what a patch is; the five numbers are known."""
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.preset is not None and not self.preset_numbers():
+            yield (
+                "model.preset",
+                f"{self.preset!r} is not SIZE/PATCH with SIZE one of {', '.join(SIZES)}, "
+                "for example L/16",
+            )
+            return
         numbers = self.numbers()
+        if missing := sorted(set(NUMBERS) - set(numbers)):
+            yield ("model", f"without a preset these are needed too: {', '.join(missing)}")
+            return
         width, heads = numbers["width"], numbers["num_heads"]
         if width % heads and self.head_width is None:
             yield (
@@ -135,55 +159,7 @@ class TransformerSettings(ModelSettingsBase):
         yield from _pool_problems(self)
         yield from _class_position_problems(self)
         yield from _distillation_problems(self)
-
-
-class ViTSettings(TransformerSettings):
-    """A Vision Transformer, and how its weights start."""
-
-    name: Literal["vit"] = "vit"
-    """The Vision Transformer of Dosovitskiy et al. 2021 and its later forms."""
-    preset: str | None = None
-    """SIZE/PATCH as in the papers, for example L/16. `patch_size`, `width`, `depth`, `num_heads`
-    and `mlp_width` override it."""
-
-    @property
-    def title(self) -> str:
-        return f"vit {self.preset}" if self.preset else "vit"
-
-    def preset_numbers(self) -> dict[str, int]:
-        size, _, patch = (self.preset or "").partition("/")
-        if size not in SIZES or not patch.isdigit() or int(patch) == 0:
-            return {}
-        return size_numbers(size, patch_size=int(patch))
-
-    def architecture(self, *, num_classes: int) -> ViTArchitecture:
-        return ViTArchitecture(**self.transformer_values(num_classes=num_classes))
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        if self.preset is not None and not self.preset_numbers():
-            yield (
-                "model.preset",
-                f"{self.preset!r} is not SIZE/PATCH with SIZE one of {', '.join(SIZES)}, "
-                "for example L/16",
-            )
-            return
-        missing = sorted(set(NUMBERS) - set(self.numbers()))
-        if missing:
-            yield ("model", f"without a preset these are needed too: {', '.join(missing)}")
-            return
-        yield from self.transformer_problems()
-        yield from _image_size_problems(self.image_size, patch=self.numbers()["patch_size"])
-
-
-def size_numbers(size: str, *, patch_size: int) -> dict[str, int]:
-    """The numbers of a size of `SIZES`."""
-    return dict(zip(NUMBERS, (*SIZES[size], patch_size), strict=True))
-
-
-def _class_position(model: TransformerSettings) -> bool:
-    if model.class_position is not None:
-        return model.class_position
-    return model.positions == "learned" and model.num_registers == 0
+        yield from _image_size_problems(self.image_size, patch=numbers["patch_size"])
 
 
 def _image_size_problems(side: int, *, patch: int) -> Iterator[tuple[str, str]]:
@@ -199,7 +175,7 @@ def _image_size_problems(side: int, *, patch: int) -> Iterator[tuple[str, str]]:
         )
 
 
-def _pool_problems(model: TransformerSettings) -> Iterator[tuple[str, str]]:
+def _pool_problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
     if model.pool not in PATCH_POOLS and model.class_token is False:
         what = f"false, but pool={model.pool} reads it"
         yield ("model.class_token", f"{what}; set it to null, or pool=gap")
@@ -209,7 +185,7 @@ def _pool_problems(model: TransformerSettings) -> Iterator[tuple[str, str]]:
         yield ("model.representation_layer", "is not for pool=cls_mean; set it to false")
 
 
-def _class_position_problems(model: TransformerSettings) -> Iterator[tuple[str, str]]:
+def _class_position_problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
     if not model.class_position:
         return
     if model.pool in PATCH_POOLS and not model.class_token:
@@ -223,7 +199,7 @@ def _class_position_problems(model: TransformerSettings) -> Iterator[tuple[str, 
     yield ("model.class_position", f"true, but {reason}; set it to null or false")
 
 
-def _distillation_problems(model: TransformerSettings) -> Iterator[tuple[str, str]]:
+def _distillation_problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
     """DeiT has class token, distillation token and patches, all with positions, and two heads."""
     if not model.distillation_token:
         return
