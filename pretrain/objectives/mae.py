@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vitscale.distributed.random_numbers import stream_key, uniform_rows
 from vitscale.models.objectives.mae_costs import (
     activation_bytes_per_image,
     num_kept,
@@ -104,17 +105,25 @@ class Mae(Objective):
     def reconstruct(
         self, engine: Engine, images_B3SS: torch.Tensor, *, positions: np.ndarray
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Predicted patches, patches and removed ones, as `mae.reconstruct` gives them."""
-        from vitscale.models.objectives.mae import reconstruct
+        """Predicted patches, patches [B, L, P] of normalised pixels, removed ones [B, R].
 
-        return reconstruct(
-            engine,
-            images_B3SS,
-            mask_ratio=self.settings.mask_ratio,
-            patch_size=self.patch_size,
-            positions=positions,
-            seed=self.seed,
+        Which are removed is a function of the seed and `positions`, int64 [B].
+        """
+        from vitscale.models.objectives.mae import mask_orders
+        from vitscale.models.objectives.patches import on_device, to_patches
+
+        patches_BLP = to_patches(engine.normalized(images_B3SS), patch_size=self.patch_size)
+        num_patches = patches_BLP.shape[1]
+        kept = num_kept(num_patches, mask_ratio=self.settings.mask_ratio)
+        # On the CPU, in fp64: the same patches on every device and in every precision.
+        noise_BL = uniform_rows(positions, num=num_patches, key=stream_key("mae", self.seed))
+        order_BL, places_BL = (
+            on_device(each, images_B3SS.device) for each in mask_orders(noise_BL)
         )
+        predicted_BLP = engine.forward(
+            images_B3SS, "objective", kept_BK=order_BL[:, :kept], places_BL=places_BL
+        )
+        return predicted_BLP, patches_BLP, order_BL[:, kept:]
 
     def pictures(self, session: TrainingSession) -> Iterable[Path]:
         from pretrain.objectives.pictures import draw_predictions

@@ -102,15 +102,15 @@ class MaskedPatchPrediction(Objective):
         )
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
-        from vitscale.models.objectives.masked_patches import color_loss, colors, predicted_patches
+        from vitscale.models.objectives.masked_patches import color_loss, colors
+        from vitscale.models.objectives.patches import take_patches, to_patches
 
         assert batch.positions is not None
         inputs = self.corruption(batch.positions).to(batch.images.device)
         logits_BKC = engine.forward(batch.images, "objective", **inputs)
-        patches_BKPP3 = predicted_patches(
-            batch.images, inputs["predicted_BK"], patch_size=self._arch.patch_size
-        )
-        loss, accuracy = color_loss(logits_BKC, colors(patches_BKPP3))
+        patches_BNX = to_patches(batch.images, patch_size=self._arch.patch_size)
+        right_BK = colors(take_patches(patches_BNX, inputs["predicted_BK"]))
+        loss, accuracy = color_loss(logits_BKC, right_BK)
         self.record(COLOR_ACCURACY, accuracy)
         return loss
 

@@ -7,7 +7,6 @@ W width of the decoder, P values of a patch.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
@@ -16,14 +15,8 @@ import torch
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from vitscale.distributed.random_numbers import stream_key, uniform_rows
-from vitscale.models.objectives.mae_costs import MLP_RATIO, DecoderSize, num_kept
-from vitscale.models.objectives.patches import (
-    images_of_patches,
-    on_device,
-    patch_pixels,
-    random_orders,
-)
+from vitscale.models.objectives.mae_costs import MLP_RATIO, DecoderSize
+from vitscale.models.objectives.patches import random_orders, take_patches, to_images
 from vitscale.models.vit.architecture import ViTArchitecture
 from vitscale.models.vit.model import ViT, run_blocks
 from vitscale.models.vit.position_embedding import mae_position_embedding
@@ -107,26 +100,6 @@ def mask_orders(noise_BL: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order_BL, np.argsort(order_BL, axis=1)
 
 
-def take_patches(values_BLX: torch.Tensor, index_BK: torch.Tensor) -> torch.Tensor:
-    """The patches `index_BK` of each image [B, K, X]."""
-    return values_BLX.gather(1, index_BK[:, :, None].expand(-1, -1, values_BLX.shape[2]))
-
-
-def to_patches(images_B3SS: torch.Tensor, *, patch_size: int) -> torch.Tensor:
-    """Cut images [B, 3, S, S] into patches [B, L, P] in the order row, column, channel.
-
-    The channel is last, unlike in the kernel of the patch embedding. Pixels beyond the last whole
-    patch are left out.
-    """
-    return patch_pixels(images_B3SS, patch_size=patch_size).flatten(2)
-
-
-def to_images(patches_BLP: torch.Tensor, *, grid: tuple[int, int]) -> torch.Tensor:
-    """The inverse of `to_patches`: images of the whole patches [B, 3, rows, columns]."""
-    patch_size = math.isqrt(patches_BLP.shape[2] // 3)
-    return images_of_patches(patches_BLP.unflatten(2, (patch_size, patch_size, 3)), grid=grid)
-
-
 def patch_statistics(patches_BLP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean and deviation of each patch [B, L, 1]; the variance is the unbiased one."""
     variance, mean = torch.var_mean(patches_BLP, dim=2, keepdim=True)
@@ -150,32 +123,6 @@ def reconstruction_loss(
         target_BRP = (target_BRP - mean) / deviation
     difference_BRP = take_patches(predicted_BLP.float(), removed_BR) - target_BRP
     return difference_BRP.square().mean()
-
-
-def reconstruct(
-    model: Any,
-    images_B3SS: torch.Tensor,
-    *,
-    mask_ratio: float,
-    patch_size: int,
-    positions: np.ndarray,
-    seed: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Predicted patches, patches [B, L, P] of normalised pixels, removed ones [B, R].
-
-    model: an engine. Which patches are removed is a function of the seed and `positions`, int64
-    [B].
-    """
-    patches_BLP = to_patches(model.normalized(images_B3SS), patch_size=patch_size)
-    num_patches = patches_BLP.shape[1]
-    kept = num_kept(num_patches, mask_ratio=mask_ratio)
-    # On the CPU, in fp64: the same patches on every device and in every precision.
-    noise_BL = uniform_rows(positions, num=num_patches, key=stream_key("mae", seed))
-    order_BL, places_BL = (on_device(each, images_B3SS.device) for each in mask_orders(noise_BL))
-    predicted_BLP = model.forward(
-        images_B3SS, "objective", kept_BK=order_BL[:, :kept], places_BL=places_BL
-    )
-    return predicted_BLP, patches_BLP, order_BL[:, kept:]
 
 
 def picture_rows(

@@ -22,10 +22,11 @@ from torch import nn
 
 from vitscale.distributed.random_numbers import uniform_rows
 from vitscale.models.objectives.patches import (
-    images_of_patches,
     on_device,
-    patch_pixels,
     random_orders,
+    take_patches,
+    to_images,
+    to_patches,
 )
 from vitscale.models.objectives.settings import NUM_COLORS
 
@@ -116,28 +117,23 @@ class MaskedPatches(nn.Module):
     ) -> torch.Tensor:
         """Logits of the corrupted patches' colours [B, K, C]."""
         clean_BND = model.patch_embed(images_B3SS)
-        patches_BND = _rows(clean_BND, sources_BN)
+        patches_BND = take_patches(clean_BND, sources_BN)
         patches_BND = torch.where(masked_BN[..., None], self.mask_token, patches_BND)
         tokens_BLD = model.run_blocks(model.norm_pre(model._pos_embed(patches_BND)))
         patches_BND = tokens_BLD[:, model.num_prefix_tokens :]
-        logits_BKC: torch.Tensor = self.head(_rows(patches_BND, predicted_BK))
+        logits_BKC: torch.Tensor = self.head(take_patches(patches_BND, predicted_BK))
         return logits_BKC
 
 
-def _rows(values_BND: torch.Tensor, numbers_BM: torch.Tensor) -> torch.Tensor:
-    """[B, N, D] -> [B, M, D]: the rows with these numbers."""
-    return values_BND.gather(1, numbers_BM[..., None].expand(-1, -1, values_BND.shape[-1]))
-
-
-def colors(patches_BKPP3: torch.Tensor) -> torch.Tensor:
+def colors(patches_BKX: torch.Tensor) -> torch.Tensor:
     """The mean colour of each patch as a class [B, K].
 
-    patches: uint8. A channel's mean m in [0, 1] is level min(floor(8 m), 7), and the class is
-    64 R + 8 G + B. Computed in integers, so that no precision or device changes a class.
+    patches: of `to_patches`, uint8. A channel's mean m in [0, 1] is level min(floor(8 m), 7), and
+    the class is 64 R + 8 G + B. Computed in integers, so that no precision or device changes it.
     """
-    num_pixels = patches_BKPP3.shape[2] * patches_BKPP3.shape[3]
-    sums_BK3 = patches_BKPP3.sum(dim=(2, 3), dtype=torch.int64)
-    levels = (LEVELS * sums_BK3 // (255 * num_pixels)).clamp(max=LEVELS - 1)
+    pixels_BKQ3 = patches_BKX.unflatten(2, (-1, 3))
+    sums_BK3 = pixels_BKQ3.sum(dim=2, dtype=torch.int64)
+    levels = (LEVELS * sums_BK3 // (255 * pixels_BKQ3.shape[2])).clamp(max=LEVELS - 1)
     red, green, blue = levels.unbind(-1)
     return (red * LEVELS + green) * LEVELS + blue
 
@@ -147,14 +143,6 @@ def shades(colors_X: torch.Tensor) -> torch.Tensor:
     red, rest = colors_X // LEVELS**2, colors_X % LEVELS**2
     levels_X3 = torch.stack([red, rest // LEVELS, rest % LEVELS], dim=-1)
     return ((levels_X3 * 2 + 1) * 255 // (2 * LEVELS)).to(torch.uint8)
-
-
-def predicted_patches(
-    images_B3SS: torch.Tensor, predicted_BK: torch.Tensor, *, patch_size: int
-) -> torch.Tensor:
-    """The clean pixels of the predicted patches [B, K, p, p, 3], as stored (0..255)."""
-    patches_BNPP3 = patch_pixels(images_B3SS, patch_size=patch_size)
-    return _rows(patches_BNPP3.flatten(2), predicted_BK).unflatten(2, patches_BNPP3.shape[2:])
 
 
 def color_loss(
@@ -180,12 +168,12 @@ def picture_rows(
 
     inputs: of `MaskedPatches`.
     """
-    grid = images_B3SS.shape[2] // patch_size, images_B3SS.shape[3] // patch_size
-    patches_BNX = patch_pixels(images_B3SS, patch_size=patch_size).flatten(2)
+    side = images_B3SS.shape[2] // patch_size
+    patches_BNX = to_patches(images_B3SS, patch_size=patch_size)
     predicted_BK = inputs["predicted_BK"]
-    seen_BNX = _rows(patches_BNX, inputs["sources_BN"])
+    seen_BNX = take_patches(patches_BNX, inputs["sources_BN"])
     seen_BNX = seen_BNX.masked_fill(inputs["masked_BN"][..., None], MASK_SHADE)
-    right_BK = colors(predicted_patches(images_B3SS, predicted_BK, patch_size=patch_size))
+    right_BK = colors(take_patches(patches_BNX, predicted_BK))
     index_BKX = predicted_BK[..., None].expand(-1, -1, patches_BNX.shape[2])
 
     def colored(colors_BK: torch.Tensor) -> torch.Tensor:
@@ -197,8 +185,4 @@ def picture_rows(
         "targets": colored(right_BK),
         "predicted": colored(logits_BKC.argmax(dim=-1)),
     }
-    shape = (patch_size, patch_size, 3)
-    return {
-        title: images_of_patches(row_BNX.unflatten(2, shape), grid=grid)
-        for title, row_BNX in rows.items()
-    }
+    return {title: to_images(row_BNX, grid=(side, side)) for title, row_BNX in rows.items()}

@@ -16,8 +16,6 @@ from vitscale.models.objectives.mae import (
     patch_statistics,
     picture_rows,
     reconstruction_loss,
-    to_images,
-    to_patches,
 )
 from vitscale.models.objectives.mae_costs import (
     DecoderSize,
@@ -26,6 +24,7 @@ from vitscale.models.objectives.mae_costs import (
     num_parameters,
     train_flops_per_image,
 )
+from vitscale.models.objectives.patches import to_patches
 from vitscale.models.vit import costs as vit_costs
 from vitscale.models.vit.model import build_model, checkpoint_activations, decayed
 from vitscale.models.vit.position_embedding import mae_position_embedding
@@ -181,18 +180,6 @@ def test_predicting_zero_scores_nearly_one(patch_size: int) -> None:
     zero = torch.zeros_like(patches)
     loss = reconstruction_loss(zero, patches, removed_BR=removed, normalized=True)
     assert loss.item() == pytest.approx(1 - 1 / (3 * patch_size**2), abs=2e-5)
-
-
-def test_the_channel_is_last_in_a_patch() -> None:
-    images = torch.arange(2 * 3 * 5 * 5).view(2, 3, 5, 5)
-    patches = to_patches(images, patch_size=2)  # the fifth row and column fill no patch
-    assert patches.shape == (2, 4, 12)
-    assert patches[1, 2].tolist() == [
-        images[1, c, 2 + i, j].item() for i in range(2) for j in range(2) for c in range(3)
-    ]
-    assert torch.equal(to_images(patches, grid=(2, 2)), images[:, :, :4, :4])
-    wide = images[:, :, :2, :4]
-    assert torch.equal(to_images(to_patches(wide, patch_size=2), grid=(1, 2)), wide)
 
 
 def test_pictures_show_true_pixels_where_they_are_seen() -> None:

@@ -16,9 +16,9 @@ from vitscale.models.objectives.masked_patches import (
     colors,
     draw_corruption,
     picture_rows,
-    predicted_patches,
     shades,
 )
+from vitscale.models.objectives.patches import take_patches, to_patches
 from vitscale.models.vit.model import build_model
 from vitscale.models.vit.settings import ViTSettings
 
@@ -87,7 +87,7 @@ def test_colors_equal_a_slow_reference() -> None:
     # A channel's mean is exactly at the border of two levels, or at its ends.
     patches[0, 0] = [255, 0, 51]
     patches[0, 1, :, :, 0] = 255 * (np.arange(64).reshape(8, 8) % 8 < 3)
-    found = colors(torch.from_numpy(patches))
+    found = colors(torch.from_numpy(patches).flatten(2))
     for b, k in np.ndindex(2, 3):
         means = patches[b, k].reshape(-1, 3).astype(np.float64).mean(axis=0) / 255
         r, g, blue = np.minimum(np.floor(8 * means), 7).astype(int)
@@ -97,7 +97,7 @@ def test_colors_equal_a_slow_reference() -> None:
 def test_the_middle_of_a_color_has_that_color() -> None:
     every = torch.arange(512)
     patches = shades(every)[:, None, None, None, :].expand(-1, 1, 4, 4, -1)
-    assert torch.equal(colors(patches).flatten(), every)
+    assert torch.equal(colors(patches.flatten(2)).flatten(), every)
 
 
 def test_the_loss_equals_a_slow_reference() -> None:
@@ -170,12 +170,12 @@ def test_pictures_show_corruption_targets_and_predictions() -> None:
     images = torch.randint(0, 256, (2, 3, 24, 24), dtype=torch.uint8)
     corruption = drawn(np.arange(2), num_patches=9, num_corrupted=4, mask_share=1.0, swap_share=0)
     inputs = corruption.to(torch.device("cpu"))
-    patches = predicted_patches(images, inputs["predicted_BK"], patch_size=8)
+    patches = take_patches(to_patches(images, patch_size=8), inputs["predicted_BK"])
     logits = torch.nn.functional.one_hot(colors(patches), 512).float()
     rows = picture_rows(images, logits, inputs, patch_size=8)
     assert torch.equal(rows["original"], images)
     assert torch.equal(rows["predicted"], rows["targets"])
-    shown = predicted_patches(rows["targets"], inputs["predicted_BK"], patch_size=8)
+    shown = take_patches(to_patches(rows["targets"], patch_size=8), inputs["predicted_BK"])
     assert torch.equal(colors(shown), colors(patches))
     masked = (rows["corrupted"] == 127).all(dim=1).sum(dim=(1, 2))
     assert (masked >= 4 * 64).all()

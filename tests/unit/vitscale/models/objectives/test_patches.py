@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from vitscale.models.objectives.patches import images_of_patches, patch_pixels, random_orders
+from vitscale.models.objectives.patches import random_orders, to_images, to_patches
 
 
 def test_patches_are_rows_of_the_grid_with_channels_last() -> None:
-    images = torch.randint(0, 256, (2, 3, 13, 13), dtype=torch.uint8)
-    patches = patch_pixels(images, patch_size=4)
-    assert patches.shape == (2, 9, 4, 4, 3)
+    images = torch.randint(0, 256, (2, 3, 12, 12), dtype=torch.uint8)
+    patches = to_patches(images, patch_size=4)
+    pixels = patches.unflatten(2, (4, 4, 3))
+    assert pixels.shape == (2, 9, 4, 4, 3)
     for number in range(9):
         top, left = 4 * (number // 3), 4 * (number % 3)
         for y in range(4):
             for x in range(4):
-                assert torch.equal(patches[:, number, y, x], images[:, :, top + y, left + x])
-    whole = images_of_patches(patches, grid=(3, 3))
-    assert torch.equal(whole, images[:, :, :12, :12])
+                assert torch.equal(pixels[:, number, y, x], images[:, :, top + y, left + x])
+    assert torch.equal(to_images(patches, grid=(3, 3)), images)
 
 
 def test_equal_draws_keep_their_order() -> None:
