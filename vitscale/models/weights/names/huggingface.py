@@ -51,7 +51,6 @@ _DINOV2 = (
 # model_type of config.json: (prefix of the trunk, names below it, names without the prefix).
 FAMILIES: dict[str, tuple[str, tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]] = {
     "vit": ("vit.", _VIT, (("classifier", "head"),)),
-    "vit_msn": ("vit.", _VIT, (("classifier", "head"),)),
     "vit_mae": ("vit.", _VIT, ()),
     "deit": (
         "deit.",
