@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.costs import num_parameters
 from vitscale.models.vit.model import ViT, build_model, decayed
 from vitscale.models.vit.settings import ViTSettings
 from vitscale.models.weights.transfer import transfer_weights
@@ -22,42 +21,10 @@ def small(**changes: object) -> torch.nn.Module:
     return build_model(settings, settings.architecture(num_classes=5), seed=0)
 
 
-@pytest.mark.parametrize(
-    "preset, expected", [("B/16", 86_567_656), ("L/16", 304_326_632), ("H/14", 632_045_800)]
-)
-def test_parameter_counts_are_the_papers(preset: str, expected: int) -> None:
-    settings = ViTSettings(preset=preset)
-    arch = settings.architecture(num_classes=1000)
-    with torch.device("meta"):
-        # Only shapes are needed; initialising 632 M numbers is slow.
-        from timm.models.vision_transformer import VisionTransformer
-
-        model = VisionTransformer(
-            img_size=224,
-            patch_size=arch.patch_size,
-            embed_dim=arch.width,
-            depth=arch.depth,
-            num_heads=arch.num_heads,
-            mlp_ratio=arch.mlp_width / arch.width,
-        )
-    assert sum(p.numel() for p in model.parameters()) == expected
-    assert num_parameters(arch) == expected
-
-
 def test_built_b16_has_the_papers_parameter_count() -> None:
     settings = ViTSettings(preset="B/16")
     model = build_model(settings, settings.architecture(num_classes=1000), seed=0)
     assert sum(p.numel() for p in model.parameters()) == 86_567_656
-
-
-@pytest.mark.parametrize("pool", ["cls", "gap"])
-@pytest.mark.parametrize("representation_layer", [False, True])
-def test_formula_counts_what_is_built(pool: str, representation_layer: bool) -> None:
-    settings = SMALL.model_copy(update={"pool": pool, "representation_layer": representation_layer})
-    arch = settings.architecture(num_classes=5)
-    model = build_model(settings, arch, seed=0)
-    assert sum(p.numel() for p in model.parameters()) == num_parameters(arch)
-    assert model(torch.zeros(2, 3, 16, 16)).shape == (2, 5)
 
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
@@ -94,15 +61,6 @@ def test_initial_summed_sigmoid_loss_with_21k_classes() -> None:
     assert loss.item() == pytest.approx(10.99, abs=0.01)
 
 
-def test_sigmoid_loss_sums_over_classes() -> None:
-    logits, labels = torch.randn(3, 11), torch.tensor([1, 4, 10])
-    slow = 0.0
-    for row, label in zip(logits.tolist(), labels.tolist(), strict=True):
-        for number, value in enumerate(row):
-            slow += math.log1p(math.exp(-value if number == label else value))
-    assert sigmoid_loss(logits, labels, 0.0).item() == pytest.approx(slow / 3, rel=1e-5)
-
-
 def test_zero_head_starts_at_equal_probabilities() -> None:
     logits = small()(torch.randn(2, 3, 16, 16))
     assert softmax_loss(logits, torch.tensor([0, 1]), 0.0).item() == pytest.approx(math.log(5))
@@ -113,13 +71,6 @@ def test_q_k_v_have_their_own_xavier_bounds() -> None:
     bound = math.sqrt(6 / (96 + 96))
     for part in weight.chunk(3):
         assert 0.98 * bound < part.abs().max().item() <= bound
-
-
-def test_norms_and_gelu_are_those_of_the_paper() -> None:
-    model = small()
-    assert {m.eps for m in model.modules() if isinstance(m, torch.nn.LayerNorm)} == {1e-6}
-    assert model.blocks[0].mlp.act.approximate == "tanh"
-    assert small(gelu="erf").blocks[0].mlp.act.approximate == "none"
 
 
 def test_dropout_follows_every_dense_layer_but_qkv() -> None:
