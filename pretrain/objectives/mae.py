@@ -8,16 +8,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
+
+from vitscale.config.section import NamedSection
 from vitscale.distributed.random_numbers import stream_key, uniform_rows
 from vitscale.models.objectives.mae_costs import (
+    DecoderSize,
     activation_bytes_per_image,
     num_kept,
     num_parameters,
     train_flops_per_image,
 )
-from vitscale.models.objectives.settings import MaeSettings
 from vitscale.training.objective import Objective
 
 if TYPE_CHECKING:
@@ -28,6 +31,36 @@ if TYPE_CHECKING:
     from vitscale.engine.engine import Engine
     from vitscale.runs.training import TrainingRun
     from vitscale.training.loop import TrainingSession
+
+
+class MaeSettings(NamedSection):
+    name: Literal["mae"] = "mae"
+    """The pixels of removed patches are predicted from the others. He et al. 2022."""
+    mask_ratio: float = Field(default=0.75, gt=0, lt=1)
+    """Share of the patches that are removed; the number kept is rounded down."""
+    normalized_pixels: bool = True
+    """Predict each patch minus its mean, over its deviation; section 4.1: 85.4 against 84.9 %."""
+    decoder_width: int = Field(default=512, gt=0)
+    """Channels of the decoder; 4 divides it."""
+    decoder_depth: int = Field(default=8, gt=0)
+    """Blocks of the decoder; 1 is enough for fine-tuning, not for a linear probe (table 1)."""
+    decoder_heads: int = Field(default=16, gt=0)
+    """Attention heads of the decoder; they divide its width."""
+
+    @property
+    def decoder(self) -> DecoderSize:
+        return DecoderSize(
+            width=self.decoder_width, depth=self.decoder_depth, num_heads=self.decoder_heads
+        )
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        width, heads = self.decoder_width, self.decoder_heads
+        if width % heads:
+            what = f"{heads} heads do not divide width {width} (remainder {width % heads})"
+            yield ("objective.decoder_heads", f"{what}; change one of them")
+        if width % 4:
+            what = f"{width}: sin-cos positions need a width that 4 divides"
+            yield ("objective.decoder_width", f"{what}; change it")
 
 
 class Mae(Objective):

@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+from pydantic import Field
+
+from vitscale.config.section import NamedSection
 from vitscale.distributed.random_numbers import stream_key
-from vitscale.models.objectives.settings import NUM_COLORS, MaskedPatchPredictionSettings
 from vitscale.models.vit.costs import ACTIVATION_SCALE
 from vitscale.models.vit.settings import ViTSettings
 from vitscale.training.objective import Objective
@@ -30,6 +32,28 @@ if TYPE_CHECKING:
     from vitscale.training.loop import TrainingSession
 
 COLOR_ACCURACY = "train/color_accuracy"
+NUM_COLORS = 512  # 3 bits a channel
+
+
+class MaskedPatchPredictionSettings(NamedSection):
+    name: Literal["masked_patch_prediction"] = "masked_patch_prediction"
+    """The mean colours of corrupted patches are predicted from their output tokens, without labels.
+    Dosovitskiy et al. 2021, appendix B.1.2."""
+    corrupted_share: float = Field(default=0.5, gt=0, le=1)
+    """Share of the patches of each image that are corrupted and predicted, rounded to a number."""
+    mask_share: float = Field(default=0.8, ge=0, le=1)
+    """Probability that a corrupted patch is replaced by the mask embedding."""
+    swap_share: float = Field(default=0.1, ge=0, le=1)
+    """Probability that it is replaced by another patch of the image; the rest is kept."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.mask_share + self.swap_share > 1 + 1e-9:
+            what = f"{self.mask_share} and swap_share {self.swap_share} exceed 1 together"
+            yield ("objective.mask_share", f"{what}; lower one of them")
+
+    def num_corrupted(self, arch: ViTArchitecture) -> int:
+        """Corrupted patches of each image: a fixed number, so that shapes never change."""
+        return round(self.corrupted_share * arch.num_patches)
 
 
 class MaskedPatchPrediction(Objective):

@@ -1,8 +1,7 @@
 """Predict corrupted patches from their output tokens: masked patch prediction of the ViT paper.
 
 Owns: which patches are corrupted and how, the module, its targets and its loss.
-Leaves out: settings (`settings`), and the objective
-(`pretrain/objectives/masked_patch_prediction.py`).
+Leaves out: the objective (`pretrain/objectives/masked_patch_prediction.py`).
 Source: Dosovitskiy et al. 2021, section 4.6 and appendix B.1.2. What the paper leaves open is
 decided here and listed in docs/recipes.md.
 
@@ -28,12 +27,12 @@ from vitscale.models.objectives.patches import (
     to_images,
     to_patches,
 )
-from vitscale.models.objectives.settings import NUM_COLORS
 
 if TYPE_CHECKING:
     from vitscale.models.vit.model import ViT
 
 LEVELS = 8  # of each channel: 3 bits
+NUM_COLORS = LEVELS**3
 MASK_STD = 0.02
 MASK_SHADE = 127  # in pictures
 

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from pretrain.objectives.mae import Mae
+from pretrain.objectives.mae import Mae, MaeSettings
 from pretrain.run import PretrainRun
 from vitscale.data.loader import Batch
-from vitscale.models.objectives.settings import MaeSettings
 from vitscale.models.vit.model import build_model
 from vitscale.training.objective import check_objective
 
