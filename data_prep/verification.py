@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from blake3 import blake3
-from PIL import Image, ImageDraw
+from PIL import Image, ImageDraw, ImageOps
 
 from data_prep.formats.index_files import (
     folder_of_tars,
@@ -348,8 +348,7 @@ def draw_sheet(path: Path, folder: Path, manifest: Manifest) -> None:
                 file.seek(row["offset"])
                 content = file.read(row["length"])
             with Image.open(io.BytesIO(content), formats=tuple(SUFFIXES)) as image:
-                small = image.convert("RGB")
-            small.thumbnail((SIDE - 2, SIDE - 2))
+                small = ImageOps.contain(image.convert("RGB"), (SIDE - 2, SIDE - 2))
             sheet.paste(small, (x * SIDE, y * height + TEXT))
     with atomic_file(path) as file:
         sheet.save(file, "PNG")

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.support.corpora.small_shards import make_shard_folder
 from tests.support.ranks.rank_processes import ROOT
@@ -32,6 +34,15 @@ def test_damage_is_named(tmp_path: Path) -> None:
     assert finished.returncode == 2
     assert "test-000000.tar: cannot be read (No such file or directory)" in finished.stdout
     assert "train-000000.tar: no end mark after its last member" in finished.stdout
+
+
+def test_a_sheet_has_a_row_of_images_for_each_class(tmp_path: Path) -> None:
+    make_shard_folder(tmp_path / "shards", classes=("cat", "dog", "eel"))
+    finished = verify(tmp_path / "shards", "--sheet", tmp_path / "sheet.png")
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    with Image.open(tmp_path / "sheet.png") as sheet:
+        pixels = np.asarray(sheet).reshape(3, -1, sheet.width, 3)
+    assert all((row < 250).any() for row in pixels)
 
 
 @pytest.mark.parametrize(
