@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from data_prep.steps import write_shard
 from tests.support.corpora.image_corpus import encoded
 from tests.support.corpora.preparing import prepare_here, run_of
 from vitscale.config.errors import UserError
@@ -23,6 +24,23 @@ def test_a_bad_corpus_is_refused(tmp_path: Path) -> None:
     run = run_of(tmp_path / "images", tmp_path / "shards", **sections)
     with pytest.raises(UserError, match="of 200 images are bad, more than the fraction 0.2"):
         prepare_here(run)
+
+
+def test_a_rotten_corpus_is_refused_before_all_of_it_is_read(tmp_path: Path) -> None:
+    for i in range(40):
+        path = tmp_path / "images" / "ab"[i % 2] / f"{i}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(f"rotten {i}".encode())
+    sections = {"shards": {"min_shards": 8}, "images": {"max_bad_fraction": 0.2}}
+    run = run_of(tmp_path / "images", tmp_path / "shards", **sections)
+    work = prepare_here(run, until="write shards")
+    units = write_shard.shard_units(work)
+    write_shard.write_shard(work, units[0])
+    write_shard.check_bad(work, write_shard.num_bad(work, units[0]))
+    write_shard.write_shard(work, units[1])
+    num_bad = sum(write_shard.num_bad(work, unit) for unit in units[:2])
+    with pytest.raises(UserError, match="at least 10 of 40 images are bad.*\n.*10 not_an_image"):
+        write_shard.check_bad(work, num_bad)
 
 
 def gone(folder: Path) -> Path:
