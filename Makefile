@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # `deepspeed` and `ninja` are looked up on PATH by the tools that start them.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: install constraints demo test fast-tests test-all test-exhaustive check format clean FORCE
+.PHONY: install constraints demo test fast-tests test-lowest test-all test-exhaustive check format clean FORCE
 
 # The exact versions of constraints.txt, those last tested. With LATEST=1 pip chooses instead: it
 # keeps what is in .venv already (an older torch, say) and takes the newest of what is missing.
@@ -69,6 +69,14 @@ test-all: install
 # Storms of faults and every pair of layouts: by hand, before a release.
 test-exhaustive: install
 	$(PYTEST) -m exhaustive
+
+# The fast tests with the lowest versions that pyproject.toml allows, in a venv of their own.
+test-lowest:
+	$(PYTHON) -m venv --clear .venv-lowest && .venv-lowest/bin/pip install --quiet uv
+	.venv-lowest/bin/uv pip install --quiet --python .venv-lowest/bin/python \
+		--resolution lowest-direct -e '.[demo,dev]'
+	PATH="$(CURDIR)/.venv-lowest/bin:$$PATH" .venv-lowest/bin/python -m pytest -n $(WORKERS) \
+		--dist loadfile -m "not slow and not exhaustive"
 
 format: install
 	$(BIN)/ruff check --fix .
