@@ -230,7 +230,7 @@ def _append(folder: Path, attempt: Attempt) -> None:
     values = {key: value for key, value in asdict(attempt).items() if value not in (None, (), "")}
 
     def append() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
         append_event(folder, ATTEMPT, values)
 
     with or_warn(folder / EVENTS_NAME, _say):

@@ -235,7 +235,9 @@ def _prepared_files(folder: Path) -> Iterator[Path]:
 def make_private(folder: Path) -> None:
     """Create the folder for this user alone. Raises UserError if another user owns it."""
     try:
-        folder.mkdir(parents=True, mode=0o700, exist_ok=True)
+        # `mode` is that of the last folder alone.
+        for each in (folder.parent, folder):
+            each.mkdir(parents=True, mode=0o700, exist_ok=True)
         status = folder.stat()
         if status.st_uid != os.getuid():
             raise UserError(

@@ -273,7 +273,7 @@ def run_folder_lock(folder: Path, *, world: World) -> Iterator[None]:
             try:
                 if not folder.exists():
                     stack.callback(_remove_if_unused, folder)
-                folder.mkdir(parents=True, exist_ok=True)
+                folder.mkdir(parents=True, mode=0o700, exist_ok=True)
                 file = stack.enter_context(open(folder / ".lock", "w"))
                 # Or loader workers, which outlive a killed rank by seconds, would hold the lock.
                 os.register_at_fork(after_in_child=file.close)

@@ -10,14 +10,19 @@ _SECRET_QUERY = re.compile(
     r"[^&;\s'\"]+",
     re.IGNORECASE,
 )
-
-
+# NAME=VALUE in shell, such as HF_TOKEN=abc; not HF_TOKEN=$(cat FILE), HF_TOKEN_PATH=FILE.
+SECRET_ASSIGNMENT = re.compile(
+    r"(?P<name>\b\w*(?:password|passwd|secret|token|api_?key|access_?key))=(?![\"']?(?:[\s$]|$))"
+    r"(?:\"[^\"]*\"|'[^']*'|[^\s\"'&]+)",
+    re.IGNORECASE,
+)
 _QUERY = re.compile(r"\?[^\s'\"]+")
 
 
 def redact(text: str) -> str:
-    """Remove user:password from URLs, and values of query keys that sound secret."""
-    return _SECRET_QUERY.sub(r"\g<key>***", _USERINFO.sub(r"\g<scheme>", text))
+    """Remove user:password from URLs, and values of query keys and variables that sound secret."""
+    text = _SECRET_QUERY.sub(r"\g<key>***", _USERINFO.sub(r"\g<scheme>", text))
+    return SECRET_ASSIGNMENT.sub(r"\g<name>=***", text)
 
 
 def short_reason(error: BaseException) -> str:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from vitscale.config.redaction import SECRET_ASSIGNMENT
 from vitscale.config.section import Section
 
 
@@ -161,6 +162,17 @@ def _text_problems(launch: LaunchSettings) -> Iterator[tuple[str, str]]:
             yield (
                 f"launch.setup[{position}]",
                 f"{line!r} is not one line; use one entry per line",
+            )
+    words = {f"launch.setup[{position}]": line for position, line in enumerate(launch.setup)}
+    words["launch.python"] = launch.python or ""
+    words |= {f"launch.sbatch.{key}": str(value) for key, value in launch.sbatch.items()}
+    for key, text in words.items():
+        if found := SECRET_ASSIGNMENT.search(text):
+            name = found["name"]
+            yield (
+                key,
+                f"gives the value of {name}, which the run's files would show; read it on the "
+                f"nodes from a file that only you can read: export {name}=$(cat FILE)",
             )
     for position, argument in enumerate(launch.srun_args):
         if not (argument.isprintable() and argument.startswith("-")):

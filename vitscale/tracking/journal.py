@@ -84,7 +84,7 @@ class Journal:
 
     def __init__(self, path: Path | str, *, resume_step: int) -> None:
         self.path = Path(path)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
         self.num_dropped = _truncate(self.path, resume_step) if self.path.exists() else 0
         # Keys of the last step: an evaluation repeated after a resume is not written twice.
         self._step, self._keys = -1, set[str]()

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import yaml
+
 from vitscale.config.redaction import redact, short_reason
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.mlflow_client import (
@@ -43,6 +45,7 @@ from vitscale.tracking.run_facts import (
     clean_tags,
     flatten_params,
     redact_yaml,
+    shared_config,
     sqlite_path,
 )
 
@@ -236,7 +239,9 @@ def _describe(
         client.log_batch(run_id, params=param_batch)
     _log_datasets(client, known, record.datasets)
     if CONFIG_ARTIFACT not in {file.path for file in client.list_artifacts(run_id)}:
-        client.log_text(run_id, redact_yaml(description.config_yaml), CONFIG_ARTIFACT)
+        shared = shared_config(yaml.safe_load(description.config_yaml))
+        text = redact_yaml(yaml.safe_dump(shared, sort_keys=False))
+        client.log_text(run_id, text, CONFIG_ARTIFACT)
     run = MlflowRun(
         client=client,
         folder=description.folder,

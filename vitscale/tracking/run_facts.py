@@ -56,6 +56,8 @@ _SECRET_LINE = re.compile(
 _ODD_KEY_CHARS = re.compile(r"[^\w\-. :/]")
 
 
+# Settings of `launch` that are sent: the rest (setup, python, sbatch, accounts) is the site's own.
+_SENT_SIZES = ("nodes", "tasks_per_node", "num_tasks", "gpus_per_node", "cpus_per_task", "mem_gb")
 Status = Literal["RUNNING", "PAUSED", "FINISHED", "FAILED", "KILLED"]
 
 
@@ -129,6 +131,13 @@ class RunDescription:
     """Step of the checkpoint that a training resumes from."""
 
 
+def shared_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with the sizes alone of its section `launch`."""
+    launch = config.get("launch")
+    sizes = {} if launch is None else {k: launch[k] for k in _SENT_SIZES if k in launch}
+    return {**config, "launch": sizes} if launch else dict(config)
+
+
 def redact_yaml(text: str) -> str:
     """`redact` a configuration file, and remove values of keys with secret-like names."""
     return _SECRET_LINE.sub(r"\g<key>'***'", redact(text))
@@ -142,7 +151,7 @@ def clean_tags(tags: Mapping[str, str]) -> dict[str, str]:
 def flatten_params(config: Mapping[str, Any]) -> dict[str, str]:
     """Nested configuration -> {dotted key: text as in YAML}, within MLflow's limits."""
     params = {}
-    for key, value in _leaves(config, ""):
+    for key, value in _leaves(shared_config(config), ""):
         text = "***" if _SECRET_KEY.search(key) and value is not None else redact(_spell(value))
         if len(text) > MAX_PARAM_CHARS:
             note = f"... ({len(text)} characters)"

@@ -147,7 +147,8 @@ def test_a_dead_or_hung_worker_is_named(
             pass
     assert caught.match("(?s)" + message.format(pid=workers[0]))
     assert {process_state(worker) for worker in workers} == {"gone"}
-    assert len(list(batches(shards, workers=2))) == 10  # of other workers
+    monkeypatch.undo()  # other workers may come from a new server, which imports torch
+    assert len(list(batches(shards, workers=2))) == 10
 
 
 ABANDONED = """

@@ -52,7 +52,6 @@ def logits(model: TrainedModel) -> torch.Tensor:
         ("ViT", {"hidden_act": "gelu"}),
         ("ViT", {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}),
         ("ViT", {"hidden_act": "gelu_new"}),
-        ("ViTMSN", {}),
         ("DeiT", {}),
     ],
 )

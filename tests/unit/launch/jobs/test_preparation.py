@@ -17,7 +17,8 @@ def test_a_job_runs_the_script_of_its_preparation(
     for script in ("make_shards", "index_shards"):
         source = {"path": "tars", "kind": "webdataset"}
         values = {"output": "shards", "source": source, "script": script}
-        job, _ = prepare_job(DataPrepRun.model_validate(values), cluster="slurm")
+        job, folder = prepare_job(DataPrepRun.model_validate(values), cluster="slurm")
+        assert {each.stat().st_mode & 0o777 for each in (folder, folder.parent)} == {0o700}
         assert Path(job.script).name == f"{script}.py" and Path(job.script).is_file()
         assert job.independent and f"script: {script}" in Path(job.config).read_text()
     source["kind"] = "image_folder"

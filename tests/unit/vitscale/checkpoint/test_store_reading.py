@@ -78,6 +78,7 @@ def test_save_that_reads_back_differently_is_refused(
 
 def test_second_holder_of_a_run_folder_is_refused(tmp_path: Path, world: World) -> None:
     with run_folder_lock(tmp_path / "run", world=world):
+        assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
         with pytest.raises(UserError, match="another job is training"):
             with run_folder_lock(tmp_path / "run", world=world):
                 raise AssertionError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -23,8 +24,10 @@ NUMBERS = (3, 1, 2, 4)
 
 
 def split_with_keys(folder: Path, keys: list[str]) -> SplitIndex:
-    pq.write_table(pa.table({"key": keys, "split": ["val"] * len(keys)}), folder / INDEX_NAME)
-    return split_of([0] * len(keys), known_space("imagenet_1k"), folder=folder)
+    path = folder / INDEX_NAME
+    pq.write_table(pa.table({"key": keys, "split": ["val"] * len(keys)}), path)
+    split = split_of([0] * len(keys), known_space("imagenet_1k"), folder=folder)
+    return replace(split, index_path=path)
 
 
 def test_accuracy_equals_a_case_by_hand(world: World, tmp_path: Path) -> None:

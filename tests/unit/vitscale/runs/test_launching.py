@@ -37,6 +37,10 @@ def test_no_field_may_start_another_line(field: str, value: str) -> None:
     ("fields", "key"),
     [
         ({"setup": ["module load cuda\nrm -rf x"]}, "launch.setup[0]"),
+        ({"setup": ["cd x", "export HF_TOKEN=hf_abc"]}, "launch.setup[1]"),
+        ({"setup": ["A=1 AWS_SECRET_ACCESS_KEY='a b' x"]}, "launch.setup[0]"),
+        ({"python": "apptainer exec --env wandb_api_key=abc x.sif python"}, "launch.python"),
+        ({"sbatch": {"export": "ALL,HF_TOKEN=abc"}}, "launch.sbatch.export"),
         ({"srun_args": ["--cpu-bind=none", "bash"]}, "launch.srun_args[1]"),
         ({"srun_args": ["--x=\n"]}, "launch.srun_args[0]"),
         ({"sbatch": {"mail-user": "a\nb"}}, "launch.sbatch.mail-user"),
@@ -68,6 +72,8 @@ def test_ranks_and_independent_tasks_have_different_keys() -> None:
     "fields",
     [
         {"setup": ["export A=$(hostname)\t# a tab", "module load 'a b'"]},
+        {"setup": ["export HF_TOKEN=$(cat ~/.hf)", 'HF_TOKEN="$X" y', "HF_TOKEN_PATH=/x z"]},
+        {"setup": ["export TOKENIZERS_PARALLELISM=false HF_TOKEN="]},
         {"sbatch": {"constraint": "[rack1*2&ib]|h200"}, "exclude": "node[3,5-7],other"},
         {"sbatch": {"mail-type": "END", "exclusive": True, "wckey": "vit"}},
         {"python": "apptainer exec --nv image.sif python"},

@@ -29,7 +29,7 @@ def open_tracker(database: Path, tmp_path: Path) -> Callable[..., Tracker]:
             "stage": "pretrain",
             "params": PARAMS,
             "tags": {},
-            "config_yaml": "path: http://me:hunter2@host/x\n",
+            "config_yaml": "path: http://me:hunter2@host/x\nlaunch: {nodes: 2, setup: [x]}\n",
             "resume_step": 0,
             "is_writer": True,
             "say": lambda text: None,

@@ -22,17 +22,17 @@ from vitscale.tracking.run_facts import (
 def test_nested_keys_become_dotted_with_yaml_values() -> None:
     config = {
         "optim": {"lr": 1e-4, "betas": (0.9, 0.999), "clip_norm": None},
-        "launch": {"sbatch": {"mail-user!": "me"}, "setup": []},
-        "data": {"flip": True},
+        "launch": {"nodes": 2, "mem_gb": None, "setup": ["export A=b"], "sbatch": {"x": "me"}},
+        "data": {"flip!": True},
         "deepspeed": {},
     }
     assert flatten_params(config) == {
         "optim.lr": "0.0001",
         "optim.betas": "[0.9, 0.999]",
         "optim.clip_norm": "null",
-        "launch.sbatch.mail-user_": "me",
-        "launch.setup": "[]",
-        "data.flip": "true",
+        "data.flip_": "true",
+        "launch.nodes": "2",
+        "launch.mem_gb": "null",
         "deepspeed": "{}",
     }
 
@@ -53,6 +53,8 @@ def test_long_values_are_cut_with_a_note() -> None:
         ),
         ("https://h/d?X-Amz-Signature=abc", "https://h/d?X-Amz-Signature=***"),
         ("mail me@host", "mail me@host"),
+        ('+ setup: ["export HF_TOKEN=hf_abc", x]', '+ setup: ["export HF_TOKEN=***", x]'),
+        ("num_tokens=5 token=$(cat f)", "num_tokens=5 token=$(cat f)"),
     ],
 )
 def test_secrets_in_urls_are_removed(text: str, expected: str) -> None:

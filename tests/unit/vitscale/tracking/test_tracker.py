@@ -139,7 +139,7 @@ def test_tags_and_params_are_stored_without_secrets(
     assert tags["vitscale.job_id"] == "4711" and tags["model"] == "B/16" and tags["team"] == "a"
     assert params == {"optim.lr": "0.001", "data.path": "http://host/x"}
     config = database.parent / "mlflow-artifacts" / run_id / "artifacts" / "config.yaml"
-    assert config.read_text() == "path: http://host/x\n"
+    assert config.read_text() == "path: http://host/x\nlaunch:\n  nodes: 2\n"
 
 
 def test_params_changed_by_a_resume_are_in_a_tag(
