@@ -120,7 +120,7 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path) -> None:
         stage="pretrain",
         params={"optim": {"lr": 0.125}},
         tags={},
-        config_yaml="",
+        config_yaml="seed: 1\n",
         resume_step=0,
         is_writer=True,
         say=lambda text: None,
