@@ -14,6 +14,7 @@ from hypothesis import settings
 from tests.support.golden import Golden
 from tests.support.ranks.warm_ranks import WarmStarter
 from tests.support.required import skip_or_fail
+from vitscale.tracking.mlflow_client import open_client
 
 # The same examples in every run; HYPOTHESIS_PROFILE=explore searches new ones. Without a deadline:
 # a shared machine may stall.
@@ -39,6 +40,14 @@ def golden(pytestconfig: pytest.Config) -> Golden:
 def warm_starter() -> Iterator[WarmStarter]:
     with WarmStarter() as starter:
         yield starter
+
+
+@pytest.fixture(scope="session")
+def mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An MLflow database without runs, to copy: making its tables flushes the disk 200 times."""
+    database = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    open_client(f"sqlite:///{database}", say=lambda text: None)
+    return database
 
 
 @contextmanager

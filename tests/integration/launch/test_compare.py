@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -35,13 +36,12 @@ def run_compare(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
     )
 
 
-def make_run(root: Path, name: str, *, lr: float, gain: float, uri: str | None = None) -> None:
+def make_run(root: Path, name: str, *, lr: float, gain: float, odd: str = EVIL) -> None:
     folder = root / "runs" / name
     config = f"name: {name}\nseed: 7\noptim:\n  lr: {lr}\nnote: '{EVIL}'\n"
-    settings = TrackingSettings(uri=uri)
     with Tracker.open(
         folder=folder,
-        settings=settings,
+        settings=TrackingSettings(uri=None),
         run_name=name,
         stage="pretrain",
         params={"name": name, "seed": 7, "optim": {"lr": lr}},
@@ -52,7 +52,7 @@ def make_run(root: Path, name: str, *, lr: float, gain: float, uri: str | None =
         say=lambda text: None,
     ) as tracker:
         for step in range(1, 4):
-            tracker.log({"train/loss": 1 / step, f"odd/{EVIL}": float("nan")}, step=step)
+            tracker.log({"train/loss": 1 / step, f"odd/{odd}": float("nan")}, step=step)
         tracker.log({"val/top1": gain}, step=3)
     (folder / "config.yaml").write_text(config)
 
@@ -109,24 +109,16 @@ def test_the_report_is_one_file_that_loads_nothing(root: Path) -> None:
     assert "<h3>attention of a 7</h3>" in text and "data:image/png;base64" in text
 
 
-def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path) -> None:
+def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path, mlflow_database: Path) -> None:
+    shutil.copy(mlflow_database, tmp_path / "other.db")
     uri = f"sqlite:///{tmp_path}/other.db"
-    make_run(tmp_path, "stored", lr=0.5, gain=0.25, uri=None)
-    # The same name in MLflow with other values: --uri selects it.
-    with Tracker.open(
-        folder=tmp_path / "elsewhere",
-        settings=TrackingSettings(uri=uri),
-        run_name="stored",
-        stage="pretrain",
-        params={"optim": {"lr": 0.125}},
-        tags={},
-        config_yaml="seed: 1\n",
-        resume_step=0,
-        is_writer=True,
-        say=lambda text: None,
-    ) as tracker:
-        tracker.log({"val/top1": 0.875}, step=9)
-        run_id = str(tracker.run_id)
+    make_run(tmp_path, "stored", lr=0.125, gain=0.875, odd="name")
+    sent = run_compare(tmp_path, "sync", "stored", "--uri", uri)
+    assert sent.returncode == 0, sent.stderr
+    run_id = sent.stdout.partition("; run ")[2].split()[0]
+    # The same name below runs/ with other values: --uri selects that of MLflow.
+    shutil.rmtree(tmp_path / "runs/stored")
+    make_run(tmp_path, "stored", lr=0.5, gain=0.25)
     done = run_compare(tmp_path, "stored", run_id, "--uri", uri)
     assert done.returncode == 0, done.stderr
     assert "0.875" in done.stdout and f"MLflow run {run_id}" in done.stdout

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 
 from tests.support.golden import Golden
 from tests.support.ranks.fault_runs import fault
+from tests.support.ranks.rank_processes import ROOT
 from tests.support.ranks.warm_ranks import WarmStarter
 from tests.support.runs import run
 
@@ -23,9 +27,22 @@ SETTINGS = (
 POINTS = "training/mlflow_points.json"
 
 
+@pytest.fixture
+def folder(mlflow_database: Path, tmp_path: Path) -> Path:
+    shutil.copy(mlflow_database, tmp_path / "mlflow.db")
+    return tmp_path
+
+
 def train(starter: WarmStarter, folder: Path, **how: Any) -> None:
-    database = f"tracking.uri=sqlite:///{folder / 'mlflow.db'}"
-    run(starter, "pretrain/main.py", folder, *SETTINGS, database, num_ranks=2, **how)
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    run(starter, "pretrain/main.py", folder, *SETTINGS, f"tracking.uri={uri}", num_ranks=2, **how)
+
+
+def sync(folder: Path) -> None:
+    """A training waits for MLflow only so long; what is left at its end is sent here."""
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
+    command = [sys.executable, "launch/compare.py", "sync", folder / "run", "--uri", uri]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
 
 
 def query(folder: Path, sql: str) -> list[tuple[Any, ...]]:
@@ -50,21 +67,23 @@ def journal_points(folder: Path) -> set[tuple[str, int, float]]:
 
 
 def test_points_of_an_uninterrupted_run(
-    warm_starter: WarmStarter, tmp_path: Path, golden: Golden
+    warm_starter: WarmStarter, folder: Path, golden: Golden
 ) -> None:
-    train(warm_starter, tmp_path)
-    assert query(tmp_path, "select name, status from runs") == [("tiny", "FINISHED")]
-    golden.json(POINTS, points(tmp_path), rel=1e-5)
+    train(warm_starter, folder)
+    sync(folder)
+    assert query(folder, "select name, status from runs") == [("tiny", "FINISHED")]
+    golden.json(POINTS, points(folder), rel=1e-5)
 
 
 def test_a_killed_and_resumed_run_is_one_run_with_each_step_once(
-    warm_starter: WarmStarter, tmp_path: Path, golden: Golden
+    warm_starter: WarmStarter, folder: Path, golden: Golden
 ) -> None:
     """Killed in step 6, resumed at step 3; the points of step 4 are in MLflow already."""
-    train(warm_starter, tmp_path, faults={1: [fault("backward", 12, "lag and kill")]})
-    train(warm_starter, tmp_path)
-    assert query(tmp_path, "select name, status from runs") == [("tiny", "FINISHED")]
-    found, written = points(tmp_path), journal_points(tmp_path)
+    train(warm_starter, folder, faults={1: [fault("backward", 12, "lag and kill")]})
+    train(warm_starter, folder)
+    sync(folder)
+    assert query(folder, "select name, status from runs") == [("tiny", "FINISHED")]
+    found, written = points(folder), journal_points(folder)
     assert len({(key, step) for key, step, _ in found}) == len(found)
     # Counts of events are sent from the first event on.
     assert not set(found) - written and not {point for point in written - set(found) if point[2]}

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.waiting import PATIENCE_S
+from vitscale.tracking import tracker
 from vitscale.tracking.settings import TrackingSettings
 from vitscale.tracking.tracker import Tracker
 
 PARAMS = {"optim": {"lr": 0.001}, "data": {"path": "http://me:hunter2@host/x"}}
 
 
-@pytest.fixture(scope="session")
-def database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("store") / "mlflow.db"  # made once: its first use takes seconds
+@pytest.fixture
+def database(mlflow_database: Path, tmp_path: Path) -> Path:
+    (tmp_path / "store").mkdir()
+    return Path(shutil.copy(mlflow_database, tmp_path / "store"))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing here is about the waits that are bounded for a training's sake."""
+    for name in ("OPEN_WAIT_S", "CLOSE_WAIT_S", "FAILED_CLOSE_WAIT_S"):
+        monkeypatch.setattr(tracker, name, PATIENCE_S)
 
 
 @pytest.fixture
