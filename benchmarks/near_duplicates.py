@@ -32,8 +32,8 @@ try:
         NUM_FREQUENCIES,
         are_duplicates,
         coefficient_descriptors,
+        describe_images,
         has_contrast,
-        image_descriptors,
     )
     from data_prep.duplicates.search import first_similar
     from vitscale.config.errors import UserError, run_script
@@ -141,7 +141,7 @@ def compared_copies(job: tuple[int, bytes]) -> np.ndarray:
     with Image.open(io.BytesIO(content)) as opened:
         image = opened.convert("RGB")
     copies = [manipulate(image, rng) for manipulate in MANIPULATIONS.values()]
-    rows = image_descriptors([content, *copies])
+    rows, _ = describe_images([content, *copies])
     return are_duplicates(np.repeat(rows[:1], len(copies)), rows[1:])
 
 
@@ -150,7 +150,7 @@ def report_catch_rates(images: dict[str, bytes]) -> None:
     with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool:
         caught = np.stack(pool.map(compared_copies, enumerate(images.values()), chunksize=8))
     start = time.process_time()
-    descriptors = image_descriptors(list(images.values()))
+    descriptors, _ = describe_images(list(images.values()))
     rate = len(images) / (time.process_time() - start)
     flat = (~has_contrast(descriptors)).sum()
     print(f"{len(images)} images, {flat} with too little contrast to compare")
@@ -175,7 +175,7 @@ def report_false_positives(images: dict[str, bytes], folders: list[Path]) -> Non
     sets = {"images": images, "handwritten digits": digits()}
     for name, contents in (sets | {folder.name: read_images(folder) for folder in folders}).items():
         names = list(contents)
-        first = first_similar(image_descriptors(list(contents.values())))
+        first = first_similar(describe_images(list(contents.values()))[0])
         copies = np.flatnonzero(first != np.arange(len(first)))
         low, high = wilson(len(copies), max(len(names), 1))
         print(f"{name:34}{len(names):>8}{len(copies):>8}   {low:.1%} to {high:.1%}")

@@ -12,7 +12,9 @@ Leaves out: reading images and the search (`duplicates`).
 from __future__ import annotations
 
 import argparse
+import io
 import sys
+from typing import Any
 
 try:
     from pathlib import Path
@@ -22,15 +24,13 @@ try:
     import pyarrow.parquet as pq
     from PIL import Image, ImageDraw
 
-    from data_prep.duplicates.descriptors import DESCRIPTOR, similarity
+    from data_prep.duplicates.descriptors import DESCRIPTOR, FORMATS, similarity
     from data_prep.duplicates.reading import (
-        ImageList,
-        batches,
         describe,
         list_images,
         list_samples,
+        read_image,
         source_paths,
-        thumbnail,
     )
     from data_prep.duplicates.search import first_equal, first_similar
     from vitscale.config.errors import run_script
@@ -43,7 +43,7 @@ except ModuleNotFoundError as error:
 
 TABLE_NAME, KEYS_NAME, PICTURE_NAME = "duplicates.parquet", "keep.txt", "pairs.png"
 NUM_PAIRS, PAIRS_PER_ROW, SIDE, GAP = 60, 4, 128, 16
-BATCH_ROWS = 1 << 14
+DESCRIBED_ROWS, BATCH_ROWS = 1 << 8, 1 << 14
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -71,14 +71,15 @@ def main() -> None:
     folder = Path(arguments.shards)
     samples = list_samples(folder)
     # Others come first: of two copies the first is kept.
-    lists = [*(list_images(Path(path)) for path in arguments.against), samples]
-    own = slice(sum(map(len, lists)) - len(samples), None)
-    first = first_equal(np.concatenate([images.hashes for images in lists]))
-    positions = np.arange(len(first))
+    images = pa.concat_tables([*(list_images(Path(path)) for path in arguments.against), samples])
+    num_others = len(images) - len(samples)
+    own = slice(num_others, None)
+    hashes = np.frombuffer(b"".join(images["blake3"].to_pylist()), "<u8").reshape(-1, 4)
+    first, positions = first_equal(hashes), np.arange(len(images))
     exact = first != positions
     alike = np.where(exact, 1.0, np.nan)
     if arguments.similar:
-        descriptors = describe_all(lists, num_workers=arguments.num_workers)
+        descriptors = describe_all(images, num_workers=arguments.num_workers)
         first = np.where(exact, first, first_similar(descriptors))
         similar = np.flatnonzero(~exact & (first != positions))
         for start in range(0, len(similar), BATCH_ROWS):
@@ -87,27 +88,28 @@ def main() -> None:
     is_copy = first != positions
     output = Path(arguments.output or f"{folder.resolve()}-duplicates")
     make_folders(output)
-    names = pa.chunked_array([c for images in lists for c in images.names.chunks], pa.string())
     table = pa.table(
         {
-            "key": samples.names,
-            "path": source_paths(folder, samples.names),
+            "key": samples["name"],
+            "path": source_paths(folder, samples["name"]),
             "keep": ~is_copy[own],
-            "copy_of": names.take(pa.array(first[own], mask=~is_copy[own])),
+            "copy_of": images["name"].take(pa.array(first[own], mask=~is_copy[own])),
             "similarity": pa.array(alike[own], pa.float32(), from_pandas=True),
         }
     )
     write_lists(output, table)
-    pairs = np.flatnonzero(is_copy & ~exact & (positions >= own.start))
+    pairs = np.flatnonzero(is_copy & ~exact & (positions >= num_others))
     pairs = pairs[np.argsort(alike[pairs], kind="stable")[:NUM_PAIRS]]
     (output / PICTURE_NAME).unlink(missing_ok=True)
     if len(pairs):
-        draw_pairs(output / PICTURE_NAME, lists, first=first, pairs=pairs, alike=alike)
+        shown = images.take(np.stack([first[pairs], pairs], axis=1).ravel()).to_pylist()
+        draw_pairs(output / PICTURE_NAME, shown, alike[pairs].tolist())
     num_copies, num_exact = int(is_copy[own].sum()), int(exact[own].sum())
-    num_others = int((is_copy & (first < own.start))[own].sum())
+    num_of_others = int((is_copy & (first < num_others))[own].sum())
     print(
         f"{folder}: {len(samples):,} images, {num_copies:,} of them copies: {num_exact:,} with "
-        f"equal bytes, {num_copies - num_exact:,} similar; {num_others:,} of an image of --against"
+        f"equal bytes, {num_copies - num_exact:,} similar; "
+        f"{num_of_others:,} of an image of --against"
     )
     print(f"written: {', '.join(str(path) for path in sorted(output.iterdir()))}")
     print(
@@ -126,15 +128,14 @@ def write_lists(output: Path, table: pa.Table) -> None:
             file.write("".join(f"{key}\n" for key in batch.column("key").to_pylist()).encode())
 
 
-def describe_all(lists: list[ImageList], *, num_workers: int | None) -> np.ndarray:
+def describe_all(images: pa.Table, *, num_workers: int | None) -> np.ndarray:
     """Return the descriptors of all images; warn if some cannot be decoded."""
     parts, num_lost = [np.zeros(0, DESCRIPTOR)], 0
-    places = (batch for images in lists for batch in batches(images))
-    with item_progress("describe images", total=sum(map(len, lists))) as advance:
-        for batch, (descriptors, lost) in ordered_results(
-            describe, places, num_workers=num_workers
-        ):
-            parts.append(descriptors)
+    # Rows: a pickled slice of a table would have the whole of it.
+    batches = (part.to_pylist() for part in images.to_batches(max_chunksize=DESCRIBED_ROWS))
+    with item_progress("describe images", total=len(images)) as advance:
+        for batch, (found, lost) in ordered_results(describe, batches, num_workers=num_workers):
+            parts.append(found)
             num_lost += lost
             advance(len(batch))
     if num_lost:
@@ -142,22 +143,22 @@ def describe_all(lists: list[ImageList], *, num_workers: int | None) -> np.ndarr
     return np.concatenate(parts)
 
 
-def draw_pairs(
-    path: Path, lists: list[ImageList], *, first: np.ndarray, pairs: np.ndarray, alike: np.ndarray
-) -> None:
-    """Draw copies beside the images that they are like, with their similarity."""
+def draw_pairs(path: Path, images: list[dict[str, Any]], alike: list[float]) -> None:
+    """Draw pairs, which follow each other in `images`, with their similarity."""
     width, height = 2 * SIDE + GAP, SIDE + GAP
-    num_rows = -(-len(pairs) // PAIRS_PER_ROW)
+    num_rows = -(-len(alike) // PAIRS_PER_ROW)
     sheet = Image.new("RGB", (PAIRS_PER_ROW * width, num_rows * height), "white")
     draw = ImageDraw.Draw(sheet)
-    starts = np.cumsum([0, *map(len, lists)])
-    for number, copy in enumerate(pairs.tolist()):
-        x, y = number % PAIRS_PER_ROW * width, number // PAIRS_PER_ROW * height
-        draw.text((x, y), f"{alike[copy]:.4f}", "black")
-        for side, position in enumerate((int(first[copy]), copy)):
-            of = int(np.searchsorted(starts, position, side="right")) - 1
-            (place,) = lists[of].places(position - starts[of], position - starts[of] + 1)
-            sheet.paste(thumbnail(place, SIDE), (x + side * SIDE, y + GAP - 2))
+    for number, row in enumerate(images):
+        pair, side = divmod(number, 2)
+        x, y = pair % PAIRS_PER_ROW * width, pair // PAIRS_PER_ROW * height
+        if side == 0:
+            draw.text((x, y), f"{alike[pair]:.4f}", "black")
+        with Image.open(io.BytesIO(read_image(row)), formats=FORMATS) as image:
+            image.draft("RGB", (2 * SIDE, 2 * SIDE))
+            small = image.convert("RGB")
+        small.thumbnail((SIDE, SIDE))
+        sheet.paste(small, (x + side * SIDE, y + GAP - 2))
     with atomic_file(path) as file:
         sheet.save(file, "PNG")
 

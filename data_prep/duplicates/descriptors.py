@@ -57,14 +57,12 @@ MAX_PIXELS = 1 << 28
 DEEP_GREY = {"I": 256, "I;16": 256, "I;16B": 256, "I;16L": 256, "I;16N": 256, "F": 1}
 
 
-def image_descriptors(contents: Sequence[bytes]) -> np.ndarray:
-    """Describe encoded images, [len(contents)] of DESCRIPTOR; blank if one cannot be decoded."""
-    pictures = np.zeros((len(contents), SIDE_PX, SIDE_PX), dtype=np.uint8)
-    for picture, content in zip(pictures, contents, strict=True):
-        found = grey_picture(content)
-        if found is not None:
-            picture[:] = found
-    return picture_descriptors(pictures)
+def describe_images(contents: Sequence[bytes]) -> tuple[np.ndarray, int]:
+    """Return the DESCRIPTOR of encoded images, blank if undecodable, and how many are that."""
+    pictures = [grey_picture(content) for content in contents]
+    blank = np.zeros((SIDE_PX, SIDE_PX), np.uint8)
+    found = [blank if picture is None else picture for picture in pictures]
+    return picture_descriptors(np.array(found)), sum(picture is None for picture in pictures)
 
 
 def grey_picture(content: bytes) -> np.ndarray | None:
@@ -230,25 +228,3 @@ def _correlation(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     product = (a * b).sum(axis=1)
     norms = (a * a).sum(axis=1) * (b * b).sum(axis=1)
     return product / np.sqrt(np.maximum(norms, 1))
-
-
-def equal_keys(
-    table: np.ndarray, probes: np.ndarray, *, max_pairs: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Every (position in probes, position in table) with equal keys, `max_pairs` at a time.
-
-    table: sorted keys; probes: keys in any order.
-    """
-    # Sorted probes search memory that the previous one has just read.
-    order = np.argsort(probes)
-    ordered, table = probes[order], np.ascontiguousarray(table)
-    first = np.searchsorted(table, ordered, side="left")
-    counts = np.searchsorted(table, ordered, side="right") - first
-    found = np.flatnonzero(counts)
-    hits, first, counts = order[found], first[found], counts[found]
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    for start in range(0, total, max_pairs):
-        pair = np.arange(start, min(start + max_pairs, total))
-        group = np.searchsorted(ends, pair, side="right")
-        yield hits[group], first[group] + pair - (ends[group] - counts[group])

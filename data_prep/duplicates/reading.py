@@ -1,30 +1,22 @@
-"""List and describe the images of shard folders, and of folders with image files.
+"""List the images of shard folders and of folders with image files, as tables, and read them.
 
-Owns: where each image is, its hash, its descriptor, and the path that it had in the source.
+Owns: where each image is, its hash, and the path that it had in the source.
 Leaves out: which images are copies (`search`).
 """
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from PIL import Image
 
-from data_prep.duplicates.descriptors import (
-    FORMATS,
-    SIDE_PX,
-    grey_picture,
-    picture_descriptors,
-)
+from data_prep.duplicates.descriptors import describe_images
 from data_prep.formats.index_files import folder_of_tars
 from data_prep.formats.ledger import LEDGER_NAME
 from data_prep.sources.errors import printable
@@ -34,81 +26,42 @@ from vitscale.data.index import INDEX_NAME, read_manifest
 from vitscale.distributed.atomic_files import blake3_of_file
 
 TRAIN = "train"
-BATCH_IMAGES = 256
+# An image is `length` bytes of `file` from `offset` on; its name is a key of shards, or a path.
+IMAGES = pa.schema(
+    [
+        ("name", pa.string()),
+        ("blake3", pa.binary(32)),
+        ("file", pa.dictionary(pa.int32(), pa.binary())),
+        ("offset", pa.int64()),
+        ("length", pa.int64()),
+    ]
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageList:
-    """Images of one folder, in an order in which the first of two copies is the one to keep."""
-
-    names: pa.ChunkedArray
-    """Keys of shards, paths of files."""
-    hashes: np.ndarray
-    """uint64 [N, 4]: BLAKE3."""
-    files: tuple[str, ...]
-    file_of: np.ndarray
-    """int: position in `files`."""
-    offset: np.ndarray
-    num_bytes: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.names)
-
-    def places(self, start: int, stop: int) -> list[Place]:
-        files = [self.files[i] for i in self.file_of[start:stop]]
-        columns = self.offset[start:stop].tolist(), self.num_bytes[start:stop].tolist()
-        return [Place(*row) for row in zip(files, *columns, strict=True)]
-
-
-class Place(NamedTuple):
-    """The bytes of one image."""
-
-    file: str
-    offset: int
-    num_bytes: int
-
-    def read(self) -> bytes:
-        """Raise UserError if they cannot be read."""
-        try:
-            with open(self.file, "rb") as file:
-                file.seek(self.offset)
-                content = file.read(self.num_bytes)
-            if len(content) == self.num_bytes:
-                return content
-            problem = "ends before the image that the index names"
-        except OSError as error:
-            problem = f"cannot be read ({error.strerror or error})"
-        raise UserError(problem, where=printable(self.file)) from None
-
-
-def list_images(folder: Path) -> ImageList:
+def list_images(folder: Path) -> pa.Table:
     """List a shard folder, or else all visible image files below a folder.
 
     Raises UserError for a folder without images, and for tars at a URL.
     """
     if (folder / INDEX_NAME).is_file():
         samples = list_samples(folder)
-        names = pc.binary_join_element_wise(printable(str(folder)), samples.names, "/")
-        return replace(samples, names=names)
+        names = pc.binary_join_element_wise(printable(str(folder)), samples["name"], "/")
+        return samples.set_column(0, "name", names)
     if not folder.is_dir():
         raise UserError("no such folder", where=str(folder))
-    files = list(_image_files(folder))
-    if not files:
-        raise UserError("has no images", where=str(folder), allowed="image files, or shards")
     try:
-        hashes = b"".join(bytes.fromhex(blake3_of_file(Path(file))) for file in files)
-        sizes = [os.path.getsize(file) for file in files]
+        rows = [
+            (printable(file), bytes.fromhex(blake3_of_file(Path(file))), os.fsencode(file), 0, size)
+            for file in _image_files(folder)
+            for size in (os.path.getsize(file),)
+        ]
     except OSError as error:
         where = printable(str(error.filename or folder))
         raise UserError(f"cannot be read ({error.strerror})", where=where) from None
-    return ImageList(
-        names=pa.chunked_array([[printable(file) for file in files]], pa.string()),
-        hashes=np.frombuffer(hashes, "<u8").reshape(-1, 4),
-        files=tuple(files),
-        file_of=np.arange(len(files)),
-        offset=np.zeros(len(files), np.int64),
-        num_bytes=np.array(sizes, np.int64),
-    )
+    if not rows:
+        raise UserError("has no images", where=str(folder), allowed="image files, or shards")
+    columns = zip(IMAGES, zip(*rows, strict=True), strict=True)
+    return pa.table([pa.array(values, field.type) for field, values in columns], schema=IMAGES)
 
 
 def _image_files(folder: Path) -> Iterator[str]:
@@ -126,50 +79,41 @@ def _image_files(folder: Path) -> Iterator[str]:
                 yield os.path.join(parent, name)
 
 
-def list_samples(folder: Path) -> ImageList:
+def list_samples(folder: Path) -> pa.Table:
     """List all samples of a shard folder: splits other than `train` first, to keep them."""
     root = folder_of_tars(folder, read_manifest(folder))
-    columns = ["split", "key", "shard", "offset", "length", "blake3"]
+    columns = ["split", "key", "blake3", "shard", "offset", "length"]
     table = pq.read_table(folder / INDEX_NAME, columns=columns)
-    in_train = pc.equal(table.column("split").cast(pa.string()), TRAIN).to_numpy()
+    in_train = pc.equal(table["split"].cast(pa.string()), TRAIN).to_numpy()
     table = table.take(np.argsort(in_train, kind="stable")).combine_chunks()
-    shards = table.column("shard").cast(pa.string()).combine_chunks().dictionary_encode()
-    hashes = table.column("blake3").cast(pa.binary()).combine_chunks()
-    return ImageList(
-        names=table.column("key"),
-        hashes=np.frombuffer(b"".join(hashes.to_pylist()), "<u8").reshape(-1, 4),
-        files=tuple(str(root / name) for name in shards.dictionary.to_pylist()),
-        file_of=shards.indices.to_numpy(),
-        offset=table.column("offset").to_numpy(),
-        num_bytes=table.column("length").to_numpy(),
-    )
+    shards = table["shard"].cast(pa.string()).combine_chunks().dictionary_encode()
+    files = pa.array([os.fsencode(root / name) for name in shards.dictionary.to_pylist()])
+    found = [table[name] for name in ("key", "blake3", "shard", "offset", "length")]
+    found[2] = pa.DictionaryArray.from_arrays(shards.indices, files)
+    return pa.table(found, schema=IMAGES)
 
 
 def source_paths(folder: Path, keys: pa.ChunkedArray) -> pa.ChunkedArray:
     """Return the path in the source of each sample, from the ledger."""
     ledger = pq.read_table(folder / LEDGER_NAME, columns=["key", "path"])
-    ledger = ledger.filter(pc.is_valid(ledger.column("key"))).combine_chunks()
-    position = pc.index_in(keys, value_set=ledger.column("key").combine_chunks())
-    return ledger.column("path").take(position)
+    ledger = ledger.filter(pc.is_valid(ledger["key"])).combine_chunks()
+    return ledger["path"].take(pc.index_in(keys, value_set=ledger["key"].combine_chunks()))
 
 
-def batches(images: ImageList) -> Iterator[list[Place]]:
-    for start in range(0, len(images), BATCH_IMAGES):
-        yield images.places(start, start + BATCH_IMAGES)
-
-
-def describe(places: Sequence[Place]) -> tuple[np.ndarray, int]:
+def describe(images: Sequence[Mapping[str, Any]]) -> tuple[np.ndarray, int]:
     """Return the descriptors of some images, and how many could not be decoded."""
-    pictures = [grey_picture(place.read()) for place in places]
-    blank = np.zeros((SIDE_PX, SIDE_PX), np.uint8)
-    found = np.stack([blank if picture is None else picture for picture in pictures])
-    return picture_descriptors(found), sum(picture is None for picture in pictures)
+    return describe_images([read_image(row) for row in images])
 
 
-def thumbnail(place: Place, side: int) -> Image.Image:
-    """Return a small picture of an image that can be decoded."""
-    with Image.open(io.BytesIO(place.read()), formats=FORMATS) as image:
-        image.draft("RGB", (2 * side, 2 * side))
-        small = image.convert("RGB")
-    small.thumbnail((side, side))
-    return small
+def read_image(row: Mapping[str, Any]) -> bytes:
+    """Return the bytes of one image. Raises UserError."""
+    try:
+        with open(row["file"], "rb") as file:
+            file.seek(row["offset"])
+            content = file.read(row["length"])
+        if len(content) == row["length"]:
+            return content
+        problem = "ends before the image that the index names"
+    except OSError as error:
+        problem = f"cannot be read ({error.strerror or error})"
+    raise UserError(problem, where=printable(row["file"]))

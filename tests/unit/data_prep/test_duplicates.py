@@ -1,0 +1,218 @@
+"""Copies of a picture match, different pictures do not, and searching equals comparing all."""
+
+from __future__ import annotations
+
+import io
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageDraw, ImageOps
+
+from data_prep.duplicates import search
+from data_prep.duplicates.descriptors import (
+    SIDE_PX,
+    are_duplicates,
+    describe_images,
+    has_contrast,
+    picture_descriptors,
+)
+from data_prep.duplicates.search import first_similar
+
+NUM_IMAGES = 240
+ORIENTATION_TAG = 0x0112
+RESIZED = Image.Resampling.BICUBIC
+
+
+def drawn(seed: int) -> Image.Image:
+    """Shapes, a gradient in waves, or noise."""
+    chance = np.random.default_rng(seed)
+    width, height = (int(side) for side in chance.integers(64, 140, 2))
+    colours = chance.integers(0, 256, (8, 3))
+    if seed % 3 == 0:
+        image = Image.new("RGB", (width, height), tuple(colours[0].tolist()))
+        for colour in colours[1:]:
+            x, y, w, h = (chance.random(4) * (width, height, width, height)).tolist()
+            ImageDraw.Draw(image).ellipse((x, y, x + w / 2, y + h / 2), tuple(colour.tolist()))
+        return image
+    if seed % 3 == 1:
+        y, x = np.mgrid[:height, :width]
+        pitches, phases = chance.uniform(-12, 12, (3, 2)), chance.uniform(0, 6, 3)
+        waves = [
+            np.sin(x / width * a + y / height * b + c)
+            for (a, b), c in zip(pitches, phases, strict=True)
+        ]
+        wave = (sum(waves) + 3) / 6
+        return Image.fromarray((wave[..., None] * (40, 120, 255)).astype(np.uint8))
+    noise = chance.integers(0, 256, (int(chance.integers(4, 12)), 8, 3), dtype=np.uint8)
+    return Image.fromarray(noise).resize((width, height), RESIZED)
+
+
+def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
+    file = io.BytesIO()
+    image.save(file, kind, **({"compress_level": 1} if kind == "PNG" else options))
+    return file.getvalue()
+
+
+def described(*contents: bytes) -> np.ndarray:
+    return describe_images(contents)[0]
+
+
+@cache
+def images() -> list[Image.Image]:
+    return [drawn(seed) for seed in range(NUM_IMAGES)]
+
+
+@cache
+def originals() -> np.ndarray:
+    return described(*(encoded(image) for image in images()))
+
+
+def scaled(image: Image.Image, width: float, height: float) -> Image.Image:
+    return image.resize((round(image.width * width), round(image.height * height)), RESIZED)
+
+
+COPIES = {
+    "jpeg": lambda image: encoded(image, "JPEG", quality=30),
+    "webp": lambda image: encoded(image, "WEBP", quality=50),
+    "smaller": lambda image: encoded(scaled(image, 0.42, 0.4)),
+    "larger": lambda image: encoded(scaled(image, 2, 1.9), "JPEG", quality=90),
+    "mirrored": lambda image: encoded(ImageOps.mirror(image)),
+    "all": lambda image: encoded(ImageOps.mirror(scaled(image, 0.7, 0.72)), "JPEG", quality=50),
+}
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_copies_are_found(kind: str) -> None:
+    copies = described(*(COPIES[kind](image) for image in images()))
+    caught = are_duplicates(originals(), copies)
+    assert caught.mean() >= 0.99
+    assert np.array_equal(are_duplicates(copies, originals()), caught)
+
+
+def test_different_pictures_do_not_match() -> None:
+    first, second = np.triu_indices(NUM_IMAGES, 1)
+    assert not are_duplicates(originals()[first], originals()[second]).any()
+
+
+def test_blank_pictures_match_nothing() -> None:
+    """Not even themselves, nor other blank pictures with encoding noise, nor broken files."""
+    blank = [Image.new("RGB", (60, 50), (value,) * 3) for value in (0, 128, 130, 255)]
+    noise = np.random.default_rng(0).integers(-3, 4, (50, 60, 3)) + 128
+    contents = [encoded(image, "JPEG", quality=50) for image in blank]
+    contents.append(encoded(Image.fromarray(noise.astype(np.uint8)), "JPEG", quality=30))
+    found, num_lost = describe_images([*contents, b"", b"no image", encoded(drawn(0))[:500]])
+    assert num_lost == 3 and not has_contrast(found).any()
+    first, second = np.indices((len(found), len(found))).reshape(2, -1)
+    assert not are_duplicates(found[first], found[second]).any()
+
+
+@pytest.mark.parametrize("angle", [0.0, 0.5, 1.25])
+def test_a_faint_smooth_picture_matches_its_copy(angle: float) -> None:
+    """Its details are encoding noise, so their correlation must not decide."""
+    y, x = np.mgrid[:96, :96] / 96
+    values = 128 + 16 * (x * np.cos(angle) + y * np.sin(angle) - 0.5)
+    image = Image.fromarray(np.rint(values).astype(np.uint8))
+    pair = described(encoded(image), encoded(image, "JPEG", quality=50))
+    assert are_duplicates(pair[:1], pair[1:]).all()
+
+
+@pytest.mark.parametrize("orientation", [3, 6])
+def test_orientation_is_undone(orientation: int) -> None:
+    exif = Image.Exif()
+    exif[ORIENTATION_TAG] = orientation
+    content = encoded(drawn(5), "JPEG", quality=95, exif=exif)
+    with Image.open(io.BytesIO(content)) as image:
+        upright = ImageOps.exif_transpose(image)
+    pair = described(content, encoded(upright))
+    assert are_duplicates(pair[:1], pair[1:]).all()
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16", "CMYK"])
+def test_every_pixel_mode_is_described(mode: str) -> None:
+    picture = drawn(2)
+    if mode == "I;16":
+        image = Image.fromarray(np.asarray(picture.convert("L")).astype(np.uint16) * 257)
+    else:
+        image = picture.convert(mode)
+    content = encoded(image, "JPEG", quality=95) if mode == "CMYK" else encoded(image)
+    plain = encoded(image.convert("L")) if mode == "1" else encoded(picture)
+    assert are_duplicates(described(content), described(plain)).all()
+
+
+def test_transparent_pixels_are_white() -> None:
+    over_white, hidden = drawn(0).convert("RGBA"), drawn(0).convert("RGBA")
+    box = (0, 0, hidden.width, hidden.height // 2)
+    over_white.paste((255, 255, 255, 255), box)
+    hidden.paste((0, 0, 0, 0), box)
+    found = described(encoded(hidden), encoded(over_white.convert("RGB")))
+    assert found[0] == found[1]
+
+
+def all_pairs(descriptors: np.ndarray) -> list[int]:
+    """Apply the definition, pair by pair."""
+    first = []
+    for i in range(len(descriptors)):
+        before, own = descriptors[:i], descriptors[[i]].repeat(i)
+        same = np.flatnonzero(before == own)
+        alike = np.flatnonzero(are_duplicates(before, own))
+        compared = has_contrast(descriptors[[i]])[0]
+        first.append(int([*same, *alike, i][0]) if compared else i)
+    return first
+
+
+def pictures(num: int, *, seed: int) -> np.ndarray:
+    """Smooth noise: [num, SIDE_PX, SIDE_PX]."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (num, 8, 8), dtype=np.uint8)
+    return coarse.repeat(SIDE_PX // 8, axis=1).repeat(SIDE_PX // 8, axis=2)
+
+
+@st.composite
+def corpora(draw: st.DrawFn) -> np.ndarray:
+    """Descriptors of pictures, of noisy and mirrored versions, and of blank ones."""
+    originals = pictures(4, seed=draw(st.integers(0, 3)))
+    originals[3] //= 64
+    made = []
+    for _ in range(draw(st.integers(0, 14))):
+        picture = originals[draw(st.integers(0, 3))].astype(int)
+        noise = draw(st.sampled_from([0, 0, 1, 10, 25, 40, 60]))
+        random_state = np.random.default_rng(draw(st.integers(0, 5)))
+        picture = picture + random_state.integers(-noise, noise + 1, picture.shape)
+        made.append(picture[:, ::-1] if draw(st.booleans()) else picture)
+    stacked = np.array(made).reshape(-1, SIDE_PX, SIDE_PX)
+    return picture_descriptors(stacked.clip(0, 255).astype(np.uint8))
+
+
+@given(descriptors=corpora(), max_pairs=st.sampled_from([5, 1 << 17]))
+@settings(max_examples=60, deadline=None)
+def test_result_equals_comparing_all_pairs(descriptors: np.ndarray, max_pairs: int) -> None:
+    with mock.patch.multiple(search, MAX_PAIRS=max_pairs, BATCH_ROWS=3):
+        assert first_similar(descriptors).tolist() == all_pairs(descriptors)
+
+
+@pytest.mark.parametrize("num", [0, 1, 300])
+def test_every_copy_in_a_larger_corpus_is_found(num: int) -> None:
+    """Every third picture is a mirrored, noisy copy of the one before."""
+    originals = pictures(num, seed=0)
+    noise = np.random.default_rng(0).integers(-4, 5, originals.shape)
+    noisy = (originals.astype(int) + noise).clip(0, 255).astype(np.uint8)
+    originals[2::3] = noisy[1::3][: len(originals[2::3]), :, ::-1]
+    found = first_similar(picture_descriptors(originals))
+    assert found.tolist() == [i - 1 if i % 3 == 2 else i for i in range(num)]
+
+
+def test_large_families_are_settled_in_few_comparisons() -> None:
+    """One picture saved 600 times with small differences, another 600 times identically."""
+    both = pictures(2, seed=1).astype(int)
+    noise = np.random.default_rng(0).integers(-3, 4, (600, SIDE_PX, SIDE_PX))
+    varied = picture_descriptors((both[0] + noise).clip(0, 255).astype(np.uint8))
+    alike = picture_descriptors(both[1:].astype(np.uint8).repeat(600, axis=0))
+    real = search.pictures_correlate
+    with mock.patch.object(search, "pictures_correlate", side_effect=real) as compare:
+        found = first_similar(np.concatenate([varied, alike]))
+    assert found.tolist() == [600 * (position // 600) for position in range(1200)]
+    assert sum(len(call.args[0]) for call in compare.call_args_list) < 600 * 600 / 8
