@@ -20,7 +20,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,7 +47,6 @@ from vitscale.distributed.atomic_files import commit_folder, make_folders, write
 from vitscale.distributed.failures.storage import retried
 
 Answer = dict[str, Any]
-CHUNK_BYTES = 1 << 26
 # What all ranks raise when a save fails on one of them.
 ERRORS: Mapping[str, type[UserError]] = defaultdict(
     lambda: UserError,
@@ -95,8 +94,6 @@ class Save:
     keep: int
     progress: Mapping[str, Any]
     description: Mapping[str, Any]
-    on_progress: Callable[[], None] = lambda: None
-    """Called after each part written or read."""
 
     @property
     def temporary(self) -> Path:
@@ -172,15 +169,12 @@ def _write_share(save: Save, pieces: Iterable[bytes | memoryview]) -> Answer:
     def write() -> tuple[int, str]:
         make_folders(save.checkpoints)
         save.temporary.mkdir(exist_ok=True)
-        chunks = _chunks(whole, taken=save.on_progress)
-        return _write_again(save.temporary / save.file_name, chunks)
+        return _write_again(save.temporary / save.file_name, whole)
 
     num_bytes, content = retried(write)
     entry = {"bytes": num_bytes, "blake3": content}
     # Every rank its own file: one rank would take hours for those of hundreds.
-    verify_files(
-        save.temporary, {save.file_name: entry}, from_disk=True, on_progress=save.on_progress
-    )
+    verify_files(save.temporary, {save.file_name: entry}, from_disk=True)
     return {"file": save.file_name, "entry": entry, "warnings": warnings}
 
 
@@ -188,16 +182,6 @@ def _write_again(path: Path, pieces: Iterable[bytes | memoryview]) -> tuple[int,
     """`write_new_file`, in place of what an attempt before has left."""
     path.unlink(missing_ok=True)
     return write_new_file(path, pieces)
-
-
-def _chunks(
-    pieces: Iterable[bytes | memoryview], *, taken: Callable[[], None]
-) -> Iterator[memoryview]:
-    for piece in pieces:
-        whole = memoryview(piece)
-        for start in range(0, len(whole), CHUNK_BYTES):
-            yield whole[start : start + CHUNK_BYTES]
-            taken()
 
 
 def _finish(save: Save, shares: list[Answer]) -> Answer:
@@ -226,7 +210,7 @@ def _is_committed(save: Save) -> bool:
     """Whether this step exists and is valid; then it stays, since during a replacement neither
     would exist."""
     try:
-        read_checkpoint(save.final, on_progress=save.on_progress)
+        read_checkpoint(save.final)
     except UserError:
         return False
     return True

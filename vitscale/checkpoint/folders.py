@@ -87,13 +87,10 @@ Listing = Mapping[str, Mapping[str, Any]]
 """Files of a checkpoint: name -> {bytes, blake3}."""
 
 
-def read_checkpoint(folder: Path, *, on_progress: Callable[[], None] = lambda: None) -> Checkpoint:
-    """Verify a checkpoint folder, hashes included. Raises UserError saying what is damaged.
-
-    on_progress: called after each part read.
-    """
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Verify a checkpoint folder, hashes included. Raises UserError saying what is damaged."""
     checkpoint, listing = read_description(folder)
-    damage = verify_share(folder, listing, on_progress=on_progress)
+    damage = verify_share(folder, listing)
     if damage is not None:
         raise damage[1]
     return checkpoint
@@ -121,12 +118,7 @@ def read_description(folder: Path) -> tuple[Checkpoint, Listing]:
 
 
 def verify_share(
-    folder: Path,
-    listing: Listing,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    on_progress: Callable[[], None] = lambda: None,
+    folder: Path, listing: Listing, *, rank: int = 0, world_size: int = 1
 ) -> tuple[int, UserError] | None:
     """Verify this rank's share of the files: the number of its first damaged file, and its error.
 
@@ -136,7 +128,7 @@ def verify_share(
     for number, name in list(enumerate(listing))[rank::world_size]:
         try:
             with _damage_of(path):
-                verify_files(folder, {name: listing[name]}, on_progress=on_progress)
+                verify_files(folder, {name: listing[name]})
         except UserError as error:
             return number, error
     return None
@@ -171,19 +163,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify_files(
-    folder: Path,
-    files: Listing,
-    *,
-    from_disk: bool = False,
-    on_progress: Callable[[], None] = lambda: None,
-) -> None:
+def verify_files(folder: Path, files: Listing, *, from_disk: bool = False) -> None:
     """Compare sizes and hashes of all files. Raises UserError for the first one that differs."""
     for name, expected in files.items():
         file = folder / name
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(f"lists {name!r}, which is not a plain file name", where=str(folder))
-        found = blake3_of_file(file, from_disk=from_disk, on_progress=on_progress)
+        found = blake3_of_file(file, from_disk=from_disk)
         if file.stat().st_size != expected["bytes"] or found != expected["blake3"]:
             raise UserError("does not match its hash", where=str(file), next_step=REMEDY)
 

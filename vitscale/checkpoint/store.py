@@ -42,15 +42,13 @@ from vitscale.distributed.key_value_store import StoreExchange
 from vitscale.distributed.world import World, agree_no_error, broadcast_object, gather_objects
 
 T = TypeVar("T")
-# Longest that one rank's disk may take beyond another's.
-EXCHANGE_TIMEOUT_S = 3600.0
+# Longest that a save may take, and one rank's disk beyond another's.
+LONGEST_SAVE_S = 3600.0
 # When another error ends the run, its last save gets this long to be committed: the process ends
 # soon, `failures.ending.EXIT_S`.
 PATIENCE_S = 4.0
 # Saves in a row that storage refuses before the run ends.
 MAX_FAILED = 3
-# Checks of a stalled write, each reported, before the rank ends.
-CHECKS = 4
 
 
 class CheckpointStore:
@@ -58,15 +56,14 @@ class CheckpointStore:
 
     Collective, but for `wait_for_host_copy`, `finished`, `take_committed` and `__exit__`.
 
-    As a context manager it waits for the last save. With a heartbeat, a rank whose checkpoint write
-    stalls for the limit of a missing heartbeat reports it and ends its process.
+    As a context manager it waits for the last save.
     """
 
     def __init__(
         self, run_folder: Path, *, keep: int, world: World, heartbeat: Heartbeat | None = None
     ) -> None:
         self.folder, self.keep, self.world = run_folder / "checkpoints", keep, world
-        self._heartbeat, self._num_parts = heartbeat, 0
+        self._heartbeat = heartbeat
         self._host_copy = HostCopy(world.device)
         self._copied = threading.Event()
         self._copied.set()
@@ -78,7 +75,7 @@ class CheckpointStore:
                 f"saves/{self._name}",
                 rank=world.rank,
                 world_size=world.world_size,
-                timeout_s=EXCHANGE_TIMEOUT_S,
+                timeout_s=LONGEST_SAVE_S,
             )
         self._num_saves, self._num_failed = 0, 0
         self._thread: threading.Thread | None = None
@@ -143,7 +140,6 @@ class CheckpointStore:
             keep=self.keep,
             progress=json.loads(json.dumps(progress)),  # the loop may change it later
             description=description,
-            on_progress=self._count_part,
         )
         # A daemon: a process that must end does not wait for a disk that hangs.
         self._thread = threading.Thread(
@@ -186,9 +182,6 @@ class CheckpointStore:
             )
         yield from pieces
 
-    def _count_part(self) -> None:
-        self._num_parts += 1
-
     def wait(self, *, say: Callable[[str], None] | None = None) -> Commit | None:
         """Wait until the last save is committed. Returns it, unless it was taken before.
 
@@ -197,7 +190,10 @@ class CheckpointStore:
         """
         if self._thread is None:
             return self.take_committed()
-        self._join(self._thread)
+        self._thread.join(LONGEST_SAVE_S)
+        if self._thread.is_alive():
+            what = f"{self._thread.name}: not written in an hour: its storage hangs"
+            raise StorageError(what, where=str(self.folder))
         self._thread = None
         error, self._error = self._error, None
         self._num_failed = 0 if error is None else self._num_failed + 1
@@ -210,29 +206,6 @@ class CheckpointStore:
             "saves in a row fail, or the last one"
         )
         return None
-
-    def _join(self, thread: threading.Thread) -> None:
-        """Wait for the thread, however slow; end the process if its disk hangs.
-
-        A rank whose share is written waits for the others, which report their own stalls.
-        """
-        if self._heartbeat is None:
-            thread.join()
-            return
-        period_s = self._heartbeat.silence_s / CHECKS
-        num_still, seen = 0, self._num_parts
-        while True:
-            thread.join(period_s)
-            if not thread.is_alive():
-                return
-            is_waiting = self._exchange is not None and self._exchange.is_waiting
-            still = self._num_parts == seen and not is_waiting
-            num_still, seen = num_still + 1 if still else 0, self._num_parts
-            what = f"{thread.name}: no progress in {self.folder} for {num_still * period_s:.3g} s"
-            if num_still >= CHECKS:
-                self._heartbeat.give_up(f"{what}: its storage hangs")
-            elif num_still:
-                self._heartbeat.say(f"rank {self.world.rank}: {what}")
 
     def finished(self) -> bool:
         """Whether this rank has nothing left to write. Never waits; not collective."""

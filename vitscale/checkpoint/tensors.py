@@ -1,7 +1,8 @@
 """Write and read tensors as safetensors files.
 
-Owns: the host copy that a save is written from, reading ranges, and putting slices together.
-Leaves out: where a range is (`catalogue`), their commit (`commit`), verification (`folders`).
+Owns: the host copy that a save is written from, names of slices, and reading any range of a tensor
+from the files of a checkpoint, whatever layout wrote them.
+Leaves out: the commit (`commit`), verification (`folders`), which always comes before reading.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes of header length, JSON header, data). It is
 written here because the library wants all bytes at once, which would double the host memory.
@@ -12,14 +13,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
-
-from vitscale.checkpoint.catalogue import SLICE, Catalogue, TensorPiece
 
 DTYPES = {
     torch.float64: "F64",
@@ -118,37 +118,54 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return math.isfinite(least) and math.isfinite(greatest)
 
 
+SLICE = re.compile(r"(?P<name>.+)@(?P<start>\d+)/(?P<shape>[\dx]*)")
+LENGTH_BYTES = 8
+
+
+def slice_name(name: str, *, start: int, shape: Iterable[int]) -> str:
+    """Name of a one-dimensional piece: elements from `start` of a tensor of `shape`, flattened."""
+    return f"{name}@{start}/{'x'.join(map(str, shape))}"
+
+
+class Slice(NamedTuple):
+    """Consecutive elements of a flattened tensor in a file."""
+
+    start: int
+    num_elements: int
+    name: str
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    dtype: str
+    """As the file names it: F32, BF16, ..."""
+    file: str
+    offset: int
+    """First byte in the file."""
+
+
+def read_header(path: Path) -> list[Slice]:
+    """What a verified file holds. Raises OSError."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    slices = []
+    for name, entry in header.items():
+        shape, start = tuple(entry["shape"]), 0
+        num_elements = math.prod(shape)
+        if piece := SLICE.fullmatch(name):
+            name, start = piece["name"], int(piece["start"])
+            shape = tuple(int(size) for size in piece["shape"].split("x") if size)
+        offset = LENGTH_BYTES + length + entry["data_offsets"][0]
+        slices.append(Slice(start, num_elements, name, shape, entry["dtype"], path.name, offset))
+    return slices
+
+
 def read_tensors(files: Iterable[Path], *, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Whole tensors by name, without `prefix`; slices from all files are put together."""
-    return whole_tensors(_pieces(files, prefix))
-
-
-def _pieces(files: Iterable[Path], prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():
-                if key.startswith(prefix):
-                    yield key.removeprefix(prefix), file.get_tensor(key)
-
-
-def whole_tensors(pieces: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Put the slices among (name, tensor) pairs of all ranks together."""
-    found: dict[str, torch.Tensor] = {}
-    filled: dict[str, int] = {}
-    for key, part in pieces:
-        piece = SLICE.fullmatch(key)
-        if piece is None:
-            found[key] = part
-            continue
-        name, start = piece["name"], int(piece["start"])
-        if name not in found:
-            shape = [int(size) for size in piece["shape"].split("x") if size]
-            found[name], filled[name] = torch.empty(shape, dtype=part.dtype), 0
-        found[name].view(-1)[start : start + part.numel()] = part
-        filled[name] += part.numel()
-    holes = [name for name, count in filled.items() if count != found[name].numel()]
-    assert not holes, f"slices do not cover {holes}"
-    return found
+    """Whole tensors of a folder's files, by name without `prefix`. Raises OSError."""
+    files = list(files)
+    slices = [each for path in files for each in read_header(path) if each.name.startswith(prefix)]
+    with SavedTensors(files[0].parent, slices) as saved:
+        return {name.removeprefix(prefix): saved.whole(name) for name in saved.names}
 
 
 class SavedTensors:
@@ -157,32 +174,46 @@ class SavedTensors:
     As a context manager it closes its files.
     """
 
-    def __init__(self, folder: Path, catalogue: Catalogue) -> None:
-        self._folder, self._catalogue = folder, catalogue
+    def __init__(self, folder: Path, slices: Iterable[Slice]) -> None:
+        """slices: of all files, in any order."""
+        self._folder = folder
+        self._slices: dict[str, list[Slice]] = {}
+        for each in slices:
+            self._slices.setdefault(each.name, []).append(each)
         self._open: dict[str, int] = {}
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._slices)
 
     def part(self, name: str, start: int, num_elements: int) -> torch.Tensor:
         """Elements from `start` of a flattened tensor, on the CPU. Raises OSError."""
-        pieces = self._catalogue.pieces(name, start=start, num_elements=num_elements)
-        dtype = TORCH_DTYPES[pieces[0].dtype]
-        found, at = torch.empty(num_elements * dtype.itemsize, dtype=torch.uint8), 0
-        for piece in pieces:
-            self._read(piece, found[at : at + piece.num_bytes])
-            at += piece.num_bytes
+        slices, stop = self._slices[name], start + num_elements
+        dtype = TORCH_DTYPES[slices[0].dtype]
+        found = torch.empty(num_elements * dtype.itemsize, dtype=torch.uint8)
+        num_read = 0
+        for each in slices:
+            first, last = max(start, each.start), min(stop, each.start + each.num_elements)
+            if first < last:
+                here = slice((first - start) * dtype.itemsize, (last - start) * dtype.itemsize)
+                offset = each.offset + (first - each.start) * dtype.itemsize
+                self._read(each.file, offset, into=found[here])
+                num_read += last - first
+        assert num_read == num_elements, f"slices of {name} overlap or do not cover it"
         return found.view(dtype)
 
     def whole(self, name: str) -> torch.Tensor:
         """A whole tensor. Raises OSError."""
-        shape = self._catalogue.shape(name)
+        shape = self._slices[name][0].shape
         return self.part(name, 0, math.prod(shape)).view(shape)
 
-    def _read(self, piece: TensorPiece, out: torch.Tensor) -> None:
-        descriptor, into, offset = self._descriptor(piece.file), out.numpy().data, piece.offset
-        while into:
-            count = os.preadv(descriptor, [into], offset)
+    def _read(self, file: str, offset: int, *, into: torch.Tensor) -> None:
+        descriptor, left = self._descriptor(file), into.numpy().data
+        while left:
+            count = os.preadv(descriptor, [left], offset)
             if count == 0:
-                raise OSError(f"{self._folder / piece.file} has become shorter")
-            into, offset = into[count:], offset + count
+                raise OSError(f"{self._folder / file} has become shorter")
+            left, offset = left[count:], offset + count
 
     def _descriptor(self, file: str) -> int:
         descriptor = self._open.pop(file, None)

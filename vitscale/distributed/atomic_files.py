@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -118,13 +118,10 @@ def commit_folder(temporary: Path, final: Path) -> None:
     fsync_folder(final.parent)
 
 
-def blake3_of_file(
-    path: Path | str, *, from_disk: bool = False, on_progress: Callable[[], None] = lambda: None
-) -> str:
+def blake3_of_file(path: Path | str, *, from_disk: bool = False) -> str:
     """Hexadecimal BLAKE3 of a file's bytes, as `b3sum` prints it.
 
     from_disk: drop what the page cache holds of the (fsynced) file first, where the system can.
-    on_progress: called after each chunk.
     """
     digest = blake3.blake3()
     with open(path, "rb") as file:
@@ -132,5 +129,4 @@ def blake3_of_file(
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         while chunk := file.read(HASH_CHUNK_BYTES):
             digest.update(chunk)
-            on_progress()
     return digest.hexdigest()

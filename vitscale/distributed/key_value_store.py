@@ -163,8 +163,6 @@ class StoreExchange:
         self._timeout_s, self._number = timeout_s, 0
         self._sent: list[str] = []
         self._published: list[str] = []
-        self.is_waiting = False
-        """Whether this rank waits for others."""
         self.ended = threading.Event()
         """Set it to give up waiting."""
 
@@ -204,11 +202,8 @@ class StoreExchange:
         return value
 
     def _wait_for(self, key: str, timeout_s: float) -> bytes:
-        size, is_over, self.is_waiting = self._world_size, self.ended.is_set, True
-        try:
-            return wait_for(self._store, key, world_size=size, timeout_s=timeout_s, is_over=is_over)
-        finally:
-            self.is_waiting = False
+        size, is_over = self._world_size, self.ended.is_set
+        return wait_for(self._store, key, world_size=size, timeout_s=timeout_s, is_over=is_over)
 
     def _next(self) -> str:
         self._number += 1

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from vitscale.checkpoint.catalogue import slice_name
+from vitscale.checkpoint.tensors import slice_name
 from vitscale.distributed.world import World, agree_no_error, broadcast_tensor
 from vitscale.engine.guard import Health, UpdateGuard
 from vitscale.engine.head_remainders import HeadRemainders

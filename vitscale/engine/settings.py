@@ -56,8 +56,7 @@ class EngineSettings(Section):
     node. Not with ZeRO 3, whose hooks break the blocks apart. auto: on GPU. On CPU it needs a C++
     compiler."""
     timeout_min: float = Field(default=10.0, gt=0)
-    """A collective that takes longer ends the run, and so does a rank without a heartbeat or whose
-    checkpoint write stalls."""
+    """A collective that takes longer ends the run, and so does a rank without a heartbeat."""
     profile_steps: int = Field(default=0, ge=0)
     """Steps to trace with torch's profiler, after the first five: RUN/profile.json on rank 0."""
     num_threads: int | None = Field(default=None, gt=0)

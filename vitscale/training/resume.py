@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from vitscale.checkpoint.catalogue import Catalogue, read_table
 from vitscale.checkpoint.folders import Checkpoint
-from vitscale.checkpoint.tensors import SavedTensors
+from vitscale.checkpoint.tensors import SavedTensors, Slice, read_header
 from vitscale.config.errors import UserError
 from vitscale.data.order import ORDER_VERSION
 from vitscale.data.training_set import TrainingSet
@@ -128,20 +127,23 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
 
     Raises UserError, on all ranks, when the files of a verified checkpoint cannot be read.
     """
-    catalogue = _shared_catalogue(checkpoint, engine.world)
+    slices = _all_slices(checkpoint, engine.world)
     progress = checkpoint.progress
-    with SavedTensors(checkpoint.folder, catalogue) as saved:
+    with SavedTensors(checkpoint.folder, slices) as saved:
         engine.import_state(saved.part, optimizer_steps=progress["optimizer_steps"])
     engine.import_counters(progress["engine"])
 
 
-def _shared_catalogue(checkpoint: Checkpoint, world: World) -> Catalogue:
-    """Each header is read by one rank. Collective; raises UserError on all ranks."""
-    tables, error = [], None
+def _all_slices(checkpoint: Checkpoint, world: World) -> list[Slice]:
+    """What all files hold; each header is read by one rank. Collective.
+
+    Raises UserError on all ranks.
+    """
+    own, error = list[Slice](), None
     try:
-        own = checkpoint.files[world.rank :: world.world_size]
-        tables = [read_table(checkpoint.folder / name) for name in own]
+        for name in checkpoint.files[world.rank :: world.world_size]:
+            own += read_header(checkpoint.folder / name)
     except OSError as caught:
         error = f"{checkpoint.folder}: cannot be read ({caught.strerror})"
     agree_no_error(error)
-    return Catalogue(table for each in gather_objects(tables) for table in each)
+    return [each for slices in gather_objects(own) for each in slices]

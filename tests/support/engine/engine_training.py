@@ -18,7 +18,7 @@ from plain_training import (  # type: ignore[import-not-found]  # beside this fi
     new_optimizer,
 )
 
-from vitscale.checkpoint.tensors import whole_tensors
+from vitscale.checkpoint.tensors import SLICE
 from vitscale.distributed.world import World, gather_objects, sum_over_ranks
 from vitscale.engine.configuration import deepspeed_config
 from vitscale.engine.engine import Engine, ReadPart
@@ -104,8 +104,17 @@ def engine_losses(
 
 
 def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
-    shares = gather_objects(engine.export_state())
-    return whole_tensors(piece for share in shares for piece in share.items())
+    """The tensors of all ranks, put together of their slices."""
+    found: dict[str, torch.Tensor] = {}
+    for share in gather_objects(engine.export_state()):
+        for key, part in share.items():
+            if piece := SLICE.fullmatch(key):
+                shape = [int(size) for size in piece["shape"].split("x") if size]
+                whole = found.setdefault(piece["name"], torch.empty(shape, dtype=part.dtype))
+                whole.view(-1)[int(piece["start"]) :][: part.numel()] = part
+            else:
+                found[key] = part
+    return found
 
 
 def reader(tensors: Mapping[str, torch.Tensor]) -> ReadPart:

@@ -202,14 +202,6 @@ class Heartbeat:
                 time.sleep(PERIODS_TO_READ * self.period_s)
         return self._found or NOBODY
 
-    def give_up(self, what: str) -> None:
-        """End the process because its storage hangs, and tell the others."""
-        failure = self._own_failure(FailureKind.STORAGE, f"ended the run: {what}")
-        self._is_failing = True
-        self._report(failure)
-        time.sleep(PERIODS_TO_READ * self.period_s)
-        self._stop(failure)
-
     def _own_failure(self, kind: FailureKind, what: str) -> Failure:
         rank = self.world.rank
         return Failure(

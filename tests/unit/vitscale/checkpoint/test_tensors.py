@@ -1,20 +1,29 @@
-"""Tensor files: the library reads what was written; slices of any layout restore the tensor."""
+"""Tensor files: the library reads them; a rank reads the ranges it needs of any layout."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
-from vitscale.checkpoint.catalogue import slice_name
-from vitscale.checkpoint.tensors import DTYPES, HostCopy, read_tensors, whole_tensors
+from vitscale.checkpoint.tensors import (
+    DTYPES,
+    MAX_OPEN_FILES,
+    HostCopy,
+    SavedTensors,
+    read_header,
+    read_tensors,
+    slice_name,
+)
 from vitscale.distributed.atomic_files import blake3_of_file, write_new_file
 
 CPU = torch.device("cpu")
+WHOLE = torch.arange(60.0).view(3, 20)
 
 
 def taken(
@@ -51,25 +60,49 @@ def test_host_memory_is_reused_and_does_not_alias() -> None:
     assert taken({"b": weights}, copy)[0] != header and copy._buffer.data_ptr() == address
 
 
+def write(folder: Path, cuts: list[int]) -> list[Path]:
+    """Slices of WHOLE, one file each; the last file also has a whole tensor."""
+    edges = sorted({0, *cuts, WHOLE.numel()})
+    paths = []
+    for number, (start, stop) in enumerate(zip(edges, edges[1:], strict=False)):
+        paths.append(folder / f"rank-{number:05d}.safetensors")
+        name = slice_name("model.w", start=start, shape=WHOLE.shape)
+        tensors = {name: WHOLE.flatten()[start:stop].clone()}
+        save_file(tensors | ({"ema.b": torch.ones(2, 2)} if stop == 60 else {}), paths[-1])
+    return paths
+
+
 @settings(max_examples=30, deadline=None)
 @given(
-    shape=st.lists(st.integers(1, 4), max_size=3),
-    cuts=st.lists(st.integers(0, 64), max_size=4),
-    order=st.randoms(use_true_random=False),
+    cuts=st.lists(st.integers(1, 59), max_size=8),
+    start=st.integers(0, 59),
+    count=st.integers(1, 60),
 )
-def test_slices_of_any_layout_restore_the_tensor(
-    shape: list[int], cuts: list[int], order: object
+def test_any_range_is_read_from_any_layout(
+    tmp_path_factory: pytest.TempPathFactory, cuts: list[int], start: int, count: int
 ) -> None:
-    whole = torch.randn(shape)
-    flat = whole.reshape(-1)
-    edges = sorted({0, flat.numel(), *(cut for cut in cuts if cut < flat.numel())})
-    pieces = [
-        (slice_name("model.x", start=start, shape=whole.shape), flat[start:stop])
-        for start, stop in zip(edges, edges[1:], strict=False)
-    ]
-    order.shuffle(pieces)
-    found = whole_tensors([*pieces, ("model.y", flat)])
-    assert torch.equal(found["model.x"], whole) and found["model.x"].shape == whole.shape
-    assert found["model.y"] is flat
-    with pytest.raises(AssertionError, match="do not cover"):
-        whole_tensors([(slice_name("x", start=0, shape=(flat.numel() + 1,)), flat)])
+    folder = tmp_path_factory.mktemp("layout")
+    count = min(count, 60 - start)
+    slices = [each for path in reversed(write(folder, cuts)) for each in read_header(path)]
+    counts, preadv = list[int](), os.preadv
+    with SavedTensors(folder, slices) as saved, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", lambda *values: counts.append(preadv(*values)) or counts[-1])
+        part = saved.part("model.w", start, count)
+        assert torch.equal(part, WHOLE.flatten()[start : start + count])
+        assert sum(counts) == 4 * count, "no byte more than needed"
+        assert torch.equal(saved.whole("ema.b"), torch.ones(2, 2))
+        assert torch.equal(saved.whole("model.w"), WHOLE)
+    first = next(each for each in slices if each.name == "model.w" and each.start == 0)
+    extra = first._replace(start=59, num_elements=2)
+    with SavedTensors(folder, [extra]) as gap, pytest.raises(AssertionError, match="do not cover"):
+        gap.whole("model.w")
+
+
+def test_open_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vitscale.checkpoint.tensors.MAX_OPEN_FILES", 3)
+    paths = write(tmp_path, list(range(1, 60)))
+    before = len(os.listdir("/proc/self/fd"))
+    with SavedTensors(tmp_path, [each for path in paths for each in read_header(path)]) as saved:
+        assert torch.equal(saved.whole("model.w"), WHOLE)
+        assert len(os.listdir("/proc/self/fd")) == before + 3 < before + MAX_OPEN_FILES
+    assert len(os.listdir("/proc/self/fd")) == before
