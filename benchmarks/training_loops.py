@@ -25,7 +25,7 @@ from torch import nn
 from pretrain.run import PretrainRun
 from vitscale.data.loader import Batch
 from vitscale.distributed.world import World
-from vitscale.models.vit.model import build_model, compile_blocks, decayed
+from vitscale.models.vit import build_model, compile_blocks, decayed
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, training_plan
 from vitscale.training.build import build_engine
@@ -58,11 +58,11 @@ class Task:
 
     @cached_property
     def arch(self) -> Any:
-        return self.run.model.architecture(num_classes=self.run.model.num_classes)
+        return self.run.model.resolved(num_classes=self.run.model.num_classes)
 
     @cached_property
     def _initial(self) -> nn.Module:
-        return build_model(self.run.model, self.arch, seed=self.run.seed)
+        return build_model(self.arch, seed=self.run.seed)
 
     def initial(self) -> nn.Module:
         """The same weights for every loop; drawing those of a large model takes seconds."""

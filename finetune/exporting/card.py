@@ -9,7 +9,7 @@ import yaml
 
 from finetune.exporting.format import Format
 from vitscale.evaluation.trained_model import SourceRun, TrainedModel
-from vitscale.models.vit.architecture import ViTArchitecture
+from vitscale.models.settings import ViTSettings
 from vitscale.tracking.journal import JOURNAL_NAME, read_rows
 from vitscale.tracking.run_facts import redact_yaml, shared_config
 
@@ -39,7 +39,7 @@ def model_card(form: Format, model: TrainedModel, *, checked: str) -> str:
 def _facts(model: TrainedModel) -> Iterator[str]:
     arch, number = model.arch, sum(each.numel() for each in model.network.parameters())
     sizes = arch.summary
-    if isinstance(arch, ViTArchitecture):
+    if isinstance(arch, ViTSettings):
         sizes = (
             f"{arch.depth} blocks of width {arch.width:,} with {arch.num_heads} heads, patches of "
             f"{arch.patch_size} px, {sizes}"

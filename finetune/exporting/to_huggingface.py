@@ -17,7 +17,7 @@ from finetune.exporting.format import Format, save_weights, weights_of
 from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.inference import Preprocessing
 from vitscale.evaluation.trained_model import TrainedModel
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.settings import ViTSettings
 from vitscale.models.weights.names.huggingface import to_huggingface
 
 ACTIVATIONS = {"tanh": "gelu_pytorch_tanh", "erf": "gelu"}

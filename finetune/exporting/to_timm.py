@@ -15,8 +15,8 @@ from finetune.exporting.format import Format, save_weights, weights_of
 from vitscale.distributed.atomic_files import write_json
 from vitscale.evaluation.inference import Preprocessing
 from vitscale.evaluation.trained_model import TrainedModel
+from vitscale.models.settings import TimmSettings
 from vitscale.models.timm_model import built_by_timm, pretrained_config
-from vitscale.models.timm_settings import TimmSettings
 
 WEIGHTS_NAME, CONFIG_NAME = "model.safetensors", "config.json"
 # Pillow's name of the filter that averages areas.
@@ -132,7 +132,7 @@ def _vit(settings: Any, arch: Any) -> tuple[str, dict[str, Any]]:
         "global_pool": POOLS[arch.pool],
         "class_token": arch.has_class_token,
         "reg_tokens": arch.num_registers,
-        "no_embed_class": not arch.class_position,
+        "no_embed_class": not arch.has_class_position,
         "init_values": settings.layer_scale,
         "fc_norm": arch.pool_norm,
         "final_norm": True,

@@ -80,5 +80,5 @@ def _google(model: TrainedModel) -> dict[str, tuple[str, torch.Tensor] | None]:
         model.network.state_dict(),
         num_heads=arch.num_heads,
         # It does not add a position to the class token; vision_transformer does.
-        is_big_vision=not arch.class_position,
+        is_big_vision=not arch.has_class_position,
     )

@@ -15,7 +15,7 @@ from vitscale.config.errors import UserError, UserErrors
 from vitscale.distributed.world import World
 from vitscale.evaluation.trained_model import open_model
 from vitscale.images.sheet import save_figure
-from vitscale.models.vit.architecture import ViTArchitecture
+from vitscale.models.settings import ViTSettings
 from vitscale.tracking.mlflow_run import upload_to_linked_run
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def draw_pictures(run: VisualizeRun, world: World) -> list[Path]:
 
 def reason_unavailable(name: str, subject: Visualized) -> str | None:
     """Why there is no such picture; None if there is."""
-    if name != "patch_filters" and not isinstance(subject.loaded.arch, ViTArchitecture):
+    if name != "patch_filters" and not isinstance(subject.loaded.arch, ViTSettings):
         what = "positions" if name == "position_similarity" else "attention"
         return f"only models of the family vit show their {what}"
     if PICTURES[name]:

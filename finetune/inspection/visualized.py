@@ -20,7 +20,7 @@ from vitscale.data.index import read_manifest, read_split
 from vitscale.data.settings import DataSettings
 from vitscale.distributed.world import World
 from vitscale.evaluation.trained_model import TrainedModel
-from vitscale.models.vit.architecture import ViTArchitecture
+from vitscale.models.settings import ViTSettings
 
 if TYPE_CHECKING:
     pass
@@ -58,9 +58,9 @@ class Visualized:
         return (Path("runs/visualize") if source is None else source.folder) / "pictures"
 
     @property
-    def vit(self) -> ViTArchitecture:
+    def vit(self) -> ViTSettings:
         """The architecture of a model with attention."""
-        assert isinstance(self.loaded.arch, ViTArchitecture)
+        assert isinstance(self.loaded.arch, ViTSettings)
         return self.loaded.arch
 
     @property

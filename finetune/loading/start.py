@@ -13,7 +13,7 @@ from vitscale.config.errors import UserError
 from vitscale.data.label_spaces import known_space, space_of_length
 from vitscale.data.training_set import class_names
 from vitscale.evaluation.trained_model import read_source
-from vitscale.models.interface.architecture import Architecture
+from vitscale.models.settings import Architecture
 from vitscale.models.weights.external import ExternalWeights
 from vitscale.models.weights.inferred import inferred_model
 

@@ -101,7 +101,7 @@ def _flops_per_image(folder: Path | None) -> float | None:
     try:
         run = load_run_file(RUN_TYPES, folder / "config.yaml")
         assert isinstance(run, PretrainRun | FinetuneRun)
-        arch = run.model.architecture(num_classes=_num_classes(folder))
+        arch = run.model.resolved(num_classes=_num_classes(folder))
         return float(run.make_objective().train_flops_per_image(arch))
     # A teacher may be missing, or the file is of another version, or of no training.
     except (UserError, OSError, ImportError):

@@ -253,7 +253,7 @@ def _cost_rows(
     num_classes: int,
     world_size: int,
 ) -> Rows:
-    objective, arch = run.make_objective(), run.model.architecture(num_classes=num_classes)
+    objective, arch = run.make_objective(), run.model.resolved(num_classes=num_classes)
     classes = f"{num_classes:,} classes" if num_classes else "no classes"
     if MODELS[arch.name].costs is None:
         yield "model", f"{arch.summary}, {classes}; its costs are known when it is built"
@@ -288,7 +288,7 @@ def peak_memory(
         precision = "bf16" if run.launch.gpus_per_node else "fp32"
     objective = run.make_objective()
     estimate = memory_estimate(
-        run.model.architecture(num_classes=num_classes),
+        run.model.resolved(num_classes=num_classes),
         zero_stage=run.engine.zero_stage,
         world_size=world_size,
         precision=precision,

@@ -201,7 +201,7 @@ def _num_shards(run: TrainingRun) -> int | None:
 
 def checkpoint_bytes(run: PretrainRun | FinetuneRun, *, num_classes: int) -> int:
     """Bytes of one checkpoint: weights in fp32, optimiser states, average of the weights."""
-    arch = run.model.architecture(num_classes=num_classes)
+    arch = run.model.resolved(num_classes=num_classes)
     average = 4 if run.optim.ema else 0
     each = 4 + run.optim.state_bytes_per_parameter + average
     return run.make_objective().num_parameters(arch) * each

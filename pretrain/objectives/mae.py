@@ -88,7 +88,7 @@ class Mae(Objective):
         if run.data.mixing is not None:
             yield ("data.mixing", "mae reconstructs single images; set it to null")
         if not any(model.problems()):
-            yield from self._mask_problems(model.architecture(num_classes=0).num_patches)
+            yield from self._mask_problems(model.resolved(num_classes=0).num_patches)
 
     def _mask_problems(self, num_patches: int) -> Iterator[tuple[str, str]]:
         kept = num_kept(num_patches, mask_ratio=self.settings.mask_ratio)

@@ -15,8 +15,8 @@ from pydantic import Field
 
 from vitscale.config.section import NamedSection
 from vitscale.distributed.random_numbers import stream_key
-from vitscale.models.vit.costs import ACTIVATION_SCALE
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.costs import ACTIVATION_SCALE
+from vitscale.models.settings import ViTSettings
 from vitscale.training.objective import Objective
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from vitscale.data.loader import Batch
     from vitscale.engine.engine import Engine
     from vitscale.models.objectives.masked_patches import Corruption
-    from vitscale.models.vit.architecture import ViTArchitecture
+    from vitscale.models.settings import ViTSettings
     from vitscale.runs.training import TrainingRun
     from vitscale.training.loop import TrainingSession
 
@@ -51,7 +51,7 @@ class MaskedPatchPredictionSettings(NamedSection):
             what = f"{self.mask_share} and swap_share {self.swap_share} exceed 1 together"
             yield ("objective.mask_share", f"{what}; lower one of them")
 
-    def num_corrupted(self, arch: ViTArchitecture) -> int:
+    def num_corrupted(self, arch: ViTSettings) -> int:
         """Corrupted patches of each image: a fixed number, so that shapes never change."""
         return round(self.corrupted_share * arch.num_patches)
 
@@ -59,7 +59,7 @@ class MaskedPatchPredictionSettings(NamedSection):
 class MaskedPatchPrediction(Objective):
     Settings = MaskedPatchPredictionSettings
     settings: MaskedPatchPredictionSettings
-    _arch: ViTArchitecture
+    _arch: ViTSettings
     needs_labels = False
     trains_classifier = False
     metric_names = (COLOR_ACCURACY,)
@@ -74,9 +74,9 @@ class MaskedPatchPrediction(Objective):
             what = "mixed images have no colours of their own to predict"
             yield ("data.mixing", f"{what}; set data.mixing=null")
         if not any(run.model.problems()):
-            yield from self._patch_problems(run.model.architecture(num_classes=0))
+            yield from self._patch_problems(run.model.resolved(num_classes=0))
 
-    def _patch_problems(self, arch: ViTArchitecture) -> Iterator[tuple[str, str]]:
+    def _patch_problems(self, arch: ViTSettings) -> Iterator[tuple[str, str]]:
         settings = self.settings
         if not settings.num_corrupted(arch):
             what = f"{settings.corrupted_share} of {arch.num_patches} patches is none"

@@ -26,9 +26,9 @@ from vitscale.config.section import Section
 from vitscale.config.source import read_yaml
 from vitscale.distributed.world import World
 from vitscale.evaluation.inference import InferenceModel, Preprocessing, preprocessing_of_run
-from vitscale.models.interface.architecture import Architecture
+from vitscale.models.positions import fixed_positions
 from vitscale.models.registry import MODELS, ModelSettings
-from vitscale.models.vit.position_embedding import fixed_positions
+from vitscale.models.settings import Architecture
 from vitscale.models.weights.external import ExternalWeights
 from vitscale.models.weights.folder import CONFIG
 from vitscale.models.weights.inferred import inferred_model
@@ -176,8 +176,8 @@ def open_model(
         problems = [text for name, text in settings.problems() if name == "model.image_size"]
         if problems:
             raise UserError(problems[0], where="image_size")
-    arch = settings.architecture(num_classes=num_classes)
-    network: nn.Module = MODELS[arch.name].load().build_model(settings, arch, seed=0)
+    arch = settings.resolved(num_classes=num_classes)
+    network: nn.Module = MODELS[arch.name].load().build_model(arch, seed=0)
     source.load_into(network, arch, convention=position_embedding)
     chosen = preprocessing or {}
     values = {**found.preprocessing, **chosen}
@@ -258,7 +258,7 @@ def _read_run(
         values: Any = read_yaml(path.read_text(), name=str(path))
         settings = _ModelSection.model_validate({"model": values["model"]}).model
         settings = settings.model_copy(update={"image_size": described["image_size"]})
-        arch = settings.architecture(num_classes=described["num_classes"])
+        arch = settings.resolved(num_classes=described["num_classes"])
         preprocessing = preprocessing_of_run(values["data"], image_size=arch.image_size)
         what = f"does not describe the model of {checkpoint.folder}"
         error = None if arch.description() == described else what

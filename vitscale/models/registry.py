@@ -7,27 +7,22 @@ when a model is built; its settings and formulas need none, since a login node m
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vitscale.config.section import choice_of
-from vitscale.models.interface.architecture import Architecture
-from vitscale.models.interface.settings import ModelSettingsBase
-from vitscale.models.timm_settings import TimmSettings
-from vitscale.models.vit import costs as vit_costs
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models import costs
+from vitscale.models.settings import Architecture, TimmSettings, ViTSettings
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelFamily:
+class ModelFamily(NamedTuple):
     """A family's settings, where its code is, and what its models cost."""
 
-    Settings: type[ModelSettingsBase]
+    Settings: type[Architecture]
     code: str
     """Module with the functions `build_model`, `decayed`, `layers_above`, `checkpoint_activations`
-    and `compile_blocks`; those of `vit.model` say what each does."""
+    and `compile_blocks`; those of `vit` say what each does."""
     costs: Any
-    """Formulas that take an architecture, as `vit.costs`; None: `code` counts a built model."""
+    """Formulas that take resolved settings, as `costs`; None: `code` counts a built model."""
 
     def load(self) -> Any:
         """Import the module of `code`."""
@@ -35,18 +30,18 @@ class ModelFamily:
 
 
 MODELS = {
-    "vit": ModelFamily(Settings=ViTSettings, code="vitscale.models.vit.model", costs=vit_costs),
-    "timm": ModelFamily(Settings=TimmSettings, code="vitscale.models.timm_model", costs=None),
+    "vit": ModelFamily(ViTSettings, "vitscale.models.vit", costs),
+    "timm": ModelFamily(TimmSettings, "vitscale.models.timm_model", None),
 }
 
 
 def costs_of(arch: Architecture) -> Any:
-    """What has `num_parameters` and `train_flops_per_image` of this architecture."""
+    """What has `num_parameters` and `train_flops_per_image` of this model."""
     family = MODELS[arch.name]
     return family.costs or family.load()
 
 
 if TYPE_CHECKING:
-    ModelSettings = ModelSettingsBase
+    ModelSettings = Architecture
 else:
     ModelSettings = choice_of(MODELS, default="vit")

@@ -1,7 +1,7 @@
 """Any model of timm: built, divided into layers, counted, and filled from local weights.
 
 timm's modules, names of tensors, initial values, layers and resampling are used as they are.
-Leaves out: settings (`timm_settings`), reading files (`weights`). Nothing is downloaded.
+Leaves out: reading files (`weights`). Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from vitscale.config.errors import UserError, nearest
-from vitscale.models.interface.classifier import classify_in_fp32
-from vitscale.models.interface.compilation import compile_each
-from vitscale.models.interface.misfits import refuse_misfits
-from vitscale.models.interface.outputs import check_output
-from vitscale.models.timm_settings import TimmArchitecture, TimmSettings
+from vitscale.models.interface import (
+    check_output,
+    classify_in_fp32,
+    compile_each,
+    refuse_misfits,
+)
+from vitscale.models.settings import TimmSettings
 
 # Counters of BatchNorm, which evaluation does not read; some files lack them.
 COUNTER = "num_batches_tracked"
@@ -83,7 +85,7 @@ class TimmModel(nn.Module):
         self.load_state_dict(given, strict=False)
 
 
-def build_model(settings: TimmSettings, arch: TimmArchitecture, *, seed: int) -> TimmModel:
+def build_model(arch: TimmSettings, *, seed: int) -> TimmModel:
     """Build and initialise a model on the CPU in fp32. The same seed gives the same weights.
 
     timm's initial values, but those of the last layers: zero weights, or N(0, head_std).
@@ -95,13 +97,13 @@ def build_model(settings: TimmSettings, arch: TimmArchitecture, *, seed: int) ->
         model = _create(arch)
         for last in map(model.get_submodule, model.classifiers):
             if isinstance(last, nn.Linear | nn.Conv2d) and last.bias is not None:
-                nn.init.normal_(last.weight, std=settings.head_std)
-                nn.init.constant_(last.bias, settings.head_bias)
+                nn.init.normal_(last.weight, std=arch.head_std)
+                nn.init.constant_(last.bias, arch.head_bias)
                 classify_in_fp32(last)
     return model
 
 
-def _create(arch: TimmArchitecture) -> TimmModel:
+def _create(arch: TimmSettings) -> TimmModel:
     config = pretrained_config(arch.model)
     arguments = {"num_classes": arch.num_classes, **arch.arguments}
     if config.fixed_input_size and arch.image_size != config.input_size[-1]:
@@ -152,7 +154,7 @@ class _Measured:
     """By parameter; None where timm does not say what a layer is."""
 
 
-def _measured(arch: TimmArchitecture) -> _Measured:
+def _measured(arch: TimmSettings) -> _Measured:
     return _measure(json.dumps(arch.description(), sort_keys=True))
 
 
@@ -160,7 +162,7 @@ def _measured(arch: TimmArchitecture) -> _Measured:
 def _measure(description: str) -> _Measured:
     """Of a model without memory. Raises UserError where timm does not build or run it."""
     values = json.loads(description)
-    arch = TimmArchitecture(**values)
+    arch = TimmSettings.model_construct(**values)
     shape = (1, 3, arch.image_size, arch.image_size)
     try:
         with torch.device("meta"), torch.no_grad():
@@ -189,12 +191,12 @@ def _measure(description: str) -> _Measured:
     )
 
 
-def num_parameters(arch: TimmArchitecture) -> int:
+def num_parameters(arch: TimmSettings) -> int:
     """Count the parameters."""
     return _measured(arch).num_parameters
 
 
-def train_flops_per_image(arch: TimmArchitecture) -> int:
+def train_flops_per_image(arch: TimmSettings) -> int:
     """Model FLOPs of one training step per image: three forward passes, counted in matrix products
     and convolutions."""
     return 3 * _measured(arch).forward_flops
@@ -205,7 +207,7 @@ def decayed(name: str, parameter: Any) -> bool:
     return parameter.ndim >= 2 and not name.endswith(".bias") and not parameter.is_undecayed
 
 
-def layers_above(name: str, arch: TimmArchitecture) -> int:
+def layers_above(name: str, arch: TimmSettings) -> int:
     """Layers from the one that holds this parameter up to the classifier, as timm divides them."""
     layers = _measured(arch).layers_above
     if layers is None:

@@ -26,8 +26,8 @@ from vitscale.engine.engine import Engine
 from vitscale.engine.probe import check_nan_is_skipped
 from vitscale.evaluation.evaluation import FILES, Subject
 from vitscale.evaluation.schedule import ScheduledEvaluations
-from vitscale.models.interface.architecture import Architecture
 from vitscale.models.registry import MODELS
+from vitscale.models.settings import Architecture
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.training.objective import Objective
@@ -39,7 +39,7 @@ InitialWeights = Callable[[nn.Module, Architecture], list[str]]
 def build_architecture(run: TrainingRun, objective: Objective, data: TrainingSet) -> Architecture:
     """Raises UserError when the model and the label map disagree."""
     if not objective.trains_classifier:
-        return run.model.architecture(num_classes=0)
+        return run.model.resolved(num_classes=0)
     wanted, found = run.model.num_classes, len(data.classes)
     if wanted is not None and wanted != found:
         raise UserError(
@@ -48,7 +48,7 @@ def build_architecture(run: TrainingRun, objective: Objective, data: TrainingSet
             where="model.num_classes",
             next_step=f"set model.num_classes={found} (or null), or data.path to other shards",
         )
-    return run.model.architecture(num_classes=found)
+    return run.model.resolved(num_classes=found)
 
 
 def build_evaluations(
@@ -101,7 +101,7 @@ def open_batches(
 
 def build_model(run: TrainingRun, objective: Objective, arch: Architecture) -> nn.Module:
     """The same weights on every rank, from the run's seed."""
-    model: nn.Module = MODELS[arch.name].load().build_model(run.model, arch, seed=run.seed)
+    model: nn.Module = MODELS[arch.name].load().build_model(arch, seed=run.seed)
     for name in model.state_dict():
         if name.endswith(("running_mean", "running_var")):
             raise UserError(

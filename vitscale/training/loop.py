@@ -31,7 +31,7 @@ from vitscale.engine.device_batches import DeviceBatches
 from vitscale.engine.engine import Engine
 from vitscale.evaluation.evaluation import FILES
 from vitscale.evaluation.schedule import ScheduledEvaluations
-from vitscale.models.interface.architecture import Architecture
+from vitscale.models.settings import Architecture
 from vitscale.optim.schedules import learning_rate
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.training.interval_log import IntervalLog

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from vitscale.data.loader import Batch
     from vitscale.engine.engine import Engine
-    from vitscale.models.interface.architecture import Architecture
+    from vitscale.models.settings import Architecture
     from vitscale.runs.training import TrainingRun
     from vitscale.training.meters import IntervalMeans
 
@@ -95,7 +95,7 @@ class Objective:
         return int(costs_of(arch).num_parameters(arch))
 
     def train_flops_per_image(self, arch: Architecture) -> int:
-        """Model FLOPs of one training step per image, counted as `vit.costs` does."""
+        """Model FLOPs of one training step per image, counted as `models.costs` does."""
         return int(costs_of(arch).train_flops_per_image(arch))
 
     def activation_bytes_per_image(

@@ -20,7 +20,7 @@ from vitscale.data.training_set import TrainingSet
 from vitscale.distributed.world import World, agree_no_error, gather_objects
 from vitscale.engine.engine import Engine
 from vitscale.images.decoders import resolve_decoder
-from vitscale.models.interface.architecture import Architecture
+from vitscale.models.settings import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun
 from vitscale.tracking.run_facts import flatten_params
 from vitscale.tracking.source_version import git_commit

@@ -32,7 +32,7 @@ from vitscale.engine.engine import Engine
 from vitscale.engine.settings import EngineSettings
 from vitscale.evaluation.trained_model import CLASSES_NAME
 from vitscale.images.decoders import resolve_decoder
-from vitscale.models.interface.architecture import Architecture
+from vitscale.models.settings import Architecture
 from vitscale.runs.training import TrainingPlan, TrainingRun, training_plan
 from vitscale.tracking.console import ProgressLine
 from vitscale.tracking.run_facts import read_record

@@ -23,7 +23,7 @@ from vitscale.distributed.world import World, gather_objects, sum_over_ranks
 from vitscale.engine.configuration import deepspeed_config
 from vitscale.engine.engine import Engine, ReadPart
 from vitscale.engine.settings import EngineSettings
-from vitscale.models.vit.model import (
+from vitscale.models.vit import (
     checkpoint_activations,
     compile_blocks,
 )

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from vitscale.models.settings import ViTSettings
+
 # Beside this file, which is run as a script.
-from vitscale.models.vit.model import (
+from vitscale.models.vit import (
     build_model,
     decayed,
     layers_above,
 )
-from vitscale.models.vit.settings import ViTSettings
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.optim.schedules import learning_rate
 from vitscale.optim.settings import EmaSettings, OptimSettings
@@ -77,14 +78,14 @@ def data(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def new_model(recipe: Recipe) -> torch.nn.Module:
-    vit = build_model(recipe.model, recipe.model.architecture(num_classes=7), seed=0)
+    vit = build_model(recipe.model.resolved(num_classes=7), seed=0)
     head = vit.head[-1] if recipe.model.representation_layer else vit.head
     torch.nn.init.normal_(head.weight, std=0.1, generator=torch.Generator().manual_seed(1))
     return vit
 
 
 def new_optimizer(vit: torch.nn.Module, recipe: Recipe) -> torch.optim.Optimizer:
-    arch = recipe.model.architecture(num_classes=7)
+    arch = recipe.model.resolved(num_classes=7)
     groups = optimizer_groups(
         vit.named_parameters(),
         settings=recipe.optim,

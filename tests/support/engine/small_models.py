@@ -34,8 +34,8 @@ def small_model(
     """settings: values of `model`."""
     chosen: Any = MODELS[family].Settings(**{**SIZES[family], **settings})
     assert not list(chosen.problems())
-    arch = chosen.architecture(num_classes=num_classes)
-    network = MODELS[family].load().build_model(chosen, arch, seed=0).eval()
+    arch = chosen.resolved(num_classes=num_classes)
+    network = MODELS[family].load().build_model(arch, seed=0).eval()
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in network.parameters():

@@ -8,8 +8,8 @@ import torch
 
 from vitscale.distributed.world import World
 from vitscale.evaluation.inference import InferenceModel
-from vitscale.models.vit.model import build_model
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import build_model
 
 CPU = World(rank=0, world_size=1, local_rank=0, local_world_size=1, device=torch.device("cpu"))
 SMALL = {"width": 24, "depth": 1, "num_heads": 2, "mlp_width": 48}
@@ -19,7 +19,7 @@ def inference_model(*, seed: int = 0, **model: Any) -> InferenceModel:
     """`model`: keys of the section `model`. By default 16 px in patches of 4 px."""
     values = {**SMALL, "image_size": 16, "patch_size": 4, **model}
     settings = ViTSettings.model_validate(values)
-    network = build_model(settings, settings.architecture(num_classes=0), seed=seed)
+    network = build_model(settings.resolved(num_classes=0), seed=seed)
     return InferenceModel(network, mean=(0.5,) * 3, std=(0.5,) * 3, world=CPU)  # type: ignore[arg-type]  # three
 
 

@@ -36,7 +36,7 @@ WARMED = (
     "torch",
     "vitscale.training.session",
     "vitscale.evaluation.classification",
-    "vitscale.models.vit.model",
+    "vitscale.models.vit",
     "vitscale.training.supervised",
 )
 # DeepSpeed imports it in `initialize`, and torch.compile with it: 5 s. Not in every release.

@@ -17,9 +17,9 @@ from torch import nn
 
 from vitscale.models.objectives.mae_costs import MLP_RATIO, DecoderSize
 from vitscale.models.objectives.patches import random_orders, take_patches, to_images
-from vitscale.models.vit.architecture import ViTArchitecture
-from vitscale.models.vit.model import ViT, run_blocks
-from vitscale.models.vit.position_embedding import mae_position_embedding
+from vitscale.models.positions import mae_position_embedding
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import ViT, run_blocks
 
 TOKEN_STD = 0.02
 VARIANCE_EPS = 1e-6
@@ -30,7 +30,7 @@ class MaskedAutoencoder(nn.Module):
 
     pos_embed: torch.Tensor
 
-    def __init__(self, arch: ViTArchitecture, decoder: DecoderSize) -> None:
+    def __init__(self, arch: ViTSettings, decoder: DecoderSize) -> None:
         """Starts from torch's random state: Xavier-uniform, biases 0, mask token N(0, 0.02)."""
         super().__init__()
         norm: Any = partial(nn.LayerNorm, eps=1e-6)

@@ -6,10 +6,10 @@ P values of a patch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from vitscale.models.vit import costs as vit_costs
-from vitscale.models.vit.architecture import ViTArchitecture
+from vitscale.models import costs as vit_costs
+from vitscale.models.settings import ViTSettings
 
 MLP_RATIO = 4
 
@@ -28,7 +28,7 @@ def num_kept(num_patches: int, *, mask_ratio: float) -> int:
     return int(num_patches * (1 - mask_ratio))
 
 
-def num_parameters(arch: ViTArchitecture, decoder: DecoderSize) -> int:
+def num_parameters(arch: ViTSettings, decoder: DecoderSize) -> int:
     """Exact count of trained values of encoder and decoder; both positions are fixed."""
     d, w, pixels = arch.width, decoder.width, _patch_values(arch)
     block = vit_costs.block_parameters(_decoder_arch(arch, decoder))
@@ -36,7 +36,7 @@ def num_parameters(arch: ViTArchitecture, decoder: DecoderSize) -> int:
     return vit_costs.num_parameters(arch) + added
 
 
-def train_flops_per_image(arch: ViTArchitecture, decoder: DecoderSize, *, mask_ratio: float) -> int:
+def train_flops_per_image(arch: ViTSettings, decoder: DecoderSize, *, mask_ratio: float) -> int:
     """Counted as `vit_costs` does: the encoder sees T tokens, the decoder all N + 1.
 
     All N patches are embedded. The decoder adds T d w, its blocks, and (N + 1) w P multiply-adds.
@@ -50,7 +50,7 @@ def train_flops_per_image(arch: ViTArchitecture, decoder: DecoderSize, *, mask_r
 
 
 def activation_bytes_per_image(
-    arch: ViTArchitecture,
+    arch: ViTSettings,
     decoder: DecoderSize,
     *,
     mask_ratio: float,
@@ -70,22 +70,16 @@ def activation_bytes_per_image(
     )
 
 
-def _patch_values(arch: ViTArchitecture) -> int:
+def _patch_values(arch: ViTSettings) -> int:
     return arch.patch_values
 
 
-def _num_visible(arch: ViTArchitecture, mask_ratio: float) -> int:
+def _num_visible(arch: ViTSettings, mask_ratio: float) -> int:
     """Tokens that the encoder sees."""
     return num_kept(arch.num_patches, mask_ratio=mask_ratio) + arch.num_prefix_tokens
 
 
-def _decoder_arch(arch: ViTArchitecture, decoder: DecoderSize) -> ViTArchitecture:
-    return replace(
-        arch,
-        width=decoder.width,
-        depth=decoder.depth,
-        num_heads=decoder.num_heads,
-        head_width=None,
-        mlp_width=MLP_RATIO * decoder.width,
-        layer_scale=False,
-    )
+def _decoder_arch(arch: ViTSettings, decoder: DecoderSize) -> ViTSettings:
+    sizes = {"width": decoder.width, "depth": decoder.depth, "num_heads": decoder.num_heads}
+    sizes |= {"mlp_width": MLP_RATIO * decoder.width}
+    return arch.model_copy(update={**sizes, "head_width": None, "layer_scale": None})

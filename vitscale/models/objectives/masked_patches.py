@@ -29,7 +29,7 @@ from vitscale.models.objectives.patches import (
 )
 
 if TYPE_CHECKING:
-    from vitscale.models.vit.model import ViT
+    from vitscale.models.vit import ViT
 
 LEVELS = 8  # of each channel: 3 bits
 NUM_COLORS = LEVELS**3

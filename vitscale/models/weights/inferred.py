@@ -15,8 +15,8 @@ from pydantic import ValidationError
 
 from vitscale.config.errors import UserError
 from vitscale.models.registry import MODELS, ModelSettings
+from vitscale.models.settings import NUMBERS, PATCH_POOLS
 from vitscale.models.timm_model import classifiers, pretrained_config
-from vitscale.models.vit.settings import NUMBERS, PATCH_POOLS
 from vitscale.models.weights.external import ExternalWeights
 
 PATCH = "patch_embed.proj.weight"

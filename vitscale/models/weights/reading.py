@@ -18,9 +18,8 @@ from typing import Any
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.interface.settings import ModelSettingsBase
+from vitscale.models.settings import Architecture, TimmSettings
 from vitscale.models.timm_model import pretrained_config
-from vitscale.models.timm_settings import TimmSettings
 from vitscale.models.weights.exported import DESCRIPTION, read_description
 from vitscale.models.weights.external import NOT_STATED, ExternalWeights
 from vitscale.models.weights.files import (
@@ -70,7 +69,7 @@ def is_external(path: str) -> bool:
 
 
 def read_external_weights(
-    path: Path, *, grid: tuple[int, int] | None, model: ModelSettingsBase | None = None
+    path: Path, *, grid: tuple[int, int] | None, model: Architecture | None = None
 ) -> ExternalWeights:
     """Read and rename a file, or a folder of timm or transformers.
 

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from vitscale.config.errors import UserError
-from vitscale.models.interface.misfits import refuse_misfits
+from vitscale.models.interface import refuse_misfits
+from vitscale.models.positions import resize_patch_embedding, resize_position_embedding
 from vitscale.models.timm_model import TimmModel
-from vitscale.models.vit.patch_embedding import resize_patch_embedding
-from vitscale.models.vit.position_embedding import resize_position_embedding
 
 # What transfer leaves out: modules that only an objective trains and, unless kept, classifiers.
 # The last two: names of MAE's published files.

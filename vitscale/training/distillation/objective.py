@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from vitscale.data.loader import Batch
     from vitscale.engine.engine import Engine
-    from vitscale.models.interface.architecture import Architecture
+    from vitscale.models.settings import Architecture
     from vitscale.training.distillation.teacher import Teacher
 
 FP32_BYTES = 4

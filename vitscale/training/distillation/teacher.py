@@ -18,7 +18,7 @@ from vitscale.distributed.atomic_files import blake3_of_file
 from vitscale.evaluation.inference import Normalization, Preprocessing
 from vitscale.evaluation.trained_model import open_model
 from vitscale.models import timm_model
-from vitscale.models.timm_settings import TimmSettings
+from vitscale.models.settings import TimmSettings
 from vitscale.training.distillation.settings import TeacherSettings
 
 WEIGHTS_KEY = "objective.teacher.weights"

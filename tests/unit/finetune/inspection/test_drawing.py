@@ -46,7 +46,7 @@ def drawn(init: Path, output: Path, **values: Any) -> set[str]:
 def weight_file(path: Path, model: dict[str, Any]) -> Path:
     family = MODELS[model["name"]]
     settings = family.Settings.model_validate(model)
-    network = family.load().build_model(settings, settings.architecture(num_classes=0), seed=0)
+    network = family.load().build_model(settings.resolved(num_classes=0), seed=0)
     save_file(network.state_dict(), path)
     return path
 

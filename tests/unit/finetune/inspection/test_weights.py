@@ -12,7 +12,7 @@ from timm.layers import StdConv2d
 from torch import nn
 
 from finetune.inspection.weights import first_filters, position_similarity, principal_components
-from vitscale.models.vit.position_embedding import sincos_position_embedding
+from vitscale.models.positions import sincos_position_embedding
 
 
 def random(*shape: int) -> torch.Tensor:

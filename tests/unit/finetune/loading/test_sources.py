@@ -16,8 +16,8 @@ from finetune.loading.start import load_initial_weights
 from finetune.run import FinetuneRun
 from vitscale.config.errors import UserError
 from vitscale.evaluation.trained_model import open_model
-from vitscale.models.vit.model import build_model
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import build_model
 
 TINY = "vit_tiny_patch16_224"
 SMALL: dict[str, Any] = {"image_size": 8, "patch_size": 4, "width": 192, "depth": 1}
@@ -26,7 +26,7 @@ SMALL |= {"num_heads": 3, "mlp_width": 16}
 
 def state(num_classes: int = 4, **changes: Any) -> dict[str, torch.Tensor]:
     settings = ViTSettings.model_validate({**SMALL, **changes})
-    model = build_model(settings, settings.architecture(num_classes=num_classes), seed=0)
+    model = build_model(settings.resolved(num_classes=num_classes), seed=0)
     found = {name: value.clone() for name, value in model.state_dict().items()}
     if num_classes:
         found["head.weight"] = torch.arange(float(num_classes))[:, None].repeat(1, 192)
@@ -41,8 +41,8 @@ def finetune(init: Path, shards: Path, **keys: Any) -> FinetuneRun:
 
 
 def start(run: FinetuneRun, num_classes: int = 2) -> tuple[list[str], torch.nn.Module]:
-    arch = run.model.architecture(num_classes=num_classes)
-    model = build_model(run.model, arch, seed=1)  # type: ignore[arg-type]  # a ViT's
+    arch = run.model.resolved(num_classes=num_classes)
+    model = build_model(arch, seed=1)  # type: ignore[arg-type]  # a ViT's
     return load_initial_weights(model, arch, run), model
 
 
@@ -125,10 +125,10 @@ def test_misfits_name_the_keys_that_would_fit(tmp_path: Path) -> None:
     other = state(pool="gap", pool_norm=True, layer_scale=0.1, mlp_width=24)
     np.savez(tmp_path / "model.npz", **{name: value.numpy() for name, value in other.items()})
     run = finetune(tmp_path / "model.npz", tmp_path)
-    model = build_model(run.model, run.model.architecture(num_classes=2), seed=1)  # type: ignore[arg-type]  # a ViT's
+    model = build_model(run.model.resolved(num_classes=2), seed=1)  # type: ignore[arg-type]  # a ViT's
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(UserError, match="tensors do not fit") as caught:
-        load_initial_weights(model, run.model.architecture(num_classes=2), run)
+        load_initial_weights(model, run.model.resolved(num_classes=2), run)
     advice = caught.value.next_step
     assert advice is not None and advice.startswith("these weights need ")
     assert {"model.mlp_width=24", "model.pool=gap", "model.pool_norm=true"} <= set(advice.split())

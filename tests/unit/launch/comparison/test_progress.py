@@ -60,7 +60,7 @@ def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
     assert isinstance(loaded, PretrainRun)
     (tmp_path / "config.yaml").write_text(run_to_yaml(loaded))
     (tmp_path / "classes.json").write_text(json.dumps(["a", "b"]))
-    each = train_flops_per_image(loaded.model.architecture(num_classes=2))
+    each = train_flops_per_image(loaded.model.resolved(num_classes=2))
     rows = (row(10, 0.0), row(25, 2.0))
     found = progress_of(run(tmp_path, *rows, data__global_batch="8")).flops
     assert found == pytest.approx((80 * each, 200 * each))

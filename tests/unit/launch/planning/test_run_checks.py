@@ -158,7 +158,7 @@ def test_a_checkpoint_of_the_folder_needs_no_second_place(folder: Path) -> None:
         }
     )
     num_bytes = checkpoint_bytes(run, num_classes=2)
-    parameters = run.make_objective().num_parameters(run.model.architecture(num_classes=2))
+    parameters = run.make_objective().num_parameters(run.model.resolved(num_classes=2))
     # fp32 weights, two moments, and the average.
     assert num_bytes == 16 * parameters
 

@@ -11,7 +11,7 @@ import torch
 from pretrain.objectives.mae import Mae, MaeSettings
 from pretrain.run import PretrainRun
 from vitscale.data.loader import Batch
-from vitscale.models.vit.model import build_model
+from vitscale.models.vit import build_model
 from vitscale.training.objective import check_objective
 
 MODEL = {"width": 16, "depth": 1, "num_heads": 2, "mlp_width": 16, "patch_size": 4}
@@ -43,9 +43,9 @@ class PlainEngine:
 def set_up(*, seed: int = 0) -> tuple[Any, Any]:
     run: Any = PretrainRun.model_validate(RUN | {"seed": seed})
     objective = run.make_objective()
-    arch = run.model.architecture(num_classes=0)
+    arch = run.model.resolved(num_classes=0)
     torch.manual_seed(0)
-    model = build_model(run.model, arch, seed=0)
+    model = build_model(arch, seed=0)
     objective.extend_model(model, arch)
     return objective, PlainEngine(model)
 

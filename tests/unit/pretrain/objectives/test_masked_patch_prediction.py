@@ -15,7 +15,7 @@ from pretrain.objectives.masked_patch_prediction import (
 )
 from pretrain.run import PretrainRun
 from vitscale.data.loader import Batch
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.settings import ViTSettings
 from vitscale.training.build import build_model
 from vitscale.training.supervised import Supervised, SupervisedSettings
 
@@ -51,7 +51,7 @@ class PlainEngine:
 def opened(seed: int = 0) -> tuple[MaskedPatchPrediction, Any]:
     run = run_of(seed=seed)
     objective: Any = run.make_objective()
-    model = build_model(run, objective, run.model.architecture(num_classes=0))
+    model = build_model(run, objective, run.model.resolved(num_classes=0))
     return objective, PlainEngine(model)
 
 
@@ -123,7 +123,7 @@ def test_costs_are_those_of_the_module() -> None:
 
 def test_the_published_model_has_the_known_count() -> None:
     """B/16 at 224 px without its head, the mask embedding and 768 x 512 + 512."""
-    arch = ViTSettings(preset="B/16", image_size=224).architecture(num_classes=0)
+    arch = ViTSettings(preset="B/16", image_size=224).resolved(num_classes=0)
     count = run_of().make_objective().num_parameters(arch)
     assert count == 86_567_656 - 769_000 + 768 + 393_728
 

@@ -75,7 +75,7 @@ def test_what_an_objective_adds_depends_on_the_seed_alone() -> None:
         values = RUN | {"seed": seed}
         run = PretrainRun.model_validate(values)
         torch.rand(draws)
-        arch = run.model.architecture(num_classes=2)
+        arch = run.model.resolved(num_classes=2)
         model: Any = build_model(run, Decoder(SupervisedSettings(), seed=0), arch)
         weights.append(model.objective.weight.tolist())
     assert weights[0] == weights[1] != weights[2]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from vitscale.models.interface.compilation import SharedDropPath
-from vitscale.models.vit.model import build_model, compile_blocks
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.interface import SharedDropPath
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import build_model, compile_blocks
 
 SMALL = ViTSettings(
     image_size=8, patch_size=4, width=16, depth=4, num_heads=2, mlp_width=32, drop_path=0.3
@@ -16,7 +16,7 @@ SMALL = ViTSettings(
 def test_blocks_of_different_rates_are_compiled_once() -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model = build_model(SMALL, SMALL.architecture(num_classes=3), seed=0)
+    model = build_model(SMALL.resolved(num_classes=3), seed=0)
     names = set(model.state_dict())
     compile_blocks(model, backend="aot_eager")
     assert set(model.state_dict()) == names

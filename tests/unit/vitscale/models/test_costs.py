@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from vitscale.models.costs import memory_estimate, num_parameters, train_flops_per_image
-from vitscale.models.vit import costs as vit_costs
-from vitscale.models.vit.architecture import ViTArchitecture
-from vitscale.models.vit.costs import activation_bytes_per_image
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models import costs as vit_costs
+from vitscale.models.costs import (
+    activation_bytes_per_image,
+    num_parameters,
+    train_flops_per_image,
+)
+from vitscale.models.settings import ViTSettings
 
 
-def arch_of(preset: str, num_classes: int = 1000, **settings: object) -> ViTArchitecture:
+def arch_of(preset: str, num_classes: int = 1000, **settings: object) -> ViTSettings:
     model = ViTSettings.model_validate({"preset": preset, **settings})
-    return model.architecture(num_classes=num_classes)
+    return model.resolved(num_classes=num_classes)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +74,8 @@ def test_zero_stages_shard_what_the_paper_says(
     stage: int, accumulation: int, bytes_per_parameter: float
 ) -> None:
     arch = arch_of("L/16")
-    memory = memory_estimate(
-        arch, zero_stage=stage, world_size=8, precision="bf16", micro_batch=64,
+    memory = vit_costs.memory_estimate(
+        arch, costs=vit_costs, zero_stage=stage, world_size=8, precision="bf16", micro_batch=64,
         activation_checkpointing=False, optimizer_bytes=8, accumulation=accumulation,
         bucket_elements=25_000_000,
     )  # fmt: skip
@@ -85,8 +87,8 @@ def test_zero_stages_shard_what_the_paper_says(
 
 def test_fp32_adam_needs_sixteen_bytes_without_sharding_too() -> None:
     arch = arch_of("S/16")
-    memory = memory_estimate(
-        arch, zero_stage=0, world_size=1, precision="fp32", micro_batch=2,
+    memory = vit_costs.memory_estimate(
+        arch, costs=vit_costs, zero_stage=0, world_size=1, precision="fp32", micro_batch=2,
         activation_checkpointing=False, optimizer_bytes=8, accumulation=2,
     )  # fmt: skip
     assert memory.total - memory.activations == 16 * num_parameters(arch)

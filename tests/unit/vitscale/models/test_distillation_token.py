@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from timm.models.deit import VisionTransformerDistilled
 
 from vitscale.models.costs import num_parameters, train_flops_per_image
-from vitscale.models.vit.model import build_model, decayed, layers_above
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import build_model, decayed, layers_above
 from vitscale.models.weights.reading import read_external_weights
 from vitscale.models.weights.transfer import transfer_weights
 
@@ -25,7 +25,7 @@ IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
 
 def built(**changes: Any) -> Any:
     settings = SMALL.model_copy(update=changes)
-    return build_model(settings, settings.architecture(num_classes=5), seed=0).eval()
+    return build_model(settings.resolved(num_classes=5), seed=0).eval()
 
 
 def timms() -> Any:
@@ -50,14 +50,14 @@ def timms() -> Any:
 )
 def test_distilled_sizes_have_the_published_counts(preset: str, px: int, count: int) -> None:
     model = ViTSettings(preset=preset, image_size=px, distillation_token=True)
-    assert num_parameters(model.architecture(num_classes=1000)) == count
+    assert num_parameters(model.resolved(num_classes=1000)) == count
 
 
 def test_counts_by_formula_are_those_of_the_modules() -> None:
-    arch = SMALL.architecture(num_classes=5)
+    arch = SMALL.resolved(num_classes=5)
     assert num_parameters(arch) == sum(p.numel() for p in built().parameters())
     assert arch.num_tokens == 18 and arch.num_position_rows == 18
-    plain = SMALL.model_copy(update={"distillation_token": False}).architecture(num_classes=5)
+    plain = SMALL.model_copy(update={"distillation_token": False}).resolved(num_classes=5)
     assert train_flops_per_image(arch) > train_flops_per_image(plain)
 
 
@@ -134,7 +134,7 @@ def test_the_token_starts_as_the_class_token_does() -> None:
 
 
 def test_the_token_decays_and_scales_as_the_embedding() -> None:
-    names, arch = dict(built().named_parameters()), SMALL.architecture(num_classes=5)
+    names, arch = dict(built().named_parameters()), SMALL.resolved(num_classes=5)
     assert not decayed("dist_token", names["dist_token"])
     assert decayed("head_dist.weight", names["head_dist.weight"])
     assert layers_above("dist_token", arch) == 3

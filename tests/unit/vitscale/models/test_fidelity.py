@@ -11,9 +11,9 @@ import torch
 
 from vitscale.config.section import Section
 from vitscale.models.costs import num_parameters
-from vitscale.models.vit.model import build_model, decayed
-from vitscale.models.vit.position_embedding import sincos_position_embedding
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.positions import sincos_position_embedding
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import build_model, decayed
 from vitscale.training.loop import seed_step
 
 SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)
@@ -21,7 +21,7 @@ SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2,
 
 def small(**changes: object) -> torch.nn.Module:
     settings = SMALL.model_copy(update=changes)
-    return build_model(settings, settings.architecture(num_classes=5), seed=3)
+    return build_model(settings.resolved(num_classes=5), seed=3)
 
 
 # The reference: state names and arithmetic only, no module of torch or timm.
@@ -148,7 +148,7 @@ def test_forward_equals_independent_reference(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_formula_counts_every_option(options: dict[str, Any]) -> None:
     model = small(**options)
-    arch = SMALL.model_copy(update=options).architecture(num_classes=5)
+    arch = SMALL.model_copy(update=options).resolved(num_classes=5)
     assert sum(p.numel() for p in model.parameters()) == num_parameters(arch)
     assert model.patch_embed.num_patches + model.num_prefix_tokens == arch.num_tokens
     assert not any(decayed(name, p) for name, p in model.named_parameters() if "token" in name)
@@ -205,7 +205,7 @@ def test_position_init_has_the_published_spread() -> None:
     settings = SMALL.model_copy(update={"image_size": 128, "width": 96, "num_heads": 4})
     for name, std in (("vit", 0.02), ("big_vision", 1 / math.sqrt(96))):
         chosen = settings.model_copy(update={"position_init": name})
-        model = build_model(chosen, chosen.architecture(num_classes=5), seed=0)
+        model = build_model(chosen.resolved(num_classes=5), seed=0)
         assert model.pos_embed.std().item() == pytest.approx(std, rel=0.02)
 
 

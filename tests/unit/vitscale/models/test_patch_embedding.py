@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from vitscale.config.errors import UserError
-from vitscale.models.vit.model import ViT, build_model
-from vitscale.models.vit.patch_embedding import resize_patch_embedding
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.positions import resize_patch_embedding
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import ViT, build_model
 from vitscale.models.weights.transfer import transfer_weights
 
 SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2, mlp_width=40)
@@ -23,7 +23,7 @@ def normal(*shape: int) -> torch.Tensor:
 def model_of(**changes: object) -> ViT:
     """All weights are random, the head's too."""
     settings = SMALL.model_copy(update=changes)
-    model = build_model(settings, settings.architecture(num_classes=5), seed=0).eval()
+    model = build_model(settings.resolved(num_classes=5), seed=0).eval()
     random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -11,7 +11,7 @@ import torch
 from scipy.ndimage import zoom
 from timm.layers import resample_abs_pos_embed
 
-from vitscale.models.vit.position_embedding import resize_position_embedding
+from vitscale.models.positions import resize_position_embedding
 
 
 def embedding(rows: int, columns: int, *, prefix: int) -> torch.Tensor:

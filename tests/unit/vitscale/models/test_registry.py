@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from vitscale.models.costs import memory_estimate, num_parameters, train_flops_per_image
-from vitscale.models.interface.classifier import InFp32
-from vitscale.models.interface.settings import ModelSettingsBase
-from vitscale.models.registry import MODELS, ModelFamily
-from vitscale.models.timm_settings import TimmSettings
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.interface import InFp32
+from vitscale.models.registry import MODELS
+from vitscale.models.settings import Architecture, TimmSettings, ViTSettings
 
-ARCH = ViTSettings(preset="Ti/16").architecture(num_classes=5)
 SMALL = {"image_size": 32, "patch_size": 8, "width": 24, "depth": 1, "num_heads": 2}
 SMALL["mlp_width"] = 48
-SMALL_MODELS: dict[str, ModelSettingsBase] = {
+SMALL_MODELS: dict[str, Architecture] = {
     "vit": ViTSettings(**SMALL, distillation_token=True),
     "timm": TimmSettings(image_size=32, model="test_convnext"),
 }
@@ -36,32 +29,10 @@ def test_family_has_all_functions(name: str) -> None:
     assert all(callable(getattr(code, function)) for function in functions)
 
 
-def test_costs_are_those_of_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = SimpleNamespace(
-        num_parameters=lambda arch: 1000,
-        train_flops_per_image=lambda arch: 7,
-        activation_bytes_per_image=lambda arch, *, precision, activation_checkpointing: 11,
-    )
-    family = ModelFamily(Settings=ViTSettings, code="none", costs=costs)
-    monkeypatch.setitem(MODELS, "other", family)
-    arch = replace(ARCH, name="other")
-    assert (num_parameters(arch), train_flops_per_image(arch)) == (1000, 7)
-    memory = memory_estimate(
-        arch,
-        zero_stage=0,
-        world_size=1,
-        precision="fp32",
-        micro_batch=3,
-        activation_checkpointing=False,
-        optimizer_bytes=8,
-    )
-    assert (memory.parameters, memory.activations) == (4000, 33)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_only_the_objective_takes_further_inputs(name: str) -> None:
     settings = SMALL_MODELS[name]
-    model = MODELS[name].load().build_model(settings, settings.architecture(num_classes=5), seed=0)
+    model = MODELS[name].load().build_model(settings.resolved(num_classes=5), seed=0)
     images = torch.zeros(1, 3, 32, 32)
     for output in ("logits", "features", *(["heads"] if name == "vit" else [])):
         model(images, output=output)
@@ -77,7 +48,7 @@ def test_only_the_objective_takes_further_inputs(name: str) -> None:
 def test_logits_are_in_fp32_in_a_model_in_bf16(name: str) -> None:
     """Near -10, where bf16 has steps of 0.06; also under autocast, as at ZeRO stage 0."""
     settings = SMALL_MODELS[name]
-    model = MODELS[name].load().build_model(settings, settings.architecture(num_classes=5), seed=0)
+    model = MODELS[name].load().build_model(settings.resolved(num_classes=5), seed=0)
     heads = [module for module in model.modules() if isinstance(module, InFp32)]
     assert len(heads) == (2 if name == "vit" else 1)
     originals: dict[str, torch.Tensor] = {}

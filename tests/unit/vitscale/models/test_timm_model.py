@@ -19,9 +19,15 @@ from pretrain.run import PretrainRun
 from tests.support.engine.small_models import small_model
 from vitscale.config.errors import UserError
 from vitscale.evaluation.trained_model import open_model
-from vitscale.models.costs import num_parameters, train_flops_per_image
-from vitscale.models.timm_model import TimmModel, build_model, decayed, layers_above
-from vitscale.models.timm_settings import TimmSettings
+from vitscale.models.settings import TimmSettings
+from vitscale.models.timm_model import (
+    TimmModel,
+    build_model,
+    decayed,
+    layers_above,
+    num_parameters,
+    train_flops_per_image,
+)
 from vitscale.optim.optimizer import optimizer_groups
 from vitscale.optim.settings import OptimSettings
 from vitscale.training import build
@@ -32,7 +38,7 @@ SIZE = 64
 
 def built(name: str, *, seed: int = 0, num_classes: int = 5, **values: Any) -> TimmModel:
     settings = TimmSettings(model=name, **{"image_size": SIZE, "head_std": 0.1, **values})
-    return build_model(settings, settings.architecture(num_classes=num_classes), seed=seed)
+    return build_model(settings.resolved(num_classes=num_classes), seed=seed)
 
 
 def plain(name: str, **options: Any) -> Any:
@@ -52,7 +58,7 @@ def test_outputs_and_costs_are_those_of_timm(name: str) -> None:
     assert torch.equal(model(images()), own(images()))
     features = own.forward_head(own.forward_features(images()), pre_logits=True)
     assert torch.equal(model(images(), output="features"), features)
-    arch = TimmSettings(model=name, image_size=SIZE).architecture(num_classes=5)
+    arch = TimmSettings(model=name, image_size=SIZE).resolved(num_classes=5)
     assert num_parameters(arch) == sum(each.numel() for each in own.parameters())
     with torch.device("meta"):
         counted = plain(name).eval()
@@ -73,7 +79,7 @@ def test_the_seed_gives_the_weights(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_rates_and_decay_by_layer_are_those_of_timm(name: str) -> None:
     model = built(name)
-    arch = TimmSettings(model=name, image_size=SIZE).architecture(num_classes=5)
+    arch = TimmSettings(model=name, image_size=SIZE).resolved(num_classes=5)
     kept = model.no_weight_decay() if hasattr(model, "no_weight_decay") else ()  # type: ignore[operator]  # a function
     theirs = param_groups_layer_decay(
         model, weight_decay=0.05, no_weight_decay_list=kept, layer_decay=0.7
@@ -161,7 +167,7 @@ def test_what_timm_does_not_have_is_refused(values: dict[str, Any], message: str
     settings = TimmSettings.model_validate(values)
     assert not list(settings.problems())
     with pytest.raises(UserError, match=message):
-        build_model(settings, settings.architecture(num_classes=5), seed=0)
+        build_model(settings.resolved(num_classes=5), seed=0)
 
 
 def test_arguments_load_no_weights() -> None:
@@ -174,7 +180,7 @@ def test_statistics_of_batches_are_not_trained() -> None:
     values = {"name": "x", "data": {"path": "x", "global_batch": 1}, "schedule": {"steps": 1}}
     model = {"name": "timm", "model": "test_resnet", "num_classes": 5, "image_size": SIZE}
     run = PretrainRun.model_validate({**values, "optim": {"lr": 1.0}, "model": model})
-    arch = run.model.architecture(num_classes=5)
+    arch = run.model.resolved(num_classes=5)
     with pytest.raises(UserError, match="timm test_resnet has BatchNorm"):
         build.build_model(run, run.make_objective(), arch)
     assert built("test_resnet")(images()).shape == (2, 5)

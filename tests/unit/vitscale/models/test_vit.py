@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.vit.model import ViT, build_model, decayed
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import ViT, build_model, decayed
 from vitscale.models.weights.transfer import transfer_weights
 from vitscale.training.losses import sigmoid_loss, softmax_loss
 
@@ -18,12 +18,12 @@ SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=2, num_heads=2,
 
 def small(**changes: object) -> torch.nn.Module:
     settings = SMALL.model_copy(update=changes)
-    return build_model(settings, settings.architecture(num_classes=5), seed=0)
+    return build_model(settings.resolved(num_classes=5), seed=0)
 
 
 def test_built_b16_has_the_papers_parameter_count() -> None:
     settings = ViTSettings(preset="B/16")
-    model = build_model(settings, settings.architecture(num_classes=1000), seed=0)
+    model = build_model(settings.resolved(num_classes=1000), seed=0)
     assert sum(p.numel() for p in model.parameters()) == 86_567_656
 
 
@@ -34,7 +34,7 @@ def test_mlps_have_the_width_that_is_asked_for(width: int, mlp_width: int, mlp: 
     settings = SMALL.model_copy(
         update={"width": width, "num_heads": 2, "mlp_width": mlp_width, "mlp": mlp}
     )
-    model = build_model(settings, settings.architecture(num_classes=5), seed=0)
+    model = build_model(settings.resolved(num_classes=5), seed=0)
     assert model.get_submodule("blocks.0.mlp.fc2").in_features == mlp_width
 
 
@@ -51,7 +51,7 @@ def test_features_are_what_the_head_sees(pool: str, representation_layer: bool) 
 
 def test_initial_summed_sigmoid_loss_with_21k_classes() -> None:
     settings = SMALL.model_copy(update={"head_bias": -10.0, "num_classes": 21_843})
-    model = build_model(settings, settings.architecture(num_classes=21_843), seed=0)
+    model = build_model(settings.resolved(num_classes=21_843), seed=0)
     with torch.no_grad():
         loss = sigmoid_loss(model(torch.randn(4, 3, 16, 16)), torch.tensor([0, 5, 9, 21_842]), 0.0)
     # ln(1 + e^10) for the true class, and 21,842 times ln(1 + e^-10).
@@ -133,7 +133,7 @@ def model_with(**changes: object) -> ViT:
         **{"mlp_width": 24, "num_registers": 1, "head_std": 0.1},
     }
     settings = ViTSettings.model_validate(values | changes)
-    return build_model(settings, settings.architecture(num_classes=3), seed=0).eval()
+    return build_model(settings.resolved(num_classes=3), seed=0).eval()
 
 
 @torch.no_grad()

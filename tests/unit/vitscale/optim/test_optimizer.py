@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vitscale.models.vit.model import build_model, decayed, layers_above
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import build_model, decayed, layers_above
 from vitscale.optim.optimizer import build_optimizer, optimizer_groups
 from vitscale.optim.settings import OptimSettings, optim_problems
 
@@ -22,11 +22,11 @@ def settings(**values: object) -> OptimSettings:
 
 
 def vit() -> torch.nn.Module:
-    return build_model(MODEL, MODEL.architecture(num_classes=5), seed=0)
+    return build_model(MODEL.resolved(num_classes=5), seed=0)
 
 
 def above(name: str) -> int:
-    return layers_above(name, MODEL.architecture(num_classes=5))
+    return layers_above(name, MODEL.resolved(num_classes=5))
 
 
 def test_default_groups_are_kernels_and_the_rest_at_one_rate() -> None:

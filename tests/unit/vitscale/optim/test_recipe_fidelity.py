@@ -332,4 +332,4 @@ def test_rates_of_bit_drop_after_30_60_and_80_epochs() -> None:
 
 def test_vit_tiny_has_the_known_count() -> None:
     model = recipe("cifar10/vit_tiny").model
-    assert num_parameters(model.architecture(num_classes=10)) == 8_459_762
+    assert num_parameters(model.resolved(num_classes=10)) == 8_459_762

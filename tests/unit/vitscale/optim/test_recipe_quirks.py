@@ -16,8 +16,8 @@ from vitscale.data.loader import Batch
 from vitscale.data.mixing import mix_batch
 from vitscale.data.settings import DataSettings, MixingSettings
 from vitscale.images.crops import center_crop
-from vitscale.models.vit.model import build_model
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import build_model
 from vitscale.optim.schedules import learning_rate
 from vitscale.runs.training import TrainingPlan, training_plan
 from vitscale.training.losses import sigmoid_loss, softmax_loss
@@ -27,7 +27,7 @@ def small(**changes: Any) -> torch.nn.Module:
     settings = ViTSettings(
         image_size=8, patch_size=4, width=96, depth=2, num_heads=4, mlp_width=160
     ).model_copy(update=changes)
-    return build_model(settings, settings.architecture(num_classes=7), seed=0)
+    return build_model(settings.resolved(num_classes=7), seed=0)
 
 
 def test_a_fused_initialisation_would_be_too_narrow() -> None:

@@ -12,8 +12,8 @@ import torch
 from pretrain.run import PretrainRun
 from vitscale.config.errors import UserError
 from vitscale.distributed.private_folder import private_folder
-from vitscale.models.vit.model import ViT, build_model
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import ViT, build_model
 from vitscale.training.build import choose_kernels
 
 
@@ -30,7 +30,7 @@ def chosen(**engine: object) -> tuple[ViT, bool]:
         }
     )
     assert isinstance(run.model, ViTSettings)
-    model = build_model(run.model, run.model.architecture(num_classes=3), seed=0)
+    model = build_model(run.model.resolved(num_classes=3), seed=0)
     return model, choose_kernels(run, model, torch.device("cpu"))
 
 

@@ -68,7 +68,7 @@ def description_of(change: Mapping[str, Any]) -> dict[str, Any]:
     run = run_with(change)
     shards: Any = {"fingerprint": "f", "label_map_sha256": "l", "key_hash": None}
     shards |= change.get("shards", {})
-    arch, data = run.model.architecture(num_classes=10), SimpleNamespace(**shards)
+    arch, data = run.model.resolved(num_classes=10), SimpleNamespace(**shards)
     return compatibility_key(run, arch, data, objective=change.get("objective", "supervised"))
 
 

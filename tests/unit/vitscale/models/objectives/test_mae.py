@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from vitscale.models import costs as vit_costs
 from vitscale.models.objectives.mae import (
     MaskedAutoencoder,
     encode_kept,
@@ -25,10 +26,9 @@ from vitscale.models.objectives.mae_costs import (
     train_flops_per_image,
 )
 from vitscale.models.objectives.patches import to_patches
-from vitscale.models.vit import costs as vit_costs
-from vitscale.models.vit.model import build_model, checkpoint_activations, decayed
-from vitscale.models.vit.position_embedding import mae_position_embedding
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.positions import mae_position_embedding
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import build_model, checkpoint_activations, decayed
 
 PUBLISHED_DECODER = DecoderSize(width=512, depth=8, num_heads=16)
 SMALL_DECODER = DecoderSize(width=8, depth=2, num_heads=2)
@@ -39,9 +39,9 @@ SMALL = ViTSettings(
 
 
 def small_model(settings: ViTSettings = SMALL) -> Any:
-    arch = settings.architecture(num_classes=0)
+    arch = settings.resolved(num_classes=0)
     torch.manual_seed(1)
-    model: Any = build_model(settings, arch, seed=0)
+    model: Any = build_model(arch, seed=0)
     model.objective = MaskedAutoencoder(arch, SMALL_DECODER)
     for parameter in model.parameters():  # biases and norms too
         torch.nn.init.normal_(parameter, std=0.2)
@@ -230,8 +230,8 @@ def test_positions_are_those_of_mae() -> None:
 
 def test_start_is_that_of_mae() -> None:
     settings = SMALL.model_copy(update={"width": 64, "mlp_width": 256})
-    arch = settings.architecture(num_classes=0)
-    model: Any = build_model(settings, arch, seed=0)
+    arch = settings.resolved(num_classes=0)
+    model: Any = build_model(arch, seed=0)
     torch.manual_seed(0)
     model.objective = MaskedAutoencoder(arch, DecoderSize(width=64, depth=1, num_heads=2))
     patch = model.patch_embed.proj.weight
@@ -260,7 +260,7 @@ def test_start_is_that_of_mae() -> None:
 def test_costs_are_those_of_the_published_models(
     preset: str, encoder: int, decoder: int, ratio: float
 ) -> None:
-    arch = ViTSettings(preset=preset, positions="sincos2d_mae").architecture(num_classes=0)
+    arch = ViTSettings(preset=preset, positions="sincos2d_mae").resolved(num_classes=0)
     assert vit_costs.num_parameters(arch) == encoder
     assert num_parameters(arch, PUBLISHED_DECODER) == encoder + decoder
     masked = train_flops_per_image(arch, PUBLISHED_DECODER, mask_ratio=0.75)
@@ -269,12 +269,12 @@ def test_costs_are_those_of_the_published_models(
 
 def test_parameters_are_counted_exactly() -> None:
     model = small_model()
-    arch = SMALL.architecture(num_classes=0)
+    arch = SMALL.resolved(num_classes=0)
     assert sum(p.numel() for p in model.parameters()) == num_parameters(arch, SMALL_DECODER)
 
 
 def test_recomputed_blocks_keep_fewer_activations() -> None:
-    arch = SMALL.architecture(num_classes=0)
+    arch = SMALL.resolved(num_classes=0)
     kept, recomputed = (
         activation_bytes_per_image(
             arch,

@@ -19,8 +19,8 @@ from vitscale.models.objectives.masked_patches import (
     shades,
 )
 from vitscale.models.objectives.patches import take_patches, to_patches
-from vitscale.models.vit.model import build_model
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import build_model
 
 NUM_PATCHES, NUM_CORRUPTED, NUM_IMAGES = 196, 98, 1100
 SIZES: dict[str, Any] = {"image_size": 24, "patch_size": 8, "width": 24, "depth": 2}
@@ -124,8 +124,8 @@ def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) 
     torch.manual_seed(0)
     options = SIZES | options
     settings = ViTSettings(**options)
-    arch = settings.architecture(num_classes=0)
-    model = build_model(settings, arch, seed=0).eval()
+    arch = settings.resolved(num_classes=0)
+    model = build_model(arch, seed=0).eval()
     model.objective = MaskedPatches(arch.width)
     torch.nn.init.normal_(model.objective.head.weight)
     if model.cls_token is not None:
@@ -152,8 +152,8 @@ def test_predictions_equal_an_independent_forward_pass(options: dict[str, Any]) 
 
 def test_the_forward_pass_is_one_graph() -> None:
     settings = ViTSettings(**SIZES)
-    arch = settings.architecture(num_classes=0)
-    model = build_model(settings, arch, seed=0)
+    arch = settings.resolved(num_classes=0)
+    model = build_model(arch, seed=0)
     model.objective = MaskedPatches(arch.width)
     compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
     torch._dynamo.reset()

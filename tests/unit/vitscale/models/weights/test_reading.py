@@ -14,8 +14,8 @@ from timm.models.vision_transformer import VisionTransformer
 from timm.models.vision_transformer import _load_weights as load_as_timm_does
 
 from vitscale.config.errors import UserError
-from vitscale.models.vit.model import build_model
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import build_model
 from vitscale.models.weights.reading import read_external_weights
 from vitscale.models.weights.transfer import transfer_weights
 
@@ -71,7 +71,7 @@ def npz(path: Path, content: dict[str, np.ndarray], *, prefix: str = "") -> Path
 
 def built(**changes: Any) -> VisionTransformer:
     settings = SMALL.model_copy(update=changes)
-    return build_model(settings, settings.architecture(num_classes=CLASSES), seed=3).eval()
+    return build_model(settings.resolved(num_classes=CLASSES), seed=3).eval()
 
 
 def loaded(path: Path, *, grid: tuple[int, int] | None = None, **changes: Any) -> VisionTransformer:

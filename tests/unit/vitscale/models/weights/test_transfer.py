@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from vitscale.config.errors import UserError
-from vitscale.models.vit.model import build_model
-from vitscale.models.vit.position_embedding import fixed_positions, sincos_position_embedding
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.positions import fixed_positions, sincos_position_embedding
+from vitscale.models.settings import ViTSettings
+from vitscale.models.vit import build_model
 from vitscale.models.weights.transfer import transfer_weights
 
 SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=1, num_heads=2, mlp_width=40)
@@ -17,7 +17,7 @@ SMALL = ViTSettings(image_size=16, patch_size=4, width=24, depth=1, num_heads=2,
 def shaken(**changes: object) -> torch.nn.Module:
     """A model in evaluation mode whose weights, the head's too, are all random."""
     settings = SMALL.model_copy(update=changes)
-    model = build_model(settings, settings.architecture(num_classes=5), seed=0).eval()
+    model = build_model(settings.resolved(num_classes=5), seed=0).eval()
     random = torch.Generator().manual_seed(len(changes))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -84,9 +84,9 @@ def test_a_norm_after_the_mean_starts_fresh() -> None:
 def test_fixed_positions_become_learned_ones_of_another_grid() -> None:
     source = shaken(positions="sincos2d_mae")
     settings = SMALL.model_copy(update={"positions": "sincos2d_mae"})
-    description = settings.architecture(num_classes=5).description()
+    description = settings.resolved(num_classes=5).description()
     positions = fixed_positions(description, grid=(4, 4))
-    assert fixed_positions(SMALL.architecture(num_classes=5).description(), grid=(4, 4)) == {}
+    assert fixed_positions(SMALL.resolved(num_classes=5).description(), grid=(4, 4)) == {}
     for size, grid in ((16, (4, 4)), (24, (6, 6))):
         target = shaken(image_size=size)
         transfer_weights(

@@ -134,9 +134,9 @@ def test_a_transformer_gets_positions_of_the_teachers_size(tmp_path: Path) -> No
 
 def test_costs_include_the_teacher(safetensors: Path) -> None:
     from vitscale.models.costs import train_flops_per_image
-    from vitscale.models.vit.settings import ViTSettings
+    from vitscale.models.settings import ViTSettings
 
-    arch = ViTSettings(preset="B/16", distillation_token=True).architecture(num_classes=1000)
+    arch = ViTSettings(preset="B/16", distillation_token=True).resolved(num_classes=1000)
     student = train_flops_per_image(arch)
 
     settings = DistillationSettings.model_validate(

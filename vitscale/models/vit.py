@@ -9,19 +9,16 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from timm.layers import Attention, DropPath, SwiGLUPacked
+from timm.layers import Attention, DropPath, Mlp, SwiGLUPacked
 from timm.models import checkpoint_seq
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
-from vitscale.models.interface.classifier import classify_in_fp32
-from vitscale.models.interface.compilation import compile_each
-from vitscale.models.interface.outputs import check_output
-from vitscale.models.vit.architecture import ViTArchitecture
-from vitscale.models.vit.initialization import POSITION_STD, initialize, last_layers
-from vitscale.models.vit.position_embedding import FIXED_POSITIONS
-from vitscale.models.vit.settings import ViTSettings
+from vitscale.models.initialization import POSITION_STD, initialize, last_layers
+from vitscale.models.interface import check_output, classify_in_fp32, compile_each
+from vitscale.models.positions import FIXED_POSITIONS
+from vitscale.models.settings import ViTSettings
 
 TOKENS = ("pos_embed", "cls_token", "reg_token", "dist_token", "mask_token", "latent")
 POOLS: dict[str, Literal["token", "avg", "map"]] = {
@@ -160,23 +157,26 @@ def _attention(head_width: int | None) -> type[nn.Module]:
     return HeadsOfOwnWidth
 
 
-def build_model(settings: ViTSettings, arch: ViTArchitecture, *, seed: int) -> ViT:
+def build_model(arch: ViTSettings, *, seed: int) -> ViT:
     """Build and initialise a model on the CPU in fp32. The same seed gives the same weights.
 
     Input: normalised images [B, 3, rows, columns]; output: logits [B, num_classes].
     """
-    family = DistilledViT if settings.distillation_token else ViT
+    swiglu: Any = SwiGLUPacked
+    family = DistilledViT if arch.distillation_token else ViT
+    is_gated = arch.mlp == "swiglu"
+    gelu = partial(nn.GELU, approximate="tanh" if arch.gelu == "tanh" else "none")
     model = family(
         img_size=arch.image_size,
         patch_size=arch.patch_size,
         num_classes=arch.num_classes,
-        global_pool=POOLS[settings.pool],
+        global_pool=POOLS[arch.pool],
         class_token=arch.has_class_token,
         reg_tokens=arch.num_registers,
         pos_embed="learn" if arch.positions == "learned" else "none",
         # Registers have no positions, nor has the class token where it is left out.
-        no_embed_class=not arch.class_position,
-        init_values=settings.layer_scale,
+        no_embed_class=not arch.has_class_position,
+        init_values=arch.layer_scale,
         # timm would add a second norm after the mean. The GAP models of ViT and big_vision have
         # one before it, MAE's and BEiT's one after it.
         fc_norm=arch.pool_norm,
@@ -184,57 +184,43 @@ def build_model(settings: ViTSettings, arch: ViTArchitecture, *, seed: int) -> V
         embed_dim=arch.width,
         depth=arch.depth,
         num_heads=arch.num_heads,
-        norm_layer=partial(nn.LayerNorm, eps=settings.layer_norm_eps),
-        pos_drop_rate=settings.dropout,
-        proj_drop_rate=settings.dropout,
-        attn_drop_rate=settings.attention_dropout,
+        norm_layer=partial(nn.LayerNorm, eps=arch.layer_norm_eps),
+        pos_drop_rate=arch.dropout,
+        proj_drop_rate=arch.dropout,
+        attn_drop_rate=arch.attention_dropout,
         attn_layer=_attention(arch.head_width),
-        drop_path_rate=settings.drop_path,
+        drop_path_rate=arch.drop_path,
         weight_init="skip",
-        **_mlp_options(settings, arch),
+        # timm counts gates as hidden channels.
+        mlp_ratio=(2 if is_gated else 1) * arch.mlp_ratio,
+        mlp_layer=swiglu if is_gated else Mlp,
+        act_layer=nn.SiLU if is_gated else gelu,
     )
-    if settings.pool == "cls_mean":
-        _pool_both(model, arch)
-    if settings.representation_layer:
+    if arch.pool == "cls_mean":
+        model.pools_both = True
+        if arch.num_classes:
+            model.add_module("head", nn.Linear(arch.feature_width, arch.num_classes))
+    if arch.representation_layer:
         model.add_module("head", RepresentationHead(arch.width, arch.num_classes))
     if arch.positions in FIXED_POSITIONS:
-        _fix_positions(model, FIXED_POSITIONS[arch.positions](arch.grid, width=arch.width))
-    if settings.drop_path_by_depth == "constant" and settings.drop_path > 0:
+        # Where timm adds learned ones; no parameter, and in no checkpoint.
+        pos_LD = FIXED_POSITIONS[arch.positions](arch.grid, width=arch.width)
+        del model.pos_embed
+        model.register_buffer("pos_embed", pos_LD[None], persistent=False)
+    if arch.drop_path_by_depth == "constant" and arch.drop_path > 0:
         for block in model.blocks:
-            block.drop_path1 = DropPath(settings.drop_path)
-            block.drop_path2 = DropPath(settings.drop_path)
+            block.drop_path1 = DropPath(arch.drop_path)
+            block.drop_path2 = DropPath(arch.drop_path)
     initialize(
         model,
         seed=seed,
-        head_bias=settings.head_bias,
-        head_std=settings.head_std,
-        position_std=POSITION_STD if settings.position_init == "vit" else arch.width**-0.5,
-        scheme=settings.weight_init,
+        head_bias=arch.head_bias,
+        head_std=arch.head_std,
+        position_std=POSITION_STD if arch.position_init == "vit" else arch.width**-0.5,
+        scheme=arch.weight_init,
     )
     classify_in_fp32(*last_layers(model))
     return model
-
-
-def _mlp_options(settings: ViTSettings, arch: ViTArchitecture) -> dict[str, Any]:
-    """timm's arguments. It counts gates as hidden channels."""
-    if settings.mlp == "swiglu":
-        return {"mlp_ratio": 2 * arch.mlp_ratio, "mlp_layer": SwiGLUPacked, "act_layer": nn.SiLU}
-    gelu = partial(nn.GELU, approximate="tanh" if settings.gelu == "tanh" else "none")
-    return {"mlp_ratio": arch.mlp_ratio, "act_layer": gelu}
-
-
-def _pool_both(model: ViT, arch: ViTArchitecture) -> None:
-    """Give a model whose head sees the class token one that sees the mean of the patches too."""
-    model.pools_both = True
-    if arch.num_classes:
-        model.add_module("head", nn.Linear(arch.feature_width, arch.num_classes))
-
-
-def _fix_positions(model: VisionTransformer, pos_LD: torch.Tensor) -> None:
-    """Put fixed positions where timm adds learned ones; no parameter, and in no checkpoint."""
-    assert model.pos_embed is None
-    del model.pos_embed
-    model.register_buffer("pos_embed", pos_LD[None], persistent=False)
 
 
 def decayed(name: str, parameter: torch.Tensor) -> bool:
@@ -242,7 +228,7 @@ def decayed(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim >= 2 and name.rpartition(".")[2] not in TOKENS
 
 
-def layers_above(name: str, arch: ViTArchitecture) -> int:
+def layers_above(name: str, arch: ViTSettings) -> int:
     """Layers from the one that holds this parameter up to the head, for layer decay.
 
     0: head and final norm; 1 to depth: the blocks from the last to the first; depth + 1: patches,

@@ -1,18 +1,71 @@
-"""Settings of a Vision Transformer and the architecture they resolve to.
+"""Settings of a model. They are its architecture, once `resolved` has put in every number.
 
-Owns: the size table of the papers and its resolution into numbers. Needs no torch.
-Leaves out: building (`model`), costs (`costs`).
+Owns: what every family has, the Vision Transformer with the papers' sizes, and models of timm.
+Needs no torch. Leaves out: building (`vit`, `timm_model`), costs (`costs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
-from vitscale.models.interface.settings import ModelSettingsBase
-from vitscale.models.vit.architecture import ViTArchitecture
+from vitscale.config.section import NamedSection
+
+if TYPE_CHECKING:
+    Number = int
+else:
+    Number = Annotated[int | None, Field(gt=0)]
+"""A whole number that `resolved` puts in where the file has null."""
+NULL: Any = None
+
+
+class Architecture(NamedSection):
+    """A family and its size. Concrete types narrow `name`."""
+
+    image_size: PositiveInt = 224
+    """Pixels a side."""
+    num_classes: Number = NULL
+    """null: as many as the shards' label map holds."""
+    head_bias: float = 0.0
+    """Initial bias of the head; -10 with the summed sigmoid over 21k classes (AugReg)."""
+    head_std: float = Field(default=0.0, ge=0)
+    """Spread of the head's initial weights; 0 in the ViT papers, 2e-5 in MAE's fine-tuning."""
+
+    @property
+    def title(self) -> str:
+        """Family and size in words."""
+        raise NotImplementedError
+
+    @property
+    def summary(self) -> str:
+        """The size of what the model computes on, in words, such as `197 tokens`."""
+        raise NotImplementedError
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of the position embedding; (1, 1) where there is none."""
+        return (1, 1)
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens before those of the grid."""
+        return 0
+
+    @property
+    def feature_width(self) -> int:
+        """Channels of the features that the head sees."""
+        raise NotImplementedError
+
+    def resolved(self, *, num_classes: int) -> Self:
+        """Put in every number; `num_classes` (0: no head) counts only where it is null."""
+        return self.model_copy(update={"num_classes": self.num_classes or num_classes})
+
+    def description(self) -> dict[str, Any]:
+        """What the checkpoints of a model must agree on, as JSON values."""
+        raise NotImplementedError
+
 
 # name: (width, depth, heads, MLP width). Ti, S: Touvron et al. 2021 (DeiT), table 1; B, L, H:
 # Dosovitskiy et al. 2021, table 1; g: Zhai et al. 2022, table 2.
@@ -26,22 +79,27 @@ SIZES = {
 }
 PATCH_POOLS = ("gap", "map")  # which do not read the class token
 NUMBERS = ("width", "depth", "num_heads", "mlp_width", "patch_size")
+# What shapes and order of a checkpoint's tensors follow from, beside what `description` computes.
+STRUCTURE = (
+    *("name", "image_size", "num_classes", *NUMBERS, "head_width", "mlp", "pool", "pool_norm"),
+    *("positions", "num_registers", "distillation_token", "representation_layer"),
+)
 
 
-class ViTSettings(ModelSettingsBase):
+class ViTSettings(Architecture):
     """A Vision Transformer, and how its weights start."""
 
-    patch_size: int | None = Field(default=None, gt=0)
+    patch_size: Number = NULL
     """Pixels a side of a patch."""
-    width: int | None = Field(default=None, gt=0)
+    width: Number = NULL
     """Channels of a token."""
-    depth: int | None = Field(default=None, gt=0)
+    depth: Number = NULL
     """Number of blocks."""
-    num_heads: int | None = Field(default=None, gt=0)
+    num_heads: Number = NULL
     """Attention heads of a block; they divide `width` unless `head_width` is given."""
     head_width: int | None = Field(default=None, gt=0)
     """Channels of an attention head; null: `width` / `num_heads`."""
-    mlp_width: int | None = Field(default=None, gt=0)
+    mlp_width: Number = NULL
     """Hidden channels of a block's MLP."""
     mlp: Literal["gelu", "swiglu"] = "gelu"
     """swiglu: `mlp_width` gates of SiLU times as many values (DINOv2's g/14); `gelu` has no effect.
@@ -109,27 +167,83 @@ class ViTSettings(ModelSettingsBase):
         chosen = {name: getattr(self, name) for name in NUMBERS if getattr(self, name) is not None}
         return self.preset_numbers() | chosen
 
-    def architecture(self, *, num_classes: int) -> ViTArchitecture:
-        numbers: dict[str, Any] = self.numbers()
-        class_position = self.class_position
-        if class_position is None:
-            class_position = self.positions == "learned" and self.num_registers == 0
-        return ViTArchitecture(
-            image_size=self.image_size,
-            num_classes=self.num_classes or num_classes,
-            representation_layer=self.representation_layer,
-            pool=self.pool,
-            num_registers=self.num_registers,
-            positions=self.positions,
-            class_position=class_position,
-            layer_scale=self.layer_scale is not None,
-            head_width=self.head_width,
-            distillation_token=self.distillation_token,
-            pooled_class_token=self.pool in PATCH_POOLS and bool(self.class_token),
-            mlp=self.mlp,
-            pool_norm=self.pool_norm,
-            **numbers,
-        )
+    def resolved(self, *, num_classes: int) -> Self:
+        found = super().resolved(num_classes=num_classes)
+        return found.model_copy(update=self.numbers())
+
+    def description(self) -> dict[str, Any]:
+        return {key: getattr(self, key) for key in STRUCTURE} | {
+            "class_position": self.has_class_position,
+            "layer_scale": self.layer_scale is not None,
+            "pooled_class_token": self.pool in PATCH_POOLS and self.has_class_token,
+        }
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of patches."""
+        side = self.image_size // self.patch_size
+        return (side, side)
+
+    @property
+    def patch_values(self) -> int:
+        """Values of a patch, from which its token is made."""
+        return 3 * self.patch_size**2
+
+    @property
+    def attention_width(self) -> int:
+        """Channels of all heads together, in each of Q, K and V."""
+        return self.num_heads * (self.head_width or self.width // self.num_heads)
+
+    @property
+    def mlp_ratio(self) -> float:
+        """`mlp_width` / `width`, with which timm's rounding down gives `mlp_width` again."""
+        ratio = self.mlp_width / self.width
+        return ratio if int(self.width * ratio) == self.mlp_width else ratio + 0.25 / self.width
+
+    @property
+    def has_class_token(self) -> bool:
+        return self.pool not in PATCH_POOLS or bool(self.class_token)
+
+    @property
+    def has_class_position(self) -> bool:
+        """Whether a class token has a position of its own."""
+        if self.class_position is not None:
+            return self.class_position
+        return self.positions == "learned" and self.num_registers == 0
+
+    @property
+    def num_patches(self) -> int:
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Class token, distillation token and registers, in this order before the patches."""
+        return int(self.has_class_token) + int(self.distillation_token) + self.num_registers
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_patches + self.num_prefix_tokens
+
+    @property
+    def num_position_rows(self) -> int:
+        """Rows of the learned position embedding; 0 when positions are fixed."""
+        if self.positions != "learned":
+            return 0
+        own = int(self.has_class_token and self.has_class_position) + int(self.distillation_token)
+        return self.num_patches + own
+
+    @property
+    def num_classifiers(self) -> int:
+        """Classifiers: one, and one of the distillation token."""
+        return 1 + int(self.distillation_token)
+
+    @property
+    def feature_width(self) -> int:
+        return 2 * self.width if self.pool == "cls_mean" else self.width
+
+    @property
+    def summary(self) -> str:
+        return f"{self.num_tokens} tokens"
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.preset is not None and not self.preset_numbers():
@@ -159,20 +273,17 @@ class ViTSettings(ModelSettingsBase):
         yield from _pool_problems(self)
         yield from _class_position_problems(self)
         yield from _distillation_problems(self)
-        yield from _image_size_problems(self.image_size, patch=numbers["patch_size"])
-
-
-def _image_size_problems(side: int, *, patch: int) -> Iterator[tuple[str, str]]:
-    if side < patch:
-        what = f"{side} px hold no patch of {patch} px"
-        yield ("model.image_size", f"{what}; give at least {patch}")
-    elif side % patch:
-        below = side // patch * patch
-        yield (
-            "model.image_size",
-            f"{side} px is not a multiple of the {patch} px patch (remainder "
-            f"{side % patch}); nearest: {below} or {below + patch}",
-        )
+        side, patch = self.image_size, numbers["patch_size"]
+        if side < patch:
+            what = f"{side} px hold no patch of {patch} px"
+            yield ("model.image_size", f"{what}; give at least {patch}")
+        elif side % patch:
+            below = side // patch * patch
+            yield (
+                "model.image_size",
+                f"{side} px is not a multiple of the {patch} px patch (remainder "
+                f"{side % patch}); nearest: {below} or {below + patch}",
+            )
 
 
 def _pool_problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
@@ -211,3 +322,39 @@ def _distillation_problems(model: ViTSettings) -> Iterator[tuple[str, str]]:
             yield (f"model.{key}", f"a distillation token needs {shown}; set it to {shown}")
     if model.class_position is False:
         yield ("model.class_position", "a distillation token needs true; set it to null")
+
+
+# Arguments of timm.create_model that have a setting, or that would load or download weights.
+SETTINGS = {"num_classes": "model.num_classes", "img_size": "model.image_size"}
+LOADING = ("pretrained", "pretrained_cfg", "pretrained_cfg_overlay", "checkpoint_path", "cache_dir")
+
+
+class TimmSettings(Architecture):
+    """A model of timm. Its costs are known when it is built."""
+
+    name: Literal["timm"] = "timm"
+    """Any model of timm without BatchNorm, whose statistics differ between ranks. timm draws its
+    initial weights but those of the classifier, and timm's `group_matcher` says what a layer is."""
+    model: str
+    """timm's name, such as vit_base_r50_s16_224; timm.list_models() lists them."""
+    arguments: dict[str, Any] = {}
+    """Further arguments of timm.create_model, such as {drop_path_rate: 0.1}."""
+
+    @property
+    def title(self) -> str:
+        return f"timm {self.model}"
+
+    @property
+    def summary(self) -> str:
+        return f"timm's {self.model}"
+
+    def description(self) -> dict[str, Any]:
+        keys = ("name", "image_size", "num_classes", "model", "arguments")
+        return {key: getattr(self, key) for key in keys}
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for name in self.arguments:
+            if name in SETTINGS:
+                yield ("model.arguments", f"{name} has a key of its own: set {SETTINGS[name]}")
+            if name in LOADING:
+                yield ("model.arguments", f"{name} loads weights; remove it, and set init")

@@ -1,0 +1,146 @@
+"""What the code of every family shares.
+
+Owns: the last layer in fp32, checked outputs, compiled blocks, the table of misfits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from timm.layers import DropPath
+from torch import nn
+
+from vitscale.config.errors import UserError
+
+# Compiled variants of one function: training, evaluation, recomputation, each output that is asked
+# for; with and without drop path; blocks of an objective's own width.
+MAX_VARIANTS = 32
+RATE_UNITS = 2**24
+MAX_ROWS = 12
+
+
+def check_output(output: str, inputs: Mapping[str, Any], *, known: tuple[str, ...]) -> None:
+    """Check what a forward pass was asked for; `objective` is answered before.
+
+    Raises ValueError for an output that the model does not have, and TypeError for inputs beside
+    the images, which only `objective` takes.
+    """
+    if output not in known:
+        raise ValueError(f"{output!r} is not one of {', '.join(known)}")
+    if inputs:
+        raise TypeError(f"output={output!r} takes images only, but got {', '.join(sorted(inputs))}")
+
+
+class InFp32:
+    """A last layer that multiplies in fp32, outside of autocast.
+
+    Logits near a bias of -10, where the sigmoid over 21,843 classes starts, are 0.06 apart in bf16.
+    An engine that rounds parameters sets `remainders`: for each parameter by name what rounding
+    took from it. The layer adds it, so it uses the weights that the optimiser updates.
+    """
+
+    remainders: Mapping[str, torch.Tensor] = {}
+
+    def _logits(
+        self, features_BD: torch.Tensor, weight_CD: torch.Tensor, bias_C: torch.Tensor | None
+    ) -> torch.Tensor:
+        assert bias_C is not None
+        device = features_BD.device.type
+        if torch.is_autocast_enabled(device):
+            with torch.autocast(device, enabled=False):
+                return self._logits(features_BD, weight_CD, bias_C)
+        dtype = torch.promote_types(features_BD.dtype, torch.float32)
+        return nn.functional.linear(
+            features_BD.to(dtype),
+            self._whole("weight", weight_CD, dtype).flatten(1),
+            self._whole("bias", bias_C, dtype),
+        )
+
+    def _whole(self, name: str, rounded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        remainder = self.remainders.get(name)
+        whole = rounded.to(dtype)
+        return whole if remainder is None else whole + remainder
+
+
+class Classifier(InFp32, nn.Linear):
+    """Features [B, width] -> logits [B, classes]."""
+
+    def forward(self, features_BD: torch.Tensor) -> torch.Tensor:
+        return self._logits(features_BD, self.weight, self.bias)
+
+
+class ConvClassifier(InFp32, nn.Conv2d):
+    """Features [B, width, 1, 1] -> logits [B, classes, 1, 1]."""
+
+    def forward(self, features_BD11: torch.Tensor) -> torch.Tensor:
+        return self._logits(features_BD11.flatten(1), self.weight, self.bias)[..., None, None]
+
+
+def classify_in_fp32(*lasts: nn.Module) -> None:
+    """Make last layers fp32 ones in place; leaves what stands for no layer, such as Identity."""
+    kinds = {nn.Linear: Classifier, nn.Conv2d: ConvClassifier}
+    for last in lasts:
+        if type(last) in kinds:
+            last.__class__ = kinds[type(last)]
+
+
+def compile_each(blocks: Iterable[nn.Module], *, backend: str) -> None:
+    """Compile each block in place, when it is first used; names and weights stay as they are.
+
+    Blocks that differ in their weights and in the rate of drop path alone share what is compiled.
+    """
+    dynamo = torch._dynamo.config
+    # Beyond it torch silently stops compiling.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, MAX_VARIANTS)
+    for block in blocks:
+        for name, module in list(block.named_modules()):
+            if isinstance(module, DropPath):
+                block.set_submodule(name, SharedDropPath(module.drop_prob))
+        block.compile(dynamic=False, backend=backend)
+
+
+class SharedDropPath(nn.Module):
+    """timm's drop path with its rate in a tensor: torch compiles a number into the code."""
+
+    rate: torch.Tensor
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        # An integer, which is not rounded when a model is cast to bf16.
+        units = torch.tensor(round(rate * RATE_UNITS), dtype=torch.int32)
+        self.register_buffer("rate", units, persistent=False)
+
+    def forward(self, tokens_BTD: torch.Tensor) -> torch.Tensor:
+        """Set some samples to 0 and divide the others by the share kept, in training."""
+        if not self.training:
+            return tokens_BTD
+        keep = 1 - self.rate.float() / RATE_UNITS
+        shape = (tokens_BTD.shape[0],) + (1,) * (tokens_BTD.ndim - 1)
+        mask_B11 = (torch.rand(shape, device=tokens_BTD.device) < keep) / keep
+        return tokens_BTD * mask_B11.to(tokens_BTD.dtype)
+
+
+def refuse_misfits(
+    own: Mapping[str, torch.Tensor],
+    given: Mapping[str, torch.Tensor],
+    *,
+    where: str,
+    next_step: str,
+) -> None:
+    """Raise UserError with a table of every missing, unknown or misshapen tensor."""
+    rows = []
+    for name in sorted(own.keys() | given.keys()):
+        ours = tuple(own[name].shape) if name in own else "not in this model"
+        theirs = tuple(given[name].shape) if name in given else "not in the checkpoint"
+        if ours != theirs:
+            rows.append(f"    {name}: model {ours}, checkpoint {theirs}")
+    if rows:
+        more = [f"    ... {len(rows) - MAX_ROWS} more"] if len(rows) > MAX_ROWS else []
+        table = "\n".join(rows[:MAX_ROWS] + more)
+        raise UserError(
+            f"{len(rows)} tensors do not fit: this is a checkpoint of another model\n{table}",
+            where=where,
+            next_step=next_step,
+        )
