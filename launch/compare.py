@@ -16,9 +16,9 @@ from pathlib import Path
 try:
     from launch.comparison.differences import compare, parse_budget
     from launch.comparison.page import default_output, write_page
-    from launch.comparison.runs import ComparedRun, load_runs, search_runs
+    from launch.comparison.report import plain_text, tables, write_csv, write_json
+    from launch.comparison.runs import load_runs, search_runs
     from launch.comparison.sync import sync
-    from launch.comparison.text import plain_text, tables, write_csv, write_json
     from vitscale.config.errors import UserError, run_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -30,33 +30,36 @@ def parse_arguments() -> argparse.Namespace:
         description="Compare runs: differing parameters, metrics, and an HTML report with curves.",
         epilog="To copy runs into an MLflow store: python launch/compare.py sync --help",
     )
-    parser.add_argument(
-        "runs",
-        nargs="*",
-        metavar="RUN",
-        help="run folder, name of a folder under runs/, or id or name of an MLflow run; "
-        "differences are relative to the first",
-    )
-    parser.add_argument(
-        "--filter",
-        metavar="TEXT",
-        help="runs of the MLflow store that its filter finds: \"params.seed = '0'\"",
-    )
-    parser.add_argument(
-        "--at",
-        metavar="AXIS[=TOTAL]",
-        help="compare at equal steps, samples, hours or flops: TOTAL, or the most that all runs "
-        "have reached",
-    )
+    text = "run folder, name of a folder under runs/, or id or name of an MLflow run; differences "
+    text += "are relative to the first"
+    parser.add_argument("runs", nargs="*", metavar="RUN", help=text)
+    text = "runs of the MLflow store that its filter finds: \"params.seed = '0'\""
+    parser.add_argument("--filter", metavar="TEXT", help=text)
+    text = "compare at equal steps, samples, hours or flops: TOTAL, or the most that all runs have "
+    text += "reached"
+    parser.add_argument("--at", metavar="AXIS[=TOTAL]", help=text)
     parser.add_argument("--output", metavar="FILE.html", help="report to write")
     parser.add_argument("--csv", metavar="FILE", help="write one row per run and metric")
     parser.add_argument("--json", metavar="FILE", help="write the whole comparison")
-    parser.add_argument(
-        "--uri",
-        help="MLflow store to search first; default: that of the site file, else runs/mlflow.db, "
-        "searched last",
-    )
-    return parser.parse_args()
+    text = "MLflow store to search first; default: that of the site file, else runs/mlflow.db, "
+    text += "searched last"
+    parser.add_argument("--uri", help=text)
+    arguments = parser.parse_args()
+    if bool(arguments.runs) == (arguments.filter is not None):
+        raise UserError(
+            "both runs and --filter given" if arguments.runs else "no run given",
+            where="RUN",
+            allowed="one or more run folders, names under runs/, or MLflow runs; or --filter",
+            next_step="python launch/compare.py runs/FIRST runs/SECOND",
+        )
+    if Path(arguments.output or "x.html").suffix not in (".html", ".htm"):
+        raise UserError(
+            f"{arguments.output!r} is no HTML file",
+            where="--output",
+            allowed="FILE.html",
+            next_step="to save the report as PDF, print it from a browser",
+        )
+    return arguments
 
 
 def main() -> None:
@@ -64,38 +67,20 @@ def main() -> None:
         sync(sys.argv[2:])
         return
     arguments = parse_arguments()
-    if arguments.output is not None and Path(arguments.output).suffix not in (".html", ".htm"):
-        raise UserError(
-            f"{arguments.output!r} is no HTML file",
-            where="--output",
-            allowed="FILE.html",
-            next_step="to save the report as PDF, print it from a browser",
-        )
-    runs = chosen_runs(arguments)
     axis, total = (None, None) if arguments.at is None else parse_budget(arguments.at)
+    if arguments.filter is None:
+        runs = load_runs(arguments.runs, uri=arguments.uri)
+    else:
+        runs = search_runs(arguments.filter, uri=arguments.uri)
     comparison = compare(runs, axis=axis, total=total)
     print("\n".join(map(plain_text, tables(comparison))))
     for path, write in ((arguments.csv, write_csv), (arguments.json, write_json)):
         if path is not None:
             write(comparison, Path(path))
             print(f"wrote {path}")
-    output = default_output(runs) if arguments.output is None else Path(arguments.output)
+    output = Path(arguments.output) if arguments.output else default_output(runs)
     write_page(comparison, path=output)
     print(f"report: {output}")
-
-
-def chosen_runs(arguments: argparse.Namespace) -> list[ComparedRun]:
-    """The runs named, or those that the filter finds. Raises UserError for none, or for both."""
-    if bool(arguments.runs) == (arguments.filter is not None):
-        raise UserError(
-            "no run given" if not arguments.runs else "both runs and --filter given",
-            where="RUN",
-            allowed="one or more run folders, names under runs/, or MLflow runs; or --filter",
-            next_step="python launch/compare.py runs/FIRST runs/SECOND",
-        )
-    if arguments.filter is not None:
-        return search_runs(arguments.filter, uri=arguments.uri)
-    return load_runs(arguments.runs, uri=arguments.uri)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from launch.chains.load import Chain, ChainStep
 from launch.chains.states import States, chain_states, check_unchanged, step_state
-from launch.comparison.text import ABSENT, Table, plain_text
+from launch.comparison.report import ABSENT, Table, plain_text
 from launch.jobs.monitor import StopFlag
 from launch.jobs.preparation import job_folder, prepare_job, submit_run, with_num_workers
 from launch.jobs.queue import NoAnswerError, QueuedJob, ask_slurm, jobs_of, submitted_ids, user_jobs

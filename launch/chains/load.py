@@ -191,7 +191,8 @@ class _Loading:
             words.append(f"seed={seeds[-1]}")
         words += overrides
         if kind != "data_prep":
-            tags = {"chain": self.chain.name, **{f"chain.{k}": v for k, v in labels.items()}}
+            tags = {"chain": self.chain.name, "chain.stage": stage.name}
+            tags |= {f"chain.{key}": value for key, value in labels.items()}
             words += [
                 f"name={yaml_flow(f'{self.chain.name}-{name}'.replace('/', '-'))}",
                 f"output={yaml_flow(f'{self.chain.folder}/{name}')}",

@@ -1,6 +1,6 @@
 """Compare runs: differing parameters; metrics at the end, at equal budgets, at their best, by seed.
 
-Leaves out: reading runs (`runs`), what a run had spent (`progress`), and showing (`text`, `page`).
+Leaves out: reading runs (`runs`) and showing (`report`).
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import math
 import re
 import statistics
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from launch.comparison.progress import AXES, Progress, progress_of
-from launch.comparison.runs import ComparedRun
+from launch.comparison.runs import AXES, ComparedRun
 from vitscale.config.errors import UserError
 
 # Which direction is better, by the suffix of a metric's name.
@@ -34,23 +34,13 @@ LAST_RESORT = "train/loss"
 NAMES, TAGS = ("name", "output"), "tracking.tags"
 # Settings that cannot change a result.
 WITHOUT_EFFECT = (*NAMES, "tracking", "launch", "checkpoint", "deepspeed", "evaluate")
-# The place of a run in a chain: the keys of its sweeps and of those that it starts from.
+# The place of a run in a chain: its stage, and the keys of its sweeps and of its inputs' sweeps.
 CHAIN_TAGS = "tracking.tags.chain."
 # Of a path such as runs/pretrain_seed0, in which repetitions differ, too.
 SEED = re.compile(r"seed[-_=]?\d+")
 BUDGET = re.compile(rf"({'|'.join(AXES)})(?:=([0-9.]+(?:e[+-]?[0-9]+)?))?", re.IGNORECASE)
 # Relative difference below which two runs are as long as each other.
 SAME = 1e-3
-
-
-def better_direction(key: str) -> str | None:
-    """Which direction of a metric is better, higher or lower; None where that is not known."""
-    name = key.rsplit("/", 1)[-1]
-    return next((way for suffix, way in BETTER.items() if name.endswith(suffix)), None)
-
-
-def is_known(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,15 +55,15 @@ class Budget:
 
     @property
     def title(self) -> str:
-        return f"at {self.total:,.5g} {'FLOPs' if self.axis == 'flops' else self.axis}"
+        return f"at {self.total:,.5g} {axis_title(self.axis)}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Mean and sample standard deviation over the seeds."""
+    """Mean and sample standard deviation over seeds; of a single run, no deviation."""
 
     mean: float
-    deviation: float
+    deviation: float | None
     count: int
 
 
@@ -92,6 +82,7 @@ class MetricLine:
 
     key: str
     better: str | None
+    """higher or lower; None where that is not known."""
     final: tuple[float | None, ...]
     best: tuple[float | None, ...]
     equal: tuple[float | None, ...] | None = None
@@ -105,11 +96,8 @@ class MetricLine:
     @property
     def deltas(self) -> tuple[float | None, ...]:
         """Differences to the first run."""
-        first = self.compared[0]
-        return tuple(
-            None if value is None or first is None or i == 0 else value - first
-            for i, value in enumerate(self.compared)
-        )
+        first, *others = self.compared
+        return None, *(None if v is None or first is None else v - first for v in others)
 
     def change(self, delta: float | None) -> str | None:
         """better, worse or equal; None for an unknown direction or a delta that is not finite."""
@@ -121,16 +109,25 @@ class MetricLine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Dependence:
+    """The deciding metric at the end of the runs, over a number that they differ in."""
+
+    key: str
+    metric: str
+    series: dict[str, tuple[tuple[float, Spread], ...]]
+    """What else differs -> (number, metric over seeds) in order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
     runs: tuple[ComparedRun, ...]
-    progress: tuple[Progress, ...]
     params: tuple[tuple[str, tuple[str | None, ...]], ...]
     """Parameters that differ between runs, without those that name a run; of a single run all."""
     num_equal_params: int
     metrics: tuple[MetricLine, ...]
-    budget: Budget | None = None
+    budget: Budget | None
     """Where metrics are compared; None: at the end of the runs, which are equally long."""
-    seeds: tuple[SeedGroup, ...] = ()
+    seeds: tuple[SeedGroup, ...]
 
     @property
     def deciding(self) -> MetricLine | None:
@@ -138,9 +135,9 @@ class Comparison:
 
         def place(line: MetricLine) -> tuple[int, int, bool, str]:
             rank = PREFERRED.index(line.key) if line.key in PREFERRED else len(PREFERRED)
-            return -sum(map(is_known, line.compared)), rank, line.better != "higher", line.key
+            return -len(_finite(line.compared)), rank, line.better != "higher", line.key
 
-        known = [line for line in self.metrics if line.better and any(map(is_known, line.compared))]
+        known = [line for line in self.metrics if line.better and _finite(line.compared)]
         evaluated = [line for line in known if line.key.startswith("val/")]
         trained = [line for line in known if line.key == LAST_RESORT]
         return min(evaluated or trained, key=place, default=None)
@@ -151,20 +148,18 @@ def compare(
 ) -> Comparison:
     """Compare runs. Of a single run, all parameters are listed.
 
-    Metrics are compared at `total` of an axis (`progress.AXES`), by default at the largest that all
-    runs have reached. Without an axis, runs of different lengths are compared at equal steps.
+    Metrics are compared at `total` of an axis (`AXES`), by default at the largest that all runs
+    have reached. Without an axis, runs of different lengths are compared at equal steps.
     Raises UserError if that is not possible.
     """
-    if axis is None and len({run.last_step for run in runs}) > 1:
+    if axis is None and len({run.steps[-1] for run in runs}) > 1:
         axis = "steps"
-    progress = tuple(map(progress_of, runs))
-    budget = None if axis is None else _equal_budget(runs, progress, axis, total)
+    budget = None if axis is None else _equal_budget(runs, axis, total)
     keys = sorted({key for run in runs for key in run.params})
     rows = [(key, tuple(run.params.get(key) for run in runs)) for key in keys]
     metric_keys = sorted({key for run in runs for row in run.rows for key in row.metrics})
     return Comparison(
         runs=tuple(runs),
-        progress=progress,
         params=tuple(row for row in rows if len(runs) == 1 or _differ(*row)),
         num_equal_params=sum(len(set(values)) == 1 for _, values in rows),
         metrics=tuple(_metric_line(key, runs, budget) for key in metric_keys),
@@ -186,22 +181,21 @@ def parse_budget(text: str) -> tuple[str, float | None]:
     return found[1].lower(), total
 
 
-def _equal_budget(
-    runs: Sequence[ComparedRun], progress: Sequence[Progress], axis: str, total: float | None
-) -> Budget:
+def axis_title(axis: str) -> str:
+    return "FLOPs" if axis == "flops" else axis
+
+
+def _equal_budget(runs: Sequence[ComparedRun], axis: str, total: float | None) -> Budget:
     """The total of `axis` that all runs have reached, or the one given. Raises UserError."""
-    reached = []
-    for run, each in zip(runs, progress, strict=True):
-        totals = each.along(axis)
-        if totals is None:
+    for run in runs:
+        if axis not in run.totals:
             raise UserError(
                 f"the {axis} of run {run.label} are not known",
                 where="--at",
                 allowed="samples need data.global_batch; FLOPs need the run folder",
                 next_step="compare at another budget, for example --at steps",
             )
-        reached.append(totals)
-    shortest = min(totals[-1] for totals in reached)
+    shortest = min(run.totals[axis][-1] for run in runs)
     if total is not None and total > shortest * (1 + SAME):
         raise UserError(
             f"not all runs have come to {total:,.5g} {axis}",
@@ -210,12 +204,14 @@ def _equal_budget(
         )
     chosen = shortest if total is None else total
     # A total that went through division may end a little below.
-    places = [bisect_right(totals, chosen * (1 + 1e-9)) - 1 for totals in reached]
-    steps = (
-        each.steps[place] if place >= 0 else None
-        for each, place in zip(progress, places, strict=True)
-    )
+    steps = (_last(run.steps, run.totals[axis], chosen * (1 + 1e-9)) for run in runs)
     return Budget(axis=axis, total=chosen, steps=tuple(steps))
+
+
+def _last(values: Sequence[Any], places: Sequence[float], limit: float) -> Any:
+    """The last value whose place is not after the limit; None if all are."""
+    found = bisect_right(places, limit)
+    return values[found - 1] if found else None
 
 
 def _differ(key: str, values: Sequence[str | None]) -> bool:
@@ -224,40 +220,50 @@ def _differ(key: str, values: Sequence[str | None]) -> bool:
 
 
 def _metric_line(key: str, runs: Sequence[ComparedRun], budget: Budget | None) -> MetricLine:
-    better = better_direction(key)
-    values = [run.series(key)[1] for run in runs]
+    name = key.rsplit("/", 1)[-1]
+    better = next((way for suffix, way in BETTER.items() if name.endswith(suffix)), None)
+    series = [run.series(key) for run in runs]
+    pick = max if better == "higher" else min
+    equal = None
+    if budget is not None:
+        equal = tuple(
+            None if step is None else _last(values, steps, step)
+            for (steps, values), step in zip(series, budget.steps, strict=True)
+        )
     return MetricLine(
         key=key,
         better=better,
-        final=tuple(column[-1] if column else None for column in values),
-        best=tuple(_best(column, better) for column in values),
-        equal=None
-        if budget is None
-        else tuple(_value_at(run, key, step) for run, step in zip(runs, budget.steps, strict=True)),
+        final=tuple(values[-1] if values else None for _, values in series),
+        best=tuple(pick(_finite(values), default=None) if better else None for _, values in series),
+        equal=equal,
     )
 
 
-def _value_at(run: ComparedRun, key: str, step: int | None) -> float | None:
-    """The last value of a metric that is not after `step`."""
-    if step is None:
-        return None
-    steps, values = run.series(key)
-    place = bisect_right(steps, step) - 1
-    return values[place] if place >= 0 else None
-
-
-def _best(values: list[float], better: str | None) -> float | None:
-    finite = [value for value in values if math.isfinite(value)]
-    if better is None or not finite:
-        return None
-    return max(finite) if better == "higher" else min(finite)
+def _finite(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
 
 
 # ---- seeds and varied numbers -----------------------------------------------------------------
 
 
-def _without(run: ComparedRun, left_out: Sequence[str]) -> dict[str, str]:
-    return {key: value for key, value in run.params.items() if key.split(".")[0] not in left_out}
+def settings_of(run: ComparedRun) -> dict[str, str]:
+    """What a run was made with, but its seed: its place in a chain, else its parameters."""
+    chain = {
+        key.removeprefix(CHAIN_TAGS): value
+        for key, value in run.params.items()
+        if key.startswith(CHAIN_TAGS)
+    }
+    settings = chain or {k: v for k, v in run.params.items() if has_effect(k)}
+    return {
+        key: SEED.sub("seed", value)
+        for key, value in settings.items()
+        if key.rpartition(".")[2] != "seed"
+    }
+
+
+def has_effect(key: str) -> bool:
+    """Whether a parameter can change a result."""
+    return key.split(".")[0] not in WITHOUT_EFFECT
 
 
 def seed_groups(runs: Sequence[ComparedRun]) -> tuple[SeedGroup, ...]:
@@ -265,9 +271,7 @@ def seed_groups(runs: Sequence[ComparedRun]) -> tuple[SeedGroup, ...]:
     groups: dict[tuple[tuple[str, str], ...], list[int]] = {}
     for i, run in enumerate(runs):
         if "seed" in run.params:
-            kept = _without(run, ("seed", *NAMES, "tracking", "launch", "checkpoint"))
-            equal = ((key, SEED.sub("seed", value)) for key, value in kept.items())
-            groups.setdefault(tuple(sorted(equal)), []).append(i)
+            groups.setdefault(tuple(sorted(settings_of(run).items())), []).append(i)
     return tuple(
         SeedGroup(
             members=tuple(members), label=f"{runs[members[0]].label} and {len(members) - 1} more"
@@ -277,22 +281,13 @@ def seed_groups(runs: Sequence[ComparedRun]) -> tuple[SeedGroup, ...]:
     )
 
 
-def spread(values: Sequence[float | None]) -> Spread | None:
-    """None with fewer than two finite values."""
-    known = [value for value in values if value is not None and math.isfinite(value)]
-    if len(known) < 2:
+def spread(values: Iterable[float | None]) -> Spread | None:
+    """Of the finite values; None without any."""
+    known = _finite(values)
+    if not known:
         return None
-    return Spread(mean=statistics.fmean(known), deviation=statistics.stdev(known), count=len(known))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Dependence:
-    """The deciding metric at the end of the runs, over a number that they differ in."""
-
-    key: str
-    metric: str
-    series: dict[str, tuple[tuple[float, float, float | None], ...]]
-    """What else differs -> points (number, mean over seeds, deviation or None) in order."""
+    deviation = statistics.stdev(known) if len(known) > 1 else None
+    return Spread(mean=statistics.fmean(known), deviation=deviation, count=len(known))
 
 
 def dependences(comparison: Comparison) -> list[Dependence]:
@@ -300,7 +295,7 @@ def dependences(comparison: Comparison) -> list[Dependence]:
     line = comparison.deciding
     if line is None:
         return []
-    settings = [_settings(run) for run in comparison.runs]
+    settings = [settings_of(run) for run in comparison.runs]
     keys = sorted({key for each in settings for key in each})
     keys = [key for key in keys if len({each.get(key) for each in settings}) > 1]
     found = []
@@ -308,29 +303,16 @@ def dependences(comparison: Comparison) -> list[Dependence]:
         groups: dict[str, dict[float, list[float]]] = {}
         for each, value in zip(settings, line.final, strict=True):
             number = _number(each.get(key))
-            if number is None or value is None or not math.isfinite(value):
-                continue
-            others = ", ".join(f"{k}={each[k]}" for k in keys if k != key and k in each)
-            groups.setdefault(others, {}).setdefault(number, []).append(value)
-        if any(len(points) > 1 for points in groups.values()):
-            series = {name: tuple(map(_point, sorted(p.items()))) for name, p in groups.items()}
+            if number is not None and value is not None and math.isfinite(value):
+                others = ", ".join(f"{k}={each[k]}" for k in keys if k != key and k in each)
+                groups.setdefault(others, {}).setdefault(number, []).append(value)
+        series = {
+            others: tuple((n, over) for n in sorted(points) if (over := spread(points[n])))
+            for others, points in groups.items()
+        }
+        if any(len(points) > 1 for points in series.values()):
             found.append(Dependence(key=key, metric=line.key, series=series))
     return found
-
-
-def _settings(run: ComparedRun) -> dict[str, str]:
-    """What a run was made with, but its seed: its place in a chain, else its parameters."""
-    chain = {
-        key.removeprefix(CHAIN_TAGS): value
-        for key, value in run.params.items()
-        if key.startswith(CHAIN_TAGS)
-    }
-    settings = chain or _without(run, WITHOUT_EFFECT)
-    return {
-        key: SEED.sub("seed", value)
-        for key, value in settings.items()
-        if key.rpartition(".")[2] != "seed"
-    }
 
 
 def _number(text: str | None) -> float | None:
@@ -339,9 +321,3 @@ def _number(text: str | None) -> float | None:
     except ValueError:
         return None
     return number if math.isfinite(number) else None
-
-
-def _point(item: tuple[float, list[float]]) -> tuple[float, float, float | None]:
-    number, values = item
-    over_seeds = spread(values)
-    return number, statistics.fmean(values), None if over_seeds is None else over_seeds.deviation

@@ -1,7 +1,7 @@
 """Write the comparison page: one HTML file that loads nothing, with charts by plotly.
 
 Owns: the verdict, the charts, the pictures, and filling `page.html.j2`.
-Leaves out: the numbers (`differences`, `progress`) and the tables (`text`).
+Leaves out: the numbers (`differences`) and the tables (`report`).
 
 Names of runs, parameters and metrics come from untrusted files: the template escapes them, figures
 are JSON in attributes, and the page's security policy admits two scripts, by their hashes.
@@ -14,7 +14,6 @@ import hashlib
 import html
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +21,16 @@ import numpy as np
 
 from launch.comparison.differences import (
     LAST_RESORT,
-    WITHOUT_EFFECT,
     Comparison,
     Dependence,
+    Spread,
+    axis_title,
     dependences,
-    is_known,
+    has_effect,
     spread,
 )
-from launch.comparison.progress import Progress
+from launch.comparison.report import format_spread, metric_place, printable, tables, write_file
 from launch.comparison.runs import RUNS_FOLDER, ComparedRun
-from launch.comparison.text import (
-    ABSENT,
-    Table,
-    format_value,
-    metric_place,
-    printable,
-    tables,
-    write_file,
-)
 from vitscale.config.errors import UserError
 
 COLORS = (
@@ -49,10 +40,8 @@ COLORS = (
 # Settings that explain a result are listed in this order of their first part.
 REASON_ORDER = ("init", "stage", "model", "objective", "optim", "schedule", "data", "seed")
 MAX_REASONS = 8
-SAME_BUDGET = 0.01
-FORMATS = {"steps": ",.0f", "samples": ",.0f", "hours": ",.3g", "flops": ".3g"}
-# A curve of more points is drawn as the mean of each interval within its extremes.
-MAX_POINTS = 300
+# Of a longer curve, the lowest and the highest point of each of half as many intervals are drawn.
+MAX_POINTS = 1000
 DRAW = """
 for (const chart of document.querySelectorAll("[data-figure]")) {
   const {data, layout} = JSON.parse(chart.dataset.figure);
@@ -62,7 +51,7 @@ for (const chart of document.querySelectorAll("[data-figure]")) {
 """
 PNG_START = b"\x89PNG\r\n\x1a\n"
 MAX_PICTURE_BYTES = 2 << 20
-MAX_ALL_PICTURE_BYTES = 16 << 20
+MAX_PICTURES = 100
 
 
 def default_output(runs: Sequence[ComparedRun]) -> Path:
@@ -97,144 +86,89 @@ def render(comparison: Comparison) -> str:
         lstrip_blocks=True,
     )
     scripts = (get_plotlyjs(), DRAW)
-    charts: list[str] = []
-    constant: list[str] = []
-    for key in sorted((line.key for line in comparison.metrics), key=metric_place):
-        (charts if any(map(any, _values(comparison, key))) else constant).append(key)
-    first = [key for key in charts if key.startswith("val/") or key == LAST_RESORT]
-    pictures, num_left_out = _pictures(comparison.runs)
-    notes = []
-    if constant:
-        notes.append(f"Always 0, and left out: {', '.join(constant)}.")
-    if num_left_out:
-        notes.append(f"{num_left_out} pictures are too large or no PNG, and left out.")
+    keys = sorted((line.key for line in comparison.metrics), key=metric_place)
+    varied = {key for key in keys if any(any(run.series(key)[1]) for run in comparison.runs)}
+    first = {key for key in varied if key.startswith("val/") or key == LAST_RESORT}
+    runs_table, *other_tables = tables(comparison)
     return environment.get_template("page.html.j2").render(
         labels=[run.label for run in comparison.runs],
         scripts=[Markup(script) for script in scripts],
         allowed=Markup(" ".join(map(_script_hash, scripts))),
         verdict=list(_verdict(comparison)),
-        runs=_runs_table(comparison),
-        charts=[(key, _curves(comparison, key)) for key in first],
-        other_charts=[(key, _curves(comparison, key)) for key in charts if key not in first],
+        runs=runs_table,
+        charts=[(key, _curves(comparison, key)) for key in keys if key in first],
+        other_charts=[(key, _curves(comparison, key)) for key in keys if key in varied - first],
+        constant=[key for key in keys if key not in varied],
         dependences=[
             (f"{each.metric} over {each.key}", _dependence(each))
             for each in dependences(comparison)
         ],
-        tables=tables(comparison)[1:],
-        pictures=pictures,
-        notes=notes,
+        tables=other_tables,
+        pictures=_pictures(comparison.runs),
     )
 
 
-def _values(comparison: Comparison, key: str) -> list[list[float]]:
-    return [run.series(key)[1] for run in comparison.runs]
-
-
-def _runs_table(comparison: Comparison) -> Table:
-    """What each run has spent, and where it is from."""
-    rows = []
-    for run, progress in zip(comparison.runs, comparison.progress, strict=True):
-        spent = [(progress.along(axis), form) for axis, form in FORMATS.items()]
-        cells = [ABSENT if total is None else f"{total[-1]:{form}}" for total, form in spent]
-        rows.append((run.label, *cells, run.status or ABSENT, run.source, run.origin))
-    header = ("run", "steps", "samples", "hours", "FLOPs", "status", "read from", "made")
-    return Table(title="Runs", header=header, rows=tuple(rows))
+def _script_hash(script: str) -> str:
+    """What the security policy calls a script that may run."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
 
 
 # ---- the verdict ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Side:
-    """A run, or runs that differ in their seed alone."""
-
-    label: str
-    run: ComparedRun
-    value: float
-    deviation: float | None = None
-
-    @property
-    def text(self) -> str:
-        return format_value(self.value) + (
-            "" if self.deviation is None else f" ± {self.deviation:.2g}"
-        )
-
-
 def _verdict(comparison: Comparison) -> Iterator[str]:
     """Which run is best, by which metric, and in what it differs from the next one."""
-    line, sides = comparison.deciding, _sides(comparison)
-    if line is None or not sides:
+    line, ranked = comparison.deciding, _ranked(comparison)
+    if line is None or not ranked:
         yield "No metric says which run is better."
         return
     at = "" if comparison.budget is None else f" {comparison.budget.title}"
-    best = sides[0]
-    if len(sides) == 1:
-        yield f"{best.label} has {line.key} {best.text}{at}."
+    (label, run, best), *others = ranked
+    if not others:
+        yield f"{label} has {line.key} {format_spread(best)}{at}."
         return
-    second = sides[1]
+    second, other, next_best = others[0]
     yield (
-        f"{best.label} is best: {line.key} {best.text}{at}; next is {second.label}, {second.text}."
+        f"{label} is best: {line.key} {format_spread(best)}{at}; "
+        f"next is {second}, {format_spread(next_best)}."
     )
-    reasons = _reasons(best.run, second.run)
-    if best.deviation is not None:
-        reasons = [key for key in reasons if key != "seed"]
+    reasons = [key for key in _reasons(run, other) if key != "seed" or best.deviation is None]
     if reasons:
         more = f" and {len(reasons) - MAX_REASONS} more" if len(reasons) > MAX_REASONS else ""
         yield f"They differ in {', '.join(reasons[:MAX_REASONS])}{more}."
-    largest = max((side.deviation or 0.0 for side in sides), default=0.0)
-    if largest and abs(best.value - second.value) < largest:
+    largest = max(over.deviation or 0.0 for _, _, over in ranked)
+    if abs(best.mean - next_best.mean) < largest:
         yield f"The difference is within the spread of the seeds ({largest:.2g})."
-    if unequal := _unequal(comparison):
-        yield f"They have not seen equally many {unequal}: compare them with --at {unequal}."
+    batches = {run.params.get("data.global_batch") for run in comparison.runs}
+    if len(batches) > 1 and (comparison.budget is None or comparison.budget.axis == "steps"):
+        yield "They have not seen equally many samples: compare them with --at samples."
 
 
-def _sides(comparison: Comparison) -> list[_Side]:
+def _ranked(comparison: Comparison) -> list[tuple[str, ComparedRun, Spread]]:
     """From best to worst: means over seeds if there are several groups, else runs."""
-    line = comparison.deciding
+    line, runs = comparison.deciding, comparison.runs
     if line is None:
         return []
-    sides = []
-    for group in comparison.seeds:
-        over = spread([line.compared[i] for i in group.members])
-        if over is not None:
-            run = comparison.runs[group.members[0]]
-            sides.append(
-                _Side(label=group.label, run=run, value=over.mean, deviation=over.deviation)
-            )
-    if len(sides) < 2:
-        sides = [
-            _Side(label=run.label, run=run, value=value)
-            for run, value in zip(comparison.runs, line.compared, strict=True)
-            if value is not None and is_known(value)
-        ]
-    return sorted(sides, key=lambda side: side.value, reverse=line.better == "higher")
+    groups = [(group.label, group.members) for group in comparison.seeds]
+    if len(groups) < 2:
+        groups = [(run.label, (i,)) for i, run in enumerate(runs)]
+    sides = [
+        (label, runs[members[0]], over)
+        for label, members in groups
+        if (over := spread(line.compared[i] for i in members))
+    ]
+    return sorted(sides, key=lambda side: side[2].mean, reverse=line.better == "higher")
 
 
 def _reasons(one: ComparedRun, other: ComparedRun) -> list[str]:
     """Parameters with an effect that differ, the likeliest causes first."""
-    order = {name: i for i, name in enumerate(REASON_ORDER)}
-    keys = {
-        key
-        for key in one.params.keys() | other.params.keys()
-        if one.params.get(key) != other.params.get(key) and key.split(".")[0] not in WITHOUT_EFFECT
-    }
-    return sorted(keys, key=lambda key: (order.get(key.split(".")[0], len(order)), key))
 
+    def place(key: str) -> tuple[int, str]:
+        group = key.split(".")[0]
+        return REASON_ORDER.index(group) if group in REASON_ORDER else len(REASON_ORDER), key
 
-def _unequal(comparison: Comparison) -> str | None:
-    """What the runs have spent different amounts of where they are compared; None for nothing."""
-    budget = comparison.budget
-    steps = [run.last_step for run in comparison.runs]
-    if budget is not None:
-        steps = [step or 0 for step in budget.steps]
-    for axis in ("samples", "steps"):
-        totals = [
-            each.at(axis, step) for each, step in zip(comparison.progress, steps, strict=True)
-        ]
-        known = [total for total in totals if total is not None]
-        if len(known) == len(totals):
-            return axis if min(known) < (1 - SAME_BUDGET) * max(known) else None
-    return None
+    keys = filter(has_effect, one.params.keys() | other.params.keys())
+    return sorted((key for key in keys if one.params.get(key) != other.params.get(key)), key=place)
 
 
 # ---- charts -----------------------------------------------------------------------------------
@@ -244,56 +178,47 @@ def _curves(comparison: Comparison, key: str) -> str:
     """One metric of all runs over the axis of the budget, as a figure of plotly in JSON."""
     axis = "steps" if comparison.budget is None else comparison.budget.axis
     traces = []
-    for number, (run, progress) in enumerate(
-        zip(comparison.runs, comparison.progress, strict=True)
-    ):
+    for number, run in enumerate(comparison.runs):
         steps, values = run.series(key)
-        y = np.asarray(values, dtype=np.float64)
-        x = np.asarray(_along(progress, axis, steps), dtype=np.float64)
-        finite = np.isfinite(y)
-        traces += _curve(x[finite], y[finite], label=run.label, number=number)
-    return _figure(traces, x_title="FLOPs" if axis == "flops" else axis)
+        x, y = np.interp(steps, run.steps, run.totals[axis]), np.array(values)
+        places = np.flatnonzero(np.isfinite(y))
+        places = places[_drawn(y[places])]
+        dash = "solid" if number < len(COLORS) else "dash"
+        traces.append(
+            {
+                "name": _text(run.label),
+                "mode": "lines+markers" if len(places) < 30 else "lines",
+                "line": {"color": COLORS[number % len(COLORS)], "width": 1.6, "dash": dash},
+                "x": _rounded(x[places]),
+                "y": _rounded(y[places]),
+            }
+        )
+    return _figure(traces, x_title=axis_title(axis))
 
 
-def _along(progress: Progress, axis: str, steps: Sequence[int]) -> Sequence[float]:
-    """What the run had spent at its logged steps."""
-    totals = progress.along(axis)
-    assert totals is not None
-    return np.interp(steps, progress.steps, totals).tolist()
-
-
-def _curve(x: Any, y: Any, *, label: str, number: int) -> list[dict[str, Any]]:
-    """The line of one run; a long one is means of intervals, within a band of their extremes."""
-    color = COLORS[number % len(COLORS)]
-    line = {"color": color, "width": 1.6, "dash": "solid" if number < len(COLORS) else "dash"}
-    same = {"name": _text(label), "legendgroup": str(number), "line": line}
-    if len(x) <= MAX_POINTS:
-        mode = "lines+markers" if len(x) < 30 else "lines"
-        return [{**same, "mode": mode, "x": _rounded(x), "y": _rounded(y)}]
-    edges = np.linspace(0, len(x), MAX_POINTS + 1).astype(int)[:-1]
-    counts = np.diff([*edges, len(x)])
-    x, means = (np.add.reduceat(each, edges) / counts for each in (x, y))
-    band = np.concatenate(
-        [np.maximum.reduceat(y, edges), np.minimum.reduceat(y, edges)[::-1], means[:0]]
-    )
-    around = {"x": _rounded(np.concatenate([x, x[::-1]])), "y": _rounded(band), "mode": "lines"}
-    filled = {"fill": "toself", "fillcolor": f"{color}33", "line": {"width": 0}}
-    quiet = {"legendgroup": str(number), "showlegend": False, "hoverinfo": "skip"}
-    return [
-        {**around, **filled, **quiet},
-        {**same, "mode": "lines", "x": _rounded(x), "y": _rounded(means)},
-    ]
+def _drawn(y: Any) -> Any:
+    """Places of the points to draw."""
+    if len(y) <= MAX_POINTS:
+        return np.arange(len(y))
+    parts = np.array_split(np.arange(len(y)), MAX_POINTS // 2)
+    return np.unique([part[pick(y[part])] for part in parts for pick in (np.argmin, np.argmax)])
 
 
 def _dependence(found: Dependence) -> str:
     traces = []
     for number, (name, points) in enumerate(found.series.items()):
-        x, y, deviations = ([point[i] for point in points] for i in range(3))
-        bars = {"array": [deviation or 0.0 for deviation in deviations], "type": "data"}
-        line = {"color": COLORS[number % len(COLORS)]}
-        same = {"mode": "lines+markers", "name": _text(name), "line": line}
-        traces.append({**same, "x": x, "y": y, "error_y": bars})
-    every = [number for points in found.series.values() for number, _, _ in points]
+        deviations = [over.deviation or 0.0 for _, over in points]
+        traces.append(
+            {
+                "name": _text(name),
+                "mode": "lines+markers",
+                "line": {"color": COLORS[number % len(COLORS)]},
+                "x": [value for value, _ in points],
+                "y": [over.mean for _, over in points],
+                "error_y": {"type": "data", "array": deviations},
+            }
+        )
+    every = [value for points in found.series.values() for value, _ in points]
     log = min(every) > 0 and max(every) >= 10 * min(every)
     return _figure(traces, x_title=_text(found.key), x_type="log" if log else "linear")
 
@@ -305,9 +230,8 @@ def _figure(traces: list[dict[str, Any]], *, x_title: str, x_type: str = "linear
         "margin": {"l": 45, "r": 10, "t": 10, "b": 40},
         "hovermode": "x unified",
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": "#1b1f24"},
-        "paper_bgcolor": "white",
         "plot_bgcolor": "white",
-        "showlegend": sum(trace.get("showlegend", True) for trace in traces) > 1,
+        "showlegend": len(traces) > 1,
         "legend": {"orientation": "h", "y": -0.2},
         "xaxis": {**axis, "title": {"text": x_title}, "type": x_type},
         "yaxis": axis,
@@ -324,46 +248,26 @@ def _rounded(values: Any) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-def _script_hash(script: str) -> str:
-    """What the security policy calls a script that may run."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"
-
-
 # ---- pictures ---------------------------------------------------------------------------------
 
 
-def _pictures(runs: Sequence[ComparedRun]) -> tuple[list[tuple[str, list[tuple[str, str]]]], int]:
-    """([name, [(label of the run, base64)]], how many are left out), those that most runs have
-    first.
+def _pictures(runs: Sequence[ComparedRun]) -> dict[str, list[tuple[str, str]]]:
+    """Name -> (label of the run, base64), those that most runs have first.
 
     Objectives write pictures at the end of a training; so do evaluations and
     `finetune/visualize.py`.
     """
-    found: dict[str, list[tuple[str, Path]]] = {}
-    for run in runs:
-        if run.folder is not None:
-            for path in sorted((run.folder / "pictures").glob("*.png")):
-                found.setdefault(path.name, []).append((run.label, path))
-    rows, bytes_left, num_left_out = [], MAX_ALL_PICTURE_BYTES, 0
-    for name in sorted(found, key=lambda name: (-len(found[name]), name)):
-        files = []
-        for label, path in found[name]:
-            data = _read_picture(path, limit=min(MAX_PICTURE_BYTES, bytes_left))
-            bytes_left -= len(data)
-            if data:
-                files.append((label, base64.b64encode(data).decode()))
-            else:
-                num_left_out += 1
-        if files:
-            rows.append((Path(name).stem.replace("_", " "), files))
-    return rows, num_left_out
-
-
-def _read_picture(path: Path, *, limit: int) -> bytes:
-    """Nothing of a file that is too large, unreadable or no PNG."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(limit + 1)
-    except OSError:
-        return b""
-    return data if data.startswith(PNG_START) and len(data) <= limit else b""
+    paths = [
+        (run.label, path)
+        for run in runs
+        if run.folder is not None
+        for path in sorted((run.folder / "pictures").glob("*.png"))
+        if path.is_file() and path.stat().st_size <= MAX_PICTURE_BYTES
+    ]
+    found: dict[str, list[tuple[str, str]]] = {}
+    for label, path in paths[:MAX_PICTURES]:
+        data = path.read_bytes()
+        if data.startswith(PNG_START):
+            name = path.stem.replace("_", " ")
+            found.setdefault(name, []).append((label, base64.b64encode(data).decode()))
+    return dict(sorted(found.items(), key=lambda item: (-len(item[1]), item[0])))

@@ -1,21 +1,29 @@
 """Find the runs to compare and read them.
 
-Owns: finding a run by folder, name or MLflow id; reading its parameters and metrics.
+Owns: finding a run by folder, name or MLflow id; its parameters and metrics, and what it had spent
+at each step.
 Leaves out: comparing (`differences`).
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from launch.jobs.queue import NoAnswerError, user_jobs
-from launch.jobs.status.states import read_state
-from vitscale.config.errors import UserError, UserErrors, nearest
-from vitscale.config.loader import read_site
+from finetune.run import FinetuneRun
+from launch.jobs.attempts import read_attempts
+from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
+from launch.jobs.status.states import RUNS_FOLDER, find_runs, read_state
+from pretrain.run import PretrainRun
+from vitscale.config.errors import UserError, UserErrors
+from vitscale.config.loader import load_run_file, read_site
 from vitscale.config.redaction import redact, short_reason
+from vitscale.config.section import Run
 from vitscale.config.source import read_yaml
 from vitscale.tracking.journal import JOURNAL_NAME, Row, read_rows
 from vitscale.tracking.mlflow_store import StoredRun, find_stored_run, find_stored_runs
@@ -28,37 +36,85 @@ from vitscale.tracking.run_facts import (
     sqlite_path,
 )
 
-RUNS_FOLDER = Path("runs")
 DEFAULT_URI = "sqlite:///runs/mlflow.db"
+AXES = ("steps", "samples", "hours", "flops")
+TRAININGS: dict[str, type[Run]] = {"pretrain": PretrainRun, "finetune": FinetuneRun}
 Answer = TypeVar("Answer")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class ComparedRun:
     """One run to compare. `source` names where its metrics were read."""
 
     label: str
     source: str
-    folder: Path | None
-    status: str | None
     params: dict[str, str]
     rows: tuple[Row, ...]
+    folder: Path | None = None
+    status: str | None = None
     origin: str = ""
     """When, from which commit, on which data and by whom it was made."""
 
-    @property
-    def last_step(self) -> int:
-        return max(row.step for row in self.rows)
+    @cached_property
+    def steps(self) -> list[int]:
+        """Logged steps, ascending, each once."""
+        return sorted({row.step for row in self.rows})
 
-    @property
-    def wall_s(self) -> float:
-        """Seconds from the first to the last line, including pauses between jobs."""
-        times = [row.time for row in self.rows]
-        return max(times) - min(times)
+    @cached_property
+    def totals(self) -> dict[str, list[float]]:
+        """Known axes of `AXES` -> what the run had spent at each of `steps`.
+
+        FLOPs are those of the run itself: forward and backward passes by formula, without
+        evaluations and without `init`.
+        """
+        totals = {"steps": [float(step) for step in self.steps], "hours": _hours(self)}
+        batch = self.params.get("data.global_batch", "")
+        if batch.isdecimal():
+            totals["samples"] = [step * float(batch) for step in self.steps]
+            per_image = _flops_per_image(self.folder)
+            if per_image is not None:
+                totals["flops"] = [count * per_image for count in totals["samples"]]
+        return totals
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values of a metric."""
         points = [(row.step, row.metrics[key]) for row in self.rows if key in row.metrics]
         return [step for step, _ in points], [value for _, value in points]
+
+
+def _hours(run: ComparedRun) -> list[float]:
+    """Hours since the first line, without the waits between two attempts that are recorded."""
+    logged: dict[int, float] = {}
+    for row in run.rows:
+        logged[row.step] = max(row.time, logged.get(row.step, row.time))
+    start = min(logged.values())
+    attempts = [] if run.folder is None else read_attempts(run.folder)
+    waits = [
+        (max(start, before.ended), after.started)
+        for before, after in pairwise(attempts)
+        if before.ended is not None and after.started > max(start, before.ended)
+    ]
+    seconds = [
+        time - start - sum(min(time, end) - begin for begin, end in waits if begin < time)
+        for time in (logged[step] for step in run.steps)
+    ]
+    return list(accumulate((each / 3600 for each in seconds), max))
+
+
+def _flops_per_image(folder: Path | None) -> float | None:
+    """FLOPs of a training step per image; None for what is no training run."""
+    if folder is None:
+        return None
+    try:
+        run = load_run_file(TRAININGS, folder / "config.yaml")
+        assert isinstance(run, PretrainRun | FinetuneRun)
+        classes = folder / "classes.json"
+        num_classes = len(json.loads(classes.read_bytes())) if classes.exists() else 0
+        arch = run.model.resolved(num_classes=num_classes)
+        return float(run.make_objective().train_flops_per_image(arch))
+    # A teacher may be missing, or the file is of another version, or of no training.
+    except (ValueError, OSError, ImportError):
+        return None
 
 
 def default_uri() -> str:
@@ -77,26 +133,20 @@ def default_uri() -> str:
 def load_runs(names: Sequence[str], *, uri: str | None) -> list[ComparedRun]:
     """Find and read every run; the folder of a chain stands for the runs below it.
 
+    uri: MLflow store to search first; None: the default one, searched last.
     Raises UserErrors that name all runs not found.
     """
-    runs, errors = [], []
-    for each in (run for name in names for run in _runs_below(name)):
+    runs: list[ComparedRun] = []
+    errors: list[UserError] = []
+    jobs = known_jobs()
+    for name in names:
         try:
-            runs.append(_load_run(each, uri=uri))
+            runs += _load(name, uri=uri, jobs=jobs)
         except UserError as error:
             errors.append(error)
     if errors:
         raise errors[0] if len(errors) == 1 else UserErrors(errors)
     return _with_distinct_labels(runs)
-
-
-def _runs_below(name: str) -> list[str]:
-    """The runs of a chain; the name itself if it means something else."""
-    for folder in (Path(name), RUNS_FOLDER / name):
-        if folder.is_dir() and not (folder / JOURNAL_NAME).is_file():
-            journals = (*folder.glob(f"*/{JOURNAL_NAME}"), *folder.glob(f"*/*/{JOURNAL_NAME}"))
-            return sorted(str(path.parent) for path in journals) or [name]
-    return [name]
 
 
 def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
@@ -107,10 +157,28 @@ def search_runs(query: str, *, uri: str | None) -> list[ComparedRun]:
     """
     uri = default_uri() if uri is None else uri
     stored = _asked(uri, lambda uri: find_stored_runs(uri, query, say=lambda text: None))
-    runs = [_record(run) for run in stored or [] if run.rows]
+    runs = [_from_store(run) for run in stored or [] if run.rows]
     if not runs:
         raise UserError(f"no run with metrics matches {query!r}", where="--filter")
     return _with_distinct_labels(runs)
+
+
+def known_jobs() -> list[QueuedJob] | None:
+    """The user's jobs; None where SLURM does not answer."""
+    try:
+        return user_jobs()
+    except NoAnswerError:
+        return None
+
+
+def read_config(path: Path) -> tuple[str, dict[str, Any]]:
+    """Text and values of a run's configuration; no values if it has no keys."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read ({error})", where=str(path)) from None
+    values = read_yaml(text, name=str(path))
+    return text, values if isinstance(values, dict) else {}
 
 
 def _with_distinct_labels(runs: list[ComparedRun]) -> list[ComparedRun]:
@@ -122,31 +190,19 @@ def _with_distinct_labels(runs: list[ComparedRun]) -> list[ComparedRun]:
     return distinct
 
 
-def _load_run(name: str, *, uri: str | None) -> ComparedRun:
-    known: list[str] = []
-    if uri is not None:
-        record, known = _read_mlflow(name, uri)
-        if record is not None:
-            return record
-    for folder in (Path(name), RUNS_FOLDER / name):
-        if folder.is_dir():
-            return _read_folder(folder)
-    if uri is None:
-        record, known = _read_mlflow(name, default_uri())
-        if record is not None:
-            return record
-    known += sorted(path.parent.name for path in RUNS_FOLDER.glob(f"*/{JOURNAL_NAME}"))
-    known = list(dict.fromkeys(known))
-    close = nearest(Path(name).name, known)
-    raise UserError(
-        f"no such run: {name!r}" + (f"; did you mean {close}?" if close else ""),
-        where="RUN",
-        allowed=f"a run folder, or one of: {', '.join(known[:20])}" if known else "a run folder",
-        next_step="give a folder that contains journal.jsonl, or an MLflow store with --uri",
-    )
+def _load(name: str, *, uri: str | None, jobs: list[QueuedJob] | None) -> list[ComparedRun]:
+    if uri is not None and (stored := _read_mlflow(name, uri)):
+        return [stored]
+    if not (Path(name).is_dir() or (RUNS_FOLDER / name).is_dir()):
+        if uri is None and (stored := _read_mlflow(name, default_uri())):
+            return [stored]
+    folders = find_runs([name])
+    # Runs of a chain that have not started are left out.
+    begun = [folder for folder in folders if (folder / JOURNAL_NAME).is_file()]
+    return [_read_folder(folder, jobs) for folder in begun or folders]
 
 
-def _read_folder(folder: Path) -> ComparedRun:
+def _read_folder(folder: Path, jobs: list[QueuedJob] | None) -> ComparedRun:
     journal = folder / JOURNAL_NAME
     rows = tuple(row for row, _ in read_rows(journal)) if journal.is_file() else ()
     if not rows:
@@ -161,41 +217,20 @@ def _read_folder(folder: Path) -> ComparedRun:
         label=folder.resolve().name,
         source=str(folder),
         folder=folder,
-        status=_status(folder),
+        status=str(read_state(folder.resolve(), jobs).state),
         params=flatten_params(read_config(config)[1]) if config.is_file() else {},
         rows=rows,
         origin=origin_line(record.tags, record.datasets, time_s=rows[0].time) if record else "",
     )
 
 
-def _status(folder: Path) -> str:
-    try:
-        jobs = user_jobs()
-    except NoAnswerError:
-        jobs = None
-    return str(read_state(folder.resolve(), jobs).state)
-
-
-def read_config(path: Path) -> tuple[str, dict[str, Any]]:
-    """Text and values of a run's configuration; no values if it has no keys."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read ({error})", where=str(path)) from None
-    values = read_yaml(text, name=str(path))
-    return text, values if isinstance(values, dict) else {}
-
-
-def _read_mlflow(name: str, uri: str) -> tuple[ComparedRun | None, list[str]]:
+def _read_mlflow(name: str, uri: str) -> ComparedRun | None:
     found = _asked(uri, lambda uri: find_stored_run(uri, name, say=lambda text: None))
-    if found is None:
-        return None, []
-    stored, known = found
-    if stored is None:
-        return None, known
-    if not stored.rows:
+    if found is None or found[0] is None:
+        return None
+    if not found[0].rows:
         raise UserError(f"the MLflow run {name!r} has no metrics", where="RUN")
-    return _record(stored), known
+    return _from_store(found[0])
 
 
 def _asked(uri: str, ask: Callable[[str], Answer]) -> Answer | None:
@@ -215,11 +250,10 @@ def _asked(uri: str, ask: Callable[[str], Answer]) -> Answer | None:
         ) from None
 
 
-def _record(stored: StoredRun) -> ComparedRun:
+def _from_store(stored: StoredRun) -> ComparedRun:
     return ComparedRun(
         label=stored.name,
         source=f"MLflow run {stored.run_id}",
-        folder=None,
         status=stored.status.lower(),
         params=stored.params,
         rows=tuple(stored.rows),

@@ -9,14 +9,13 @@ Leaves out: MLflow (`vitscale.tracking.mlflow_run`).
 from __future__ import annotations
 
 import argparse
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from launch.comparison.runs import default_uri, read_config
-from launch.jobs.attempts import Attempt, Ending
-from launch.jobs.queue import NoAnswerError, QueuedJob, user_jobs
+from launch.comparison.runs import default_uri, known_jobs, read_config
+from launch.jobs.attempts import Ending
+from launch.jobs.queue import QueuedJob
 from launch.jobs.status.states import RunState, RunStatus, find_runs, read_state
 from vitscale.config.errors import UserError, UserErrors
 from vitscale.config.redaction import redact, short_reason
@@ -34,12 +33,14 @@ from vitscale.tracking.run_facts import (
 from vitscale.tracking.settings import TrackingSettings
 
 PICTURES = "pictures/*.png"
-LIVE: dict[RunState, Status] = {
+STATUS: dict[RunState, Status] = {
     RunState.RUNNING: "RUNNING",
     RunState.QUEUED: "PAUSED",
     RunState.PAUSED: "PAUSED",
+    RunState.FINISHED: "FINISHED",
+    RunState.FAILED: "FAILED",
 }
-KILLED = (Ending.KILLED, Ending.LOST, Ending.ENDED_BY_SLURM)
+KILLED = (Ending.KILLED, Ending.LOST, Ending.ENDED_BY_SLURM, None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,14 +56,19 @@ class RunToCopy:
 
 def sync(arguments: Sequence[str]) -> None:
     """Copy the runs. Raises UserErrors before anything is written where a folder is no run."""
-    given = _parse(arguments)
-    if not given.runs:
-        raise UserError(
-            "no run given",
-            where="RUN",
-            allowed="run folders, names under runs/, or folders of runs",
-            next_step="python launch/compare.py sync runs/FIRST --uri http://HOST:PORT",
-        )
+    parser = argparse.ArgumentParser(
+        prog="python launch/compare.py sync",
+        description="Copy runs from their folders into an MLflow store. Sends what is missing: a "
+        "second time, nothing.",
+        allow_abbrev=False,
+    )
+    help_text = "run folder, name under runs/, or folder of runs"
+    parser.add_argument("runs", nargs="+", metavar="RUN", help=help_text)
+    parser.add_argument(
+        "--uri", help="MLflow store; default: that of the site file, else runs/mlflow.db"
+    )
+    parser.add_argument("--experiment", help="of new MLflow runs; default: that of each run")
+    given = parser.parse_args(arguments)
     uri = absolute_uri(given.uri or default_uri(), where="--uri")
     for source in _read_all(given.runs, uri=uri, experiment=given.experiment):
         folder = source.description.folder
@@ -88,55 +94,33 @@ def sync(arguments: Sequence[str]) -> None:
     print(f"MLflow: {chart_page(uri, done.run.experiment)}")
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python launch/compare.py sync",
-        description="Copy runs from their folders into an MLflow store. Sends what is missing: a "
-        "second time, nothing.",
-        allow_abbrev=False,
-    )
-    help_text = "run folder, name under runs/, or folder of runs"
-    parser.add_argument("runs", nargs="*", metavar="RUN", help=help_text)
-    parser.add_argument(
-        "--uri", help="MLflow store; default: that of the site file, else runs/mlflow.db"
-    )
-    parser.add_argument("--experiment", help="of new MLflow runs; default: that of each run")
-    return parser.parse_args(arguments)
-
-
 def _read_all(names: Sequence[str], *, uri: str, experiment: str | None) -> list[RunToCopy]:
-    jobs: list[QueuedJob] | None = None
-    try:
-        jobs = user_jobs()
-    except NoAnswerError:
-        pass  # no SLURM here; attempts and records still say how a run ended
+    jobs = known_jobs()
     sources: list[RunToCopy] = []
     errors: list[UserError] = []
     for folder in find_runs(names):
         try:
-            status = read_state(folder, jobs)
-            sources.append(_read(folder, status, uri=uri, experiment=experiment))
+            sources.append(_read(folder, jobs, uri=uri, experiment=experiment))
         except UserError as error:
             errors.append(error)
-        except UserErrors as error:
-            errors += error.errors
     if errors:
         raise UserErrors(errors)
     # A parent starts before its children, which name it.
     return sorted(sources, key=lambda source: source.description.start_time)
 
 
-def _read(folder: Path, status: RunStatus, *, uri: str, experiment: str | None) -> RunToCopy:
+def _read(
+    folder: Path, jobs: list[QueuedJob] | None, *, uri: str, experiment: str | None
+) -> RunToCopy:
     journal, config = folder / JOURNAL_NAME, folder / CONFIG_ARTIFACT
-    rows = itertools.islice(read_rows(journal), 1) if journal.is_file() else iter(())
-    first = next(rows, None)
+    first = next(read_rows(journal), None) if journal.is_file() else None
     if first is None:
         raise UserError("has no metrics", where=str(journal), next_step="give a run that has")
     text, params = read_config(config)
     if not params:
         raise UserError("is no configuration of a run", where=str(config))
-    record = read_record(folder)
-    how, ended = _ending(status, record)
+    state, record = read_state(folder, jobs), read_record(folder)
+    status, ended = _ending(state, record)
     if record is None:
         record = RunRecord(
             name=str(params.get("name") or folder.resolve().name),
@@ -153,9 +137,12 @@ def _read(folder: Path, status: RunStatus, *, uri: str, experiment: str | None) 
         config_yaml=text,
         start_time=first[0].time,
     )
-    files = tuple(dict.fromkeys(_files(folder, record)))
-    last = status.logged.time or first[0].time
-    return RunToCopy(description=description, files=files, status=how, ended=ended or last)
+    return RunToCopy(
+        description=description,
+        files=tuple(dict.fromkeys(_files(folder, record))),
+        status=status,
+        ended=ended or state.logged.time or first[0].time,
+    )
 
 
 def _files(folder: Path, record: RunRecord) -> Iterator[Path]:
@@ -168,22 +155,17 @@ def _files(folder: Path, record: RunRecord) -> Iterator[Path]:
             yield from (each for each in found if each.is_file() and not each.is_symlink())
 
 
-def _ending(status: RunStatus, record: RunRecord | None) -> tuple[Status, float | None]:
+def _ending(state: RunStatus, record: RunRecord | None) -> tuple[Status, float | None]:
     """How the run ended, and when; None: with the last line of its journal."""
-    if status.state in LIVE:
-        return LIVE[status.state], None
-    attempt = status.attempt
-    if record is not None and record.ended is not None and not _is_later(attempt, record.ended):
-        return record.status, record.ended
+    attempt = state.attempt
+    is_active = state.state in (RunState.RUNNING, RunState.QUEUED, RunState.PAUSED)
+    if not is_active and record is not None and record.ended is not None:
+        if attempt is None or attempt.started <= record.ended:
+            return record.status, record.ended
     ended = None if attempt is None else attempt.ended
-    if status.state is RunState.FINISHED:
-        return "FINISHED", ended
     if attempt is not None and attempt.ending is Ending.STOPPED:
         return "PAUSED", ended
-    if attempt is None or attempt.ended is None or attempt.ending in KILLED:
-        return "KILLED", ended
-    return "FAILED", ended
-
-
-def _is_later(attempt: Attempt | None, moment: float) -> bool:
-    return attempt is not None and attempt.started > moment
+    if not is_active and state.state is not RunState.FINISHED:
+        if attempt is None or attempt.ending in KILLED:
+            return "KILLED", ended
+    return STATUS.get(state.state, "KILLED"), ended

@@ -136,7 +136,7 @@ def test_runs_are_found_in_mlflow_by_name_and_id(tmp_path: Path, mlflow_database
         (("--filter", "params.seed = '7'"), "no run with metrics matches"),
         (("small-lr", "--at", "epochs"), "is no budget"),
         (("smal-lr", "larg-lr"), "did you mean small-lr?"),
-        (("runs/empty",), "journal.jsonl does not exist"),
+        (("runs/empty",), "runs/empty is no run folder"),
         (("small-lr", "--uri", "htp://x"), "is not a tracking URI"),
         (("small-lr", "--output", "/proc/none/x.html"), "cannot be written"),
         (("small-lr", "--output", "x.pdf"), "'x.pdf' is no HTML file"),

@@ -38,10 +38,7 @@ def test_a_browser_draws_the_charts_and_shows_hostile_names_as_text(tmp_path: Pa
             for step in range(1, 1000)
         ]
         params = {"optim.lr": str(number), f"note.{EVIL}": EVIL}
-        run = ComparedRun(
-            label=label, source=EVIL, folder=None, status=None, params=params, rows=tuple(rows)
-        )
-        runs.append(run)
+        runs.append(ComparedRun(label=label, source=EVIL, params=params, rows=tuple(rows)))
     page = tmp_path / "compare.html"
     write_page(compare(runs), path=page)
     options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--proxy-server=127.0.0.1:9"]

@@ -46,7 +46,8 @@ def test_a_sweep_is_a_run_for_each_combination(folder: Path) -> None:
     last = steps_of(chain, "finetune")[-1].run
     assert isinstance(last, FinetuneRun) and (last.optim.lr, last.seed) == (0.001, 4)
     assert last.tracking.tags == {
-        "chain": "small", "chain.finetune.optim.lr": "0.001", "chain.finetune.seed": "4",
+        "chain": "small", "chain.stage": "finetune",
+        "chain.finetune.optim.lr": "0.001", "chain.finetune.seed": "4",
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Print a comparison as aligned columns, and write it as CSV or JSON."""
+"""The tables of a comparison, printed as aligned columns, and its CSV and JSON files."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import csv
 import io
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
 from textwrap import wrap
@@ -15,11 +16,11 @@ from typing import Any
 from launch.comparison.differences import Comparison, Dependence, Spread, dependences, spread
 from vitscale.config.errors import UserError
 from vitscale.distributed.atomic_files import write_text
-from vitscale.tracking.console import format_duration
 
 ABSENT = "-"
 MAX_CELL = 60
 GROUP_ORDER = ("val", "train")
+SPENT = {"steps": ",.0f", "samples": ",.0f", "hours": ",.3g", "flops": ".3g"}
 CSV_HEADER = ("run", "metric", "better", "final", "equal", "best")
 
 
@@ -33,20 +34,6 @@ class Table:
 def tables(comparison: Comparison) -> list[Table]:
     """Runs, metrics, spread over seeds, differing parameters; empty tables are left out."""
     labels = tuple(run.label for run in comparison.runs)
-    runs = Table(
-        title="Runs",
-        header=("run", "last step", "wall time", "status", "read from"),
-        rows=tuple(
-            (
-                run.label,
-                str(run.last_step),
-                format_duration(run.wall_s),
-                run.status or ABSENT,
-                run.source,
-            )
-            for run in comparison.runs
-        ),
-    )
     title = "Differing parameters" if len(labels) > 1 else "Parameters"
     if comparison.num_equal_params:
         title += f" ({comparison.num_equal_params} equal ones left out)"
@@ -64,28 +51,43 @@ def tables(comparison: Comparison) -> list[Table]:
         header=("metric", "", *labels),
         rows=tuple(_metric_rows(comparison)),
     )
+    origins = Table(
+        title="Origin",
+        header=("run", "made"),
+        rows=tuple((run.label, run.origin) for run in comparison.runs if run.origin),
+    )
     varied = map(_dependence_table, dependences(comparison))
-    found = [runs, metrics, _seeds_table(comparison), *varied, params]
+    found = [_runs_table(comparison), metrics, _seeds_table(comparison), *varied, params, origins]
     return [table for table in found if table.rows]
 
 
-def _metric_rows(comparison: Comparison) -> list[tuple[str, ...]]:
+def _runs_table(comparison: Comparison) -> Table:
     rows = []
+    for run in comparison.runs:
+        spent = (
+            f"{run.totals[axis][-1]:{form}}" if axis in run.totals else ABSENT
+            for axis, form in SPENT.items()
+        )
+        rows.append((run.label, *spent, run.status or ABSENT, run.source))
+    header = ("run", "steps", "samples", "hours", "FLOPs", "status", "read from")
+    return Table(title="Runs", header=header, rows=tuple(rows))
+
+
+def _metric_rows(comparison: Comparison) -> Iterator[tuple[str, ...]]:
     for line in sorted(comparison.metrics, key=lambda line: metric_place(line.key)):
         if not any(line.final + line.best):
             continue
-        rows.append((line.key, "final", *map(format_value, line.final)))
+        yield line.key, "final", *map(format_value, line.final)
         if line.equal is not None and line.equal != line.final:
-            rows.append(("", "equal", *map(format_value, line.equal)))
+            yield "", "equal", *map(format_value, line.equal)
         if len(line.final) > 1:
-            cells = [
+            cells = (
                 ABSENT if delta is None else f"{delta:+.5g} {line.change(delta) or ''}".strip()
                 for delta in line.deltas
-            ]
-            rows.append(("", "delta", *cells))
+            )
+            yield "", "delta", *cells
         if line.better is not None:
-            rows.append(("", "best", *map(format_value, line.best)))
-    return rows
+            yield "", "best", *map(format_value, line.best)
 
 
 def metric_place(key: str) -> tuple[int, str]:
@@ -98,9 +100,13 @@ def _seeds_table(comparison: Comparison) -> Table:
     """Metrics at the end of each run, over seeds."""
     rows = []
     for line in comparison.metrics:
-        groups = [spread([line.final[i] for i in group.members]) for group in comparison.seeds]
+        groups = [spread(line.final[i] for i in group.members) for group in comparison.seeds]
         if line.better is not None and any(groups):
-            rows.append((line.key, *map(_format_spread, groups)))
+            cells = (
+                ABSENT if over is None else f"{format_spread(over)} ({over.count})"
+                for over in groups
+            )
+            rows.append((line.key, *cells))
     return Table(
         title="Over seeds: final, mean and standard deviation",
         header=("metric", *(group.label for group in comparison.seeds)),
@@ -109,13 +115,10 @@ def _seeds_table(comparison: Comparison) -> Table:
 
 
 def _dependence_table(found: Dependence) -> Table:
-    numbers = sorted({number for points in found.series.values() for number, _, _ in points})
+    numbers = sorted({number for points in found.series.values() for number, _ in points})
     rows = []
     for name, points in found.series.items():
-        cells = {
-            number: format_value(mean) + ("" if deviation is None else f" +- {deviation:.2g}")
-            for number, mean, deviation in points
-        }
+        cells = {number: format_spread(over) for number, over in points}
         rows.append((name or found.metric, *(cells.get(number, ABSENT) for number in numbers)))
     return Table(
         title=f"Final {found.metric} over {found.key}, mean and standard deviation over seeds",
@@ -128,8 +131,8 @@ def format_value(value: float | None) -> str:
     return ABSENT if value is None else f"{value:.5g}"
 
 
-def _format_spread(value: Spread | None) -> str:
-    return ABSENT if value is None else f"{value.mean:.5g} +- {value.deviation:.2g} ({value.count})"
+def format_spread(over: Spread) -> str:
+    return f"{over.mean:.5g}" + ("" if over.deviation is None else f" ± {over.deviation:.2g}")
 
 
 def plain_text(table: Table) -> str:
@@ -169,59 +172,42 @@ def write_csv(comparison: Comparison, path: Path) -> None:
 
 def write_json(comparison: Comparison, path: Path) -> None:
     """Write runs, parameters, metrics, budget and spread. Raises UserError if it cannot."""
-    write_file(path, json.dumps(as_values(comparison), indent=1, allow_nan=False) + "\n")
-
-
-def as_values(comparison: Comparison) -> dict[str, Any]:
-    """Values for JSON, in the order of the runs. What is not finite is a string, as in journals."""
-    budget = comparison.budget
-    return {
+    runs = comparison.runs
+    groups = [
+        {
+            "runs": [runs[i].label for i in group.members],
+            "metrics": {
+                line.key: asdict(over)
+                for line in comparison.metrics
+                if (over := spread(line.final[i] for i in group.members))
+            },
+        }
+        for group in comparison.seeds
+    ]
+    fields = ("label", "source", "status", "params")
+    values = {
         "runs": [
-            {
-                "label": run.label,
-                "source": run.source,
-                "status": run.status,
-                "last_step": run.last_step,
-                "wall_s": run.wall_s,
-                "params": run.params,
-            }
-            for run in comparison.runs
+            {name: getattr(run, name) for name in fields}
+            | {axis: totals[-1] for axis, totals in run.totals.items()}
+            for run in runs
         ],
-        "budget": None
-        if budget is None
-        else {"axis": budget.axis, "total": budget.total, "steps": budget.steps},
-        "metrics": [
-            {
-                "key": line.key,
-                "better": line.better,
-                "final": [_number(value) for value in line.final],
-                "equal": None if line.equal is None else [_number(value) for value in line.equal],
-                "best": [_number(value) for value in line.best],
-            }
-            for line in comparison.metrics
-        ],
-        "seeds": [
-            {
-                "runs": [comparison.runs[i].label for i in group.members],
-                "metrics": {
-                    line.key: {"mean": over.mean, "deviation": over.deviation, "runs": over.count}
-                    for line in comparison.metrics
-                    if (over := spread([line.final[i] for i in group.members])) is not None
-                },
-            }
-            for group in comparison.seeds
-        ],
-        "dependences": [
-            {"key": each.key, "metric": each.metric, "series": each.series}
-            for each in dependences(comparison)
-        ],
+        "budget": None if comparison.budget is None else asdict(comparison.budget),
+        "metrics": [asdict(line) for line in comparison.metrics],
+        "seeds": groups,
+        "dependences": [asdict(each) for each in dependences(comparison)],
     }
+    write_file(path, json.dumps(_finite(values), indent=1, allow_nan=False) + "\n")
 
 
-def _number(value: float | None) -> float | str | None:
-    if value is None or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+def _finite(value: Any) -> Any:
+    """The value with numbers that are not finite as strings, as in journals."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
 
 
 def write_file(path: Path, text: str) -> None:

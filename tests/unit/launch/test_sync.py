@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +65,21 @@ def test_no_file_outside_the_folder_is_sent(tmp_path: Path) -> None:
     assert found == {folder / "pictures/a.png", folder / "results.csv"}
 
 
+def run_folder(folder: Path) -> Path:
+    with Tracker.open(
+        folder=folder, settings=TrackingSettings(uri=None), run_name="a", stage="pretrain",
+        params={}, tags={}, config_yaml="", resume_step=0, is_writer=True,
+    ) as tracker:  # fmt: skip
+        tracker.log({"train/loss": 1.0}, step=1)
+    (folder / "config.yaml").write_text("stage: pretrain\nname: a\n")
+    return folder
+
+
 def test_what_is_no_run_is_refused_before_any_write(tmp_path: Path) -> None:
     good = run_folder(tmp_path / "good")
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/config.yaml").write_text("stage: pretrain\n")
-    (tmp_path / "odd").mkdir()
-    for name in ("journal.jsonl", "config.yaml"):
-        (tmp_path / "odd" / name).write_bytes((good / name).read_bytes())
+    run_folder(tmp_path / "odd")
     (tmp_path / "odd/tracking.json").write_text('{"name": 1}')
     store = tmp_path / "store.db"
     names = [str(good), str(tmp_path / "bad"), str(tmp_path / "odd")]
@@ -83,55 +88,16 @@ def test_what_is_no_run_is_refused_before_any_write(tmp_path: Path) -> None:
     text = caught.value.text()
     assert "bad/journal.jsonl" in text and "odd/tracking.json" in text
     assert not store.exists()
-    with pytest.raises(UserError, match="no run given"):
-        sync([])
     with pytest.raises(UserError, match="not a tracking URI"):
         sync([str(good), "--uri", "nonsense"])
 
 
-def run_folder(folder: Path) -> Path:
-    with Tracker.open(
-        folder=folder,
-        settings=TrackingSettings(uri=None),
-        run_name="a",
-        stage="pretrain",
-        params={},
-        tags={},
-        config_yaml="",
-        resume_step=0,
-        is_writer=True,
-    ) as tracker:
-        tracker.log({"train/loss": 1.0}, step=1)
-    (folder / "config.yaml").write_text("stage: pretrain\nname: a\n")
-    return folder
-
-
-@pytest.fixture
-def failing_server() -> Iterator[str]:
-    """Answers 500 to everything."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_error(500)
-
-        do_POST = do_GET
-
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-        server.shutdown()
-
-
 @pytest.mark.slow
-def test_a_failing_server_gives_one_message(tmp_path: Path, failing_server: str) -> None:
+def test_a_failing_server_gives_one_message(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "run")
     before = {path.name for path in folder.iterdir()}
-    with pytest.raises(UserError) as caught:
-        sync([str(folder), "--uri", failing_server])
-    assert "did not take" in caught.value.text() and "same command again" in caught.value.text()
+    with pytest.raises(UserError, match="(?s)did not take .*same command again"):
+        sync([str(folder), "--uri", "http://127.0.0.1:1"])
     assert {path.name for path in folder.iterdir()} == before
 
 

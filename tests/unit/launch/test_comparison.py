@@ -1,0 +1,327 @@
+"""Comparing runs: equal budgets, seeds, varied settings, tables, files and the page."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import html
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launch.comparison.differences import compare, dependences, parse_budget
+from launch.comparison.page import MAX_PICTURE_BYTES, MAX_POINTS, PNG_START, render
+from launch.comparison.report import Table, plain_text, tables, write_csv, write_json
+from launch.comparison.runs import ComparedRun, load_runs
+from launch.jobs.attempts import ATTEMPT
+from pretrain.run import PretrainRun
+from vitscale.config.errors import UserError
+from vitscale.config.loader import load_run, run_to_yaml
+from vitscale.distributed.failures.events import append_event
+from vitscale.models.costs import train_flops_per_image
+from vitscale.tracking.journal import Row
+from vitscale.tracking.run_facts import DatasetFacts
+from vitscale.tracking.settings import TrackingSettings
+from vitscale.tracking.tracker import Tracker
+
+HOUR = 3600.0
+EVIL = "</script><!--<script>alert(1)</script>&<img src=x onerror=alert(1)> $\\x$ \x07"
+
+
+def run(
+    label: str, top1: list[float], *, batch: int = 8, folder: Path | None = None, **params: str
+) -> ComparedRun:
+    """A run that evaluates every ten steps, one second each."""
+    rows = tuple(
+        Row(step=10 * i, time=10.0 * i, metrics={"val/top1": value, "val/zero": 0.0})
+        for i, value in enumerate(top1, start=1)
+    )
+    known = {"data.global_batch": str(batch)} | {k.replace("__", "."): params[k] for k in params}
+    return ComparedRun(label=label, source=label, folder=folder, params=known, rows=rows)
+
+
+def logged(*metrics: dict[str, float], label: str = "a", **params: str) -> ComparedRun:
+    rows = tuple(Row(step=i, time=float(i), metrics=each) for i, each in enumerate(metrics, 1))
+    return ComparedRun(label=label, source=label, params=params, rows=rows)
+
+
+# ---- budgets and metrics ----------------------------------------------------------------------
+
+
+def test_runs_of_different_length_are_compared_at_equal_steps() -> None:
+    compared = compare([run("long", [0.2, 0.4, 0.9]), run("short", [0.3, 0.5])])
+    assert compared.budget is not None and compared.budget.steps == (20, 20)
+    line = compared.metrics[0]
+    assert line.final == (0.9, 0.5) and line.equal == (0.4, 0.5)
+    assert line.deltas[1] == pytest.approx(0.1) and line.change(line.deltas[1]) == "better"
+    assert compare([run("a", [0.2]), run("b", [0.3])]).budget is None
+
+
+def test_equal_samples_are_fewer_steps_of_larger_batches() -> None:
+    runs = [run("small", [0.2, 0.4, 0.6, 0.8]), run("large", [0.3, 0.5], batch=16)]
+    at_end = compare(runs, axis="samples")
+    assert at_end.budget is not None
+    assert (at_end.budget.total, at_end.budget.steps) == (320, (40, 20))
+    assert compare(runs, axis="samples", total=240).metrics[0].equal == (0.6, 0.3)
+    assert compare(runs, axis="samples", total=100).metrics[0].equal == (0.2, None)
+    with pytest.raises(UserError, match="flops of run small are not known"):
+        compare(runs, axis="flops")
+    with pytest.raises(UserError, match="not all runs have come to 30 steps"):
+        compare(runs, axis="steps", total=30)
+
+
+def test_budgets_are_read() -> None:
+    assert parse_budget("steps") == ("steps", None)
+    assert parse_budget("FLOPs=1.5e18") == ("flops", 1.5e18)
+    for text in ("", "epochs", "steps=", "steps=0", "steps=-1", "steps=1e999"):
+        with pytest.raises(UserError, match="is no budget"):
+            parse_budget(text)
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "best"),
+    [
+        ("train/loss", (math.nan, 3.0, 2.0, math.nan, -math.inf, 4.0), 2.0),
+        ("val/top1", (math.nan, 0.5, 0.75, math.inf, 0.25), 0.75),
+        ("val/ema_top1", (math.nan,), None),
+        ("train/lr", (0.1, 0.2), None),  # neither direction is better
+    ],
+)
+def test_best_ignores_values_that_are_not_finite(
+    key: str, values: tuple[float, ...], best: float | None
+) -> None:
+    (line,) = compare([logged(*({key: value} for value in values))]).metrics
+    assert line.best == (best,)
+    assert line.final == pytest.approx((values[-1],), nan_ok=True)
+
+
+def test_changes_follow_the_direction_of_the_metric() -> None:
+    first, loss = logged({"train/loss": 2.0, "val/top1": 0.5}), logged({"train/loss": 1.5})
+    top1 = logged({"train/loss": math.nan, "val/top1": 0.25})
+    lines = {line.key: line for line in compare([first, loss, top1]).metrics}
+    changes = {key: [line.change(d) for d in line.deltas] for key, line in lines.items()}
+    assert changes == {"train/loss": [None, "better", None], "val/top1": [None, None, "worse"]}
+
+
+def test_only_differing_parameters_are_listed() -> None:
+    params = {"seed": "7", "optim.lr": "0.1"}
+    first, second = logged({}, **params), logged({}, **params | {"optim.lr": "0.2", "x": "3"})
+    compared = compare([first, second])
+    assert compared.params == (("optim.lr", ("0.1", "0.2")), ("x", (None, "3")))
+    assert compared.num_equal_params == 1 and len(compare([first]).params) == 2
+    other = logged({}, **params | {"output": "c", "tracking.tags.chain": "s"})
+    assert compare([first, other]).params == ()
+
+
+# ---- what was spent ---------------------------------------------------------------------------
+
+
+def test_waits_between_attempts_are_no_hours(tmp_path: Path) -> None:
+    common = {"cluster": "slurm", "job_id": "1", "restart": 0, "num_tasks": 1, "first_step": 0}
+    for i, (start, end) in enumerate([(0.5, 2.0), (5.0, 6.0), (6.0, None)], start=1):
+        ended = {"ended": end * HOUR} if end else {}
+        append_event(tmp_path, ATTEMPT, {"number": i, "started": start * HOUR, **common, **ended})
+    times = {1: 1.0, 2: 2.0, 3: 5.5, 4: 7.0}
+    rows = tuple(Row(step=s, time=t * HOUR, metrics={}) for s, t in times.items())
+    found = ComparedRun(label="", source="", params={}, rows=rows, folder=tmp_path)
+    assert found.totals["hours"] == pytest.approx([0.0, 1.0, 1.5, 3.0])
+    assert found.totals.keys() == {"steps", "hours"}
+
+
+def test_flops_are_those_of_the_model(tmp_path: Path) -> None:
+    overrides = ["data.path=shards", "model.image_size=32", "model.patch_size=4", "name=x"]
+    overrides += ["model.width=64", "model.depth=2", "model.num_heads=2", "model.mlp_width=128"]
+    overrides += ["schedule.steps=30", "data.global_batch=8", "optim.lr=0.1", "stage=pretrain"]
+    loaded = load_run({"pretrain": PretrainRun}, None, overrides=overrides).run
+    assert isinstance(loaded, PretrainRun)
+    (tmp_path / "config.yaml").write_text(run_to_yaml(loaded))
+    (tmp_path / "classes.json").write_text(json.dumps(["a", "b"]))
+    each = train_flops_per_image(loaded.model.resolved(num_classes=2))
+    found = run("a", [0.1, 0.2], folder=tmp_path).totals
+    assert found["samples"] == [80, 160] and found["flops"] == [80 * each, 160 * each]
+    (tmp_path / "config.yaml").write_text("stage: pretrain\nunknown: 1\n")
+    assert "flops" not in run("a", [0.1], folder=tmp_path).totals
+
+
+# ---- seeds and varied settings ----------------------------------------------------------------
+
+
+def test_runs_that_differ_in_the_seed_alone_are_one_group() -> None:
+    runs = [
+        run("a-0", [0.5], seed="0", name="a-0"),
+        run("b-0", [0.9], seed="0", name="b-0", lr="1"),
+        run("a-1", [0.7], seed="1", name="a-1"),
+        run("a-1-again", [0.6], seed="1", name="a-2"),
+        run("no seed", [0.6]),
+    ]
+    compared = compare(runs)
+    assert [group.members for group in compared.seeds] == [(0, 2, 3)]
+    (table,) = (table for table in tables(compared) if table.title.startswith("Over seeds"))
+    assert table.rows == (("val/top1", "0.6 ± 0.1 (3)"),)
+    assert compare([runs[2], runs[3]]).seeds == ()
+
+
+def test_other_initial_weights_are_another_group() -> None:
+    starts = ("runs/pretrain_seed{}", "null")
+    runs = [
+        run(f"{start}-{seed}", [0.5], seed=str(seed), init=start.format(seed))
+        for start in starts
+        for seed in (0, 1)
+    ]
+    assert [group.members for group in compare(runs).seeds] == [(0, 1), (2, 3)]
+
+
+def test_the_result_over_a_varied_number_has_mean_and_deviation() -> None:
+    runs = [
+        run(f"{size}-{rate}-{seed}", [0.1, value + 0.02 * seed], seed=str(seed), size=size, lr=rate)
+        for size, rate, value in (("s", "1e-3", 0.5), ("s", "0.01", 0.6), ("l", "0.01", 0.7))
+        for seed in (0, 1)
+    ]
+    (found,) = dependences(compare(runs))
+    assert (found.key, found.metric) == ("lr", "val/top1")
+    means = {name: [(x, over.mean) for x, over in each] for name, each in found.series.items()}
+    assert means["size=s"] == [(0.001, pytest.approx(0.51)), (0.01, pytest.approx(0.61))]
+    (table,) = (each for each in tables(compare(runs)) if each.title.startswith("Final"))
+    assert table.rows[1] == ("size=l", "-", "0.71 ± 0.014")
+    assert dependences(compare(runs[:2])) == []
+
+
+def test_runs_of_a_chain_vary_in_its_keys() -> None:
+    """Each stage alone, and not in what follows from the keys, such as the initial weights."""
+    tags = "tracking.tags.chain"
+    runs = [
+        run(
+            f"{stage}-{p}", [p / 100], init=f"runs/{p}", seed=str(p),
+            **{f"{tags}.stage": stage, f"{tags}.a.first_percent": str(p), f"{tags}.a.seed": str(p)},
+        )
+        for stage in ("a", "b") for p in (1, 10)
+    ]  # fmt: skip
+    (found,) = dependences(compare(runs))
+    assert found.key == "a.first_percent" and list(found.series) == ["stage=a", "stage=b"]
+    assert [(x, over.mean) for x, over in found.series["stage=b"]] == [(1, 0.01), (10, 0.1)]
+
+
+# ---- tables and files -------------------------------------------------------------------------
+
+
+def test_long_cells_take_several_lines() -> None:
+    value = "[" + ", ".join(map(str, range(40))) + "]"
+    table = Table(title="T", header=("key", "a", "b"), rows=(("x", value, "1"), ("y", "", "2\x07")))
+    title, header, first, *middle, last = plain_text(table).splitlines()
+    assert (title, header.split(), last.split()) == ("T", ["key", "a", "b"], ["y", "2?"])
+    assert first.startswith("  x    [0, 1,") and first.endswith("  1")
+    assert len(middle) == 2 and max(map(len, middle)) < 70
+    assert " ".join(line.strip() for line in (first[7:-1], *middle)) == value
+
+
+def test_files_have_every_run_and_metric(tmp_path: Path) -> None:
+    compared = compare([run("a", [0.2, math.nan]), run("b", [0.3])])
+    write_csv(compared, tmp_path / "c.csv")
+    write_json(compared, tmp_path / "c.json")
+    rows = list(csv.DictReader((tmp_path / "c.csv").open()))
+    found = {(row["run"], row["metric"]): (row["final"], row["equal"]) for row in rows}
+    assert found["a", "val/top1"] == ("nan", "0.2") and found["b", "val/top1"] == ("0.3", "0.3")
+    read = json.loads((tmp_path / "c.json").read_text())
+    assert [(each["label"], each["steps"]) for each in read["runs"]] == [("a", 20), ("b", 10)]
+    assert read["budget"] == {"axis": "steps", "total": 10.0, "steps": [10, 10]}
+    assert read["metrics"][0]["final"] == ["NaN", 0.3]
+    with pytest.raises(UserError, match="cannot be written"):
+        write_csv(compared, tmp_path / "missing" / "c.csv")
+
+
+# ---- the page ---------------------------------------------------------------------------------
+
+
+def verdict(*runs: ComparedRun) -> str:
+    found = re.search(r'<p class="verdict">(.*?)<h2>', render(compare(runs)), re.DOTALL)
+    assert found
+    return re.sub(r"<[^>]*>", "", found[1])
+
+
+def figures(page: str) -> list[dict[str, Any]]:
+    found = re.findall(r'data-figure="([^"]*)"', page)
+    return [json.loads(html.unescape(figure)) for figure in found]
+
+
+def test_the_verdict_names_the_best_run_and_why() -> None:
+    text = verdict(
+        logged({"val/loss": 0.1, "val/top1": 0.5}, label="a", lr="1", name="a"),
+        logged({"val/loss": 0.3, "val/top1": 0.75}, label="b", lr="2", name="b"),
+    )
+    assert text.splitlines()[0] == "b is best: val/top1 0.75; next is a, 0.5."
+    assert "They differ in lr." in text
+    text = verdict(run("a", [0.5]), run("b", [0.6], batch=16))
+    assert "not seen equally many samples: compare them with --at samples" in text
+    text = verdict(
+        *(run(f"low-{i}", [v], seed=str(i), lr="1") for i, v in enumerate((0.2, 0.9))),
+        *(run(f"high-{i}", [v], seed=str(i), lr="2") for i, v in enumerate((0.6, 0.7))),
+    )
+    assert "high-0 and 1 more is best: val/top1 0.65 ± 0.071; next is low-0 and 1 more" in text
+    assert "differ in lr." in text and "within the spread of the seeds (0.49)" in text
+
+
+def test_charts_hold_every_run_and_its_extremes() -> None:
+    long = [{"train/loss": float(i % 7), "odd/zero": 0.0} for i in range(9000)]
+    long[4321] = {"train/loss": 99.0}
+    page = render(compare([logged(*long), logged({"train/loss": float("nan")}, label="b")]))
+    ((first, second), layout) = figures(page)[0].values()
+    assert first["name"] == "a" and len(first["x"]) == MAX_POINTS and second["x"] == []
+    assert max(first["y"]) == 99 and min(first["y"]) == 0
+    assert layout["xaxis"]["title"]["text"] == "steps"
+    assert "Always 0, and left out: odd/zero." in page
+
+
+def test_hostile_names_are_text() -> None:
+    evil = [
+        logged({EVIL: 0.5, "val/top1": float(i)}, label=EVIL, lr=str(i), x=EVIL) for i in (1, 2)
+    ]
+    page = render(compare(evil))
+    before = page.partition("<script>")[0]
+    assert "<img src=x" not in before and "<!--" not in before and page.count("<script>") == 2
+    (policy,) = re.findall(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert "default-src 'none'" in policy and policy.count("'sha256-") == 2
+    assert "unsafe" not in policy.replace("style-src 'unsafe-inline'", "")
+    for figure in figures(page):
+        assert not re.search("<[a-z!/]", json.dumps(figure))
+
+
+def test_a_run_says_when_by_whom_and_from_what(tmp_path: Path) -> None:
+    """From its folder, and the same from MLflow."""
+    facts = DatasetFacts(
+        name="digits/train", digest="d" * 64, source="x", context="training", num_samples=1437,
+        num_classes=10,
+    )  # fmt: skip
+    with Tracker.open(
+        folder=tmp_path / "run",
+        settings=TrackingSettings(uri=f"sqlite:///{tmp_path}/mlflow.db", system_metrics=False),
+        run_name="run", stage="pretrain", params={}, tags={}, config_yaml="name: run\n",
+        resume_step=0, is_writer=True, say=lambda text: None, datasets=(facts,),
+    ) as tracker:  # fmt: skip
+        tracker.log({"val/top1": 0.5}, step=1)
+    [found] = load_runs([str(tmp_path / "run")], uri=None)
+    [stored] = load_runs(["run"], uri=f"sqlite:///{tmp_path}/mlflow.db")
+    assert found.origin == stored.origin
+    day, *_, data, author = found.origin.split("; ")
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", day) and author.startswith("by ")
+    assert data == "digits/train, 1,437 images, dddddddddddd"
+    assert found.origin in render(compare([found]))
+
+
+def test_pictures_of_runs_are_side_by_side(tmp_path: Path) -> None:
+    runs = []
+    for name in ("a", "b"):
+        folder = tmp_path / name / "pictures"
+        folder.mkdir(parents=True)
+        (folder / "worst_classes.png").write_bytes(PNG_START + name.encode())
+        runs.append(run(name, [0.5], folder=folder.parent))
+    (tmp_path / "b/pictures/a_first.png").write_bytes(PNG_START)
+    (tmp_path / "b/pictures/large.png").write_bytes(PNG_START + bytes(MAX_PICTURE_BYTES))
+    (tmp_path / "b/pictures/no_png.png").write_bytes(b"<svg/>")
+    page = render(compare(runs))
+    assert re.findall("<h3>(.*)</h3>", page) == ["worst classes", "a first"]
+    found = re.findall(r'data:image/png;base64,([^"]*)', page.partition("<script>")[0])
+    assert [base64.b64decode(each)[-1:] for each in found] == [b"a", b"b", b"\n"]
