@@ -16,6 +16,8 @@ class OptimizerKind:
 
     code: str
     """Module with `build(groups, settings, *, fused)`; imported when a run trains."""
+    settings: tuple[str, ...]
+    """Keys of `optim` that not every optimiser has; another optimiser refuses them."""
     state_names: tuple[str, ...]
     """Tensors it keeps for each parameter, of the parameter's shape."""
     bytes_per_parameter: int
@@ -33,18 +35,21 @@ class OptimizerKind:
 OPTIMIZERS = {
     "adamw": OptimizerKind(
         code="vitscale.optim.adamw",
+        settings=("betas", "eps", "momentum_dtype", "weight_decay_mode"),
         state_names=("exp_avg", "exp_avg_sq"),
         bytes_per_parameter=8,
         counts_steps=True,
     ),
     "sgd": OptimizerKind(
         code="vitscale.optim.sgd",
+        settings=("momentum",),
         state_names=("momentum_buffer",),
         bytes_per_parameter=4,
         counts_steps=False,
     ),
     "lamb": OptimizerKind(
         code="vitscale.optim.lamb",
+        settings=("betas", "eps"),
         state_names=("exp_avg", "exp_avg_sq"),
         bytes_per_parameter=8,
         counts_steps=True,

@@ -73,12 +73,13 @@ def optim_problems(optim: OptimSettings, *, zero_stage: int) -> Iterator[tuple[s
     """Combinations that would be ignored or wrong."""
     if not all(0 <= beta < 1 for beta in optim.betas):
         yield ("optim.betas", f"{optim.betas} must both be at least 0 and below 1")
-    if optim.weight_decay_mode == "independent" and optim.name != "adamw":
-        what = f"{optim.name} decays inside its update, which a rate-independent decay would not"
-        yield ("optim.weight_decay_mode", f"{what}; use coupled, or optim.name=adamw")
-    if optim.momentum_dtype == "bf16" and optim.name != "adamw":
-        what = f"{optim.name} keeps its state in fp32"
-        yield ("optim.momentum_dtype", f"{what}; use fp32, or optim.name=adamw")
+    fields = type(optim).model_fields
+    for key in fields:
+        users = [name for name, kind in OPTIMIZERS.items() if key in kind.settings]
+        is_set = getattr(optim, key) != fields[key].default
+        if users and optim.name not in users and is_set:
+            what = f"{optim.name} does not use it; remove the key"
+            yield (f"optim.{key}", f"{what}, or set optim.name={' or '.join(users)}")
     if OPTIMIZERS[optim.name].needs_whole_tensors and zero_stage != 0:
         what = f"{optim.name} needs full-tensor norms; ZeRO {zero_stage} shards them"
         yield ("engine.zero_stage", f"{what}; set engine.zero_stage=0, or optim.name=adamw")

@@ -9,12 +9,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from vitscale.optim.adamw import Bf16MomentumAdamW
 from vitscale.optim.lamb import Lamb
 from vitscale.optim.masked_adam import MaskedAdam
+from vitscale.optim.registry import OPTIMIZERS
+
+for entry in OPTIMIZERS.values():
+    entry.load()
+KINDS = MaskedAdam.__subclasses__()
 
 
-@pytest.mark.parametrize("kind", [Bf16MomentumAdamW, Lamb])
+@pytest.mark.parametrize("kind", KINDS)
 def test_found_inf_changes_nothing_and_grad_scale_divides(kind: type[Any]) -> None:
     scaled, divided = (torch.nn.Parameter(torch.ones(5, 3)) for _ in range(2))
     first, second = (kind([w], lr=1e-2, weight_decay=0.1) for w in (scaled, divided))
@@ -34,7 +38,7 @@ def test_found_inf_changes_nothing_and_grad_scale_divides(kind: type[Any]) -> No
     assert torch.equal(scaled, divided) and not torch.equal(scaled, torch.ones(5, 3))
 
 
-@pytest.mark.parametrize("kind", [Bf16MomentumAdamW, Lamb])
+@pytest.mark.parametrize("kind", KINDS)
 def test_skipped_first_update_keeps_the_initial_state(kind: type[MaskedAdam]) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = kind([weight], lr=1.0)
@@ -61,7 +65,7 @@ class LiveTensors(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("kind", [Bf16MomentumAdamW, Lamb])
+@pytest.mark.parametrize("kind", KINDS)
 def test_update_holds_few_copies_of_a_tensor(kind: type[MaskedAdam]) -> None:
     """Beside weights, gradient and moments; a fused kernel would need none."""
     weight = torch.nn.Parameter(torch.ones(7, 3))
@@ -74,7 +78,7 @@ def test_update_holds_few_copies_of_a_tensor(kind: type[MaskedAdam]) -> None:
     assert 1 < live.most <= 4
 
 
-@pytest.mark.parametrize("kind", [Bf16MomentumAdamW, Lamb])
+@pytest.mark.parametrize("kind", KINDS)
 def test_update_in_place_keeps_all_bits(kind: type[MaskedAdam]) -> None:
     """Beside the formula with a new tensor for every operation."""
     random = torch.Generator().manual_seed(0)

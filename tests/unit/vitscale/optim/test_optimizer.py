@@ -118,19 +118,6 @@ def test_published_decay_is_a_tenth_at_the_published_rate() -> None:
     assert groups[0]["weight_decay"] == pytest.approx(0.1)
 
 
-@pytest.mark.parametrize("name", ["sgd", "lamb"])
-def test_independent_decay_is_for_adamw_only(name: str) -> None:
-    chosen = settings(name=name, weight_decay_mode="independent")
-    keys = [key for key, _ in optim_problems(chosen, zero_stage=0)]
-    assert keys == ["optim.weight_decay_mode"]
-
-
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_lamb_is_refused_under_zero(stage: int) -> None:
-    problems = list(optim_problems(settings(name="lamb"), zero_stage=stage))
-    assert [key for key, _ in problems] == (["engine.zero_stage"] if stage else [])
-
-
 @pytest.mark.parametrize("betas", [(1.5, 0.999), (0.9, -1.0), (0.9, 1.0)])
 def test_betas_out_of_range_are_refused(betas: tuple[float, float]) -> None:
     ((key, why),) = optim_problems(settings(betas=betas), zero_stage=1)
