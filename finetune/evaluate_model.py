@@ -12,7 +12,6 @@ from pathlib import Path
 try:
     from finetune.evaluating.settings import EvaluateRun, settings_of_run
     from vitscale.config.command_line import load_command
-    from vitscale.data.workers.server import start_loader_server
     from vitscale.distributed.failures.ending import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -48,7 +47,9 @@ def main() -> None:
         ),
     )
     data = command.run.data
-    # Before threads start.
+    # Imported late: torch takes seconds. Started before threads.
+    from vitscale.data.workers import start_loader_server
+
     start_loader_server(data.num_workers)
     evaluate(command.run)
 

@@ -13,7 +13,6 @@ import sys
 try:
     from finetune.run import FinetuneRun
     from vitscale.config.command_line import load_command
-    from vitscale.data.workers.server import start_loader_server
     from vitscale.distributed.failures.ending import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -47,7 +46,9 @@ def main() -> None:
             "init=RUN data.path=SHARDS",
         ),
     )
-    # Before threads start.
+    # Imported late: torch takes seconds. Started before threads.
+    from vitscale.data.workers import start_loader_server
+
     start_loader_server(command.run.data.num_workers)
     train(command.run)
 

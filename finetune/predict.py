@@ -12,7 +12,6 @@ import sys
 try:
     from finetune.predicting.settings import PredictRun
     from vitscale.config.command_line import load_command
-    from vitscale.data.workers.server import start_loader_server
     from vitscale.distributed.failures.ending import run_rank_script
 except ModuleNotFoundError as error:
     print(f"{error}. Run: pip install -e .", file=sys.stderr)
@@ -43,7 +42,9 @@ def main() -> None:
         words_key="images",
     )
     run = command.run
-    # Before threads start.
+    # Imported late: torch takes seconds. Started before threads.
+    from vitscale.data.workers import start_loader_server
+
     start_loader_server(run.num_workers)
     predict(run)
 

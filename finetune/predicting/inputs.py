@@ -19,7 +19,7 @@ from vitscale.data.index_keys import sample_keys
 from vitscale.data.samples import EvaluationResize, EvaluationSamples
 from vitscale.data.settings import DataSettings
 from vitscale.data.urls import is_url
-from vitscale.data.workers.samples import Samples, Unreadable
+from vitscale.data.workers import Samples, Unreadable
 from vitscale.images.photographs import converted_pixels
 
 # Files with these names are images; others in a folder are left out.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from itertools import islice
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,18 @@ class Run:
             [image for micro in whole[i : i + accumulation] for image in micro]
             for i in range(0, micro_steps, accumulation)
         ]
+
+
+def server_pid() -> int:
+    """The server of this process's loader workers."""
+    pid: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]  # private
+    return pid
+
+
+def worker_pids() -> list[int]:
+    """The running loader workers of this process."""
+    pid = server_pid()
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def _digest(pixels: bytes, label: int) -> bytes:

@@ -1,15 +1,11 @@
 """Load batches in worker processes, from any position of training.
 
-Owns: batches, and making tensors of what workers have filled.
 Leaves out: the order (`order`), single samples (`samples`), worker processes (`workers`),
 normalisation (`engine`).
 """
 
 from __future__ import annotations
 
-import queue
-import sys
-import threading
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -19,23 +15,13 @@ import torch
 
 from vitscale.data.index import SplitIndex
 from vitscale.data.order import rank_batches
-from vitscale.data.samples import (
-    EvaluationSamples,
-    StreamedSamples,
-    TrainingSamples,
-)
+from vitscale.data.samples import EvaluationSamples, StreamedSamples, TrainingSamples
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import TrainingSet
-from vitscale.data.workers.pool import Filled, Stream
-from vitscale.data.workers.process import fill_batch
-from vitscale.data.workers.samples import Samples, Unreadable
+from vitscale.data.workers import Filled, Samples, Unreadable, Workers, fill_batch
 
 # A run ends with an error if a loader process gives no batch for this long.
 TIMEOUT_S = 300.0
-# How long the end of a loader waits for the thread that pins memory.
-CLOSE_S = 1.0
-# Copies of batches whose memory is used again.
-MAX_KEPT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,124 +158,37 @@ def open_loader(loader: Loader) -> Iterator[Iterator[Batch]]:
     Raises WorkerError, naming the worker, if one dies or gives no batch for `TIMEOUT_S`, and
     RankError for what a worker cannot read. The end of the block waits for no worker.
     """
-    if loader.settings.num_workers == 0:
-        yield _filled_here(loader)
+    pinned, num_workers = loader.pin_memory, loader.settings.num_workers
+    if num_workers == 0:
+        yield (_copied(filled, pinned=pinned) for filled in _filled_here(loader))
         return
-    stream = Stream(
+    workers = Workers(
         loader.samples,
         loader.positions,
         batch=loader.batch,
-        num_workers=loader.settings.num_workers,
+        num_workers=num_workers,
         timeout_s=TIMEOUT_S,
     )
-    try:
-        if loader.pin_memory:
-            with closing(_Pinned(stream)) as batches:
-                yield batches
-        else:
-            memory = _Memory()
-            yield (_batch(memory.copy(x), y.clone(), unreadable) for x, y, unreadable in stream)
-    finally:
-        stream.close()
+    with closing(workers):
+        yield (_copied(filled, pinned=pinned) for filled in workers)
 
 
-def _filled_here(loader: Loader) -> Iterator[Batch]:
+def _filled_here(loader: Loader) -> Iterator[Filled]:
     size = loader.samples.image_size
+    images = torch.empty(loader.batch, 3, size, size, dtype=torch.uint8)
     loader.samples.start(worker=0, num_workers=1)
     for positions in loader.positions:
-        images = torch.empty(len(positions), 3, size, size, dtype=torch.uint8)
         labels, unreadable = fill_batch(loader.samples, positions, images)
-        batch = Filled(images, torch.tensor(labels), tuple(unreadable))
-        yield _pinned(batch) if loader.pin_memory else _batch(*batch)
+        yield Filled(images[: len(positions)], labels, unreadable)
 
 
-def _pinned(filled: Filled) -> Batch:
-    """Copy a batch out of its slot."""
-    images, labels, unreadable = filled
-    return _batch(images.pin_memory(), labels.pin_memory(), unreadable, pinned=True)
-
-
-class _Memory:
-    """For copies of batches: used again when no tensor shows it, since new pages take longer than
-    the copy."""
-
-    def __init__(self) -> None:
-        self._arrays: list[np.ndarray] = []
-
-    def copy(self, images: torch.Tensor) -> torch.Tensor:
-        arrays, shape = self._arrays, tuple(images.shape)
-        for number in range(len(arrays)):
-            if arrays[number].shape == shape and _references(arrays, number) == UNUSED:
-                break
-        else:
-            del arrays[: len(arrays) + 1 - MAX_KEPT]
-            arrays.append(np.empty(shape, np.uint8))
-            number = len(arrays) - 1
-        # By one thread: torch's would wait for cores that decode.
-        np.copyto(arrays[number], images.numpy())
-        return torch.from_numpy(arrays[number])
-
-
-def _references(arrays: list[np.ndarray], number: int) -> int:
-    """The storage of a tensor adds one, however many tensors share it."""
-    return sys.getrefcount(arrays[number])
-
-
-UNUSED = _references([np.empty(0)], 0)
-
-
-def _batch(
-    images: torch.Tensor,
-    labels: torch.Tensor,
-    unreadable: tuple[Unreadable, ...],
-    *,
-    pinned: bool = False,
-) -> Batch:
-    return Batch(images, labels, torch.ones(len(labels), pin_memory=pinned), unreadable)
-
-
-class _Pinned(Iterator[Batch]):
-    """The batches of a stream in pinned memory, copied by a thread, one ahead.
-
-    From there copies to the GPU are asynchronous.
-    """
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream, self._closed = stream, False
-        self._ready: queue.Queue[Batch | Exception] = queue.Queue(maxsize=1)
-        self._thread = threading.Thread(target=self._copy, name="pin batches", daemon=True)
-        self._thread.start()
-
-    def __next__(self) -> Batch:
-        while True:
-            alive = self._thread.is_alive()
-            try:
-                found = self._ready.get(timeout=CLOSE_S)
-            except queue.Empty:
-                assert alive, "the thread's last word is its error, or the end"
-                continue
-            if isinstance(found, Exception):
-                self._put(found)  # for whoever asks again
-                raise found
-            return found
-
-    def close(self) -> None:
-        self._closed = True
-        self._thread.join(CLOSE_S)  # it may wait for a worker
-
-    def _copy(self) -> None:
-        try:
-            for filled in self._stream:
-                self._put(_pinned(filled))
-                if self._closed:
-                    return
-            self._put(StopIteration())
-        except Exception as error:
-            self._put(error)
-
-    def _put(self, item: Batch | Exception) -> None:
-        while not self._closed:
-            try:
-                return self._ready.put(item, timeout=CLOSE_S / 10)
-            except queue.Full:
-                continue
+def _copied(filled: Filled, *, pinned: bool) -> Batch:
+    """Copy a batch out of its slot. From pinned memory copies to the GPU are asynchronous."""
+    labels, weights = torch.tensor(filled.labels), torch.ones(len(filled.labels))
+    unreadable = tuple(filled.unreadable)
+    if pinned:
+        images = filled.images.pin_memory()
+        return Batch(images, labels.pin_memory(), weights.pin_memory(), unreadable)
+    # By numpy: torch's threads would wait for cores that decode, and its memory has small pages.
+    images = torch.from_numpy(filled.images.numpy().copy())
+    return Batch(images, labels, weights, unreadable)

@@ -23,7 +23,7 @@ from vitscale.data.settings import DataSettings
 from vitscale.data.shards import ShardFiles
 from vitscale.data.training_set import TrainingSet
 from vitscale.data.webdataset import StreamedTars, TarSample, TarStream
-from vitscale.data.workers.samples import Samples, Unreadable
+from vitscale.data.workers import Samples, Unreadable
 from vitscale.distributed.random_numbers import CounterRandom, stream_key
 from vitscale.images import crops
 from vitscale.images.augment import augment

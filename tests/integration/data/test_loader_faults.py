@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.corpora.shard_folders import write_shard_folder
+from tests.support.loader_runs import worker_pids
 from tests.support.ranks.warm_ranks import ROOT
 from tests.support.waiting import wait_until
 from vitscale.config.errors import UserError, WorkerError
@@ -22,8 +23,7 @@ from vitscale.data.index_keys import sample_keys
 from vitscale.data.loader import Batch, evaluation_batches, open_loader, training_batches
 from vitscale.data.settings import DataSettings
 from vitscale.data.training_set import open_training_set
-from vitscale.data.workers.pool import worker_pool
-from vitscale.distributed.processes import is_alive, process_state
+from vitscale.distributed.processes import is_alive
 
 NUM = 60
 
@@ -140,13 +140,13 @@ def test_a_dead_or_hung_worker_is_named(
     monkeypatch.setattr(loader_module, "TIMEOUT_S", 3.0)
     running = batches(shards, workers=2, steps=10_000)
     next(running)
-    workers = worker_pool().pids
+    workers = worker_pids()
     os.kill(workers[0], number)
     with pytest.raises(WorkerError) as caught:
         for _ in running:
             pass
     assert caught.match("(?s)" + message.format(pid=workers[0]))
-    assert {process_state(worker) for worker in workers} == {"gone"}
+    wait_until(lambda: not any(is_alive(worker) for worker in workers))
     monkeypatch.undo()  # other workers may come from a new server, which imports torch
     assert len(list(batches(shards, workers=2))) == 10
 
@@ -155,13 +155,12 @@ ABANDONED = """
 import os, signal, sys
 from pathlib import Path
 from tests.integration.data.test_loader_faults import batches
-from vitscale.data.workers.pool import worker_pool
-from multiprocessing import forkserver
+from tests.support.loader_runs import server_pid, worker_pids
 found = batches(Path(sys.argv[1]), workers=2, steps=10_000)
 next(found)
-print(forkserver._forkserver._forkserver_pid, *worker_pool().pids)
+print(server_pid(), *worker_pids())
 sys.stdout.flush()
-os.kill(worker_pool().pids[0], signal.SIGSTOP)
+os.kill(worker_pids()[0], signal.SIGSTOP)
 if sys.argv[2] == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -188,11 +187,11 @@ import sys
 from pathlib import Path
 from tests.integration.data.test_loader_faults import batches
 from vitscale.data import loader
-from vitscale.data.workers.pool import worker_pool
+from tests.support.loader_runs import worker_pids
 loader.TIMEOUT_S = 4.0
 found = batches(Path(sys.argv[1]), workers=2, steps=200)
 next(found)
-Path("begun.part").write_text(" ".join(map(str, worker_pool().pids)))
+Path("begun.part").write_text(" ".join(map(str, worker_pids())))
 Path("begun.part").rename("begun")
 print(sum(1 for _ in found))
 """

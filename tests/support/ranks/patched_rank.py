@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from vitscale.data.workers import pool
+from tests.support.loader_runs import worker_pids
 from vitscale.training import build
 
 # Calls of a training, in the module that looks the name up.
@@ -56,7 +56,7 @@ def _signal(*numbers: signal.Signals) -> Callable[[Call, tuple[Any, ...]], Any]:
 
 def _signal_worker(number: signal.Signals) -> Callable[[Call, tuple[Any, ...]], Any]:
     def act(call: Call, args: tuple[Any, ...]) -> Any:
-        os.kill(pool.worker_pool().pids[0], number)
+        os.kill(worker_pids()[0], number)
         return call()
 
     return act
