@@ -13,8 +13,6 @@ from vitscale.config.errors import UserError
 from vitscale.data.shards import DATA_LOSS_ERRNOS
 from vitscale.distributed.atomic_files import blake3_of_file
 
-# Lists and maps are held in memory, at about ten times their size.
-MAX_FILE_MIB = 64
 # Errors of the file itself: lost bytes, no permission, no file. All others are transient: a server
 # that does not answer, no memory, no file handles, an expired key.
 FILE_FAULTS = frozenset(
@@ -95,17 +93,19 @@ def check_is_mounted(root: Path, path: str, *, work: Path) -> None:
             )
 
 
+def compressed_tar_error(path: str, method: str) -> UserError:
+    return UserError(
+        f"{printable(path)!r} is compressed with {method}: its images cannot be read one by one",
+        where="source.path",
+        allowed="plain tar files",
+        next_step="uncompress it first (gunzip, unxz, ...); its size hardly changes",
+    )
+
+
 def read_text(file: str, *, where: str) -> str:
     """Return the text of a file that the setting `where` names. Raises UserError, Outage."""
-    path = Path(file).expanduser()
     try:
-        if path.stat().st_size > MAX_FILE_MIB << 20:
-            raise UserError(
-                f"{file!r} has more than {MAX_FILE_MIB} MiB, too much to hold in memory",
-                where=where,
-                next_step="put the label of each image in a table: source.kind=path_table",
-            )
-        return path.read_bytes().decode()
+        return Path(file).expanduser().read_bytes().decode()
     except OSError as error:
         raise Outage(f"{file!r} cannot be read ({error.strerror})", where=where) from None
     except UnicodeDecodeError as error:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from data_prep.sources.errors import ChangedSource, printable
-from data_prep.sources.protocol import Container, Input
-from vitscale.config.errors import UserError, UserErrors
+from data_prep.sources.errors import ChangedSource, printable, source_read_error
+from data_prep.sources.protocol import Container, Input, source_root
+from vitscale.config.errors import UserError
 from vitscale.data.webdataset import expanded
 from vitscale.runs.data_prep import SourceSettings
 
@@ -39,14 +39,8 @@ class SplitPlace:
     """Configuration key that named it."""
 
 
-def source_root(settings: SourceSettings) -> Path:
-    """The folder that all paths of a source are relative to."""
-    path = Path(settings.path).expanduser()
-    return path.parent if path.is_file() else path
-
-
 def split_places(settings: SourceSettings, *, kind: str) -> list[SplitPlace]:
-    """Return the place of each split. Raises UserError(s) for a missing source, or paths outside.
+    """Return the place of each split. Raises UserError for a missing source, or paths outside.
 
     kind: what a place may be: `folder`, or `file or folder`, which may also be a pattern.
     """
@@ -62,32 +56,22 @@ def split_places(settings: SourceSettings, *, kind: str) -> list[SplitPlace]:
         return [SplitPlace("train", top.name, "source.path")]
     if not settings.splits:
         return [SplitPlace("train", "", "source.path")]
-    places, errors = [], []
+    places: list[SplitPlace] = []
     for split, path in settings.splits.items():
         path, where = os.path.normpath(path), f"source.splits.{split}"
+        full = top / path
         if os.path.isabs(path) or path.split("/")[0] == "..":
-            errors.append(UserError(f"{str(top / path)!r} is outside source.path", where=where))
-        elif not ((top / path).is_dir() or (may_be_file and _is_file_or_pattern(top / path))):
-            errors.append(UserError(f"{str(top / path)!r}: no such {kind}", where=where))
-        places.append(SplitPlace(split, "" if path == "." else path, where))
-    if errors:
-        raise UserErrors(errors)
-    _refuse_overlaps(top, places)
-    return places
-
-
-def _is_file_or_pattern(path: Path) -> bool:
-    return path.is_file() or (not {"*", "?", "{"}.isdisjoint(path.name) and path.parent.is_dir())
-
-
-def _refuse_overlaps(top: Path, places: list[SplitPlace]) -> None:
-    """Raise UserError for places inside each other, which would store an image twice."""
-    for i, one in enumerate(places):
-        for other in places[:i]:
-            a, b = (top / one.path).resolve(), (top / other.path).resolve()
-            if a.is_relative_to(b) or b.is_relative_to(a):
-                what = f"two splits share files ({other.split} and {one.split})"
+            raise UserError(f"{str(full)!r} is outside source.path", where=where)
+        is_pattern = not {"*", "?", "{"}.isdisjoint(full.name) and full.parent.is_dir()
+        if not (full.is_dir() or (may_be_file and (full.is_file() or is_pattern))):
+            raise UserError(f"{str(full)!r}: no such {kind}", where=where)
+        for other in places:
+            a, b = full.resolve(), (top / other.path).resolve()
+            if a.is_relative_to(b) or b.is_relative_to(a):  # it would store an image twice
+                what = f"two splits share files ({other.split} and {split})"
                 raise UserError(what, where="source.splits", allowed="separate folders")
+        places.append(SplitPlace(split, "" if path == "." else path, where))
+    return places
 
 
 def file_containers(
@@ -95,58 +79,40 @@ def file_containers(
 ) -> list[Container]:
     """List the files of each split: one file, all wanted ones of a folder, or those of a pattern.
 
-    kind: what such files are called in messages, plural. Raises UserError(s).
+    kind: what such files are called in messages, plural. Raises UserError.
     """
-    root, found, errors = source_root(settings), [], []
+    root, found = source_root(settings), []
     for place in split_places(settings, kind="file or folder"):
         full = root / place.path
-        try:
-            if full.is_file() and not is_wanted(full.name):
-                what = f"{printable(str(full))!r} is not one of the {kind}"
-                raise UserError(what, where=place.where)
-            if full.is_file():
-                paths = [place.path]
-            elif full.is_dir():
-                paths = [os.path.join(place.path, name) for name in _names(full, is_wanted)]
-            else:
-                folder, _, pattern = place.path.rpartition("/")
-                names = _matching(_names(full.parent, is_wanted), pattern, place, full.parent)
-                paths = [os.path.join(folder, name) for name in names]
-            if not paths:
-                like = "" if full.is_dir() else f" matching {full.name!r}"
-                folder = printable(str(full if full.is_dir() else full.parent))
-                raise UserError(f"{folder!r} contains no {kind}{like}", where=place.where)
-        except UserError as error:
-            errors.append(error)
-            continue
-        found += [Container(path, place.split) for path in sorted(paths, key=os.fsencode)]
-    if errors:
-        raise UserErrors(errors)
+        folder = place.path if full.is_dir() else os.path.dirname(place.path)
+        with os.scandir(root / folder) as entries:
+            names = {entry.name for entry in entries if is_wanted(entry.name) and entry.is_file()}
+        if full.is_file():
+            names &= {full.name}
+        elif not full.is_dir():
+            names = _matching(names, place)
+        if not names:
+            like = "" if full.is_dir() else f" matching {full.name!r}"
+            what = f"{printable(str(root / folder))!r} contains no {kind}{like}"
+            raise UserError(what, where=place.where)
+        paths = sorted((os.path.join(folder, name) for name in names), key=os.fsencode)
+        found += [Container(path, place.split) for path in paths]
     if len({box.path for box in found}) != len(found):
         what = "two splits share files"
         raise UserError(what, where="source.splits", allowed="separate files")
     return found
 
 
-def _names(folder: Path, is_wanted: Callable[[str], bool]) -> set[str]:
-    with os.scandir(folder) as entries:
-        return {
-            entry.name
-            for entry in entries
-            if not is_hidden(entry.name) and is_wanted(entry.name) and entry.is_file()
-        }
-
-
-def _matching(names: set[str], pattern: str, place: SplitPlace, folder: Path) -> set[str]:
+def _matching(names: set[str], place: SplitPlace) -> set[str]:
     found: set[str] = set()
-    for name in expanded(pattern, where=place.where):
+    for name in expanded(os.path.basename(place.path), where=place.where):
         if {"*", "?"} & set(name):
             found.update(each for each in names if fnmatchcase(each, name))
         elif name in names:
             found.add(name)
         else:
             raise UserError(
-                f"{printable(str(folder))!r} has no {name!r}, which the pattern names",
+                f"has no {name!r}, which the pattern names",
                 where=place.where,
                 next_step="get the missing files, or correct the pattern",
             )
@@ -185,14 +151,6 @@ def name_reason(name: str, mode: int, *, hidden: bool) -> str | None:
     return None if is_image_name(name) else "other_name"
 
 
-def stat_listed(root: Path, path: str) -> os.stat_result:
-    """`stat` of a listed file. Raises ChangedSource if it is gone."""
-    try:
-        return os.stat(root / path)
-    except FileNotFoundError:
-        raise ChangedSource(path) from None
-
-
 def walk_folder(root: Path, container: Container) -> Iterator[Input]:
     """Yield all files of a class folder; without a class, the files beside the class folders.
 
@@ -211,7 +169,7 @@ def walk_folder(root: Path, container: Container) -> Iterator[Input]:
             raise ChangedSource(folder) from None
         except OSError as error:
             if error.errno not in CLOSED_ERRNOS:
-                raise
+                raise source_read_error(error, folder) from None
             yield Input(folder, split, class_name, folder[name_start:], 0, "unreadable")
             continue
         prefix = folder + "/" if folder else ""
@@ -256,7 +214,7 @@ def _file_facts(entry: os.DirEntry[str], path: str, *, hidden: bool) -> tuple[in
             return 0, 0, "link_broken"
         if error.errno in CLOSED_ERRNOS:
             return 0, 0, "unreadable"
-        raise
+        raise source_read_error(error, path) from None
     if stat.S_ISDIR(status.st_mode):
         return 0, 0, "linked_folder"
     reason = name_reason(entry.name, status.st_mode, hidden=hidden)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from data_prep.sources.errors import printable, read_text
 from data_prep.sources.files import (
@@ -19,9 +17,8 @@ from data_prep.sources.files import (
     stem_and_suffix,
     walk_folder,
 )
-from data_prep.sources.protocol import NO_CLASS, Container, Input, Spool
-from vitscale.config.errors import UserError, UserErrors
-from vitscale.runs.data_prep import LabelSettings, SourceSettings
+from data_prep.sources.protocol import NO_CLASS, Container, Input, Source, Spool
+from vitscale.config.errors import UserError
 
 SPLIT_OF_NAME = {
     **{"train": "train", "training": "train", "test": "test"},
@@ -29,29 +26,20 @@ SPLIT_OF_NAME = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ImageFolder:
+class ImageFolder(Source):
     """Containers: the class folders of every split, and per split the files beside them.
 
     Without classes: the folder of every split, with all files below it.
     """
 
-    settings: SourceSettings
-    labels: LabelSettings = LabelSettings()
-    """Only whether classes are ignored: the folder names the class."""
-    has_label_values: ClassVar[bool] = False
-
-    @property
-    def root(self) -> Path:
-        return Path(self.settings.path).expanduser()
+    has_label_values = False
 
     def containers(self) -> list[Container]:
         """Class folders, ordered by split and the bytes of their path.
 
-        Raises UserError(s) for missing or overlapping folders and for splits without classes.
+        Raises UserError for missing or overlapping folders and for splits without classes.
         """
         found: list[Container] = []
-        errors: list[UserError] = []
         places = split_places(self.settings, kind="folder")
         if not self.settings.splits and (splits := _found_splits(self.root)):
             named = self.settings.model_copy(update={"splits": splits})
@@ -65,11 +53,9 @@ class ImageFolder:
             if self.settings.val_labels is not None and not names:
                 _listed_classes(self.settings.val_labels, self.root / place.path)
             elif not names:
-                errors.append(_no_class_error(self.root, place))
+                raise _no_class_error(self.root, place)
             found.append(Container(place.path or ".", place.split))
             found += [Container(path, place.split, printable(name)) for path, name in paths]
-        if errors:
-            raise UserErrors(errors)
         return found
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:

@@ -4,83 +4,50 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from data_prep.sources.errors import printable, raise_if_outage
-from data_prep.sources.files import (
-    file_containers,
-    is_hidden,
-    source_root,
-    stat_listed,
-    stem_and_suffix,
-)
-from data_prep.sources.protocol import Container, Input, Spool, class_from_cell
+from data_prep.sources.errors import printable
+from data_prep.sources.files import file_containers, is_hidden, stem_and_suffix
+from data_prep.sources.protocol import Container, Input, Source, Spool, class_from_cell
 from vitscale.config.errors import UserError
-from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 BATCH_ROWS = 64
 # Limits on an untrusted footer.
 MAX_FOOTER_BYTES, MAX_FOOTER_ITEMS = 64 << 20, 10_000_000
 
 
-class TableDefect(ValueError):
-    """The file cannot be read, or not to its end."""
-
-
-@dataclass(frozen=True, slots=True)
-class ParquetImages:
+class ParquetImages(Source):
     """Containers: every file."""
 
-    settings: SourceSettings
-    labels: LabelSettings = LabelSettings()
-    has_label_values: ClassVar[bool] = True
-
-    @property
-    def root(self) -> Path:
-        return source_root(self.settings)
-
     def containers(self) -> list[Container]:
-        """Raises UserError(s) for missing files, and for columns missing in the first file."""
+        """Raises UserError for missing files, and for columns missing in the first file."""
         found = file_containers(self.settings, is_parquet_name, kind=".parquet files")
         for container in found:
             try:
-                with opened_parquet(self.root / container.path) as table:
+                with open_parquet(self.root / container.path) as table:
                     self._columns(table, container.path)
                 break
-            except (TableDefect, OSError):
-                continue  # `inputs` gives it a row in the ledger
+            except (pa.ArrowException, UnicodeDecodeError, OSError):
+                continue  # it gets a row in the ledger
         return found
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
-        """Every row of a file; image bytes are copied to the spool. One row for a damaged rest."""
-        path = container.path
-        status = stat_listed(self.root, path)
-        reason = "damaged_table"
-        try:
-            with opened_parquet(self.root / path) as table:
-                columns = self._columns(table, path)
-                names = None
-                if self.labels.values != "index":
-                    names = class_label_names(table, self.settings.label)
-                row = 0
-                for batch in record_batches(table, columns):
-                    for data, name, label in self._cells(batch):
-                        yield self._input(container, row, data, name, label, names, spool)
-                        row += 1
-            return
-        except TableDefect:
-            pass
-        except OSError as error:
-            raise_if_outage(error, path)
-            reason = "unreadable"
-        yield Input(path, container.split, None, "", status.st_size, reason)
+        """Every row of a file; image bytes are copied to the spool."""
+        row = 0
+        with open_parquet(self.root / container.path) as table:
+            columns = self._columns(table, container.path)
+            names = None
+            if self.labels.values != "index":
+                names = class_label_names(table, self.settings.label)
+            for batch in table.iter_batches(BATCH_ROWS, columns=columns, use_threads=False):
+                for data, name, label in self._cells(batch):
+                    yield self._input(container, row, data, name, label, names, spool)
+                    row += 1
 
     def _columns(self, table: Any, path: str) -> list[str]:
         """Columns to read. Raises UserError for missing columns and wrong types."""
@@ -160,27 +127,13 @@ def is_parquet_name(name: str) -> bool:
     return name.lower().endswith(".parquet") and not is_hidden(name)
 
 
-@contextmanager
-def opened_parquet(path: Path) -> Iterator[Any]:
-    """Open a pyarrow.parquet.ParquetFile. Raises TableDefect, and OSError for unreadable files."""
-    with open(path, "rb"), _defects(path):
-        table = pq.ParquetFile(
-            path,
-            thrift_string_size_limit=MAX_FOOTER_BYTES,
-            thrift_container_size_limit=MAX_FOOTER_ITEMS,
-        )
-    with table:
-        yield table
-
-
-@contextmanager
-def _defects(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        if isinstance(error, OSError):
-            raise_if_outage(error, str(path))
-        raise TableDefect(str(error)) from None
+def open_parquet(path: Path) -> Any:
+    """Open a pyarrow.parquet.ParquetFile. Raises OSError, and ArrowException for a damaged one."""
+    return pq.ParquetFile(
+        path,
+        thrift_string_size_limit=MAX_FOOTER_BYTES,
+        thrift_container_size_limit=MAX_FOOTER_ITEMS,
+    )
 
 
 def column_type(table: Any, name: str, *, path: str, key: str) -> Any:
@@ -192,17 +145,6 @@ def column_type(table: Any, name: str, *, path: str, key: str) -> Any:
             allowed=", ".join(map(repr, table.schema_arrow.names[:20])),
         )
     return table.schema_arrow.field(name).type
-
-
-def record_batches(table: Any, columns: Sequence[str]) -> Iterator[Any]:
-    """Yield small batches. Raises TableDefect."""
-    batches = table.iter_batches(batch_size=BATCH_ROWS, columns=list(columns), use_threads=False)
-    while True:
-        with _defects(Path()):
-            batch = next(batches, None)
-        if batch is None:
-            return
-        yield batch
 
 
 def value_of(values: Any, row: int) -> Any:

@@ -6,31 +6,19 @@ import os
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet as pq
 
 from data_prep.sources.errors import printable, raise_if_outage
-from data_prep.sources.files import (
-    file_containers,
-    is_hidden,
-    source_root,
-    stat_listed,
-    stem_and_suffix,
-)
+from data_prep.sources.files import file_containers, is_hidden, stem_and_suffix
 from data_prep.sources.parquet import value_of
-from data_prep.sources.protocol import Container, Input, Spool, class_from_cell
+from data_prep.sources.protocol import Container, Input, Source, Spool, class_from_cell
 from vitscale.config.errors import UserError
-from vitscale.runs.data_prep import (
-    SPLIT_NAMES,
-    LabelSettings,
-    SourceSettings,
-    can_name_split,
-)
+from vitscale.runs.data_prep import SPLIT_NAMES, can_name_split
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
 SPLIT_COLUMN = "split"
@@ -39,17 +27,8 @@ STAT_THREADS = 16
 BATCH_ROWS = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class PathTable:
+class PathTable(Source):
     """Containers: every table. Paths are relative to its folder, and may lead out of it."""
-
-    settings: SourceSettings
-    labels: LabelSettings = LabelSettings()
-    has_label_values: ClassVar[bool] = True
-
-    @property
-    def root(self) -> Path:
-        return source_root(self.settings)
 
     def containers(self) -> list[Container]:
         """Raises UserError for missing tables."""
@@ -64,22 +43,17 @@ class PathTable:
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
         """Every row, with size and modification time of its file. Raises UserError."""
-        stat_listed(self.root, container.path)
         try:
             table = self._read(container.path)
-        except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-            if isinstance(error, pa.ArrowInvalid) and not container.path.endswith(".parquet"):
-                what = f"{printable(container.path)!r} cannot be read: {error}"
-                raise UserError(what, where="source.path") from None
-            if isinstance(error, OSError):
-                raise_if_outage(error, container.path)
-            yield Input(container.path, container.split, None, "", 0, "damaged_table")
-            return
-        row = 0
+        except pa.ArrowInvalid as error:
+            if container.path.endswith(".parquet"):
+                raise
+            what = f"{printable(container.path)!r} cannot be read: {error}"
+            raise UserError(what, where="source.path") from None
+        folder, row = os.path.dirname(container.path), 0
         with ThreadPoolExecutor(STAT_THREADS) as pool:
             for batch in table.to_batches(max_chunksize=BATCH_ROWS):
                 cells = [self._cells(batch, i) for i in range(batch.num_rows)]
-                folder = os.path.dirname(container.path)
                 paths = [path and os.path.join(folder, path) for path, _, _ in cells]
                 facts = pool.map(self._facts, paths, chunksize=256)
                 for path, fact, (_, label, split) in zip(paths, facts, cells, strict=True):
@@ -113,13 +87,12 @@ class PathTable:
             return pq.read_table(full, columns=columns)
         # Text, so that 007 stays what it is; bytes, since file names may not be UTF-8.
         types = {name: pa.binary() for name in names}
-        table = pa.csv.read_csv(
+        return pa.csv.read_csv(
             full,
             read_options=pa.csv.ReadOptions(column_names=names, skip_rows=1),
             parse_options=parsing,
             convert_options=pa.csv.ConvertOptions(column_types=types, include_columns=columns),
         )
-        return table
 
     def _cells(self, batch: Any, row: int) -> tuple[str | None, Any, str | None]:
         """(normalized path, label, split; None without such a column)."""

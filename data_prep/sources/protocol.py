@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
+import pyarrow as pa
+
+from data_prep.formats.members import CompressedTarError, TarDefect
 from data_prep.images.check import CheckedImage
-from vitscale.runs.data_prep import LabelSettings
+from data_prep.sources.errors import ChangedSource, compressed_tar_error, raise_if_outage
+from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 MAX_CLASS_LENGTH = 4096
 # The class of every image of a source whose classes are ignored.
@@ -64,22 +70,59 @@ class Spool(Protocol):
         """(file, offset) for `Input.file` and `Input.offset`. Raises SpoolError."""
 
 
-class Source(Protocol):
+@dataclass(frozen=True)
+class Source(ABC):
     """One kind of source. Listing is deterministic, except for the order within a container."""
 
-    has_label_values: ClassVar[bool]
+    settings: SourceSettings
+    labels: LabelSettings = LabelSettings()
+    has_label_values: ClassVar[bool] = True
     """Classes are stored as label values, not as the names of files or folders: numbers among them
     keep their value, and 2 comes before 10."""
 
     @property
     def root(self) -> Path:
-        """The folder that all paths are relative to: source.path, or the folder of that file."""
+        """The folder that all paths are relative to."""
+        return source_root(self.settings)
 
+    @abstractmethod
     def containers(self) -> list[Container]:
         """All containers, ordered. Raises UserError(s) for an unusable source."""
 
+    @abstractmethod
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
-        """Every input of one container, rejected ones too."""
+        """Every input of one container, rejected ones too. Raises what `with_damage` expects."""
+
+
+def source_root(settings: SourceSettings) -> Path:
+    """`source.path`, or the folder of that file."""
+    path = Path(settings.path).expanduser()
+    return path.parent if path.is_file() else path
+
+
+def with_damage(container: Container, inputs: Iterable[Input]) -> Iterator[Input]:
+    """Yield the inputs of a container, then a row for it if the rest of it cannot be read.
+
+    Raises ChangedSource if it is gone, Outage, UserError for a compressed tar.
+    """
+    path = container.file or container.path
+    try:
+        yield from inputs
+        return
+    except CompressedTarError as error:
+        raise compressed_tar_error(container.path, error.method) from None
+    except FileNotFoundError:
+        raise ChangedSource(path) from None
+    except TarDefect:
+        reason = "truncated_tar"
+    except (pa.ArrowException, UnicodeDecodeError):
+        reason = "damaged_table"
+    except OSError as error:
+        raise_if_outage(error, path)
+        # Without a number it comes from a library, and concerns the content.
+        reason = "damaged_table" if error.errno is None else "unreadable"
+    name = os.path.splitext(os.path.basename(container.path))[0]
+    yield Input(container.path, container.split, container.class_name, name, 0, reason)
 
 
 def class_from_cell(

@@ -5,8 +5,6 @@ A new kind is one module, one line in SOURCES, and its name in SourceKind (vitsc
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from data_prep.sources.class_tars import ClassTars
 from data_prep.sources.image_folder import ImageFolder
 from data_prep.sources.parquet import ParquetImages
@@ -15,7 +13,7 @@ from data_prep.sources.protocol import Source
 from data_prep.sources.webdataset import WebDataset
 from vitscale.runs.data_prep import LabelSettings, SourceKind, SourceSettings
 
-SOURCES: dict[SourceKind, Callable[[SourceSettings, LabelSettings], Source]] = {
+SOURCES: dict[SourceKind, type[Source]] = {
     "image_folder": ImageFolder,
     "class_tars": ClassTars,
     "webdataset": WebDataset,

@@ -6,25 +6,23 @@ Only the image and its label are read; other members, such as pickles, never are
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import BinaryIO, ClassVar
+from typing import BinaryIO
 
-from data_prep.formats.members import CompressedTarError, Member, TarDefect, members
+from data_prep.formats.members import Member, TarDefect, members
 from data_prep.images.check import CheckedImage
-from data_prep.sources.class_tars import compressed_tar_error, tar_row
-from data_prep.sources.errors import raise_if_outage
-from data_prep.sources.files import (
-    file_containers,
-    is_hidden,
-    is_tar_name,
-    source_root,
-    stat_listed,
+from data_prep.sources.files import file_containers, is_hidden, is_tar_name
+from data_prep.sources.protocol import (
+    MAX_CLASS_LENGTH,
+    Container,
+    Input,
+    Source,
+    Spool,
+    means_no_label,
 )
-from data_prep.sources.protocol import MAX_CLASS_LENGTH, Container, Input, Spool, means_no_label
 from vitscale.config.errors import UserError
-from vitscale.runs.data_prep import LabelSettings, SourceSettings
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 MAX_JSON_BYTES = 1 << 20
@@ -43,17 +41,8 @@ class _Sample:
     suffixes: set[str] = field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
-class WebDataset:
+class WebDataset(Source):
     """Containers: every tar."""
-
-    settings: SourceSettings
-    labels: LabelSettings = LabelSettings()
-    has_label_values: ClassVar[bool] = True
-
-    @property
-    def root(self) -> Path:
-        return source_root(self.settings)
 
     @property
     def label(self) -> tuple[str, str]:
@@ -71,72 +60,59 @@ class WebDataset:
         )
 
     def containers(self) -> list[Container]:
-        """Raises UserError(s) for missing files, a wrong source.label, patterns without a match."""
+        """Raises UserError for missing files, a wrong source.label, patterns without a match."""
         assert self.label
         return file_containers(self.settings, is_tar_name, kind=".tar files")
 
     def inputs(self, container: Container, *, spool: Spool) -> Iterator[Input]:
         """One input per sample, and rows for members outside samples."""
-        status = stat_listed(self.root, container.path)
-        try:
-            with open(self.root / container.path, "rb") as file:
-                for row in self.rows(file, container, num_bytes=status.st_size):
-                    row.modified_ns = status.st_mtime_ns
-                    yield row
-        except OSError as error:
-            raise_if_outage(error, container.path)
-            yield tar_row(
-                container, "unreadable", num_bytes=status.st_size, modified_ns=status.st_mtime_ns
-            )
+        with open(self.root / container.path, "rb") as file:
+            modified_ns = os.fstat(file.fileno()).st_mtime_ns
+            for row in self.rows(file, container):
+                row.modified_ns = modified_ns
+                yield row
 
     def rows(
-        self,
-        file: BinaryIO,
-        container: Container,
-        *,
-        num_bytes: int,
-        check: Check = lambda member: None,
+        self, file: BinaryIO, container: Container, *, check: Check = lambda member: None
     ) -> Iterator[Input]:
-        """Yield the samples of one tar, and a row for the tar itself if it is damaged.
+        """Yield the samples of one tar, which is read from its start to its end.
 
-        The file is read from its start to its end. check: called at each image.
+        check: called at each image. Raises TarDefect after what is before the damage.
         """
         suffix, json_field = self.label
         seen: set[int] = set()
         sample: _Sample | None = None
         defect = None
-        found = _until_defect(file, container)
-        for member in found:
-            if isinstance(member, TarDefect):
-                defect = member
-                break
-            if member.is_folder:
-                continue
-            parts = split_member_name(member.name) if member.is_file else None
-            if parts is None or is_hidden(member.name):
-                reason = "hidden" if is_hidden(member.name) else "other_name"
-                yield _row(
-                    container, member, reason if member.is_file else "not_a_file", place=True
-                )
-                continue
-            key, end = parts
-            if sample is not None and key != sample.key:
-                yield self._sample_row(sample, container, seen)
-                sample = None
-            sample = sample or _Sample(key, member)
-            is_image = end in IMAGE_SUFFIXES
-            if end in sample.suffixes or (is_image and sample.image is not None):
-                yield _row(container, member, "duplicate_key", key=key, place=True)
-                continue
-            sample.suffixes.add(end)
-            if is_image:
-                sample.image, sample.checked = member, check(member)
-            elif end == suffix:
-                sample.class_name = read_label(file, member, json_field)
+        try:
+            for member in members(file):
+                if member.is_folder:
+                    continue
+                parts = split_member_name(member.name) if member.is_file else None
+                if parts is None or is_hidden(member.name):
+                    reason = "hidden" if is_hidden(member.name) else "other_name"
+                    reason = reason if member.is_file else "not_a_file"
+                    yield _row(container, member, reason, place=True)
+                    continue
+                key, end = parts
+                if sample is not None and key != sample.key:
+                    yield self._sample_row(sample, container, seen)
+                    sample = None
+                sample = sample or _Sample(key, member)
+                is_image = end in IMAGE_SUFFIXES
+                if end in sample.suffixes or (is_image and sample.image is not None):
+                    yield _row(container, member, "duplicate_key", key=key, place=True)
+                    continue
+                sample.suffixes.add(end)
+                if is_image:
+                    sample.image, sample.checked = member, check(member)
+                elif end == suffix:
+                    sample.class_name = read_label(file, member, json_field)
+        except TarDefect as error:
+            defect = error
         if sample is not None:
             yield self._sample_row(sample, container, seen)
         if defect is not None:
-            yield tar_row(container, "truncated_tar", num_bytes=num_bytes, modified_ns=0)
+            raise defect
 
     def _sample_row(self, sample: _Sample, container: Container, seen: set[int]) -> Input:
         member = sample.image or sample.first
@@ -152,15 +128,6 @@ class WebDataset:
         elif row.class_name is None and self.labels.values != "none":
             row.reason = "no_label"
         return row
-
-
-def _until_defect(file: BinaryIO, container: Container) -> Iterator[Member | TarDefect]:
-    try:
-        yield from members(file)
-    except CompressedTarError as error:
-        raise compressed_tar_error(container.path, error.method) from None
-    except TarDefect as defect:
-        yield defect
 
 
 def split_member_name(name: str) -> tuple[str, str] | None:

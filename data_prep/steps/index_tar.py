@@ -11,7 +11,7 @@ from blake3 import blake3
 from data_prep.formats.members import Member
 from data_prep.images.check import MAX_FILE_BYTES, CheckedImage, check_image
 from data_prep.sources.errors import ChangedSource, Outage, printable, source_read_error
-from data_prep.sources.protocol import Container, Input
+from data_prep.sources.protocol import Container, Input, with_damage
 from data_prep.sources.webdataset import WebDataset
 from data_prep.steps.labels import load_labels
 from data_prep.steps.list_inputs import CONTAINERS, read_containers, set_class
@@ -169,7 +169,7 @@ def _index(
     source = WebDataset(work.run.source, work.run.labels)
     rows = []
     try:
-        for item in source.rows(file, container, num_bytes=num_bytes, check=check):
+        for item in with_damage(container, source.rows(file, container, check=check)):
             set_class(item, labels)
             rows.append(_outcome(item))
     except OSError as error:

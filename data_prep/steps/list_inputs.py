@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from functools import lru_cache
@@ -15,8 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from data_prep.sources.errors import SpoolError, printable, source_read_error
-from data_prep.sources.protocol import Container, Input
+from data_prep.sources.errors import SpoolError, printable
+from data_prep.sources.protocol import Container, Input, with_damage
 from data_prep.sources.registry import open_source
 from data_prep.steps.labels import Labels, load_labels
 from data_prep.steps.rows import ROW_SCHEMA, commit_file, rows_table
@@ -105,16 +104,11 @@ def _inputs(work: WorkFolder, containers: Sequence[Container], spool: FileSpool)
     source = open_source(work.run.source, work.run.labels)
     labels, dropped = load_labels(work.run.labels), left_out(work.run.source.leave_out)
     for container in containers:
-        try:
-            for item in source.inputs(container, spool=spool):
-                if item.reason is None and dropped and printable(item.path) in dropped:
-                    item.reason = "left_out"
-                set_class(item, labels)
-                yield item
-        except OSError as error:
-            if os.path.lexists(work.path):
-                raise source_read_error(error, container.path) from None
-            raise
+        for item in with_damage(container, source.inputs(container, spool=spool)):
+            if item.reason is None and dropped and printable(item.path) in dropped:
+                item.reason = "left_out"
+            set_class(item, labels)
+            yield item
 
 
 def set_class(item: Input, labels: Labels) -> None:

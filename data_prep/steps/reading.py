@@ -9,7 +9,7 @@ from typing import Any
 
 from data_prep.images.check import MAX_FILE_BYTES, CheckedImage, check_image
 from data_prep.sources.errors import ChangedSource, SpoolError, raise_if_outage
-from data_prep.sources.files import source_root
+from data_prep.sources.protocol import source_root
 from data_prep.steps.work import WorkFolder
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from data_prep.sources.protocol import Input, Source
+from data_prep.sources.protocol import Input, Source, with_damage
 
 
 class MemorySpool:
@@ -20,4 +20,8 @@ class MemorySpool:
 def list_source(source: Source, spool: MemorySpool | None = None) -> list[Input]:
     """Every input of every container."""
     spool = spool or MemorySpool()
-    return [row for box in source.containers() for row in source.inputs(box, spool=spool)]
+    return [
+        row
+        for box in source.containers()
+        for row in with_damage(box, source.inputs(box, spool=spool))
+    ]

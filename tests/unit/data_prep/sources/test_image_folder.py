@@ -42,30 +42,6 @@ def test_class_folders_are_sorted_by_bytes(tmp_path: Path) -> None:
     ]
 
 
-def test_names_and_types_determine_the_reason(tmp_path: Path) -> None:
-    touch(
-        tmp_path,
-        *("cat/1.JPG", "cat/a.b.png", "cat/notes.txt", "cat/none", "cat/.2.jpg", "cat/.h/3.jpg"),
-        *("loose.jpg", "README", ".git/4.jpg", "dog/5.bmp", "dog/6.mpo", "dog/7.apng"),
-    )
-    os.mkfifo(tmp_path / "cat/pipe.jpg")
-    assert fates(tmp_path) == {
-        "cat/1.JPG": None,
-        "cat/a.b.png": None,
-        "cat/notes.txt": "other_name",
-        "cat/none": "other_name",
-        "cat/.2.jpg": "hidden",
-        "cat/.h/3.jpg": "hidden",
-        "cat/pipe.jpg": "not_a_file",
-        "loose.jpg": "no_class",
-        "README": "other_name",
-        ".git/4.jpg": "hidden",
-        "dog/5.bmp": None,
-        "dog/6.mpo": None,
-        "dog/7.apng": None,
-    }
-
-
 def test_links_to_files_and_linked_classes_are_followed(tmp_path: Path) -> None:
     root = tmp_path / "source"
     touch(root, "cat/1.jpg", "cat/sub/2.jpg")
@@ -99,16 +75,6 @@ def test_links_to_files_and_linked_classes_are_followed(tmp_path: Path) -> None:
     }
 
 
-def test_each_split_lists_its_classes(tmp_path: Path) -> None:
-    touch(tmp_path, "a/train/cat/1.jpg", "a/val/dog/1.jpg", "a/val/cat/2.jpg", "a/other/x/1.jpg")
-    rows = list_source(folder(tmp_path, train="a/train", test="a/val/"))
-    assert {(row.path, row.split, row.class_name) for row in rows} == {
-        ("a/train/cat/1.jpg", "train", "cat"),
-        ("a/val/cat/2.jpg", "test", "cat"),
-        ("a/val/dog/1.jpg", "test", "dog"),
-    }
-
-
 @pytest.mark.parametrize(
     "splits, message",
     [
@@ -126,14 +92,6 @@ def test_unusable_split_folders_are_refused(
     touch(tmp_path, "source/empty/1.jpg")
     with pytest.raises(UserError, match=message):
         folder(tmp_path / "source", **splits).containers()
-
-
-def test_a_missing_source_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="source.path.*no such folder"):
-        folder(tmp_path / "gone").containers()
-    touch(tmp_path, "file")
-    with pytest.raises(UserError, match="source.path.*is not a folder"):
-        folder(tmp_path / "file").containers()
 
 
 def test_a_missing_class_folder_is_a_changed_source(tmp_path: Path) -> None:
