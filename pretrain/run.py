@@ -1,14 +1,30 @@
-"""The run type of pre-training. Needs no torch."""
+"""The run type of pre-training, and its objectives. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from pretrain.objectives.registry import OBJECTIVES, ObjectiveSettings
+from pretrain.objectives.mae import Mae
+from pretrain.objectives.masked_patch_prediction import MaskedPatchPrediction
+from vitscale.config.section import NamedSection, choice_of
 from vitscale.runs.training import TrainingRun
+from vitscale.training.distillation.objective import Distillation
 from vitscale.training.objective import Objective
-from vitscale.training.supervised import SupervisedSettings
+from vitscale.training.supervised import Supervised, SupervisedSettings
+
+# A new objective is one file in `objectives` and one line here.
+OBJECTIVES: dict[str, type[Objective]] = {
+    "masked_patch_prediction": MaskedPatchPrediction,
+    "supervised": Supervised,
+    "mae": Mae,
+    "distillation": Distillation,
+}
+
+if TYPE_CHECKING:
+    ObjectiveSettings = NamedSection
+else:
+    ObjectiveSettings = choice_of(OBJECTIVES)
 
 
 class PretrainRun(TrainingRun):

@@ -6,7 +6,6 @@ Source: He et al. 2022 (Masked Autoencoders Are Scalable Vision Learners); faceb
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,13 +13,7 @@ from pydantic import Field
 
 from vitscale.config.section import NamedSection
 from vitscale.distributed.random_numbers import stream_key, uniform_rows
-from vitscale.models.objectives.mae_costs import (
-    DecoderSize,
-    activation_bytes_per_image,
-    num_kept,
-    num_parameters,
-    train_flops_per_image,
-)
+from vitscale.models import costs
 from vitscale.training.objective import Objective
 
 if TYPE_CHECKING:
@@ -47,11 +40,9 @@ class MaeSettings(NamedSection):
     decoder_heads: int = Field(default=16, gt=0)
     """Attention heads of the decoder; they divide its width."""
 
-    @property
-    def decoder(self) -> DecoderSize:
-        return DecoderSize(
-            width=self.decoder_width, depth=self.decoder_depth, num_heads=self.decoder_heads
-        )
+    def num_kept(self, num_patches: int) -> int:
+        """Patches that the encoder sees; rounded down: of 100 at 0.8 it keeps 19."""
+        return int(num_patches * (1 - self.mask_ratio))
 
     def problems(self) -> Iterator[tuple[str, str]]:
         width, heads = self.decoder_width, self.decoder_heads
@@ -65,6 +56,7 @@ class MaeSettings(NamedSection):
 
 class Mae(Objective):
     Settings = MaeSettings
+    settings: MaeSettings
     needs_labels = False
     trains_classifier = False
     patch_size: int
@@ -77,7 +69,7 @@ class Mae(Objective):
             what = f"mae removes patches of pixels, which {model.name} has none of"
             yield ("model.name", f"{what}; set it to vit")
             return
-        if model.pool in ("gap", "map") and not model.class_token:
+        if not model.has_class_token:
             what = "mae's encoder has a class token"
             yield ("model.pool", f"{what}; set pool=cls, or class_token=true beside pool=gap")
         if model.num_registers:
@@ -88,41 +80,62 @@ class Mae(Objective):
         if run.data.mixing is not None:
             yield ("data.mixing", "mae reconstructs single images; set it to null")
         if not any(model.problems()):
-            yield from self._mask_problems(model.resolved(num_classes=0).num_patches)
-
-    def _mask_problems(self, num_patches: int) -> Iterator[tuple[str, str]]:
-        kept = num_kept(num_patches, mask_ratio=self.settings.mask_ratio)
-        if not 0 < kept < num_patches:
-            what = f"{self.settings.mask_ratio:g} keeps {kept} of {num_patches} patches"
-            yield ("objective.mask_ratio", f"{what}; keep at least 1 and remove at least 1")
+            num_patches = model.resolved(num_classes=0).num_patches
+            kept = self.settings.num_kept(num_patches)
+            if not 0 < kept < num_patches:
+                what = f"{self.settings.mask_ratio:g} keeps {kept} of {num_patches} patches"
+                yield ("objective.mask_ratio", f"{what}; keep at least 1 and remove at least 1")
 
     def extend_model(self, model: Any, arch: Any) -> None:
-        from vitscale.models.objectives.mae import MaskedAutoencoder
+        from vitscale.models.mae import MaskedAutoencoder
 
-        self.patch_size = arch.patch_size
-        model.objective = MaskedAutoencoder(arch, self.settings.decoder)
+        settings, self.patch_size = self.settings, arch.patch_size
+        model.objective = MaskedAutoencoder(
+            arch,
+            width=settings.decoder_width,
+            depth=settings.decoder_depth,
+            num_heads=settings.decoder_heads,
+        )
+
+    # ---- costs: d width of the encoder, w of the decoder, T tokens that the encoder sees
+
+    def _decoder(self, arch: Any) -> Any:
+        """The decoder as a model, whose blocks see all tokens."""
+        width = self.settings.decoder_width
+        sizes = {"width": width, "mlp_width": 4 * width, "head_width": None, "layer_scale": None}
+        sizes |= {"depth": self.settings.decoder_depth, "num_heads": self.settings.decoder_heads}
+        return arch.model_copy(update=sizes)
+
+    def _num_visible(self, arch: Any) -> int:
+        return self.settings.num_kept(arch.num_patches) + int(arch.num_prefix_tokens)
 
     def num_parameters(self, arch: Any) -> int:
-        return num_parameters(arch, self.settings.decoder)
+        """Exact count of trained values of encoder and decoder; both positions are fixed."""
+        d, w, pixels = arch.width, self.settings.decoder_width, arch.patch_values
+        blocks = self.settings.decoder_depth * costs.block_parameters(self._decoder(arch))
+        added = (d * w + w) + w + blocks + 2 * w + (w * pixels + pixels)
+        return super().num_parameters(arch) + int(added)
 
     def train_flops_per_image(self, arch: Any) -> int:
-        return train_flops_per_image(
-            arch, self.settings.decoder, mask_ratio=self.settings.mask_ratio
-        )
+        """All N patches are embedded and the encoder sees T tokens. The decoder adds T d w, its
+        blocks over all N + 1 tokens, and (N + 1) w P multiply-adds for the P values of a patch."""
+        decoder, visible = self._decoder(arch), self._num_visible(arch)
+        embed = visible * arch.width * decoder.width
+        predict = arch.num_tokens * decoder.width * arch.patch_values
+        blocks = decoder.depth * costs.block_multiply_adds(decoder)
+        encoder = costs.train_flops_per_image(arch, num_tokens=visible)
+        return encoder + 3 * 2 * int(embed + blocks + predict)
 
-    def activation_bytes_per_image(
-        self, arch: Any, *, precision: str, activation_checkpointing: bool
-    ) -> int:
-        return activation_bytes_per_image(
-            arch,
-            self.settings.decoder,
-            mask_ratio=self.settings.mask_ratio,
-            precision=precision,
-            activation_checkpointing=activation_checkpointing,
+    def activation_bytes_per_image(self, arch: Any, **options: Any) -> int:
+        encoder = costs.activation_bytes_per_image(
+            arch, num_tokens=self._num_visible(arch), **options
         )
+        return encoder + costs.activation_bytes_per_image(self._decoder(arch), **options)
+
+    # ---- training
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
-        from vitscale.models.objectives.mae import reconstruction_loss
+        from vitscale.models.mae import reconstruction_loss
 
         assert batch.positions is not None
         predicted_BLP, patches_BLP, removed_BR = self.reconstruct(
@@ -142,12 +155,12 @@ class Mae(Objective):
 
         Which are removed is a function of the seed and `positions`, int64 [B].
         """
-        from vitscale.models.objectives.mae import mask_orders
-        from vitscale.models.objectives.patches import on_device, to_patches
+        from vitscale.models.mae import mask_orders
+        from vitscale.models.patches import on_device, to_patches
 
         patches_BLP = to_patches(engine.normalized(images_B3SS), patch_size=self.patch_size)
         num_patches = patches_BLP.shape[1]
-        kept = num_kept(num_patches, mask_ratio=self.settings.mask_ratio)
+        kept = self.settings.num_kept(num_patches)
         # On the CPU, in fp64: the same patches on every device and in every precision.
         noise_BL = uniform_rows(positions, num=num_patches, key=stream_key("mae", self.seed))
         order_BL, places_BL = (
@@ -159,27 +172,23 @@ class Mae(Objective):
         return predicted_BLP, patches_BLP, order_BL[:, kept:]
 
     def pictures(self, session: TrainingSession) -> Iterable[Path]:
-        from pretrain.objectives.pictures import draw_predictions
-
-        return [draw_predictions(session, partial(self._picture_rows, session))]
-
-    def _picture_rows(
-        self, session: TrainingSession, images_B3SS: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
         import numpy as np
 
-        from vitscale.models.objectives.mae import picture_rows
+        from pretrain.objectives.pictures import draw_predictions
+        from vitscale.models.mae import picture_rows
 
-        arch: Any = session.arch
-        predicted_BLP, patches_BLP, removed_BR = self.reconstruct(
-            session.engine, images_B3SS, positions=np.arange(len(images_B3SS))
-        )
-        return picture_rows(
-            predicted_BLP,
-            patches_BLP,
-            removed_BR=removed_BR,
-            grid=arch.grid,
-            normalized=self.settings.normalized_pixels,
-            mean=session.run.data.mean,
-            std=session.run.data.std,
-        )
+        def rows(images_B3SS: torch.Tensor) -> dict[str, torch.Tensor]:
+            predicted_BLP, patches_BLP, removed_BR = self.reconstruct(
+                session.engine, images_B3SS, positions=np.arange(len(images_B3SS))
+            )
+            return picture_rows(
+                predicted_BLP,
+                patches_BLP,
+                removed_BR=removed_BR,
+                grid=session.arch.grid,
+                normalized=self.settings.normalized_pixels,
+                mean=session.run.data.mean,
+                std=session.run.data.std,
+            )
+
+        return [draw_predictions(session, rows)]

@@ -7,7 +7,6 @@ output token. Source: Dosovitskiy et al. 2021, section 4.6 and appendix B.1.2.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -16,18 +15,14 @@ from pydantic import Field
 from vitscale.config.section import NamedSection
 from vitscale.distributed.random_numbers import stream_key
 from vitscale.models.costs import ACTIVATION_SCALE
-from vitscale.models.settings import ViTSettings
 from vitscale.training.objective import Objective
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
-    from torch import nn
 
     from vitscale.data.loader import Batch
     from vitscale.engine.engine import Engine
-    from vitscale.models.objectives.masked_patches import Corruption
-    from vitscale.models.settings import ViTSettings
     from vitscale.runs.training import TrainingRun
     from vitscale.training.loop import TrainingSession
 
@@ -51,7 +46,7 @@ class MaskedPatchPredictionSettings(NamedSection):
             what = f"{self.mask_share} and swap_share {self.swap_share} exceed 1 together"
             yield ("objective.mask_share", f"{what}; lower one of them")
 
-    def num_corrupted(self, arch: ViTSettings) -> int:
+    def num_corrupted(self, arch: Any) -> int:
         """Corrupted patches of each image: a fixed number, so that shapes never change."""
         return round(self.corrupted_share * arch.num_patches)
 
@@ -59,34 +54,32 @@ class MaskedPatchPredictionSettings(NamedSection):
 class MaskedPatchPrediction(Objective):
     Settings = MaskedPatchPredictionSettings
     settings: MaskedPatchPredictionSettings
-    _arch: ViTSettings
+    _arch: Any
     needs_labels = False
     trains_classifier = False
     metric_names = (COLOR_ACCURACY,)
 
     def problems(self, run: TrainingRun) -> Iterator[tuple[str, str]]:
         yield from super().problems(run)
-        if not isinstance(run.model, ViTSettings):
+        if run.model.name != "vit":
             what = f"{run.model.name} has no patches of pixels to predict"
             yield ("model.name", f"{what}; set model.name=vit, or choose another objective")
             return
         if run.data.mixing is not None:
             what = "mixed images have no colours of their own to predict"
             yield ("data.mixing", f"{what}; set data.mixing=null")
-        if not any(run.model.problems()):
-            yield from self._patch_problems(run.model.resolved(num_classes=0))
-
-    def _patch_problems(self, arch: ViTSettings) -> Iterator[tuple[str, str]]:
-        settings = self.settings
-        if not settings.num_corrupted(arch):
-            what = f"{settings.corrupted_share} of {arch.num_patches} patches is none"
+        if any(run.model.problems()):
+            return
+        arch: Any = run.model.resolved(num_classes=0)
+        if not self.settings.num_corrupted(arch):
+            what = f"{self.settings.corrupted_share} of {arch.num_patches} patches is none"
             yield ("objective.corrupted_share", f"{what}; raise it")
-        if settings.swap_share and arch.num_patches == 1:
+        if self.settings.swap_share and arch.num_patches == 1:
             what = "an image of one patch has no other patch"
             yield ("objective.swap_share", f"{what}; set it to 0, or use smaller patches")
 
-    def extend_model(self, model: nn.Module, arch: Any) -> None:
-        from vitscale.models.objectives.masked_patches import MaskedPatches
+    def extend_model(self, model: Any, arch: Any) -> None:
+        from vitscale.models.masked_patches import MaskedPatches
 
         model.objective = MaskedPatches(arch.width)
         self._arch = arch
@@ -94,29 +87,28 @@ class MaskedPatchPrediction(Objective):
     def num_parameters(self, arch: Any) -> int:
         """The mask embedding and the head on top."""
         head = arch.width * NUM_COLORS + NUM_COLORS
-        return super().num_parameters(arch) + arch.width + head
+        return super().num_parameters(arch) + int(arch.width + head)
 
     def train_flops_per_image(self, arch: Any) -> int:
         """The head on top, for the predicted patches alone."""
         head = self.settings.num_corrupted(arch) * arch.width * NUM_COLORS
-        return super().train_flops_per_image(arch) + 3 * 2 * head
+        return super().train_flops_per_image(arch) + int(3 * 2 * head)
 
-    def activation_bytes_per_image(
-        self, arch: Any, *, precision: str, activation_checkpointing: bool
-    ) -> int:
+    def activation_bytes_per_image(self, arch: Any, *, precision: str, **options: Any) -> int:
         """The head's input, and its output in the model's precision and twice in fp32."""
-        model = super().activation_bytes_per_image(
-            arch, precision=precision, activation_checkpointing=activation_checkpointing
-        )
+        model = super().activation_bytes_per_image(arch, precision=precision, **options)
         bytes_each = 2 * ACTIVATION_SCALE[precision]
         per_patch = bytes_each * (arch.width + NUM_COLORS) + 2 * 4 * NUM_COLORS
-        return model + self.settings.num_corrupted(arch) * per_patch
+        return model + int(self.settings.num_corrupted(arch) * per_patch)
 
-    def corruption(self, positions_B: np.ndarray, *, purpose: str = "corruption") -> Corruption:
+    def corruption(
+        self, positions_B: np.ndarray, device: torch.device, *, purpose: str = "corruption"
+    ) -> dict[str, torch.Tensor]:
         """Corrupt the images at these positions; each purpose has its own draws."""
-        from vitscale.models.objectives.masked_patches import draw_corruption
+        from vitscale.models.masked_patches import draw_corruption
+        from vitscale.models.patches import on_device
 
-        return draw_corruption(
+        drawn = draw_corruption(
             positions_B,
             num_patches=self._arch.num_patches,
             num_corrupted=self.settings.num_corrupted(self._arch),
@@ -124,13 +116,14 @@ class MaskedPatchPrediction(Objective):
             swap_share=self.settings.swap_share,
             key=stream_key(purpose, self.seed),
         )
+        return {name: on_device(values, device) for name, values in drawn.items()}
 
     def loss(self, engine: Engine, batch: Batch) -> torch.Tensor:
-        from vitscale.models.objectives.masked_patches import color_loss, colors
-        from vitscale.models.objectives.patches import take_patches, to_patches
+        from vitscale.models.masked_patches import color_loss, colors
+        from vitscale.models.patches import take_patches, to_patches
 
         assert batch.positions is not None
-        inputs = self.corruption(batch.positions).to(batch.images.device)
+        inputs = self.corruption(batch.positions, batch.images.device)
         logits_BKC = engine.forward(batch.images, "objective", **inputs)
         patches_BNX = to_patches(batch.images, patch_size=self._arch.patch_size)
         right_BK = colors(take_patches(patches_BNX, inputs["predicted_BK"]))
@@ -139,22 +132,15 @@ class MaskedPatchPrediction(Objective):
         return loss
 
     def pictures(self, session: TrainingSession) -> Iterable[Path]:
-        from pretrain.objectives.pictures import draw_predictions
-
-        return [draw_predictions(session, partial(self._picture_rows, session))]
-
-    def _picture_rows(
-        self, session: TrainingSession, images_B3SS: torch.Tensor
-    ) -> dict[str, torch.Tensor]:
         import numpy as np
 
-        from vitscale.models.objectives.masked_patches import picture_rows
+        from pretrain.objectives.pictures import draw_predictions
+        from vitscale.models.masked_patches import picture_rows
 
-        drawn = self.corruption(np.arange(len(images_B3SS)), purpose="pictures")
-        inputs = drawn.to(images_B3SS.device)
-        return picture_rows(
-            images_B3SS,
-            session.engine.forward(images_B3SS, "objective", **inputs),
-            inputs,
-            patch_size=self._arch.patch_size,
-        )
+        def rows(images_B3SS: torch.Tensor) -> dict[str, torch.Tensor]:
+            positions_B = np.arange(len(images_B3SS))
+            inputs = self.corruption(positions_B, images_B3SS.device, purpose="pictures")
+            logits_BKC = session.engine.forward(images_B3SS, "objective", **inputs)
+            return picture_rows(images_B3SS, logits_BKC, inputs, patch_size=self._arch.patch_size)
+
+        return [draw_predictions(session, rows)]

@@ -23,21 +23,8 @@ def draw_predictions(
 ) -> Path:
     """Draw a sheet in the run folder. Collective; rank 0 writes. Returns the file's path.
 
+    The images are evenly spaced over the validation split, or the training split without one.
     rows: uint8 images [B, 3, S, S] on the device -> title -> such images, of a model in eval mode.
-    """
-    path = session.folder / "pictures/reconstructions.png"
-    session.engine.eval()
-    drawn = rows(sheet_images(session))
-    session.engine.train()
-    if session.world.is_first:
-        save_figure(sheet(drawn), path)
-    return path
-
-
-def sheet_images(session: TrainingSession) -> torch.Tensor:
-    """Images evenly spaced over the validation split, or the training split without one.
-
-    uint8 [B, 3, S, S] on the device, at most NUM_IMAGES; not augmented.
     """
     index = session.data.parts[0] if session.val_index is None else session.val_index
     size, count = session.arch.image_size, min(NUM_IMAGES, index.num_samples)
@@ -45,4 +32,10 @@ def sheet_images(session: TrainingSession) -> torch.Tensor:
     images_B3SS = torch.empty(count, 3, size, size, dtype=torch.uint8)
     for number, row in enumerate(images_B3SS):
         samples.fill(number * index.num_samples // count, row)
-    return images_B3SS.to(session.world.device)
+    session.engine.eval()
+    drawn = rows(images_B3SS.to(session.world.device))
+    session.engine.train()
+    path = session.folder / "pictures/reconstructions.png"
+    if session.world.is_first:
+        save_figure(sheet(drawn), path)
+    return path

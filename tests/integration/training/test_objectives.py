@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pretrain.objectives.registry import OBJECTIVES as REGISTERED
+from pretrain.run import OBJECTIVES as REGISTERED
 from tests.support.corpora.image_corpus import encoded
 from tests.support.corpora.preparing import prepare_here, run_of
 from tests.support.ranks.fault_runs import fault, wait_all

@@ -15,7 +15,6 @@ from finetune.run import FinetuneRun
 from pretrain.run import PretrainRun
 from vitscale.config.loader import load_run
 from vitscale.models.costs import num_parameters
-from vitscale.models.objectives.mae_costs import DecoderSize
 from vitscale.optim.schedules import learning_rate
 from vitscale.runs.training import TrainingRun, training_plan
 
@@ -83,8 +82,7 @@ def resolved(run: TrainingRun) -> dict[str, Any]:
         "distilled": run.objective.name == "distillation"
         and (run.objective.kind, run.objective.alpha, run.objective.teacher.model)
         + (run.objective.teacher.image_size, model.distillation_token),
-        "mae": run.objective.name == "mae"
-        and (run.objective.mask_ratio, run.objective.normalized_pixels, run.objective.decoder),
+        "mae": run.objective.name == "mae" and tuple(list(run.objective.model_dump().values())[1:]),
         "head_bias": model.head_bias,
         "head_std": model.head_std,
         "classes": model.num_classes,
@@ -233,7 +231,7 @@ MAE: dict[str, Any] = VIT_21K | {
     "preset": "B/16", "betas": (0.9, 0.95), "lr": 1.5e-4 * 16, "decay": "cosine", "final_lr": 0.0,
     "length": 1600, "warmup": 40.0, "weight_decay": 0.05, "dropout": 0.0, "crop": (0.2, 1.0),
     "resampling": ("bicubic", True), "pixels": IMAGENET, "loss": "mae",
-    "mae": (0.75, True, DecoderSize(width=512, depth=8, num_heads=16)), "head_bias": 0.0,
+    "mae": (0.75, True, 512, 8, 16), "head_bias": 0.0,
     "classes": None, "tanh_layer": False, "positions": ("sincos2d_mae", "vit", None),
     "gelu": "erf", "init": "mae", "evaluation": ("center_crop", 0.875), "thousand_steps": 500,
     "crop_law": TORCHVISION, "eval_filter": ("bicubic", True),

@@ -11,7 +11,6 @@ of a patch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,13 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from vitscale.distributed.random_numbers import uniform_rows
-from vitscale.models.objectives.patches import (
-    on_device,
-    random_orders,
-    take_patches,
-    to_images,
-    to_patches,
-)
+from vitscale.models.patches import random_orders, take_patches, to_images, to_patches
 
 if TYPE_CHECKING:
     from vitscale.models.vit import ViT
@@ -37,22 +30,6 @@ MASK_STD = 0.02
 MASK_SHADE = 127  # in pictures
 
 
-@dataclass(frozen=True, slots=True)
-class Corruption:
-    """What happens to the patch embeddings of each image."""
-
-    predicted_BK: np.ndarray
-    """int64, increasing: the corrupted patches."""
-    sources_BN: np.ndarray
-    """int64: the patch whose embedding each patch gets; its own number if it keeps its own."""
-    masked_BN: np.ndarray
-    """bool: the mask embedding replaces it."""
-
-    def to(self, device: torch.device) -> dict[str, torch.Tensor]:
-        """The inputs of `MaskedPatches`."""
-        return {name: on_device(getattr(self, name), device) for name in self.__slots__}
-
-
 def draw_corruption(
     positions_B: np.ndarray,
     *,
@@ -61,13 +38,17 @@ def draw_corruption(
     mask_share: float,
     swap_share: float,
     key: int,
-) -> Corruption:
+) -> dict[str, np.ndarray]:
     """Corrupt `num_corrupted` patches of each image: a function of `key` and its position alone.
 
     Of these each is independently masked with probability `mask_share`, replaced by another patch
     with `swap_share`, else kept. The other patch is a clean one of the same image: the patches are
     put into a random circle, and each may be replaced by its neighbour. So every other patch is
     equally likely, and none replaces two, which keeps the backward pass deterministic on GPUs.
+
+    Returns the inputs of `MaskedPatches`: predicted_BK, int64, increasing: the corrupted patches;
+    sources_BN, int64: the patch whose embedding each patch gets, its own number if it keeps its
+    own; masked_BN, bool: the mask embedding replaces it.
     """
     draws_BN, kinds_BN, circle_BN = (
         uniform_rows(positions_B, num=3 * num_patches, key=key)
@@ -87,7 +68,7 @@ def draw_corruption(
     donors_BK = np.take_along_axis(donors_BN, predicted_BK, axis=1)
     sources_BK = np.where(is_swapped_BK, donors_BK, predicted_BK)
     np.put_along_axis(sources_BN, predicted_BK, sources_BK, axis=1)
-    return Corruption(predicted_BK, sources_BN, masked_BN)
+    return {"predicted_BK": predicted_BK, "sources_BN": sources_BN, "masked_BN": masked_BN}
 
 
 class MaskedPatches(nn.Module):
@@ -115,8 +96,7 @@ class MaskedPatches(nn.Module):
         masked_BN: torch.Tensor,
     ) -> torch.Tensor:
         """Logits of the corrupted patches' colours [B, K, C]."""
-        clean_BND = model.patch_embed(images_B3SS)
-        patches_BND = take_patches(clean_BND, sources_BN)
+        patches_BND = take_patches(model.patch_embed(images_B3SS), sources_BN)
         patches_BND = torch.where(masked_BN[..., None], self.mask_token, patches_BND)
         tokens_BLD = model.run_blocks(model.norm_pre(model._pos_embed(patches_BND)))
         patches_BND = tokens_BLD[:, model.num_prefix_tokens :]
@@ -172,7 +152,6 @@ def picture_rows(
     predicted_BK = inputs["predicted_BK"]
     seen_BNX = take_patches(patches_BNX, inputs["sources_BN"])
     seen_BNX = seen_BNX.masked_fill(inputs["masked_BN"][..., None], MASK_SHADE)
-    right_BK = colors(take_patches(patches_BNX, predicted_BK))
     index_BKX = predicted_BK[..., None].expand(-1, -1, patches_BNX.shape[2])
 
     def colored(colors_BK: torch.Tensor) -> torch.Tensor:
@@ -181,7 +160,7 @@ def picture_rows(
     rows = {
         "original": patches_BNX,
         "corrupted": seen_BNX,
-        "targets": colored(right_BK),
+        "targets": colored(colors(take_patches(patches_BNX, predicted_BK))),
         "predicted": colored(logits_BKC.argmax(dim=-1)),
     }
     return {title: to_images(row_BNX, grid=(side, side)) for title, row_BNX in rows.items()}

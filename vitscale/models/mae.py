@@ -15,8 +15,7 @@ import torch
 from timm.models.vision_transformer import Block
 from torch import nn
 
-from vitscale.models.objectives.mae_costs import MLP_RATIO, DecoderSize
-from vitscale.models.objectives.patches import random_orders, take_patches, to_images
+from vitscale.models.patches import random_orders, take_patches, to_images
 from vitscale.models.positions import mae_position_embedding
 from vitscale.models.settings import ViTSettings
 from vitscale.models.vit import ViT, run_blocks
@@ -30,21 +29,19 @@ class MaskedAutoencoder(nn.Module):
 
     pos_embed: torch.Tensor
 
-    def __init__(self, arch: ViTSettings, decoder: DecoderSize) -> None:
-        """Starts from torch's random state: Xavier-uniform, biases 0, mask token N(0, 0.02)."""
+    def __init__(self, arch: ViTSettings, *, width: int, depth: int, num_heads: int) -> None:
+        """Start from torch's random state: Xavier-uniform, biases 0, mask token N(0, 0.02).
+
+        width, depth, num_heads: of the decoder; its MLPs are four times as wide.
+        """
         super().__init__()
         norm: Any = partial(nn.LayerNorm, eps=1e-6)
-        width = decoder.width
         self.embed = nn.Linear(arch.width, width)
         self.mask_token = nn.Parameter(torch.empty(1, 1, width))
         positions_LW = mae_position_embedding(arch.grid, width=width)
         self.register_buffer("pos_embed", positions_LW[None], persistent=False)
-        self.blocks = nn.Sequential(
-            *(
-                Block(width, decoder.num_heads, MLP_RATIO, qkv_bias=True, norm_layer=norm)
-                for _ in range(decoder.depth)
-            )
-        )
+        blocks = (Block(width, num_heads, qkv_bias=True, norm_layer=norm) for _ in range(depth))
+        self.blocks = nn.Sequential(*blocks)
         self.norm = norm(width)
         self.predict = nn.Linear(width, arch.patch_values)
         nn.init.normal_(self.mask_token, std=TOKEN_STD)
@@ -153,12 +150,8 @@ def picture_rows(
         "predicted": predicted_BLP.masked_fill(~is_removed_BL1, 0.0),
         "visible +\npredicted": torch.where(is_removed_BL1, predicted_BLP, patches_BLP),
     }
-    mean_311, std_311 = (
-        torch.tensor(each, device=patches_BLP.device).view(3, 1, 1) for each in (mean, std)
-    )
+    mean_311, std_311 = (patches_BLP.new_tensor(each).view(3, 1, 1) for each in (mean, std))
     return {
-        title: ((to_images(each, grid=grid) * std_311 + mean_311).clamp(0, 1) * 255)
-        .round()
-        .to(torch.uint8)
+        title: ((to_images(each, grid=grid) * std_311 + mean_311).clamp(0, 1) * 255).round().byte()
         for title, each in rows.items()
     }
